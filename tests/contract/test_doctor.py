@@ -1,0 +1,29 @@
+"""`vllm-commext doctor` beside the installed vLLM: everything that it can find, it finds."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from vllm_commext.compat.seams import SEAMS
+
+
+@pytest.mark.timeout(600)
+def test_the_report_covers_vllm_its_seams_and_nixl() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_commext", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    report = json.loads(done.stdout)
+    assert done.returncode == report["status"]
+    found = {(check["section"], check["name"]): check for check in report["checks"]}
+    assert found["vllm", "window"]["value"].startswith("inside: ")
+    for seam in SEAMS:
+        assert found["seams", seam.name]["level"] in ("ok", "info")
+    assert found["capabilities", "nixl"]["value"] == "active"
+    assert "UCX" in found["nixl", "plug-ins that load"]["value"]
+    assert "error" not in {check["level"] for check in report["checks"]}

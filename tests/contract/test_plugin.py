@@ -1,0 +1,151 @@
+"""`register` as vLLM calls it, in processes of their own: what it leaves in vLLM, and what not."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from typing import Any
+
+import pytest
+
+# A process that imports vLLM takes seconds, and much longer on a busy machine.
+pytestmark = pytest.mark.timeout(600)
+TIMEOUT_SECONDS = 250
+NAME = "CommextNixlConnector"
+TOGGLE = "VLLM_COMMEXT_NIXL"
+
+# Prints what vLLM looks like after it has loaded its plugins by itself, as one line of JSON.
+LOOK = f"""
+import json, sys
+from vllm.plugins import load_general_plugins
+from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+before = {{name: id(getter) for name, getter in envs.environment_variables.items()}}
+names_before = list(KVConnectorFactory._registry)
+load_general_plugins()
+if "vllm_commext.plugin" in sys.modules:
+    sys.modules["vllm_commext.plugin"].register()
+validate = getattr(envs, "validate_environ", None)
+if validate is None:
+    from vllm.platforms import current_platform
+    validate = current_platform.validate_environ
+try:
+    validate(True)
+    refused = ""
+except ValueError as error:
+    refused = str(error)
+after = {{name: id(getter) for name, getter in envs.environment_variables.items()}}
+print(json.dumps({{
+    "replaced": [name for name in before if after.get(name) != before[name]],
+    "added": [name for name in after if name not in before],
+    "connectors": [name for name in KVConnectorFactory._registry if name not in names_before],
+    "factors": {{k: v for k, v in envs.compile_factors().items() if "COMMEXT" in k}},
+    "imported": [name for name in sys.modules if name.startswith("vllm_commext")],
+    "nixl": "nixl" in sys.modules,
+    "refused": refused,
+}}))
+if "ask" in sys.argv:
+    KVConnectorFactory.get_connector_class_by_name({NAME!r})
+"""
+WITHOUT_NIXL = "import sys; sys.modules['nixl'] = None\n"
+
+
+def python(code: str, *args: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
+    return subprocess.run(
+        [sys.executable, "-c", code, *args],
+        env={**clean, **environ},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+
+
+@cache
+def look(**environ: str) -> tuple[dict[str, Any], str]:
+    """What `LOOK` prints in this environment, and all that the process logged."""
+    done = python(LOOK, **environ)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
+
+
+def toggles() -> list[str]:
+    from vllm_commext.settings import TOGGLES
+
+    return [toggle.name for toggle in TOGGLES]
+
+
+def test_by_default_the_connector_and_the_toggles_are_there_and_nothing_else() -> None:
+    found, log = look()
+    assert found["connectors"] == [NAME]
+    assert found["added"] == toggles()
+    assert found["replaced"] == []
+    assert not found["nixl"]
+    assert log.count("commext: nixl active") == 1
+
+
+def test_the_toggles_are_part_of_the_compile_cache_key() -> None:
+    default, _ = look()
+    changed, _ = look(VLLM_COMMEXT_NIXL="1", VLLM_COMMEXT_STRICT="1")
+    assert list(default["factors"]) == toggles()
+    assert default["factors"][TOGGLE] == "auto"
+    assert changed["factors"] == {**default["factors"], TOGGLE: "1", "VLLM_COMMEXT_STRICT": "1"}
+
+
+def test_vllm_knows_our_names_and_does_not_without_us() -> None:
+    known, _ = look(VLLM_COMMEXT_NIXL="1", VLLM_COMMEXT_STRICT="1")
+    assert known["refused"] == ""
+    unknown, _ = look(VLLM_PLUGINS="", VLLM_COMMEXT_NIXL="1")
+    assert TOGGLE in unknown["refused"]
+
+
+def test_left_out_by_vllm_plugins_nothing_of_us_is_even_imported() -> None:
+    found, log = look(VLLM_PLUGINS="", VLLM_COMMEXT_NIXL="1")
+    assert found["imported"] == []
+    assert found["connectors"] == found["added"] == found["replaced"] == []
+    assert found["factors"] == {}
+    assert "commext:" not in log
+
+
+def test_turned_off_only_the_name_that_turns_us_off_is_known() -> None:
+    found, log = look(VLLM_COMMEXT="0")
+    assert found["connectors"] == found["replaced"] == []
+    assert found["added"] == ["VLLM_COMMEXT"]
+    assert found["refused"] == ""
+    assert "commext: nixl off (VLLM_COMMEXT=0)" in log
+
+
+def test_one_capability_turned_off() -> None:
+    found, log = look(VLLM_COMMEXT_NIXL="0")
+    assert found["connectors"] == []
+    assert "commext: nixl off (VLLM_COMMEXT_NIXL=0)" in log
+
+
+def test_without_nixl_the_name_is_there_and_tells_the_reason() -> None:
+    done = python(WITHOUT_NIXL + LOOK, "ask")
+    assert done.returncode != 0
+    assert f"{NAME} was asked for by name and cannot run: NIXL is not installed" in done.stderr
+    assert "commext: nixl refused (NIXL is not installed" in done.stdout + done.stderr
+
+
+def test_a_bad_value_is_told_to_whoever_asks_for_the_connector() -> None:
+    done = python(LOOK, "ask", VLLM_COMMEXT_NIXL="yes")
+    assert done.returncode != 0
+    assert f"{NAME} was asked for by name and cannot run: {TOGGLE}: expected" in done.stderr
+
+
+def test_strict_stops_vllm_where_a_capability_is_refused() -> None:
+    done = python(WITHOUT_NIXL + LOOK, VLLM_COMMEXT_STRICT="1")
+    assert done.returncode != 0
+    assert "VLLM_COMMEXT_STRICT=1: commext: nixl refused (NIXL is not installed" in done.stderr
+
+
+def test_the_command_line_of_vllm_works_with_the_plugin() -> None:
+    code = "import sys; from vllm.entrypoints.cli.main import main; sys.argv[0] = 'vllm'; main()"
+    done = python(code, "serve", "--help", VLLM_COMMEXT_NIXL="auto")
+    assert done.returncode == 0, done.stderr
+    assert "usage: vllm serve" in done.stdout
+    assert "commext: nixl active" in done.stdout + done.stderr
+    assert "Unknown vLLM environment variable" not in done.stdout + done.stderr

@@ -1,0 +1,100 @@
+"""The optional native queue: built where it can be, left out and said so where it cannot.
+
+`setup.py` is run as pip runs it, on a small copy of the tree.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("setuptools", minversion="77")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Enough of the project to build its extension and its wheel."""
+    for name in ("setup.py", "pyproject.toml", "LICENSE", "MANIFEST.in", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, tmp_path)
+    ignore = shutil.ignore_patterns("*.so", "__pycache__", "_native_build.json")
+    shutil.copytree(ROOT / "vllm_commext", tmp_path / "vllm_commext", ignore=ignore)
+    if (ROOT / "csrc").exists():
+        shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    return tmp_path
+
+
+def setup(tree: Path, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "setup.py", *command],
+        cwd=tree,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def record(tree: Path) -> dict[str, object]:
+    return json.loads((tree / "out/vllm_commext/shm/_native_build.json").read_text())
+
+
+BUILD = ("build", "--build-lib", "out")
+
+
+def extensions(tree: Path) -> list[str]:
+    return [path.name for path in tree.glob("out/vllm_commext/shm/*.so")]
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_with_a_compiler_it_is_built_for_the_limited_api(tree: Path) -> None:
+    done = setup(tree, *BUILD, VLLM_COMMEXT_BUILD_NATIVE="1")
+    assert done.returncode == 0, done.stderr
+    assert extensions(tree) == ["_shm_ring.abi3.so"]
+    assert record(tree) == {"built": True, "reason": ""}
+
+
+def test_without_a_compiler_it_is_left_out_and_said_so(tree: Path) -> None:
+    done = setup(tree, *BUILD, CC="/bin/false")
+    assert done.returncode == 0, done.stderr
+    assert "the native shared-memory queue is left out: it could not be compiled" in done.stderr
+    assert extensions(tree) == []
+    assert record(tree)["built"] is False
+    assert "/bin/false" in str(record(tree)["reason"])
+
+
+def test_without_a_compiler_it_is_an_error_where_it_was_asked_for(tree: Path) -> None:
+    done = setup(tree, *BUILD, CC="/bin/false", VLLM_COMMEXT_BUILD_NATIVE="1")
+    assert done.returncode != 0
+    assert "/bin/false" in done.stderr
+
+
+def test_it_can_be_skipped(tree: Path) -> None:
+    done = setup(tree, *BUILD, VLLM_COMMEXT_BUILD_NATIVE="0")
+    assert done.returncode == 0, done.stderr
+    assert extensions(tree) == []
+    assert record(tree) == {"built": False, "reason": "VLLM_COMMEXT_BUILD_NATIVE=0"}
+
+
+def test_a_bad_choice_is_an_error_that_lists_the_choices(tree: Path) -> None:
+    done = setup(tree, *BUILD, VLLM_COMMEXT_BUILD_NATIVE="yes")
+    assert done.returncode != 0
+    assert "VLLM_COMMEXT_BUILD_NATIVE: expected one of auto, 0, 1, got 'yes'" in done.stderr
+
+
+def test_a_wheel_without_it_is_for_every_platform(tree: Path) -> None:
+    done = setup(tree, "bdist_wheel", VLLM_COMMEXT_BUILD_NATIVE="0")
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tree / "dist").iterdir()
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        reason = json.loads(archive.read("vllm_commext/shm/_native_build.json"))["reason"]
+    assert reason == "VLLM_COMMEXT_BUILD_NATIVE=0"

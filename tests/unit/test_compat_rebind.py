@@ -1,0 +1,115 @@
+"""The one helper that rebinds a name."""
+
+import sys
+import types
+
+import pytest
+
+from vllm_commext import ConfigError, UnsupportedError
+from vllm_commext.compat.rebind import INVENTORY, Rebinding, is_rebound, rebind, restore
+
+MODULE = "commext_rebind_example"
+
+
+def row(name: str) -> Rebinding:
+    return Rebinding(f"{MODULE}:{name}", "why", "guard", "test", "removal")
+
+
+class Parent:
+    def inherited(self) -> str:
+        return "parent"
+
+
+class Child(Parent):
+    @staticmethod
+    def static() -> str:
+        return "original"
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    made = types.ModuleType(MODULE)
+    child = type("Child", (Parent,), dict(vars(Child)))
+    vars(made).update(value=None, function=len, Child=child)
+    monkeypatch.setitem(sys.modules, MODULE, made)
+    return made
+
+
+@pytest.mark.parametrize("name", ["value", "function"])
+def test_a_module_global_is_replaced_and_restored(module: types.ModuleType, name: str) -> None:
+    before = dict(vars(module))
+    replacement = object()
+    rebind(row(name), replacement)
+    assert vars(module)[name] is replacement
+    assert is_rebound(row(name))
+    restore(row(name))
+    assert not is_rebound(row(name))
+    assert dict(vars(module)) == before
+
+
+def test_a_descriptor_of_a_class_comes_back_as_it_was(module: types.ModuleType) -> None:
+    before = vars(module.Child)["static"]
+    rebind(row("Child.static"), staticmethod(lambda: "ours"))
+    assert module.Child.static() == "ours"
+    restore(row("Child.static"))
+    assert vars(module.Child)["static"] is before
+    assert module.Child.static() == "original"
+
+
+def test_an_inherited_method_is_inherited_again(module: types.ModuleType) -> None:
+    rebind(row("Child.inherited"), lambda self: "ours")
+    assert module.Child().inherited() == "ours"
+    assert Parent().inherited() == "parent"
+    restore(row("Child.inherited"))
+    assert "inherited" not in vars(module.Child)
+    assert module.Child().inherited() == "parent"
+
+
+def test_two_names_of_one_owner_are_independent(module: types.ModuleType) -> None:
+    rebind(row("value"), 1)
+    rebind(row("function"), 2)
+    restore(row("value"))
+    assert is_rebound(row("function"))
+    restore(row("function"))
+    assert (module.value, module.function) == (None, len)
+
+
+def test_a_second_rebinding_is_refused_and_changes_nothing(module: types.ModuleType) -> None:
+    rebind(row("value"), 1)
+    with pytest.raises(UnsupportedError, match="rebound already"):
+        rebind(row("value"), 2)
+    assert module.value == 1
+    restore(row("value"))
+    assert module.value is None
+
+
+def test_a_name_that_is_not_there_is_refused(module: types.ModuleType) -> None:
+    for name in ("gone", "Child.gone", "Gone.static"):
+        with pytest.raises(UnsupportedError, match="has renamed it"):
+            rebind(row(name), 1)
+    assert "gone" not in vars(module)
+
+
+def test_nothing_is_restored_over_somebody_else(module: types.ModuleType) -> None:
+    rebind(row("value"), 1)
+    module.value = "theirs"
+    with pytest.raises(UnsupportedError, match="somebody else"):
+        restore(row("value"))
+    assert module.value == "theirs"
+
+
+@pytest.mark.usefixtures("module")
+def test_restoring_what_is_not_rebound_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="nothing to restore"):
+        restore(row("value"))
+
+
+@pytest.mark.parametrize("symbol", ["", "module", ":name", "module:"])
+def test_a_malformed_symbol_is_refused(symbol: str) -> None:
+    with pytest.raises(ConfigError, match="expected a symbol"):
+        rebind(Rebinding(symbol, "", "", "", ""), 1)
+
+
+def test_every_row_of_the_inventory_is_complete() -> None:
+    for entry in INVENTORY:
+        assert all((entry.symbol, entry.why, entry.guard, entry.test, entry.removal))

@@ -1,0 +1,105 @@
+"""The probes of the seams, against small modules made here; vLLM's own are in tests/contract."""
+
+import abc
+import dataclasses
+import enum
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from vllm_commext.compat import seams
+from vllm_commext.compat.seams import Seam, SeamState
+
+MODULE = "commext_seam_example"
+
+
+class Base(abc.ABC):
+    def __init__(self, config: str, role: int) -> None:
+        self.config, self.role = config, role
+
+    @abc.abstractmethod
+    def load(self, request: str, **kwargs: Any) -> None: ...
+
+    @abc.abstractmethod
+    def save(self) -> None: ...
+
+    @classmethod
+    def build(cls, data: dict[str, int] | None = None) -> str:
+        return f"{cls} {data}"
+
+
+@dataclasses.dataclass
+class Record:
+    first: int
+    second: int = 2
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+@pytest.fixture(autouse=True)
+def _example(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType(MODULE)
+    vars(module).update(Base=Base, Record=Record, Color=Color, table={"a": int}, number=1)
+    monkeypatch.setitem(sys.modules, MODULE, module)
+
+
+def at(name: str) -> str:
+    return f"{MODULE}:{name}"
+
+
+HOLD = {
+    "exists": seams.exists(at("Base.load"), at("Color.RED")),
+    "constructor": seams.takes(at("Base.__init__"), "config", "role"),
+    "kwargs beyond": seams.takes(at("Base.load"), "request"),
+    "no arguments": seams.takes(at("Base.save")),
+    "classmethod": seams.takes(at("Base.build"), "data"),
+    "default beyond": seams.takes(at("Base.build")),
+    "fields": seams.has_fields(at("Record"), "second", "first"),
+    "methods": seams.has_methods(at("Base"), {"load": ("request",), "build": ("data",)}),
+    "abstract": seams.abstract_only(at("Base"), {"load": ("request",), "save": (), "build": ()}),
+    "mapping": seams.maps_to_callables(at("table")),
+    "one of": seams.one_of(seams.exists(at("gone")), seams.exists(at("Base"))),
+}
+BREAK = {
+    "no module": (seams.exists("commext_no_such_module:x"), "ModuleNotFoundError"),
+    "no name": (seams.exists(at("Base.gone")), "AttributeError"),
+    "renamed argument": (seams.takes(at("Base.load"), "req"), "found (request, kwargs)"),
+    "order": (seams.takes(at("Base.__init__"), "role", "config"), "found (config, role)"),
+    "one more needed": (seams.takes(at("Base.__init__"), "config"), "found (config, role)"),
+    "one fewer": (seams.takes(at("Base.save"), "layer"), "expected parameters (layer), found ()"),
+    "field": (seams.has_fields(at("Record"), "first", "third"), "expected fields third"),
+    "method": (seams.has_methods(at("Base"), {"gone": ()}), "gone: it is not there"),
+    "abstract": (seams.abstract_only(at("Base"), {"save": ()}), "beyond ours, found load"),
+    "no dict": (seams.maps_to_callables(at("number")), "expected a dict, found int"),
+    "one of": (seams.one_of(seams.exists(at("gone")), seams.exists(at("lost"))), "lost"),
+}
+
+
+@pytest.mark.parametrize("name", HOLD)
+def test_a_probe_holds(name: str) -> None:
+    outcome = seams.check(Seam(name, "nixl", "", HOLD[name]), "0.32.0")
+    assert (outcome.state, outcome.problem) == (SeamState.HOLDS, "")
+
+
+@pytest.mark.parametrize("name", BREAK)
+def test_a_probe_says_what_it_expected_and_found(name: str) -> None:
+    probe, expected = BREAK[name]
+    outcome = seams.check(Seam(name, "nixl", "", probe), "0.32.0")
+    assert outcome.state is SeamState.BROKEN
+    assert expected in outcome.problem
+
+
+def test_a_seam_is_not_probed_before_the_release_that_brought_it() -> None:
+    seam = Seam("new", "nixl", "", BREAK["no name"][0], since="0.30")
+    assert seams.check(seam, "0.29.0").state is SeamState.NOT_YET
+    assert seams.check(seam, "0.30.0").state is SeamState.BROKEN
+
+
+def test_the_table_is_sound() -> None:
+    names = [seam.name for seam in seams.SEAMS]
+    assert len(set(names)) == len(names)
+    assert all(seam.why for seam in seams.SEAMS)

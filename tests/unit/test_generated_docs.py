@@ -1,0 +1,18 @@
+"""docs/toggles.md and docs/compatibility.md are what the code says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "generate_docs.py"
+
+
+def test_the_generated_pages_are_current() -> None:
+    done = subprocess.run(
+        [sys.executable, str(TOOL), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, f"run python tools/generate_docs.py: {done.stdout}{done.stderr}"

@@ -1,0 +1,216 @@
+"""What `register` decides, without vLLM; with it: tests/contract/test_plugin.py.
+
+vLLM is taken out of reach, so that these tests say the same whether or not it is installed.
+"""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from vllm_commext import UnsupportedError, plugin, status
+from vllm_commext.compat import hooks
+from vllm_commext.compat import seams as seams_module
+from vllm_commext.plugin import Capability
+from vllm_commext.status import State
+
+Offer = Callable[..., list[str]]
+
+
+@pytest.fixture(autouse=True)
+def _no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+
+
+@pytest.fixture
+def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
+    """Puts one capability, under nixl's toggle, before a vLLM of a given version."""
+
+    def offer(
+        problem: Exception | None = None, version: str = "0.32.0", broken: bool = False
+    ) -> list[str]:
+        calls: list[str] = []
+
+        def activate() -> None:
+            calls.append("activate")
+            if problem is not None:
+                raise problem
+
+        capability = Capability("nixl", activate, lambda: calls.append("refuse"), "the fallback")
+        seam = seams_module.Seam("seam", "nixl", "why", lambda: "moved" if broken else "")
+        monkeypatch.setattr(plugin, "CAPABILITIES", (capability,))
+        monkeypatch.setattr(hooks, "vllm_version", lambda: version)
+        monkeypatch.setattr(seams_module, "SEAMS", (seam,))
+        return calls
+
+    return offer
+
+
+def outcome() -> status.CapabilityStatus:
+    found = status.find("nixl")
+    assert found is not None
+    return found
+
+
+def test_without_vllm_it_is_refused_and_nothing_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+    plugin.register()
+    assert outcome().state is State.REFUSED
+    assert outcome().reason == "vLLM is not installed"
+    assert "commext: nixl refused (vLLM is not installed; vLLM's own" in caplog.text
+
+
+def test_an_active_capability(offer: Offer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="vllm.commext")
+    calls = offer()
+    plugin.register()
+    assert calls == ["activate"]
+    assert "commext: nixl active" in caplog.messages
+
+
+def test_a_second_call_does_and_says_nothing(
+    offer: Offer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="vllm.commext")
+    calls = offer()
+    plugin.register()
+    caplog.clear()
+    plugin.register()
+    assert calls == ["activate"]
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("problem", [UnsupportedError("no NIXL"), OSError("no NIXL"), KeyError(1)])
+def test_whatever_a_capability_raises_is_a_refusal(offer: Offer, problem: Exception) -> None:
+    calls = offer(problem)
+    plugin.register()
+    assert calls == ["activate", "refuse"]
+    assert outcome().state is State.REFUSED
+    assert str(problem) in outcome().reason
+    assert not outcome().required
+
+
+def test_asked_for_with_1_a_refusal_is_an_error(
+    offer: Offer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_COMMEXT_NIXL", "1")
+    offer(UnsupportedError("no NIXL"))
+    plugin.register()
+    assert outcome().required
+
+
+def test_a_toggle_at_0_is_off(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_COMMEXT_NIXL", "0")
+    calls = offer()
+    plugin.register()
+    assert calls == []
+    assert outcome().line() == "commext: nixl off (VLLM_COMMEXT_NIXL=0)"
+
+
+def test_turned_off_as_a_whole(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_COMMEXT", "0")
+    monkeypatch.setenv("VLLM_COMMEXT_STRICT", "1")
+    calls = offer(UnsupportedError("no NIXL"))
+    plugin.register()
+    assert calls == []
+    assert outcome().line() == "commext: nixl off (VLLM_COMMEXT=0)"
+
+
+def test_an_older_vllm_is_refused_before_anything_is_touched(offer: Offer) -> None:
+    calls = offer(version="0.27.1")
+    plugin.register()
+    assert calls == ["refuse"]
+    assert "0.27.1 is older than the window" in outcome().reason
+
+
+def test_a_newer_vllm_whose_seams_hold_runs_and_says_that_nobody_tested_it(offer: Offer) -> None:
+    calls = offer(version="0.40.0")
+    plugin.register()
+    assert calls == ["activate"]
+    assert outcome().state is State.ACTIVE
+    assert "unverified" in outcome().line()
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.40.0"])
+def test_a_broken_seam_is_refused_by_its_name(offer: Offer, version: str) -> None:
+    calls = offer(version=version, broken=True)
+    plugin.register()
+    assert calls == ["refuse"]
+    assert "seam: moved" in outcome().reason
+
+
+def test_a_bad_value_refuses_everything_and_lists_the_choices(
+    offer: Offer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_COMMEXT_NIXL", "yes")
+    calls = offer()
+    plugin.register()
+    assert calls == ["refuse"]
+    assert outcome().required
+    assert "VLLM_COMMEXT_NIXL: expected one of auto, 0, 1, got 'yes'" in outcome().reason
+
+
+def test_an_unknown_name_is_a_warning(
+    offer: Offer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_COMMEXT_NIXI", "1")
+    offer()
+    plugin.register()
+    assert outcome().state is State.ACTIVE
+    assert "VLLM_COMMEXT_NIXI is no toggle of vllm_commext" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("VLLM_COMMEXT_NIXL", "auto", UnsupportedError("no NIXL")),
+        ("VLLM_COMMEXT_NIXL", "yes", None),
+        ("VLLM_COMMEXT_NIXI", "1", None),
+    ],
+)
+def test_strict_stops_vllm(
+    offer: Offer, monkeypatch: pytest.MonkeyPatch, name: str, value: str, problem: Exception | None
+) -> None:
+    monkeypatch.setenv("VLLM_COMMEXT_STRICT", "1")
+    monkeypatch.setenv(name, value)
+    offer(problem)
+    with pytest.raises(UnsupportedError, match="VLLM_COMMEXT_STRICT=1: "):
+        plugin.register()
+    assert len(status.recorded()) == 1
+
+
+def test_strict_is_content_where_all_is_well(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_COMMEXT_STRICT", "1")
+    offer()
+    plugin.register()
+    assert outcome().state is State.ACTIVE
+
+
+def test_a_fault_of_our_own_is_logged_and_vllm_goes_on(
+    offer: Offer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    offer()
+    monkeypatch.setattr(plugin, "read_settings", lambda: 1 / 0)
+    plugin.register()
+    assert "vLLM goes on without it" in caplog.text
+
+
+def test_missing_nixl_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(UnsupportedError, match="pip install nixl"):
+        plugin._activate_nixl()
+
+
+def test_importing_the_plugin_imports_nothing_heavy() -> None:
+    code = """
+import sys
+import vllm_commext, vllm_commext.plugin, vllm_commext.settings, vllm_commext.status
+import vllm_commext.cli.main
+heavy = ("torch", "vllm", "numpy", "msgspec", "zmq", "nixl")
+print([name for name in heavy if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"

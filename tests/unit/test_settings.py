@@ -1,0 +1,67 @@
+"""The toggles: defaults, bad values, unknown names, and the switch that turns all off."""
+
+import pytest
+
+from vllm_commext import ConfigError
+from vllm_commext.settings import TOGGLES, Toggle, describe_unknown, read_settings
+
+
+def test_defaults_without_any_variable() -> None:
+    settings = read_settings({})
+    assert dict(settings.values) == {toggle.field: toggle.default for toggle in TOGGLES}
+    assert settings.enabled
+    assert not settings.strict
+    assert settings.from_environment == frozenset()
+    assert settings.unknown == ()
+
+
+@pytest.mark.parametrize("toggle", TOGGLES, ids=lambda toggle: toggle.name)
+def test_every_choice_is_taken_as_it_is_written(toggle: Toggle) -> None:
+    for choice in toggle.choices:
+        settings = read_settings({toggle.name: choice})
+        assert settings[toggle.field] == choice
+        assert settings.from_environment == {toggle.field}
+
+
+@pytest.mark.parametrize("toggle", TOGGLES, ids=lambda toggle: toggle.name)
+@pytest.mark.parametrize("value", ["2", "", " 1", "true", "AUTO"])
+def test_a_bad_value_is_an_error_that_lists_the_choices(toggle: Toggle, value: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_settings({toggle.name: value})
+    message = str(raised.value)
+    assert message.startswith(f"{toggle.name}: expected one of {', '.join(toggle.choices)}")
+    assert repr(value) in message
+
+
+def test_all_bad_values_are_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"VLLM_COMMEXT_STRICT.*VLLM_COMMEXT_NIXL"):
+        read_settings({"VLLM_COMMEXT_STRICT": "yes", "VLLM_COMMEXT_NIXL": "yes"})
+
+
+def test_turned_off_as_a_whole_checks_nothing_else() -> None:
+    settings = read_settings({"VLLM_COMMEXT": "0", "VLLM_COMMEXT_NIXL": "nonsense"})
+    assert not settings.enabled
+
+
+def test_unknown_names_are_reported_with_the_known_ones() -> None:
+    settings = read_settings({"VLLM_COMMEXT_NIXI": "1", "VLLM_PORT": "1", "PATH": "/bin"})
+    assert settings.unknown == ("VLLM_COMMEXT_NIXI",)
+    line = describe_unknown("VLLM_COMMEXT_NIXI")
+    assert "did you mean VLLM_COMMEXT_NIXL?" in line
+    assert all(toggle.name in line for toggle in TOGGLES)
+
+
+def test_settings_do_not_follow_the_environment_later() -> None:
+    environ = {"VLLM_COMMEXT_NIXL": "1"}
+    settings = read_settings(environ)
+    environ["VLLM_COMMEXT_NIXL"] = "0"
+    assert settings["nixl"] == "1"
+    with pytest.raises(TypeError):
+        settings.values["nixl"] = "0"  # pyright: ignore[reportIndexIssue]
+
+
+def test_the_table_is_sound() -> None:
+    assert len({toggle.name for toggle in TOGGLES}) == len(TOGGLES)
+    assert len({toggle.field for toggle in TOGGLES}) == len(TOGGLES)
+    for toggle in TOGGLES:
+        assert toggle.default in toggle.choices

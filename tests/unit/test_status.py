@@ -1,0 +1,77 @@
+"""The one line a capability and process, and when it is logged."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from vllm_commext import status
+from vllm_commext.status import CapabilityStatus, State
+
+
+def test_lines() -> None:
+    assert CapabilityStatus("nixl", State.ACTIVE).line() == "commext: nixl active"
+    off = CapabilityStatus("nixl", State.OFF, "VLLM_COMMEXT_NIXL=0", fallback="not printed")
+    assert off.line() == "commext: nixl off (VLLM_COMMEXT_NIXL=0)"
+    refused = CapabilityStatus("nixl", State.REFUSED, "no NIXL", fallback="vLLM's own remain")
+    assert refused.line() == "commext: nixl refused (no NIXL; vLLM's own remain)"
+
+
+@pytest.mark.parametrize(
+    ("state", "required", "level"),
+    [
+        (State.ACTIVE, True, logging.INFO),
+        (State.OFF, False, logging.INFO),
+        (State.REFUSED, False, logging.WARNING),
+        (State.REFUSED, True, logging.ERROR),
+    ],
+)
+def test_a_refusal_is_louder_where_it_was_asked_for(
+    state: State, required: bool, level: int
+) -> None:
+    assert CapabilityStatus("nixl", state, required=required).level() == level
+
+
+def test_the_same_outcome_is_logged_once_and_a_changed_one_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="vllm.commext")
+    active = CapabilityStatus("nixl", State.ACTIVE)
+    refused = CapabilityStatus("nixl", State.REFUSED, "why")
+    for outcome in (active, active, refused):
+        status.record(outcome)
+    assert caplog.messages == [active.line(), refused.line()]
+    assert status.recorded() == (refused,)
+    assert status.find("nixl") is refused
+    assert status.find("other") is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, ["INFO commext: a active", "WARNING commext: b refused"]),
+        ({"VLLM_LOGGING_LEVEL": "warning"}, ["WARNING commext: b refused"]),
+        ({"VLLM_CONFIGURE_LOGGING": "0"}, ["commext: b refused"]),
+    ],
+)
+def test_before_logging_is_configured_no_line_is_lost(
+    environ: dict[str, str], expected: list[str]
+) -> None:
+    code = (
+        "from vllm_commext.status import CapabilityStatus, State, record\n"
+        "record(CapabilityStatus('a', State.ACTIVE))\n"
+        "record(CapabilityStatus('b', State.REFUSED))\n"
+    )
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**clean, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stderr.splitlines() == expected
+    assert done.stdout == ""

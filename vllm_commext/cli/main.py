@@ -1,0 +1,51 @@
+"""The command ``vllm-commext``: a table of command modules, imported when they are named.
+
+A command module has ``HELP``, ``add_arguments(parser)`` and ``run(args)``; the last returns the
+exit status.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from vllm_commext import __version__
+from vllm_commext.errors import CommextError
+
+PROGRAM = "vllm-commext"
+COMMANDS: tuple[str, ...] = ("doctor", "proxy", "demo")
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def _load(command: str) -> ModuleType:
+    return importlib.import_module(f"vllm_commext.cli.{command}")
+
+
+def _build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description="Communication extensions for vLLM: diagnosis, proxy and demo."
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    choices = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in commands:
+        module = _load(command)
+        subparser = choices.add_parser(command, help=module.HELP, description=module.HELP)
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status, or 2 for an error that it tells of."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    named = [arguments[0]] if arguments and arguments[0] in COMMANDS else list(COMMANDS)
+    args = _build_parser(named).parse_args(arguments)
+    try:
+        return args.run(args)
+    except CommextError as error:
+        print(f"{PROGRAM} {args.command}: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED

@@ -1,0 +1,115 @@
+"""The one helper through which a name of vLLM's is rebound, and the inventory of all such.
+
+Rebinding is the last resort, where vLLM offers no hook. A row in `INVENTORY` says what is rebound,
+why, what guards it, which test covers it and when it can go. A sentinel on the owner of the
+name remembers the original, so a second rebinding is refused even if it comes from a second copy
+of this package in the same process.
+"""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_commext.errors import ConfigError, UnsupportedError
+
+SENTINEL = "__commext_originals__"
+_INHERITED = object()
+
+
+@dataclass(frozen=True)
+class Rebinding:
+    """One row of the inventory.
+
+    Attributes:
+        symbol: ``package.module:name`` or ``package.module:Class.name``.
+        why: what needs it, and why no hook of vLLM's would do.
+        guard: what is checked before it is done.
+        test: the test that covers it.
+        removal: the condition on which it can go.
+    """
+
+    symbol: str
+    why: str
+    guard: str
+    test: str
+    removal: str
+
+
+_QUEUE = {
+    "why": "our message queue takes the place of vLLM's, for which vLLM has no hook",
+    "guard": "seams of `shm_queue`; the class is vLLM's own; the native extension is built",
+    "test": "tests/contract/test_shm_queue.py",
+    "removal": "vLLM lets an executor and a process group choose their queue's class",
+}
+INVENTORY: tuple[Rebinding, ...] = (
+    Rebinding("vllm.distributed.device_communicators.shm_broadcast:MessageQueue", **_QUEUE),
+    Rebinding("vllm.v1.executor.multiproc_executor:MessageQueue", **_QUEUE),
+    Rebinding("vllm.v1.executor.ray_executor_v2:MessageQueue", **_QUEUE),
+)
+
+
+def _locate(symbol: str) -> tuple[Any, str]:
+    """The object that owns the symbol, and the symbol's own name."""
+    module_name, colon, path = symbol.partition(":")
+    if not (module_name and colon and path):
+        raise ConfigError(f"expected a symbol such as 'package.module:Class.name', got {symbol!r}")
+    *parents, name = path.split(".")
+    try:
+        owner: Any = importlib.import_module(module_name)
+        for parent in parents:
+            owner = getattr(owner, parent)
+        getattr(owner, name)
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedError(
+            f"{symbol} was to be rebound and is not there ({error}); this vLLM has renamed it"
+        ) from error
+    return owner, name
+
+
+def _originals(owner: Any) -> dict[str, tuple[Any, Any]]:
+    """Of each name rebound on this very owner: the original and the replacement."""
+    return vars(owner).get(SENTINEL, {})
+
+
+def rebind(row: Rebinding, replacement: Any) -> None:
+    """Put `replacement` where the row's symbol is.
+
+    Raises:
+        UnsupportedError: the symbol is not there, or is rebound already.
+        ConfigError: the row's symbol is not of the form that it should be.
+    """
+    owner, name = _locate(row.symbol)
+    if name in _originals(owner):
+        raise UnsupportedError(f"{row.symbol} is rebound already; restore it first")
+    original = vars(owner).get(name, _INHERITED)
+    setattr(owner, SENTINEL, {**_originals(owner), name: (original, replacement)})
+    setattr(owner, name, replacement)
+
+
+def restore(row: Rebinding) -> None:
+    """Put the original back.
+
+    Raises:
+        UnsupportedError: the symbol is not rebound, or somebody has rebound it after us.
+    """
+    owner, name = _locate(row.symbol)
+    if name not in _originals(owner):
+        raise UnsupportedError(f"{row.symbol} is not rebound, so there is nothing to restore")
+    original, replacement = _originals(owner)[name]
+    if vars(owner).get(name) is not replacement:
+        raise UnsupportedError(f"{row.symbol} was rebound by somebody else after us")
+    if original is _INHERITED:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, original)
+    kept = {key: pair for key, pair in _originals(owner).items() if key != name}
+    if kept:
+        setattr(owner, SENTINEL, kept)
+    else:
+        delattr(owner, SENTINEL)
+
+
+def is_rebound(row: Rebinding) -> bool:
+    """Whether the row's symbol is rebound now, by this package."""
+    owner, name = _locate(row.symbol)
+    return name in _originals(owner)

@@ -1,0 +1,382 @@
+"""The seams: every place where vLLM and this package meet, each with a probe of that very place.
+
+A probe looks at what is really there (a name, a signature, the abstract methods, the fields)
+and never at a version number. It imports vLLM, so nothing here runs when this module is imported.
+"""
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from vllm_commext.compat.versions import OLDEST, is_at_least
+
+CONNECTORS = "vllm.distributed.kv_transfer.kv_connector"
+BASE = f"{CONNECTORS}.v1.base"
+METRICS = f"{CONNECTORS}.v1.metrics"
+QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One place where we rely on vLLM.
+
+    Attributes:
+        name: short and unique; what the log and ``vllm-commext doctor`` print.
+        capability: the capability that cannot run without it.
+        why: what we use it for.
+        probe: says what is wrong, or returns an empty string where all is well.
+        since: first minor release that has it; we do without on an older one.
+    """
+
+    name: str
+    capability: str
+    why: str
+    probe: Callable[[], str]
+    since: str = OLDEST
+
+
+class SeamState(str, Enum):
+    """HOLDS: as we expect it. NOT_YET: this vLLM is older than the seam. BROKEN: it differs."""
+
+    HOLDS = "holds"
+    NOT_YET = "not yet"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class SeamOutcome:
+    """What the probe of one seam found; `problem` is empty unless the seam is broken."""
+
+    seam: Seam
+    state: SeamState
+    problem: str = ""
+
+
+def _resolve(path: str) -> Any:
+    """The object at ``package.module:Class.name``."""
+    module_name, _, names = path.partition(":")
+    found: Any = importlib.import_module(module_name)
+    for name in names.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _call_parameters(function: Any) -> list[inspect.Parameter]:
+    """Parameters as a caller of the method sees them, without ``self``."""
+    parameters = list(inspect.signature(function).parameters.values())
+    return parameters[1:] if parameters and parameters[0].name == "self" else parameters
+
+
+def _differs(function: Any, wanted: tuple[str, ...]) -> str:
+    """Why `function` cannot be called with exactly the `wanted` arguments, in that order."""
+    parameters = _call_parameters(function)
+    leading = tuple(parameter.name for parameter in parameters[: len(wanted)])
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [
+        parameter.name
+        for parameter in parameters[len(wanted) :]
+        if parameter.default is inspect.Parameter.empty and parameter.kind not in variadic
+    ]
+    if leading == wanted and not needed:
+        return ""
+    found = ", ".join(parameter.name for parameter in parameters)
+    return f"expected parameters ({', '.join(wanted)}), found ({found})"
+
+
+def takes(path: str, *wanted: str) -> Callable[[], str]:
+    """Probe: the function can be called with these arguments in this order and no others."""
+    return lambda: _differs(_resolve(path), wanted)
+
+
+def exists(*paths: str) -> Callable[[], str]:
+    """Probe: each of these names is there."""
+
+    def probe() -> str:
+        for path in paths:
+            _resolve(path)
+        return ""
+
+    return probe
+
+
+def has_fields(path: str, *wanted: str) -> Callable[[], str]:
+    """Probe: the dataclass has these fields."""
+
+    def probe() -> str:
+        found = {field.name for field in dataclasses.fields(_resolve(path))}
+        missing = [name for name in wanted if name not in found]
+        return f"expected fields {', '.join(missing)}, which are not there" if missing else ""
+
+    return probe
+
+
+def has_methods(path: str, methods: Mapping[str, tuple[str, ...]]) -> Callable[[], str]:
+    """Probe: the class has these methods, each of which takes these arguments."""
+
+    def probe() -> str:
+        cls = _resolve(path)
+        problems: list[str] = []
+        for name, wanted in methods.items():
+            method = getattr(cls, name, None)
+            problem = "it is not there" if method is None else _differs(method, wanted)
+            if problem:
+                problems.append(f"{name}: {problem}")
+        return "; ".join(problems)
+
+    return probe
+
+
+def abstract_only(path: str, methods: Mapping[str, tuple[str, ...]]) -> Callable[[], str]:
+    """Probe: as `has_methods`, and the class has no abstract method beyond these."""
+
+    def probe() -> str:
+        beyond = sorted(_resolve(path).__abstractmethods__ - set(methods))
+        if beyond:
+            return f"expected no abstract method beyond ours, found {', '.join(beyond)}"
+        return has_methods(path, methods)()
+
+    return probe
+
+
+def maps_to_callables(path: str) -> Callable[[], str]:
+    """Probe: a mutable mapping of names to functions without parameters."""
+
+    def probe() -> str:
+        table = _resolve(path)
+        if not isinstance(table, dict):
+            return f"expected a dict, found {type(table).__name__}"
+        wrong = [name for name, getter in table.items() if not callable(getter)]
+        return f"expected only callables, {wrong[0]} is none" if wrong else ""
+
+    return probe
+
+
+def one_of(*probes: Callable[[], str]) -> Callable[[], str]:
+    """Probe: at least one of these holds; else what is wrong with each."""
+
+    def probe() -> str:
+        problems = [guarded(candidate) for candidate in probes]
+        return "" if "" in problems else "; ".join(problems)
+
+    return probe
+
+
+PROM_PARAMETERS = ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues")
+ABSTRACT_METHODS: Mapping[str, tuple[str, ...]] = {
+    "start_load_kv": ("forward_context",),
+    "wait_for_layer_load": ("layer_name",),
+    "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata"),
+    "wait_for_save": (),
+    "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
+    "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
+    "build_connector_meta": ("scheduler_output",),
+}
+HOOKS: Mapping[str, tuple[str, ...]] = {
+    "register_kv_caches": ("kv_caches",),
+    "bind_gpu_block_pool": ("gpu_block_pool",),
+    "get_finished": ("finished_req_ids",),
+    "get_block_ids_with_load_errors": (),
+    "get_handshake_metadata": (),
+    "set_xfer_handshake_metadata": ("metadata",),
+    "set_xfer_handshake_metadata_pp_aware": ("metadata",),
+    "get_kv_connector_stats": (),
+    "on_new_request": ("request",),
+    "build_connector_worker_meta": (),
+    "update_connector_output": ("connector_output",),
+    "request_finished": ("request", "block_ids"),
+    "get_required_kvcache_layout": ("vllm_config",),
+    "build_kv_connector_stats": ("data",),
+    "build_prom_metrics": PROM_PARAMETERS,
+    "shutdown": (),
+}
+QUEUE_METHODS: Mapping[str, tuple[str, ...]] = {
+    "export_handle": (),
+    "create_from_handle": ("handle", "rank"),
+    "wait_until_ready": (),
+    "enqueue": ("obj", "timeout"),
+    "dequeue": ("timeout", "indefinite"),
+    "broadcast_object": ("obj",),
+    "shutdown": (),
+    "create_from_process_group": (
+        *("pg", "max_chunk_bytes", "max_chunks", "writer_rank", "external_writer_handle"),
+        "blocking",
+    ),
+    "create_from_process_group_single_reader": (
+        *("pg", "max_chunk_bytes", "max_chunks", "reader_rank", "blocking"),
+    ),
+}
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "environment_variables",
+        "toggles",
+        "our toggles are known names to vLLM and part of its compile-cache key",
+        maps_to_callables("vllm.envs:environment_variables"),
+    ),
+    Seam(
+        "register_connector",
+        "nixl",
+        "the connector is registered under its name",
+        takes(
+            f"{CONNECTORS}.factory:KVConnectorFactory.register_connector",
+            *("name", "module_path", "class_name"),
+        ),
+    ),
+    Seam(
+        "connector_registry",
+        "nixl",
+        "a second registration in one process must not raise",
+        maps_to_callables(f"{CONNECTORS}.factory:KVConnectorFactory._registry"),
+    ),
+    Seam(
+        "connector_constructor",
+        "nixl",
+        "the connector is built with the configuration, its role and the KV cache configuration",
+        takes(f"{BASE}:KVConnectorBase_V1.__init__", *("vllm_config", "role", "kv_cache_config")),
+    ),
+    Seam(
+        "connector_abstract_methods",
+        "nixl",
+        "we implement every abstract method, called as we expect",
+        abstract_only(f"{BASE}:KVConnectorBase_V1", ABSTRACT_METHODS),
+    ),
+    Seam(
+        "connector_hooks",
+        "nixl",
+        "the methods that we override are those that vLLM calls",
+        has_methods(f"{BASE}:KVConnectorBase_V1", HOOKS),
+    ),
+    Seam(
+        "connector_roles_and_metadata",
+        "nixl",
+        "scheduler side and worker side are told apart and exchange metadata",
+        exists(
+            f"{BASE}:KVConnectorRole.SCHEDULER",
+            f"{BASE}:KVConnectorRole.WORKER",
+            f"{BASE}:KVConnectorMetadata",
+            f"{BASE}:KVConnectorHandshakeMetadata",
+            f"{BASE}:KVConnectorWorkerMetadata",
+        ),
+    ),
+    Seam(
+        "supports_hma",
+        "nixl",
+        "vLLM keeps its hybrid cache manager on, and frees all groups through one call",
+        abstract_only(
+            f"{BASE}:SupportsHMA", {"request_finished_all_groups": ("request", "block_ids")}
+        ),
+    ),
+    Seam(
+        "transfer_results",
+        "nixl",
+        "a failed load of a model with several cache groups is reported request by request",
+        has_fields(
+            f"{BASE}:KVConnectorTransferResults",
+            *("finished_sending", "finished_recving", "failed_recving"),
+        ),
+        since="0.30",
+    ),
+    Seam(
+        "transfer_results_hook",
+        "nixl",
+        "finished and failed transfers are asked for in one call",
+        has_methods(f"{BASE}:KVConnectorBase_V1", {"get_transfer_results": ("finished_req_ids",)}),
+        since="0.30",
+    ),
+    Seam(
+        "loaded_cache_groups",
+        "nixl",
+        "vLLM asks which cache groups a load restores",
+        has_methods(f"{BASE}:KVConnectorBase_V1", {"get_loaded_kv_cache_group_ids": ("request",)}),
+        since="0.32",
+    ),
+    Seam(
+        "cache_hit_source",
+        "nixl",
+        "tokens that came from a peer are counted as such",
+        exists("vllm.v1.metrics.cache_hit_source:CacheHitSource.P2P"),
+        since="0.32",
+    ),
+    Seam(
+        "connector_stats",
+        "nixl",
+        "transfer statistics travel from the workers to the logger",
+        has_fields(f"{METRICS}:KVConnectorStats", "data"),
+    ),
+    Seam(
+        "connector_prometheus",
+        "nixl",
+        "transfer statistics become Prometheus metrics",
+        has_methods(
+            f"{METRICS}:KVConnectorPromMetrics",
+            {"__init__": PROM_PARAMETERS, "observe": ("transfer_stats_data", "engine_idx")},
+        ),
+    ),
+    Seam(
+        "kv_transfer_config",
+        "nixl",
+        "role, engine id, options and failure policy come from the user's configuration",
+        has_fields(
+            "vllm.config:KVTransferConfig",
+            *("kv_connector", "engine_id", "kv_role", "kv_buffer_device"),
+            *("kv_connector_extra_config", "kv_load_failure_policy"),
+        ),
+    ),
+    Seam(
+        "kv_cache_layout",
+        "nixl",
+        "the order of the cache's dimensions is part of the compatibility digest",
+        one_of(
+            takes("vllm.config:CacheConfig.get_resolved_kv_cache_layout"),
+            takes("vllm.v1.attention.backends.utils:get_kv_cache_layout"),
+        ),
+    ),
+    Seam(
+        "queue_constructor",
+        "shm_queue",
+        "queues are built with the arguments that ours takes",
+        takes(
+            f"{QUEUES}:MessageQueue.__init__",
+            *("n_reader", "n_local_reader", "local_reader_ranks", "max_chunk_bytes", "max_chunks"),
+            "connect_ip",
+        ),
+    ),
+    Seam(
+        "queue_methods",
+        "shm_queue",
+        "our queue has every method that vLLM calls on its own",
+        has_methods(f"{QUEUES}:MessageQueue", QUEUE_METHODS),
+    ),
+    Seam(
+        "queue_handle",
+        "shm_queue",
+        "a queue's handle has the fields that vLLM's executor looks at",
+        has_fields(f"{QUEUES}:Handle", "local_reader_ranks", "remote_subscribe_addr"),
+    ),
+)
+
+
+def guarded(probe: Callable[[], str]) -> str:
+    """What the probe says is wrong; a probe that raises has found something wrong."""
+    try:
+        return probe()
+    except Exception as error:  # noqa: BLE001 - what a foreign import raises is anybody's guess
+        return f"{type(error).__name__}: {error}"
+
+
+def check(seam: Seam, version: str) -> SeamOutcome:
+    """Probe one seam of the vLLM that calls itself `version`."""
+    if not is_at_least(version, seam.since):
+        return SeamOutcome(seam, SeamState.NOT_YET)
+    problem = guarded(seam.probe)
+    return SeamOutcome(seam, SeamState.BROKEN if problem else SeamState.HOLDS, problem)
+
+
+def check_all(version: str, capability: str | None = None) -> tuple[SeamOutcome, ...]:
+    """Probe every seam, or those of one capability."""
+    wanted = (seam for seam in SEAMS if capability in (None, seam.capability))
+    return tuple(check(seam, version) for seam in wanted)

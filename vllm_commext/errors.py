@@ -1,0 +1,25 @@
+"""The exception tree: every error that this package raises on purpose is a `CommextError`.
+
+Each one is also the built-in exception that fits, so a caller need not know this package to
+handle it.
+"""
+
+
+class CommextError(Exception):
+    """Root of the tree."""
+
+
+class ConfigError(CommextError, ValueError):
+    """A setting, option or request parameter is not one of those that are allowed."""
+
+
+class UnsupportedError(CommextError, RuntimeError):
+    """What was asked for cannot run here: vLLM's version, a missing library, the hardware."""
+
+
+class ProtocolError(CommextError, RuntimeError):
+    """Two processes that must agree do not, or a message is not what it should be."""
+
+
+class CommextTimeoutError(CommextError, TimeoutError):
+    """A wait reached its bound."""

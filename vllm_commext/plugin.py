@@ -1,0 +1,184 @@
+"""The one registration point: what vLLM calls in each of its processes.
+
+`register` is cheap and may be called again. It never raises, because an exception in a plugin stops
+vLLM, with one exception that the user asks for: ``VLLM_COMMEXT_STRICT=1``.
+"""
+
+import importlib.util
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_commext import status
+from vllm_commext.errors import ConfigError, UnsupportedError
+from vllm_commext.settings import (
+    MASTER,
+    STRICT,
+    TOGGLES,
+    Settings,
+    describe_unknown,
+    read_settings,
+)
+from vllm_commext.status import CapabilityStatus, State
+
+logger = logging.getLogger("vllm.commext.plugin")
+
+CONNECTOR_NAME = "CommextNixlConnector"
+CONNECTOR_MODULE = "vllm_commext.nixl.connector"
+REFUSED_MODULE = "vllm_commext.compat.refused_connector"
+
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Capability:
+    """One row of what this package can bring into vLLM.
+
+    Attributes:
+        name: its name in the log, in `compat.seams`, and the `Toggle.field` of its toggle.
+        activate: puts it in place, or raises `UnsupportedError` with the reason why it cannot.
+        refuse: called where it is refused, so that asking for it by name tells why.
+        fallback: what the user has instead where it is refused.
+    """
+
+    name: str
+    activate: Callable[[], None]
+    refuse: Callable[[], None]
+    fallback: str
+
+
+def _activate_nixl() -> None:
+    from vllm_commext.compat import hooks
+
+    if importlib.util.find_spec("nixl") is None:
+        raise UnsupportedError("NIXL is not installed, `pip install nixl` brings it")
+    hooks.add_connector(CONNECTOR_NAME, CONNECTOR_MODULE)
+
+
+def _refuse_nixl() -> None:
+    from vllm_commext.compat import hooks
+
+    hooks.add_connector(CONNECTOR_NAME, REFUSED_MODULE)
+
+
+def _activate_shm_queue() -> None:
+    from vllm_commext.compat import shm_queue
+
+    shm_queue.install()
+
+
+def _leave_as_it_is() -> None:
+    """Nobody asks for this capability by name."""
+
+
+CAPABILITIES: tuple[Capability, ...] = (
+    Capability("nixl", _activate_nixl, _refuse_nixl, "vLLM's own connectors remain"),
+    Capability("shm_queue", _activate_shm_queue, _leave_as_it_is, "vLLM's own queue remains"),
+)
+
+
+def _check_vllm(capability: Capability) -> str:
+    """A remark where this vLLM is untested.
+
+    Raises:
+        UnsupportedError: it is too old, or a seam of the capability does not hold.
+    """
+    from vllm_commext.compat import hooks, seams, versions
+
+    version = hooks.vllm_version()
+    judgement = versions.judge(version)
+    if judgement.verdict is versions.Verdict.OUTSIDE:
+        raise UnsupportedError(judgement.reason)
+    outcomes = seams.check_all(version, capability.name)
+    broken = [outcome for outcome in outcomes if outcome.state is seams.SeamState.BROKEN]
+    if broken:
+        found = "; ".join(f"{outcome.seam.name}: {outcome.problem}" for outcome in broken)
+        raise UnsupportedError(f"vLLM {version} differs where we meet it: {found}")
+    unverified = judgement.verdict is versions.Verdict.UNVERIFIED
+    return f"unverified: {judgement.reason}" if unverified else ""
+
+
+def _refused(capability: Capability, reason: str, required: bool) -> CapabilityStatus:
+    try:
+        capability.refuse()
+    except Exception as error:  # noqa: BLE001 - the refusal itself must still be told
+        logger.debug("commext: %s leaves no stand-in: %s", capability.name, error)
+    return CapabilityStatus(
+        capability.name, State.REFUSED, reason, capability.fallback, required=required
+    )
+
+
+def _decide(capability: Capability, settings: Settings) -> CapabilityStatus:
+    choice = settings[capability.name]
+    if choice == "0":
+        toggle = next(toggle for toggle in TOGGLES if toggle.field == capability.name)
+        return CapabilityStatus(capability.name, State.OFF, f"{toggle.name}=0")
+    try:
+        remark = _check_vllm(capability)
+        capability.activate()
+    except UnsupportedError as error:
+        return _refused(capability, str(error), required=choice == "1")
+    except Exception as error:  # noqa: BLE001 - one capability's fault must not stop vLLM
+        reason = f"{type(error).__name__}: {error}"
+        return _refused(capability, reason, required=choice == "1")
+    return CapabilityStatus(capability.name, State.ACTIVE, remark)
+
+
+def _add_toggles() -> None:
+    """Enter our toggles into vLLM; where we are turned off, only those that the user has set.
+
+    A name that the user has set must be known even then: vLLM can be told to stop at others.
+    """
+    from vllm_commext.compat import hooks
+
+    turned_off = os.environ.get(MASTER) == "0"
+    wanted = [toggle for toggle in TOGGLES if not turned_off or toggle.name in os.environ]
+    try:
+        hooks.add_toggles(wanted)
+    except Exception as error:  # noqa: BLE001 - without it vLLM only warns about the names
+        logger.warning("commext: the toggles stay unknown to vLLM: %s", error)
+
+
+def _register() -> list[str]:
+    """Record an outcome for every capability; returns what a strict user must hear of."""
+    _add_toggles()
+    try:
+        settings = read_settings()
+    except ConfigError as error:
+        for capability in CAPABILITIES:
+            status.record(_refused(capability, str(error), required=True))
+        return [str(error)]
+    if not settings.enabled:
+        for capability in CAPABILITIES:
+            status.record(CapabilityStatus(capability.name, State.OFF, f"{MASTER}=0"))
+        return []
+    problems = [describe_unknown(name) for name in settings.unknown]
+    for problem in problems:
+        logger.warning("commext: %s", problem)
+    for capability in CAPABILITIES:
+        outcome = _decide(capability, settings)
+        status.record(outcome)
+        if outcome.state is State.REFUSED:
+            problems.append(outcome.line())
+    return problems
+
+
+def register() -> None:
+    """Register every capability whose toggle is on; vLLM calls this in each process.
+
+    Raises:
+        UnsupportedError: only under ``VLLM_COMMEXT_STRICT=1``, where a capability was refused, a
+            toggle has a bad value, or a name that begins as ours do is no toggle.
+    """
+    with _lock:
+        if status.recorded():
+            return
+        try:
+            problems = _register()
+        except Exception as error:
+            logger.exception("commext: the registration failed; vLLM goes on without it")
+            problems = [f"the registration failed ({type(error).__name__}: {error})"]
+    if problems and os.environ.get(STRICT) == "1":
+        raise UnsupportedError(f"{STRICT}=1: " + "; ".join(problems))

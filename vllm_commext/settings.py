@@ -1,0 +1,162 @@
+"""The toggles: every environment variable that this package reads, in one table.
+
+They are read once, when vLLM loads the plugin, into a frozen `Settings`. A later capability
+needs one row more in `TOGGLES` and nothing else here.
+"""
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from vllm_commext.errors import ConfigError
+
+PREFIX = "VLLM_COMMEXT"
+MASTER = "VLLM_COMMEXT"
+STRICT = "VLLM_COMMEXT_STRICT"
+
+
+@dataclass(frozen=True)
+class Toggle:
+    """One environment variable.
+
+    Attributes:
+        name: the environment variable.
+        field: the key under which `Settings` holds its value.
+        choices: the allowed values, written exactly so.
+        default: the value where the variable is not set.
+        meaning: one sentence for the generated documentation and for ``vllm-commext doctor``.
+    """
+
+    name: str
+    field: str
+    choices: tuple[str, ...]
+    default: str
+    meaning: str
+
+
+TOGGLES: tuple[Toggle, ...] = (
+    Toggle(
+        name=MASTER,
+        field="enabled",
+        choices=("0", "1"),
+        default="1",
+        meaning="`0` turns the whole package off: nothing is registered and vLLM is left as it is.",
+    ),
+    Toggle(
+        name=STRICT,
+        field="strict",
+        choices=("0", "1"),
+        default="0",
+        meaning=(
+            "`1` turns a refused capability, a bad value or an unknown name of ours into an error "
+            "that stops vLLM."
+        ),
+    ),
+    Toggle(
+        name="VLLM_COMMEXT_NIXL",
+        field="nixl",
+        choices=("auto", "0", "1"),
+        default="auto",
+        meaning=(
+            "The KV connector `CommextNixlConnector`. `auto` registers it where NIXL is "
+            "installed, `1` logs an error where it cannot run, `0` leaves it out."
+        ),
+    ),
+    Toggle(
+        name="VLLM_COMMEXT_SHM_QUEUE",
+        field="shm_queue",
+        choices=("auto", "0", "1"),
+        default="0",
+        meaning=(
+            "The message queue between engine and workers. `auto` takes ours where its native "
+            "extension is built, `1` logs an error where it cannot run, `0` leaves vLLM's. Set it "
+            "alike on all hosts."
+        ),
+    ),
+    Toggle(
+        name="VLLM_COMMEXT_BUILD_NATIVE",
+        field="build_native",
+        choices=("auto", "0", "1"),
+        default="auto",
+        meaning=(
+            "Read only while the package is built. `auto` leaves the native queue out where it "
+            "cannot be compiled, `1` makes that an error, `0` does not try."
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The toggles' values as they stood when they were read.
+
+    Attributes:
+        values: one of the toggle's choices for every `Toggle.field`.
+        from_environment: the fields whose value came from the environment, not from the default.
+        unknown: names in the environment that begin as ours do and are no toggle.
+    """
+
+    values: Mapping[str, str]
+    from_environment: frozenset[str] = frozenset()
+    unknown: tuple[str, ...] = ()
+
+    def __getitem__(self, field: str) -> str:
+        return self.values[field]
+
+    @property
+    def enabled(self) -> bool:
+        return self["enabled"] == "1"
+
+    @property
+    def strict(self) -> bool:
+        return self["strict"] == "1"
+
+
+def unknown_names(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Names in `environ` that begin with our prefix and belong to no toggle, sorted."""
+    known = {toggle.name for toggle in TOGGLES}
+    return tuple(sorted(name for name in environ if name.startswith(PREFIX) and name not in known))
+
+
+def describe_unknown(name: str) -> str:
+    """One line about a name that is no toggle: what is near to it, and what there is."""
+    known = [toggle.name for toggle in TOGGLES]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return f"{name} is no toggle of vllm_commext{hint}; the toggles are {', '.join(known)}"
+
+
+def _read_toggle(toggle: Toggle, environ: Mapping[str, str]) -> str:
+    value = environ.get(toggle.name, toggle.default)
+    if value not in toggle.choices:
+        raise ConfigError(
+            f"{toggle.name}: expected one of {', '.join(toggle.choices)}, got {value!r}; "
+            f"unset it for the default, {toggle.default}"
+        )
+    return value
+
+
+def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
+    """Read every toggle.
+
+    Where the package is turned off as a whole, no other toggle can matter, so none is checked.
+
+    Raises:
+        ConfigError: a toggle has a value that is not among its choices; all such are named.
+    """
+    values = {toggle.field: toggle.default for toggle in TOGGLES}
+    if environ.get(MASTER) == "0":
+        values["enabled"] = "0"
+        return Settings(MappingProxyType(values), frozenset({"enabled"}))
+    errors: list[str] = []
+    for toggle in TOGGLES:
+        try:
+            values[toggle.field] = _read_toggle(toggle, environ)
+        except ConfigError as error:
+            errors.append(str(error))
+    if errors:
+        raise ConfigError("; ".join(errors))
+    given = frozenset(toggle.field for toggle in TOGGLES if toggle.name in environ)
+    return Settings(MappingProxyType(values), given, unknown_names(environ))

@@ -1,0 +1,92 @@
+"""What is active in this process, what is not, and why.
+
+Each capability gets one `CapabilityStatus` when the plugin registers; ``vllm-commext doctor``
+prints the same objects that the log lines were made from.
+"""
+
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from enum import Enum
+
+logger = logging.getLogger("vllm.commext.status")
+
+
+class State(str, Enum):
+    """ACTIVE: ours is in place. OFF: the user said so. REFUSED: it was wanted and cannot run."""
+
+    ACTIVE = "active"
+    OFF = "off"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class CapabilityStatus:
+    """The outcome for one capability in this process.
+
+    Attributes:
+        name: the capability, as in ``commext: <name> active``.
+        state: see `State`.
+        reason: why it is off or refused, or a remark on an active one; may be empty.
+        fallback: what takes its place where it is refused; may be empty.
+        required: the user asked for it by name, so a refusal is an error and not only a warning.
+    """
+
+    name: str
+    state: State
+    reason: str = ""
+    fallback: str = ""
+    required: bool = False
+
+    def line(self) -> str:
+        """The one line that a process logs about this capability."""
+        refused = self.state is State.REFUSED
+        parts = [self.reason, self.fallback if refused else ""]
+        remark = "; ".join(part for part in parts if part)
+        return f"commext: {self.name} {self.state.value}" + (f" ({remark})" if remark else "")
+
+    def level(self) -> int:
+        """The level, as in `logging`, at which `line` is logged."""
+        if self.state is not State.REFUSED:
+            return logging.INFO
+        return logging.ERROR if self.required else logging.WARNING
+
+
+_statuses: dict[str, CapabilityStatus] = {}
+
+
+def _tell(level: int, line: str) -> None:
+    """Log the line, or write it to standard error while nothing would log it.
+
+    vLLM 0.32, unlike 0.30, loads plugins before it configures its logging, so what is logged
+    then is lost; and where it forks its other processes, no later line would make up for it.
+    """
+    if logger.hasHandlers() or os.environ.get("VLLM_CONFIGURE_LOGGING", "1") == "0":
+        logger.log(level, line)
+        return
+    wanted = logging.getLevelName(os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper())
+    if not isinstance(wanted, int) or level >= wanted:
+        sys.stderr.write(f"{logging.getLevelName(level)} {line}\n")
+
+
+def record(status: CapabilityStatus) -> None:
+    """Keep the outcome for this process, in place of an earlier one, and log its line."""
+    if _statuses.get(status.name) != status:
+        _tell(status.level(), status.line())
+    _statuses[status.name] = status
+
+
+def recorded() -> tuple[CapabilityStatus, ...]:
+    """The outcomes so far, in the order in which the capabilities were first recorded."""
+    return tuple(_statuses.values())
+
+
+def find(name: str) -> CapabilityStatus | None:
+    """The outcome for one capability, or None where none was recorded."""
+    return _statuses.get(name)
+
+
+def clear() -> None:
+    """Forget all outcomes, so that a test can register afresh."""
+    _statuses.clear()
