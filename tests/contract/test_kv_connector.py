@@ -1,0 +1,244 @@
+"""The connector as vLLM sees it: its interface, what it refuses, its statistics."""
+
+import functools
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from packaging.version import Version
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from vllm_commext import plugin
+from vllm_commext.compat import kv_connector as compat
+from vllm_commext.errors import ConfigError, UnsupportedError
+from vllm_commext.nixl import engine_facts
+from vllm_commext.nixl.connector import CommextNixlConnector
+from vllm_commext.nixl.recorder import TransferRecorder
+from vllm_commext.nixl.stats import CommextNixlStats
+
+VLLM = Version(vllm.__version__.split("+")[0])
+SINCE = {
+    "get_transfer_results": Version("0.30"),
+    "get_loaded_kv_cache_group_ids": Version("0.32"),
+}
+"""Methods that older versions neither have nor call."""
+OWN = {"scheduler_side", "worker_side"}
+
+FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+SLIDING = SlidingWindowSpec(
+    block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32, sliding_window=32
+)
+MAMBA = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+
+
+def cache_config(*specs: Any) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layer{n}"], spec) for n, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def vllm_config(**extra: Any) -> VllmConfig:
+    transfer = KVTransferConfig(
+        kv_connector="CommextNixlConnector",
+        kv_connector_module_path="vllm_commext.nixl.connector",
+        kv_role="kv_both",
+        kv_buffer_device=current_platform.device_type,
+        kv_connector_extra_config=extra,
+    )
+    return VllmConfig(kv_transfer_config=transfer)
+
+
+def overridden() -> list[str]:
+    return [
+        name
+        for name, member in vars(CommextNixlConnector).items()
+        if not name.startswith("_") and name not in OWN and callable(_function(member))
+    ]
+
+
+def _function(member: Any) -> Any:
+    return getattr(member, "__func__", member)
+
+
+def test_nothing_abstract_is_left() -> None:
+    assert CommextNixlConnector.__abstractmethods__ == frozenset()
+    assert issubclass(CommextNixlConnector, SupportsHMA)
+
+
+def test_the_registered_name_is_the_class_name() -> None:
+    plugin.register()
+    found = KVConnectorFactory.get_connector_class_by_name("CommextNixlConnector")
+    assert found.__name__ == "CommextNixlConnector"
+    assert found is CommextNixlConnector
+
+
+def test_the_module_path_leads_to_the_same_class() -> None:
+    config = vllm_config().kv_transfer_config
+    assert config is not None
+    assert KVConnectorFactory.get_connector_class(config) is CommextNixlConnector
+
+
+@pytest.mark.parametrize("name", overridden())
+def test_a_method_is_one_of_vllms_and_is_called_the_same_way(name: str) -> None:
+    base = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name, None)
+    if name in SINCE:
+        assert (base is not None) == (SINCE[name] <= VLLM), "the row of SINCE is wrong"
+        if base is None:
+            return
+    assert base is not None, f"{name} is not a method of vLLM {VLLM}"
+    ours = inspect.signature(getattr(CommextNixlConnector, name)).parameters
+    theirs = inspect.signature(base).parameters
+    assert [(p.name, p.kind) for p in ours.values()] == [(p.name, p.kind) for p in theirs.values()]
+    assert isinstance(inspect.getattr_static(CommextNixlConnector, name), classmethod) == (
+        isinstance(inspect.getattr_static(KVConnectorBase_V1, name, None), classmethod)
+    )
+
+
+def test_the_compat_functions_agree_with_the_version() -> None:
+    assert (compat.transfer_results_class() is not None) == (Version("0.30") <= VLLM)
+    assert (compat.peer_cache_hit_source() is not None) == (Version("0.32") <= VLLM)
+    if Version("0.32") <= VLLM:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        assert CommextNixlConnector._cache_hit_source is CacheHitSource.P2P
+
+
+def test_the_parallelism_of_a_default_configuration_is_one() -> None:
+    sizes = compat.context_parallel_sizes(vllm_config())
+    assert set(sizes.values()) == {1}
+    for name in sizes:
+        assert hasattr(vllm_config().parallel_config, name), name
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_unknown_and_bad_keys_stop_the_engine(role: KVConnectorRole) -> None:
+    for extra, word in (({"backend": 1}, "backend"), ({"num_threads": "many"}, "num_threads")):
+        with pytest.raises(ConfigError, match=word):
+            CommextNixlConnector(vllm_config(**extra), role, cache_config(FULL))
+
+
+def test_full_attention_is_served() -> None:
+    uniform = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FULL, "b": FULL})
+    for spec in (FULL, uniform):
+        engine_facts.check_supported(vllm_config(), cache_config(spec))
+        assert engine_facts.block_size(cache_config(spec)) == 16
+
+
+@pytest.mark.parametrize(
+    ("specs", "words"),
+    [
+        ([SLIDING], ["1 groups", "SlidingWindowSpec"]),
+        ([MAMBA], ["1 groups", "MambaSpec"]),
+        ([FULL, SLIDING], ["2 groups", "FullAttentionSpec", "SlidingWindowSpec"]),
+        ([FULL, MAMBA], ["2 groups", "MambaSpec"]),
+        ([FULL, FULL], ["2 groups"]),
+    ],
+)
+def test_other_caches_are_refused_by_name(specs: list[Any], words: list[str]) -> None:
+    with pytest.raises(UnsupportedError) as raised:
+        CommextNixlConnector(vllm_config(), KVConnectorRole.SCHEDULER, cache_config(*specs))
+    for word in (*words, "NixlConnector"):
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ],
+)
+def test_other_parallelism_is_refused_by_name(name: str) -> None:
+    config = vllm_config()
+    setattr(config.parallel_config, name, 2)
+    with pytest.raises(UnsupportedError, match=f"{name} > 1 .* got 2"):
+        CommextNixlConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
+
+
+def test_another_buffer_device_is_refused_with_both_named() -> None:
+    config = vllm_config()
+    assert config.kv_transfer_config is not None
+    config.kv_transfer_config.kv_buffer_device = "moon"
+    with pytest.raises(UnsupportedError, match=f"{current_platform.device_type!r}, got 'moon'"):
+        CommextNixlConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
+
+
+def recorded() -> dict[str, Any]:
+    recorder = TransferRecorder()
+    recorder.handshake(0.01)
+    for _ in range(2):
+        recorder.transfer(
+            seconds=0.5, post_seconds=0.02, num_bytes=1000, num_blocks=3, num_descriptors=6
+        )
+    recorder.failure("timeout")
+    recorder.leases(expired=4, unmatched=5)
+    taken = recorder.take()
+    assert taken is not None
+    return taken
+
+
+def test_statistics_add_up_and_read_back() -> None:
+    first = CommextNixlConnector.build_kv_connector_stats(recorded())
+    assert isinstance(first, CommextNixlStats)
+    total = first.aggregate(CommextNixlStats(recorded()))
+    reduced = total.reduce()
+    assert reduced["Reads"] == 4
+    assert reduced["Avg read (ms)"] == reduced["P90 read (ms)"] == 500.0
+    assert reduced["MB read"] == 0.004
+    assert reduced["Throughput (MB/s)"] == round(0.004 / 2, 1)
+    assert (reduced["Blocks"], reduced["Failures"], reduced["Expired requests"]) == (12, 2, 8)
+    assert not total.is_empty()
+    total.reset()
+    assert total.is_empty()
+    assert set(total.reduce().values()) == {0}
+
+
+def test_metrics_reach_prometheus() -> None:
+    registry = CollectorRegistry()
+    types: dict[Any, Any] = {
+        kind: functools.partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)
+    }
+    labels = {"model_name": "m", "engine": "1"}
+    metrics = CommextNixlConnector.build_prom_metrics(
+        vllm_config(), types, list(labels), {0: ["m", "0"], 1: ["m", "1"]}
+    )
+
+    def value(name: str, **more: str) -> float | None:
+        return registry.get_sample_value(f"vllm:commext_nixl_{name}", {**labels, **more})
+
+    assert value("bytes_total") == 0
+    assert value("failures_total", reason="timeout") == 0
+    metrics.observe(recorded(), engine_idx=1)
+    metrics.observe(recorded(), engine_idx=1)
+    expected = {
+        "transfer_seconds_count": 4,
+        "transfer_seconds_sum": 2.0,
+        "post_seconds_count": 4,
+        "handshake_seconds_count": 2,
+        "bytes_total": 4000,
+        "blocks_total": 12,
+        "descriptors_total": 24,
+        "expired_requests_total": 8,
+        "unmatched_notifications_total": 10,
+    }
+    assert {name: value(name) for name in expected} == expected
+    assert value("failures_total", reason="timeout") == 2
+    assert value("bytes_total", engine="0") == 0

@@ -1,0 +1,407 @@
+"""The scheduler side with vLLM's own requests, cache manager and block pool."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_commext.nixl.connector import CommextNixlConnector
+from vllm_commext.nixl.metadata import StepMetadata, WorkerMetadata
+from vllm_commext.nixl.requests import Hold
+
+BLOCK = 4
+NUM_BLOCKS = 40
+TO_PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+REMOTE_IDS = [[31, 7, 5, 22]]
+TO_DECODE = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "p",
+    "remote_request_id": "there",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "remote_block_ids": REMOTE_IDS,
+    "remote_num_tokens": 14,
+    "remote_fence_slot": 7,
+    "remote_fence_ticket": 3,
+}
+
+
+class Engine:
+    """One engine's connector and cache, driven in the scheduler's order."""
+
+    def __init__(self, role: str) -> None:
+        transfer = KVTransferConfig(
+            kv_connector="CommextNixlConnector",
+            kv_connector_module_path="vllm_commext.nixl.connector",
+            kv_role=role,
+            engine_id="e",
+            kv_buffer_device=current_platform.device_type,
+            kv_connector_extra_config={"side_channel_host": "h", "side_channel_port": 7000},
+        )
+        spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        groups = [KVCacheGroupSpec(["layer"], spec)]
+        cache = KVCacheConfig(NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.connector = CommextNixlConnector(
+            VllmConfig(kv_transfer_config=transfer), KVConnectorRole.SCHEDULER, cache
+        )
+        self.manager = KVCacheManager(
+            cache, max_model_len=128, scheduler_block_size=BLOCK, hash_block_size=BLOCK
+        )
+        self.connector.bind_gpu_block_pool(self.manager.block_pool)
+
+    @property
+    def num_free(self) -> int:
+        return self.manager.block_pool.get_num_free_blocks()
+
+    def prefill(self, request: Request) -> None:
+        """Compute the whole prompt here."""
+        self.connector.on_new_request(request)
+        hit, num_hit = self.manager.get_computed_blocks(request)[:2]
+        self.manager.allocate_slots(request, request.num_prompt_tokens - num_hit, num_hit, hit)
+        request.num_computed_tokens = request.num_prompt_tokens
+
+    def schedule(self, request: Request) -> tuple[int, int]:
+        """Offer the request to the connector; (local hit, tokens to load)."""
+        self.connector.on_new_request(request)
+        hit, num_hit = self.manager.get_computed_blocks(request)[:2]
+        asked = [self.connector.get_num_new_matched_tokens(request, num_hit) for _ in range(2)]
+        assert asked[0] == asked[1]
+        num_external, is_async = asked[0]
+        assert num_external is not None
+        assert is_async == (num_external > 0)
+        num_new = 0 if is_async else request.num_tokens - num_hit
+        self.manager.allocate_slots(
+            request,
+            num_new,
+            num_new_computed_tokens=num_hit,
+            new_computed_blocks=hit,
+            num_external_computed_tokens=num_external,
+            delay_cache_blocks=is_async,
+        )
+        for tokens in (num_external, 0):  # vLLM calls again once the load has ended
+            blocks = self.manager.get_blocks(request.request_id)
+            self.connector.update_state_after_alloc(request, blocks, tokens)
+        return num_hit, num_external
+
+    def finish(self, request: Request, status: RequestStatus) -> tuple[bool, dict[str, Any] | None]:
+        request.status = status
+        ids = self.manager.get_block_ids(request.request_id)
+        return self.connector.request_finished_all_groups(request, ids)
+
+    def step(self) -> StepMetadata:
+        meta = self.connector.build_connector_meta(None)  # pyright: ignore[reportArgumentType]
+        assert isinstance(meta, StepMetadata)
+        return meta
+
+    def report(self, **output: Any) -> None:
+        self.connector.update_connector_output(KVConnectorOutput(**output))
+
+    def block_ids(self, request: Request) -> list[int]:
+        return list(self.manager.get_block_ids(request.request_id)[0])
+
+
+@pytest.fixture(autouse=True)
+def _hashes() -> None:
+    init_none_hash(sha256)
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[[str], Engine]]:
+    made: list[Engine] = []
+
+    def make(role: str) -> Engine:
+        made.append(Engine(role))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.connector.shutdown()
+
+
+def request_of(
+    request_id: str, params: dict[str, Any] | None = None, tokens: list[int] | None = None
+) -> Request:
+    extra = {"kv_transfer_params": dict(params)} if params is not None else None
+    return Request(
+        request_id,
+        list(range(14)) if tokens is None else tokens,
+        SamplingParams(max_tokens=1, extra_args=extra),
+        None,
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+    )
+
+
+def warm(engine: Engine, num_tokens: int) -> None:
+    """Leave the first ``num_tokens`` of the prompt in the prefix cache."""
+    request = request_of("warm", tokens=list(range(num_tokens)))
+    engine.prefill(request)
+    engine.manager.free(request)
+
+
+FINISHED = [RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED]
+
+
+@pytest.mark.parametrize("status", FINISHED)
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
+def test_a_prefilled_request_is_kept_and_described(
+    make_engine: Callable[[str], Engine], role: str, status: RequestStatus
+) -> None:
+    engine = make_engine(role)
+    request = request_of("r", TO_PREFILL)
+    engine.prefill(request)
+    assert engine.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    kept, params = engine.finish(request, status)
+    assert kept
+    assert params == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "e",
+        "remote_request_id": "r",
+        "remote_host": "h",
+        "remote_port": 7000,
+        "remote_block_ids": [engine.block_ids(request)],
+        "remote_num_tokens": 14,
+        "remote_incarnation": engine.connector.scheduler_side.incarnation,
+        "remote_fence_slot": 0,
+        "remote_fence_ticket": 0,
+        "tp_size": 1,
+        "transfer_mode": "pull",
+    }
+    assert engine.step().holds == [Hold("r", 480.0, 0, 0)]
+    assert engine.step() == StepMetadata()
+
+
+def test_a_fence_is_used_again_with_a_higher_ticket(
+    make_engine: Callable[[str], Engine],
+) -> None:
+    engine = make_engine("kv_producer")
+    seen: list[tuple[int, int]] = []
+    for number in range(65536 + 1):
+        request = request_of(f"r{number}", TO_PREFILL, [1, 2])
+        request.status = FINISHED[0]
+        request.num_computed_tokens = 2
+        kept, params = engine.connector.request_finished(request, [1])
+        assert kept
+        assert params is not None
+        seen.append((params["remote_fence_slot"], params["remote_fence_ticket"]))
+        engine.report(finished_sending={request.request_id})
+    assert len(set(seen)) == len(seen)
+    assert seen[-1] == (seen[0][0], seen[0][1] + 1)
+
+
+def test_only_blocks_with_computed_tokens_are_offered(
+    make_engine: Callable[[str], Engine],
+) -> None:
+    engine = make_engine("kv_producer")
+    request = request_of("r", TO_PREFILL)
+    engine.prefill(request)
+    engine.manager.allocate_slots(request, 8)
+    assert len(engine.block_ids(request)) == 6
+    _, params = engine.finish(request, FINISHED[0])
+    assert params is not None
+    assert params["remote_block_ids"] == [engine.block_ids(request)[:4]]
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_IGNORED])
+def test_an_aborted_prefill_is_not_kept(
+    make_engine: Callable[[str], Engine], status: RequestStatus
+) -> None:
+    engine = make_engine("kv_producer")
+    request = request_of("r", TO_PREFILL)
+    engine.prefill(request)
+    assert engine.finish(request, status) == (False, None)
+    assert engine.step() == StepMetadata()
+
+
+def test_an_ordinary_request_is_left_alone(make_engine: Callable[[str], Engine]) -> None:
+    engine = make_engine("kv_both")
+    for number, params in enumerate([None, {}]):
+        request = request_of(f"r{number}", params)
+        assert engine.schedule(request)[1] == 0
+        assert engine.finish(request, FINISHED[0]) == (False, None)
+    assert engine.step() == StepMetadata()
+
+
+@pytest.mark.parametrize("num_warm", [0, 4, 8, 12])
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
+def test_the_missing_blocks_are_loaded(
+    make_engine: Callable[[str], Engine], role: str, num_warm: int
+) -> None:
+    engine = make_engine(role)
+    if num_warm:
+        warm(engine, num_warm)
+    request = request_of("r", TO_DECODE)
+    assert engine.schedule(request) == (num_warm, 14 - num_warm)
+    (load,) = engine.step().loads
+    assert load.awaited
+    assert (load.request_id, load.refusal) == ("r", "")
+    assert load.first == num_warm // BLOCK
+    assert load.local_block_ids == engine.block_ids(request)[load.first :]
+    assert load.remote is not None
+    assert load.remote.block_ids == tuple(REMOTE_IDS[0])
+    assert load.remote.request_id == "there"
+    assert (load.remote.fence_slot, load.remote.fence_ticket) == (7, 3)
+    assert engine.step() == StepMetadata()
+    assert engine.finish(request, FINISHED[0]) == (False, None)
+    assert engine.step() == StepMetadata()
+
+
+@pytest.mark.parametrize("offered", [0, 3, 4, 6, 8])
+def test_what_is_here_already_is_only_released(
+    make_engine: Callable[[str], Engine], offered: int
+) -> None:
+    engine = make_engine("kv_consumer")
+    warm(engine, 8)
+    request = request_of("r", {**TO_DECODE, "remote_num_tokens": offered})
+    assert engine.schedule(request) == (8, 0)
+    (load,) = engine.step().loads
+    assert (load.awaited, load.local_block_ids, load.refusal) == (False, [], "")
+
+
+def test_what_prefill_returned_is_what_decode_reads(make_engine: Callable[[str], Engine]) -> None:
+    prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
+    first = request_of("there", TO_PREFILL)
+    prefill.prefill(first)
+    _, params = prefill.finish(first, FINISHED[0])
+    request = request_of("here", params)
+    assert decode.schedule(request) == (0, 14)
+    (load,) = decode.step().loads
+    assert load.remote is not None
+    assert list(load.remote.block_ids) == prefill.block_ids(first)
+    assert load.remote.incarnation == prefill.connector.scheduler_side.incarnation
+    assert (load.remote.host, load.remote.port, load.remote.tp_size) == ("h", 7000, 1)
+
+
+def test_an_abort_before_scheduling_releases_only(make_engine: Callable[[str], Engine]) -> None:
+    engine = make_engine("kv_consumer")
+    request = request_of("r", TO_DECODE)
+    engine.connector.on_new_request(request)
+    request.status = RequestStatus.FINISHED_ABORTED
+    assert engine.connector.request_finished(request, []) == (False, None)
+    (load,) = engine.step().loads
+    assert (load.awaited, load.local_block_ids) == (False, [])
+    assert load.remote is not None
+    assert load.remote.request_id == "there"
+
+
+def test_an_abort_during_the_load_adds_nothing(make_engine: Callable[[str], Engine]) -> None:
+    engine = make_engine("kv_consumer")
+    request = request_of("r", TO_DECODE)
+    engine.schedule(request)
+    assert len(engine.step().loads) == 1
+    assert engine.finish(request, RequestStatus.FINISHED_ABORTED) == (False, None)
+    assert engine.step() == StepMetadata()
+
+
+@pytest.mark.parametrize("num_warm", [0, 8])
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [({"remote_port": None}, "remote_port"), ({"remote_block_ids": None}, "remote_block_ids")],
+)
+def test_bad_parameters_become_a_load_that_fails(
+    make_engine: Callable[[str], Engine], change: dict[str, Any], word: str, num_warm: int
+) -> None:
+    engine = make_engine("kv_consumer")
+    if num_warm:
+        warm(engine, num_warm)
+    request = request_of("r", {**TO_DECODE, **change})
+    assert engine.schedule(request) == (num_warm, 14 - num_warm)
+    (load,) = engine.step().loads
+    assert load.awaited
+    assert load.remote is None
+    assert word in load.refusal
+    # vLLM before 0.30 learns of a failed load by its blocks alone.
+    assert load.local_block_ids == engine.block_ids(request)[num_warm // BLOCK :]
+
+
+def test_an_abort_with_bad_parameters_asks_for_nothing(
+    make_engine: Callable[[str], Engine],
+) -> None:
+    engine = make_engine("kv_consumer")
+    request = request_of("r", {**TO_DECODE, "remote_port": None})
+    engine.connector.on_new_request(request)
+    request.status = RequestStatus.FINISHED_ABORTED
+    assert engine.connector.request_finished(request, []) == (False, None)
+    assert engine.step() == StepMetadata()
+
+
+def test_a_producer_does_not_load(make_engine: Callable[[str], Engine]) -> None:
+    engine = make_engine("kv_producer")
+    request = request_of("r", TO_DECODE)
+    assert engine.schedule(request) == (0, 0)
+    assert engine.finish(request, FINISHED[0]) == (False, None)
+    assert engine.step() == StepMetadata()
+
+
+def test_a_consumer_does_not_keep(make_engine: Callable[[str], Engine]) -> None:
+    engine = make_engine("kv_consumer")
+    request = request_of("r", TO_PREFILL)
+    engine.prefill(request)
+    assert engine.finish(request, FINISHED[0]) == (False, None)
+    assert engine.step() == StepMetadata()
+
+
+def test_late_blocks_stay_out_of_the_real_pool_until_settled(
+    make_engine: Callable[[str], Engine],
+) -> None:
+    engine = make_engine("kv_consumer")
+    warm(engine, 8)
+    num_free = engine.num_free
+    request = request_of("r", TO_DECODE)
+    engine.schedule(request)
+    blocks = list(engine.manager.get_blocks("r").blocks[0])
+    engine.step()
+    engine.report(kv_connector_worker_meta=WorkerMetadata(late={"r"}))
+    assert engine.step().given_up == ["r"]
+    assert engine.step() == StepMetadata()
+    engine.report(finished_recving={"r"})
+    engine.manager.free(request)
+    assert [block.ref_cnt for block in blocks] == [1] * len(blocks)
+    assert engine.num_free == num_free - len(blocks)
+    pool = engine.manager.block_pool
+    others = pool.get_new_blocks(engine.num_free)
+    assert not set(map(id, others)) & set(map(id, blocks))
+    pool.free_blocks(others)
+    engine.report(kv_connector_worker_meta=WorkerMetadata(settled={"r": 1}))
+    assert [block.ref_cnt for block in blocks] == [0] * len(blocks)
+    assert engine.num_free == num_free
+
+
+def test_a_load_that_ended_in_the_same_step_is_not_given_up(
+    make_engine: Callable[[str], Engine],
+) -> None:
+    engine = make_engine("kv_consumer")
+    num_free = engine.num_free
+    request = request_of("r", TO_DECODE)
+    engine.schedule(request)
+    engine.step()
+    late = WorkerMetadata(late={"r"}, settled={})
+    engine.report(finished_recving={"r"}, kv_connector_worker_meta=late)
+    assert engine.step() == StepMetadata()
+    engine.manager.free(request)
+    assert engine.num_free == num_free
+
+
+def test_metadata_of_two_workers_adds_up() -> None:
+    first = WorkerMetadata(late={"a"}, settled={"b": 1})
+    total = first.aggregate(WorkerMetadata(late={"a", "c"}, settled={"b": 1, "d": 1}))
+    assert total == WorkerMetadata(late={"a", "c"}, settled={"b": 2, "d": 1})

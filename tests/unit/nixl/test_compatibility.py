@@ -1,0 +1,71 @@
+"""Configuration facts: what differs is named, and what cannot be tolerated is refused."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_commext.errors import ProtocolError
+from vllm_commext.nixl.compatibility import GEOMETRY, check_facts, differences, digest
+
+FACTS = {"model": "a", "dtype": "bfloat16", **dict.fromkeys(GEOMETRY, "1")}
+
+NAMES = st.sampled_from(["model", "dtype", "extra", *GEOMETRY])
+SETS = st.dictionaries(NAMES, st.sampled_from(["1", "2", "three"]))
+
+
+def test_equal_facts_pass() -> None:
+    assert differences(FACTS, dict(FACTS)) == {}
+    assert check_facts(FACTS, dict(FACTS), enforce=True) == {}
+    assert check_facts(FACTS, dict(FACTS), enforce=False) == {}
+
+
+@given(SETS, SETS)
+@settings(max_examples=40, deadline=None)
+def test_differences_are_exactly_those_and_the_digest_agrees(
+    local: dict[str, str], remote: dict[str, str]
+) -> None:
+    found = differences(local, remote)
+    for name in set(local) | set(remote):
+        same = name in local and name in remote and local[name] == remote[name]
+        assert (name in found) != same
+    assert (digest(local) == digest(remote)) == (not found)
+
+
+def test_a_missing_fact_reads_unknown_on_its_side() -> None:
+    assert differences({"model": "a"}, {"dtype": "b"}) == {
+        "dtype": ("(unknown)", "b"),
+        "model": ("a", "(unknown)"),
+    }
+
+
+@given(SETS, SETS, st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_refused_exactly_where_it_must_be(
+    local: dict[str, str], remote: dict[str, str], enforce: bool
+) -> None:
+    found = differences(local, remote)
+    fatal = set(found) if enforce else set(found) & set(GEOMETRY)
+    if not fatal:
+        assert check_facts(local, remote, enforce=enforce) == found
+        return
+    with pytest.raises(ProtocolError) as raised:
+        check_facts(local, remote, enforce=enforce)
+    for name in fatal:
+        ours, theirs = found[name]
+        assert f"{name}: decode {ours!r}, prefill {theirs!r}" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", GEOMETRY)
+def test_geometry_is_refused_whatever_the_setting_says(name: str) -> None:
+    for enforce in (True, False):
+        with pytest.raises(ProtocolError) as raised:
+            check_facts(FACTS, {**FACTS, name: "2"}, enforce=enforce)
+        assert f"{name}: decode '1', prefill '2'" in str(raised.value)
+        assert "enforce_handshake_compat" not in str(raised.value)
+
+
+def test_the_remedy_names_the_setting_where_it_helps() -> None:
+    other = {**FACTS, "model": "b"}
+    with pytest.raises(ProtocolError, match='"enforce_handshake_compat": false'):
+        check_facts(FACTS, other, enforce=True)
+    assert check_facts(FACTS, other, enforce=False) == {"model": ("a", "b")}

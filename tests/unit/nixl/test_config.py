@@ -1,0 +1,83 @@
+"""``kv_connector_extra_config``: every key, good and bad."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from vllm_commext.errors import ConfigError
+from vllm_commext.nixl.config import KNOWN_KEYS, ConnectorConfig, parse_config
+
+SECONDS = ("kv_lease_duration", "handshake_timeout", "transfer_timeout", "progress_interval")
+
+GOOD: list[tuple[str, Any, Any]] = [
+    ("backends", ["UCX"], ("UCX",)),
+    ("backends", ("UCX", "GDS"), ("UCX", "GDS")),
+    ("num_threads", 0, 0),
+    ("num_threads", 8, 8),
+    ("enforce_handshake_compat", False, False),
+    ("side_channel_host", "10.0.0.7", "10.0.0.7"),
+    ("side_channel_port", 1, 1),
+    ("side_channel_port", 65535, 65535),
+    *((key, 3, 3.0) for key in SECONDS),
+    *((key, 0.25, 0.25) for key in SECONDS),
+]
+
+BAD: list[tuple[str, Any]] = [
+    *(("backends", value) for value in ("UCX", [], [1], ["UCX", None], None, {"UCX": 1})),
+    *(("num_threads", value) for value in (-1, 1.5, "4", True, None)),
+    *(("enforce_handshake_compat", value) for value in (0, 1, "false", None)),
+    *(("side_channel_host", value) for value in ("", 5, None, ["h"])),
+    *(("side_channel_port", value) for value in (0, 65536, -1, "5600", 1.0, True, None)),
+    *(
+        (key, value)
+        for key in SECONDS
+        for value in (0, -1, "30", None, True, math.nan, math.inf, -math.inf)
+    ),
+]
+
+
+def parse(**extra: Any) -> ConnectorConfig:
+    return parse_config(extra, default_host="here", default_port=5600)
+
+
+def test_nothing_given_takes_the_defaults() -> None:
+    assert parse() == ConnectorConfig(side_channel_host="here", side_channel_port=5600)
+
+
+def test_every_key_is_tried_here() -> None:
+    assert {key for key, *_ in GOOD} == {key for key, _ in BAD} == set(KNOWN_KEYS)
+    assert set(KNOWN_KEYS) == {field.name for field in dataclasses.fields(ConnectorConfig)}
+
+
+@pytest.mark.parametrize(("key", "given", "expected"), GOOD)
+def test_a_good_value_is_taken_and_changes_nothing_else(
+    key: str, given: Any, expected: Any
+) -> None:
+    config = parse(**{key: given})
+    value = getattr(config, key)
+    assert (value, type(value)) == (expected, type(expected))
+    assert dataclasses.replace(config, **{key: getattr(parse(), key)}) == parse()
+
+
+@pytest.mark.parametrize(("key", "given"), BAD)
+def test_a_bad_value_is_refused_with_its_key_and_value(key: str, given: Any) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(**{key: given})
+    assert repr(key) in str(raised.value)
+    assert repr(given) in str(raised.value)
+    assert "expected" in str(raised.value)
+
+
+def test_unknown_keys_are_listed_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(backend=["UCX"], kv_lease=3, num_threads=2)
+    assert "['backend', 'kv_lease']" in str(raised.value)
+    for key in KNOWN_KEYS:
+        assert key in str(raised.value)
+
+
+def test_a_bad_default_is_refused_too() -> None:
+    with pytest.raises(ConfigError, match="side_channel_port"):
+        parse_config({}, default_host="here", default_port=0)

@@ -1,0 +1,162 @@
+"""The lease ledger against a plain model, through random histories."""
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    rule,
+)
+
+from vllm_commext.nixl import leases
+from vllm_commext.nixl.leases import LeaseLedger
+
+EARLY_SECONDS = 30.0
+MAX_EARLY = 3
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """The model: releases by request in order of their coming, and what each request is."""
+
+    unused = Bundle("unused")
+    seen = Bundle("seen")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(leases, "MAX_EARLY_RELEASES", MAX_EARLY)
+        self.ledger = LeaseLedger()
+        self.now = 0.0
+        self.next_id = 0
+        self.wanted: dict[str, int] = {}
+        self.deadline: dict[str, float] = {}
+        self.early_since: dict[str, float] = {}
+        self.done_by: dict[str, set[str]] = {}
+        self.reported: list[str] = []
+        self.expected: dict[str, int] = {"expired": 0, "unmatched": 0, "repeated": 0}
+
+    def teardown(self) -> None:
+        self._patch.undo()
+
+    @rule(target=unused, num_consumers=st.integers(1, 3))
+    def come(self, num_consumers: int) -> str:
+        self.next_id += 1
+        request_id = f"r{self.next_id}"
+        self.wanted[request_id] = num_consumers
+        return request_id
+
+    @rule(target=seen, request_id=consumes(unused), duration=st.integers(1, 60))
+    def finish(self, request_id: str, duration: int) -> str:
+        self.early_since.pop(request_id, None)
+        known = self.done_by.setdefault(request_id, set())
+        complete = len(known) >= self.wanted[request_id]
+        assert self.ledger.hold(request_id, self.now, duration) == complete
+        if complete:
+            self._end(request_id)
+        else:
+            self.deadline[request_id] = self.now + duration
+        return request_id
+
+    @rule(request_id=seen, number=st.integers(0, 2))
+    def release(self, request_id: str, number: int) -> None:
+        self._release(request_id, f"c{number}")
+
+    @rule(target=unused, request_id=consumes(unused), number=st.integers(0, 2))
+    def release_early(self, request_id: str, number: int) -> str:
+        self._release(request_id, f"c{number}")
+        return request_id
+
+    def _release(self, request_id: str, consumer: str) -> None:
+        held = request_id in self.deadline
+        if not held and request_id not in self.early_since:
+            self.early_since[request_id] = self.now
+            self.done_by[request_id] = set()
+        known = self.done_by[request_id]
+        self.expected["repeated"] += consumer in known
+        last = held and consumer not in known and len(known) + 1 >= self.wanted[request_id]
+        known.add(consumer)
+        released = self.ledger.release(request_id, consumer, self.wanted[request_id], self.now)
+        assert released == last
+        if last:
+            self._end(request_id)
+        if len(self.early_since) > MAX_EARLY:
+            self._forget_early(next(iter(self.early_since)))
+
+    @rule(seconds=st.integers(0, 20))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+        due = {name for name, deadline in self.deadline.items() if deadline <= self.now}
+        ended = self.ledger.expire(self.now, EARLY_SECONDS)
+        assert len(ended) == len(set(ended))
+        assert set(ended) == due
+        for request_id in ended:
+            self._end(request_id)
+        self.expected["expired"] += len(ended)
+        for request_id, since in list(self.early_since.items()):
+            if since + EARLY_SECONDS <= self.now:
+                self._forget_early(request_id)
+
+    @rule()
+    def take_counts(self) -> None:
+        counts = self.ledger.take_counts()
+        assert vars(counts) == self.expected
+        self.expected = dict.fromkeys(self.expected, 0)
+
+    def _end(self, request_id: str) -> None:
+        self.reported.append(request_id)
+        self.deadline.pop(request_id, None)
+        self.done_by.pop(request_id, None)
+
+    def _forget_early(self, request_id: str) -> None:
+        del self.early_since[request_id]
+        del self.done_by[request_id]
+        self.expected["unmatched"] += 1
+
+    @invariant()
+    def each_request_is_reported_once_and_the_held_are_counted(self) -> None:
+        assert len(self.reported) == len(set(self.reported))
+        assert len(self.ledger) == len(self.deadline)
+
+
+TestLedger: Any = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+def test_the_lease_ends_at_its_deadline_and_not_before() -> None:
+    ledger = LeaseLedger()
+    assert not ledger.hold("r", 100.0, 5.0)
+    assert ledger.expire(104.9, EARLY_SECONDS) == []
+    assert ledger.expire(105.0, EARLY_SECONDS) == ["r"]
+    assert ledger.expire(200.0, EARLY_SECONDS) == []
+
+
+def test_one_consumer_counts_once() -> None:
+    ledger = LeaseLedger()
+    ledger.hold("r", 0.0, 5.0)
+    assert not ledger.release("r", "d/0", 2, 1.0)
+    assert not ledger.release("r", "d/0", 2, 1.0)
+    assert ledger.release("r", "d/1", 2, 1.0)
+
+
+def test_an_unknown_release_does_not_outlive_its_time() -> None:
+    ledger = LeaseLedger()
+    ledger.release("r", "d/0", 1, 0.0)
+    ledger.expire(EARLY_SECONDS, EARLY_SECONDS)
+    assert not ledger.hold("r", EARLY_SECONDS, 5.0)
+    assert ledger.take_counts().unmatched == 1
+
+
+def test_early_releases_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "MAX_EARLY_RELEASES", 10)
+    ledger = LeaseLedger()
+    for number in range(25):
+        ledger.release(f"r{number}", "d/0", 1, 0.0)
+    assert ledger.take_counts().unmatched == 15
+    assert [ledger.hold(f"r{number}", 0.0, 5.0) for number in range(25)] == [False] * 15 + [
+        True
+    ] * 10

@@ -1,0 +1,60 @@
+"""The log that cannot be flooded."""
+
+import pytest
+
+from vllm_commext.nixl.log import RateLimitedLog
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr("vllm_commext.nixl.log.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_a_burst_passes_and_the_rest_is_counted(
+    clock: list[float], log_lines: pytest.LogCaptureFixture
+) -> None:
+    log = RateLimitedLog(burst=3, period_seconds=10.0)
+    for number in range(8):
+        log.warning("key", f"line {number}")
+    assert log_lines.messages == [f"commext nixl: line {number}" for number in range(3)]
+    clock[0] += 10.0
+    log.warning("key", "later")
+    log.warning("key", "again")
+    assert log_lines.messages[3:] == [
+        "commext nixl: later (5 more like this were left out)",
+        "commext nixl: again",
+    ]
+
+
+def test_never_more_than_a_burst_in_any_period(
+    clock: list[float], log_lines: pytest.LogCaptureFixture
+) -> None:
+    log = RateLimitedLog(burst=3, period_seconds=10.0)
+    logged_at: list[float] = []
+    for _ in range(200):
+        before = len(log_lines.messages)
+        log.warning("key", "line")
+        if len(log_lines.messages) > before:
+            logged_at.append(clock[0])
+        clock[0] += 0.7
+    assert len(logged_at) > 10
+    for first, fourth in zip(logged_at, logged_at[3:], strict=False):
+        assert fourth - first >= 10.0
+
+
+def test_keys_do_not_share_a_bound(clock: list[float], log_lines: pytest.LogCaptureFixture) -> None:
+    log = RateLimitedLog(burst=1, period_seconds=10.0)
+    for key in ("a", "a", "b", "b"):
+        log.warning(key, key)
+    assert log_lines.messages == ["commext nixl: a", "commext nixl: b"]
+
+
+def test_the_line_names_its_caller_and_percent_signs_survive(
+    clock: list[float], log_lines: pytest.LogCaptureFixture
+) -> None:
+    RateLimitedLog().warning("key", "100 %s of it")
+    (record,) = log_lines.records
+    assert record.getMessage() == "commext nixl: 100 %s of it"
+    assert record.filename == "test_log.py"

@@ -1,0 +1,149 @@
+"""Request parameters: written by prefill, carried by any router, read by decode."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_commext.errors import ProtocolError
+from vllm_commext.nixl.params import is_for_decode, is_for_prefill, read_params, write_params
+from vllm_commext.nixl.requests import RemoteRequest
+
+REMOTE = RemoteRequest(
+    engine_id="p",
+    incarnation="start-1",
+    host="10.0.0.1",
+    port=5600,
+    tp_size=2,
+    request_id="r1",
+    block_ids=(5, 3, 9),
+    num_tokens=40,
+    fence_slot=7,
+    fence_ticket=3,
+)
+REQUIRED = (
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+    "remote_block_ids",
+)
+
+
+def test_roles() -> None:
+    to_prefill = {"do_remote_decode": True, "do_remote_prefill": False}
+    to_decode = write_params(REMOTE)
+    assert (is_for_prefill(to_prefill), is_for_decode(to_prefill)) == (True, False)
+    assert (is_for_prefill(to_decode), is_for_decode(to_decode)) == (False, True)
+    for nothing in (None, {}):
+        assert not is_for_prefill(nothing)
+        assert not is_for_decode(nothing)
+
+
+@given(
+    st.builds(
+        RemoteRequest,
+        engine_id=st.text(),
+        incarnation=st.text(),
+        host=st.text(),
+        port=st.integers(1, 65535),
+        tp_size=st.integers(1, 64),
+        request_id=st.text(),
+        block_ids=st.lists(st.integers(0, 1 << 31), max_size=20).map(tuple),
+        num_tokens=st.integers(0, 1 << 20),
+        fence_slot=st.integers(0, 65535),
+        fence_ticket=st.integers(0, 1 << 30),
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_round_trip_through_json(remote: RemoteRequest) -> None:
+    carried = json.loads(json.dumps(write_params(remote), allow_nan=False))
+    assert read_params(carried, num_prompt_tokens=1 << 20) == remote
+
+
+def test_tokens_beyond_the_prompt_are_not_used() -> None:
+    params = write_params(REMOTE)
+    assert read_params(params, 39).num_tokens == 39
+    assert read_params(params, 41).num_tokens == 40
+    assert read_params({**params, "remote_num_tokens": None}, 41).num_tokens == 41
+    assert read_params({**params, "remote_num_tokens": -5}, 41).num_tokens == 0
+
+
+def test_the_parameters_of_vllms_own_connector_are_enough() -> None:
+    own = {key: write_params(REMOTE)[key] for key in REQUIRED}
+    remote = read_params(own, 33)
+    assert (remote.tp_size, remote.num_tokens) == (1, 33)
+    assert (remote.incarnation, remote.fence_slot) == ("", -1)
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_missing_or_empty_field_is_named(name: str) -> None:
+    params = write_params(REMOTE)
+    del params[name]
+    with pytest.raises(ProtocolError, match=name):
+        read_params(params, 40)
+    with pytest.raises(ProtocolError, match=name):
+        read_params({**params, name: None}, 40)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("remote_port", 0),
+        ("remote_port", 65536),
+        ("remote_port", "http"),
+        ("remote_port", 5600.5),
+        ("tp_size", 0),
+        ("tp_size", -1),
+        ("tp_size", []),
+        ("remote_host", 5),
+        ("remote_engine_id", ["p"]),
+        ("remote_request_id", 5),
+        ("remote_num_tokens", "many"),
+        ("remote_incarnation", 5),
+        ("remote_fence_slot", "first"),
+        ("remote_fence_slot", -2),
+        ("remote_fence_slot", 1 << 63),
+        ("remote_fence_ticket", "old"),
+        ("remote_fence_ticket", -1),
+        ("remote_block_ids", 5),
+        ("remote_block_ids", [5]),
+        ("remote_block_ids", [["five"]]),
+        ("remote_block_ids", [[1.5]]),
+        ("remote_block_ids", "55"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_field(name: str, value: Any) -> None:
+    with pytest.raises(ProtocolError, match=name):
+        read_params({**write_params(REMOTE), name: value}, 40)
+
+
+@pytest.mark.parametrize("groups", [[], [[1], [2]]])
+def test_other_numbers_of_groups_are_refused(groups: list[list[int]]) -> None:
+    with pytest.raises(ProtocolError, match=f"{len(groups)} groups of blocks, expected 1"):
+        read_params({**write_params(REMOTE), "remote_block_ids": groups}, 40)
+
+
+ANYTHING: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from(sorted(write_params(REMOTE))), ANYTHING, max_size=3),
+    st.dictionaries(st.text(), ANYTHING, max_size=2),
+)
+@settings(max_examples=120, deadline=None)
+def test_anything_reads_or_is_refused(changes: dict[str, Any], more: dict[str, Any]) -> None:
+    try:
+        remote = read_params({**write_params(REMOTE), **more, **changes}, 40)
+    except ProtocolError:
+        return
+    assert 0 <= remote.num_tokens <= 40
+    assert 1 <= remote.port <= 65535
+    assert remote.fence_slot >= -1
+    assert remote.fence_ticket >= 0

@@ -1,0 +1,136 @@
+"""Blocks of late loads stay out of use until every worker has settled; a small pool stands in for
+vLLM's, which the contract layer uses."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_commext.nixl.quarantine import Quarantine
+
+
+@dataclass(eq=False)
+class Block:
+    block_id: int
+    ref_cnt: int = 0
+
+
+@dataclass
+class Pool:
+    """Reference counts; a block is free where nobody refers to it."""
+
+    blocks: list[Block] = field(default_factory=lambda: [Block(number) for number in range(12)])
+
+    def take(self, count: int) -> list[Block]:
+        free = [block for block in self.blocks if block.ref_cnt == 0][:count]
+        self.touch(free)
+        return free
+
+    def touch(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            assert block.ref_cnt > 0
+            block.ref_cnt -= 1
+
+    @property
+    def num_free(self) -> int:
+        return sum(block.ref_cnt == 0 for block in self.blocks)
+
+
+def quarantine_over(pool: Any, num_workers: int = 1) -> Quarantine:
+    quarantine = Quarantine(num_workers)
+    quarantine.bind(pool)
+    return quarantine
+
+
+def test_a_load_that_ends_in_time_costs_nothing() -> None:
+    pool = Pool()
+    quarantine = quarantine_over(pool)
+    blocks: Any = pool.take(3)
+    quarantine.note_load("r", blocks)
+    quarantine.note_end("r")
+    quarantine.note_late({"r"})
+    assert quarantine.take_given_up() == []
+    assert len(quarantine) == 0
+    assert [block.ref_cnt for block in blocks] == [1, 1, 1]
+
+
+def test_late_blocks_are_free_only_when_all_workers_have_settled() -> None:
+    pool = Pool()
+    quarantine = quarantine_over(pool, num_workers=2)
+    blocks: Any = pool.take(3)
+    quarantine.note_load("r", blocks)
+    quarantine.note_late({"r"})
+    assert quarantine.take_given_up() == ["r"]
+    assert quarantine.take_given_up() == []
+    pool.free_blocks(blocks)  # the scheduler gives the failed request's blocks back
+    assert (pool.num_free, len(quarantine)) == (9, 3)
+    quarantine.note_settled({"r": 1, "other": 1})
+    assert pool.num_free == 9
+    quarantine.note_settled({"r": 1})
+    assert (pool.num_free, len(quarantine)) == (12, 0)
+    quarantine.note_settled({"r": 1})
+    assert pool.num_free == 12
+
+
+def test_both_workers_may_say_late_and_settle_at_once() -> None:
+    pool = Pool()
+    quarantine = quarantine_over(pool, num_workers=2)
+    blocks: Any = pool.take(2)
+    quarantine.note_load("r", blocks)
+    quarantine.note_late({"r"})
+    quarantine.note_late({"r"})
+    assert quarantine.take_given_up() == ["r"]
+    assert [block.ref_cnt for block in blocks] == [2, 2]
+    quarantine.note_settled({"r": 2})
+    assert [block.ref_cnt for block in blocks] == [1, 1]
+
+
+def test_without_a_pool_a_late_load_goes_on() -> None:
+    quarantine = Quarantine(1)
+    blocks: Any = Pool().take(2)
+    quarantine.note_load("r", blocks)
+    quarantine.note_late({"r"})
+    assert quarantine.take_given_up() == []
+    assert len(quarantine) == 0
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_random_histories_give_every_block_back(num_workers: int, data: st.DataObject) -> None:
+    pool = Pool()
+    quarantine = quarantine_over(pool, num_workers)
+    loading: dict[str, list[Block]] = {}
+    unsettled: dict[str, tuple[int, list[Block]]] = {}
+    for number in range(data.draw(st.integers(1, 12))):
+        step = data.draw(st.sampled_from(["load", "end", "late", "settle"]))
+        if step == "load" and pool.num_free >= 2:
+            blocks: Any = pool.take(2)
+            loading[f"r{number}"] = blocks
+            quarantine.note_load(f"r{number}", blocks)
+        elif step in ("end", "late") and loading:
+            name = data.draw(st.sampled_from(sorted(loading)))
+            blocks = loading.pop(name)
+            if step == "late":
+                quarantine.note_late([name])
+                assert quarantine.take_given_up() == [name]
+                unsettled[name] = (num_workers, blocks)
+            quarantine.note_end(name)
+            pool.free_blocks(blocks)
+        elif step == "settle" and unsettled:
+            name = data.draw(st.sampled_from(sorted(unsettled)))
+            left, blocks = unsettled.pop(name)
+            quarantine.note_settled({name: 1})
+            if left > 1:
+                unsettled[name] = (left - 1, blocks)
+        kept = {block.block_id for _, blocks in unsettled.values() for block in blocks}
+        used = {block.block_id for blocks in loading.values() for block in blocks}
+        assert len(quarantine) == len(kept)
+        assert {block.block_id for block in pool.blocks if block.ref_cnt} == kept | used

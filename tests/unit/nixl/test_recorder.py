@@ -1,0 +1,114 @@
+"""The recorder: sums, takes, and threads."""
+
+import threading
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_commext.nixl.recorder import (
+    FAILURE_REASONS,
+    TransferRecorder,
+    empty_data,
+    is_empty,
+    merge,
+)
+
+RECORDS = st.fixed_dictionaries(
+    {
+        **{
+            key: st.lists(st.floats(0, 9), max_size=3)
+            for key in ("transfer_seconds", "post_seconds", "handshake_seconds")
+        },
+        **{
+            key: st.integers(0, 99)
+            for key in (
+                "bytes",
+                "blocks",
+                "descriptors",
+                "expired_requests",
+                "unmatched_notifications",
+            )
+        },
+        "failures": st.dictionaries(st.sampled_from(FAILURE_REASONS), st.integers(1, 9)),
+    }
+)
+
+
+def transfer(recorder: TransferRecorder) -> None:
+    recorder.transfer(seconds=2.0, post_seconds=0.5, num_bytes=100, num_blocks=3, num_descriptors=6)
+
+
+def test_everything_recorded_is_taken_once() -> None:
+    recorder = TransferRecorder()
+    assert recorder.take() is None
+    recorder.handshake(0.25)
+    transfer(recorder)
+    transfer(recorder)
+    recorder.failure("timeout")
+    recorder.failure("timeout")
+    recorder.leases(expired=2, unmatched=1)
+    assert recorder.take() == {
+        "transfer_seconds": [2.0, 2.0],
+        "post_seconds": [0.5, 0.5],
+        "handshake_seconds": [0.25],
+        "bytes": 200,
+        "blocks": 6,
+        "descriptors": 12,
+        "expired_requests": 2,
+        "unmatched_notifications": 1,
+        "failures": {"timeout": 2},
+    }
+    assert recorder.take() is None
+
+
+@given(RECORDS, RECORDS)
+@settings(max_examples=50, deadline=None)
+def test_merge_adds_key_by_key_and_leaves_the_second_alone(
+    first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    untouched = {key: _copy(value) for key, value in second.items()}
+    total = merge(merge(empty_data(), first), second)
+    assert second == untouched
+    for key in empty_data():
+        if key == "failures":
+            for reason in FAILURE_REASONS:
+                expected = first[key].get(reason, 0) + second[key].get(reason, 0)
+                assert total[key].get(reason, 0) == expected
+        else:
+            assert total[key] == first[key] + second[key]
+    assert is_empty(total) == (is_empty(first) and is_empty(second))
+
+
+def _copy(value: Any) -> Any:
+    return type(value)(value) if isinstance(value, (list, dict)) else value
+
+
+def test_nothing_is_lost_between_threads() -> None:
+    recorder = TransferRecorder()
+    taken = empty_data()
+    done = threading.Event()
+
+    def take() -> None:
+        while not done.is_set():
+            merge(taken, recorder.take() or {})
+            done.wait(0.0005)
+
+    taker = threading.Thread(target=take)
+    writers = [threading.Thread(target=_write, args=(recorder,)) for _ in range(3)]
+    for thread in (taker, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join(30)
+    done.set()
+    taker.join(30)
+    merge(taken, recorder.take() or {})
+    assert len(taken["transfer_seconds"]) == len(taken["post_seconds"]) == 600
+    assert (taken["bytes"], taken["blocks"], taken["descriptors"]) == (60_000, 1800, 3600)
+    assert taken["failures"] == {"transfer": 600}
+
+
+def _write(recorder: TransferRecorder) -> None:
+    for _ in range(200):
+        transfer(recorder)
+        recorder.failure("transfer")

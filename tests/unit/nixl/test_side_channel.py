@@ -1,0 +1,336 @@
+"""The side channel over real sockets on loopback: right answers, and whatever else may arrive."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from vllm_commext.errors import ConfigError, ProtocolError
+from vllm_commext.nixl import wire
+from vllm_commext.nixl.side_channel import Inquiry, SideChannelServer, endpoint, resolve
+
+BOUND_SECONDS = 20.0
+HOST = "127.0.0.1"
+REQUEST = wire.DescribeRequest(engine_id="p", tp_rank=1)
+DEEP = b"\x84\xa4kind\xa8describe\xa9engine_id\xa1p\xa7tp_rank\x01\xa1x" + b"\x91" * 3900 + b"\xc0"
+
+
+def free_port(host: str = HOST) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def description(rank: int) -> bytes:
+    return wire.encode_description(
+        wire.WorkerDescription(
+            engine_id="p",
+            tp_rank=rank,
+            tp_size=2,
+            facts={},
+            agent_name=f"agent{rank}",
+            agent_metadata=b"m" * 10_000,
+            memory_type="DRAM",
+            device_id=0,
+            num_blocks=1,
+            region_names=["l"],
+            base_addresses=[4096],
+            stride_bytes=[64],
+            block_bytes=[64],
+        )
+    )
+
+
+def start(host: str = HOST, port: int = 0) -> tuple[SideChannelServer, int]:
+    port = port or free_port(resolve(host, 1))
+    descriptions = {rank: description(rank) for rank in (0, 1)}
+    return SideChannelServer("p", "start-1", host, port, descriptions), port
+
+
+@pytest.fixture
+def context() -> Iterator[Any]:
+    made = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[SideChannelServer, int]]:
+    """One server for many tests: what one of them sends must not harm the next."""
+    server, port = start()
+    yield server, port
+    server.close()
+
+
+@pytest.fixture
+def dealer(context: Any, served: tuple[SideChannelServer, int]) -> Any:
+    made = context.socket(zmq.DEALER)
+    made.setsockopt(zmq.RCVTIMEO, int(BOUND_SECONDS * 1000))
+    made.connect(endpoint(HOST, served[1]))
+    return made
+
+
+def ask(
+    context: Any, port: int, request: wire.DescribeRequest = REQUEST, host: str = HOST
+) -> wire.Described:
+    inquiry = Inquiry(context, host, port, request)
+    try:
+        return wait_for(inquiry.poll)
+    finally:
+        inquiry.close()
+
+
+def wait_for(look: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + BOUND_SECONDS
+    while time.monotonic() < deadline:
+        found = look()
+        if found:
+            return found
+        time.sleep(0.002)
+    pytest.fail("nothing came in time")
+
+
+def test_the_rank_that_was_asked_for_is_described(
+    context: Any, served: tuple[SideChannelServer, int]
+) -> None:
+    refused_before = served[0].num_refused
+    for rank in (0, 1):
+        request = wire.DescribeRequest(engine_id="p", tp_rank=rank)
+        reply = ask(context, served[1], request)
+        assert reply.incarnation == "start-1"
+        assert wire.encode_description(wire.open_description(reply)) == description(rank)
+    assert served[0].num_refused == refused_before
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (wire.DescribeRequest(engine_id="q", tp_rank=1), ["'p'", "'q'"]),
+        (wire.DescribeRequest(engine_id="p", tp_rank=2), ["[0, 1]", "rank 2"]),
+        (wire.DescribeRequest(engine_id="p", tp_rank=-1), ["[0, 1]", "rank -1"]),
+        (wire.DescribeRequest(engine_id="p", tp_rank=1, version=9), ["protocol 1", "protocol 9"]),
+        (wire.DescribeRequest(engine_id="p", tp_rank=1, magic="m"), ["commext-nixl"]),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_the_reason(
+    context: Any,
+    served: tuple[SideChannelServer, int],
+    request_: wire.DescribeRequest,
+    words: list[str],
+) -> None:
+    refused_before = served[0].num_refused
+    with pytest.raises(ProtocolError) as raised:
+        ask(context, served[1], request_)
+    for word in words:
+        assert word in str(raised.value)
+    assert served[0].num_refused == refused_before + 1
+    assert ask(context, served[1])
+
+
+def test_a_refusal_is_logged(context: Any, log_lines: pytest.LogCaptureFixture) -> None:
+    server, port = start()
+    try:
+        with pytest.raises(ProtocolError):
+            ask(context, port, wire.DescribeRequest(engine_id="q", tp_rank=1))
+    finally:
+        server.close()
+    (line,) = log_lines.messages
+    assert "side channel: refused" in line
+    assert "'p'" in line
+    assert "'q'" in line
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"hello"],
+        [b"\xff\xfe\xfd"],
+        [wire.encode(REQUEST)[:-1]],
+        [wire.encode(wire.Refused(reason="?"))],
+        [b"\x91" * 4000],
+        [DEEP],
+        [b"a", b"b", b"c"],
+        [wire.encode(REQUEST), b""],
+    ],
+)
+def test_garbage_is_refused_and_the_next_request_served(
+    context: Any, served: tuple[SideChannelServer, int], dealer: Any, frames: list[bytes]
+) -> None:
+    refused_before = served[0].num_refused
+    dealer.send_multipart(frames)
+    reply = wire.decode_reply(dealer.recv_multipart()[-1])
+    assert isinstance(reply, wire.Refused)
+    assert served[0].num_refused == refused_before + 1
+    assert ask(context, served[1])
+
+
+def test_an_oversized_frame_is_dropped_and_the_next_request_served(
+    context: Any, served: tuple[SideChannelServer, int], dealer: Any
+) -> None:
+    dealer.send(b"x" * (wire.MAX_REQUEST_BYTES + 1))
+    assert dealer.poll(300) == 0
+    assert ask(context, served[1])
+
+
+def test_a_req_socket_is_served_through_its_envelope(
+    context: Any, served: tuple[SideChannelServer, int]
+) -> None:
+    client = context.socket(zmq.REQ)
+    client.setsockopt(zmq.RCVTIMEO, int(BOUND_SECONDS * 1000))
+    client.connect(endpoint(HOST, served[1]))
+    client.send(wire.encode(REQUEST))
+    assert isinstance(wire.decode_reply(client.recv()), wire.Described)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 5000, b"\xff" + b"\x00" * 8 + b"\x7f" * 100]
+)
+def test_raw_bytes_do_no_harm(
+    context: Any, served: tuple[SideChannelServer, int], sent: bytes
+) -> None:
+    with socket.create_connection((HOST, served[1]), BOUND_SECONDS) as raw:
+        raw.sendall(sent)
+        assert ask(context, served[1])
+
+
+def test_a_client_that_does_not_take_its_answers_holds_up_nobody(
+    context: Any, served: tuple[SideChannelServer, int], dealer: Any
+) -> None:
+    for _ in range(3000):
+        dealer.send(wire.encode(REQUEST))
+    assert ask(context, served[1])
+
+
+def test_an_unanswered_inquiry_polls_none_and_closes_twice(context: Any) -> None:
+    inquiry = Inquiry(context, HOST, free_port(), REQUEST)
+    assert inquiry.poll() is None
+    time.sleep(0.05)
+    assert inquiry.poll() is None
+    inquiry.close()
+    inquiry.close()
+
+
+def test_an_inquiry_reaches_a_server_that_comes_later(context: Any) -> None:
+    port = free_port()
+    inquiry = Inquiry(context, HOST, port, REQUEST)
+    time.sleep(0.05)
+    server, _ = start(port=port)
+    try:
+        assert wait_for(inquiry.poll).incarnation == "start-1"
+    finally:
+        inquiry.close()
+        server.close()
+
+
+def test_an_answer_that_is_none_is_refused(context: Any) -> None:
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.RCVTIMEO, int(BOUND_SECONDS * 1000))
+    port = router.bind_to_random_port(f"tcp://{HOST}")
+    for answer in (b"hello", b"", DEEP, wire.encode(REQUEST)):
+        inquiry = Inquiry(context, HOST, port, REQUEST)
+        identity, _ = router.recv_multipart()
+        router.send_multipart([identity, answer])
+        with pytest.raises(ProtocolError, match="handshake reply"):
+            wait_for(inquiry.poll)
+        inquiry.close()
+
+
+@pytest.mark.parametrize("host", ["a b", "*", "a/b", "nul\0", "half\ud800"])
+def test_an_impossible_host_is_refused_at_once(context: Any, host: str) -> None:
+    with pytest.raises(ProtocolError, match="not an address"):
+        Inquiry(context, host, 5600, REQUEST)
+
+
+def test_no_more_sockets_is_an_error_of_ours() -> None:
+    context: Any = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 2)
+    port = free_port()
+    try:
+        inquiry = Inquiry(context, HOST, port, REQUEST)
+        context.socket(zmq.DEALER)
+        with pytest.raises(ProtocolError, match="no socket"):
+            Inquiry(context, HOST, port, REQUEST)
+        inquiry.close()
+    finally:
+        context.destroy(linger=0)
+
+
+def test_a_port_in_use_names_host_and_port(served: tuple[SideChannelServer, int]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        start(port=served[1])
+    assert f"{HOST}:{served[1]}" in str(raised.value)
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" in str(raised.value)
+
+
+def test_a_port_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="65536"):
+        start(port=65536)
+
+
+def test_a_host_without_address_is_refused_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*args: Any, **kwargs: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "getaddrinfo", unknown)
+        with pytest.raises(ConfigError, match=r"'no\.such\.host' has no address"):
+            SideChannelServer("p", "start-1", "no.such.host", 5600, {})
+
+
+def test_both_sides_take_the_same_address_of_a_name(
+    context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As glibc answers where a name has addresses of both kinds. ZMQ, which connects by IPv4 unless
+    # told otherwise, must find what was bound.
+    port = free_port()
+    both = [
+        (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", port, 0, 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", (HOST, port)),
+    ]
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "getaddrinfo", lambda *args, **kwargs: both)
+        server = SideChannelServer("p", "start-1", "localhost", port, {1: description(1)})
+    try:
+        assert ask(context, port)
+    finally:
+        server.close()
+
+
+def test_localhost_is_reached_by_its_name(context: Any) -> None:
+    server, port = start("localhost")
+    try:
+        assert ask(context, port, host="localhost")
+    finally:
+        server.close()
+
+
+def test_ipv6(context: Any) -> None:
+    try:
+        server, port = start("::1")
+    except (ConfigError, OSError) as error:
+        pytest.skip(f"no IPv6 loopback here: {error}")
+    try:
+        assert endpoint("::1", port) == f"tcp://[::1]:{port}"
+        assert ask(context, port, host="::1")
+    finally:
+        server.close()
+
+
+def test_close_is_bounded_ends_the_thread_and_frees_the_port(context: Any) -> None:
+    before = threading.active_count()
+    server, port = start()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(endpoint(HOST, port))
+    dealer.send(wire.encode(REQUEST))
+    closing = threading.Thread(target=server.close)
+    closing.start()
+    closing.join(BOUND_SECONDS)
+    assert not closing.is_alive()
+    assert threading.active_count() == before
+    start(port=port)[0].close()

@@ -1,0 +1,231 @@
+"""Frames: what goes out comes in, and everything else is a ProtocolError and nothing worse."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_commext.errors import ProtocolError
+from vllm_commext.nixl import wire
+
+REQUEST = wire.DescribeRequest(engine_id="engine-ä", tp_rank=3)
+RELEASED = wire.Released(request_id="r1", consumer="d/0", num_consumers=2)
+REFUSED = wire.Refused(reason="no")
+DESCRIPTION = wire.WorkerDescription(
+    engine_id="p",
+    tp_rank=0,
+    tp_size=1,
+    facts={"model": "m"},
+    agent_name="agent",
+    agent_metadata=b"\x00\xff",
+    memory_type="DRAM",
+    device_id=0,
+    num_blocks=7,
+    region_names=["l0", "l1"],
+    base_addresses=[0x7FFF_0000_0000, (1 << 64) - 4096],
+    stride_bytes=[64, 64],
+    block_bytes=[64, 32],
+)
+ENCODED = wire.encode_description(DESCRIPTION)
+DESCRIBED = wire.describe(ENCODED, "start-1")
+
+Decode = Callable[[bytes], Any]
+FRAMES: list[tuple[Decode, wire.Frame]] = [
+    (wire.decode_request, REQUEST),
+    (wire.decode_reply, DESCRIBED),
+    (wire.decode_reply, REFUSED),
+    (wire.decode_notification, RELEASED),
+]
+DECODERS: list[Decode] = [wire.decode_request, wire.decode_reply, wire.decode_notification]
+
+
+def described(**changes: Any) -> wire.Described:
+    changed = msgspec.structs.replace(DESCRIPTION, **changes)
+    return wire.describe(wire.encode_description(changed), "start-1")
+
+
+def is_refused(decode: Callable[[Any], Any], frame: Any) -> bool:
+    try:
+        decode(frame)
+    except ProtocolError as error:
+        return str(error) != ""
+    return False
+
+
+@pytest.mark.parametrize(("decode", "frame"), FRAMES)
+def test_round_trip(decode: Decode, frame: wire.Frame) -> None:
+    assert decode(wire.encode(frame)) == frame
+
+
+def test_a_description_survives_the_round_trip() -> None:
+    reply = wire.decode_reply(wire.encode(DESCRIBED))
+    assert isinstance(reply, wire.Described)
+    assert reply.incarnation == "start-1"
+    assert wire.open_description(reply) == DESCRIPTION
+
+
+@pytest.mark.parametrize(("decode", "frame"), FRAMES)
+def test_every_truncation_and_every_appended_byte_is_refused(
+    decode: Decode, frame: wire.Frame
+) -> None:
+    encoded = wire.encode(frame)
+    for end in range(len(encoded)):
+        assert is_refused(decode, encoded[:end]), end
+    for byte in range(256):
+        assert is_refused(decode, encoded + bytes([byte])), byte
+
+
+@pytest.mark.parametrize("decode", DECODERS)
+def test_frames_of_another_kind_are_refused(decode: Decode) -> None:
+    for own, frame in FRAMES:
+        assert is_refused(decode, wire.encode(frame)) == (own is not decode)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=80, deadline=None)
+def test_random_bytes_are_refused(frame: bytes) -> None:
+    assert all(is_refused(decode, frame) for decode in DECODERS)
+    assert is_refused(wire.open_description, _unopened(frame))
+
+
+@given(st.sampled_from(FRAMES), st.data())
+@settings(max_examples=100, deadline=None)
+def test_altered_frames_decode_or_are_refused(
+    pair: tuple[Decode, wire.Frame], data: st.DataObject
+) -> None:
+    decode, frame = pair
+    altered = bytearray(wire.encode(frame))
+    for _ in range(data.draw(st.integers(1, 3))):
+        altered[data.draw(st.integers(0, len(altered) - 1))] = data.draw(st.integers(0, 255))
+    _decode_or_refuse(decode, bytes(altered))
+    altered_description = _unopened(bytes(altered))
+    _decode_or_refuse(wire.open_description, altered_description)
+
+
+PLAIN: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["magic", "version", "engine_id", "tp_rank", "reason", "request_id", "x"]),
+        PLAIN,
+    ),
+    st.sampled_from(["describe", "described", "refused", "released"]),
+)
+@settings(max_examples=80, deadline=None)
+def test_well_formed_msgpack_of_other_shapes_decodes_or_is_refused(
+    fields: dict[str, Any], kind: str
+) -> None:
+    frame = msgspec.msgpack.encode({"kind": kind, **fields})
+    for decode in DECODERS:
+        _decode_or_refuse(decode, frame)
+
+
+@pytest.mark.parametrize(("decode", "frame"), FRAMES)
+def test_deep_nesting_is_refused(decode: Decode, frame: wire.Frame) -> None:
+    # Within the size limit of every frame, and deeper than any recursion that a decoder allows.
+    fields = {**msgspec.msgpack.decode(wire.encode(frame)), "x": None}
+    encoded = msgspec.msgpack.encode(fields)
+    assert encoded[-1:] == b"\xc0"
+    assert is_refused(decode, encoded[:-1] + b"\x91" * 3500 + b"\xc0")
+
+
+@pytest.mark.parametrize(("decode", "frame"), FRAMES)
+@pytest.mark.parametrize("change", [{"magic": "other"}, {"version": 2}, {"version": 0}])
+def test_another_magic_or_version_is_refused_with_both_named(
+    decode: Decode, frame: wire.Frame, change: dict[str, Any]
+) -> None:
+    with pytest.raises(ProtocolError) as raised:
+        decode(wire.encode(msgspec.structs.replace(frame, **change)))
+    assert f"expected {wire.MAGIC} protocol {wire.PROTOCOL_VERSION}" in str(raised.value)
+    assert str(next(iter(change.values()))) in str(raised.value)
+    assert "install the same vllm-commext" in str(raised.value)
+
+
+@pytest.mark.parametrize("decode", DECODERS)
+def test_a_strange_magic_cannot_begin_a_log_line(decode: Decode) -> None:
+    for own, frame in FRAMES:
+        if own is decode:
+            strange = msgspec.structs.replace(frame, magic="x\nERROR all is lost")
+            with pytest.raises(ProtocolError) as raised:
+                decode(wire.encode(strange))
+            assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("decode", "frame", "limit"),
+    [
+        (
+            wire.decode_request,
+            wire.DescribeRequest(engine_id="e" * wire.MAX_REQUEST_BYTES, tp_rank=0),
+            wire.MAX_REQUEST_BYTES,
+        ),
+        (
+            wire.decode_notification,
+            wire.Released(
+                request_id="r" * wire.MAX_NOTIFICATION_BYTES, consumer="c", num_consumers=1
+            ),
+            wire.MAX_NOTIFICATION_BYTES,
+        ),
+    ],
+)
+def test_an_oversized_frame_is_refused_with_the_limit(
+    decode: Decode, frame: wire.Frame, limit: int
+) -> None:
+    encoded = wire.encode(frame)
+    with pytest.raises(ProtocolError, match=f"at most {limit} bytes, got {len(encoded)}"):
+        decode(encoded)
+
+
+def test_an_oversized_reply_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_REPLY_BYTES", 100)
+    with pytest.raises(ProtocolError, match="at most 100 bytes"):
+        wire.decode_reply(wire.encode(DESCRIBED))
+
+
+def test_any_altered_byte_breaks_the_checksum() -> None:
+    for position in range(len(ENCODED)):
+        altered = bytearray(ENCODED)
+        altered[position] ^= 1 << random.Random(position).randrange(8)
+        reply = msgspec.structs.replace(DESCRIBED, description=bytes(altered))
+        with pytest.raises(ProtocolError, match="checksum"):
+            wire.open_description(reply)
+
+
+@pytest.mark.parametrize(
+    "column", ["region_names", "base_addresses", "stride_bytes", "block_bytes"]
+)
+def test_columns_of_unequal_length_are_refused(column: str) -> None:
+    shorter = getattr(DESCRIPTION, column)[:1]
+    with pytest.raises(ProtocolError, match="region columns"):
+        wire.open_description(described(**{column: shorter}))
+
+
+def test_a_description_without_regions_is_refused() -> None:
+    columns = ("region_names", "base_addresses", "stride_bytes", "block_bytes")
+    with pytest.raises(ProtocolError, match="region columns"):
+        wire.open_description(described(**dict.fromkeys(columns, [])))
+
+
+def test_a_description_that_is_not_one_is_refused() -> None:
+    assert is_refused(wire.open_description, wire.describe(b"hello", "s"))
+    assert is_refused(wire.open_description, wire.describe(wire.encode(REFUSED), "s"))
+
+
+def _unopened(frame: bytes) -> wire.Described:
+    return wire.describe(frame, "start")
+
+
+def _decode_or_refuse(decode: Callable[[Any], Any], frame: Any) -> None:
+    try:
+        decode(frame)
+    except ProtocolError:
+        return

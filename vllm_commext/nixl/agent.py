@@ -1,0 +1,221 @@
+"""NIXL as the connector uses it: one agent a worker, memory registered by regions, prepared lists,
+reads."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from packaging.version import Version
+
+from vllm_commext.errors import UnsupportedError
+from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.nixl.descriptors import UInt64Array, expand_rows, strided_rows
+from vllm_commext.nixl.fence import EPOCH_BYTES, NUM_CELLS, FenceBoard
+from vllm_commext.nixl.regions import Region
+
+STRIDED_SINCE = (1, 5)
+DONE = "DONE"
+IN_PROGRESS = "PROC"
+
+
+def load_nixl() -> Any:
+    """Import NIXL's Python interface.
+
+    Raises:
+        UnsupportedError: NIXL is not installed or does not load; says what to do.
+    """
+    # UCX keeps every registration it ever made unless told otherwise; this bounds what it keeps.
+    os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
+    try:
+        return importlib.import_module("nixl._api")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"CommextNixlConnector needs NIXL, which does not load here ({error}): "
+            "pip install 'vllm-commext[nixl]', then run `vllm-commext doctor`"
+        ) from error
+
+
+def takes_strided_lists() -> bool:
+    """Whether the installed NIXL takes a row a region instead of a row a block."""
+    try:
+        version = Version(importlib.metadata.version("nixl"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return version.release >= STRIDED_SINCE
+
+
+@contextlib.contextmanager
+def progress_every(api: Any, seconds: float) -> Iterator[None]:
+    """Let the agent that is made inside have a progress thread that sleeps between its turns.
+
+    NIXL's Python interface fixes the pause at 0, which keeps a core busy for each agent, idle or
+    not; the native configuration that it fills takes any number of microseconds.  While the agent
+    is made, this stands in for that configuration and puts the wanted pause in.
+    """
+    module = importlib.import_module(api.nixl_agent.__module__)
+    original = module.nixlBind.nixlAgentConfig
+    microseconds = max(1, round(seconds * 1e6))
+
+    class PausedConfig(original):
+        @property
+        def pthrDelay(self) -> int:  # noqa: N802 NIXL's name
+            return original.pthrDelay.__get__(self)
+
+        @pthrDelay.setter
+        def pthrDelay(self, _: int) -> None:  # noqa: N802 NIXL's name
+            original.pthrDelay.__set__(self, microseconds)
+
+    module.nixlBind.nixlAgentConfig = PausedConfig
+    try:
+        yield
+    finally:
+        module.nixlBind.nixlAgentConfig = original
+
+
+def epoch_region(address: int, num_slots: int) -> Region:
+    """Epochs as a region of 8-byte blocks."""
+    return Region("fence", address, EPOCH_BYTES, EPOCH_BYTES, num_slots)
+
+
+def _one(index: int) -> npt.NDArray[np.int32]:
+    return np.array([index], dtype=np.int32)
+
+
+class NixlAgent:
+    """One NIXL agent with this worker's cache registered.  Not safe for threads: one thread owns
+    it."""
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        api = load_nixl()
+        self.name = str(uuid.uuid4())
+        self._strided = takes_strided_lists()
+        settings = api.nixl_agent_config(
+            backends=list(config.backends), num_threads=config.num_threads
+        )
+        with progress_every(api, config.progress_interval):
+            self._agent = api.nixl_agent(self.name, settings)
+        missing = [name for name in config.backends if name not in self._agent.backends]
+        if missing:
+            raise UnsupportedError(
+                f"NIXL has no plug-in for backend {missing}; it has {self._agent.get_plugin_list()}"
+            )
+        self.board = FenceBoard()
+        self._registered: list[Any] = []
+        self._cache_list: Any = None
+        self._cell_list: Any = None
+
+    def register(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        regions: Sequence[Region],
+        memory_type: str,
+        device_id: int,
+    ) -> None:
+        """Make memory and the fences' epochs readable by peers, and prepare the local lists.
+
+        Args:
+            ranges: ``(address, num_bytes)`` of each allocation that holds regions.
+            regions: the regions, in the order of the descriptor list.
+            memory_type: "DRAM" or "VRAM".
+            device_id: the device that the memory is on, 0 for host memory.
+        """
+        rows = [(address, num_bytes, device_id, "") for address, num_bytes in ranges]
+        self._registered.append(self._agent.register_memory(rows, memory_type))
+        arrays = (self.board.epochs, self.board.cells)
+        rows = [(array.ctypes.data, array.nbytes, 0, "") for array in arrays]
+        self._registered.append(self._agent.register_memory(rows, "DRAM"))
+        self._cache_list = self._prepare("", regions, memory_type, device_id)
+        cells = epoch_region(self.board.cells.ctypes.data, NUM_CELLS)
+        self._cell_list = self._prepare("", [cells], "DRAM", 0)
+
+    def metadata(self) -> bytes:
+        """What a peer's agent needs to reach this one."""
+        return self._agent.get_agent_metadata()
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Load a peer's metadata, connect, and return its agent's name."""
+        name = self._agent.add_remote_agent(metadata)
+        self._agent.make_connection(name)
+        return name
+
+    def remove_peer(self, name: str) -> None:
+        """Forget a peer; none of its reads may be in flight."""
+        self._agent.remove_remote_agent(name)
+
+    def prepare_remote(
+        self, name: str, regions: Sequence[Region], memory_type: str, device_id: int
+    ) -> Any:
+        """Prepare the list of a peer's blocks."""
+        return self._prepare(name, regions, memory_type, device_id)
+
+    def prepare_fences(self, name: str, address: int, num_slots: int) -> Any:
+        """Prepare the list of a peer's epochs."""
+        return self._prepare(name, [epoch_region(address, num_slots)], "DRAM", 0)
+
+    def release_list(self, prepared: Any) -> None:
+        """Give a prepared list back."""
+        self._agent.release_dlist_handle(prepared)
+
+    def make_read(
+        self,
+        remote_list: Any,
+        local_indices: npt.NDArray[np.int32],
+        remote_indices: npt.NDArray[np.int32],
+    ) -> Any:
+        """Describe a read of remote blocks into local ones."""
+        return self._agent.make_prepped_xfer(
+            "READ", self._cache_list, local_indices, remote_list, remote_indices
+        )
+
+    def make_fence_read(self, fence_list: Any, cell: int, slot: int) -> Any:
+        """Describe a read of a peer's epoch into a cell of the board."""
+        return self._agent.make_prepped_xfer(
+            "READ", self._cell_list, _one(cell), fence_list, _one(slot)
+        )
+
+    def post(self, read: Any) -> str:
+        """Start a read; returns its state."""
+        return self._agent.transfer(read)
+
+    def state(self, read: Any) -> str:
+        """``DONE``, ``IN_PROGRESS``, or another word for a failure."""
+        return self._agent.check_xfer_state(read)
+
+    def release_read(self, read: Any) -> None:
+        """Give a read back that has ended."""
+        self._agent.release_xfer_handle(read)
+
+    def notify(self, peer: str, message: bytes) -> None:
+        """Send a peer a message without a read."""
+        self._agent.send_notif(peer, message)
+
+    def notifications(self) -> list[bytes]:
+        """Messages that arrived since the last call."""
+        return [
+            message for messages in self._agent.get_new_notifs().values() for message in messages
+        ]
+
+    def close(self) -> None:
+        """Give back the lists and the registrations; no read may be in flight."""
+        for prepared in (self._cache_list, self._cell_list):
+            if prepared is not None:
+                self._agent.release_dlist_handle(prepared)
+        self._cache_list = self._cell_list = None
+        while self._registered:
+            self._agent.deregister_memory(self._registered.pop())
+
+    def _prepare(
+        self, name: str, regions: Sequence[Region], memory_type: str, device_id: int
+    ) -> Any:
+        rows: UInt64Array = strided_rows(regions, device_id)
+        if not self._strided:
+            rows = expand_rows(rows)
+        return self._agent.prep_xfer_dlist(name, rows, memory_type)

@@ -1,0 +1,64 @@
+"""Do two engines give the same meaning to the same bytes?  Compared fact by fact, so that a
+difference has a name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from vllm_commext.errors import ProtocolError
+
+GEOMETRY = (
+    "block_size",
+    "dtype",
+    "layer_specs",
+    "cache_dtype",
+    "kv_cache_layout",
+    "num_kv_heads",
+    "head_size",
+    "num_layers",
+)
+"""Facts that fix size and order of the bytes: a difference here is refused whatever the settings
+say."""
+
+
+def digest(facts: Mapping[str, str]) -> str:
+    """SHA-256 of the facts, hexadecimal; equal if and only if all facts are."""
+    return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()
+
+
+def differences(local: Mapping[str, str], remote: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Facts that differ: name to (local value, remote value); a missing value reads "(unknown)"."""
+    names = sorted(set(local) | set(remote))
+    pairs = {name: (local.get(name, "(unknown)"), remote.get(name, "(unknown)")) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def check_facts(
+    local: Mapping[str, str], remote: Mapping[str, str], *, enforce: bool
+) -> dict[str, tuple[str, str]]:
+    """Compare two engines' facts.
+
+    Args:
+        local: the decode engine's facts.
+        remote: the prefill engine's facts.
+        enforce: refuse any difference, not only one of geometry.
+
+    Returns:
+        The tolerated differences, to be logged.
+
+    Raises:
+        ProtocolError: a difference that is not tolerated; the message lists every one of them.
+    """
+    found = differences(local, remote)
+    refused = found if enforce else {name: pair for name, pair in found.items() if name in GEOMETRY}
+    if not refused:
+        return found
+    listed = "; ".join(
+        f"{name}: decode {ours!r}, prefill {theirs!r}" for name, (ours, theirs) in refused.items()
+    )
+    remedy = "start both engines with the same value"
+    if not any(name in GEOMETRY for name in refused):
+        remedy += ', or set "enforce_handshake_compat": false if they mean the same'
+    raise ProtocolError(f"the engines' configurations differ: {listed}. Remedy: {remedy}")

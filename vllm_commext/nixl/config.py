@@ -1,0 +1,98 @@
+"""The connector's settings: what may stand in ``kv_connector_extra_config``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_commext.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ConnectorConfig:
+    """Settings of one engine's connector, validated once; all time spans are in seconds.
+
+    Attributes:
+        backends: NIXL backends to create, in order of preference.
+        num_threads: worker threads of the UCX backend; each holds doorbell pages on RDMA NICs.
+        enforce_handshake_compat: refuse a peer whose configuration differs (``True``), or warn and
+            go on where the bytes still have the same size and order (``False``).
+        side_channel_host: address that a prefill engine listens on and tells the decode engine.
+        side_channel_port: port of the first data-parallel rank; rank ``i`` listens on ``port + i``.
+        kv_lease_duration: how long a prefill engine keeps the blocks of a request that nobody
+            fetched.
+        progress_interval: pause between two turns of NIXL's progress thread, which would
+            otherwise keep a core busy.
+        handshake_timeout: bound on the exchange with a peer that is new to this worker.
+        transfer_timeout: bound on one read; a later one fails and its blocks stay out of use until
+            NIXL reports its end.
+    """
+
+    side_channel_host: str
+    side_channel_port: int
+    backends: tuple[str, ...] = ("UCX",)
+    num_threads: int = 4
+    enforce_handshake_compat: bool = True
+    kv_lease_duration: float = 480.0
+    progress_interval: float = 0.0005
+    handshake_timeout: float = 10.0
+    transfer_timeout: float = 60.0
+
+
+KNOWN_KEYS = tuple(sorted(field.name for field in dataclasses.fields(ConnectorConfig)))
+_SECONDS = ("kv_lease_duration", "progress_interval", "handshake_timeout", "transfer_timeout")
+
+
+def parse_config(
+    extra: Mapping[str, Any], *, default_host: str, default_port: int
+) -> ConnectorConfig:
+    """Read ``kv_connector_extra_config``.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is not of the type or range that its key takes.
+    """
+    unknown = sorted(set(extra) - set(KNOWN_KEYS))
+    if unknown:
+        raise ConfigError(
+            f"kv_connector_extra_config has unknown keys {unknown}; "
+            f"CommextNixlConnector knows {list(KNOWN_KEYS)}"
+        )
+    values = {"side_channel_host": default_host, "side_channel_port": default_port, **extra}
+    return ConnectorConfig(
+        **{key: _checked(key, value) for key, value in values.items()},
+    )
+
+
+def _checked(key: str, value: Any) -> Any:
+    if key in _SECONDS:
+        return _expect(key, value, _is_span(value), "a positive, finite number of seconds", float)
+    if key == "num_threads":
+        return _expect(key, value, _is_int(value) and value >= 0, "an integer of at least 0", int)
+    if key == "side_channel_port":
+        in_range = _is_int(value) and 0 < value < 65536
+        return _expect(key, value, in_range, "a port from 1 to 65535", int)
+    if key == "enforce_handshake_compat":
+        return _expect(key, value, isinstance(value, bool), "true or false", bool)
+    if key == "side_channel_host":
+        return _expect(key, value, isinstance(value, str) and value != "", "a host name", str)
+    named = isinstance(value, (list, tuple)) and len(value) > 0
+    named = named and all(isinstance(name, str) for name in value)
+    return _expect(key, value, named, 'a list of NIXL backends such as ["UCX"]', tuple)
+
+
+def _expect(key: str, value: Any, good: bool, expected: str, convert: type) -> Any:
+    if not good:
+        raise ConfigError(f"kv_connector_extra_config[{key!r}]: expected {expected}, got {value!r}")
+    return convert(value)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_span(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and value > 0 and math.isfinite(value)

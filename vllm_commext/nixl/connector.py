@@ -1,0 +1,254 @@
+"""`CommextNixlConnector`: vLLM's KV-connector interface, split into the scheduler side and the
+worker side."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from vllm_commext.compat.kv_connector import peer_cache_hit_source, transfer_results_class
+from vllm_commext.errors import UnsupportedError
+from vllm_commext.nixl import engine_facts
+from vllm_commext.nixl.config import parse_config
+from vllm_commext.nixl.scheduler import SchedulerSide
+from vllm_commext.nixl.stats import CommextNixlPromMetrics, CommextNixlStats
+from vllm_commext.nixl.worker import WorkerSide, metadata_of
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_TransferResults = transfer_results_class()
+
+
+class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
+    """Moves the KV cache of prompts from prefill to decode engines over NIXL; the decode engine
+    reads.
+
+    vLLM makes one in its scheduler's process and one in each worker, told apart by ``role``.
+    """
+
+    _cache_hit_source = peer_cache_hit_source()
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = self._kv_transfer_config
+        if transfer.engine_id is None:
+            raise UnsupportedError("kv_transfer_config has no engine_id")
+        engine_facts.check_supported(vllm_config, kv_cache_config)
+        config = parse_config(
+            transfer.kv_connector_extra_config,
+            default_host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
+            default_port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
+        )
+        self._scheduler_side: SchedulerSide | None = None
+        self._worker_side: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler_side = SchedulerSide(
+                transfer.engine_id,
+                config,
+                block_size=engine_facts.block_size(kv_cache_config),
+                tp_size=vllm_config.parallel_config.tensor_parallel_size,
+                port=config.side_channel_port + vllm_config.parallel_config.data_parallel_index,
+                produces=transfer.is_kv_producer,
+                consumes=transfer.is_kv_consumer,
+            )
+        else:
+            from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+            self._worker_side = WorkerSide(
+                transfer.engine_id,
+                config,
+                engine_facts.rank_shape(vllm_config, get_tensor_model_parallel_rank()),
+                engine_facts.engine_facts(vllm_config, kv_cache_config),
+                kv_cache_config.num_blocks,
+            )
+
+    @property
+    def scheduler_side(self) -> SchedulerSide:
+        """The part that lives in the scheduler's process."""
+        assert self._scheduler_side is not None, "not the scheduler's connector"
+        return self._scheduler_side
+
+    @property
+    def worker_side(self) -> WorkerSide:
+        """The part that lives in a worker."""
+        assert self._worker_side is not None, "not a worker's connector"
+        return self._worker_side
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Heads before tokens, so that a head's part of a block is one run; latent caches have no
+        heads."""
+        return None if vllm_config.model_config.use_mla else "HND"
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """Statistics from plain data."""
+        return CommextNixlStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """The Prometheus metrics."""
+        return CommextNixlPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # Scheduler side.
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Learn of the pool that blocks come from.
+
+        vLLM before 0.30 hears of a failed load by its blocks and computes into them at once; there
+        a late load is not given up, it goes on until it ends.
+        """
+        if _TransferResults is not None:
+            self.scheduler_side.bind_block_pool(gpu_block_pool)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Serve the workers' descriptions to decode engines."""
+        self.scheduler_side.serve(metadata)
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The same for callers that know no pipeline ranks."""
+        self.scheduler_side.serve({(0, rank): worker for rank, worker in metadata.items()})
+
+    def on_new_request(self, request: Request) -> None:
+        """Note when a request came in."""
+        self.scheduler_side.note_arrival(request)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """All groups are loaded."""
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Prompt tokens that can be loaded, and whether that happens between steps."""
+        num_tokens = self.scheduler_side.num_tokens_to_load(request, num_computed_tokens)
+        return num_tokens, num_tokens > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Plan the load of a request whose blocks are allocated."""
+        self.scheduler_side.plan_load(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """What the workers must do in this step."""
+        return self.scheduler_side.take_step()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Learn what ended or is late on the workers."""
+        self.scheduler_side.note_outcomes(
+            connector_output.finished_recving or set(),
+            connector_output.finished_sending or set(),
+            connector_output.kv_connector_worker_meta,
+        )
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended: keep its blocks for a reader?"""
+        return self.scheduler_side.finish(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same, called by vLLM where the connector serves every KV cache group."""
+        return self.scheduler_side.finish(request, block_ids)
+
+    # Worker side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Make the cache readable by peers."""
+        self.worker_side.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """This worker's description."""
+        return self.worker_side.handshake
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Hand this step's commands to the transfer thread."""
+        self.worker_side.start_step(metadata_of(self._get_connector_metadata()))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request runs only after its load has ended."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing to save: decode engines read from the cache itself."""
+
+    def wait_for_save(self) -> None:
+        """Nothing to wait for, see ``save_kv_layer``."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests that were sent and received since the last call (vLLM before 0.30)."""
+        outcomes = self.worker_side.take_outcomes()
+        return outcomes.sent or None, outcomes.received or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """The same with the failed ones named (vLLM 0.30 and newer)."""
+        assert _TransferResults is not None, "called by vLLM where the class exists"
+        outcomes = self.worker_side.take_outcomes()
+        return _TransferResults(
+            finished_sending=outcomes.sent,
+            finished_recving=outcomes.received,
+            failed_recving=outcomes.failed,
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of failed loads, where vLLM is not told of the failed requests themselves."""
+        return self.worker_side.take_failed_blocks() if _TransferResults is None else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Late loads, for the scheduler side."""
+        return self.worker_side.take_metadata()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What was recorded since the last call."""
+        if self._worker_side is None:
+            return None
+        data = self._worker_side.recorder.take()
+        return CommextNixlStats(data) if data is not None else None
+
+    def shutdown(self) -> None:
+        """End threads and sockets; bounded."""
+        if self._worker_side is not None:
+            self._worker_side.close()
+        if self._scheduler_side is not None:
+            self._scheduler_side.close()

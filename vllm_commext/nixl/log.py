@@ -1,0 +1,47 @@
+"""The connector's logger, and log lines that cannot flood the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import MutableMapping
+from typing import Any
+
+
+class _Prefixed(logging.LoggerAdapter[logging.Logger]):
+    """Begins each line with the connector's name: vLLM's format shows only file and line."""
+
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
+        return f"commext nixl: {msg}", kwargs
+
+
+logger = _Prefixed(logging.getLogger("vllm.commext.nixl"), {})
+
+
+class RateLimitedLog:
+    """Warnings, at most ``burst`` a period for each key; the next one tells how many were left out.
+
+    Keys are a fixed set of reasons in the code, never text from the network, so the record stays
+    small.
+    """
+
+    def __init__(self, burst: int = 5, period_seconds: float = 10.0) -> None:
+        self._burst = burst
+        self._period_seconds = period_seconds
+        self._recent: dict[str, deque[float]] = {}
+        self._left_out: dict[str, int] = {}
+
+    def warning(self, key: str, message: str) -> None:
+        """Log the message unless enough of the same key were logged within the period."""
+        now = time.monotonic()
+        recent = self._recent.setdefault(key, deque(maxlen=self._burst))
+        if len(recent) == self._burst and now - recent[0] < self._period_seconds:
+            self._left_out[key] = self._left_out.get(key, 0) + 1
+            return
+        recent.append(now)
+        left_out = self._left_out.pop(key, 0)
+        suffix = f" ({left_out} more like this were left out)" if left_out else ""
+        logger.warning("%s%s", message, suffix, stacklevel=2)

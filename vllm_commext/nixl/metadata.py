@@ -1,0 +1,58 @@
+"""What the connector's scheduler side and worker side send each other, in vLLM's envelopes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from vllm_commext.nixl.requests import Hold, Load
+
+
+@dataclass
+class HandshakeMetadata(KVConnectorHandshakeMetadata):
+    """A worker's encoded ``WorkerDescription``, on its way to the side channel."""
+
+    description: bytes
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Scheduler to workers, once a step.
+
+    Attributes:
+        loads: blocks to read or to release.
+        holds: finished prefills whose blocks wait for readers.
+        given_up: late loads whose blocks the scheduler has taken out of use.
+    """
+
+    loads: list[Load] = field(default_factory=list)
+    holds: list[Hold] = field(default_factory=list)
+    given_up: list[str] = field(default_factory=list)
+
+
+@dataclass
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """Workers to scheduler, once a step where there is something to say.
+
+    Attributes:
+        late: loads past their deadline on at least one worker.
+        settled: given-up loads, each with the number of workers on which nothing of it is under
+            way.
+    """
+
+    late: set[str] = field(default_factory=set)
+    settled: dict[str, int] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
+        """Add another worker's metadata to this one."""
+        if not isinstance(other, WorkerMetadata):
+            raise TypeError(f"expected WorkerMetadata, got {type(other).__name__}")
+        self.late |= other.late
+        for request_id, count in other.settled.items():
+            self.settled[request_id] = self.settled.get(request_id, 0) + count
+        return self

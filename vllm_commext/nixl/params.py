@@ -1,0 +1,111 @@
+"""The request parameters (``kv_transfer_params``) that a router carries from prefill to decode
+engine.
+
+Names and meaning are those of vLLM's own NIXL connector, so that routers written for it work
+unchanged; ours are ``remote_incarnation``, ``remote_fence_slot`` and ``remote_fence_ticket``, which
+a router passes on like the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from vllm_commext.errors import ProtocolError
+from vllm_commext.nixl.requests import RemoteRequest
+
+MAX_BLOCKS = 1 << 24
+MAX_INT = (1 << 31) - 1
+
+
+class _RemoteParams(msgspec.Struct):
+    remote_engine_id: str
+    remote_request_id: str
+    remote_host: str
+    remote_port: int
+    remote_block_ids: list[list[int]]
+    tp_size: int = 1
+    remote_num_tokens: int | None = None
+    remote_incarnation: str = ""
+    remote_fence_slot: int = -1
+    remote_fence_ticket: int = 0
+
+
+def is_for_prefill(params: Mapping[str, Any] | None) -> bool:
+    """Whether another engine will decode the request."""
+    return bool(params and params.get("do_remote_decode"))
+
+
+def is_for_decode(params: Mapping[str, Any] | None) -> bool:
+    """Whether another engine has prefilled the request."""
+    return bool(params and params.get("do_remote_prefill"))
+
+
+def read_params(params: Mapping[str, Any], num_prompt_tokens: int) -> RemoteRequest:
+    """Read what a prefill engine returned.
+
+    Args:
+        params: the parameters as they came with the decode request.
+        num_prompt_tokens: tokens of the prompt; what is held beyond them is not used.
+
+    Raises:
+        ProtocolError: a field is missing, of a wrong type or out of range; the message names it.
+    """
+    try:
+        remote = msgspec.convert(dict(params), _RemoteParams, strict=False)
+    except (msgspec.ValidationError, ValueError, TypeError) as error:
+        raise ProtocolError(
+            f"kv_transfer_params are not those of a finished prefill ({error}): send what the "
+            "prefill engine returned, unchanged"
+        ) from error
+    if len(remote.remote_block_ids) != 1:
+        raise ProtocolError(
+            f"kv_transfer_params have {len(remote.remote_block_ids)} groups of blocks, expected 1"
+        )
+    _check_range("remote_port", remote.remote_port, 1, 65535)
+    _check_range("tp_size", remote.tp_size, 1, 1 << 16)
+    _check_range("len(remote_block_ids)", len(remote.remote_block_ids[0]), 0, MAX_BLOCKS)
+    _check_range("remote_fence_slot", remote.remote_fence_slot, -1, MAX_INT)
+    _check_range("remote_fence_ticket", remote.remote_fence_ticket, 0, MAX_INT)
+    num_tokens = num_prompt_tokens if remote.remote_num_tokens is None else remote.remote_num_tokens
+    return RemoteRequest(
+        engine_id=remote.remote_engine_id,
+        incarnation=remote.remote_incarnation,
+        host=remote.remote_host,
+        port=remote.remote_port,
+        tp_size=remote.tp_size,
+        request_id=remote.remote_request_id,
+        block_ids=tuple(remote.remote_block_ids[0]),
+        num_tokens=max(0, min(num_tokens, num_prompt_tokens)),
+        fence_slot=remote.remote_fence_slot,
+        fence_ticket=remote.remote_fence_ticket,
+    )
+
+
+def write_params(remote: RemoteRequest) -> dict[str, Any]:
+    """The parameters that a prefill engine returns for a finished request."""
+    block_ids: list[Sequence[int]] = [list(remote.block_ids)]
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": remote.engine_id,
+        "remote_request_id": remote.request_id,
+        "remote_host": remote.host,
+        "remote_port": remote.port,
+        "remote_block_ids": block_ids,
+        "remote_num_tokens": remote.num_tokens,
+        "remote_incarnation": remote.incarnation,
+        "remote_fence_slot": remote.fence_slot,
+        "remote_fence_ticket": remote.fence_ticket,
+        "tp_size": remote.tp_size,
+        "transfer_mode": "pull",
+    }
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ProtocolError(
+            f"kv_transfer_params: expected {name} from {low} to {high}, got {value}"
+        )

@@ -1,0 +1,228 @@
+"""Reads under way: blocks first, then the fence that proves them, until they end or are late."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_commext.errors import ProtocolError
+from vllm_commext.nixl import wire
+from vllm_commext.nixl.agent import DONE, IN_PROGRESS, NixlAgent
+from vllm_commext.nixl.descriptors import block_indices
+from vllm_commext.nixl.fence import is_fresh
+from vllm_commext.nixl.log import logger
+from vllm_commext.nixl.peers import LocalSide, Peer
+from vllm_commext.nixl.plan import pair_blocks
+from vllm_commext.nixl.recorder import TransferRecorder
+from vllm_commext.nixl.requests import Load, RemoteRequest
+
+
+@dataclass
+class Read:
+    """One load's read from one prefill worker.
+
+    Attributes:
+        load: what is being loaded.
+        peer: where from.
+        handle: NIXL's handle.
+        posted: when it was posted, in seconds of ``time.perf_counter``.
+        post_seconds: how long posting took.
+        num_blocks: blocks that it copies.
+        num_descriptors: blocks times regions.
+        cell: where the fence is read into, None before that.
+        late: its deadline has passed.
+        given_up: its load has been reported as failed, it only has to end.
+    """
+
+    load: Load
+    remote: RemoteRequest
+    peer: Peer
+    handle: Any
+    posted: float
+    post_seconds: float
+    num_blocks: int
+    num_descriptors: int
+    cell: int | None = None
+    late: bool = False
+    given_up: bool = False
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether the request's fence is known, so that it can be checked."""
+        return self.remote.fence_slot >= 0 and self.peer.fence_list is not None
+
+
+@dataclass(frozen=True)
+class End:
+    """How a read ended: well, or for one of ``recorder.FAILURE_REASONS`` and what it means."""
+
+    reason: str = ""
+    text: str = ""
+
+
+def release_notification(local: LocalSide, remote: RemoteRequest) -> bytes:
+    """What tells a prefill worker that this reader needs the request's blocks no longer.
+
+    One decode rank reads each prefill rank while both sides have the same tensor-parallel size.
+    """
+    return wire.encode(
+        wire.Released(request_id=remote.request_id, consumer=local.consumer, num_consumers=1)
+    )
+
+
+class ReadSet:
+    """The reads under way on one worker.  Owned by one thread."""
+
+    def __init__(self, agent: NixlAgent, local: LocalSide, recorder: TransferRecorder) -> None:
+        self._agent = agent
+        self._local = local
+        self._recorder = recorder
+        self._block_bytes = sum(region.block_bytes for region in local.regions)
+        self._reads: list[Read] = []
+
+    def __len__(self) -> int:
+        """Reads under way."""
+        return len(self._reads)
+
+    def find(self, request_id: str) -> Read | None:
+        """The read of a request's load, if it is under way."""
+        return next((read for read in self._reads if read.load.request_id == request_id), None)
+
+    def post(self, load: Load, remote: RemoteRequest, peer: Peer) -> None:
+        """Start a read.
+
+        Raises:
+            ProtocolError: the block lists do not fit each other or the caches, or the fence's slot
+                is none of the peer's.
+            Exception: what NIXL raises where the read cannot be posted; nothing is under way then.
+        """
+        if peer.fence_list is not None and remote.fence_slot >= peer.num_fence_slots:
+            raise ProtocolError(
+                f"kv_transfer_params: expected remote_fence_slot below {peer.num_fence_slots}, got "
+                f"{remote.fence_slot}"
+            )
+        regions = self._local.regions
+        num_blocks = regions[0].num_blocks
+        local_ids, remote_ids = pair_blocks(
+            load.local_block_ids,
+            remote.block_ids,
+            first=load.first,
+            num_local_blocks=num_blocks,
+            num_remote_blocks=peer.num_blocks,
+        )
+        started = time.perf_counter()
+        handle = self._agent.make_read(
+            peer.remote_list,
+            block_indices(local_ids, num_regions=len(regions), num_blocks=num_blocks),
+            block_indices(remote_ids, num_regions=len(regions), num_blocks=peer.num_blocks),
+        )
+        self._post(handle)
+        peer.num_reads += 1
+        post_seconds = time.perf_counter() - started
+        count = len(local_ids)
+        self._reads.append(
+            Read(load, remote, peer, handle, started, post_seconds, count, count * len(regions))
+        )
+
+    def poll(self) -> Iterator[tuple[Read, End]]:
+        """Reads that have ended since the last call."""
+        reads, self._reads = self._reads, []
+        for read in reads:
+            end = self._advance(read)
+            if end is None:
+                self._reads.append(read)
+                continue
+            read.peer.num_reads -= 1
+            if not end.reason and not read.given_up:
+                self._record(read)
+            yield read, end
+
+    def take_late(self, limit_seconds: float) -> Iterator[Read]:
+        """Reads that have taken longer than ``limit_seconds``, each once."""
+        now = time.perf_counter()
+        for read in self._reads:
+            if not read.late and now - read.posted >= limit_seconds:
+                read.late = True
+                yield read
+
+    def _advance(self, read: Read) -> End | None:
+        """One step of blocks, then fence, then end; None while under way."""
+        if read.handle is not None:
+            state, text = self._look(read)
+            if state == IN_PROGRESS:
+                return None
+            self._release(read)
+            if state != DONE:
+                self._take_epoch(read)
+                return End("transfer", f"NIXL: {text or state}")
+        epoch = self._take_epoch(read)
+        if epoch is not None:
+            return self._judge(read, epoch)
+        if read.given_up or not read.is_fenced:
+            return End()
+        return self._post_fence(read)
+
+    def _post_fence(self, read: Read) -> End | None:
+        """The blocks have arrived: read the fence, now or as soon as a cell is free."""
+        cell = self._agent.board.take_cell()
+        if cell is None:
+            return None
+        read.cell = cell
+        try:
+            read.handle = self._agent.make_fence_read(
+                read.peer.fence_list, cell, read.remote.fence_slot
+            )
+            self._post(read.handle)
+        except Exception as error:  # noqa: BLE001 NIXL raises many types; the read has failed
+            read.handle = None
+            self._take_epoch(read)
+            return End("transfer", f"NIXL: {error}")
+        return None
+
+    def _take_epoch(self, read: Read) -> int | None:
+        """What has arrived in the read's cell, which is given back; None without a cell."""
+        if read.cell is None:
+            return None
+        epoch, read.cell = self._agent.board.read_cell(read.cell), None
+        return epoch
+
+    @staticmethod
+    def _judge(read: Read, epoch: int) -> End:
+        if is_fresh(epoch, read.remote.fence_ticket):
+            return End()
+        return End(
+            "expired",
+            "the prefill engine had freed the blocks before they were read: the request came later "
+            "than kv_lease_duration, or its parameters were used twice",
+        )
+
+    def _post(self, handle: Any) -> None:
+        try:
+            self._agent.post(handle)
+        except Exception:
+            self._agent.release_read(handle)
+            raise
+
+    def _look(self, read: Read) -> tuple[str, str]:
+        try:
+            return self._agent.state(read.handle), ""
+        except Exception as error:  # noqa: BLE001 NIXL raises many types; the read has ended
+            return "an error", str(error)
+
+    def _release(self, read: Read) -> None:
+        handle, read.handle = read.handle, None
+        try:
+            self._agent.release_read(handle)
+        except Exception as error:  # noqa: BLE001 NIXL raises many types; the read has ended
+            logger.warning("NIXL did not release a read cleanly: %s", error)
+
+    def _record(self, read: Read) -> None:
+        self._recorder.transfer(
+            seconds=time.perf_counter() - read.posted,
+            post_seconds=read.post_seconds,
+            num_bytes=read.num_blocks * self._block_bytes,
+            num_blocks=read.num_blocks,
+            num_descriptors=read.num_descriptors,
+        )

@@ -1,0 +1,95 @@
+"""Counts and timings of one worker's transfers since they were last taken; safe for threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+FAILURE_REASONS = ("configuration", "expired", "handshake", "request", "timeout", "transfer")
+"""Every reason a load or a release can fail for; the label of the failures metric."""
+
+
+def empty_data() -> dict[str, Any]:
+    """What a recorder starts from; plain values, so that it can cross processes.
+
+    Keys: ``transfer_seconds``, ``post_seconds``, ``handshake_seconds``: one float an event;
+    ``bytes``, ``blocks``, ``descriptors``, ``expired_requests``, ``unmatched_notifications``:
+    sums; ``failures``: a sum a reason.
+    """
+    return {
+        "transfer_seconds": [],
+        "post_seconds": [],
+        "handshake_seconds": [],
+        "bytes": 0,
+        "blocks": 0,
+        "descriptors": 0,
+        "expired_requests": 0,
+        "unmatched_notifications": 0,
+        "failures": {},
+    }
+
+
+def is_empty(data: dict[str, Any]) -> bool:
+    """Whether nothing was recorded."""
+    return not any(data.values())
+
+
+def merge(total: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Add one record to another, in place; returns it."""
+    for key, value in more.items():
+        if isinstance(value, dict):
+            for reason, count in value.items():
+                total[key][reason] = total[key].get(reason, 0) + count
+        else:
+            total[key] = total[key] + value
+    return total
+
+
+class TransferRecorder:
+    """Records events from the transfer thread; the engine's thread takes them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._data = empty_data()
+
+    def handshake(self, seconds: float) -> None:
+        """A peer became ready."""
+        with self._lock:
+            self._data["handshake_seconds"].append(seconds)
+
+    def transfer(
+        self,
+        *,
+        seconds: float,
+        post_seconds: float,
+        num_bytes: int,
+        num_blocks: int,
+        num_descriptors: int,
+    ) -> None:
+        """A read ended well."""
+        with self._lock:
+            self._data["transfer_seconds"].append(seconds)
+            self._data["post_seconds"].append(post_seconds)
+            self._data["bytes"] += num_bytes
+            self._data["blocks"] += num_blocks
+            self._data["descriptors"] += num_descriptors
+
+    def failure(self, reason: str) -> None:
+        """A load or a release failed for one of ``FAILURE_REASONS``."""
+        with self._lock:
+            failures = self._data["failures"]
+            failures[reason] = failures.get(reason, 0) + 1
+
+    def leases(self, *, expired: int, unmatched: int) -> None:
+        """Leases ran out, or releases fitted no request."""
+        with self._lock:
+            self._data["expired_requests"] += expired
+            self._data["unmatched_notifications"] += unmatched
+
+    def take(self) -> dict[str, Any] | None:
+        """The record since the last call, None where it is empty."""
+        with self._lock:
+            if is_empty(self._data):
+                return None
+            taken, self._data = self._data, empty_data()
+        return taken

@@ -1,0 +1,89 @@
+"""What the scheduler side tells the worker side about single requests, and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RemoteRequest:
+    """A finished prefill, as its engine's request parameters describe it.
+
+    Attributes:
+        engine_id: id of the prefill engine.
+        incarnation: its start, "" where the parameters do not say.
+        host: its side-channel host.
+        port: its side-channel port.
+        tp_size: its tensor-parallel ranks.
+        request_id: the request's id there.
+        block_ids: its blocks there, from position 0.
+        num_tokens: tokens whose KV the blocks hold.
+        fence_slot: slot of its fence, -1 where the parameters do not say.
+        fence_ticket: what the slot's epoch must not exceed.
+    """
+
+    engine_id: str
+    incarnation: str
+    host: str
+    port: int
+    tp_size: int
+    request_id: str
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    fence_slot: int = -1
+    fence_ticket: int = 0
+
+
+@dataclass
+class Load:
+    """One request's blocks to be read.
+
+    Attributes:
+        request_id: the request's id in this engine.
+        remote: where the blocks are; None where the parameters could not be read.
+        local_block_ids: this engine's block of each missing position.
+        first: position of the first of them in the prompt.
+        awaited: the scheduler waits for the outcome; otherwise the blocks are only released.
+        refusal: why the load must fail without being tried, "" to try it.
+        retried: it was tried before, with a peer that turned out to be gone.
+    """
+
+    request_id: str
+    remote: RemoteRequest | None
+    local_block_ids: list[int] = field(default_factory=list)
+    first: int = 0
+    awaited: bool = True
+    refusal: str = ""
+    retried: bool = False
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A finished prefill whose blocks are kept for its readers for at most ``lease_seconds``.
+
+    Its fence's epoch is raised above ``fence_ticket`` when that ends, -1 for no fence.
+    """
+
+    request_id: str
+    lease_seconds: float
+    fence_slot: int = -1
+    fence_ticket: int = 0
+
+
+@dataclass
+class Outcomes:
+    """What ended on a worker since it was last asked; request ids of this engine.
+
+    Attributes:
+        sent: prefills whose blocks may be freed.
+        received: loads that ended, well or not.
+        failed: the part of ``received`` that did not end well.
+        late: loads past their deadline that are still under way.
+        settled: formerly late loads that are under way no longer.
+    """
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    late: set[str] = field(default_factory=set)
+    settled: set[str] = field(default_factory=set)

@@ -1,0 +1,211 @@
+"""The side channel: a decode worker asks a prefill engine for the description of one of its
+workers.
+
+The prefill engine answers on a ZMQ ROUTER socket from a thread in its EngineCore process.  Nothing
+that arrives there can end the thread: what is not a valid request is counted, answered with the
+reason, and forgotten.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Mapping
+
+import zmq
+
+from vllm_commext.errors import ConfigError, ProtocolError
+from vllm_commext.nixl import wire
+from vllm_commext.nixl.compatibility import digest
+from vllm_commext.nixl.log import RateLimitedLog
+
+_POLL_MS = 200
+
+
+def endpoint(host: str, port: int) -> str:
+    """ZMQ address of a host and port, brackets around IPv6."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def resolve(host: str, port: int) -> str:
+    """Numeric address of a host, for binding; an IPv4 one where there is, as ZMQ connects to a
+    name by IPv4.
+
+    Raises:
+        ConfigError: the host has no address.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"side_channel_host {host!r} has no address ({error}): set VLLM_NIXL_SIDE_CHANNEL_HOST "
+            "to an address of this machine that decode engines reach"
+        ) from error
+    chosen = next((entry for entry in found if entry[0] == socket.AF_INET), found[0])
+    return str(chosen[4][0])
+
+
+class SideChannelServer:
+    """Serves the descriptions of one engine's workers until it is closed.
+
+    Args:
+        engine_id: the engine's id; a request for another one is refused.
+        incarnation: differs at every start of the engine; goes out with each answer.
+        host: address or name to bind to.
+        port: port to bind to.
+        descriptions: the encoded ``WorkerDescription`` of each rank.
+
+    Raises:
+        ConfigError: the host has no address or the port cannot be bound.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        incarnation: str,
+        host: str,
+        port: int,
+        descriptions: Mapping[int, bytes],
+    ) -> None:
+        self.engine_id = engine_id
+        self.num_refused = 0
+        described = {rank: wire.describe(body, incarnation) for rank, body in descriptions.items()}
+        self._answers = {rank: wire.encode(answer) for rank, answer in described.items()}
+        self._configurations = {
+            digest(wire.open_description(answer).facts) for answer in described.values()
+        }
+        self._log = RateLimitedLog()
+        self._stop = threading.Event()
+        self._context = zmq.Context()
+        self._socket = self._bind(host, port)
+        self._thread = threading.Thread(
+            target=self._serve, name="commext-side-channel", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving; returns within a second."""
+        self._stop.set()
+        self._thread.join(timeout=1.0)
+        self._context.destroy(linger=0)
+
+    def _bind(self, host: str, port: int) -> zmq.Socket[bytes]:
+        address = resolve(host, port)
+        bound = self._context.socket(zmq.ROUTER)
+        bound.setsockopt(zmq.LINGER, 0)
+        bound.setsockopt(zmq.IPV6, int(":" in address))
+        bound.setsockopt(zmq.MAXMSGSIZE, wire.MAX_REQUEST_BYTES)
+        bound.setsockopt(zmq.RCVTIMEO, _POLL_MS)
+        bound.setsockopt(zmq.SNDTIMEO, 0)
+        try:
+            bound.bind(endpoint(address, port))
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                f"side channel: {host}:{port} cannot be bound ({error}): another process uses the "
+                "port or the address is not of this machine; set VLLM_NIXL_SIDE_CHANNEL_PORT or "
+                "VLLM_NIXL_SIDE_CHANNEL_HOST"
+            ) from error
+        return bound
+
+    def _serve(self) -> None:
+        while not self._stop.is_set():
+            try:
+                frames = self._socket.recv_multipart()
+            except zmq.Again:
+                continue
+            except zmq.ZMQError as error:
+                if self._stop.is_set():
+                    return
+                self._log.warning("receive", f"side channel: receiving failed: {error}")
+                self._stop.wait(_POLL_MS / 1000)
+                continue
+            self._reply(frames)
+
+    def _reply(self, frames: list[bytes]) -> None:
+        *envelope, frame = frames
+        answer = self._answer(frame)
+        try:
+            self._socket.send_multipart([*envelope, answer])
+        except zmq.ZMQError as error:
+            self._log.warning("send", f"side channel: a reply was not sent: {error}")
+
+    def _answer(self, frame: bytes) -> bytes:
+        try:
+            return self._answers[self._rank_asked_for(frame)]
+        except ProtocolError as error:
+            self.num_refused += 1
+            self._log.warning("refused", f"side channel: refused a frame: {error}")
+            return wire.encode(wire.Refused(reason=str(error)))
+
+    def _rank_asked_for(self, frame: bytes) -> int:
+        request = wire.decode_request(frame)
+        if request.engine_id != self.engine_id:
+            raise ProtocolError(
+                f"this is engine {self.engine_id!r}, the request is for engine "
+                f"{request.engine_id!r}: was it restarted under another id, or is the port wrong?"
+            )
+        if request.tp_rank not in self._answers:
+            raise ProtocolError(
+                f"engine {self.engine_id!r} has the ranks {sorted(self._answers)}, the request is "
+                f"for rank {request.tp_rank}"
+            )
+        if request.configuration and request.configuration not in self._configurations:
+            self._log.warning(
+                "configuration",
+                f"decode engine {request.consumer!r} is configured differently from this prefill "
+                f"engine {self.engine_id!r}; its log lists the differences",
+            )
+        return request.tp_rank
+
+
+class Inquiry:
+    """A decode worker's question to one prefill rank; never blocks.
+
+    Args:
+        context: ZMQ context of the asking thread.
+        host: the prefill engine's side-channel host.
+        port: its port.
+        request: what to ask.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        port: int,
+        request: wire.DescribeRequest,
+    ) -> None:
+        self.address = endpoint(host, port)
+        try:
+            self._socket = context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise ProtocolError(f"no socket is left to ask {self.address!r}: {error}") from error
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, int(":" in host))
+        self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_REPLY_BYTES)
+        try:
+            self._socket.connect(self.address)
+            self._socket.send(wire.encode(request), zmq.NOBLOCK)
+        except (zmq.ZMQError, UnicodeError) as error:
+            self.close()
+            raise ProtocolError(f"{self.address!r} is not an address to ask: {error}") from error
+
+    def poll(self) -> wire.Described | None:
+        """The answer, or None where there is none yet.
+
+        Raises:
+            ProtocolError: the prefill engine refused, or the answer is not valid.
+        """
+        try:
+            frame = self._socket.recv_multipart(zmq.NOBLOCK)[-1]
+        except zmq.Again:
+            return None
+        reply = wire.decode_reply(frame)
+        if isinstance(reply, wire.Refused):
+            raise ProtocolError(f"the prefill engine refused the handshake: {reply.reason}")
+        return reply
+
+    def close(self) -> None:
+        """Close the socket; safe to repeat."""
+        self._socket.close(linger=0)

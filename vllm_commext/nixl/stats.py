@@ -1,0 +1,141 @@
+"""The connector's statistics in vLLM's log line and on its /metrics page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+
+from vllm_commext.nixl.recorder import FAILURE_REASONS, empty_data, is_empty, merge
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_SECONDS_BUCKETS = [
+    1e-4,
+    2.5e-4,
+    5e-4,
+    1e-3,
+    2.5e-3,
+    5e-3,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    5.0,
+    30.0,
+]
+
+HISTOGRAMS = {
+    "transfer_seconds": "Time from posting a read of KV blocks to its end.",
+    "post_seconds": "Time to describe and post a read of KV blocks.",
+    "handshake_seconds": "Time from asking a new prefill engine to its answer.",
+}
+COUNTERS = {
+    "bytes": "Bytes of KV cache read from prefill engines.",
+    "blocks": "Blocks of KV cache read from prefill engines.",
+    "descriptors": "Descriptors of the reads, before NIXL merges neighbours.",
+    "expired_requests": "Prefilled requests whose blocks nobody fetched in time; they were freed.",
+    "unmatched_notifications": "Notifications that fitted no request or were not valid.",
+}
+
+
+class CommextNixlStats(KVConnectorStats):
+    """One interval's record; ``data`` is that of ``recorder.empty_data``."""
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        super().__init__(data=merge(empty_data(), data or {}))
+
+    def reset(self) -> None:
+        """Forget everything recorded."""
+        self.data = empty_data()
+
+    def aggregate(self, other: KVConnectorStats) -> CommextNixlStats:
+        """Add another worker's or interval's record to this one."""
+        merge(self.data, other.data)
+        return self
+
+    def is_empty(self) -> bool:
+        """Whether nothing was recorded."""
+        return is_empty(self.data)
+
+    def reduce(self) -> dict[str, int | float]:
+        """Summary for vLLM's periodic log line."""
+        seconds = np.asarray(self.data["transfer_seconds"] or [0.0])
+        megabytes = self.data["bytes"] / 1e6
+        total_seconds = float(seconds.sum())
+        return {
+            "Reads": len(self.data["transfer_seconds"]),
+            "Avg read (ms)": round(float(seconds.mean()) * 1e3, 3),
+            "P90 read (ms)": round(float(np.percentile(seconds, 90)) * 1e3, 3),
+            "MB read": round(megabytes, 3),
+            "Throughput (MB/s)": round(megabytes / total_seconds, 1) if total_seconds else 0.0,
+            "Blocks": self.data["blocks"],
+            "Failures": sum(self.data["failures"].values()),
+            "Expired requests": self.data["expired_requests"],
+        }
+
+
+class CommextNixlPromMetrics(KVConnectorPromMetrics):
+    """The metrics ``vllm:commext_nixl_*``, with vLLM's labels."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        make_histogram: Any = self._histogram_cls
+        make_counter: Any = self._counter_cls
+        self._values = per_engine_labelvalues
+        self._histograms = {
+            key: make_histogram(
+                name=f"vllm:commext_nixl_{key}",
+                documentation=text,
+                buckets=_SECONDS_BUCKETS,
+                labelnames=labelnames,
+            )
+            for key, text in HISTOGRAMS.items()
+        }
+        self._counters = {
+            key: make_counter(
+                name=f"vllm:commext_nixl_{key}", documentation=text, labelnames=labelnames
+            )
+            for key, text in COUNTERS.items()
+        }
+        self._failures = make_counter(
+            name="vllm:commext_nixl_failures",
+            documentation="Loads of KV blocks, or their releases, that failed.",
+            labelnames=[*labelnames, "reason"],
+        )
+        for values in per_engine_labelvalues.values():
+            self._show_zeros(values)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one interval's record to the metrics of an engine."""
+        values = self._values[engine_idx]
+        for name, histogram in self._histograms.items():
+            for seconds in transfer_stats_data[name]:
+                histogram.labels(*values).observe(seconds)
+        for name, counter in self._counters.items():
+            counter.labels(*values).inc(transfer_stats_data[name])
+        for reason, count in transfer_stats_data["failures"].items():
+            self._failures.labels(*values, reason).inc(count)
+
+    def _show_zeros(self, values: list[object]) -> None:
+        """Let every series exist from the start, so that a rate over the first event is right."""
+        for metric in (*self._histograms.values(), *self._counters.values()):
+            metric.labels(*values)
+        for reason in FAILURE_REASONS:
+            self._failures.labels(*values, reason)

@@ -1,0 +1,202 @@
+"""What crosses the network between a prefill and a decode engine: msgpack frames with a magic and
+a version.
+
+Two channels carry them.  On the side channel (ZMQ) a decode worker asks a prefill engine for the
+description of one of its workers.  Through NIXL a decode worker tells a prefill worker that it has
+read a request's blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TypeVar
+
+import msgspec
+
+from vllm_commext.errors import ProtocolError
+
+MAGIC = "commext-nixl"
+PROTOCOL_VERSION = 1
+
+MAX_REQUEST_BYTES = 4 * 1024
+MAX_REPLY_BYTES = 64 * 1024 * 1024
+MAX_NOTIFICATION_BYTES = 64 * 1024
+
+
+class Frame(msgspec.Struct, tag_field="kind", kw_only=True, frozen=True):
+    """Common to all frames."""
+
+    magic: str = MAGIC
+    version: int = PROTOCOL_VERSION
+
+
+class DescribeRequest(Frame, tag="describe", frozen=True):
+    """Side channel, decode to prefill: describe one worker.
+
+    Attributes:
+        engine_id: the prefill engine that the request is meant for.
+        tp_rank: rank of the worker there.
+        consumer: who asks, engine id and rank.
+        configuration: digest of the facts of the engine that asks.
+    """
+
+    engine_id: str
+    tp_rank: int
+    consumer: str = ""
+    configuration: str = ""
+
+
+class Described(Frame, tag="described", frozen=True):
+    """Side channel, the answer.
+
+    Attributes:
+        incarnation: differs at every start of the engine; the request parameters carry it too.
+        description: an encoded ``WorkerDescription``.
+        checksum: SHA-256 digest of the description.
+    """
+
+    incarnation: str
+    description: bytes
+    checksum: bytes
+
+
+class Refused(Frame, tag="refused", frozen=True):
+    """Side channel, the answer to what cannot be served."""
+
+    reason: str
+
+
+class Released(Frame, tag="released", frozen=True):
+    """NIXL notification, decode to prefill: a consumer needs the request's blocks no longer.
+
+    Attributes:
+        request_id: the request's id in the prefill engine.
+        consumer: engine id and rank of the reader; the same consumer counts once.
+        num_consumers: consumers that the prefill rank has to wait for.
+    """
+
+    request_id: str
+    consumer: str
+    num_consumers: int
+
+
+class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a decode worker must know of a prefill worker.
+
+    Attributes:
+        engine_id: the engine's id as in the request parameters.
+        tp_rank: rank of the worker.
+        tp_size: tensor-parallel ranks of its engine.
+        facts: configuration on which both sides must agree, name to value.
+        agent_name: name of its NIXL agent.
+        agent_metadata: what NIXL needs to reach the agent.
+        memory_type: NIXL memory type of the cache, "DRAM" or "VRAM".
+        device_id: device of the cache.
+        num_blocks: blocks in each region.
+        region_names: layer name of each region.
+        base_addresses: address of block 0 of each region.
+        stride_bytes: distance between neighbouring blocks of each region.
+        block_bytes: bytes of a block of each region.
+        fence_address: address of the worker's epochs, see ``fence``.
+        num_fence_slots: how many there are, 0 for none.
+    """
+
+    engine_id: str
+    tp_rank: int
+    tp_size: int
+    facts: dict[str, str]
+    agent_name: str
+    agent_metadata: bytes
+    memory_type: str
+    device_id: int
+    num_blocks: int
+    region_names: list[str]
+    base_addresses: list[int]
+    stride_bytes: list[int]
+    block_bytes: list[int]
+    fence_address: int = 0
+    num_fence_slots: int = 0
+
+
+_Any = TypeVar("_Any")
+_REQUEST = msgspec.msgpack.Decoder(DescribeRequest)
+_REPLY = msgspec.msgpack.Decoder(Described | Refused)
+_NOTIFICATION = msgspec.msgpack.Decoder(Released)
+_DESCRIPTION = msgspec.msgpack.Decoder(WorkerDescription)
+
+
+def encode(frame: Frame) -> bytes:
+    """One frame as msgpack."""
+    return msgspec.msgpack.encode(frame)
+
+
+def decode_request(frame: bytes) -> DescribeRequest:
+    """Decode what arrived at a side channel; raises ProtocolError."""
+    return _checked(_decode(_REQUEST, frame, MAX_REQUEST_BYTES, "handshake request"))
+
+
+def decode_reply(frame: bytes) -> Described | Refused:
+    """Decode the answer of a side channel; raises ProtocolError."""
+    return _checked(_decode(_REPLY, frame, MAX_REPLY_BYTES, "handshake reply"))
+
+
+def decode_notification(frame: bytes) -> Released:
+    """Decode a NIXL notification; raises ProtocolError."""
+    return _checked(_decode(_NOTIFICATION, frame, MAX_NOTIFICATION_BYTES, "notification"))
+
+
+def encode_description(description: WorkerDescription) -> bytes:
+    """A worker's description as msgpack, for ``describe``."""
+    return msgspec.msgpack.encode(description)
+
+
+def describe(description: bytes, incarnation: str) -> Described:
+    """Wrap an encoded ``WorkerDescription`` for the side channel."""
+    checksum = hashlib.sha256(description).digest()
+    return Described(incarnation=incarnation, description=description, checksum=checksum)
+
+
+def open_description(reply: Described) -> WorkerDescription:
+    """Check and decode a worker's description.
+
+    Raises:
+        ProtocolError: the checksum does not fit, or the description is not complete and consistent.
+    """
+    if hashlib.sha256(reply.description).digest() != reply.checksum:
+        raise ProtocolError("the worker description does not fit its checksum: it was altered")
+    opened = _decode(_DESCRIPTION, reply.description, MAX_REPLY_BYTES, "worker description")
+    counts = {
+        len(column)
+        for column in (
+            opened.region_names,
+            opened.base_addresses,
+            opened.stride_bytes,
+            opened.block_bytes,
+        )
+    }
+    if counts == {0} or len(counts) != 1:
+        raise ProtocolError(f"the worker description's region columns have lengths {counts}")
+    return opened
+
+
+def _decode(
+    decoder: msgspec.msgpack.Decoder[_Any], frame: bytes, max_bytes: int, what: str
+) -> _Any:
+    if len(frame) > max_bytes:
+        raise ProtocolError(f"{what}: expected at most {max_bytes} bytes, got {len(frame)}")
+    try:
+        return decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"{what}: not a frame of this protocol ({error})") from error
+
+
+_AnyFrame = TypeVar("_AnyFrame", bound=Frame)
+
+
+def _checked(frame: _AnyFrame) -> _AnyFrame:
+    if frame.magic != MAGIC or frame.version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"expected {MAGIC} protocol {PROTOCOL_VERSION}, got {frame.magic!r} protocol "
+            f"{frame.version}: install the same vllm-commext on both sides"
+        )
+    return frame
