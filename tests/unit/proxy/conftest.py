@@ -1,0 +1,267 @@
+"""Engines that answer as a vLLM server does, or misbehave on demand, and a proxy before them.
+
+The engines are plain asyncio servers on loopback: a test sees the bytes that really arrived,
+and decides to the byte what comes back.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+BOUND_SECONDS = 10.0
+KV_PARAMS = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "p",
+    "remote_block_ids": [[3, 1, 2]],
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+    "a_key_of_tomorrow": {"kept": [None, 1.5, "x"]},
+}
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for *condition*, at most `BOUND_SECONDS`."""
+    deadline = asyncio.get_running_loop().time() + BOUND_SECONDS
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"waited in vain for {what}"
+        await asyncio.sleep(0.005)
+
+
+@dataclass
+class Call:
+    """One request as an engine got it, and the connection to answer on."""
+
+    path: str
+    headers: dict[str, str]
+    raw: bytes
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    @property
+    def body(self) -> Any:
+        return json.loads(self.raw)
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def answer(self, status: int, content: bytes, kind: str = "application/json") -> None:
+        head = f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}"
+        await self.send(head.encode() + b"\r\n\r\n" + content)
+
+    async def begin_stream(self) -> None:
+        head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
+        await self.send(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
+
+    async def chunk(self, data: bytes) -> None:
+        await self.send(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+    async def end_stream(self) -> None:
+        await self.send(b"0\r\n\r\n")
+
+
+Behaviour = Callable[[Call], Awaitable[None]]
+
+
+async def prefill_ok(call: Call) -> None:
+    answer = {"choices": [{"text": "!"}], "kv_transfer_params": KV_PARAMS}
+    await call.answer(200, json.dumps(answer).encode())
+
+
+async def decode_ok(call: Call) -> None:
+    if not call.body.get("stream"):
+        await call.answer(200, b'{"choices": [{"text": "hello"}]}')
+        return
+    await call.begin_stream()
+    for event in (b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b"data: [DONE]\n\n"):
+        await call.chunk(event)
+    await call.end_stream()
+
+
+def answering(status: int, content: bytes) -> Behaviour:
+    async def behave(call: Call) -> None:
+        await call.answer(status, content)
+
+    return behave
+
+
+async def dropping(call: Call) -> None:
+    """Read the request, then close without a byte."""
+
+
+async def hanging(call: Call) -> None:
+    """Read the request, then keep the connection and say nothing."""
+    await asyncio.Event().wait()
+
+
+@dataclass
+class EngineServer:
+    """One engine. `behave` answers what is posted; num_left: connections the proxy closed."""
+
+    behave: Behaviour
+    health_status: int = 200
+    calls: list[Call] = field(default_factory=list)
+    num_left: int = 0
+    port: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["EngineServer"]:
+        await self.start()
+        try:
+            yield self
+        finally:
+            await self.stop()
+
+    async def start(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Refuse connections from now on and cut those there are."""
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.ensure_future(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self._answer(await self._read(reader, writer))
+        except (ConnectionError, asyncio.IncompleteReadError):
+            self.num_left += 1
+        finally:
+            writer.close()
+
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Call:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+        pairs = (line.split(": ", 1) for line in head[1:] if line)
+        headers = {name.lower(): value for name, value in pairs}
+        raw = await reader.readexactly(int(headers.get("content-length", "0")))
+        return Call(head[0].split()[1], headers, raw, reader, writer)
+
+    async def _answer(self, call: Call) -> None:
+        if call.path == "/health":
+            await call.answer(self.health_status, b"")
+        elif call.path == "/v1/models":
+            await call.answer(200, b'{"object": "list", "data": []}')
+        else:
+            self.calls.append(call)
+            await self._until_left(call)
+
+    async def _until_left(self, call: Call) -> None:
+        """Behave, unless the proxy closes the connection first."""
+        behaving = asyncio.ensure_future(self.behave(call))
+        leaving = asyncio.ensure_future(call.reader.read())
+        try:
+            await asyncio.wait((behaving, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if behaving.done():
+                behaving.result()
+            else:
+                self.num_left += 1
+        finally:
+            for task in (behaving, leaving):
+                task.cancel()
+            await asyncio.gather(behaving, leaving, return_exceptions=True)
+
+
+@dataclass
+class Cluster:
+    """Engines, the proxy in front of them, and a client's session."""
+
+    prefill: list[EngineServer]
+    decode: list[EngineServer]
+    proxy: Any
+    session: Any
+    url: str
+
+    def post(self, body: Any, path: str = "/v1/completions", **kwargs: Any) -> Any:
+        """The client's request: an async context manager of the response."""
+        return self.session.post(self.url + path, json=body, **kwargs)
+
+    async def metrics(self) -> str:
+        async with self.session.get(self.url + "/metrics") as response:
+            return await response.text()
+
+    async def idle(self) -> None:
+        """Nothing of any request may be left, however it ended."""
+        engines = [engine for pool in self.proxy.pools for engine in pool.engines]
+        await until(lambda: self.proxy.num_in_flight == 0, "the proxy to be idle")
+        assert [engine.in_flight for engine in engines] == [0] * len(engines)
+
+
+async def _proxy_before(stack: AsyncExitStack, urls: dict[str, list[str]], options: Any) -> Any:
+    from vllm_commext.proxy.app import ProxyApp
+    from vllm_commext.proxy.config import ProxyConfig
+    from vllm_commext.proxy.server import make_runner
+
+    config = ProxyConfig(
+        prefill=tuple(urls["prefill"]), decode=tuple(urls["decode"]), port=0, **options
+    )
+    proxy = ProxyApp(config)
+    runner = make_runner(proxy)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    return proxy, runner
+
+
+@asynccontextmanager
+async def running_cluster(
+    num_prefill: int = 1, num_decode: int = 1, **options: Any
+) -> AsyncIterator[Cluster]:
+    import aiohttp
+    from aiohttp import web
+
+    async with AsyncExitStack() as stack:
+        servers = {
+            "prefill": [EngineServer(prefill_ok) for _ in range(num_prefill)],
+            "decode": [EngineServer(decode_ok) for _ in range(num_decode)],
+        }
+        for engine in servers["prefill"] + servers["decode"]:
+            await stack.enter_async_context(engine.running())
+        urls = {role: [engine.url for engine in engines] for role, engines in servers.items()}
+        proxy, runner = await _proxy_before(stack, urls, options)
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        timeout = aiohttp.ClientTimeout(total=BOUND_SECONDS)
+        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+        cluster = Cluster(servers["prefill"], servers["decode"], proxy, session, url)
+        yield cluster
+        await cluster.idle()
+
+
+class Kit:
+    """What a test takes from here, since test files do not import one another."""
+
+    cluster = staticmethod(running_cluster)
+    engine = EngineServer
+    until = staticmethod(until)
+    prefill_ok = staticmethod(prefill_ok)
+    decode_ok = staticmethod(decode_ok)
+    answering = staticmethod(answering)
+    dropping = staticmethod(dropping)
+    hanging = staticmethod(hanging)
+    kv_params = KV_PARAMS
+
+
+@pytest.fixture
+def kit() -> type[Kit]:
+    for library in ("aiohttp", "prometheus_client"):
+        pytest.importorskip(library, reason=f"the extra [proxy] is not installed: no {library}")
+    return Kit

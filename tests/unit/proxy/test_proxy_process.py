@@ -1,0 +1,138 @@
+"""The proxy as a process: what it prints, and how it ends."""
+
+import asyncio
+import signal
+import sys
+from typing import Any
+
+RUN = (
+    "import argparse, sys; from vllm_commext.cli import proxy; p = argparse.ArgumentParser(); "
+    "proxy.add_arguments(p); sys.exit(proxy.run(p.parse_args()))"
+)
+BOUND_SECONDS = 20.0
+
+
+async def _start(*options: str) -> asyncio.subprocess.Process:
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", RUN, *options, stdout=pipe, stderr=pipe
+    )
+
+
+async def _line(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    return (await asyncio.wait_for(process.stdout.readline(), BOUND_SECONDS)).decode().strip()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.communicate()
+
+
+def test_sigterm_lets_a_running_stream_end_and_refuses_new_connections(kit: Any) -> None:
+    release = asyncio.Event()
+
+    async def held(call: Any) -> None:
+        await call.begin_stream()
+        await call.chunk(b"data: 1\n\n")
+        await release.wait()
+        await call.chunk(b"data: [DONE]\n\n")
+        await call.end_stream()
+
+    async def scenario() -> None:
+        import aiohttp
+
+        async with (
+            kit.engine(kit.prefill_ok).running() as prefill,
+            kit.engine(held).running() as decode,
+            aiohttp.ClientSession() as session,
+            aiohttp.ClientSession() as connected,
+        ):
+            process = await _start(
+                "--prefill", prefill.url, "--decode", decode.url, "--port", "0"
+            )  # fmt: skip
+            try:
+                assert await _line(process) == f"prefill0 {prefill.url} healthy"
+                assert await _line(process) == f"decode0 {decode.url} healthy"
+                url = (await _line(process)).removeprefix("listening on ")
+                assert url.startswith("http://127.0.0.1:")
+                body = {"prompt": "x", "stream": True}
+                async with connected.get(url + "/health") as response:
+                    assert response.status == 200
+                async with session.post(url + "/v1/completions", json=body) as response:
+                    assert await response.content.readany() == b"data: 1\n\n"
+                    process.send_signal(signal.SIGTERM)
+                    assert await _line(process) == "stopping: 1 requests in flight"
+                    await _expect_refused(session, url)
+                    async with connected.post(url + "/v1/completions", json=body) as refusal:
+                        assert refusal.status == 503
+                        assert (await refusal.json())["error"]["type"] == "shutdown"
+                    release.set()
+                    assert await response.read() == b"data: [DONE]\n\n"
+                assert await asyncio.wait_for(process.wait(), BOUND_SECONDS) == 0
+            finally:
+                await _end(process)
+
+    asyncio.run(scenario())
+
+
+async def _expect_refused(session: Any, url: str) -> None:
+    import aiohttp
+
+    try:
+        async with session.get(url + "/health"):
+            raise AssertionError("a new connection was accepted after SIGTERM")
+    except aiohttp.ClientConnectorError:
+        return
+
+
+def test_draining_is_bounded_and_aborts_what_is_left(kit: Any) -> None:
+    async def scenario() -> None:
+        import aiohttp
+
+        async with (
+            kit.engine(kit.hanging).running() as prefill,
+            kit.engine(kit.decode_ok).running() as decode,
+            aiohttp.ClientSession() as session,
+        ):
+            process = await _start(
+                "--prefill", prefill.url, "--decode", decode.url, "--port", "0",
+                "--drain-timeout", "0.1",
+            )  # fmt: skip
+            try:
+                lines = [await _line(process) for _ in range(3)]
+                url = lines[-1].removeprefix("listening on ")
+                request = session.post(url + "/v1/completions", json={"prompt": "x"})
+                asking = asyncio.ensure_future(request.__aenter__())
+                await kit.until(lambda: bool(prefill.calls), "the prefill step")
+                process.send_signal(signal.SIGINT)
+                assert await asyncio.wait_for(process.wait(), BOUND_SECONDS) == 0
+                await kit.until(lambda: prefill.num_left == 1, "the abort to arrive")
+                result = await asyncio.gather(asking, return_exceptions=True)
+                assert isinstance(result[0], aiohttp.ClientError)
+            finally:
+                await _end(process)
+
+    asyncio.run(scenario())
+
+
+def test_a_taken_port_ends_with_status_1_and_says_what_to_do(kit: Any) -> None:
+    async def scenario() -> None:
+        async with kit.engine(kit.decode_ok).running() as taken:
+            process = await _start(
+                "--prefill", "http://127.0.0.1:9", "--decode", taken.url,
+                "--port", str(taken.port),
+            )  # fmt: skip
+            try:
+                _, told = await asyncio.wait_for(process.communicate(), BOUND_SECONDS)
+                assert process.returncode == 1
+                last = told.decode().splitlines()[-1]
+                assert last.startswith(
+                    f"vllm-commext proxy: cannot listen on 127.0.0.1 port {taken.port}"
+                )
+                assert "choose another --host or --port" in last
+            finally:
+                await _end(process)
+
+    asyncio.run(scenario())

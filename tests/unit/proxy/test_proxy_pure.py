@@ -1,0 +1,277 @@
+"""What the proxy decides without a socket: rewriting, event cutting, choice, configuration."""
+
+import argparse
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_commext.cli import proxy as proxy_cli
+from vllm_commext.errors import ConfigError
+from vllm_commext.proxy import two_step
+from vllm_commext.proxy.config import ProxyConfig
+from vllm_commext.proxy.engines import Engine, EnginePool
+from vllm_commext.proxy.failures import ProxyError
+from vllm_commext.proxy.sse import EventCutter
+from vllm_commext.proxy.two_step import CHAT, COMPLETIONS
+
+quick = settings(max_examples=50, deadline=None)
+# A small alphabet of awkward characters: building the table of all of Unicode takes seconds.
+texts = st.text(alphabet='a"\\\n\0é\u2028\U0001f600', max_size=4)
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = (
+    "max_tokens", "max_completion_tokens", "min_tokens", "stream", "stream_options", "stop",
+    "stop_token_ids", "n", "logprobs", "temperature", "seed", "ignore_eos", "anything",
+)  # fmt: skip
+bodies = st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=6).map(
+    lambda b: {"prompt": "p", **b}
+)
+
+
+@quick
+@given(bodies)
+def test_prefill_step_makes_one_token_of_the_same_prompt(body: dict[str, Any]) -> None:
+    before = json.dumps(body)
+    step = two_step.prefill_body(body)
+    assert json.dumps(body) == before, "the client's body must stay as it is for the decode step"
+    assert (step["max_tokens"], step["stream"]) == (1, False)
+    assert step.get("max_completion_tokens", 1) == 1
+    assert ("max_completion_tokens" in step) == ("max_completion_tokens" in body)
+    assert "stream_options" not in step
+    if isinstance(body.get("min_tokens"), int):
+        assert step["min_tokens"] == min(body["min_tokens"], 1)
+    assert step["kv_transfer_params"]["do_remote_decode"] is True
+    untouched = set(body) - {
+        "max_tokens", "max_completion_tokens", "min_tokens", "stream", "stream_options",
+        "stop_token_ids", "ignore_eos",
+    }  # fmt: skip
+    assert {name: step[name] for name in untouched} == {name: body[name] for name in untouched}
+
+
+@quick
+@given(bodies, st.dictionaries(texts, json_values, max_size=4))
+def test_decode_step_is_the_clients_request_and_the_unchanged_parameters(
+    body: dict[str, Any], params: dict[str, Any]
+) -> None:
+    sent = json.loads(two_step.encode(two_step.decode_body(body, params)))
+    assert sent.pop("kv_transfer_params") == params
+    assert sent == body
+
+
+@quick
+@given(bodies)
+def test_a_body_survives_parsing_and_encoding(body: dict[str, Any]) -> None:
+    assert two_step.parse_body(two_step.encode(body)) == body
+
+
+@pytest.mark.parametrize(
+    "prompt", ["text", [1, 2, 3], ["text"], [[1, 2, 3]], [7]], ids=lambda prompt: repr(prompt)
+)
+def test_one_prompt_takes_two_steps(prompt: Any) -> None:
+    assert two_step.local_prefill_reason(COMPLETIONS, {"prompt": prompt, "n": 1}) is None
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "reason"),
+    [
+        (COMPLETIONS, {"prompt": ["a", "b"]}, two_step.NOT_ONE_PROMPT),
+        (COMPLETIONS, {"prompt": [[1], [2]]}, two_step.NOT_ONE_PROMPT),
+        (COMPLETIONS, {"prompt": []}, two_step.NOT_ONE_PROMPT),
+        (COMPLETIONS, {}, two_step.NOT_ONE_PROMPT),
+        (COMPLETIONS, {"prompt": "a", "prompt_embeds": "AA=="}, two_step.NOT_ONE_PROMPT),
+        (COMPLETIONS, {"prompt": "a", "n": 2}, two_step.SEVERAL_SAMPLES),
+        (COMPLETIONS, {"prompt": "a", "best_of": 3}, two_step.SEVERAL_SAMPLES),
+        (COMPLETIONS, {"prompt": "a", "n": "2"}, two_step.SEVERAL_SAMPLES),
+        (CHAT, {"messages": [], "n": 4}, two_step.SEVERAL_SAMPLES),
+        (CHAT, {"messages": [], "use_beam_search": True}, two_step.BEAM_SEARCH),
+        (CHAT, {"messages": [], "prompt_logprobs": 0}, two_step.PROMPT_LOGPROBS),
+        (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1}, two_step.PROMPT_LOGPROBS),
+        (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": -1}, two_step.TRUNCATION),
+        (COMPLETIONS, {"prompt": "a", "echo": True, "max_tokens": 0}, two_step.NO_GENERATION),
+    ],
+)
+def test_what_is_not_one_sequence_is_prefilled_by_the_decode_engine(
+    endpoint: str, body: dict[str, Any], reason: str
+) -> None:
+    assert two_step.local_prefill_reason(endpoint, body) == reason
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [], "logprobs": True, "top_logprobs": 5},
+        {"messages": [], "echo": True, "logprobs": True},
+        {"messages": [], "n": None, "truncate_prompt_tokens": 8},
+    ],
+)
+def test_chat_options_that_do_not_hinder_two_steps(body: dict[str, Any]) -> None:
+    assert two_step.local_prefill_reason(CHAT, body) is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b'{"prompt": ', "not valid JSON"),
+        (b"\xff\xfe{}", "not valid JSON"),
+        (b'{"temperature": NaN}', "NaN is not JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b"[1]", "expected a JSON object as body, got list"),
+        (b'{"kv_transfer_params": {"remote_host": "elsewhere"}}', "remove it from the request"),
+    ],
+    ids=["empty", "cut", "not-utf8", "nan", "deep", "huge-int", "list", "own-params"],
+)
+def test_bad_bodies_are_refused_with_the_reason(raw: bytes, message: str) -> None:
+    with pytest.raises(ProxyError, match=message) as caught:
+        two_step.parse_body(raw)
+    assert (caught.value.status, caught.value.side) == (400, "proxy")
+
+
+events = st.lists(
+    st.tuples(
+        st.text(alphabet="ab:{} ", min_size=1).map(lambda text: b"data: " + text.encode()),
+        st.sampled_from([b"\n\n", b"\r\n\r\n"]),
+    ).map(b"".join)
+)
+
+
+@quick
+@given(events, st.binary(max_size=5), st.data())
+def test_cutter_passes_whole_events_only_and_loses_nothing(
+    whole: list[bytes], tail: bytes, data: st.DataObject
+) -> None:
+    tail = tail.replace(b"\n", b"").replace(b"\r", b"")
+    stream = b"".join(whole) + tail
+    cutter = EventCutter()
+    passed = b""
+    while stream:
+        size = data.draw(st.integers(1, len(stream)))
+        passed += cutter.feed(stream[:size])
+        stream = stream[size:]
+        assert not passed or passed.endswith((b"\n\n", b"\r\n\r\n"))
+    assert passed == b"".join(whole)
+    assert cutter.rest() == tail
+
+
+def test_cutter_holds_a_bounded_amount() -> None:
+    cutter = EventCutter(max_held_bytes=10)
+    assert cutter.feed(b"0123456789") == b""
+    assert cutter.feed(b"0") == b"01234567890"
+    assert cutter.rest() == b""
+
+
+def _pool(*in_flight: int) -> EnginePool:
+    pool = EnginePool("decode", [f"http://h:{idx + 1}" for idx in range(len(in_flight))])
+    for engine, count in zip(pool.engines, in_flight, strict=True):
+        engine.passed_check(rise=1)
+        engine.in_flight = count
+    return pool
+
+
+def test_pick_goes_round_among_equals() -> None:
+    pool = _pool(0, 0, 0)
+    picked = [pool.pick() for _ in range(6)]
+    assert picked == list(pool.engines) * 2
+
+
+@quick
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), min_size=1, max_size=6), st.data())
+def test_pick_takes_a_least_loaded_healthy_engine(
+    engines: list[tuple[bool, int]], data: st.DataObject
+) -> None:
+    pool = _pool(*(count for _, count in engines))
+    for engine, (healthy, _) in zip(pool.engines, engines, strict=True):
+        engine.healthy = healthy
+    exclude = data.draw(st.lists(st.sampled_from(pool.engines), max_size=2))
+    usable = [engine for engine in pool.engines if engine.healthy and engine not in exclude]
+    chosen = pool.pick(exclude)
+    if not usable:
+        assert chosen is None
+    else:
+        assert chosen in usable
+        assert chosen.in_flight == min(engine.in_flight for engine in usable)
+
+
+def test_health_needs_checks_in_a_row() -> None:
+    engine = Engine("prefill", 0, "http://h:1")
+    assert not engine.healthy
+    engine.passed_check(rise=2)
+    engine.failed_check(fall=2, detail="once")
+    engine.passed_check(rise=2)
+    assert not engine.healthy
+    engine.passed_check(rise=2)
+    assert engine.healthy
+    engine.failed_check(fall=2, detail="once")
+    assert engine.healthy
+    engine.failed_check(fall=2, detail="twice")
+    assert (engine.healthy, engine.detail) == (False, "twice")
+
+
+def test_a_suspect_engine_needs_new_checks() -> None:
+    engine = Engine("prefill", 0, "http://h:1")
+    engine.passed_check(rise=1)
+    engine.suspect("refused")
+    assert (engine.healthy, engine.detail) == (False, "refused")
+    engine.passed_check(rise=1)
+    assert engine.healthy
+
+
+P, D = ("http://h:1",), ("http://h:2",)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"prefill": ()}, "no prefill engine given"),
+        ({"decode": ("h:2",)}, "expected http://HOST:PORT"),
+        ({"decode": ("ftp://h:2",)}, "expected http://HOST:PORT"),
+        ({"decode": ("http://h:notaport",)}, "expected http://HOST:PORT"),
+        ({"decode": ("http://h:99999",)}, "expected http://HOST:PORT"),
+        ({"decode": ("http://user:secret@h:2",)}, "no query, fragment, user or password"),
+        ({"decode": ("http://h:2", "http://H:2/")}, "decode engine given twice: http://h:2"),
+        ({"decode": P}, "give each engine one role"),
+        ({"port": 70000}, "port: expected 0"),
+        ({"connect_timeout_seconds": 0.0}, "connect_timeout_seconds: expected a finite number"),
+        ({"prefill_timeout_seconds": float("nan")}, "prefill_timeout_seconds: expected"),
+        ({"drain_timeout_seconds": float("inf")}, "drain_timeout_seconds: expected"),
+        ({"prefill_attempts": 0}, "prefill_attempts: expected"),
+    ],
+)
+def test_configuration_refuses_what_cannot_work(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ProxyConfig(**{"prefill": P, "decode": D, **values})
+
+
+def test_command_line_reaches_the_configuration() -> None:
+    parser = argparse.ArgumentParser()
+    proxy_cli.add_arguments(parser)
+    engines = ["--prefill", "http://h:1/", "--prefill", "http://[::1]:2/base/"]
+    engines += ["--decode", "http://h:3"]
+    options = ["--port", "0", "--decode-timeout", "7.5", "--max-in-flight", "3"]
+    args = parser.parse_args(engines + options)
+    values = {name: value for name, value in vars(args).items() if name != "log_level"}
+    config = ProxyConfig(**values)
+    assert config.prefill == ("http://h:1", "http://[::1]:2/base")
+    assert (config.host, config.port) == ("127.0.0.1", 0)
+    assert (config.decode_timeout_seconds, config.max_in_flight) == (7.5, 3)
+    assert config.connect_timeout_seconds == ProxyConfig.connect_timeout_seconds
+
+
+def test_wrong_options_end_with_status_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    proxy_cli.add_arguments(parser)
+    assert proxy_cli.run(parser.parse_args(["--decode", "http://h:3"])) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert "expected at least one --prefill http://HOST:PORT" in captured.err

@@ -1,0 +1,72 @@
+"""`vllm-commext proxy`: serve the two-step prefill/decode request."""
+
+import argparse
+import asyncio
+import logging
+import sys
+from dataclasses import fields
+
+from vllm_commext.errors import ConfigError
+from vllm_commext.proxy.config import ProxyConfig
+
+HELP = "an OpenAI endpoint in front of prefill and decode engines"
+
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+_UNIT = "_seconds"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One option a field of `ProxyConfig`."""
+    for role in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{role}",
+            action="append",
+            default=[],
+            metavar="URL",
+            help=f"a {role} engine, http://HOST:PORT; repeat it for several",
+        )
+    parser.add_argument("--host", default=ProxyConfig.host, help="default: %(default)s")
+    parser.add_argument(
+        "--port", type=int, default=ProxyConfig.port, help="0: any free port; default: %(default)s"
+    )
+    for option in fields(ProxyConfig):
+        if "help" in option.metadata:
+            parser.add_argument(
+                "--" + option.name.removesuffix(_UNIT).replace("_", "-"),
+                dest=option.name,
+                type=type(option.default),
+                default=option.default,
+                metavar="SECONDS" if option.name.endswith(_UNIT) else "N",
+                help=f"{option.metadata['help']}; default: %(default)s",
+            )
+    parser.add_argument("--log-level", choices=_LOG_LEVELS, default="info")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal. 0: ended by one; 1: could not listen; 2: wrong options."""
+    try:
+        values = {option.name: getattr(args, option.name) for option in fields(ProxyConfig)}
+        config = ProxyConfig(**values)
+    except ConfigError as error:
+        return _fail(2, str(error))
+    try:
+        from vllm_commext.proxy.server import serve
+    except ModuleNotFoundError as error:
+        return _fail(2, f"{error}; install what the proxy needs: pip install 'vllm-commext[proxy]'")
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        asyncio.run(serve(config, _announce))
+    except ConfigError as error:
+        return _fail(1, str(error))
+    return 0
+
+
+def _announce(line: str) -> None:
+    print(line, flush=True)
+
+
+def _fail(status: int, message: str) -> int:
+    print(f"vllm-commext proxy: {message}", file=sys.stderr)
+    return status

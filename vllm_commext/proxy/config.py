@@ -1,0 +1,94 @@
+"""The proxy's configuration: every value is checked once, when the object is made."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+from urllib.parse import urlsplit
+
+from vllm_commext.errors import ConfigError
+
+MIB = 1 << 20
+
+
+def _option(default: Any, meaning: str) -> Any:
+    return field(default=default, metadata={"help": meaning})
+
+
+@dataclass(frozen=True)
+class ProxyConfig:
+    """What one proxy process serves and for how long it waits.
+
+    prefill, decode: base URLs of the engines, ``http://HOST:PORT`` with an optional path prefix.
+    Fields that end in ``_seconds`` are bounds on waits, in seconds, all above zero; the other
+    numbers are counts or bytes, at least 1. Raises `ConfigError` naming the field otherwise.
+    """
+
+    prefill: tuple[str, ...]
+    decode: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    connect_timeout_seconds: float = _option(5.0, "to connect to an engine")
+    prefill_timeout_seconds: float = _option(300.0, "for one whole prefill step")
+    decode_timeout_seconds: float = _option(
+        600.0, "for the decode engine's headers (without streaming: its answer) and first bytes"
+    )
+    decode_idle_timeout_seconds: float = _option(
+        120.0, "between two pieces of a streamed answer; never longer than --decode-timeout"
+    )
+    client_timeout_seconds: float = _option(
+        60.0, "for a client to send its request, or to take a piece of the answer"
+    )
+    health_interval_seconds: float = _option(2.0, "between two health checks of an engine")
+    health_timeout_seconds: float = _option(5.0, "for an engine to answer a health check")
+    health_fall: int = _option(2, "failed checks in a row that make an engine unhealthy")
+    health_rise: int = _option(1, "passed checks in a row that make it healthy again")
+    prefill_attempts: int = _option(2, "prefill engines tried for one request")
+    decode_attempts: int = _option(2, "decode engines tried, while none could be connected to")
+    max_body_bytes: int = _option(32 * MIB, "largest request body")
+    max_in_flight: int = _option(1024, "requests at a time; one more is refused with 503")
+    drain_timeout_seconds: float = _option(30.0, "for running requests to end after SIGTERM")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port: expected 0 (any free port) to 65535, got {self.port}")
+        for option in fields(self):
+            if "help" in option.metadata:
+                _check_positive(option.name, getattr(self, option.name))
+        object.__setattr__(self, "prefill", _engine_urls("prefill", self.prefill))
+        object.__setattr__(self, "decode", _engine_urls("decode", self.decode))
+        if both := set(self.prefill) & set(self.decode):
+            raise ConfigError(
+                f"{sorted(both)[0]} is given as a prefill and as a decode engine: an engine "
+                "cannot pull KV blocks from itself; give each engine one role"
+            )
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name}: expected a finite number above zero, got {value}")
+
+
+def _engine_urls(role: str, urls: Sequence[str]) -> tuple[str, ...]:
+    checked = tuple(_engine_url(role, url) for url in urls)
+    if not checked:
+        raise ConfigError(
+            f"no {role} engine given: expected at least one --{role} http://HOST:PORT"
+        )
+    if repeated := {url for url in checked if checked.count(url) > 1}:
+        raise ConfigError(f"{role} engine given twice: {sorted(repeated)[0]}")
+    return checked
+
+
+def _engine_url(role: str, url: str) -> str:
+    expected = f"--{role}: expected http://HOST:PORT or https://HOST:PORT, got {url!r}"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{expected} ({error})") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise ConfigError(expected)
+    if parts.query or parts.fragment or "@" in parts.netloc:
+        raise ConfigError(f"{expected}: no query, fragment, user or password belongs there")
+    return f"{parts.scheme}://{parts.netloc.lower()}{parts.path.rstrip('/')}"

@@ -1,0 +1,85 @@
+"""Running the proxy as a process: listen, announce, drain on a signal."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+
+from aiohttp import web
+
+from vllm_commext.errors import ConfigError
+from vllm_commext.proxy.app import ProxyApp
+from vllm_commext.proxy.config import ProxyConfig
+
+logger = logging.getLogger("vllm.commext.proxy")
+
+_KEEP_ALIVE_SECONDS = 75.0
+# Requests have drained before the runner is closed; this bounds what is left to close.
+_CLOSE_SECONDS = 0.25
+
+
+async def serve(config: ProxyConfig, announce: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT, then drain. Raises `ConfigError` if it cannot listen.
+
+    *announce* gets one line an engine, then the URL, in which port 0 has become the real one.
+    A second signal ends the process at once.
+    """
+    proxy = ProxyApp(config)
+    runner = make_runner(proxy)
+    stopped = _on_signal()
+    await runner.setup()
+    try:
+        site = await _listen(runner, config)
+        for pool in proxy.pools:
+            for engine in pool.engines:
+                state = "healthy" if engine.healthy else f"not healthy yet: {engine.detail}"
+                announce(f"{engine.name} {engine.url} {state}")
+        announce(f"listening on {_url(runner)}")
+        await stopped.wait()
+        await site.stop()
+        announce(f"stopping: {proxy.num_in_flight} requests in flight")
+        if not await proxy.drain():
+            logger.warning("%d requests did not end in time and are cut", proxy.num_in_flight)
+    finally:
+        await runner.cleanup()
+
+
+def make_runner(proxy: ProxyApp) -> web.AppRunner:
+    """The HTTP server of *proxy*, not yet set up and listening nowhere."""
+    return web.AppRunner(
+        proxy.build(),
+        access_log=None,
+        handler_cancellation=True,  # a client that goes away takes its request along
+        keepalive_timeout=_KEEP_ALIVE_SECONDS,
+        shutdown_timeout=_CLOSE_SECONDS,
+    )
+
+
+async def _listen(runner: web.AppRunner, config: ProxyConfig) -> web.TCPSite:
+    site = web.TCPSite(runner, config.host, config.port)
+    try:
+        await site.start()
+    except OSError as error:
+        message = f"cannot listen on {config.host} port {config.port}: {error}"
+        raise ConfigError(f"{message}; choose another --host or --port, or --port 0") from error
+    return site
+
+
+def _on_signal() -> asyncio.Event:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT)
+
+    def stop() -> None:
+        for number in signals:
+            loop.remove_signal_handler(number)
+        stopped.set()
+
+    for number in signals:
+        loop.add_signal_handler(number, stop)
+    return stopped
+
+
+def _url(runner: web.AppRunner) -> str:
+    host, port = runner.addresses[0][:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
