@@ -1,0 +1,58 @@
+# `make demo` and `make test` set up all they need: Python 3.11 and a C compiler are enough.
+#
+# Packages come from pip's configured index. To take CPU wheels of torch from elsewhere, set
+# PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, as for any pip.
+
+PYTHON ?= python3.11
+VENV ?= .venv
+VLLM ?= 0.32.0
+MATRIX ?= 0.28.0 0.30.0 0.32.0
+TP ?= 1
+KEEP ?=
+REQUESTS ?= 32
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+DEMO_ARGS := --tp $(TP) --requests $(REQUESTS) $(if $(filter-out 0,$(KEEP)),--keep)
+
+.PHONY: demo test unit contract cpu lint docs env test-matrix clean help
+
+help: ## List the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+demo: env ## Prefill and decode servers here, proven equal to one server; KEEP=1 TP=2 REQUESTS=32
+	$(BIN)/vllm-commext demo $(DEMO_ARGS)
+
+test: env lint ## Lint, then unit, contract and cpu tests
+	$(PYTEST) tests/unit tests/contract tests/cpu $(PYTEST_ARGS)
+
+unit: env ## Tests that need no vLLM
+	$(PYTEST) tests/unit $(PYTEST_ARGS)
+
+contract: env ## Tests against the installed vLLM, without a model
+	$(PYTEST) tests/contract $(PYTEST_ARGS)
+
+cpu: env ## Tests with real servers on CPUs
+	$(PYTEST) tests/cpu $(PYTEST_ARGS)
+
+lint: env ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: env ## Write the generated pages under docs/
+	$(BIN)/python tools/generate_docs.py
+
+env: ## The environment for everything above, in .venv
+	@$(PYTHON) tools/cpu_env.py $(VENV) --vllm $(VLLM)
+
+test-matrix: $(MATRIX:%=contract-%) ## Contract tests on each supported vLLM, one environment each
+
+contract-%:
+	@$(PYTHON) tools/cpu_env.py .venv-$* --vllm $*
+	.venv-$*/bin/python -m pytest tests/contract $(PYTEST_ARGS)
+
+clean: ## Remove the environments and what tests and tools left
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,34 @@
+"""Real servers on CPUs, shared by the tests of a module because each takes long to start."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from vllm_commext.testing.tiny_model import write_tiny_model
+
+NEEDED = ("vllm", "nixl", "httpx")
+SERVER_TIMEOUT = 900
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests here may take as long as their servers do; without vLLM or NIXL none can run."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    for item in items:
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        item.add_marker(pytest.mark.timeout(SERVER_TIMEOUT))
+        if missing:
+            item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(missing)}"))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same architecture with other weights."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "other", seed=1)

@@ -1,0 +1,111 @@
+"""A decode engine that does not fit the prefill engine: the difference is named, the policy is
+followed, and both go on serving."""
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from vllm_commext.testing import cluster
+from vllm_commext.testing.metrics import scrape, wait_for_added
+from vllm_commext.testing.parity import CompletionError, compare, complete
+from vllm_commext.testing.servers import Server, ServerEndedError, VllmServer
+
+LOG_SECONDS = 30
+PREFILL = "prefill"
+FAILURES = "vllm:commext_nixl_failures_total"
+# What differs, and the names of the facts that the message must give.
+FACTS = {"dtype": "dtype:", "block-size": "block_size:", "model": "model:"}
+POLICIES = {"dtype": "recompute", "block-size": "fail", "model": "recompute"}
+
+
+@pytest.fixture(scope="module")
+def servers(
+    model: Path, other_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, VllmServer]]:
+    folder = tmp_path_factory.mktemp("mismatch")
+
+    def decode(kind: str, served: Path, *args: str) -> VllmServer:
+        config = cluster.kv_transfer_config("kv_consumer", policy=POLICIES[kind])
+        return cluster.engine_server(f"decode-{kind}", served, folder, config, args=args)
+
+    made = {
+        PREFILL: cluster.engine_server(
+            PREFILL, model, folder, cluster.kv_transfer_config("kv_producer")
+        ),
+        "dtype": decode("dtype", model, "--dtype", "bfloat16"),
+        "block-size": decode("block-size", model, "--block-size", "64"),
+        "model": decode("model", other_model),
+    }
+    with ExitStack() as stack:
+        for server in made.values():
+            stack.callback(server.stop)
+            server.start()
+        for server in made.values():
+            server.wait_ready()
+        yield made
+
+
+def assert_own_answers(server: Server) -> None:
+    """The server still answers ordinary requests, twice alike."""
+    prompt = tuple(range(40, 90))
+    one, other = (complete(server.url, cluster.MODEL_NAME, prompt) for _ in range(2))
+    assert compare(one, other).tokens_equal
+
+
+@pytest.mark.parametrize("kind", FACTS)
+def test_the_difference_is_named(servers: dict[str, VllmServer], kind: str) -> None:
+    rng = random.Random(kind)
+    prompt = [rng.randrange(32, 127) for _ in range(100)]
+    decode, prefill_server = servers[kind], servers[PREFILL]
+    before, start = scrape(decode.url), len(decode.log_text())
+
+    def ask() -> None:
+        got = cluster.disaggregated(prefill_server.url, decode.url, cluster.MODEL_NAME, prompt)
+        own = complete(decode.url, cluster.MODEL_NAME, prompt)
+        assert own.token_ids[0] == got.token_ids[0], "not recomputed by the decode engine itself"
+
+    if POLICIES[kind] == "recompute":
+        ask()
+    else:
+        with pytest.raises(CompletionError):
+            ask()
+    line = decode.wait_for_log("configurations differ", LOG_SECONDS, start)
+    assert FACTS[kind] in line
+    assert "decode" in line
+    assert "prefill" in line
+    assert "Remedy" in line
+    complete(decode.url, cluster.MODEL_NAME, [32, 33], max_tokens=2)
+    added = wait_for_added(decode.url, before, FAILURES, at_least=1)
+    assert added.total(FAILURES, reason="handshake") == added.total(FAILURES) >= 1
+    assert added.total("vllm:commext_nixl_bytes_total") == 0
+    for server in (decode, prefill_server):
+        assert_own_answers(server)
+
+
+def test_an_unknown_setting_ends_the_server_with_the_known_ones(
+    model: Path, tmp_path: Path
+) -> None:
+    config = cluster.kv_transfer_config("kv_producer", extra={"kv_lease_duraton": 5})
+    server = cluster.engine_server("misspelt", model, tmp_path, config)
+    with pytest.raises(ServerEndedError):
+        server.__enter__()
+    line = server.wait_for_log("unknown keys ['kv_lease_duraton']", 0)
+    assert "'kv_lease_duration'" in line
+
+
+def test_switched_off_the_connector_is_unknown(model: Path, tmp_path: Path) -> None:
+    config = cluster.kv_transfer_config("kv_producer")
+    server = VllmServer(
+        "off",
+        model,
+        tmp_path,
+        kv_transfer_config=config,
+        args=cluster.ENGINE_ARGS,
+        environ={"VLLM_COMMEXT": "0"},
+    )
+    with pytest.raises(ServerEndedError):
+        server.__enter__()
+    assert "CommextNixlConnector" in server.wait_for_log("Unsupported connector type", 0)

@@ -1,0 +1,99 @@
+"""The demo's claims fail when they should, and metrics that are absent do not read as zero."""
+
+import pytest
+
+from vllm_commext.cli.demo_report import NOISE_MARGIN, Noise, Pass, Traffic, table, verdict
+from vllm_commext.errors import ConfigError
+from vllm_commext.testing.metrics import parse
+from vllm_commext.testing.parity import Completion
+
+PAGE = """
+# HELP vllm:commext_nixl_bytes Bytes.
+# TYPE vllm:commext_nixl_bytes counter
+vllm:commext_nixl_bytes_total{engine="0"} 1024.0
+vllm:commext_nixl_bytes_total{engine="1"} 512.0
+# HELP vllm:commext_nixl_failures Failures.
+# TYPE vllm:commext_nixl_failures counter
+# HELP vllm:commext_nixl_transfer_seconds Seconds.
+# TYPE vllm:commext_nixl_transfer_seconds histogram
+vllm:commext_nixl_transfer_seconds_bucket{engine="0",le="+Inf"} 2.0
+vllm:commext_nixl_transfer_seconds_count{engine="0"} 2.0
+vllm:commext_nixl_transfer_seconds_sum{engine="0"} 0.5
+"""
+GOOD = Traffic(num_blocks=3, num_bytes=384, num_reads=1, seconds=0.002, num_failures=0)
+
+
+def completion(token: int, logprob: float) -> Completion:
+    return Completion((1, 2), (token,), ({token: logprob, 99: -3.0},), "length")
+
+
+def one_pass(got: Completion, noise: Noise, traffic: Traffic = GOOD) -> Pass:
+    differences = noise.compare_all([completion(5, -1.0)], [got])
+    return Pass("test", [got], differences, traffic, num_blocks_expected=3, bytes_per_block=128)
+
+
+def test_totals_labels_and_differences() -> None:
+    page = parse(PAGE)
+    name = "vllm:commext_nixl_bytes_total"
+    assert page.total(name) == 1536
+    assert page.total(name, engine="1") == 512
+    assert page.total("vllm:commext_nixl_failures_total") == 0
+    assert page.total("vllm:commext_nixl_transfer_seconds_sum") == 0.5
+    later = parse(PAGE.replace("1024.0", "2024.0"))
+    assert later.minus(page).total(name) == 1000
+
+
+def test_an_absent_metric_is_an_error_that_names_near_ones() -> None:
+    with pytest.raises(ConfigError, match=r"commext_nixl_byte_total.*commext_nixl_bytes_total"):
+        parse(PAGE).total("vllm:commext_nixl_byte_total")
+
+
+def test_equal_answers_and_all_bytes_hold() -> None:
+    exact = Noise((True,), 0.0)
+    one = one_pass(completion(5, -1.0), exact)
+    assert one.claim_equal(exact).held
+    assert one.claim_transferred().held
+    assert not one.claim_noticed().held
+    assert "VERDICT: all 2 held" in verdict([one.claim_equal(exact), one.claim_transferred()])
+    assert table([one]).splitlines()[-1].split() == [
+        *("test", "1", "1", "3", "384", "2.00", "0", "1/1")
+    ]
+
+
+@pytest.mark.parametrize("got", [completion(6, -1.0), completion(5, -1.0001)])
+def test_any_difference_breaks_an_exact_claim(got: Completion) -> None:
+    exact = Noise((True,), 0.0)
+    one = one_pass(got, exact)
+    claim = one.claim_equal(exact)
+    assert not claim.held
+    assert one.claim_noticed().held
+    assert "FAIL" in verdict([claim])
+    assert "1 of 1 did NOT hold" in verdict([claim])
+
+
+def test_the_tolerance_is_a_small_multiple_of_the_measured_noise() -> None:
+    noise = Noise.between([completion(5, -1.0)], [completion(5, -1.001)])
+    assert one_pass(completion(5, -1.0 + 1.9e-3), noise).claim_equal(noise).held
+    assert not one_pass(completion(5, -1.0 + 2.1e-3), noise).claim_equal(noise).held
+    assert NOISE_MARGIN == 2.0
+
+
+def test_where_the_single_server_disagrees_with_itself_only_logprobs_count() -> None:
+    near = Completion((1, 2), (6,), ({5: -1.0, 6: -1.0, 99: -3.0},), "length")
+    noise = Noise((False,), 1.0)
+    assert one_pass(near, noise).claim_equal(noise).held
+    assert not one_pass(near, Noise((True,), 1.0)).claim_equal(noise).held
+    assert not one_pass(completion(6, -9.0), noise).claim_equal(noise).held
+
+
+@pytest.mark.parametrize(
+    "traffic",
+    [
+        Traffic(num_blocks=3, num_bytes=383, num_reads=1, seconds=0.0, num_failures=0),
+        Traffic(num_blocks=2, num_bytes=384, num_reads=1, seconds=0.0, num_failures=0),
+        Traffic(num_blocks=3, num_bytes=384, num_reads=1, seconds=0.0, num_failures=1),
+        Traffic(num_blocks=0, num_bytes=0, num_reads=0, seconds=0.0, num_failures=0),
+    ],
+)
+def test_missing_or_failed_transfers_break_the_claim(traffic: Traffic) -> None:
+    assert not one_pass(completion(5, -1.0), Noise((True,), 0.0), traffic).claim_transferred().held

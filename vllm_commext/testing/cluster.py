@@ -1,0 +1,130 @@
+"""A prefill and a decode server of one model on this machine, with the connector between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_commext.testing.parity import Completion, complete, prefill
+from vllm_commext.testing.servers import LOOPBACK, VllmServer, free_port
+
+BLOCK_SIZE = 32
+MAX_MODEL_LEN = 1024
+MODEL_NAME = "tiny"
+CONNECTOR = "CommextNixlConnector"
+CORRUPTING = "CorruptingNixlConnector"
+CORRUPTING_MODULE = "vllm_commext.testing.corrupting_connector"
+
+# Eager: the tiny models gain nothing from compilation, which would need a C++ compiler and a
+# minute a server.
+# The data type is named because vLLM's "auto" turns float32 weights into bfloat16.
+ENGINE_ARGS = (
+    "--enforce-eager",
+    "--dtype",
+    "float32",
+    "--block-size",
+    str(BLOCK_SIZE),
+    "--max-model-len",
+    str(MAX_MODEL_LEN),
+    "--max-num-seqs",
+    "16",
+)
+
+
+# A loaded machine with two cores answers late; how soon the proxy gives up is not what is shown.
+PATIENT_PROXY_ARGS = ("--connect-timeout", "60", "--health-timeout", "60")
+
+
+def _names(model: Path | str) -> list[str]:
+    """Serve the model under a short name, and under its path as vLLM does by itself."""
+    return ["--served-model-name", MODEL_NAME, str(model)]
+
+
+def kv_transfer_config(
+    role: str,
+    *,
+    connector: str = CONNECTOR,
+    module_path: str | None = None,
+    policy: str = "fail",
+    extra: Mapping[str, Any] | None = None,
+    engine_id: str | None = None,
+) -> dict[str, Any]:
+    """``--kv-transfer-config`` of one server, with its side channel on a free loopback port."""
+    config: dict[str, Any] = {
+        "kv_connector": connector,
+        "kv_role": role,
+        "kv_buffer_device": "cpu",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {
+            "side_channel_host": LOOPBACK,
+            "side_channel_port": free_port(),
+            **(extra or {}),
+        },
+    }
+    if module_path is not None:
+        config["kv_connector_module_path"] = module_path
+    if engine_id is not None:
+        config["engine_id"] = engine_id
+    return config
+
+
+def plain_server(
+    name: str,
+    model: Path | str,
+    folder: Path,
+    *,
+    tensor_parallel_size: int = 1,
+    port: int | None = None,
+) -> VllmServer:
+    """A server as it would be without this package: the plugin switched off, no connector."""
+    return VllmServer(
+        name,
+        model,
+        folder,
+        port=port,
+        tensor_parallel_size=tensor_parallel_size,
+        args=[*ENGINE_ARGS, *_names(model)],
+        environ={"VLLM_COMMEXT": "0"},
+    )
+
+
+def engine_server(
+    name: str,
+    model: Path | str,
+    folder: Path,
+    config: Mapping[str, Any],
+    *,
+    tensor_parallel_size: int = 1,
+    port: int | None = None,
+    args: Sequence[str] = (),
+) -> VllmServer:
+    """A prefill or decode server with ``config`` as its ``--kv-transfer-config``; ``args`` win
+    over the common ones."""
+    return VllmServer(
+        name,
+        model,
+        folder,
+        port=port,
+        tensor_parallel_size=tensor_parallel_size,
+        kv_transfer_config=config,
+        args=[*ENGINE_ARGS, *_names(model), *args],
+    )
+
+
+def disaggregated(
+    prefill_url: str,
+    decode_url: str,
+    model: str,
+    prompt: Sequence[int],
+    *,
+    changes: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Completion:
+    """The two steps of a proxy: prefill one token, then decode with the parameters that this gave.
+
+    ``changes`` are laid over those parameters, to see what a wrong one does; ``options`` go to
+    ``complete()``.
+    """
+    params = {**prefill(prefill_url, model, prompt), **(changes or {})}
+    return complete(decode_url, model, prompt, extra={"kv_transfer_params": params}, **options)

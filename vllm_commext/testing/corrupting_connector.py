@@ -1,0 +1,89 @@
+"""The negative control: a connector that damages what it receives, so that a comparison must
+notice.
+
+Use it on the decode side, in ``--kv-transfer-config``:
+``"kv_connector": "CorruptingNixlConnector"``,
+``"kv_connector_module_path": "vllm_commext.testing.corrupting_connector"``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_commext.nixl.connector import CommextNixlConnector
+from vllm_commext.nixl.metadata import StepMetadata
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger("vllm.commext.testing")
+
+# The top bit of every byte: of a float that is its sign, the lowest bit of its exponent and part of
+# its mantissa, so that numbers change and stay numbers.
+FLIPPED_BITS = 0x80
+
+
+def flip_block(cache: torch.Tensor, block_id: int, num_blocks: int) -> None:
+    """Flip bits in every byte of one block of one layer's cache, in place.
+
+    ``cache``: any dtype; its first dimension is ``num_blocks`` blocks, or a multiple of it where a
+    block is several neighbouring rows.
+    """
+    rows = cache.shape[0] // num_blocks
+    block = cache[block_id * rows : (block_id + 1) * rows]
+    damaged = block.contiguous().view(torch.uint8) ^ FLIPPED_BITS
+    block.copy_(damaged.view(cache.dtype).view(block.shape))
+
+
+class CorruptingNixlConnector(CommextNixlConnector):
+    """Flips bits in the first block of each load after it has arrived, before the request runs."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._num_blocks = kv_cache_config.num_blocks
+        self._caches: list[torch.Tensor] = []
+        self._first_blocks: dict[str, int] = {}
+        logger.warning("this connector damages every load on purpose: it is for tests only")
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Remember the cache that is to be damaged."""
+        super().register_kv_caches(kv_caches)
+        self._caches = list(kv_caches.values())
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Remember where each load goes."""
+        step = self._get_connector_metadata()
+        if isinstance(step, StepMetadata):
+            for load in step.loads:
+                if load.awaited and load.local_block_ids:
+                    self._first_blocks[load.request_id] = load.local_block_ids[0]
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Damage what was received (vLLM before 0.30)."""
+        sent, received = super().get_finished(finished_req_ids)
+        self._damage(received or ())
+        return sent, received
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Damage what was received (vLLM 0.30 and newer)."""
+        results = super().get_transfer_results(finished_req_ids)
+        self._damage(results.finished_recving)
+        return results
+
+    def _damage(self, received: Iterable[str]) -> None:
+        for request_id in received:
+            block_id = self._first_blocks.pop(request_id, None)
+            if block_id is None:
+                continue
+            for cache in self._caches:
+                flip_block(cache, block_id, self._num_blocks)
+            logger.warning("request %s: damaged block %d on purpose", request_id, block_id)

@@ -1,0 +1,140 @@
+"""Runs one server and leaves nothing of it behind, whatever becomes of the server or of who asked
+for it.
+
+``python guardian.py GRACE_SECONDS COMMAND ...`` starts the command in a session of its own. When
+standard input closes (the asking process ended the server, or died itself) or SIGTERM arrives, the
+command gets SIGTERM and, after the grace period, everything it left gets SIGKILL. The guardian is
+the reaper of all its orphaned descendants (Linux ``PR_SET_CHILD_SUBREAPER``), so it ends only when
+no descendant is left: its own end is the proof. vLLM's engine and worker processes survive their
+parent otherwise, and hold ports and shared memory.
+
+The standard library is enough to run this file, and it imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+POLL_SECONDS = 0.05
+LEFTOVER_SECONDS = 3.0
+KILL_SECONDS = 20.0
+STATUS_OF_LEFTOVERS = 70
+
+
+def descendants(pid: int) -> list[int]:
+    """All living processes below ``pid``, in no particular order."""
+    found: list[int] = []
+    pending = [pid]
+    while pending:
+        children = _children(pending.pop())
+        found += children
+        pending += children
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += [int(child) for child in listing.read_text().split()]
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # the thread ended between the listing and the look
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def _send(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return  # it ended by itself meanwhile, which is what the signal was for
+
+
+def _reap() -> bool:
+    """Collect ended descendants; False once there is no child left, living or dead."""
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        if pid == 0:
+            return True
+
+
+def _wait_for_all(seconds: float) -> bool:
+    """Wait until every descendant is gone; False when some outlived ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while _reap():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def _watch(server: subprocess.Popen[bytes], asked_to_stop: list[int]) -> None:
+    """Return when the server ended, the asking process let go, or SIGTERM came."""
+    while server.poll() is None and not asked_to_stop:
+        readable, _, _ = select.select([sys.stdin], [], [], POLL_SECONDS)
+        if readable and not os.read(sys.stdin.fileno(), 4096):
+            return
+
+
+def _end(server: subprocess.Popen[bytes], grace_seconds: float) -> bool:
+    """End the server and all below it; False when something outlived even SIGKILL."""
+    if server.returncode is None:
+        _send(server.pid, signal.SIGTERM)
+    if _wait_for_all(grace_seconds if server.returncode is None else LEFTOVER_SECONDS):
+        return True
+    deadline = time.monotonic() + KILL_SECONDS
+    while time.monotonic() < deadline:
+        for pid in descendants(os.getpid()):
+            _send(pid, signal.SIGKILL)
+        if _wait_for_all(POLL_SECONDS):
+            return True
+    return False
+
+
+def main() -> int:
+    """The server's exit status (128 + N after signal N), or 70 when something of it could not be
+    ended."""
+    grace_seconds, command = float(sys.argv[1]), sys.argv[2:]
+    asked_to_stop: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked_to_stop.append(number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    server = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+    )
+    _watch(server, asked_to_stop)
+    status = server.returncode
+    if not _end(server, grace_seconds):
+        print(
+            f"guardian: left behind after SIGKILL: {descendants(os.getpid())}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return STATUS_OF_LEFTOVERS
+    if status is None:
+        return 0
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

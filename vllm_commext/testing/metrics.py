@@ -1,0 +1,91 @@
+"""A server's Prometheus page as numbers: read it, sum over labels, take the difference of two
+readings."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from dataclasses import dataclass
+from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_commext.errors import ConfigError
+
+POLL_SECONDS = 0.1
+Key = tuple[str, frozenset[tuple[str, str]]]
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One reading. ``samples``: (name, labels) -> value; ``families``: the names the page
+    declares."""
+
+    samples: dict[Key, float]
+    families: frozenset[str]
+
+    def total(self, name: str, **labels: str) -> float:
+        """Sum over all samples called ``name`` that carry ``labels``; 0.0 for a declared counter
+        without samples.
+
+        Raises ``ConfigError`` when the page does not even declare the name: an absent metric must
+        not read as zero.
+        """
+        wanted = set(labels.items())
+        found = [
+            value
+            for (sample, has), value in self.samples.items()
+            if sample == name and wanted <= has
+        ]
+        if not found and not self._declares(name):
+            near = difflib.get_close_matches(name, self.names(), n=5, cutoff=0.4)
+            raise ConfigError(
+                f"metrics: expected a metric {name!r}, got a page without it; nearest: {near}"
+            )
+        return sum(found)
+
+    def names(self) -> list[str]:
+        """The names of all samples, sorted."""
+        return sorted({name for name, _ in self.samples})
+
+    def minus(self, earlier: Metrics) -> Metrics:
+        """What was added since ``earlier``; a sample that was not there counts from zero."""
+        added = {key: value - earlier.samples.get(key, 0.0) for key, value in self.samples.items()}
+        return Metrics(added, self.families)
+
+    def _declares(self, name: str) -> bool:
+        endings = ("", "_total", "_sum", "_count", "_bucket", "_created")
+        return any(name == family + ending for family in self.families for ending in endings)
+
+
+def parse(page: str) -> Metrics:
+    """Read a page in Prometheus' text format."""
+    samples: dict[Key, float] = {}
+    families: set[str] = set()
+    for family in text_string_to_metric_families(page):
+        families.add(family.name)
+        for sample in family.samples:
+            samples[sample.name, frozenset(sample.labels.items())] = sample.value
+    return Metrics(samples, frozenset(families))
+
+
+def scrape(url: str, timeout_seconds: float = 10.0) -> Metrics:
+    """Fetch and read ``url``/metrics."""
+    with urlopen(f"{url}/metrics", timeout=timeout_seconds) as response:
+        return parse(response.read().decode())
+
+
+def wait_for_added(
+    url: str, earlier: Metrics, name: str, at_least: float, seconds: float = 10.0
+) -> Metrics:
+    """What was added since ``earlier``, as soon as ``name`` has grown by ``at_least``.
+
+    Engines report with a step, so a count may come after the answer that it belongs to. After
+    ``seconds`` the last reading is returned whatever it holds: the caller compares it.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        added = scrape(url).minus(earlier)
+        if added.total(name) >= at_least or time.monotonic() > deadline:
+            return added
+        time.sleep(POLL_SECONDS)

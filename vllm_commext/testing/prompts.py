@@ -1,0 +1,94 @@
+"""Prompts that cover what a KV connector must get right, and how many blocks each must make it
+fetch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+
+from vllm_commext.errors import ConfigError
+
+Prompt = tuple[int, ...]
+PRINTABLE = range(32, 127)
+SHARED_TOKENS = 256
+
+
+def edge_lengths(block_size: int) -> list[int]:
+    """Prompt lengths around block boundaries, and long ones; in tokens."""
+    near = [blocks * block_size + off for blocks in (1, 2, 4) for off in (-1, 0, 1)]
+    return [1, 2, 7, *near, 150, 333, 512, 513, 640, 801]
+
+
+def prompt_set(
+    num_prompts: int, seed: int, block_size: int, num_shared: int = SHARED_TOKENS
+) -> list[Prompt]:
+    """``num_prompts`` different prompts as token ids of the byte-level tokenizer; three kinds in
+    turn.
+
+    Lengths at block boundaries and long ones; prompts that share their first ``num_shared``
+    tokens; and lengths drawn from 3 to 700. Prompts of different seeds share no whole block.
+    """
+    if num_prompts < 1:
+        raise ConfigError(f"prompts: expected at least 1, got {num_prompts}")
+    rng = random.Random(seed)
+    lengths = edge_lengths(block_size)
+    shared = _draw(rng, num_shared)
+    made: list[Prompt] = []
+    while len(made) < num_prompts:
+        place, kind = divmod(len(made), 3)
+        if kind == 0:
+            prompt = _draw(rng, lengths[place % len(lengths)])
+        elif kind == 1:
+            prompt = shared + _draw(rng, 1 + (37 * place) % 200)
+        else:
+            prompt = _draw(rng, rng.randrange(3, 700))
+        if prompt not in made:
+            made.append(prompt)
+    return made
+
+
+def _draw(rng: random.Random, num_tokens: int) -> Prompt:
+    return tuple(rng.choice(PRINTABLE) for _ in range(num_tokens))
+
+
+def num_blocks(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold ``num_tokens`` tokens."""
+    return -(-num_tokens // block_size)
+
+
+class PrefixCache:
+    """Which blocks a decode engine holds after the requests so far, as vLLM's prefix cache counts
+    them.
+
+    Only whole blocks are cached, and a hit never covers a prompt's last token. Assumes that
+    nothing was evicted.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._held: set[Prompt] = set()
+
+    def blocks_to_fetch(self, prompt: Prompt) -> int:
+        """Blocks of the prompt that the decode engine does not hold yet."""
+        hit = 0
+        while (end := (hit + 1) * self.block_size) < len(prompt) and prompt[:end] in self._held:
+            hit += 1
+        return num_blocks(len(prompt), self.block_size) - hit
+
+    def add(self, prompt: Prompt, generated: Sequence[int]) -> None:
+        """Note a finished request; the KV entry of its last token was never computed."""
+        tokens = (*prompt, *generated[:-1])
+        ends = range(self.block_size, len(tokens) + 1, self.block_size)
+        self._held.update(tokens[:end] for end in ends)
+
+
+def blocks_one_at_a_time(
+    cache: PrefixCache, requests: Iterable[tuple[Prompt, Sequence[int]]]
+) -> int:
+    """Blocks that requests (prompt, generated tokens), sent one after the other, make a decode
+    engine fetch."""
+    total = 0
+    for prompt, generated in requests:
+        total += cache.blocks_to_fetch(prompt)
+        cache.add(prompt, generated)
+    return total

@@ -1,0 +1,321 @@
+"""vLLM servers and proxies as child processes: own session, free loopback port, log file, bounded
+start and stop.
+
+    with VllmServer("decode", model, folder, kv_transfer_config=...) as server:
+        httpx.get(server.url + "/metrics")
+
+``start()`` and ``wait_ready()`` are also there one by one, so that several servers can start at
+the same time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from vllm_commext.errors import CommextError, CommextTimeoutError
+from vllm_commext.testing import guardian
+
+LOOPBACK = "127.0.0.1"
+READY_SECONDS = 180.0
+GRACE_SECONDS = 20.0
+POLL_SECONDS = 0.1
+TAIL_LINES = 40
+# Below the range that Linux hands out for outgoing connections, so that none takes a port before
+# its server does.
+PORTS = range(12000, 32000)
+
+# What a vLLM server on CPUs needs. One thread a process: two cores carry two servers or more, and
+# each
+# server must split its sums in the same way for outputs to be comparable.
+CPU_ENVIRON: dict[str, str] = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": LOOPBACK,
+    "UCX_TLS": "tcp",
+    "UCX_NET_DEVICES": "lo",
+}
+
+_handed_out: set[int] = set()
+
+
+class ServerEndedError(CommextError, RuntimeError):
+    """A server ended before it was ready, or something of it could not be ended."""
+
+
+def free_port() -> int:
+    """A loopback TCP port that nothing listens on and that this process has not handed out
+    before."""
+    for port in random.Random().sample(PORTS, 200):
+        if port in _handed_out:
+            continue
+        with socket.socket() as probe:
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError:
+                continue
+        _handed_out.add(port)
+        return port
+    raise CommextError(
+        f"expected a free port on {LOOPBACK} from {PORTS.start} to {PORTS.stop - 1}, "
+        "found none in 200 tries"
+    )
+
+
+class Server:
+    """One HTTP server as a child process under a guardian (see ``guardian.py``).
+
+    Attributes: ``name`` (for messages), ``url`` (no slash at the end), ``log_path`` (standard
+        output and error).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        folder: Path | str,
+        *,
+        port: int,
+        environ: Mapping[str, str | None] | None = None,
+        ready_seconds: float = READY_SECONDS,
+    ) -> None:
+        self.name = name
+        self.port = port
+        self.url = f"http://{LOOPBACK}:{port}"
+        self.command = list(command)
+        self.log_path = Path(folder) / f"{name}.log"
+        self.ready_seconds = ready_seconds
+        self._environ = {**os.environ}
+        for key, value in (environ or {}).items():
+            if value is None:
+                self._environ.pop(key, None)
+            else:
+                self._environ[key] = value
+        self._guardian: subprocess.Popen[bytes] | None = None
+        self._started = 0.0
+
+    def start(self) -> None:
+        """Start the process; does not wait for it."""
+        if self._guardian is not None:
+            raise ServerEndedError(f"{self.name}: already started")
+        self._started = time.monotonic()
+        with self.log_path.open("wb") as log:
+            self._guardian = subprocess.Popen(
+                [sys.executable, str(Path(guardian.__file__)), str(GRACE_SECONDS), *self.command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environ,
+                start_new_session=True,
+            )
+
+    def wait_ready(self) -> float:
+        """Wait until ``/health`` answers 200; return the seconds since ``start()``.
+
+        Raises ``ServerEndedError`` as soon as the process has ended, ``CommextTimeoutError`` after
+        ``ready_seconds``; both carry the end of the log.
+        """
+        deadline = self._started + self.ready_seconds
+        while not self.healthy():
+            if not self.running():
+                raise ServerEndedError(
+                    f"{self.name}: expected to become ready, but it ended with status "
+                    f"{self.exit_status()}; "
+                    f"the end of {self.log_path}:\n{self.log_tail()}"
+                )
+            if time.monotonic() > deadline:
+                raise CommextTimeoutError(
+                    f"{self.name}: expected 200 from {self.url}/health within "
+                    f"{self.ready_seconds:.0f} s; "
+                    f"the end of {self.log_path}:\n{self.log_tail()}"
+                )
+            time.sleep(POLL_SECONDS)
+        return time.monotonic() - self._started
+
+    def healthy(self) -> bool:
+        """Whether ``/health`` answers 200 now."""
+        try:
+            with urlopen(f"{self.url}/health", timeout=5) as response:
+                return response.status == 200
+        except (URLError, OSError):
+            return False
+
+    def running(self) -> bool:
+        """Whether the process has been started and has not ended."""
+        return self._guardian is not None and self._guardian.poll() is None
+
+    def exit_status(self) -> int | None:
+        """Status the process ended with (128 + N after signal N); None while it runs."""
+        return None if self._guardian is None else self._guardian.poll()
+
+    def pids(self) -> list[int]:
+        """Process ids of the server and everything below it, the server's own first."""
+        return guardian.descendants(self._guardian.pid) if self._guardian is not None else []
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Send a signal to every process of the server, as a fault to be survived by its peers."""
+        for pid in self.pids():
+            os.kill(pid, number)
+
+    def stop(self) -> int | None:
+        """End the server and prove that nothing of it is left; return its exit status (None: never
+        started).
+
+        SIGTERM, ``GRACE_SECONDS``, SIGKILL. Raises ``ServerEndedError`` when something outlives
+        that.
+        """
+        if self._guardian is None:
+            return None
+        if self._guardian.stdin is not None:
+            self._guardian.stdin.close()
+        try:
+            status = self._guardian.wait(GRACE_SECONDS + guardian.KILL_SECONDS + 10)
+        except subprocess.TimeoutExpired as error:
+            raise ServerEndedError(f"{self.name}: processes {self.pids()} did not end") from error
+        if status == guardian.STATUS_OF_LEFTOVERS:
+            raise ServerEndedError(
+                f"{self.name}: not all of its processes ended:\n{self.log_tail()}"
+            )
+        return status
+
+    def log_text(self) -> str:
+        """Everything the server has written so far."""
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    def log_tail(self, num_lines: int = TAIL_LINES) -> str:
+        """The last lines the server has written."""
+        return "\n".join(self.log_text().splitlines()[-num_lines:])
+
+    def wait_for_log(self, text: str, seconds: float, start: int = 0) -> str:
+        """The first line with ``text`` at or after character ``start`` of the log.
+
+        Raises ``CommextTimeoutError`` when it has not come after ``seconds``.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            for line in self.log_text()[start:].splitlines():
+                if text in line:
+                    return line
+            if time.monotonic() > deadline:
+                raise CommextTimeoutError(
+                    f"{self.name}: expected a log line with {text!r} within {seconds:.0f} s; "
+                    f"the end of {self.log_path}:\n{self.log_tail()}"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def __enter__(self) -> Server:
+        try:
+            self.start()
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+class VllmServer(Server):
+    """``vllm serve`` with this interpreter.
+
+    ``args`` are added to the command line; ``environ`` is laid over ``base_environ``
+    (``CPU_ENVIRON`` unless told otherwise, so that GPU servers pass their own), a value of None
+    takes a variable away.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Path | str,
+        folder: Path | str,
+        *,
+        port: int | None = None,
+        tensor_parallel_size: int = 1,
+        kv_transfer_config: Mapping[str, Any] | None = None,
+        args: Sequence[str] = (),
+        environ: Mapping[str, str | None] | None = None,
+        base_environ: Mapping[str, str | None] | None = None,
+        ready_seconds: float = READY_SECONDS,
+    ) -> None:
+        chosen = free_port() if port is None else port
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        command += [
+            "--host",
+            LOOPBACK,
+            "--port",
+            str(chosen),
+            "--tensor-parallel-size",
+            str(tensor_parallel_size),
+        ]
+        if kv_transfer_config is not None:
+            command += ["--kv-transfer-config", json.dumps(kv_transfer_config)]
+        base = CPU_ENVIRON if base_environ is None else base_environ
+        super().__init__(
+            name,
+            [*command, *args],
+            folder,
+            port=chosen,
+            environ={**base, **(environ or {})},
+            ready_seconds=ready_seconds,
+        )
+        self.model = str(model)
+
+
+class ProxyServer(Server):
+    """``vllm-commext proxy`` in front of prefill and decode servers, given by their URLs."""
+
+    def __init__(
+        self,
+        name: str,
+        prefill_urls: Sequence[str],
+        decode_urls: Sequence[str],
+        folder: Path | str,
+        *,
+        port: int | None = None,
+        args: Sequence[str] = (),
+        environ: Mapping[str, str | None] | None = None,
+        ready_seconds: float = 60.0,
+    ) -> None:
+        chosen = free_port() if port is None else port
+        command = [
+            sys.executable,
+            "-m",
+            "vllm_commext",
+            "proxy",
+            "--host",
+            LOOPBACK,
+            "--port",
+            str(chosen),
+        ]
+        for option, urls in (("--prefill", prefill_urls), ("--decode", decode_urls)):
+            for url in urls:
+                command += [option, url]
+        super().__init__(
+            name,
+            [*command, *args],
+            folder,
+            port=chosen,
+            environ=environ,
+            ready_seconds=ready_seconds,
+        )
