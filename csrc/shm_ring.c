@@ -1,0 +1,252 @@
+/*
+ * vllm_commext.shm._shm_ring: the byte ring of shm_ring_core.h as a Python type.
+ *
+ * Limited API of Python 3.10, so one binary serves every later Python.
+ */
+#include "shm_ring_records.h"
+
+#include <pthread.h>
+#include <sys/mman.h>
+
+static void ring_after_fork(void) { ring_generation++; }
+
+/* ---- the meeting of writer and readers ---- */
+
+static PyObject *wait_for(RingObject *self, struct ring_wish wish, PyObject *timeout) {
+    uint64_t deadline;
+    if (to_deadline(timeout, &deadline) < 0) return NULL;
+    int status = RING_INTERRUPTED;
+    self->end.wait_started = 0;
+    self->in_use = 1;
+    while (status == RING_INTERRUPTED && PyErr_CheckSignals() == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        status = ring_wait(&self->end.waiter, &wish, &self->end.wait_started, deadline);
+        Py_END_ALLOW_THREADS
+    }
+    self->in_use = 0;
+    if (PyErr_Occurred()) return NULL;
+    self->end.culprit = wish.peer == NULL ? RING_NOBODY : RING_WRITER;
+    return PyLong_FromLong(status);
+}
+
+static PyObject *Ring_wait_attached(PyObject *op, PyObject *timeout) {
+    RingObject *self = (RingObject *)op;
+    if (check_usable(self, 1) < 0) return NULL;
+    struct ring_meeting *meeting = &self->end.segment->meeting;
+    struct ring_wish wish = {.cursor = &meeting->attached, .wanted = &meeting->attached_wanted,
+                             .target = self->end.n_readers, .ask = 1, .lenient_ask = 1};
+    return wait_for(self, wish, timeout);
+}
+
+static PyObject *Ring_announce_ready(PyObject *op, PyObject *Py_UNUSED(ignored)) {
+    RingObject *self = (RingObject *)op;
+    if (check_usable(self, 1) < 0) return NULL;
+    struct ring_meeting *meeting = &self->end.segment->meeting;
+    ring_advance(&self->end.waiter, &meeting->ready, 1, &meeting->ready_wanted);
+    Py_RETURN_NONE;
+}
+
+static PyObject *Ring_wait_ready(PyObject *op, PyObject *timeout) {
+    RingObject *self = (RingObject *)op;
+    if (check_usable(self, 0) < 0) return NULL;
+    struct ring_meeting *meeting = &self->end.segment->meeting;
+    struct ring_wish wish = {.cursor = &meeting->ready, .wanted = &meeting->ready_wanted,
+                             .target = 1, .ask = 1, .lenient_ask = 1,
+                             .peer = &self->end.segment->writer};
+    return wait_for(self, wish, timeout);
+}
+
+/* ---- ending ---- */
+
+static PyObject *Ring_cancel(PyObject *op, PyObject *Py_UNUSED(ignored)) {
+    RingObject *self = (RingObject *)op;
+    if (self->process != ring_generation) Py_RETURN_NONE; /* a forked child changes nothing */
+    Py_BEGIN_ALLOW_THREADS
+    ring_cancel(&self->end.waiter);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *Ring_leave(PyObject *op, PyObject *Py_UNUSED(ignored)) {
+    RingObject *self = (RingObject *)op;
+    if (self->process == ring_generation) ring_leave(&self->end);
+    Py_RETURN_NONE;
+}
+
+/* ---- what can be observed ---- */
+
+static PyObject *Ring_counters(PyObject *op, PyObject *Py_UNUSED(ignored)) {
+    struct ring_end *end = &((RingObject *)op)->end;
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K}", "messages", (unsigned long long)end->sequence,
+                         "bytes", (unsigned long long)end->bytes, "waits",
+                         (unsigned long long)end->waiter.waits, "parks",
+                         (unsigned long long)end->waiter.parks, "wake_ups",
+                         (unsigned long long)end->waiter.wake_ups);
+}
+
+static PyObject *describe(const struct ring_end *end, int rank) {
+    const struct ring_identity *who =
+        rank == RING_WRITER ? &end->segment->writer : &end->readers[rank].identity;
+    const struct ring_cursor *cursor =
+        rank == RING_WRITER ? &end->segment->head : &end->readers[rank].cursor;
+    unsigned state = atomic_load_explicit(&who->state, memory_order_acquire);
+    int dead = state == RING_ATTACHED && ring_is_dead(who, end->waiter.pid_namespace);
+    return Py_BuildValue(
+        "(iIINKKK)", rank, state, (unsigned)who->pid, PyBool_FromLong(!dead),
+        (unsigned long long)atomic_load_explicit(&cursor->sequence, memory_order_relaxed),
+        (unsigned long long)atomic_load_explicit(&cursor->position, memory_order_relaxed),
+        (unsigned long long)atomic_load_explicit(&cursor->high_water, memory_order_relaxed));
+}
+
+static PyObject *Ring_peers(PyObject *op, PyObject *Py_UNUSED(ignored)) {
+    struct ring_end *end = &((RingObject *)op)->end;
+    PyObject *list = PyList_New((Py_ssize_t)end->n_readers + 1);
+    for (int i = 0; list != NULL && i <= (int)end->n_readers; i++) {
+        PyObject *peer = describe(end, i - 1);
+        if (peer == NULL || PyList_SetItem(list, i, peer) < 0) Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *Ring_failure(PyObject *op, PyObject *Py_UNUSED(ignored)) {
+    struct ring_end *end = &((RingObject *)op)->end;
+    return Py_BuildValue("(iz)", end->culprit, end->why);
+}
+
+/* ---- opening an end ---- */
+
+static int open_end(RingObject *self, int fd, unsigned long long map_bytes,
+                    unsigned long long capacity, unsigned n_readers, int rank,
+                    const unsigned char *nonce) {
+    int protection = PROT_READ | PROT_WRITE;
+    void *map = mmap(NULL, (size_t)map_bytes, protection, MAP_SHARED | MAP_POPULATE, fd, 0);
+    if (map == MAP_FAILED) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        return -1;
+    }
+    ring_open(&self->end, map, map_bytes, capacity, n_readers, rank);
+    self->process = ring_generation;
+    if (rank == RING_WRITER) {
+        ring_format(&self->end, nonce);
+        return 0;
+    }
+    const char *why =
+        ring_bad_header(&self->end.segment->header, capacity, n_readers, map_bytes, nonce);
+    if (why == NULL && !ring_claim(&self->end)) why = "this reader's place is taken already";
+    if (why == NULL) return 0;
+    munmap(map, (size_t)map_bytes);
+    self->end.segment = NULL;
+    PyErr_SetString(PyExc_ValueError, why);
+    return -1;
+}
+
+/* Ring(fd, map_bytes, capacity, n_readers, rank, nonce): rank -1 formats the segment as its writer,
+ * any other claims that reader's place. The descriptor may be closed afterwards. */
+static PyObject *Ring_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
+    int fd, rank;
+    unsigned long long map_bytes, capacity;
+    unsigned n_readers;
+    const char *nonce;
+    Py_ssize_t nonce_bytes;
+    if (!PyArg_ParseTuple(args, "iKKIiy#", &fd, &map_bytes, &capacity, &n_readers, &rank, &nonce,
+                          &nonce_bytes))
+        return NULL;
+    const char *why = ring_bad_shape(capacity, n_readers, map_bytes);
+    if (why == NULL && (rank < RING_WRITER || rank >= (int)n_readers))
+        why = "the rank must be -1 (the writer) or that of a reader";
+    if (why == NULL && nonce_bytes != RING_NONCE_BYTES) why = "the nonce must have 16 bytes";
+    if (why != NULL) return PyErr_SetString(PyExc_ValueError, why), NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    RingObject *self = (RingObject *)allocate(type, 0);
+    if (self == NULL) return NULL;
+    if (open_end(self, fd, map_bytes, capacity, n_readers, rank, (const unsigned char *)nonce) < 0)
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static void Ring_dealloc(PyObject *op) {
+    RingObject *self = (RingObject *)op;
+    PyTypeObject *type = Py_TYPE(op);
+    Py_CLEAR(self->received);
+    if (self->end.segment != NULL) {
+        if (self->process == ring_generation) ring_leave(&self->end);
+        munmap(self->end.segment, (size_t)self->end.map_bytes);
+    }
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(op);
+    Py_DECREF(type);
+}
+
+/* ---- module ---- */
+
+static PyObject *module_process_start(PyObject *Py_UNUSED(module), PyObject *pid) {
+    unsigned long number = PyLong_AsUnsignedLong(pid);
+    if (PyErr_Occurred()) return NULL;
+    uint64_t start = number == 0 || number > INT_MAX ? 0 : ring_process_start((uint32_t)number);
+    if (start == RING_NEVER) return PyErr_SetString(PyExc_OSError, "cannot read /proc"), NULL;
+    if (start == 0) Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(start);
+}
+
+static PyObject *module_pid_namespace(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
+    return PyLong_FromUnsignedLongLong(ring_pid_namespace());
+}
+
+#define FAST(name) ((PyCFunction)(void (*)(void))(name))
+
+static PyMethodDef ring_methods[] = {
+    {"write", FAST(Ring_write), METH_FASTCALL, "write(parts, timeout, keep, resume) -> status"},
+    {"read", FAST(Ring_read), METH_FASTCALL, "read(timeout) -> bytes, list of parts, or status"},
+    {"wait_attached", Ring_wait_attached, METH_O, "wait_attached(timeout) -> status"},
+    {"announce_ready", Ring_announce_ready, METH_NOARGS, "announce_ready()"},
+    {"wait_ready", Ring_wait_ready, METH_O, "wait_ready(timeout) -> status"},
+    {"cancel", Ring_cancel, METH_NOARGS, "cancel(): end every wait of this end, now and later"},
+    {"leave", Ring_leave, METH_NOARGS, "leave(): tell the others that this end is gone"},
+    {"counters", Ring_counters, METH_NOARGS, "counters() -> dict, of this end"},
+    {"peers", Ring_peers, METH_NOARGS,
+     "peers() -> [(rank, state, pid, alive, sequence, position, high_water)], the writer first"},
+    {"failure", Ring_failure, METH_NOARGS, "failure() -> (rank of the culprit, what is corrupt)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot ring_slots[] = {
+    {Py_tp_doc, (void *)"One end of a byte ring in shared memory."},
+    {Py_tp_new, (void *)Ring_new},
+    {Py_tp_dealloc, (void *)Ring_dealloc},
+    {Py_tp_methods, ring_methods},
+    {0, NULL},
+};
+
+static PyType_Spec ring_spec = {
+    .name = "vllm_commext.shm._shm_ring.Ring",
+    .basicsize = sizeof(RingObject),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = ring_slots,
+};
+
+static PyMethodDef module_methods[] = {
+    {"process_start", module_process_start, METH_O,
+     "process_start(pid) -> start time in clock ticks since boot, None if it is gone"},
+    {"pid_namespace", module_pid_namespace, METH_NOARGS, "pid_namespace() -> inode, 0 if unknown"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef ring_module = {
+    PyModuleDef_HEAD_INIT, "_shm_ring", "A byte ring in shared memory.", -1, module_methods,
+    NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__shm_ring(void) {
+    PyObject *module = PyModule_Create(&ring_module);
+    if (module == NULL) return NULL;
+    PyObject *type = PyType_FromSpec(&ring_spec);
+    if (type == NULL || PyModule_AddObject(module, "Ring", type) < 0) {
+        Py_XDECREF(type);
+        Py_DECREF(module);
+        return NULL;
+    }
+    pthread_atfork(NULL, NULL, ring_after_fork);
+    PyModule_AddIntConstant(module, "VERSION", RING_VERSION);
+    PyModule_AddIntConstant(module, "MAX_PARTS", RING_MAX_PARTS);
+    return module;
+}

@@ -1,0 +1,140 @@
+/*
+ * The byte ring: one writer, N readers, each of whom gets every record once, in order.
+ *
+ * A record is written as one fragment if it is short and streamed as several if it is long. Both
+ * sides are resumable: they stop at a deadline, a signal or a cancellation and go on where they
+ * were. A writer that gives up in mid-record leaves RING_ABORT behind, and readers drop what they
+ * have of it. Nothing read from the segment is used before it has been checked against what this
+ * process knows.
+ */
+#ifndef VLLM_COMMEXT_SHM_RING_CORE_H
+#define VLLM_COMMEXT_SHM_RING_CORE_H
+
+#include "shm_ring_wait.h"
+
+#define RING_WRITER (-1)
+#define RING_NOBODY (-2)
+
+struct ring_part {
+    unsigned char *data;
+    uint64_t bytes;
+};
+
+/* Where a writer is in its record, or a reader in the one that it is receiving. */
+struct ring_progress {
+    int active;           /* a fragment of this record has been published, or received */
+    uint32_t n_parts;     /* as the user counts them */
+    uint64_t total, done; /* bytes of the record, and how many of them have passed */
+    uint32_t part;        /* the next byte belongs to this part ... */
+    uint64_t offset;      /* ... at this place */
+};
+
+struct ring_end {
+    struct ring_segment *segment;
+    struct ring_reader *readers;
+    unsigned char *data;
+    uint64_t map_bytes, capacity;
+    uint32_t n_readers, max_fragment;
+    int rank;           /* of this reader, or RING_WRITER */
+    uint64_t position;  /* of the next byte to write or read */
+    uint64_t limit;     /* writer: may write up to here; reader: has been published up to here */
+    uint64_t sequence;  /* records completed at this end */
+    uint64_t bytes;     /* of these records */
+    struct ring_progress at;
+    int abort_pending;      /* writer: the record in progress was given up */
+    /* the rest of the record in progress is the reader's */
+    int fragment_open, has_memory;
+    uint32_t fragment_flags;
+    uint64_t copy_at, copy_end; /* payload of the open fragment that is still to be copied */
+    uint64_t fragment_end;      /* where the next fragment starts */
+    uint64_t lengths[RING_MAX_PARTS]; /* the record's table */
+    struct ring_part parts[RING_MAX_PARTS]; /* where the caller wants the parts */
+    int culprit;            /* after RING_PEER_*: which reader, or RING_WRITER */
+    const char *why;        /* after RING_CORRUPT, which is final */
+    uint64_t wait_started;
+    struct ring_waiter waiter;
+};
+
+static inline int ring_corrupt(struct ring_end *end, const char *why) {
+    end->why = why;
+    return RING_CORRUPT;
+}
+
+static inline void ring_identify(struct ring_identity *who, uint64_t pid_namespace) {
+    who->pid = (uint32_t)getpid();
+    who->start_time = ring_process_start(who->pid);
+    who->pid_namespace = pid_namespace;
+    atomic_store(&who->state, RING_ATTACHED);
+}
+
+static inline void ring_copy_in(struct ring_end *end, uint64_t position, const void *from,
+                                uint64_t bytes) {
+    uint64_t at = position & (end->capacity - 1), first = end->capacity - at;
+    if (first > bytes) first = bytes;
+    memcpy(end->data + at, from, first);
+    memcpy(end->data, (const unsigned char *)from + first, bytes - first);
+}
+
+static inline void ring_copy_out(struct ring_end *end, uint64_t position, void *to,
+                                 uint64_t bytes) {
+    uint64_t at = position & (end->capacity - 1), first = end->capacity - at;
+    if (first > bytes) first = bytes;
+    memcpy(to, end->data + at, first);
+    memcpy((unsigned char *)to + first, end->data, bytes - first);
+}
+
+/* ---- creating and attaching ---- */
+
+static inline void ring_open(struct ring_end *end, void *map, uint64_t map_bytes,
+                             uint64_t capacity, uint32_t n_readers, int rank) {
+    memset(end, 0, sizeof *end);
+    end->segment = map;
+    end->readers = (struct ring_reader *)(void *)((unsigned char *)map + RING_READERS_AT);
+    end->data = (unsigned char *)map + ring_data_offset(n_readers);
+    end->map_bytes = map_bytes;
+    end->capacity = capacity;
+    end->n_readers = n_readers;
+    end->max_fragment = ring_max_fragment(capacity);
+    end->rank = rank;
+    end->limit = rank == RING_WRITER ? capacity : 0;
+    end->culprit = RING_NOBODY;
+    end->waiter.pid_namespace = ring_pid_namespace();
+    end->waiter.spin_ns = RING_SPIN_MAX_NS;
+}
+
+/* The segment is fresh from the kernel, all zero. */
+static inline void ring_format(struct ring_end *end, const unsigned char *nonce) {
+    struct ring_header *header = &end->segment->header;
+    header->version = RING_VERSION;
+    header->n_readers = end->n_readers;
+    header->capacity = end->capacity;
+    header->map_bytes = end->map_bytes;
+    memcpy(header->nonce, nonce, RING_NONCE_BYTES);
+    ring_identify(&end->segment->writer, end->waiter.pid_namespace);
+    atomic_store_explicit(&header->magic, RING_MAGIC, memory_order_release);
+}
+
+/* Take this reader's place. 0 if somebody has it, or has had it, already. */
+static inline int ring_claim(struct ring_end *end) {
+    struct ring_identity *mine = &end->readers[end->rank].identity;
+    struct ring_meeting *meeting = &end->segment->meeting;
+    uint32_t expected = RING_FREE;
+    if (!atomic_compare_exchange_strong(&mine->state, &expected, RING_CLAIMED)) return 0;
+    ring_identify(mine, end->waiter.pid_namespace);
+    atomic_fetch_add(&meeting->attached, 1);
+    if (atomic_exchange(&meeting->attached_wanted, 0)) ring_futex_wake(&meeting->attached);
+    return 1;
+}
+
+/* Say goodbye: whoever waits for this end learns at once that it will not come back. */
+static inline void ring_leave(struct ring_end *end) {
+    int is_writer = end->rank == RING_WRITER;
+    struct ring_identity *mine =
+        is_writer ? &end->segment->writer : &end->readers[end->rank].identity;
+    atomic_store(&mine->state, RING_CLOSED);
+    ring_futex_wake(is_writer ? &end->segment->head.position
+                              : &end->readers[end->rank].cursor.position);
+    if (is_writer) ring_futex_wake(&end->segment->meeting.ready);
+}
+
+#endif

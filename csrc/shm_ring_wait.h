@@ -1,0 +1,267 @@
+/*
+ * Waiting for a cursor in shared memory: a bounded, adaptive spin, then a futex.
+ *
+ * No wake-up can be lost. Who waits stores its wish and then reads the cursor; who advances stores
+ * the cursor and then reads the wish; all four are sequentially consistent, so at least one of the
+ * two sees the other, and the kernel compares the cursor once more before it puts anyone to sleep.
+ * The slices in which a sleeper wakes by itself serve liveness and signals, not correctness.
+ */
+#ifndef VLLM_COMMEXT_SHM_RING_WAIT_H
+#define VLLM_COMMEXT_SHM_RING_WAIT_H
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/types.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "shm_ring_layout.h"
+
+#define RING_NEVER UINT64_MAX
+#define RING_NS_PER_S UINT64_C(1000000000)
+#define RING_SPIN_MIN_NS UINT64_C(1500)
+#define RING_SPIN_MAX_NS UINT64_C(25000)
+#define RING_LENIENT_NS UINT64_C(1000000)
+#define RING_SLICE_NS RING_NS_PER_S
+#define RING_FIRST_SLICE_NS UINT64_C(50000000)
+
+enum ring_status {
+    RING_OK = 0,
+    RING_TIMEOUT = 1,
+    RING_CANCELLED = 2,
+    RING_PEER_DEAD = 3,
+    RING_PEER_CLOSED = 4,
+    RING_CORRUPT = 5,
+    RING_INTERRUPTED = 6, /* a signal came: let the interpreter handle it, then go on */
+    RING_WOULD_BLOCK = 7,
+    RING_NEED_MEMORY = 8, /* a record has begun: say where its parts shall go, then go on */
+};
+
+/* What one end counts and keeps about waiting. Process-local, never in the segment. */
+struct ring_waiter {
+    _Atomic(_Atomic uint64_t *) waiting_on; /* non-NULL exactly while inside a wait */
+    _Atomic uint32_t cancelled;
+    uint64_t pid_namespace;
+    uint64_t spin_ns; /* how long a spin is worth at the present rate of messages */
+    uint32_t spins_failed; /* in a row */
+    uint32_t spins_to_skip; /* before the next one that is longer than the least */
+    uint64_t checked_ns; /* when the peer was last known to live */
+    uint64_t waits, parks, wake_ups;
+};
+
+/* One wait: until *cursor >= target, asking through *wanted to be woken. */
+struct ring_wish {
+    _Atomic uint64_t *cursor;
+    _Atomic uint64_t *wanted;
+    uint64_t target;
+    uint64_t ask;         /* what to store in *wanted: <= target */
+    uint64_t lenient_ask; /* the same in the first millisecond, >= target: fewer switches */
+    const struct ring_identity *peer; /* who has to advance it; NULL: nobody in particular */
+};
+
+static inline uint64_t ring_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * RING_NS_PER_S + (uint64_t)now.tv_nsec;
+}
+
+static inline void ring_pause(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("isb" ::: "memory"); /* `yield` is a no-op on most Arm servers */
+#endif
+}
+
+static inline uint32_t *ring_futex_word(_Atomic uint64_t *cursor) {
+    return (uint32_t *)(void *)cursor; /* little-endian: the low half comes first */
+}
+
+static inline int ring_futex_wait(_Atomic uint64_t *cursor, uint64_t seen, uint64_t timeout_ns) {
+    struct timespec timeout = {.tv_sec = (time_t)(timeout_ns / RING_NS_PER_S),
+                               .tv_nsec = (long)(timeout_ns % RING_NS_PER_S)};
+    long result = syscall(SYS_futex, ring_futex_word(cursor), FUTEX_WAIT, (uint32_t)seen, &timeout,
+                          NULL, 0);
+    return result == 0 ? 0 : errno;
+}
+
+static inline void ring_futex_wake(_Atomic uint64_t *cursor) {
+    syscall(SYS_futex, ring_futex_word(cursor), FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+/* Start time of a live process in clock ticks since boot; 0 if it is gone or a zombie;
+ * RING_NEVER if the kernel does not tell. */
+static inline uint64_t ring_process_start(uint32_t pid) {
+    char path[32], text[1024];
+    snprintf(path, sizeof path, "/proc/%u/stat", pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return errno == ENOENT && kill((pid_t)pid, 0) < 0 && errno == ESRCH ? 0 : RING_NEVER;
+    ssize_t length = read(fd, text, sizeof text - 1);
+    close(fd);
+    if (length <= 0) return 0; /* it went between open and read */
+    text[length] = '\0';
+    char *field = strrchr(text, ')'); /* the command's name may hold anything, also ')' */
+    if (field == NULL || field[1] != ' ') return RING_NEVER;
+    field += 2;
+    if (*field == 'Z' || *field == 'X') return 0;
+    for (int number = 3; number < 22 && field != NULL; number++) {
+        field = strchr(field, ' ');
+        if (field != NULL) field++;
+    }
+    return field == NULL ? RING_NEVER : strtoull(field, NULL, 10);
+}
+
+static inline uint64_t ring_pid_namespace(void) {
+    struct stat info;
+    return stat("/proc/self/ns/pid", &info) == 0 ? (uint64_t)info.st_ino : 0;
+}
+
+/* A stopped or slow process is alive; only one that is gone, or replaced under its pid, is dead. */
+static inline int ring_is_dead(const struct ring_identity *who, uint64_t pid_namespace) {
+    if (who->pid_namespace != pid_namespace || pid_namespace == 0) return 0;
+    uint64_t start = ring_process_start(who->pid);
+    return start != RING_NEVER && start != who->start_time;
+}
+
+static inline int ring_peer_status(struct ring_waiter *waiter, const struct ring_identity *peer,
+                                   uint64_t now) {
+    if (peer == NULL) return RING_OK;
+    uint32_t state = atomic_load_explicit(&peer->state, memory_order_acquire);
+    if (state == RING_CLOSED) return RING_PEER_CLOSED;
+    if (state != RING_ATTACHED || now - waiter->checked_ns < RING_SLICE_NS) return RING_OK;
+    waiter->checked_ns = now;
+    return ring_is_dead(peer, waiter->pid_namespace) ? RING_PEER_DEAD : RING_OK;
+}
+
+/* Move an own cursor and wake who asked for it: one system call however many sleep, else none. */
+static inline void ring_advance(struct ring_waiter *waiter, _Atomic uint64_t *cursor,
+                                uint64_t value, _Atomic uint64_t *wanted) {
+    atomic_store(cursor, value);
+    uint64_t asked = atomic_load(wanted);
+    if (asked == 0 || value < asked) return;
+    atomic_store_explicit(wanted, 0, memory_order_relaxed);
+    ring_futex_wake(cursor);
+    waiter->wake_ups++;
+}
+
+static inline int ring_reached(const struct ring_wish *wish) {
+    return atomic_load(wish->cursor) >= wish->target;
+}
+
+/* 1 once reached, 0 at `until`. It never yields: with other work on this core a yield costs a
+ * scheduler's tick, where a sleeper is woken at once. */
+static inline int ring_spin(const struct ring_wish *wish, uint64_t until) {
+    do {
+        for (int i = 0; i < 32; i++) {
+            if (atomic_load_explicit(wish->cursor, memory_order_acquire) >= wish->target) return 1;
+            ring_pause();
+        }
+    } while (ring_now() < until);
+    return 0;
+}
+
+static inline uint64_t ring_spin_budget(struct ring_waiter *waiter) {
+    if (waiter->spins_to_skip == 0) return waiter->spin_ns;
+    waiter->spins_to_skip--;
+    return RING_SPIN_MIN_NS;
+}
+
+/* A spin that succeeded says how long the next should be. After one that failed, most of the next
+ * waits do without: messages are rare, or the peer needs this very core. Short sleeps bring the
+ * next attempt nearer. */
+static inline void ring_learn(struct ring_waiter *waiter, uint64_t budget, uint64_t waited_ns,
+                              int spun) {
+    if (spun) {
+        uint64_t worth = waited_ns * 4 > waiter->spin_ns / 2 ? waited_ns * 4 : waiter->spin_ns / 2;
+        if (worth < 2 * RING_SPIN_MIN_NS) worth = 2 * RING_SPIN_MIN_NS;
+        waiter->spin_ns = worth < RING_SPIN_MAX_NS ? worth : RING_SPIN_MAX_NS;
+        waiter->spins_failed = 0;
+    } else if (budget > RING_SPIN_MIN_NS) {
+        if (waiter->spins_failed < 6) waiter->spins_failed++;
+        waiter->spins_to_skip = (8u << waiter->spins_failed);
+        waiter->spin_ns = RING_SPIN_MAX_NS; /* so that the next attempt is worth the name */
+    } else if (waited_ns < 2 * RING_SPIN_MAX_NS) {
+        waiter->spins_to_skip /= 2;
+    }
+}
+
+/* How long to sleep at most: until the deadline, the next liveness check, or the end of a slice. */
+static inline uint64_t ring_slice(const struct ring_waiter *waiter, const struct ring_wish *wish,
+                                  uint64_t start, uint64_t now, uint64_t deadline) {
+    uint64_t slice = RING_SLICE_NS, elapsed = now - start;
+    if (wish->lenient_ask > wish->target && elapsed < RING_LENIENT_NS)
+        slice = RING_LENIENT_NS;
+    else if (elapsed < RING_FIRST_SLICE_NS)
+        slice = RING_FIRST_SLICE_NS;
+    if (wish->peer != NULL) {
+        uint64_t since = now - waiter->checked_ns; /* longer only if the peer is not there yet */
+        if (since < RING_SLICE_NS && RING_SLICE_NS - since < slice) slice = RING_SLICE_NS - since;
+    }
+    return deadline - now < slice ? deadline - now : slice;
+}
+
+/* Sleep until the wish is fulfilled or something else has to be looked at. */
+static inline int ring_park(struct ring_waiter *waiter, const struct ring_wish *wish,
+                            uint64_t start, uint64_t deadline) {
+    for (;;) {
+        if (atomic_load(&waiter->cancelled)) return RING_CANCELLED;
+        uint64_t now = ring_now();
+        int peer = ring_peer_status(waiter, wish->peer, now);
+        if (peer != RING_OK) return ring_reached(wish) ? RING_OK : peer;
+        int lenient = now - start < RING_LENIENT_NS;
+        atomic_store(wish->wanted, lenient ? wish->lenient_ask : wish->ask);
+        uint64_t seen = atomic_load(wish->cursor);
+        if (seen >= wish->target) return RING_OK;
+        if (now >= deadline) return RING_TIMEOUT;
+        waiter->parks++;
+        int error = ring_futex_wait(wish->cursor, seen, ring_slice(waiter, wish, start, now, deadline));
+        if (ring_reached(wish)) return RING_OK;
+        if (error == EINTR) return RING_INTERRUPTED;
+        if (error == ETIMEDOUT && ring_now() - start >= RING_LENIENT_NS * 2) return RING_INTERRUPTED;
+    }
+}
+
+/* Wait until the wish is fulfilled. Call without the interpreter's lock. `*started`: 0 for a new
+ * wait, kept by the caller while it goes on after RING_INTERRUPTED. That is also returned once a
+ * slice, because a signal may have arrived just before the sleep began. */
+static inline int ring_wait(struct ring_waiter *waiter, const struct ring_wish *wish,
+                            uint64_t *started, uint64_t deadline) {
+    int status = RING_OK, is_new = *started == 0;
+    if (ring_reached(wish)) return RING_OK;
+    if (is_new) {
+        *started = ring_now();
+        waiter->waits++;
+    }
+    uint64_t budget = is_new ? ring_spin_budget(waiter) : 0;
+    uint64_t until = *started + budget < deadline ? *started + budget : deadline;
+    atomic_store(&waiter->waiting_on, wish->cursor);
+    int spun = is_new && ring_spin(wish, until);
+    if (!spun) status = ring_park(waiter, wish, *started, deadline);
+    atomic_store(&waiter->waiting_on, NULL);
+    if (status != RING_OK) return status;
+    ring_learn(waiter, budget, ring_now() - *started, spun);
+    *started = 0;
+    return RING_OK;
+}
+
+/* End the present wait and every later one, from any thread. The waiter may be just about to sleep
+ * on a word that this does not change, so wake it until it has left; it needs one wake-up. */
+static inline void ring_cancel(struct ring_waiter *waiter) {
+    struct timespec pause = {.tv_sec = 0, .tv_nsec = 50000};
+    atomic_store(&waiter->cancelled, 1);
+    for (int attempt = 0; attempt < 10000; attempt++) {
+        _Atomic uint64_t *cursor = atomic_load(&waiter->waiting_on);
+        if (cursor == NULL) return;
+        ring_futex_wake(cursor);
+        nanosleep(&pause, NULL);
+    }
+}
+
+#endif

@@ -1,0 +1,143 @@
+/*
+ * The writer's side. See shm_ring_core.h.
+ */
+#ifndef VLLM_COMMEXT_SHM_RING_WRITE_H
+#define VLLM_COMMEXT_SHM_RING_WRITE_H
+
+#include "shm_ring_core.h"
+
+/* Read all readers' cursors. The slowest one's rank goes to *slowest. */
+static inline int ring_refresh_limit(struct ring_end *end, uint32_t *slowest) {
+    uint64_t least = UINT64_MAX;
+    for (uint32_t rank = 0; rank < end->n_readers; rank++) {
+        uint64_t tail =
+            atomic_load_explicit(&end->readers[rank].cursor.position, memory_order_acquire);
+        if (end->position - tail > end->capacity || tail % RING_ALIGN != 0)
+            return ring_corrupt(end, "a reader's cursor is outside the ring");
+        if (tail < least) {
+            least = tail;
+            *slowest = rank;
+        }
+    }
+    end->limit = least + end->capacity;
+    return RING_OK;
+}
+
+/* Room for `bytes` more. The wait is lenient at first: it lets readers empty half of the ring. */
+static inline int ring_need_room(struct ring_end *end, uint64_t bytes, uint64_t deadline,
+                                 int may_wait) {
+    uint64_t upto = end->position + bytes;
+    while (end->limit < upto) {
+        uint32_t slowest = 0;
+        int status = ring_refresh_limit(end, &slowest);
+        if (status != RING_OK || end->limit >= upto) return status;
+        if (!may_wait) return RING_WOULD_BLOCK;
+        struct ring_reader *reader = &end->readers[slowest];
+        uint64_t target = upto - end->capacity, half = end->position - end->capacity / 2;
+        struct ring_wish wish = {
+            .cursor = &reader->cursor.position, .wanted = &reader->cursor.wanted,
+            .target = target, .ask = target, .lenient_ask = target > half ? target : half,
+            .peer = &reader->identity};
+        status = ring_wait(&end->waiter, &wish, &end->wait_started, deadline);
+        if (status != RING_OK) {
+            end->culprit = (int)slowest;
+            return status;
+        }
+    }
+    return RING_OK;
+}
+
+static inline void ring_put_fragment(struct ring_end *end, uint32_t bytes, uint32_t flags) {
+    struct ring_fragment fragment = {
+        .sequence = end->sequence + 1, .record_bytes = end->at.total, .bytes = bytes,
+        .n_parts = end->at.n_parts, .flags = flags, .check = ring_check_word(end->position)};
+    ring_copy_in(end, end->position, &fragment, sizeof fragment);
+}
+
+static inline void ring_publish(struct ring_end *end, uint64_t span) {
+    struct ring_segment *segment = end->segment;
+    end->position += span;
+    ring_advance(&end->waiter, &segment->head.position, end->position, &segment->readers_parked);
+}
+
+/* Tell readers to drop what they have of the record that was given up. */
+static inline int ring_finish_abort(struct ring_end *end, uint64_t deadline, int may_wait) {
+    int status = ring_need_room(end, RING_ALIGN, deadline, may_wait);
+    if (status != RING_OK) return status;
+    struct ring_progress next = end->at;
+    memset(&end->at, 0, sizeof end->at);
+    ring_put_fragment(end, 0, RING_ABORT);
+    ring_publish(end, RING_ALIGN);
+    end->abort_pending = 0;
+    end->at = next;
+    return RING_OK;
+}
+
+static inline void ring_start_record(struct ring_end *end, const struct ring_part *parts,
+                                     uint32_t n_spans, uint32_t n_parts) {
+    memset(&end->at, 0, sizeof end->at);
+    end->at.n_parts = n_parts;
+    for (uint32_t i = 0; i < n_spans; i++) end->at.total += parts[i].bytes;
+}
+
+static inline void ring_copy_fragment_in(struct ring_end *end, const struct ring_part *parts,
+                                         uint32_t bytes) {
+    struct ring_progress *at = &end->at;
+    uint64_t position = end->position + RING_ALIGN, left = bytes;
+    while (left > 0) {
+        uint64_t take = parts[at->part].bytes - at->offset;
+        if (take > left) take = left;
+        if (take > 0) ring_copy_in(end, position, parts[at->part].data + at->offset, take);
+        position += take;
+        left -= take;
+        at->offset += take;
+        if (at->offset == parts[at->part].bytes) {
+            at->part++;
+            at->offset = 0;
+        }
+    }
+    at->done += bytes;
+}
+
+/* Write what is left of the record that ring_start_record began. With `may_wait` 0 it does what
+ * can be done at once and says RING_WOULD_BLOCK. */
+static inline int ring_write(struct ring_end *end, const struct ring_part *parts,
+                             uint64_t deadline, int may_wait) {
+    struct ring_progress *at = &end->at;
+    if (end->why != NULL) return RING_CORRUPT;
+    if (atomic_load_explicit(&end->waiter.cancelled, memory_order_relaxed)) return RING_CANCELLED;
+    if (end->abort_pending) {
+        int status = ring_finish_abort(end, deadline, may_wait);
+        if (status != RING_OK) return status;
+    }
+    do {
+        uint64_t left = at->total - at->done;
+        uint32_t bytes = left > end->max_fragment ? end->max_fragment : (uint32_t)left;
+        int status = ring_need_room(end, ring_span(bytes), deadline, may_wait);
+        if (status != RING_OK) return status;
+        uint32_t flags = (at->active ? 0 : RING_FIRST) | (bytes == left ? RING_LAST : 0);
+        ring_put_fragment(end, bytes, flags);
+        ring_copy_fragment_in(end, parts, bytes);
+        at->active = 1;
+        if (flags & RING_LAST) {
+            end->sequence++;
+            end->bytes += at->total;
+            atomic_store_explicit(&end->segment->head.sequence, end->sequence,
+                                  memory_order_relaxed);
+        }
+        ring_publish(end, ring_span(bytes));
+    } while (at->done < at->total);
+    at->active = 0;
+    return RING_OK;
+}
+
+/* The record in progress will not be finished. */
+static inline void ring_give_up(struct ring_end *end) {
+    end->wait_started = 0;
+    if (!end->at.active) return;
+    end->at.active = 0;
+    end->abort_pending = 1;
+    (void)ring_finish_abort(end, 0, 0); /* if there is no room now, the next record does it */
+}
+
+#endif

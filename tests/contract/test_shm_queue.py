@@ -1,0 +1,190 @@
+"""Our queue beside the installed vLLM's: where it is put, who refuses whom, groups, tensors."""
+
+import importlib
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
+
+import torch
+
+from vllm_commext.errors import ProtocolError
+from vllm_commext.shm.codec import Encoder, decode
+from vllm_commext.shm.queue import MessageQueue
+
+# A process that imports vLLM takes seconds, and much longer on a busy machine.
+pytestmark = pytest.mark.timeout(600)
+TIMEOUT_SECONDS = 250
+STOCK = "vllm.distributed.device_communicators.shm_broadcast"
+TOGGLE = "VLLM_COMMEXT_SHM_QUEUE"
+
+# Where the class is found at each name that vLLM uses, before and after its import.
+LOOK = f"""
+import importlib, json, sys
+import vllm.v1.executor.multiproc_executor
+if "foreign" in sys.argv:
+    import {STOCK} as stock
+    stock.MessageQueue = type("MessageQueue", (stock.MessageQueue,), {{"__module__": "foreign"}})
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+names = ["{STOCK}", "vllm.v1.executor.multiproc_executor"]
+from vllm_commext import status
+print(json.dumps({{
+    "classes": [importlib.import_module(name).MessageQueue.__module__ for name in names],
+    "lines": [outcome.line() for outcome in status.recorded()],
+}}))
+"""
+
+
+def look(*args: str, **environ: str) -> dict[str, Any]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK, *args],
+        env={**clean, **environ},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_toggle_puts_it_at_every_name() -> None:
+    found = look(**{TOGGLE: "1"})
+    assert found["classes"] == ["vllm_commext.shm.queue"] * 2
+    assert "commext: shm_queue active" in found["lines"]
+
+
+def test_without_the_toggle_everything_is_vllms() -> None:
+    found = look()
+    assert found["classes"] == [STOCK] * 2
+    assert f"commext: shm_queue off ({TOGGLE}=0)" in found["lines"]
+
+
+def test_a_queue_that_somebody_else_has_replaced_stays() -> None:
+    found = look("foreign", **{TOGGLE: "auto"})
+    assert found["classes"][0] == "foreign"
+    [line] = [line for line in found["lines"] if "shm_queue" in line]
+    assert "refused" in line
+    assert "replaced by foreign already" in line
+
+
+def test_two_kinds_of_queue_refuse_one_another_at_attach() -> None:
+    stock = importlib.import_module(STOCK).MessageQueue
+    ours, theirs = MessageQueue(2, 1, connect_ip="127.0.0.1"), stock(1, 1, None, 1 << 16, 2)
+    with pytest.raises(ProtocolError, match=TOGGLE):
+        stock.create_from_handle(ours.export_handle(), 0)
+    with pytest.raises(Exception, match="commext-tcp"):
+        stock.create_from_handle(ours.export_handle(), -1)
+    with pytest.raises(ProtocolError, match=TOGGLE):
+        MessageQueue.create_from_handle(theirs.export_handle(), 0)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def in_a_group(rank: int, ports: tuple[int, int], result: Connection) -> None:
+    """Rank 1 writes to the others, in a torch group and in a stateless one; then all to rank 0."""
+    from torch import distributed as dist
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    address = f"tcp://127.0.0.1:{ports[0]}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=3)
+    stateless = StatelessProcessGroup.create("127.0.0.1", ports[1], rank, 3)
+    received = []
+    for group in (dist.group.WORLD, stateless):
+        queue = MessageQueue.create_from_process_group(group, 1 << 16, 4, writer_rank=1)
+        sent = {"array": torch.arange(100_000)} if rank == 1 else None
+        received.append(int(queue.broadcast_object(sent)["array"].sum()))
+    queue, handles = MessageQueue.create_from_process_group_single_reader(
+        dist.group.WORLD, 1 << 16, 4, reader_rank=0
+    )
+    readers = [MessageQueue.create_from_handle(handle, 0) for handle in handles]
+    queue.wait_until_ready()
+    for reader in readers:
+        reader.wait_until_ready()
+    queue.enqueue(f"from {rank}")
+    received.append([reader.dequeue(timeout=60) for reader in readers])
+    result.send(received)
+    dist.barrier()
+
+
+def test_groups_of_both_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = multiprocessing.get_context("spawn")
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
+    ports = (free_port(), free_port())
+    pipes = [context.Pipe(duplex=False) for _ in range(3)]
+    ranks = [
+        context.Process(target=in_a_group, args=(rank, ports, pipes[rank][1])) for rank in range(3)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        results = []
+        for receiver, _ in pipes:
+            assert receiver.poll(120)
+            results.append(receiver.recv())
+        for process in ranks:
+            process.join(60)
+    finally:
+        for process in ranks:
+            process.kill()
+    total = sum(range(100_000))
+    everyone = ["from 0", "from 1", "from 2"]
+    assert results == [[total, total, everyone], [total, total, []], [total, total, []]]
+
+
+def travel(obj: object) -> tuple[Any, int]:
+    """What arrives, and in how many parts."""
+    record = Encoder().encode(obj)
+    if isinstance(record, bytes):
+        return decode(record), 1
+    parts = [bytes(part) if isinstance(part, bytes) else bytearray(part) for part in record]
+    return decode(parts), len(parts)
+
+
+def test_dense_tensors_travel_out_of_band_and_arrive_writable() -> None:
+    dense = [
+        torch.arange(9_000),
+        torch.randn(100, 200)[:, ::2],
+        torch.tensor(1.5),
+        torch.zeros(0, 3),
+        torch.randn(50, 400).to(torch.bfloat16),
+        torch.ones(20_000).to(torch.float8_e4m3fn),
+        torch.rand(30_000) > 0.5,
+    ]
+    back, n_parts = travel(dense)
+    assert n_parts == 6
+    for expected, got in zip(dense, back, strict=True):
+        assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+        assert torch.equal(got.to(torch.float64), expected.to(torch.float64))
+        got.zero_()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.nn.Parameter(torch.ones(3)),
+        torch.ones(3, requires_grad=True),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.eye(3).to_sparse(),
+    ],
+    ids=["parameter", "gradient", "conjugate", "sparse"],
+)
+def test_other_tensors_travel_as_torch_says(tensor: torch.Tensor) -> None:
+    got = travel(tensor)[0]
+    assert type(got) is type(tensor)
+    assert got.requires_grad == tensor.requires_grad
+    assert torch.equal(got.to_dense(), tensor.to_dense())

@@ -1,0 +1,83 @@
+"""The other process of the ring's tests: `child.py <command> <pickled arguments in hex>`.
+
+It prints one line when it has come to the point that the test waits for, and a result at the end.
+"""
+
+import pickle
+import signal
+import sys
+import time
+from typing import Any
+
+from vllm_commext.shm.ring import RingAddress, RingReader, RingWriter
+
+
+def say(text: object) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def read_all(address: RingAddress, rank: int, num_records: int) -> None:
+    """Read and check records of `pattern`; say how many were right."""
+    reader = RingReader.attach(address, rank)
+    say("attached")
+    for number in range(num_records):
+        record = reader.read(timeout=20)
+        if record != pattern(number):
+            say(f"record {number} differs")
+            return
+    say(num_records)
+
+
+def pattern(number: int) -> bytes:
+    length = (number * 7919) % 700 if (number + 1) % 50 else 20_000
+    return number.to_bytes(8, "little") + bytes([number % 251]) * length
+
+
+def hang_reading(address: RingAddress, rank: int) -> None:
+    reader = RingReader.attach(address, rank)
+    say("attached")
+    try:
+        reader.read()
+    except RuntimeError as error:
+        say(f"{type(error).__name__}: {error}")
+
+
+def attach_and_sleep(address: RingAddress, rank: int) -> None:
+    reader = RingReader.attach(address, rank)
+    say("attached")
+    time.sleep(30)
+    reader.close()
+
+
+def write_and_sleep(n_readers: int, capacity_bytes: int, num_records: int) -> None:
+    writer = RingWriter.create(n_readers, capacity_bytes)
+    say(pickle.dumps(writer.address).hex())
+    for number in range(num_records):
+        writer.write(pattern(number))
+    say("written")
+    time.sleep(30)
+    writer.close()
+
+
+def interrupt_reading(address: RingAddress, rank: int) -> None:
+    """A handler that raises must end the wait, and the reader must still work."""
+
+    class Alarm(Exception):
+        pass
+
+    def on_alarm(*_: Any) -> None:
+        raise Alarm
+
+    reader = RingReader.attach(address, rank)
+    signal.signal(signal.SIGUSR1, on_alarm)
+    say("attached")
+    try:
+        reader.read(timeout=20)
+    except Alarm:
+        say("interrupted")
+    say(reader.read(timeout=20))
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*pickle.loads(bytes.fromhex(sys.argv[2])))

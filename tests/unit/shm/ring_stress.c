@@ -1,0 +1,132 @@
+/*
+ * The C core without Python, for the sanitizers: one writer and three readers as threads over one
+ * piece of memory. Records of random sizes, some longer than the ring, some given up half-way;
+ * every reader checks that it gets each finished record once, in order and whole.
+ *
+ * usage: ring_stress <records>; prints "ok" and exits with 0.
+ */
+#include <pthread.h>
+
+#include "shm_ring_read.h"
+#include "shm_ring_write.h"
+
+#define READERS 3u
+#define CAPACITY 8192u
+#define LONGEST 30000u
+
+static void *memory;
+static uint64_t map_bytes;
+static uint64_t n_records, n_written;
+static _Atomic int finished;
+
+static void fail(const char *what) {
+    fprintf(stderr, "failed: %s\n", what);
+    exit(1);
+}
+
+static uint32_t random_number(uint32_t *state) {
+    *state = *state * 1664525u + 1013904223u;
+    return *state >> 8;
+}
+
+/* A record is its number, then bytes that follow from the number and the place. */
+static void fill(unsigned char *data, uint64_t bytes, uint64_t number) {
+    memcpy(data, &number, sizeof number);
+    for (uint64_t i = sizeof number; i < bytes; i++) data[i] = (unsigned char)(number * 31 + i);
+}
+
+static void *write_all(void *argument) {
+    struct ring_end *end = argument;
+    unsigned char data[LONGEST];
+    uint32_t seed = 1;
+    for (uint64_t i = 0; i < n_records; i++) {
+        uint32_t kind = random_number(&seed) % 16;
+        uint64_t bytes = sizeof(uint64_t) + random_number(&seed) % (kind == 0 ? LONGEST - 8 : 300);
+        struct ring_part part = {.data = data, .bytes = bytes};
+        uint64_t deadline = kind <= 1 ? ring_now() + 2000 : RING_NEVER;
+        fill(data, bytes, n_written);
+        ring_start_record(end, &part, 1, 1);
+        end->wait_started = 0;
+        int status;
+        do status = ring_write(end, &part, deadline, 1);
+        while (status == RING_INTERRUPTED);
+        if (status == RING_OK)
+            n_written++;
+        else if (status == RING_TIMEOUT)
+            ring_give_up(end);
+        else
+            fail("write");
+    }
+    unsigned char nothing = 0;
+    struct ring_part last = {.data = &nothing, .bytes = 0};
+    int status = RING_INTERRUPTED;
+    ring_start_record(end, &last, 1, 1);
+    while (status == RING_INTERRUPTED) status = ring_write(end, &last, RING_NEVER, 1);
+    return NULL;
+}
+
+static void *read_all(void *argument) {
+    struct ring_end *end = argument;
+    unsigned char data[LONGEST], expected[LONGEST];
+    for (uint64_t number = 0;; number++) {
+        int status;
+        while ((status = ring_read(end, RING_NEVER, 1)) != RING_OK) {
+            if (status == RING_NEED_MEMORY) {
+                end->parts[0].data = data;
+                end->parts[0].bytes = end->lengths[0] & ~RING_IMMUTABLE;
+                if (end->parts[0].bytes > LONGEST) fail("length");
+                end->has_memory = 1;
+            } else if (status != RING_INTERRUPTED) {
+                fail(end->why != NULL ? end->why : "read");
+            }
+        }
+        uint64_t bytes = end->parts[0].bytes;
+        if (bytes == 0) {
+            if (number != n_written) fail("count");
+            return NULL;
+        }
+        fill(expected, bytes, number);
+        if (memcmp(data, expected, bytes) != 0) fail("content");
+    }
+}
+
+/* Cancels a wait that nothing else would end. */
+static void *wait_for_ever(void *argument) {
+    struct ring_end *end = argument;
+    int status;
+    do status = ring_read(end, RING_NEVER, 1);
+    while (status == RING_INTERRUPTED);
+    if (status != RING_CANCELLED) fail("cancel");
+    atomic_store(&finished, 1);
+    return NULL;
+}
+
+int main(int argc, char **argv) {
+    static struct ring_end writer, readers[READERS];
+    pthread_t threads[READERS + 1];
+    unsigned char nonce[RING_NONCE_BYTES] = {7};
+    n_records = argc > 1 ? strtoull(argv[1], NULL, 10) : 10000;
+    map_bytes = ring_segment_bytes(CAPACITY, READERS);
+    memory = aligned_alloc(RING_PAGE, map_bytes);
+    memset(memory, 0, map_bytes);
+    ring_open(&writer, memory, map_bytes, CAPACITY, READERS, RING_WRITER);
+    ring_format(&writer, nonce);
+    for (uint32_t i = 0; i < READERS; i++) {
+        ring_open(&readers[i], memory, map_bytes, CAPACITY, READERS, (int)i);
+        if (ring_bad_header(&writer.segment->header, CAPACITY, READERS, map_bytes, nonce) != NULL)
+            fail("header");
+        if (!ring_claim(&readers[i]) || ring_claim(&readers[i])) fail("claim");
+        pthread_create(&threads[i], NULL, read_all, &readers[i]);
+    }
+    pthread_create(&threads[READERS], NULL, write_all, &writer);
+    for (uint32_t i = 0; i <= READERS; i++) pthread_join(threads[i], NULL);
+    pthread_create(&threads[0], NULL, wait_for_ever, &readers[0]);
+    ring_cancel(&readers[0].waiter);
+    pthread_join(threads[0], NULL);
+    if (!atomic_load(&finished)) fail("the cancelled reader did not end");
+    ring_leave(&writer);
+    if (ring_read(&readers[1], RING_NEVER, 1) != RING_PEER_CLOSED) fail("closed writer");
+    free(memory);
+    puts("ok");
+    return 0;
+}

@@ -1,0 +1,135 @@
+"""Objects to records and back, without a ring."""
+
+import copyreg
+import datetime
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
+
+from vllm_commext.shm.codec import BYPASS_BYTES, Encoder, decode
+
+
+def travel(obj: object, encoder: Encoder | None = None) -> tuple[Any, int]:
+    """What arrives, and in how many parts."""
+    record = (encoder or Encoder()).encode(obj)
+    if isinstance(record, bytes):
+        return decode(record), 1
+    parts = [bytes(part) if isinstance(part, bytes) else bytearray(part) for part in record]
+    return decode(parts), len(parts)
+
+
+LARGE = bytes(range(256)) * 400
+
+
+@pytest.mark.parametrize(
+    ("obj", "n_parts"),
+    [
+        (None, 1),
+        ({"a": [1, 2.5, "text"], (1, 2): {3}}, 1),
+        (b"x" * (BYPASS_BYTES - 1), 1),
+        (b"x" * BYPASS_BYTES, 2),
+        (bytearray(LARGE), 2),
+        ([LARGE, [LARGE * 2, "between", bytearray(LARGE)], LARGE * 3], 5),
+        ((LARGE, LARGE), 2),  # twice the same object
+        ([b"\x95" * BYPASS_BYTES, b"B\x00\x00\x01\x00" * 20_000, b"\x8e" * 70_000], 4),
+        ([list(range(100_000)), LARGE, list(range(100_000)), LARGE * 2], 3),
+        ("\u20ac" * 100_000, 1),
+    ],
+)
+def test_an_object_arrives_equal_with_its_large_bytes_apart(obj: object, n_parts: int) -> None:
+    assert travel(obj) == (obj, n_parts)
+
+
+def test_a_crafted_pickle_is_not_taken_for_an_announcement() -> None:
+    """A full frame may end with what looks like the opcode and the length of the next chunk."""
+    for filler in range(BYPASS_BYTES - 300, BYPASS_BYTES + 300, 7):
+        for length in (BYPASS_BYTES, BYPASS_BYTES + 9, len(LARGE)):
+            fake = b"B" + length.to_bytes(4, "little")
+            obj = [b"y" * (filler % 60_000), *([fake * 50] * (filler // 500)), LARGE[:length], 1]
+            assert travel(obj)[0] == obj
+
+
+def test_arrays_are_owned_and_writable() -> None:
+    array = np.arange(10_000, dtype=np.int32)
+    back, n_parts = travel({"array": array, "small": np.arange(3)})
+    assert n_parts == 2
+    np.testing.assert_array_equal(back["array"], array)
+    back["array"][0] = back["small"][0] = 7
+
+
+def test_what_arrives_has_the_order_of_what_was_sent() -> None:
+    parts = [LARGE + bytes([i]) if i % 2 else np.full(9_000, i) for i in range(20)]
+    back, n_parts = travel(parts)
+    assert n_parts == 21
+    for expected, got in zip(parts, back, strict=True):
+        np.testing.assert_array_equal(expected, got)
+
+
+def test_many_buffers_go_in_band_in_the_end() -> None:
+    arrays = [np.full(3_000, i) for i in range(500)]
+    back, n_parts = travel([arrays, [LARGE + bytes([i % 256]) for i in range(300)]])
+    assert n_parts <= 200
+    np.testing.assert_array_equal(np.stack(back[0]), np.stack(arrays))
+    assert back[1][299] == LARGE + bytes([299 % 256])
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.recursive(
+        st.one_of(
+            st.none(),
+            st.integers(),
+            st.text(),
+            st.binary(),
+            st.integers(60_000, 70_000).map(bytes),
+            st.integers(60_000, 70_000).map(bytearray),
+            st.datetimes().filter(lambda moment: moment.year > 1970),
+        ),
+        lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)),
+        max_leaves=12,
+    )
+)
+def test_any_object_arrives_equal(obj: object) -> None:
+    assert travel(obj)[0] == obj
+
+
+class Refuses:
+    def __reduce__(self) -> Any:
+        raise KeyError("not to be pickled")
+
+
+def test_an_error_in_pickling_leaves_the_encoder_as_new() -> None:
+    encoder, shared = Encoder(), [1, 2, 3]
+    for obj in (Refuses(), [shared, LARGE, Refuses()], lambda: 0):
+        with pytest.raises((KeyError, pickle.PicklingError, AttributeError)):
+            encoder.encode(obj)
+        assert travel([shared, shared], encoder) == ([shared, shared], 1)
+
+
+def test_messages_do_not_know_one_another() -> None:
+    encoder, shared = Encoder(), ["shared"]
+    assert travel([shared, LARGE], encoder)[0] == [shared, LARGE]
+    shared.append("more")
+    assert travel([shared, LARGE], encoder)[0] == [["shared", "more"], LARGE]
+
+
+class Marked:
+    pass
+
+
+def test_a_reducer_registered_later_is_used() -> None:
+    encoder = Encoder()
+    encoder.encode(1)
+    copyreg.pickle(Marked, lambda _: (str, ("reduced",)))
+    try:
+        assert travel(Marked(), encoder)[0] == "reduced"
+    finally:
+        del copyreg.dispatch_table[Marked]
+    assert isinstance(travel(Marked(), encoder)[0], Marked)
+    assert travel(datetime.date(2000, 1, 1), encoder)[0] == datetime.date(2000, 1, 1)

@@ -1,0 +1,275 @@
+"""The queue in one process and between processes, without vLLM."""
+
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
+
+from vllm_commext.errors import ProtocolError
+from vllm_commext.shm.handle import Handle, ShmRingBuffer
+from vllm_commext.shm.queue import MessageQueue
+
+LOCAL = "127.0.0.1"
+
+
+def make(n_reader: int = 1, **options: Any) -> tuple[MessageQueue, list[MessageQueue]]:
+    writer = MessageQueue(n_reader, n_reader, **options)
+    handle = pickle.loads(pickle.dumps(writer.export_handle()))
+    readers = [MessageQueue.create_from_handle(handle, r) for r in handle.local_reader_ranks]
+    return writer, readers
+
+
+def in_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[Any]]:
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except Exception as error:  # noqa: BLE001 - handed to the test
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, results
+
+
+def test_objects_arrive_in_order_at_every_reader() -> None:
+    writer, readers = make(3)
+    objects = [1, "two", {"three": [3]}, None, b"x" * 100_000, np.arange(50_000)]
+    for obj in objects:
+        writer.enqueue(obj)
+        for reader in readers:
+            np.testing.assert_array_equal(reader.dequeue(timeout=5), obj)
+    assert [reader.local_reader_rank for reader in readers] == [0, 1, 2]
+    assert writer.counters()["messages"] == readers[2].counters()["messages"] == len(objects)
+
+
+def test_messages_far_beyond_the_ring_and_the_chunk_size() -> None:
+    writer, [reader] = make(max_chunk_bytes=1024, max_chunks=2)
+    large = [os.urandom(3_000_000), np.random.default_rng(0).integers(0, 9, 500_000)]
+    for obj in large:
+        thread, results = in_thread(lambda obj=obj: writer.enqueue(obj, timeout=20))
+        np.testing.assert_array_equal(reader.dequeue(timeout=20), obj)
+        thread.join(20)
+        assert results == [None]
+
+
+def test_content_is_that_of_enqueue_and_then_the_readers_own() -> None:
+    writer, [reader] = make()
+    array = np.zeros(300_000, dtype=np.uint8)
+    writer.enqueue(array)
+    array[:] = 1
+    received = reader.dequeue(timeout=5)
+    for _ in range(20):
+        writer.enqueue(np.full(300_000, 2, dtype=np.uint8), timeout=5)
+        reader.dequeue(timeout=5)
+    assert not received.any()
+    received[:] = 3
+
+
+def test_ranks_that_are_not_consecutive_have_their_places() -> None:
+    writer, readers = make(2, local_reader_ranks=[7, 3])
+    writer.enqueue("both")
+    assert [reader.dequeue(timeout=5) for reader in readers] == ["both", "both"]
+    with pytest.raises(ValueError, match="expected 2 local_reader_ranks"):
+        MessageQueue(2, 2, local_reader_ranks=[1])
+    with pytest.raises(ProtocolError, match="rank 5 is none of the queue's local readers"):
+        MessageQueue.create_from_handle(writer.export_handle(), 5)
+
+
+def test_timeouts_shutdown_and_the_wrong_end() -> None:
+    writer, [reader] = make(max_chunk_bytes=1024, max_chunks=1)
+    with pytest.raises(TimeoutError):
+        reader.dequeue(timeout=0)
+    with pytest.raises(TimeoutError, match="reader 0"):
+        writer.enqueue(b"x" * 200_000, timeout=0.01)
+    with pytest.raises(RuntimeError, match="only the writer"):
+        reader.enqueue(1)
+    with pytest.raises(RuntimeError, match="only a reader"):
+        writer.dequeue()
+    thread, results = in_thread(reader.dequeue)
+    reader.shutdown()
+    reader.shutdown()
+    thread.join(10)
+    assert [str(result) for result in results] == ["cancelled"]
+    assert reader.shutting_down
+    writer.enqueue("still delivered")
+    assert reader.dequeue() == "still delivered"
+    with pytest.raises(RuntimeError, match="cancelled"):
+        reader.dequeue(timeout=5)
+
+
+def test_an_error_while_unpickling_consumes_the_message() -> None:
+    writer, [reader] = make()
+    writer.enqueue(Explodes())
+    writer.enqueue("next")
+    with pytest.raises(ZeroDivisionError):
+        reader.dequeue(timeout=5)
+    assert reader.dequeue(timeout=5) == "next"
+
+
+class Explodes:
+    def __reduce__(self) -> Any:
+        return divmod, (1, 0)
+
+
+def test_readiness_is_collective() -> None:
+    writer, [reader] = make()
+    thread, results = in_thread(reader.wait_until_ready)
+    time.sleep(0.02)
+    assert results == []
+    writer.wait_until_ready()
+    thread.join(10)
+    assert results == [None]
+
+
+def test_broadcast_object_and_raw_access() -> None:
+    writer, [reader] = make(max_chunk_bytes=64, max_chunks=2)
+    assert writer.broadcast_object("obj") == "obj"
+    assert reader.broadcast_object() == "obj"
+    with writer.acquire_write(timeout=5) as memory:
+        memory[:4] = b"data"
+    with reader.acquire_read(timeout=5) as received:
+        assert bytes(received) == b"data" + bytes(60)
+
+
+def test_a_long_wait_names_who_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_RINGBUFFER_WARNING_INTERVAL", "0.05")
+    writer, [reader] = make(max_chunk_bytes=1024, max_chunks=1)
+    with caplog.at_level(logging.INFO, "vllm.commext.shm"):
+        with pytest.raises(TimeoutError):
+            reader.dequeue(timeout=0.12)
+        with pytest.raises(TimeoutError):
+            reader.dequeue(timeout=0.12, indefinite=True)
+        record = os.urandom(300_000)
+        thread, results = in_thread(lambda: writer.enqueue(record))
+        time.sleep(0.15)
+        assert reader.dequeue(timeout=10) == record  # begun before the lines, and not begun again
+        thread.join(10)
+    assert results == [None]
+    lines = [entry.getMessage() for entry in caplog.records]
+    assert sum("reader 0 of queue" in line and "has had no message" in line for line in lines) == 2
+    blocked = [line for line in lines if line.startswith("the writer of queue")]
+    assert f"reader 0 (pid {os.getpid()}, alive, at message 0)" in blocked[0]
+
+
+def test_a_buffer_is_pickled_by_its_handle() -> None:
+    buffer = ShmRingBuffer(2, 1024, 4)
+    other = pickle.loads(pickle.dumps(buffer))
+    assert (other.n_reader, other.max_chunk_bytes, other.max_chunks) == (2, 1024, 4)
+    assert (buffer.is_creator, other.is_creator) == (True, False)
+    reader = other.attach(1)
+    assert buffer.writer is not None
+    buffer.writer.write(b"through the pickled one")
+    assert reader.read(timeout=5) == b"through the pickled one"
+
+
+def test_a_queue_of_another_kind_is_refused_in_plain_words() -> None:
+    writer, _ = make()
+    handle = writer.export_handle().buffer_handle
+    assert handle is not None
+    with pytest.raises(ProtocolError, match="VLLM_COMMEXT_SHM_QUEUE"):
+        tuple(handle)  # what vLLM's own queue does first
+    with pytest.raises(ProtocolError, match="VLLM_COMMEXT_SHM_QUEUE"):
+        MessageQueue.create_from_handle(object(), 0)  # pyright: ignore[reportArgumentType]
+
+
+def test_local_traffic_needs_no_thread_and_no_descriptor() -> None:
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    ends = make(4)
+    ends[0].enqueue(1)
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def make_remote(host: str = LOCAL, n_local: int = 0) -> tuple[MessageQueue, list[MessageQueue]]:
+    writer = MessageQueue(n_local + 1, n_local, connect_ip=host)
+    handle: Handle = pickle.loads(pickle.dumps(writer.export_handle()))
+    readers = [MessageQueue.create_from_handle(handle, rank) for rank in [*range(n_local), -1]]
+    threads = [in_thread(reader.wait_until_ready) for reader in readers]
+    writer.wait_until_ready()
+    for thread, results in threads:
+        thread.join(10)
+        assert results == [None]
+    return writer, readers
+
+
+@pytest.mark.parametrize("host", [LOCAL, "::1"])
+@pytest.mark.parametrize("n_local", [0, 2])
+def test_remote_readers_get_the_same(host: str, n_local: int) -> None:
+    writer, readers = make_remote(host, n_local)
+    array = np.arange(200_000)
+    for obj in ("text", b"y" * 200_000, array):
+        writer.enqueue(obj, timeout=5)
+    array[:] = 0
+    for reader in readers:
+        assert reader.dequeue(timeout=5) == "text"
+        assert reader.dequeue(timeout=5) == b"y" * 200_000
+        received = reader.dequeue(timeout=5)
+        assert received[-1] == 199_999
+        received[0] = 1
+
+
+def test_nothing_is_lost_before_a_remote_reader_has_come() -> None:
+    writer = MessageQueue(1, 0, connect_ip=LOCAL)
+    with pytest.raises(TimeoutError, match="0 of 1 remote readers attached"):
+        writer.enqueue("nobody is there", timeout=0.01)
+    thread, results = in_thread(lambda: writer.enqueue("first", timeout=20))
+    reader = MessageQueue.create_from_handle(writer.export_handle(), -1)
+    assert reader.dequeue(timeout=20) == "first"
+    thread.join(20)
+    assert results == [None]
+
+
+def test_a_remote_wait_ends_by_timeout_and_by_shutdown() -> None:
+    _writer, [reader] = make_remote()
+    with pytest.raises(TimeoutError):
+        reader.dequeue(timeout=0.01)
+    thread, results = in_thread(reader.dequeue)
+    time.sleep(0.02)
+    reader.shutdown()
+    thread.join(10)
+    assert [str(result) for result in results] == ["cancelled"]
+
+
+def test_a_stalled_remote_reader_holds_the_writer_up_and_loses_nothing() -> None:
+    writer, [reader] = make_remote()
+    sent = 0
+    with pytest.raises(TimeoutError, match="no remote reader made room"):  # noqa: PT012
+        while sent < 100_000:
+            writer.enqueue((sent, b"z" * 2000), timeout=0.05)
+            sent += 1
+    assert [reader.dequeue(timeout=5)[0] for _ in range(sent)] == list(range(sent))
+    writer.enqueue("after", timeout=5)
+    assert reader.dequeue(timeout=5) == "after"
+
+
+def test_the_end_of_a_remote_peer_is_told_to_the_other() -> None:
+    writer, [reader] = make_remote()
+    writer.enqueue("last")
+    assert reader.dequeue(timeout=5) == "last"
+    del reader
+    with pytest.raises(RuntimeError, match="remote reader of .* has disconnected"):  # noqa: PT012
+        for _ in range(1000):
+            writer.enqueue("nobody")
+            time.sleep(0.005)
+    writer, [reader] = make_remote()
+    del writer
+    with pytest.raises(RuntimeError, match="connection to the writer .* broke after message 0"):
+        reader.dequeue(timeout=10)
+
+
+def test_a_remote_reader_refuses_what_is_not_this_queue() -> None:
+    handle = Handle(remote_subscribe_addr="tcp://127.0.0.1:9")
+    with pytest.raises(ProtocolError, match="VLLM_COMMEXT_SHM_QUEUE"):
+        MessageQueue.create_from_handle(handle, -1)

@@ -1,0 +1,311 @@
+"""The ring with both ends in one process: content, order, bounds, timeouts, cancellation."""
+
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
+
+from vllm_commext.errors import CommextTimeoutError, ProtocolError
+from vllm_commext.shm.errors import PeerLostError, QueueCancelledError
+from vllm_commext.shm.ring import RingReader, RingWriter
+
+CAPACITY = 4096
+
+
+def make(n_readers: int = 1, capacity: int = CAPACITY) -> tuple[RingWriter, list[RingReader]]:
+    writer = RingWriter.create(n_readers, capacity)
+    readers = [RingReader.attach(writer.address, rank) for rank in range(n_readers)]
+    writer.wait_attached(timeout=5)
+    return writer, readers
+
+
+def in_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    results: list[object] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except Exception as error:  # noqa: BLE001 - handed to the test
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, results
+
+
+def until_asleep(end: RingReader | RingWriter) -> None:
+    deadline = time.monotonic() + 5
+    while end.counters()["parks"] == 0:
+        assert time.monotonic() < deadline, "never went to sleep"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"",
+        b"x",
+        b"y" * (CAPACITY - 1),
+        (b"", b""),
+        (b"head", bytearray(b"body"), memoryview(b"tail"), b""),
+        tuple(bytes([i % 256]) for i in range(100)),
+    ],
+)
+def test_a_record_arrives_as_it_was(record: bytes | tuple[bytes, ...]) -> None:
+    writer, [reader] = make()
+    thread, _ = in_thread(lambda: writer.write(record, timeout=5))
+    received = reader.read(timeout=5)
+    thread.join(5)
+    assert received == (record if isinstance(record, bytes) else [bytes(p) for p in record])
+    if not isinstance(record, bytes):
+        kinds = [bytes if isinstance(part, bytes) else bytearray for part in record]
+        assert [type(part) for part in received] == kinds
+
+
+def test_an_array_is_written_as_it_is_now_and_received_as_owned_memory() -> None:
+    writer, [reader] = make()
+    array = bytearray(b"before")
+    writer.write((b"", array))
+    array[:] = b"after."
+    part = reader.read(timeout=5)[1]
+    for _ in range(50):  # over the whole ring, and over the place where the part was
+        writer.write(b"\xff" * 500, timeout=5)
+        reader.read(timeout=5)
+    assert part == b"before"
+    assert isinstance(part, bytearray)
+    part[0] = 0
+
+
+def test_a_record_of_many_times_the_ring_is_streamed_through_it() -> None:
+    writer, readers = make(n_readers=2)
+    record = (os.urandom(50 * CAPACITY), bytearray(os.urandom(3 * CAPACITY)), b"end")
+    threads = [in_thread(lambda r=r: [r.read(timeout=10) for _ in range(3)]) for r in readers]
+    for _ in range(3):
+        writer.write(record, timeout=10)
+    for thread, results in threads:
+        thread.join(10)
+        assert results == [[list(record)] * 3]
+
+
+def test_what_cannot_be_a_record_is_refused_and_the_ring_goes_on() -> None:
+    writer, [reader] = make()
+    with pytest.raises(ValueError, match="1 to 124 parts in this ring, not 125"):
+        writer.write((b"",) * 125)
+    with pytest.raises(ValueError, match="1 to 124 parts in this ring, not 0"):
+        writer.write(())
+    with pytest.raises(TypeError):
+        writer.write((b"", 3))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="NaN"):
+        writer.write(b"", timeout=float("nan"))
+    writer.write(b"good")
+    assert reader.read(timeout=5) == b"good"
+
+
+def test_a_timeout_leaves_the_reader_as_it_was() -> None:
+    writer, [reader] = make()
+    for timeout in (0, 0.01, -1):
+        with pytest.raises(CommextTimeoutError, match=r"writer \(pid \d+, alive, at message 0\)"):
+            reader.read(timeout)
+    writer.write(b"late")
+    assert reader.read(timeout=0) == b"late"
+
+
+def test_a_record_given_up_half_way_is_never_seen() -> None:
+    writer, [reader] = make()
+    writer.write(b"first")
+    with pytest.raises(CommextTimeoutError, match=r"reader 0 \(pid \d+, alive, at message 0\)"):
+        writer.write(b"z" * 3 * CAPACITY, timeout=0.01)
+    assert reader.read(timeout=5) == b"first"
+    with pytest.raises(CommextTimeoutError):  # half of it is there, and stays unseen
+        reader.read(timeout=0)
+    writer.write(b"second", timeout=5)
+    assert reader.read(timeout=5) == b"second"
+    assert writer.counters()["messages"] == reader.counters()["messages"] == 2
+
+
+def test_a_reader_that_times_out_in_a_record_goes_on_where_it_was() -> None:
+    writer, [reader] = make()
+    record = os.urandom(5 * CAPACITY)
+    thread, results = in_thread(lambda: writer.write(record, timeout=10))
+    received = None
+    for _ in range(100_000):
+        try:
+            received = reader.read(timeout=0)
+            break
+        except CommextTimeoutError:
+            pass
+    thread.join(10)
+    assert (results, received) == ([None], record)
+
+
+@pytest.mark.parametrize("writes", [True, False], ids=["writer", "reader"])
+def test_cancel_ends_a_sleep_and_every_later_wait(writes: bool) -> None:
+    writer, [reader] = make()
+    end = writer if writes else reader
+    work = (lambda: writer.write(b"x" * 2 * CAPACITY)) if writes else reader.read
+    thread, results = in_thread(work)
+    until_asleep(end)
+    end.cancel()
+    end.cancel()
+    thread.join(10)
+    assert [type(result) for result in results] == [QueueCancelledError]
+    with pytest.raises(QueueCancelledError, match="cancelled"):
+        work()
+
+
+def test_a_reader_gets_what_is_there_after_cancel_and_after_the_writer_left() -> None:
+    writer, [reader] = make()
+    writer.write(b"one")
+    writer.write(b"two")
+    writer.close()
+    with pytest.raises(QueueCancelledError):
+        writer.write(b"three")
+    assert reader.read() == b"one"
+    reader.cancel()
+    assert reader.read() == b"two"
+    with pytest.raises(QueueCancelledError):
+        reader.read()
+
+
+def test_an_end_that_leaves_wakes_who_waits_for_it() -> None:
+    writer, [reader] = make()
+    thread, results = in_thread(reader.read)
+    until_asleep(reader)
+    writer.close()
+    thread.join(10)
+    assert [type(result) for result in results] == [PeerLostError]
+    assert "writer (shut down, at message 0) has shut down its end" in str(results[0])
+
+
+def test_a_full_ring_names_the_reader_that_left() -> None:
+    writer, readers = make(n_readers=3)
+    for reader in (readers[0], readers[2]):
+        in_thread(lambda r=reader: r.read(timeout=10))
+    readers[1].close()
+    with pytest.raises(PeerLostError, match=r"reader 1 \(shut down, at message 0\)"):
+        writer.write(b"x" * 2 * CAPACITY, timeout=10)
+
+
+def test_an_end_in_use_refuses_a_second_thread() -> None:
+    writer, [reader] = make()
+    thread, results = in_thread(reader.read)
+    until_asleep(reader)
+    with pytest.raises(RuntimeError, match="in use by another thread"):
+        reader.read()
+    writer.write(b"for the first")
+    thread.join(10)
+    assert results == [b"for the first"]
+
+
+def test_readiness_is_announced_once_for_all() -> None:
+    writer, [reader] = make()
+    with pytest.raises(CommextTimeoutError):
+        reader.wait_ready(timeout=0.01)
+    thread, results = in_thread(lambda: reader.wait_ready(timeout=10))
+    writer.announce_ready()
+    thread.join(10)
+    assert results == [None]
+    reader.wait_ready(timeout=0)
+
+
+def test_the_writer_wakes_nobody_when_nobody_sleeps_and_all_with_one_call() -> None:
+    writer, readers = make(n_readers=4)
+    for _ in range(10):
+        writer.write(b"x")
+        assert [r.read(timeout=5) for r in readers] == [b"x"] * 4
+    assert writer.counters()["wake_ups"] == 0
+    threads = [in_thread(lambda r=r: r.read(timeout=10)) for r in readers]
+    for reader in readers:
+        until_asleep(reader)
+    writer.write(b"y")
+    for thread, results in threads:
+        thread.join(10)
+        assert results == [b"y"]
+    assert writer.counters()["wake_ups"] == 1
+
+
+def test_counters_and_peers_tell_who_is_behind() -> None:
+    writer, readers = make(n_readers=2)
+    for _ in range(3):
+        writer.write(b"x" * 100)
+    readers[0].read(timeout=5)
+    assert writer.counters()["messages"] == 3
+    assert writer.counters()["bytes"] == 300
+    assert [peer.sequence for peer in readers[1].peers()] == [3, 1, 0]
+    assert writer.peers()[1].high_water_bytes == 3 * (32 + 128)
+    assert "reader 1 (pid" in writer.describe_peers()
+
+
+def test_an_address_survives_pickling_and_a_place_is_taken_once() -> None:
+    writer, _ = make()
+    again = RingWriter.create(2, CAPACITY)
+    address = pickle.loads(pickle.dumps(again.address))
+    first = RingReader.attach(address, 1)
+    with pytest.raises(ProtocolError, match="place is taken already"):
+        RingReader.attach(address, 1)
+    with pytest.raises(ProtocolError, match="all 1 readers have attached already"):
+        RingReader.attach(writer.address, 0)
+    assert first.peers()[2].pid == os.getpid()
+
+
+def test_a_forked_child_changes_nothing() -> None:
+    writer, [reader] = make()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            writer.write(b"from the child")
+        except RuntimeError:
+            reader.close()
+            code = 0
+        del writer, reader
+        os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    writer.write(b"from the parent", timeout=5)
+    assert reader.read(timeout=5) == b"from the parent"
+
+
+SIZES = st.one_of(st.integers(0, 400), st.integers(0, 3 * CAPACITY))
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), SIZES),
+        st.tuples(st.just("write"), st.lists(SIZES, min_size=2, max_size=5)),
+        st.tuples(st.just("read"), st.integers(0, 1)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS)
+def test_any_order_of_writes_and_reads_behaves_like_a_list(steps: list[tuple[str, object]]) -> None:
+    writer, readers = make(n_readers=2)
+    sent: list[object] = []
+    seen = [0, 0]
+    for number, (kind, what) in enumerate(steps):
+        if kind == "read":
+            rank = what
+            assert isinstance(rank, int)
+            if seen[rank] < len(sent):
+                assert readers[rank].read(timeout=0) == sent[seen[rank]]
+                seen[rank] += 1
+            else:
+                with pytest.raises(CommextTimeoutError):
+                    readers[rank].read(timeout=0)
+            continue
+        letter = bytes([number % 256])
+        record = tuple(letter * n for n in what) if isinstance(what, list) else letter * what
+        try:
+            writer.write(record, timeout=0)
+        except CommextTimeoutError:
+            continue
+        sent.append(list(record) if isinstance(record, tuple) else record)
+    for rank, reader in enumerate(readers):
+        assert [reader.read(timeout=0) for _ in sent[seen[rank] :]] == sent[seen[rank] :]

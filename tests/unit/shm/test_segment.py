@@ -1,0 +1,159 @@
+"""What is not our segment is refused, and a full /dev/shm is an exception."""
+
+import mmap
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
+
+from vllm_commext.errors import ProtocolError
+from vllm_commext.shm import _shm_ring
+from vllm_commext.shm.layout import segment_bytes
+from vllm_commext.shm.ring import RingReader, RingWriter
+
+CAPACITY = 4096
+HEAD_AT, DATA_AT = 256, 4096
+
+
+def path_of(writer: RingWriter) -> Path:
+    return Path("/dev/shm") / writer.address.name
+
+
+def overwrite(writer: RingWriter, offset: int, content: bytes) -> None:
+    with path_of(writer).open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        memory[offset : offset + len(content)] = content
+
+
+def test_a_segment_is_private_and_reserved_at_once() -> None:
+    writer = RingWriter.create(1, 1 << 20)
+    info = path_of(writer).stat()
+    assert info.st_mode & 0o777 == 0o600
+    assert info.st_blocks * 512 >= segment_bytes(1 << 20, 1)
+    writer.close()
+    assert not path_of(writer).exists()
+
+
+@pytest.mark.parametrize(
+    ("offset", "content", "complaint"),
+    [
+        (0, b"\0" * 8, "magic number"),
+        (8, struct.pack("<I", 99), "layout version"),
+        (12, struct.pack("<I", 2), "number of readers"),
+        (16, struct.pack("<Q", 8192), "capacity"),
+        (24, struct.pack("<Q", 1), "length"),
+        (32, b"\0" * 16, "another queue"),
+    ],
+)
+def test_a_damaged_header_is_refused(offset: int, content: bytes, complaint: str) -> None:
+    writer = RingWriter.create(1, CAPACITY)
+    overwrite(writer, offset, content)
+    with pytest.raises(ProtocolError, match=complaint):
+        RingReader.attach(writer.address, 0)
+
+
+def test_an_address_that_is_not_the_segments_is_refused() -> None:
+    writer = RingWriter.create(2, CAPACITY)
+    address = writer.address
+    for wrong, complaint in [
+        (replace(address, capacity_bytes=8192), "belong together"),
+        (replace(address, n_readers=20), "belong together"),
+        (replace(address, n_readers=1), "number of readers"),
+        (replace(address, nonce=b"n" * 16), "another queue"),
+        (replace(address, nonce=b"n"), "16 bytes"),
+        (replace(address, version=2), "layout version 2, this process's 1"),
+        (replace(address, name="../../etc/passwd"), "not the name"),
+        (replace(address, name=address.name[:-1] + "g"), "not the name"),
+        (replace(address, capacity_bytes=5000), "power of two"),
+    ]:
+        with pytest.raises(ProtocolError, match=complaint):
+            RingReader.attach(wrong, 0)
+    for rank in (-1, 2):
+        with pytest.raises(ProtocolError, match="rank"):
+            RingReader.attach(address, rank)
+
+
+def test_a_segment_that_others_may_open_is_refused() -> None:
+    writer = RingWriter.create(1, CAPACITY)
+    path_of(writer).chmod(0o644)
+    with pytest.raises(ProtocolError, match="mode 0600"):
+        RingReader.attach(writer.address, 0)
+
+
+def test_c_and_python_agree_on_every_size() -> None:
+    fd = os.memfd_create("sizes")
+    os.truncate(fd, segment_bytes(CAPACITY, 300))
+    for n_readers in range(1, 300):
+        num_bytes = segment_bytes(CAPACITY, n_readers)
+        _shm_ring.Ring(fd, num_bytes, CAPACITY, n_readers, -1, b"n" * 16)
+        with pytest.raises(ValueError, match="shorter than its ring"):
+            _shm_ring.Ring(fd, num_bytes - 1, CAPACITY, n_readers, -1, b"n" * 16)
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("offset", "content", "complaint"),
+    [
+        (HEAD_AT, struct.pack("<Q", 64 * CAPACITY), "writer's cursor is outside"),
+        (HEAD_AT, struct.pack("<Q", 33), "writer's cursor is outside"),
+        (DATA_AT, struct.pack("<Q", 7), "out of sequence"),
+        (DATA_AT + 8, struct.pack("<Q", 1 << 50), "impossibly long"),
+        (DATA_AT + 8, struct.pack("<Q", 77), "do not add up"),
+        (DATA_AT + 16, struct.pack("<I", 1 << 31), "beyond what was published"),
+        (DATA_AT + 20, struct.pack("<I", 0), "impossible number of parts"),
+        (DATA_AT + 20, struct.pack("<I", 1000), "table is cut short"),
+        (DATA_AT + 20, struct.pack("<I", 3), "longer than the record"),
+        (DATA_AT + 24, struct.pack("<I", 2), "wrong place"),
+        (DATA_AT + 28, struct.pack("<I", 0), "header is damaged"),
+        (DATA_AT + 32, struct.pack("<Q", 1 << 40), "longer than the record"),
+        (DATA_AT + 32, struct.pack("<Q", 1), "shorter than the record"),
+    ],
+)
+def test_a_damaged_record_is_never_followed(offset: int, content: bytes, complaint: str) -> None:
+    writer = RingWriter.create(2, CAPACITY)
+    reader = RingReader.attach(writer.address, 0)
+    writer.write((b"a" * 40, b"b" * 40))
+    overwrite(writer, offset, content)
+    for _ in range(2):  # and the second attempt says so too
+        with pytest.raises(ProtocolError, match=complaint):
+            reader.read(timeout=5)
+
+
+def test_a_damaged_readers_cursor_stops_the_writer() -> None:
+    writer = RingWriter.create(1, CAPACITY)
+    overwrite(writer, 1024, struct.pack("<Q", 1 << 60))
+    with pytest.raises(ProtocolError, match="reader's cursor is outside"):
+        writer.write(b"x" * 2 * CAPACITY, timeout=5)
+
+
+FULL = """
+import os, subprocess
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm"], check=True)
+from vllm_commext.shm.ring import RingWriter
+try:
+    RingWriter.create(1, 1 << 20)
+except MemoryError as error:
+    print(error)
+writer = RingWriter.create(1, 1 << 18)
+writer.write(b"x" * 200_000)
+print(len(os.listdir("/dev/shm")))
+"""
+
+
+def test_a_full_dev_shm_is_an_exception_with_a_remedy() -> None:
+    unshare = shutil.which("unshare")
+    may_mount = unshare and subprocess.run([unshare, "-rm", "true"], check=False).returncode == 0
+    if not may_mount:
+        pytest.skip("this machine does not let us mount a /dev/shm of our own")
+    command = [str(unshare), "-rm", sys.executable, "-c", FULL]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    error, left = result.stdout.splitlines()
+    assert "1.00 MiB needed, 1.00 MiB free" in error
+    assert "--shm-size" in error
+    assert left == "1"

@@ -1,0 +1,173 @@
+"""Python objects to the parts of a record and back: pickle protocol 5, large contents out of band.
+
+A part is written to the ring straight from the object's memory, and received straight into the
+memory that the new object owns. This goes for what takes part in pickle's buffer protocol (numpy
+arrays), for CPU tensors of torch, and for large `bytes` and `bytearray`, which pickle itself would
+copy twice on either side.
+"""
+
+import copyreg
+import pickle
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from . import _shm_ring
+
+if TYPE_CHECKING:
+    import torch
+
+PROTOCOL = 5
+IN_BAND_BYTES = 16 << 10  # below, a part of its own costs more than the copies that it saves
+MAX_BUFFERS = 64  # of one message; more go in band. Fewer than any ring's parts.
+BYPASS_BYTES = 64 << 10  # pickle hands larger bytes to the file as they are
+
+_PROTO, _FRAME = 0x80, 0x95
+_NEXT_BUFFER = b"\x97"
+_UNFRAMED_BYTES = 3  # pickle puts no frame around so few
+_HEADERS: dict[type, tuple[tuple[bytes, int], ...]] = {
+    bytes: ((b"B", 4), (b"\x8e", 8)),  # BINBYTES, BINBYTES8
+    bytearray: ((b"\x96", 8),),  # BYTEARRAY8
+}
+
+Record = bytes | tuple[Any, ...]
+
+
+class _Sink:
+    """The file that a pickler writes to: a list of the chunks as they come."""
+
+    __slots__ = ("write",)
+
+    def __init__(self, write: Callable[[Any], Any]) -> None:
+        self.write = write
+
+
+class Encoder:
+    """Turns objects into records. Kept between messages; one thread at a time."""
+
+    def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        """From scratch: a pickler that has raised, or was interrupted, is not used again."""
+        self._chunks: list[Any] = []
+        self._buffers: list[tuple[int, Any]] = []  # (chunks before it, the buffer)
+        self._pickler = pickle.Pickler(
+            _Sink(self._chunks.append),  # pyright: ignore[reportArgumentType]
+            PROTOCOL,
+            buffer_callback=self._take_buffer,
+        )
+        self._known = dict(copyreg.dispatch_table)
+        self._knows_torch = "torch" in sys.modules  # else no object can hold a tensor
+        self._pickler.dispatch_table = dict(self._known)
+        if self._knows_torch:
+            self._pickler.dispatch_table[sys.modules["torch"].Tensor] = reduce_tensor
+
+    def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
+        """Whether pickle shall put it in band."""
+        raw = buffer.raw()
+        if raw.nbytes < IN_BAND_BYTES or len(self._buffers) >= MAX_BUFFERS:
+            return True
+        self._buffers.append((len(self._chunks), raw))
+        return False
+
+    def encode(self, obj: object) -> Record:
+        """The record for `obj`: the pickle, or a tuple of the pickle and its buffers, which are
+        the object's own memory: write the record before the object changes.
+
+        Whatever pickling raises, the encoder is as good as new afterwards.
+        """
+        if (
+            self._chunks  # left by an interrupted message
+            or self._known != copyreg.dispatch_table
+            or (not self._knows_torch and "torch" in sys.modules)
+        ):
+            self._start()
+        chunks, buffers = self._chunks, self._buffers
+        try:
+            self._pickler.dump(obj)
+        except BaseException:
+            self._start()
+            raise
+        self._pickler.clear_memo()
+        if len(chunks) == 1 and not buffers:
+            return chunks.pop()
+        record = _join(chunks, buffers)
+        buffers.clear()
+        chunks.clear()
+        return record
+
+
+def decode(record: bytes | list[bytes | bytearray]) -> Any:
+    """The object of a record as `RingReader.read` returns it. It owns all its memory."""
+    if isinstance(record, bytes):
+        return pickle.loads(record)
+    return pickle.loads(record[0], buffers=record[1:])
+
+
+def _join(chunks: list[Any], buffers: list[tuple[int, Any]]) -> Record:
+    """One pickle out of its chunks, with the large bytes among them made buffers of their own."""
+    parts: list[tuple[int, Any]] = list(buffers)
+    stream: list[Any] = []
+    for number, chunk in enumerate(chunks):
+        opening = _opening_of(chunk, stream[-1], number == 1) if number else None
+        if opening is None or len(parts) >= 2 * MAX_BUFFERS:
+            stream.append(chunk)
+        else:
+            stream[-1] = opening + _NEXT_BUFFER
+            parts.append((number, chunk))
+    parts.sort(key=lambda part: part[0])  # as the stream asks for them; it is a stable sort
+    return (b"".join(stream), *(part for _, part in parts))
+
+
+def _opening_of(payload: Any, before: Any, is_first: bool) -> bytes | None:
+    """`before` without the opcode and length that announce `payload`; None if it is not announced.
+
+    Pickle closes its frame, announces a large `bytes` outside of any frame, and hands it to the
+    file as it is. So the announcement is exactly what follows the last frame of the chunk before
+    (or of very few bytes without a frame), and no other chunk looks like that.
+    """
+    if len(payload) < BYPASS_BYTES or not isinstance(before, bytes):
+        return None
+    at = 2 if is_first and before[0] == _PROTO else 0
+    if len(before) > at and before[at] == _FRAME:
+        at += 9 + int.from_bytes(before[at + 1 : at + 9], "little")
+        unframed = 0
+    else:
+        unframed = _UNFRAMED_BYTES
+    for opcode, width in _HEADERS.get(type(payload), ()):
+        header = opcode + len(payload).to_bytes(8, "little")[:width]
+        opening = before[: -len(header)]
+        if before.endswith(header) and at <= len(opening) <= at + unframed:
+            return opening
+    return None
+
+
+def reduce_tensor(tensor: "torch.Tensor") -> Any:
+    """Reduce a dense CPU tensor to its memory, of whatever dtype; any other as torch does."""
+    import torch
+
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.requires_grad:
+        return tensor.__reduce_ex__(PROTOCOL)
+    try:
+        memory: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    except RuntimeError:  # a conjugate or negative view, whose bytes are not its values
+        return tensor.__reduce_ex__(PROTOCOL)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return rebuild_tensor, (pickle.PickleBuffer(memory), tuple(tensor.shape), dtype)
+
+
+def rebuild_tensor(
+    memory: bytearray | bytes | memoryview, shape: tuple[int, ...], dtype: str
+) -> "torch.Tensor":
+    """The tensor over `memory`, which it keeps; over a copy if `memory` cannot be written to."""
+    import torch
+
+    kind: torch.dtype = getattr(torch, dtype)
+    if not len(memory):
+        return torch.empty(shape, dtype=kind)
+    writable = memory if isinstance(memory, bytearray) else bytearray(memory)
+    return torch.frombuffer(writable, dtype=kind).view(shape)
+
+
+assert 3 * MAX_BUFFERS < _shm_ring.MAX_PARTS

@@ -1,0 +1,114 @@
+"""Queues among the ranks of a process group: who writes, who reads, who is on whose host.
+
+The order of the collective calls is vLLM's, because its other code runs between them.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from .handle import Handle
+
+if TYPE_CHECKING:
+    from .queue import MessageQueue
+
+
+def own_ip() -> str:
+    """The address at which other hosts reach this one, as vLLM chooses it."""
+    from vllm.utils.network_utils import get_ip
+
+    return get_ip()
+
+
+def create_from_process_group(
+    pg: Any,
+    max_chunk_bytes: int,
+    max_chunks: int,
+    writer_rank: int = 0,
+    external_writer_handle: Handle | None = None,
+    blocking: bool = True,
+) -> "MessageQueue":
+    """A queue from `writer_rank` (of the group) to all other ranks; every rank calls this.
+
+    `pg`: a torch ProcessGroup on the CPU, or vLLM's StatelessProcessGroup. With
+    `external_writer_handle` (at the writer's rank) the writer is somebody outside of the group, and
+    that rank becomes a reader as well. `blocking`: return when all are ready.
+    """
+    from vllm.distributed.parallel_state import in_the_same_node_as
+
+    from .queue import MessageQueue
+
+    rank, world_size = _place(pg)
+    same_node = in_the_same_node_as(pg, source_rank=writer_rank)
+    if rank != writer_rank:
+        queue = MessageQueue.create_from_handle(_broadcast(pg, None, writer_rank), rank)
+    elif external_writer_handle is not None:
+        queue = MessageQueue.create_from_handle(external_writer_handle, rank)
+        _broadcast(pg, external_writer_handle, writer_rank)
+    else:
+        local = [other for other, here in enumerate(same_node) if here and other != rank]
+        queue = MessageQueue(world_size - 1, len(local), local, max_chunk_bytes, max_chunks)
+        _broadcast(pg, queue.export_handle(), writer_rank)
+    if blocking:
+        queue.wait_until_ready()
+    return queue
+
+
+def create_from_process_group_single_reader(
+    pg: Any,
+    max_chunk_bytes: int,
+    max_chunks: int,
+    reader_rank: int = 0,
+    blocking: bool = False,
+) -> "tuple[MessageQueue, list[Handle]]":
+    """A queue from every rank to one, `reader_rank` (of the world, not of the group).
+
+    Returns this rank's queue, to write to, and at `reader_rank` the handles of all, else [].
+    """
+    import torch.distributed as dist
+
+    from .queue import MessageQueue
+
+    rank, per_host = dist.get_rank(), _ranks_per_host()
+    n_local = 1 if rank // per_host == reader_rank // per_host else 0
+    queue = MessageQueue(1, n_local, max_chunk_bytes=max_chunk_bytes, max_chunks=max_chunks)
+    handles: list[Any] | None = [None] * dist.get_world_size(pg) if rank == reader_rank else None
+    dist.gather_object(queue.export_handle(), handles, dst=reader_rank, group=pg)
+    if blocking:
+        queue.wait_until_ready()
+    return queue, handles or []
+
+
+def _ranks_per_host() -> int:
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import get_assigned_physical_gpu_ids
+
+    assigned = get_assigned_physical_gpu_ids()
+    if assigned is not None:
+        return len(assigned)
+    count: int = current_platform.device_count()  # pyright: ignore[reportOptionalCall]
+    return count
+
+
+def _is_torch_group(pg: Any) -> bool:
+    import torch.distributed as dist
+
+    return isinstance(pg, dist.ProcessGroup)
+
+
+def _place(pg: Any) -> tuple[int, int]:
+    """Rank in the group and size of the group."""
+    if not _is_torch_group(pg):
+        return pg.rank, pg.world_size
+    import torch.distributed as dist
+
+    return dist.get_rank(pg), dist.get_world_size(pg)
+
+
+def _broadcast(pg: Any, obj: Any, source: int) -> Any:
+    """The `obj` of rank `source` of the group, at every rank."""
+    if not _is_torch_group(pg):
+        return pg.broadcast_obj(obj, source)
+    import torch.distributed as dist
+
+    holder = [obj]
+    dist.broadcast_object_list(holder, src=dist.get_process_group_ranks(pg)[source], group=pg)
+    return holder[0]

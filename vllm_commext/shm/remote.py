@@ -1,0 +1,216 @@
+"""The queue's readers on other hosts: over ZMQ, with back pressure and numbered messages.
+
+A message that cannot be queued for every reader is queued for none and the writer waits. A reader
+that misses a number, or whose connection breaks, gets an error and never a later message in
+place of a lost one.
+"""
+
+import ipaddress
+import os
+import struct
+import time
+import weakref
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from ..errors import CommextTimeoutError, ProtocolError
+from .codec import Record
+from .errors import PeerLostError, QueueCancelledError
+from .handle import MIXED, REMOTE_SCHEME
+
+HEADER = struct.Struct("<4sIQ")  # magic, version, number of the message; then a byte a part
+MAGIC, VERSION = b"VCXQ", 1
+RETRY_MS = 2  # between two attempts to queue a message while a reader's queue is full
+LINGER_MS = 1000  # for what is still on its way when the queue is collected
+
+
+class RemoteEnd:
+    """What both ends have in common: one socket, one context, and a way to be cancelled."""
+
+    def __init__(self, kind: int, is_ipv6: bool) -> None:
+        self._context = zmq.Context()
+        self.socket: zmq.Socket[bytes] = self._context.socket(kind)
+        self.socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # a host that is gone, not a process that
+        self.socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)  # is stopped: the kernel answers
+        self.socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
+        self.socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+        if is_ipv6:
+            self.socket.setsockopt(zmq.IPV6, 1)
+        self._cancelled = False
+        self._cancel_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._cancel_fd, zmq.POLLIN)
+        self.number = 0  # of the last message
+        self._sockets = [self.socket]  # the finalizer keeps them: a context with open sockets hangs
+        finalizer = weakref.finalize(self, _close, self._context, self._sockets, self._cancel_fd)
+        finalizer.atexit = False
+
+    def cancel(self) -> None:
+        """End the wait in progress and every later one. From any thread or signal handler."""
+        self._cancelled = True
+        os.eventfd_write(self._cancel_fd, 1)
+
+    def poll(self, deadline: float | None, what: str, at_most_ms: int | None = None) -> set[Any]:
+        """What is ready; empty only after `at_most_ms`. Raises at the deadline and on `cancel`."""
+        left_ms = None if deadline is None else max(0, int((deadline - time.monotonic()) * 1000))
+        wait_ms = min((ms for ms in (left_ms, at_most_ms) if ms is not None), default=None)
+        ready = {source for source, _ in self._poller.poll(wait_ms)}
+        if self._cancel_fd in ready:
+            raise QueueCancelledError("cancelled")
+        if not ready and deadline is not None and time.monotonic() >= deadline:
+            raise CommextTimeoutError(f"{what} within the timeout, after message {self.number}")
+        return ready
+
+
+def _close(context: Any, sockets: "list[zmq.Socket[bytes]]", cancel_fd: int) -> None:
+    os.close(cancel_fd)
+    for socket in sockets:
+        socket.close()
+    context.term()
+
+
+class RemoteWriter(RemoteEnd):
+    """Sends every message to `n_readers` readers on other hosts."""
+
+    def __init__(self, n_readers: int, connect_ip: str) -> None:
+        self.is_ipv6 = _is_ipv6(connect_ip)
+        super().__init__(zmq.XPUB, self.is_ipv6)
+        self.socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # every coming and going, not the first alone
+        self.socket.setsockopt(zmq.XPUB_NODROP, 1)
+        host = f"[{connect_ip}]" if self.is_ipv6 else connect_ip
+        port = self.socket.bind_to_random_port(f"tcp://{host}")
+        self.address = f"{REMOTE_SCHEME}{host}:{port}"
+        self._n_readers, self._attached = n_readers, 0
+
+    def wait_attached(self, timeout: float | None) -> None:
+        """Wait until every reader has subscribed."""
+        if self._attached == self._n_readers:
+            return
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self._poller.register(self.socket, zmq.POLLIN)
+        try:
+            while self._attached < self._n_readers:
+                what = f"{self._attached} of {self._n_readers} remote readers attached"
+                if self.socket in self.poll(deadline, what):
+                    self._meet()
+        finally:
+            self._poller.unregister(self.socket)
+
+    def _meet(self) -> None:
+        if self.socket.recv().startswith(b"\x01"):
+            self._attached += 1
+            return
+        raise PeerLostError(
+            f"a remote reader of {self.address} has disconnected, at message {self.number}; the "
+            "queue cannot go on without it: see that process's log, and restart"
+        )
+
+    def announce_ready(self) -> None:
+        """Message 0: whoever gets it will get all the others."""
+        self._send([HEADER.pack(MAGIC, VERSION, 0)], None)
+
+    def send(self, record: Record, timeout: float | None) -> None:
+        """Queue the message for every reader, or, if it raises, for none. The first one waits until
+        all readers have subscribed: ZMQ would drop it for those who have not.
+        """
+        self.wait_attached(timeout)
+        parts = record if isinstance(record, tuple) else (record,)
+        kinds = bytes(isinstance(part, bytes) for part in parts)
+        header = HEADER.pack(MAGIC, VERSION, self.number + 1) + kinds
+        self._send([header, *parts], None if timeout is None else time.monotonic() + timeout)
+        self.number += 1
+
+    def _send(self, frames: list[Any], deadline: float | None) -> None:
+        while True:
+            while self.socket.poll(0):
+                self._meet()
+            if self._cancelled:
+                raise QueueCancelledError("cancelled")
+            try:
+                self.socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
+            except zmq.Again:
+                self.poll(deadline, "no remote reader made room", RETRY_MS)
+            else:
+                return
+
+
+class RemoteReader(RemoteEnd):
+    """Receives every message of a `RemoteWriter`."""
+
+    def __init__(self, address: str, is_ipv6: bool) -> None:
+        if not address.startswith(REMOTE_SCHEME):
+            raise ProtocolError(f"cannot connect to {address}: {MIXED}")
+        super().__init__(zmq.SUB, is_ipv6)
+        self.address = address
+        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._sockets.append(self._monitor)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._poller.register(self.socket, zmq.POLLIN)
+        self.socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self.socket.connect("tcp://" + address.removeprefix(REMOTE_SCHEME))
+        self._lost = self._is_ready = False
+
+    def wait_ready(self, timeout: float | None) -> None:
+        """Wait until the writer has announced that every reader is there."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self._is_ready and self._receive(deadline):
+            raise ProtocolError(f"{self.address} sends messages but was never announced ready")
+
+    def receive(self, timeout: float | None) -> "bytes | list[bytes | bytearray]":
+        """The next message, as `RingReader.read` returns it."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            parts = self._receive(deadline)
+            if parts:
+                return parts[0] if len(parts) == 1 and isinstance(parts[0], bytes) else parts
+
+    def _receive(self, deadline: float | None) -> list[bytes | bytearray]:
+        """The parts of the next message; none of message 0."""
+        while not self.socket.poll(0):  # what has arrived comes before any bad news
+            if self._lost:
+                raise PeerLostError(
+                    f"the connection to the writer at {self.address} broke after message "
+                    f"{self.number}; see that process's log, and restart"
+                )
+            if self._monitor in self.poll(deadline, f"nothing from the writer at {self.address}"):
+                recv_monitor_message(self._monitor)
+                self._lost = True
+        number, parts = parse(self.socket.recv_multipart(copy=False), self.address)
+        if number == 0:
+            self._is_ready = True
+        elif number != self.number + 1:
+            raise ProtocolError(
+                f"{self.address}: expected message {self.number + 1}, got {number}; messages were "
+                "lost before this reader had attached, or on the way"
+            )
+        self.number = number
+        return parts
+
+
+def parse(frames: list[Any], address: str) -> tuple[int, list[bytes | bytearray]]:
+    """The number and the parts of a message, in memory of their own."""
+    header = bytes(frames[0].buffer)
+    kinds = header[HEADER.size :]
+    if len(header) < HEADER.size or header[:4] != MAGIC or len(kinds) != len(frames) - 1:
+        raise ProtocolError(f"{address}: got something else than this queue's messages; {MIXED}")
+    _, version, number = HEADER.unpack_from(header)
+    if version != VERSION:
+        raise ProtocolError(
+            f"{address}: expected version {VERSION} of the messages, got {version}; install the "
+            "same vllm-commext on every host"
+        )
+    parts: list[bytes | bytearray] = [
+        bytes(frame.buffer) if immutable else bytearray(frame.buffer)
+        for frame, immutable in zip(frames[1:], kinds, strict=True)
+    ]
+    return number, parts
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:  # a host's name
+        return False
