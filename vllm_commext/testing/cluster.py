@@ -98,9 +98,10 @@ def engine_server(
     tensor_parallel_size: int = 1,
     port: int | None = None,
     args: Sequence[str] = (),
+    environ: Mapping[str, str | None] | None = None,
 ) -> VllmServer:
-    """A prefill or decode server with ``config`` as its ``--kv-transfer-config``; ``args`` win
-    over the common ones."""
+    """A prefill or decode server with ``config`` as its ``--kv-transfer-config``; ``args`` and
+    ``environ`` win over the common ones."""
     return VllmServer(
         name,
         model,
@@ -109,6 +110,7 @@ def engine_server(
         tensor_parallel_size=tensor_parallel_size,
         kv_transfer_config=config,
         args=[*ENGINE_ARGS, *_names(model), *args],
+        environ=environ,
     )
 
 
