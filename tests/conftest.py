@@ -1,11 +1,13 @@
 """Fixtures for every layer: no toggle of the shell reaches a test, no outcome outlives one."""
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from vllm_commext import status
+from vllm_commext.plugin import CONNECTOR_NAME
 from vllm_commext.settings import PREFIX
 
 
@@ -16,3 +18,11 @@ def _no_toggles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     status.clear()
     yield
     status.clear()
+    _forget_connector()
+
+
+def _forget_connector() -> None:
+    """Take what a test has registered out of vLLM again, where vLLM was imported at all."""
+    factory = sys.modules.get("vllm.distributed.kv_transfer.kv_connector.factory")
+    if factory is not None:
+        factory.KVConnectorFactory._registry.pop(CONNECTOR_NAME, None)

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
     folder = args.folder or Path(tempfile.mkdtemp(prefix="vllm-commext-demo-"))
     options = Options(folder.resolve(), args.tp, args.requests, args.port, args.keep)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     held = False
     try:
