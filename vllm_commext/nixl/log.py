@@ -6,16 +6,23 @@ import logging
 import time
 from collections import deque
 from collections.abc import MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+PREFIX = "commext nixl: "
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter  # takes no parameter before Python 3.11
 
 
-class _Prefixed(logging.LoggerAdapter[logging.Logger]):
+class _Prefixed(_Adapter):
     """Begins each line with the connector's name: vLLM's format shows only file and line."""
 
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]
     ) -> tuple[Any, MutableMapping[str, Any]]:
-        return f"commext nixl: {msg}", kwargs
+        return f"{PREFIX}{msg}", kwargs
 
 
 logger = _Prefixed(logging.getLogger("vllm.commext.nixl"), {})
@@ -44,4 +51,5 @@ class RateLimitedLog:
         recent.append(now)
         left_out = self._left_out.pop(key, 0)
         suffix = f" ({left_out} more like this were left out)" if left_out else ""
-        logger.warning("%s%s", message, suffix, stacklevel=2)
+        # Past the adapter: how it counts stack levels differs between versions of Python.
+        logger.logger.warning("%s%s%s", PREFIX, message, suffix, stacklevel=2)

@@ -253,9 +253,10 @@ def test_no_more_sockets_is_an_error_of_ours() -> None:
     port = free_port()
     try:
         inquiry = Inquiry(context, HOST, port, REQUEST)
-        context.socket(zmq.DEALER)
+        last = context.socket(zmq.DEALER)
         with pytest.raises(ProtocolError, match="no socket"):
             Inquiry(context, HOST, port, REQUEST)
+        last.close()
         inquiry.close()
     finally:
         context.destroy(linger=0)
