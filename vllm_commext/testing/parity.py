@@ -75,7 +75,7 @@ def complete(
     max_tokens: int = 16,
     stream: bool = False,
     extra: Mapping[str, Any] | None = None,
-    timeout_seconds: float = 120.0,
+    timeout_seconds: float = 300.0,
 ) -> Completion:
     """Ask ``url``/v1/completions for exactly ``max_tokens`` greedy tokens after a prompt given as
     token ids.

@@ -38,8 +38,7 @@ TAIL_LINES = 40
 PORTS = range(12000, 32000)
 
 # What a vLLM server on CPUs needs. One thread a process: two cores carry two servers or more, and
-# each
-# server must split its sums in the same way for outputs to be comparable.
+# each server must split its sums in the same way for outputs to be comparable.
 CPU_ENVIRON: dict[str, str] = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
