@@ -76,6 +76,25 @@ TOGGLES: tuple[Toggle, ...] = (
         ),
     ),
     Toggle(
+        name="VLLM_COMMEXT_REDUCE_RMS",
+        field="reduce_rms",
+        choices=("auto", "0", "1"),
+        default="0",
+        meaning=(
+            "The op for tensor-parallel RMSNorm of Q and K (MiniMax-M2, OLMoE). `auto` takes ours "
+            "where its kernel can be compiled, `1` logs an error where not, `0` leaves vLLM's."
+        ),
+    ),
+    Toggle(
+        name="VLLM_COMMEXT_REDUCE_RMS_TIMEOUT",
+        field="reduce_rms_timeout",
+        choices=("1", "5", "10", "30", "60", "120", "300", "600"),
+        default="30",
+        meaning=(
+            "Seconds that the op waits for another rank before it fails; a failure ends the worker."
+        ),
+    ),
+    Toggle(
         name="VLLM_COMMEXT_BUILD_NATIVE",
         field="build_native",
         choices=("auto", "0", "1"),

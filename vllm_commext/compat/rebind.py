@@ -41,10 +41,23 @@ _QUEUE = {
     "test": "tests/contract/test_shm_queue.py",
     "removal": "vLLM lets an executor and a process group choose their queue's class",
 }
+_NORM = {
+    "why": "our op takes the place of vLLM's for the norm of Q and K, for which vLLM has no hook",
+    "guard": "seams of `reduce_rms`; the kernel's compiler is there",
+    "test": "tests/contract/test_reduce_rms.py",
+    "removal": "vLLM lets a plugin choose the op of a tensor-parallel norm",
+}
+_MINIMAX = "vllm.model_executor.layers.minimax_rms_norm"
+_OLMOE = "vllm.model_executor.models.olmoe"
 INVENTORY: tuple[Rebinding, ...] = (
     Rebinding("vllm.distributed.device_communicators.shm_broadcast:MessageQueue", **_QUEUE),
     Rebinding("vllm.v1.executor.multiproc_executor:MessageQueue", **_QUEUE),
     Rebinding("vllm.v1.executor.ray_executor_v2:MessageQueue", **_QUEUE),
+    Rebinding(f"{_MINIMAX}.lamport_workspace:get_allreduce_workspace", **_NORM),
+    Rebinding(f"{_MINIMAX}.rms_norm_tp:MINIMAX_QK_NORM_MAX_TOKEN_NUM", **_NORM),
+    Rebinding(f"{_MINIMAX}.rms_norm_tp:_MINIMAX_FUSED_AR_RMS_QK", **_NORM),
+    Rebinding(f"{_OLMOE}:OlmoeAttention.__init__", **_NORM),
+    Rebinding(f"{_OLMOE}:OlmoeAttention._apply_qk_norm", **_NORM),
 )
 
 

@@ -1,0 +1,412 @@
+"""Our reduce-RMS op against vLLM's fused op, its three-launch fall-back and the launch floor.
+
+    python benchmarks/reduce_rms.py --tp 2 --out benchmarks/results/mine
+
+writes reduce_rms_tp2.md, .json and, where matplotlib is installed, .png. Each figure is the time a
+call in a CUDA graph of chained calls, in microseconds: of a sample the slowest rank's, of the
+samples the median. All contestants take turns in every sample, so what else the machine does meets
+all of them. Only ratios of one run mean anything.
+
+``--quick`` takes fewer token counts and samples; ``--tune`` times our kernel's tilings instead.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+ROOT = Path(__file__).parents[1]
+EPS = 1e-6
+Q_SIZE, KV_SIZE = 6144, 1024  # MiniMax-M2's, all ranks together
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+QUICK_TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 16384)
+TUNE_TOKENS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 16384)
+VLLM_FUSED_TOKENS = 2048  # vLLM's own bound for its fused op
+SAMPLES, QUICK_SAMPLES, REPLAYS = 31, 15, 5
+TOTAL_SECONDS, QUICK_SECONDS = 540, 150
+HOST_CALLS = 2000
+ENVIRON = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+Call = Callable[[], Any]
+
+
+@dataclasses.dataclass
+class Rows:
+    """A rank's packed rows and weights for one token count."""
+
+    qkv: torch.Tensor
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.q_weight.numel(), self.k_weight.numel()
+
+
+def make_rows(tokens: int, world: int) -> Rows:
+    q, kv = Q_SIZE // world, KV_SIZE // world
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, device="cuda").to(torch.bfloat16)
+
+    return Rows(normal(tokens, q + 2 * kv), normal(q), normal(kv))
+
+
+class Ours:
+    """Our op; `tiling` replaces its own choice."""
+
+    def __init__(self, rank: int, world: int, group: Any) -> None:
+        from vllm_commext.reduce_rms import ops
+        from vllm_commext.reduce_rms.workspace import LamportWorkspace
+
+        size = LamportWorkspace.compute_comm_size_for_minimax(max(TOKENS), world)
+        self._ops, self._workspace = ops, LamportWorkspace(rank, world, size, group)
+        self._tuned: dict[Any, Any] = {}
+
+    def call(self, rows: Rows) -> Any:
+        return torch.ops.vllm_commext.qk_rms_norm(
+            rows.qkv, rows.q_weight, rows.k_weight, self._workspace.handle, EPS
+        )
+
+    def check(self) -> None:
+        torch.cuda.synchronize()
+        self._workspace.raise_if_failed()
+
+    @contextmanager
+    def tiling(self, tiling: Any) -> Iterator[None]:
+        from vllm_commext.reduce_rms import variants
+
+        kept = variants.choose, variants.tilings, self._ops._kernels
+        variants.choose = lambda *_: tiling
+        variants.tilings = lambda _: (tiling,)
+        self._ops._kernels = self._tuned.setdefault(tiling, type(kept[2])())
+        try:
+            yield
+        finally:
+            variants.choose, variants.tilings, self._ops._kernels = kept
+
+
+class Vllm:
+    """vLLM's fused op, its fall-back, and the fall-back's first launch alone: the floor."""
+
+    def __init__(self, rank: int, world: int, port: int) -> None:
+        from vllm.config import VllmConfig, set_current_vllm_config
+        from vllm.distributed import parallel_state
+
+        self._config = set_current_vllm_config(VllmConfig())
+        self._config.__enter__()
+        parallel_state.init_distributed_environment(
+            world, rank, f"tcp://127.0.0.1:{port}", rank, backend="nccl"
+        )
+        parallel_state.initialize_model_parallel(world)
+        from vllm.model_executor.layers.minimax_rms_norm import lamport_workspace, rms_norm_tp
+
+        self.module, self._rank, self._world = rms_norm_tp, rank, world
+        self.capture = parallel_state.graph_capture
+        group = parallel_state.get_tp_group()
+        self._workspace = lamport_workspace.get_allreduce_workspace(
+            rank, world, max_tokens=VLLM_FUSED_TOKENS, process_group=group.cpu_group
+        )
+        communicator = group.device_communicator
+        self.all_reduce = type(getattr(communicator, "ca_comm", None)).__name__
+
+    def fused(self, rows: Rows) -> Any:
+        return torch.ops._C.minimax_allreduce_rms_qk(
+            *(rows.qkv, rows.q_weight, rows.k_weight, self._workspace),
+            *(*rows.sizes, self._rank, self._world, EPS),
+        )
+
+    def fall_back(self, rows: Rows) -> Any:
+        return self.module._minimax_qk_norm_tp_fallback(
+            *(rows.qkv, rows.q_weight, rows.k_weight),
+            *(*rows.sizes, self._rank, self._world, EPS),
+        )
+
+    def floor(self, rows: Rows) -> Any:
+        var = torch.empty(rows.qkv.shape[0], 2, dtype=torch.float32, device="cuda")
+        q, kv = rows.sizes
+        self.module._minimax_qk_var_kernel[(rows.qkv.shape[0],)](
+            rows.qkv, var, rows.qkv.stride(0), q_size=q, kv_size=kv, BLOCK=1024
+        )
+        return var
+
+
+def capture(call: Call, chained: int, vllm: Vllm | None) -> torch.cuda.CUDAGraph:
+    """A graph of `chained` calls; vLLM's own context lets its all-reduce register its buffers."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    if vllm is None:
+        with torch.cuda.graph(graph):
+            for _ in range(chained):
+                call()
+        return graph
+    with (
+        vllm.capture(torch.device("cuda", torch.cuda.current_device())) as context,
+        torch.cuda.graph(graph, stream=context.stream),
+    ):
+        for _ in range(chained):
+            call()
+    return graph
+
+
+def replay_seconds(graph: torch.cuda.CUDAGraph, group: Any) -> float:
+    """Of one replay, once the ranks have met in another."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    dist.barrier(group)
+    graph.replay()
+    start.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) * 1e-3 / REPLAYS
+
+
+def measure(
+    contestants: dict[str, Call], tokens: int, samples: int, vllm: Vllm | None, group: Any
+) -> dict[str, float]:
+    """Microseconds a call of each contestant: the median of samples of the slowest rank."""
+    chained = 32 if tokens <= 2048 else 8
+    graphs = {name: capture(call, chained, vllm) for name, call in contestants.items()}
+    mine: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(samples):
+        for name, graph in graphs.items():
+            mine[name].append(replay_seconds(graph, group) / chained * 1e6)
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine, group)
+    return {
+        name: statistics.median(
+            max(ranks) for ranks in zip(*(all_[name] for all_ in everybody), strict=True)
+        )
+        for name in graphs
+    }
+
+
+def compare(ours: Ours, vllm: Vllm | None, args: argparse.Namespace, group: Any) -> list[Any]:
+    results: list[Any] = []
+    for tokens in QUICK_TOKENS if args.quick else TOKENS:
+        rows = make_rows(tokens, args.tp)
+        contestants: dict[str, Call] = {"ours": lambda rows=rows: ours.call(rows)}
+        if vllm is not None:
+            if tokens <= VLLM_FUSED_TOKENS:
+                contestants["vllm fused"] = lambda rows=rows: vllm.fused(rows)
+            contestants["vllm fall-back"] = lambda rows=rows: vllm.fall_back(rows)
+            contestants["floor"] = lambda rows=rows: vllm.floor(rows)
+        times = measure(contestants, tokens, QUICK_SAMPLES if args.quick else SAMPLES, vllm, group)
+        ours.check()
+        results.append({"tokens": tokens, **times})
+        tell(f"{tokens:6d}  " + "  ".join(f"{name} {t:.2f}" for name, t in times.items()))
+    return results
+
+
+def host_microseconds(call: Call, group: Any) -> float:
+    """What an eager call costs the host, where the GPU keeps up."""
+    for _ in range(10):
+        call()
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    start = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        call()
+    seconds = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return seconds / HOST_CALLS * 1e6
+
+
+def host_costs(ours: Ours, vllm: Vllm | None, args: argparse.Namespace, group: Any) -> str:
+    rows = make_rows(1, args.tp)
+    costs = {"ours": host_microseconds(lambda: ours.call(rows), group)}
+    if vllm is not None:
+        costs["vllm fused"] = host_microseconds(lambda: vllm.fused(rows), group)
+    return ", ".join(f"{name} {cost:.1f}" for name, cost in costs.items())
+
+
+def candidates(packs: int) -> list[Any]:
+    """Tilings worth a try, each with its weights loaded early and late."""
+    from vllm_commext.reduce_rms.variants import Tiling
+
+    shapes = []
+    for packs_per_thread, block_teams in ((14, 4), (7, 1), (7, 2), (7, 4), (4, 1), (4, 2), (2, 1)):
+        shapes.append((-(-packs // (32 * packs_per_thread)), block_teams))
+    shapes.append((-(-packs // 32), 1))
+    shapes = list(dict.fromkeys(shape for shape in shapes if shape[0] * shape[1] <= 32))
+    return [
+        Tiling(warps, teams, early)
+        for warps, teams in shapes
+        for early in (False, True)
+        if not (early and packs / (32 * warps) > 8)
+    ]
+
+
+def tune(ours: Ours, args: argparse.Namespace, group: Any) -> list[Any]:
+    results: list[Any] = []
+    packs = (Q_SIZE + KV_SIZE) // args.tp // 8
+    for tokens in TUNE_TOKENS:
+        rows = make_rows(tokens, args.tp)
+        contestants: dict[str, Call] = {}
+        for tiling in candidates(packs):
+            early = "early" if tiling.weights_early else "late"
+
+            def call(rows: Rows = rows, tiling: Any = tiling) -> None:
+                with ours.tiling(tiling):
+                    ours.call(rows)
+
+            contestants[f"{tiling.team_warps}x{tiling.block_teams} {early}"] = call
+        times = measure(contestants, tokens, 5 if args.quick else 15, None, group)
+        ours.check()
+        results.append({"tokens": tokens, **times})
+        best = sorted(times, key=times.__getitem__)[:4]
+        tell(f"{tokens:6d}  best " + ", ".join(f"{name}: {times[name]:.2f}" for name in best))
+    return results
+
+
+def tell(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def about(world: int, vllm: Vllm | None, costs: str) -> dict[str, Any]:
+    names = ("torch", "vllm", "cuda-bindings", "nvidia-cuda-nvrtc", "triton")
+    return {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "gpu": f"{world} x {torch.cuda.get_device_name()}",
+        "versions": {name: version(name) for name in names},
+        "case": f"q {Q_SIZE}, kv {KV_SIZE} over {world} ranks, bfloat16, CUDA graphs",
+        "host microseconds an eager call": costs,
+        "all-reduce of the fall-back": vllm.all_reduce if vllm else "-",
+    }
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Markdown; with ratios to ours where vLLM's are there."""
+    names = list(dict.fromkeys(name for row in results for name in row if name != "tokens"))
+    rivals = [name for name in names if name.startswith("vllm")]
+    head = ["tokens", *names, *(f"{name} / ours" for name in rivals)]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for row in results:
+        cells = [str(row["tokens"]), *(f"{row[n]:.2f}" if n in row else "-" for n in names)]
+        cells += [f"{row[n] / row['ours']:.2f}" if n in row else "-" for n in rivals]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        return
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for name in [name for name in results[0] if name != "tokens"]:
+        points = [(row["tokens"], row[name]) for row in results if name in row]
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds a call")
+    axes.legend()
+    axes.grid(visible=True, which="both", alpha=0.3)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def write(folder: Path, name: str, facts: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+    lines = [f"- {key}: {value}" for key, value in facts.items()]
+    text = "\n".join([f"# {name}, microseconds a call", "", *lines, "", table(results)]) + "\n"
+    (folder / f"{name}.md").write_text(text)
+    print(text)
+    if "tune" not in name:
+        plot(results, folder / f"{name}.png")
+
+
+def start_vllm(rank: int, world: int, port: int) -> Vllm | None:
+    try:
+        return Vllm(rank, world, port)
+    except Exception as error:  # noqa: BLE001 - ours can be timed without it
+        print(f"without vLLM's own: {type(error).__name__}: {error}", file=sys.stderr)
+        return None
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    torch.cuda.set_device(args.rank)
+    vllm = None if args.tune else start_vllm(args.rank, args.tp, args.port)
+    if not dist.is_initialized():
+        method = f"tcp://127.0.0.1:{args.port}"
+        limit = timedelta(seconds=120)
+        dist.init_process_group("gloo", method, limit, args.tp, args.rank)
+    group = dist.new_group(backend="gloo")  # between samples no rank is to touch its GPU
+    ours = Ours(args.rank, args.tp, group)
+    results = tune(ours, args, group) if args.tune else compare(ours, vllm, args, group)
+    costs = "-" if args.tune else host_costs(ours, vllm, args, group)
+    if args.rank == 0:
+        name = f"reduce_rms_{'tune_' if args.tune else ''}tp{args.tp}"
+        write(args.out, name, about(args.tp, vllm, costs), results)
+    dist.barrier(group)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def run_all(args: argparse.Namespace, arguments: list[str]) -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, **ENVIRON, "PYTHONPATH": python_path}
+    command = [sys.executable, __file__, *arguments, "--port", str(port)]
+    ranks = [
+        subprocess.Popen([*command, "--rank", str(rank)], env=environ) for rank in range(args.tp)
+    ]
+    deadline = time.monotonic() + (QUICK_SECONDS if args.quick else TOTAL_SECONDS)
+    try:
+        codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    return max(map(abs, codes))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tp", type=int, default=2, help="ranks, one a GPU")
+    parser.add_argument("--out", type=Path, default=Path("reduce_rms_results"))
+    parser.add_argument("--quick", action="store_true", help="fewer token counts and samples")
+    parser.add_argument("--tune", action="store_true", help="time our kernel's tilings instead")
+    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank >= 0:
+        run_rank(args)
+    return run_all(args, sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,540 @@
+"""One rank of the reduce-RMS checks on GPUs; test_reduce_rms.py starts one a GPU.
+
+    python tests/gpu/reduce_rms_ranks.py RANK WORLD_SIZE PORT [CHECK ...]
+
+Every rank runs the same checks in the same order and after each tells the others how it went. Rank
+0 prints a line of JSON a check: its name, the seconds it took, figures, and each rank's error.
+"""
+
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from vllm_commext.errors import CommextTimeoutError, ProtocolError
+from vllm_commext.reduce_rms import ops as _ops  # noqa: F401 - registers the ops
+from vllm_commext.reduce_rms import workspace as workspaces
+from vllm_commext.reduce_rms.handles import GroupWorkspace, find_tensor
+from vllm_commext.reduce_rms.workspace import LamportWorkspace, get_allreduce_workspace
+
+EPS = 1e-6
+# One unit in the last place of numbers from 1 to 2.
+PLACE = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23}
+qk_rms_norm = torch.ops.vllm_commext.qk_rms_norm
+split_qk_rms_norm = torch.ops.vllm_commext.split_qk_rms_norm
+reduce_rms_norm = torch.ops.vllm_commext.reduce_rms_norm
+Figures = dict[str, Any]
+
+
+class Rows:
+    """Rows of all ranks, the same numbers on every rank, and what the norm of this rank's is.
+
+    Attributes:
+        qkv: this rank's packed rows, [tokens, q + 2 * kv].
+        q_want: float64, [tokens, q]; with `k_want` the RMSNorm over all ranks.
+    """
+
+    def __init__(
+        self, seed: int, tokens: int, q: int, kv: int, dtype: torch.dtype, rank: int, world: int
+    ) -> None:
+        generator = torch.Generator("cuda").manual_seed(seed)
+
+        def normal(*size: int) -> torch.Tensor:
+            return torch.randn(*size, generator=generator, device="cuda")
+
+        # Rows of different magnitudes: another row's sums would not go unnoticed.
+        scales = [torch.rand(tokens, 1, generator=generator, device="cuda") for _ in range(world)]
+        self.all = [(normal(tokens, q + 2 * kv) * (0.2 + 4 * s)).to(dtype) for s in scales]
+        weights = [(normal(q).to(dtype), normal(kv).to(dtype)) for _ in range(world)]
+        self.qkv, (self.q_weight, self.k_weight) = self.all[rank], weights[rank]
+        self.q, self.kv, self.world = q, kv, world
+        self.q_want = self._want(0, q, self.q_weight)
+        self.k_want = self._want(q, q + kv, self.k_weight)
+
+    def _want(self, start: int, stop: int, weight: torch.Tensor) -> torch.Tensor:
+        squares = sum(part[:, start:stop].double().square().sum(-1) for part in self.all)
+        mean = squares / (self.world * (stop - start))
+        factor = torch.rsqrt(mean + EPS).unsqueeze(-1)
+        return self.qkv[:, start:stop].double() * factor * weight.double()
+
+    def recompute(self) -> None:
+        """After a change of `all`."""
+        self.q_want = self._want(0, self.q, self.q_weight)
+        self.k_want = self._want(self.q, self.q + self.kv, self.k_weight)
+
+
+def ulps(out: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest error in units of the output's last place."""
+    if out.numel() == 0:
+        return 0.0
+    exponent = torch.frexp(want).exponent - 1
+    smallest = {torch.bfloat16: -126, torch.float32: -126, torch.float16: -14}[out.dtype]
+    place = torch.ldexp(
+        torch.full_like(want, PLACE[out.dtype]), exponent.clamp_min(smallest).to(torch.int32)
+    )
+    return float(((out.double() - want).abs() / place).max())
+
+
+class Rank:
+    """What a check has: its rank, and a way to make workspaces and to meet the others."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+
+    def workspace(self, seconds: float = 10.0, **options: Any) -> LamportWorkspace:
+        size = LamportWorkspace.compute_comm_size_for_minimax(16384, self.world)
+        return LamportWorkspace(self.rank, self.world, size, timeout_seconds=seconds, **options)
+
+    def minimax(self, seed: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Rows:
+        q, kv = 6144 // self.world, 1024 // self.world
+        return Rows(seed, tokens, q // 8 * 8, kv // 8 * 8, dtype, self.rank, self.world)
+
+    def call(self, rows: Rows, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return qk_rms_norm(rows.qkv, rows.q_weight, rows.k_weight, handle, EPS)
+
+
+def settle(workspace: LamportWorkspace) -> None:
+    torch.cuda.synchronize()
+    workspace.raise_if_failed()
+
+
+def check_first_call(rank: Rank) -> Figures:
+    start = time.monotonic()
+    workspace = rank.workspace()
+    made = time.monotonic()
+    rows = rank.minimax(1, 1)
+    q, k = rank.call(rows, workspace.handle)
+    settle(workspace)
+    figures = {
+        "workspace_seconds": round(made - start, 3),
+        "first_call_seconds": round(time.monotonic() - made, 3),
+        "q_ulps": ulps(q, rows.q_want),
+        "k_ulps": ulps(k, rows.k_want),
+    }
+    assert max(figures["q_ulps"], figures["k_ulps"]) <= 1, figures
+    workspace.cleanup()
+    return figures
+
+
+def check_exact(rank: Rank) -> Figures:
+    """Types, sizes, token counts; zero tokens; the same bits a second time."""
+    workspace = rank.workspace()
+    numbers = random.Random(3)
+    sizes = [(6144 // rank.world // 8 * 8, 1024 // rank.world // 8 * 8), (8, 8), (1000, 1000)]
+    sizes += [(numbers.randrange(1, 500) * 8, numbers.randrange(1, 200) * 8) for _ in range(3)]
+    worst: dict[str, float] = {}
+    for index, (q, kv) in enumerate(sizes):
+        for dtype in PLACE if index < 4 else (torch.bfloat16,):
+            for tokens in (0, 1, 2, 5, 133, 333, 1000) + ((2049, 9000) if index == 0 else ()):
+                rows = Rows(index * 100 + tokens, tokens, q, kv, dtype, rank.rank, rank.world)
+                outs = rank.call(rows, workspace.handle)
+                again = rank.call(rows, workspace.handle)
+                assert all(torch.equal(a, b) for a, b in zip(outs, again, strict=True))
+                error = max(ulps(outs[0], rows.q_want), ulps(outs[1], rows.k_want))
+                worst[str(dtype)] = max(worst.get(str(dtype), 0.0), error)
+                bound = 1 if dtype is not torch.float32 else 16
+                assert error <= bound, (q, kv, dtype, tokens, error)
+    settle(workspace)
+    workspace.cleanup()
+    return worst
+
+
+def check_same_statistics(rank: Rank) -> Figures:
+    """A column of ones with weight one shows the factor itself, in float32, on every rank."""
+    workspace = rank.workspace()
+    differing = 0
+    for tokens in (1, 100, 500, 3000):
+        rows = rank.minimax(tokens, tokens, torch.float32)
+        rows.qkv[:, 0] = rows.qkv[:, rows.q] = 1.0
+        rows.q_weight[0] = rows.k_weight[0] = 1.0
+        q, k = rank.call(rows, workspace.handle)
+        bits = torch.stack([q[:, 0], k[:, 0]]).view(torch.int32).cpu()
+        everybody: list[Any] = [None] * rank.world
+        dist.all_gather_object(everybody, bits)
+        differing += sum(int((bits != other).sum()) for other in everybody)
+    settle(workspace)
+    workspace.cleanup()
+    assert differing == 0, f"{differing} factors differ between ranks"
+    return {"differing": differing}
+
+
+def check_special_values(rank: Rank) -> Figures:
+    workspace = rank.workspace()
+    values = (0.0, -0.0, 1e-39, float("inf"), float("-inf"), float("nan"))
+    for dtype in (torch.bfloat16, torch.float32):
+        for value in values:
+            for everywhere in (False, True):
+                rows = rank.minimax(11, 9, dtype)
+                if everywhere:
+                    rows.all[1][3:6] = value
+                else:
+                    rows.all[1][3, 17] = rows.all[1][4, rows.q + 3] = value
+                rows.recompute()
+                q, k = rank.call(rows, workspace.handle)
+                for out, want in ((q, rows.q_want), (k, rows.k_want)):
+                    assert torch.equal(out.isnan(), want.isnan()), (dtype, value)
+                    assert torch.equal(out.isinf(), want.isinf()), (dtype, value)
+                    close = torch.isclose(out.double(), want, rtol=2**-7, atol=1e-37)
+                    assert bool(close[want.isfinite()].all()), (dtype, value)
+    for value in (0.0, -0.0):
+        rows = rank.minimax(12, 700)
+        rows.qkv.fill_(value)
+        q, k = rank.call(rows, workspace.handle)
+        assert float(q.abs().max()) == float(k.abs().max()) == 0.0
+    settle(workspace)
+    workspace.cleanup()
+    return {"values": len(values)}
+
+
+class Verifier:
+    """Compares outputs on the device, with nothing that waits, and counts what is wrong."""
+
+    def __init__(self, rank: Rank, pool: int, max_tokens: int) -> None:
+        self.pool = [rank.minimax(1000 + i, max_tokens) for i in range(pool)]
+        self.wants = [(rows.q_want.float(), rows.k_want.float()) for rows in self.pool]
+        for rows in self.pool:
+            del rows.all, rows.q_want, rows.k_want
+        self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def call(self, index: int, tokens: int, handle: int) -> None:
+        rows = self.pool[index]
+        outs = qk_rms_norm(rows.qkv[:tokens], rows.q_weight, rows.k_weight, handle, EPS)
+        for out, want in zip(outs, self.wants[index], strict=True):
+            wanted = want[:tokens]
+            bad = (out.float() - wanted).abs() > wanted.abs() * 2.0**-7 + 1e-30
+            self.wrong += bad.sum() + out.isnan().sum()
+
+    def finish(self, workspace: LamportWorkspace) -> None:
+        settle(workspace)
+        assert int(self.wrong) == 0, f"{int(self.wrong)} elements are wrong"
+
+
+def random_tokens(numbers: random.Random) -> int:
+    """Large, small, large."""
+    kind = numbers.random()
+    if kind < 0.6:
+        return numbers.randrange(1, 40)
+    return numbers.randrange(40, 600) if kind < 0.97 else numbers.randrange(600, 3000)
+
+
+def skew(own: random.Random) -> None:
+    """Delays that differ between the ranks: on the GPU, now and then on the host."""
+    if own.random() < 0.3:
+        torch.cuda._sleep(own.randrange(1, 60_000))
+    if own.random() < 0.002:
+        time.sleep(0.005)
+
+
+def check_many_calls(rank: Rank) -> Figures:
+    workspace = rank.workspace()
+    verifier = Verifier(rank, 4, 3000)
+    together, own = random.Random(1), random.Random(100 + rank.rank)
+    for i in range(10_000):
+        skew(own)
+        verifier.call(i % 4, random_tokens(together), workspace.handle)
+    verifier.finish(workspace)
+    workspace.cleanup()
+    return {"calls": 10_000}
+
+
+def check_chained_calls(rank: Rank) -> Figures:
+    """Nothing between the calls, so that programmatic launches follow upon one another."""
+    workspace = rank.workspace()
+    rows = rank.minimax(5, 3000)
+    together, own = random.Random(2), random.Random(200 + rank.rank)
+    wants = rank.call(rows, workspace.handle)
+    for _ in range(300):
+        skew(own)
+        counts = [random_tokens(together) for _ in range(32)]
+        outs = [
+            (n, *qk_rms_norm(rows.qkv[:n], rows.q_weight, rows.k_weight, workspace.handle, EPS))
+            for n in counts
+        ]
+        for n, q, k in outs:
+            for out, want in ((q, wants[0][:n]), (k, wants[1][:n])):
+                # Other forms of the kernel add in another order: a last place at most.
+                bad = (out.float() - want.float()).abs() > want.float().abs() * 2.0**-6
+                assert not bool(bad.any())
+    settle(workspace)
+    workspace.cleanup()
+    return {"calls": 300 * 32}
+
+
+def check_graphs(rank: Rank) -> Figures:
+    workspace = rank.workspace()
+    verifier = Verifier(rank, 3, 2200)
+    sizes = (1, 7, 64, 300, 1100, 2200)
+    for tokens in sizes:
+        verifier.call(0, tokens, workspace.handle)
+    torch.cuda.synchronize()
+    graphs = []
+    for i, tokens in enumerate(sizes):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for j in range(3):
+                verifier.call((i + j) % 3, tokens, workspace.handle)
+        graphs.append(graph)
+    together, own = random.Random(4), random.Random(300 + rank.rank)
+    weights = [30, 30, 20, 10, 5, 5]
+    for _ in range(10_000):
+        if own.random() < 0.1:
+            skew(own)
+        together.choices(graphs, weights)[0].replay()
+        if together.random() < 0.1:
+            verifier.call(together.randrange(3), random_tokens(together) % 2200, workspace.handle)
+    verifier.finish(workspace)
+    workspace.cleanup()
+    return {"replays": 10_000}
+
+
+def check_pieces(rank: Rank) -> Figures:
+    workspace = rank.workspace(max_tokens_per_launch=100)
+    rows = rank.minimax(6, 1037)
+    for _ in range(20):
+        q, k = rank.call(rows, workspace.handle)
+    settle(workspace)
+    error = max(ulps(q, rows.q_want), ulps(k, rows.k_want))
+    workspace.cleanup()
+    assert error <= 1, error
+    return {"ulps": error}
+
+
+def check_strides_and_single(rank: Rank) -> Figures:
+    """Rows apart, rows at odd addresses, one tensor alone, Q and K apart, other weight types."""
+    workspace = rank.workspace()
+    handle, rows = workspace.handle, rank.minimax(7, 77)
+    q, q_size, kv = rows.qkv[:, : rows.q], rows.q, rows.kv
+    wide = torch.zeros(77, rows.qkv.shape[1] + 21, dtype=torch.bfloat16, device="cuda")
+    error = 0.0
+    for offset in (0, 8, 1, 3):
+        wide[:, offset : offset + rows.qkv.shape[1]] = rows.qkv
+        shifted = wide[:, offset : offset + rows.qkv.shape[1]]
+        outs = qk_rms_norm(shifted, rows.q_weight, rows.k_weight, handle, EPS)
+        error = max(error, ulps(outs[0], rows.q_want), ulps(outs[1], rows.k_want))
+    alone = reduce_rms_norm(q, rows.q_weight, handle, EPS)
+    k = rows.qkv[:, q_size : q_size + kv].contiguous()
+    apart = split_qk_rms_norm(q.contiguous(), k, rows.q_weight, rows.k_weight, handle, EPS)
+    floats = qk_rms_norm(rows.qkv, rows.q_weight.float(), rows.k_weight.float(), handle, EPS)
+    for out in (alone, apart[0], floats[0]):
+        error = max(error, ulps(out, rows.q_want))
+    for out in (apart[1], floats[1]):
+        error = max(error, ulps(out, rows.k_want))
+    settle(workspace)
+    workspace.cleanup()
+    assert error <= 1, error
+    return {"ulps": error}
+
+
+def check_missing_peer(rank: Rank) -> Figures:
+    """The last rank does not come: all others hear of it in time, and a new workspace serves."""
+    workspace = rank.workspace(seconds=2.0)
+    rows = rank.minimax(8, 50)
+    rank.call(rows, workspace.handle)
+    settle(workspace)
+    dist.barrier()
+    seconds, text = 0.0, ""
+    if rank.rank != rank.world - 1:
+        start = time.monotonic()
+        for _ in range(5):  # what is queued behind must not wait again, each for itself
+            q, _ = rank.call(rows, workspace.handle)
+        torch.cuda.synchronize()
+        seconds = time.monotonic() - start
+        assert bool(q.isnan().all()), "rows of a failed call are to be NaN"
+        try:
+            rank.call(rows, workspace.handle)
+        except CommextTimeoutError as error:
+            text = str(error)
+        assert f"rank {rank.world - 1}" in text, text
+        assert 1.5 < seconds < 6, seconds
+    dist.barrier()
+    workspace.cleanup()
+    fresh = rank.workspace()
+    q, _ = rank.call(rows, fresh.handle)
+    settle(fresh)
+    error = ulps(q, rows.q_want)
+    fresh.cleanup()
+    assert error <= 1, error
+    return {"seconds": round(seconds, 2), "message": text}
+
+
+def check_streams(rank: Rank) -> Figures:
+    """Two streams with a workspace each run side by side; with one for both they are found out."""
+    first, second = rank.workspace(), rank.workspace(seconds=3.0)
+    rows = rank.minimax(9, 300)  # few enough that both calls have room on every GPU
+    streams = (torch.cuda.Stream(), torch.cuda.Stream())
+    torch.cuda.synchronize()
+    kept = []
+    for _ in range(100):
+        for stream, workspace in zip(streams, (first, second), strict=True):
+            with torch.cuda.stream(stream):
+                kept.append(rank.call(rows, workspace.handle)[0])
+    torch.cuda.synchronize()
+    first.raise_if_failed()
+    second.raise_if_failed()
+    error = max(ulps(q, rows.q_want) for q in (kept[0], kept[1], kept[-1], kept[-2]))
+    assert error <= 1, error
+    dist.barrier()
+    found = "nothing"
+    if rank.rank == 0:  # its calls wait for peers that do not come, so the second meets the first
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                qk_rms_norm(rows.qkv[:64], rows.q_weight, rows.k_weight, second.handle, EPS)
+        torch.cuda.synchronize()
+        try:
+            second.raise_if_failed()
+        except ProtocolError as problem:
+            found = str(problem)
+        assert "same time" in found, found
+    dist.barrier()
+    first.cleanup()
+    second.cleanup()
+    return {"found": found}
+
+
+def check_create_and_destroy(rank: Rank) -> Figures:
+    rows = rank.minimax(10, 10)
+    free = []
+    for _ in range(50):
+        workspace = rank.workspace()
+        rank.call(rows, workspace.handle)
+        settle(workspace)
+        workspace.cleanup()
+        del workspace
+        free.append(torch.cuda.mem_get_info()[0])
+    grown = free[9] - free[-1]
+    assert grown <= 4 << 20, f"{grown} bytes in 40 rounds"
+    return {"grown_bytes": grown}
+
+
+def check_cache(rank: Rank) -> Figures:
+    """One workspace a group; another for another group, also at the address of an earlier one."""
+    seen = set()
+    for _ in range(4):
+        group = dist.new_group(list(range(rank.world)))
+        words = get_allreduce_workspace(rank.rank, rank.world, max_tokens=64, process_group=group)
+        again = get_allreduce_workspace(rank.rank, rank.world, max_tokens=64, process_group=group)
+        other = get_allreduce_workspace(
+            rank.rank, rank.world, max_tokens=64, process_group=group, name="other stream"
+        )
+        assert words is again
+        assert other is not words
+        seen.add(find_tensor(words).handle)
+        dist.destroy_process_group(group)
+        del group
+    workspaces.cleanup_all()
+    assert len(seen) == 4, seen
+    return {"workspaces": len(seen)}
+
+
+def check_mismatch(rank: Rank) -> Figures:
+    size = (2 << 20) * (1 + rank.rank % 2)
+    text = ""
+    try:
+        LamportWorkspace(rank.rank, rank.world, size)
+    except ProtocolError as error:
+        text = str(error)
+    assert "expected the same" in text, text
+    return {"message": text}
+
+
+def check_fallback(rank: Rank) -> Figures:
+    workspace = GroupWorkspace(None, "cuda")
+    rows = rank.minimax(13, 100)
+    q, k = rank.call(rows, workspace.handle)
+    error = max(ulps(q, rows.q_want), ulps(k, rows.k_want))
+    assert error <= 1, error
+    return {"ulps": error}
+
+
+def check_two_groups(rank: Rank) -> Figures:
+    """Pairs of ranks, and all of them, in turns; on four GPUs."""
+    if rank.world < 4:
+        return {"skipped": "needs 4 GPUs"}
+    pairs = [dist.new_group([i, i + 1]) for i in range(0, rank.world, 2)]
+    member = Rank(rank.rank % 2, 2)
+    size = LamportWorkspace.compute_comm_size_for_minimax(4096, 2)
+    pair = LamportWorkspace(member.rank, 2, size, pairs[rank.rank // 2], timeout_seconds=10)
+    everyone = rank.workspace()
+    verifiers = (Verifier(member, 2, 3000), Verifier(rank, 2, 3000))
+    own, together = random.Random(400 + rank.rank), random.Random(6)
+    paired = random.Random(500 + rank.rank // 2)  # each pair has token counts of its own
+    for i in range(3000):
+        skew(own)
+        verifiers[0].call(i % 2, random_tokens(paired), pair.handle)
+        if together.random() < 0.3:
+            verifiers[1].call(i % 2, random_tokens(together), everyone.handle)
+    verifiers[0].finish(pair)
+    verifiers[1].finish(everyone)
+    pair.cleanup()
+    everyone.cleanup()
+    return {"calls": 3000}
+
+
+def check_compile(rank: Rank) -> Figures:
+    workspace = rank.workspace()
+    rows = rank.minimax(14, 40)
+
+    def layer(qkv: torch.Tensor) -> torch.Tensor:
+        q, k = qk_rms_norm(qkv * 1.0, rows.q_weight, rows.k_weight, workspace.handle, EPS)
+        return q.float().sum() + k.float().sum()
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for tokens in (40, 13, 2):
+        torch.testing.assert_close(
+            compiled(rows.qkv[:tokens]), layer(rows.qkv[:tokens]), rtol=1e-3, atol=1.0
+        )
+    settle(workspace)
+    workspace.cleanup()
+    return {}
+
+
+CHECKS: dict[str, Callable[[Rank], Figures]] = {
+    name.removeprefix("check_"): function
+    for name, function in list(globals().items())
+    if name.startswith("check_")
+}
+
+
+def run(name: str, rank: Rank) -> bool:
+    start = time.monotonic()
+    figures: Figures = {}
+    error = ""
+    try:
+        figures = CHECKS[name](rank)
+    except Exception:  # noqa: BLE001 - the other checks are to run all the same
+        error = traceback.format_exc(limit=-4)
+    outcomes: list[Any] = [None] * rank.world
+    dist.all_gather_object(outcomes, (figures, error))
+    errors = {str(i): why for i, (_, why) in enumerate(outcomes) if why}
+    if rank.rank == 0:
+        line = {"check": name, "seconds": round(time.monotonic() - start, 2)}
+        sys.stdout.write(json.dumps({**line, "errors": errors, "figures": figures}) + "\n")
+        sys.stdout.flush()
+    return not errors
+
+
+def main() -> None:
+    rank, world, port = (int(text) for text in sys.argv[1:4])
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    results = [run(name, Rank(rank, world)) for name in sys.argv[4:] or CHECKS]
+    dist.barrier()
+    os._exit(0 if all(results) else 1)
+
+
+if __name__ == "__main__":
+    main()

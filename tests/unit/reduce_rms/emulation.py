@@ -1,0 +1,134 @@
+"""Ranks of the kernel on a CPU: the kernel's own source, compiled for the host."""
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vllm_commext.reduce_rms import layout, variants
+from vllm_commext.reduce_rms.build import SOURCES
+from vllm_commext.reduce_rms.launch import Arguments
+from vllm_commext.reduce_rms.layout import Failure
+from vllm_commext.reduce_rms.variants import Shape, Tiling
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++")
+EPS = 1e-6
+EMPTY = layout.SENTINEL_BITS << 32 | layout.SENTINEL_BITS
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="reduce_rms_emulation_")
+
+
+@functools.cache
+def library(shape: Shape, tiling: Tiling) -> ctypes.CDLL:
+    """The kernel of one shape for this CPU."""
+    macros = variants.macros(shape, tiling)
+    target = Path(_folder().name) / f"{'_'.join(map(str, macros.values()))}.so"
+    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-mf16c", "-Wall", "-Wextra"]
+    command = [
+        str(COMPILER),
+        *flags,
+        *("-Werror", "-Wno-unknown-pragmas", f"-I{HERE}", f"-I{SOURCES}"),
+        *(f"-D{name}={value}" for name, value in macros.items()),
+        *("-o", str(target), str(HERE / "emulate.cpp")),
+    ]
+    subprocess.run(command, check=True, timeout=100)
+    loaded = ctypes.CDLL(str(target))
+    assert loaded.args_bytes() == ctypes.sizeof(Arguments)
+    return loaded
+
+
+class Ranks:
+    """The workspaces of all ranks of a group, in this process's memory."""
+
+    def __init__(self, world_size: int, max_tokens: int, timeout_seconds: float = 30.0) -> None:
+        self.world_size, self.timeout_ns = world_size, int(timeout_seconds * 1e9)
+        words = max_tokens * world_size
+        self.slots = [np.full(layout.NUM_SLOTS * words, EMPTY, np.uint64) for _ in self.ranks]
+        self.states = [np.zeros(max_tokens, np.uint32) for _ in self.ranks]
+        self.failures = [np.zeros(2, np.uint64) for _ in self.ranks]
+        addresses = [slots.ctypes.data for slots in self.slots]
+        slot_bytes = words * layout.WORD_BYTES
+        self.words = [
+            np.array(
+                [*addresses, self.states[r].ctypes.data]
+                + [self.failures[r].ctypes.data, self.failures[r][1:].ctypes.data, slot_bytes, r],
+                np.uint64,
+            )
+            for r in self.ranks
+        ]
+
+    @property
+    def ranks(self) -> range:
+        return range(self.world_size)
+
+    def failure(self, rank: int) -> Failure | None:
+        """What the host would read on that rank."""
+        return layout.decode_failure(int(self.failures[rank][1]))
+
+    def slot_words_in_use(self, rank: int) -> np.ndarray:
+        """Per slot, how many words are not empty."""
+        return (self.slots[rank].reshape(layout.NUM_SLOTS, -1) != EMPTY).sum(axis=1)
+
+
+class Call:
+    """One call on one rank: its rows, and the outputs once it has run."""
+
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        ranks: Ranks,
+        rank: int,
+    ) -> None:
+        q_size, k_size = q_weight.numel(), k_weight.numel()
+        tokens = rows.shape[0]
+        self.rows, self.q_weight, self.k_weight = rows, q_weight, k_weight
+        self.q = torch.full((tokens, q_size), 777.0, dtype=rows.dtype)
+        self.k = torch.full((tokens, k_size), 777.0, dtype=rows.dtype)
+        self.arguments = Arguments(
+            q=rows.data_ptr(),
+            k=rows.data_ptr() + q_size * rows.element_size(),
+            q_weight=q_weight.data_ptr(),
+            k_weight=k_weight.data_ptr(),
+            q_out=self.q.data_ptr(),
+            k_out=self.k.data_ptr(),
+            workspace=ranks.words[rank].ctypes.data,
+            states=ranks.states[rank].ctypes.data,
+            rank=rank,
+            q_stride=rows.stride(0),
+            k_stride=rows.stride(0),
+            timeout_ns=ranks.timeout_ns,
+            num_tokens=tokens,
+            q_scale=1.0 / (q_size * ranks.world_size),
+            k_scale=1.0 / (max(k_size, 1) * ranks.world_size),
+            eps=EPS,
+        )
+
+
+def run(
+    shape: Shape, tiling: Tiling, streams: list[list[Call]], workers: int = 2, seed: int = 0
+) -> None:
+    """Run every stream's calls in their order, the streams at the same time."""
+    flat = [call.arguments for calls in streams for call in calls]
+    array = (Arguments * len(flat))(*flat)
+    library(shape, tiling).run_streams(array, len(streams), len(streams[0]), workers, seed)
+
+
+def exact(parts: list[torch.Tensor], weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """RMSNorm in float64 over the ranks' parts side by side, given back to the ranks."""
+    whole = torch.cat(parts, dim=-1).double()
+    factor = torch.rsqrt(whole.square().mean(dim=-1, keepdim=True) + EPS)
+    return [
+        part.double() * factor * weight.double()
+        for part, weight in zip(parts, weights, strict=True)
+    ]

@@ -1,0 +1,187 @@
+"""GPUs that are not there: CUDA's memory calls and launches, for ranks that are threads.
+
+Memory is this process's own, an IPC handle holds its address, and a launch runs the kernel's source
+on the CPU. All of the package between the op and the driver is the real thing.
+"""
+
+import contextlib
+import ctypes
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from reduce_rms_emulation import library
+
+from vllm_commext.errors import UnsupportedError
+from vllm_commext.reduce_rms import handles, ipc, ops, variants, workspace
+from vllm_commext.reduce_rms.launch import Arguments, Device
+from vllm_commext.reduce_rms.variants import Shape
+
+OK, NOT_PERMITTED = 0, 217
+GPU = Device(0, 90, 132)
+
+
+class Handle:
+    """An IPC handle: 64 bytes, the first eight of which are an address."""
+
+    def __init__(self) -> None:
+        self.raw = (ctypes.c_char * 64)()
+
+    def getPtr(self) -> int:  # noqa: N802 - as the bindings call it
+        return ctypes.addressof(self.raw)
+
+    @property
+    def address(self) -> int:
+        return ctypes.c_uint64.from_buffer(self.raw).value
+
+
+class Runtime:
+    """The part of ``cuda.bindings.runtime`` that `ipc` uses.
+
+    Attributes:
+        memory: what is allocated, by address.
+        opened: addresses that are mapped, once for each mapping.
+        refuse: addresses that nobody may map.
+    """
+
+    cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1)  # noqa: N815
+    cudaIpcMemLazyEnablePeerAccess = 1  # noqa: N815
+    cudaIpcMemHandle_t = Handle  # noqa: N815
+
+    def __init__(self) -> None:
+        self.memory: dict[int, Any] = {}
+        self.opened: list[int] = []
+        self.refuse_mapping = False
+        self.lock = threading.Lock()
+
+    def cudaMalloc(self, size: int) -> tuple[int, int]:  # noqa: N802
+        block = (ctypes.c_char * size)()
+        with self.lock:
+            self.memory[ctypes.addressof(block)] = block
+        return OK, ctypes.addressof(block)
+
+    def cudaFree(self, address: int) -> tuple[int]:  # noqa: N802
+        with self.lock:
+            del self.memory[address]
+        return (OK,)
+
+    def cudaMemcpy(self, to: int, source: int, size: int, kind: int) -> tuple[int]:  # noqa: N802
+        del kind
+        ctypes.memmove(to, source, size)
+        return (OK,)
+
+    def cudaDeviceSynchronize(self) -> tuple[int]:  # noqa: N802
+        return (OK,)
+
+    def cudaIpcGetMemHandle(self, address: int) -> tuple[int, Handle]:  # noqa: N802
+        handle = Handle()
+        ctypes.c_uint64.from_buffer(handle.raw).value = address
+        return OK, handle
+
+    def cudaIpcOpenMemHandle(self, handle: Handle, flags: int) -> tuple[int, int]:  # noqa: N802
+        del flags
+        if self.refuse_mapping:
+            return NOT_PERMITTED, 0
+        with self.lock:
+            self.opened.append(handle.address)
+        return OK, handle.address
+
+    def cudaIpcCloseMemHandle(self, address: int) -> tuple[int]:  # noqa: N802
+        with self.lock:
+            self.opened.remove(address)
+        return (OK,)
+
+
+class Group:
+    """Ranks that are threads; `exchange` is what `collective.exchange` is to processes."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._barrier = threading.Barrier(world_size)
+        self._values: dict[int, list[Any]] = {}
+        self._here = threading.local()
+
+    def exchange(self, step: Callable[[], Any], world_size: int, group: Any) -> list[Any]:
+        del group
+        value, error = None, ""
+        try:
+            value = step()
+        except Exception as caught:  # noqa: BLE001 - as the real one
+            error = f"{type(caught).__name__}: {caught}"
+        number = next(self._here.numbers)
+        self._values.setdefault(number, [None] * world_size)[self._here.rank] = (value, error)
+        self._barrier.wait(30)
+        outcomes = self._values[number]
+        failed = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(outcomes) if why]
+        if failed:
+            raise UnsupportedError("; ".join(failed))
+        return [value for value, _ in outcomes]
+
+    def run(self, rank_body: Callable[[int], Any]) -> list[Any]:
+        """What the body returns, or the exception that it raises, on each rank."""
+        results: list[Any] = [None] * self.world_size
+
+        def start(rank: int) -> None:
+            self._here.rank, self._here.numbers = rank, itertools.count()
+            try:
+                results[rank] = rank_body(rank)
+            except Exception as error:  # noqa: BLE001 - the test looks at it
+                results[rank] = error
+
+        self._values.clear()
+        threads = [threading.Thread(target=start, args=(r,)) for r in range(self.world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return results
+
+
+class HostKernels:
+    """In place of `launch.Kernels`; `launches` tells the tokens of each launch."""
+
+    def __init__(self) -> None:
+        self.launches: list[int] = []
+        self._compiling = threading.Lock()
+
+    def get(self, shape: Shape, num_tokens: int, device: Device) -> "HostKernel":
+        tiling = variants.choose(shape, num_tokens, device.multiprocessors)
+        with self._compiling:
+            return HostKernel(library(shape, tiling), self.launches)
+
+
+class HostKernel:
+    def __init__(self, loaded: ctypes.CDLL, launches: list[int]) -> None:
+        self.loaded, self.launches = loaded, launches
+
+    def launch(self, arguments: Arguments, stream: int) -> None:
+        del stream
+        self.launches.append(arguments.num_tokens)
+        self.loaded.run_streams(ctypes.byref(arguments), 1, 1, 2, 0)
+
+
+@contextlib.contextmanager
+def fake_gpus(world_size: int) -> Iterator[tuple[Runtime, Group, HostKernels]]:
+    """Everything below the package is fake until the end."""
+    runtime, group, kernels = Runtime(), Group(world_size), HostKernels()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ipc, "cuda_runtime", lambda: runtime)
+        patch.setattr(ipc, "exchange", group.exchange)
+        patch.setattr(workspace, "exchange", group.exchange)
+        patch.setattr(workspace, "await_others", lambda *_: None)
+        patch.setattr(workspace, "DEVICE", "cpu")
+        patch.setattr(workspace, "_pinned_word", lambda: torch.zeros(1, dtype=torch.int64))
+        patch.setattr(workspace, "_current_device", lambda: GPU)
+        patch.setattr(ops, "_kernels", kernels)
+        patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+        try:
+            yield runtime, group, kernels
+        finally:  # no workspace may outlive the memory that it thinks it has
+            for made in list(handles._by_handle.values()):
+                made.cleanup()

@@ -1,0 +1,133 @@
+"""The kernel compiled for real, without a GPU, and the cache of what was compiled."""
+
+import concurrent.futures
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from vllm_commext.errors import UnsupportedError
+from vllm_commext.reduce_rms import build, variants
+from vllm_commext.reduce_rms.variants import Shape, Tiling
+
+ARCHITECTURES = (80, 90, 100, 120)
+MINIMAX = Shape("bfloat16", "bfloat16", 2, 3072, 512)
+SHAPES = (
+    MINIMAX,
+    Shape("float16", "float32", 8, 768, 128),
+    Shape("float32", "bfloat16", 3, 2048, 344),
+    Shape("bfloat16", "bfloat16", 4, 4096, 0, aligned=False),
+)
+
+
+def _missing_nvrtc() -> str:
+    try:
+        build.nvrtc_version()
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+MISSING = _missing_nvrtc()
+needs_nvrtc = pytest.mark.skipif(bool(MISSING), reason=MISSING or "NVRTC is there")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "vllm_commext" / "reduce_rms"
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts compilations and does none."""
+    seen: list[int] = []
+
+    def compile_cubin(macros: dict[str, int], architecture: int) -> bytes:
+        seen.append(architecture)
+        return repr((sorted(macros.items()), architecture)).encode()
+
+    monkeypatch.setattr(build, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(build, "nvrtc_version", lambda: "13.0")
+    return seen
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_form_compiles_for_every_architecture(shape: Shape, architecture: int) -> None:
+    for tiling in variants.tilings(shape):
+        cubin = build.compile_cubin(variants.macros(shape, tiling), architecture)
+        assert cubin.startswith(b"\x7fELF")
+        assert b"reduce_rms" in cubin
+        assert b"cuMulticast" not in cubin
+        assert b"multimem" not in cubin
+
+
+@needs_nvrtc
+def test_a_source_that_is_refused_tells_why() -> None:
+    macros = {**variants.macros(MINIMAX, Tiling(1)), "SENTINEL": 0}
+    with pytest.raises(UnsupportedError, match="error"):
+        build.compile_cubin(macros, 90)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_no_form_of_few_tokens_spills_registers(shape: Shape, tmp_path: Path) -> None:
+    for tiling in variants.tilings(shape):
+        macros = [f"-D{name}={value}" for name, value in variants.macros(shape, tiling).items()]
+        target = ["-arch=sm_90", "-std=c++17", "-cubin", "-o", str(tmp_path / "kernel")]
+        command = ["nvcc", *target, "--resource-usage", *macros, str(build.SOURCES / build.MAIN)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+        assert re.search(r"\b0 bytes spill stores", done.stderr), done.stderr
+
+
+def test_a_second_call_takes_what_is_on_disk(cache: Path, compilations: list[int]) -> None:
+    macros = variants.macros(MINIMAX, Tiling(1))
+    first = build.load_or_compile(macros, 90)
+    assert build.load_or_compile(macros, 90) == first
+    assert build.load_or_compile(macros, 80) != first
+    assert build.load_or_compile({**macros, "Q_SIZE": 8}, 90) != first
+    assert compilations == [90, 80, 90]
+    assert len(list(cache.glob("*.cubin"))) == 3
+
+
+def test_another_compiler_or_another_source_is_another_entry(
+    compilations: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del compilations
+    macros = variants.macros(MINIMAX, Tiling(1))
+    before = build.cache_key(macros, 90)
+    monkeypatch.setattr(build, "nvrtc_version", lambda: "13.1")
+    newer = build.cache_key(macros, 90)
+    monkeypatch.setattr(build, "sources", lambda: (b"", ()))
+    assert len({before, newer, build.cache_key(macros, 90)}) == 3
+
+
+def test_many_at_once_compile_once(cache: Path, compilations: list[int]) -> None:
+    macros = variants.macros(MINIMAX, Tiling(2))
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        results = set(pool.map(lambda _: build.load_or_compile(macros, 90), range(16)))
+    assert len(results) == 1
+    assert compilations == [90]
+    assert [path.suffix for path in sorted(cache.iterdir())] == [".cubin", ".lock"]
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tmp_path: Path, compilations: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    build.load_or_compile(variants.macros(MINIMAX, Tiling(1)), 90)
+    assert compilations == [90]
+
+
+def test_nothing_of_ours_speaks_of_multicast() -> None:
+    files = [*Path(build.__file__).parent.rglob("*.py"), *build.SOURCES.iterdir()]
+    assert len(files) > 10
+    for path in files:
+        text = path.read_text().lower()
+        assert "multicast" not in text, path
+        assert "multimem" not in text, path

@@ -1,0 +1,76 @@
+"""What stands where, and which form of the kernel serves a call: arithmetic alone."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_commext.errors import ConfigError, UnsupportedError
+from vllm_commext.reduce_rms import layout, variants
+from vllm_commext.reduce_rms.layout import Failure, FailureKind
+from vllm_commext.reduce_rms.variants import Shape
+
+MIB = 1 << 20
+
+
+@given(st.integers(1, 1 << 20), st.integers(2, 8), st.booleans())
+def test_a_slot_holds_what_it_was_sized_for(max_tokens: int, world: int, fused: bool) -> None:
+    size = layout.compute_comm_size_for_minimax(max_tokens, world, fused)
+    assert size % (2 * MIB) == 0
+    assert layout.slot_capacity(size, world) >= max_tokens
+    assert layout.slot_capacity(size - 2 * MIB, world) < max_tokens
+
+
+@pytest.mark.parametrize(("tokens", "world"), [(0, 2), (5, 0), (-1, 2)])
+def test_a_slot_for_nothing_is_an_error(tokens: int, world: int) -> None:
+    with pytest.raises(ConfigError, match="positive"):
+        layout.compute_comm_size_for_minimax(tokens, world)
+
+
+def test_a_record_of_a_failure() -> None:
+    assert layout.decode_failure(0) is None
+    record = (2 << 56) | (5 << 32) | 123456
+    assert layout.decode_failure(record) == Failure(FailureKind.CONCURRENT_USE, 5, 123456)
+
+
+shapes = st.builds(
+    Shape,
+    dtype=st.sampled_from(list(variants.ELEMENT_CODES)),
+    weight_dtype=st.sampled_from(list(variants.ELEMENT_CODES)),
+    world_size=st.integers(2, 8),
+    q_size=st.integers(1, 4000).map(lambda n: 8 * n),
+    k_size=st.integers(0, 1000).map(lambda n: 8 * n),
+    aligned=st.booleans(),
+)
+
+
+@given(shapes, st.integers(1, 100_000), st.sampled_from([16, 78, 132, 148]))
+def test_every_call_has_a_form_that_a_gpu_can_run(
+    shape: Shape, tokens: int, multiprocessors: int
+) -> None:
+    variants.check_shape(shape)
+    tiling = variants.choose(shape, tokens, multiprocessors)
+    assert tiling in variants.tilings(shape)
+    assert 1 <= tiling.team_warps <= 32
+    assert tiling.threads <= 1024
+    assert tiling.block_teams <= 15  # each has a barrier of its own, beside the block's
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (Shape("float64", "float32", 2, 8, 8), "float64"),
+        (Shape("float32", "int8", 2, 8, 8), "int8"),
+        (Shape("float32", "float32", 1, 8, 8), "2 to 8 ranks"),
+        (Shape("float32", "float32", 9, 8, 8), "2 to 8 ranks"),
+        (Shape("float32", "float32", 2, 12, 8), "multiples of 8"),
+        (Shape("float32", "float32", 2, 0, 0), "at least 8"),
+    ],
+)
+def test_a_shape_without_a_form_is_refused(shape: Shape, expected: str) -> None:
+    with pytest.raises(UnsupportedError, match=expected):
+        variants.check_shape(shape)
+
+
+def test_rows_of_an_odd_number_of_eights_are_packed_in_full() -> None:
+    assert Shape("bfloat16", "bfloat16", 2, 8, 16).packs == 3
+    assert Shape("float32", "bfloat16", 2, 8, 16).packs == 6

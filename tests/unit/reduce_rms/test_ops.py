@@ -1,0 +1,174 @@
+"""The ops on a CPU: the reference, what the compiler sees, ranks that are processes."""
+
+import multiprocessing
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from vllm_commext.errors import ConfigError, UnsupportedError
+from vllm_commext.reduce_rms import ops as _ops  # noqa: F401 - registers the ops
+from vllm_commext.reduce_rms.collective import exchange
+from vllm_commext.reduce_rms.handles import GroupWorkspace, find
+
+EPS, Q, KV, WORLD = 1e-6, 48, 16, 3
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+OPS = torch.ops.vllm_commext
+
+
+@pytest.fixture
+def workspace() -> Iterator[GroupWorkspace]:
+    made = GroupWorkspace()
+    yield made
+    made.cleanup()
+
+
+def rows_and_weights(
+    tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    sizes = ((tokens, Q + 2 * KV), (Q,), (KV,))
+    qkv, q_weight, k_weight = (torch.randn(*size, generator=random).to(dtype) for size in sizes)
+    return qkv, q_weight, k_weight
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x.double(), (x.shape[-1],), weight.double(), EPS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_one_rank_is_torchs_own_norm(
+    workspace: GroupWorkspace, tokens: int, dtype: torch.dtype
+) -> None:
+    qkv, q_weight, k_weight = rows_and_weights(tokens, dtype)
+    q, k = OPS.qk_rms_norm(qkv, q_weight, k_weight, workspace.handle, EPS)
+    for out, part, weight in ((q, qkv[:, :Q], q_weight), (k, qkv[:, Q : Q + KV], k_weight)):
+        assert (out.dtype, out.is_contiguous()) == (dtype, True)
+        expected = norm(part, weight).to(dtype)
+        torch.testing.assert_close(out, expected, rtol=torch.finfo(dtype).eps * 2, atol=1e-6)
+
+
+def samples(handle: int) -> dict[str, tuple[Any, ...]]:
+    qkv, q_weight, k_weight = rows_and_weights(5)
+    q, k = qkv[:, :Q], qkv[:, Q : Q + KV]
+    return {
+        "qk_rms_norm": (qkv, q_weight, k_weight, handle, EPS),
+        "split_qk_rms_norm": (q, k, q_weight, k_weight, handle, EPS),
+        "reduce_rms_norm": (q, q_weight, handle, EPS),
+    }
+
+
+@pytest.mark.parametrize("name", ["qk_rms_norm", "split_qk_rms_norm", "reduce_rms_norm"])
+def test_torchs_own_check_of_an_op(workspace: GroupWorkspace, name: str) -> None:
+    torch.library.opcheck(getattr(OPS, name), samples(workspace.handle)[name])
+
+
+def test_the_compiler_takes_it_whole_with_any_number_of_tokens(workspace: GroupWorkspace) -> None:
+    _, q_weight, k_weight = rows_and_weights(1)
+    graphs: list[Any] = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        q, k = OPS.qk_rms_norm(x * 2, q_weight, k_weight, workspace.handle, EPS)
+        return OPS.reduce_rms_norm(q + 1, q_weight, workspace.handle, EPS).sum() + k.sum()
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    for tokens in (9, 3, 27):
+        qkv, _, _ = rows_and_weights(tokens)
+        torch.testing.assert_close(compiled(qkv), layer(qkv))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"qkv": torch.zeros(3)}, "expected rows"),
+        ({"qkv": torch.zeros(3, Q)}, "at least 64"),
+        ({"k_weight": torch.zeros(KV, 1)}, "expected weights"),
+        ({"workspace": 987654}, "live workspace"),
+    ],
+)
+def test_wrong_arguments(workspace: GroupWorkspace, change: dict[str, Any], expected: str) -> None:
+    qkv, q_weight, k_weight = rows_and_weights(3)
+    given = {"qkv": qkv, "q_weight": q_weight, "k_weight": k_weight}
+    with pytest.raises(ConfigError, match=expected):
+        OPS.qk_rms_norm(**{**given, "workspace": workspace.handle, "eps": EPS, **change})
+
+
+def test_workspaces_are_numbered_as_they_are_made() -> None:
+    first, second = GroupWorkspace(), GroupWorkspace()
+    assert second.handle == first.handle + 1
+    handle = second.handle
+    del second
+    with pytest.raises(ConfigError, match="live workspace"):
+        find(handle)
+
+
+def in_a_group(rank: int, port: int, result: Connection) -> None:
+    address = f"tcp://127.0.0.1:{port}"
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", address, limit, rank=rank, world_size=WORLD)
+    workspace = GroupWorkspace()
+    qkv, q_weight, k_weight = rows_and_weights(6, seed=rank)
+    q, k = OPS.qk_rms_norm(qkv, q_weight, k_weight, workspace.handle, EPS)
+
+    def step() -> int:
+        if rank == 1:
+            raise ValueError("no room")
+        return rank
+
+    problem = ""
+    try:
+        exchange(step, WORLD, None)
+    except UnsupportedError as error:
+        problem = str(error)
+    numbers = exchange(lambda: rank * 10, WORLD, None)
+    result.send((q.numpy(), k.numpy(), problem, numbers))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_ranks_add_their_sums_and_fail_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(WORLD)]
+    ranks = [
+        context.Process(target=in_a_group, args=(rank, port, pipes[rank][1]))
+        for rank in range(WORLD)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        results = []
+        for receiver, _ in pipes:
+            assert receiver.poll(90)
+            results.append(receiver.recv())
+        for process in ranks:
+            process.join(30)
+    finally:
+        for process in ranks:
+            process.kill()
+    inputs = [rows_and_weights(6, seed=rank) for rank in range(WORLD)]
+    for place, columns in ((0, slice(0, Q)), (1, slice(Q, Q + KV))):
+        whole = torch.cat([qkv[:, columns] for qkv, _, _ in inputs], dim=1)
+        weights = torch.cat([given[place + 1] for given in inputs])
+        wanted = norm(whole, weights).chunk(WORLD, dim=1)
+        for rank in range(WORLD):
+            torch.testing.assert_close(
+                torch.from_numpy(results[rank][place]).double(), wanted[rank], rtol=1e-5, atol=1e-6
+            )
+    for *_, problem, numbers in results:
+        assert problem == "rank 1: ValueError: no room"
+        assert numbers == [0, 10, 20]

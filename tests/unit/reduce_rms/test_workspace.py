@@ -1,0 +1,171 @@
+"""Workspaces and ops over GPUs that are not there: see fake_gpu.py."""
+
+import platform
+from typing import Any
+
+import pytest
+import torch
+from reduce_rms_emulation import COMPILER, EPS, exact
+from reduce_rms_fake_gpu import Group, HostKernels, Runtime, fake_gpus
+
+from vllm_commext.errors import CommextTimeoutError, ConfigError, ProtocolError, UnsupportedError
+from vllm_commext.reduce_rms import layout
+from vllm_commext.reduce_rms.handles import find, find_tensor
+from vllm_commext.reduce_rms.workspace import LamportWorkspace
+
+RANKS = 2
+SIZE = 2 << 20
+runs_kernel = pytest.mark.skipif(
+    COMPILER is None or platform.machine() != "x86_64", reason="needs g++ on x86_64"
+)
+Fakes = tuple[Runtime, Group, HostKernels]
+
+
+@pytest.fixture
+def fakes() -> Any:
+    with fake_gpus(RANKS) as made:
+        yield made
+
+
+def make(rank: int, **options: Any) -> LamportWorkspace:
+    return LamportWorkspace(rank, RANKS, SIZE, **options)
+
+
+def test_all_ranks_see_each_others_slots_filled_with_the_sentinel(fakes: Fakes) -> None:
+    runtime, group, _ = fakes
+    made = group.run(make)
+    words = [workspace.workspace.tolist() for workspace in made]
+    assert words[0][:RANKS] == words[1][:RANKS]
+    for rank, address in enumerate(words[0][:RANKS]):
+        block = bytes(runtime.memory[address])
+        assert block == layout.SENTINEL_BITS.to_bytes(4, "little") * (3 * SIZE // 4)
+        assert words[rank][RANKS + 3 :] == [SIZE, rank]
+        assert len(words[rank]) == layout.num_words(RANKS)
+    assert sorted(runtime.opened) == sorted(words[0][:RANKS])
+
+
+def test_cleanup_gives_everything_back_and_may_be_called_again(fakes: Fakes) -> None:
+    runtime, group, _ = fakes
+    for _ in range(3):
+        made = group.run(make)
+        handles = [workspace.handle for workspace in made]
+        for workspace in made:
+            assert find(workspace.handle) is workspace
+            assert find_tensor(workspace.workspace) is workspace
+            workspace.cleanup()
+            workspace.cleanup()
+        assert (runtime.memory, runtime.opened) == ({}, [])
+        for handle in handles:
+            with pytest.raises(ConfigError, match="live workspace"):
+                find(handle)
+
+
+def test_a_workspace_that_is_dropped_is_cleaned_up(fakes: Fakes) -> None:
+    runtime, group, _ = fakes
+    made = group.run(make)
+    made.clear()
+    assert (runtime.memory, runtime.opened) == ({}, [])
+
+
+def test_no_peer_access_fails_on_all_ranks_and_leaves_nothing(fakes: Fakes) -> None:
+    runtime, group, _ = fakes
+    runtime.refuse_mapping = True
+    errors = group.run(make)
+    assert [type(error) for error in errors] == [UnsupportedError] * RANKS
+    assert "no peer access" in str(errors[0])
+    assert runtime.memory == {}
+
+
+def test_memory_that_one_rank_cannot_have_fails_on_all(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, group, _ = fakes
+    allocate, calls = runtime.cudaMalloc, iter([False, True])
+    monkeypatch.setattr(
+        runtime, "cudaMalloc", lambda size: (2, 0) if next(calls) else allocate(size)
+    )
+    errors = group.run(make)
+    assert [type(error) for error in errors] == [UnsupportedError] * RANKS
+    assert "allocating" in str(errors[0])
+    assert runtime.memory == {}
+
+
+def test_ranks_that_differ_in_their_arguments_hear_of_it(fakes: Fakes) -> None:
+    _, group, _ = fakes
+    errors = group.run(lambda rank: LamportWorkspace(rank, RANKS, SIZE * (1 + rank)))
+    assert [type(error) for error in errors] == [ProtocolError] * RANKS
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "comm_size"), [(0, 1, SIZE), (0, 9, SIZE), (2, 2, SIZE), (0, 2, 0)]
+)
+def test_arguments_out_of_range(rank: int, world_size: int, comm_size: int) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        LamportWorkspace(rank, world_size, comm_size)
+
+
+def test_what_a_kernel_reports_is_raised_from_then_on(fakes: Fakes) -> None:
+    _, group, _ = fakes
+    workspace = group.run(make)[0]
+    workspace.raise_if_failed()
+    workspace._reported.value = (1 << 56) | (1 << 32) | 7
+    with pytest.raises(CommextTimeoutError, match=r"rank 1 for token 7 within 30 s"):
+        workspace.raise_if_failed()
+    workspace._reported.value = (2 << 56) | 3
+    with pytest.raises(ProtocolError, match="same time"):
+        workspace.raise_if_failed()
+
+
+def rows_of(rank: int, tokens: int, columns: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(100 * rank + tokens)
+    return torch.randn(tokens, columns, generator=random).to(torch.bfloat16)
+
+
+@runs_kernel
+def test_ops_from_end_to_end(fakes: Fakes) -> None:
+    """Pieces, strides and both parts, through real arguments."""
+    _, group, kernels = fakes
+    weights = torch.randn(64).to(torch.bfloat16), torch.randn(16).to(torch.bfloat16)
+    ops = torch.ops.vllm_commext
+
+    def body(rank: int) -> list[torch.Tensor]:
+        workspace = make(rank, max_tokens_per_launch=4)
+        handle, outs = workspace.handle, []
+        for tokens in (1, 11, 0, 4):
+            rows = rows_of(rank, tokens, 96)
+            outs += ops.qk_rms_norm(rows, *weights, handle, EPS)
+            outs += ops.qk_rms_norm(rows_of(rank, tokens, 101)[:, 5:], *weights, handle, EPS)
+            outs.append(ops.reduce_rms_norm(rows[:, :64], weights[0], handle, EPS))
+            q, k = rows[:, :64].contiguous(), rows[:, 64:80].contiguous()
+            outs += ops.split_qk_rms_norm(q, k, *weights, handle, EPS)
+        workspace.raise_if_failed()
+        return outs
+
+    results = group.run(body)
+    place = iter(range(100))
+    for tokens in (1, 11, 0, 4):
+        for columns, start, parts in ((96, 0, 2), (101, 5, 2), (96, 0, 1), (96, 0, 2)):
+            for part in range(parts):
+                first, last = ((0, 64), (64, 80))[part]
+                rows = [rows_of(rank, tokens, columns)[:, start:] for rank in range(RANKS)]
+                wanted = exact([row[:, first:last] for row in rows], [weights[part]] * RANKS)
+                at = next(place)
+                for rank in range(RANKS):
+                    assert results[rank][at].is_contiguous()
+                    torch.testing.assert_close(
+                        results[rank][at].double(), wanted[rank], rtol=2**-8, atol=1e-30
+                    )
+    assert set(kernels.launches) == {1, 3, 4}
+
+
+@runs_kernel
+def test_a_failed_workspace_is_not_called_again(fakes: Fakes) -> None:
+    _, group, kernels = fakes
+    made = group.run(lambda rank: make(rank, timeout_seconds=0.3))
+    workspace = made[0]  # the other stays, for its memory is written to
+    rows, weight = rows_of(0, 3, 64), torch.ones(64, dtype=torch.bfloat16)
+    out = torch.ops.vllm_commext.reduce_rms_norm(rows, weight, workspace.handle, EPS)
+    assert bool(out.isnan().all())
+    with pytest.raises(CommextTimeoutError, match="rank 1"):
+        torch.ops.vllm_commext.reduce_rms_norm(rows, weight, workspace.handle, EPS)
+    assert kernels.launches == [3]

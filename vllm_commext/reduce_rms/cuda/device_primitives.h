@@ -1,0 +1,94 @@
+// The instructions that the kernel needs beyond C++, for sm_80 and newer. The test suite has another
+// header in place of this one, which lets the same kernel run on a CPU.
+#pragma once
+
+#define DEVICE static __device__ __forceinline__
+#define KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
+#define ARGUMENT __grid_constant__
+#define SHARED __shared__
+
+DEVICE u32 thread_index() { return threadIdx.x; }
+DEVICE u32 block_index() { return blockIdx.x; }
+
+// Programmatic dependent launch: nothing that an earlier kernel may still read or write is touched
+// before the wait, which also makes its writes visible.
+DEVICE void await_previous_grid() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+DEVICE void release_next_grid() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+DEVICE u64 nanoseconds() {
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+// One 8-byte access, so both sums of a word arrive together or not at all.
+DEVICE u64 load_system(const u64* address) {
+  u64 value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+DEVICE void store_system(u64* address, u64 value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+DEVICE u64 load_device(const u64* address) {
+  u64 value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+DEVICE u32 fetch_or(u32* address, u32 bits) { return atomicOr(address, bits); }
+
+DEVICE u64 compare_and_swap(u64* address, u64 expected, u64 value) {
+  return atomicCAS(address, expected, value);
+}
+
+DEVICE float exchange_lanes(float value, u32 distance) {
+  return __shfl_xor_sync(0xffffffffu, value, distance);
+}
+
+DEVICE float broadcast(float value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
+DEVICE u32 broadcast(u32 value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
+
+// Barrier 0 is the whole block's; a team of several in a block has one of its own.
+DEVICE void team_barrier(u32 team, u32 threads, u32 teams) {
+  if (teams == 1)
+    __syncthreads();
+  else
+    asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "r"(threads) : "memory");
+}
+
+DEVICE u32 as_bits(float value) { return __float_as_uint(value); }
+DEVICE float from_bits(u32 bits) { return __uint_as_float(bits); }
+
+// Two numbers of 16 bits in a word, the first in its low half.
+DEVICE float half_to_float(u32 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)bits));
+  return value;
+}
+
+DEVICE u32 floats_to_halves(float first, float second) {
+  u32 word;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+  return word;
+}
+
+DEVICE u32 floats_to_bfloats(float first, float second) {
+  u32 word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+  return word;
+}
+
+// Makes the compiler forget what it has derived from a word, instead of keeping that in registers.
+DEVICE void forget_derived(u32& word) { asm volatile("" : "+r"(word)); }

@@ -1,0 +1,235 @@
+"""``torch.ops.vllm_commext.qk_rms_norm`` and its kin: functional ops, on GPUs and on CPUs.
+
+    qk_rms_norm(qkv, q_weight, k_weight, workspace, eps) -> (q, k)     Q and K of a packed row
+    split_qk_rms_norm(q, k, q_weight, k_weight, workspace, eps) -> (q, k)
+    reduce_rms_norm(x, weight, workspace, eps) -> x
+
+Each takes a rank's shard of the rows and of the weights and returns the shard of the RMSNorm of the
+whole rows, new and contiguous. `workspace` is the handle of a `LamportWorkspace`, or of a
+`GroupWorkspace`, which adds the sums by an all-reduce. All ranks make the same calls, with
+the same number of tokens, in the same order.
+"""
+
+import torch
+
+from vllm_commext.errors import ConfigError
+from vllm_commext.reduce_rms import reference
+from vllm_commext.reduce_rms.handles import GroupWorkspace, find
+from vllm_commext.reduce_rms.launch import Arguments, Kernels
+from vllm_commext.reduce_rms.variants import PACK_BYTES, Shape
+from vllm_commext.reduce_rms.workspace import LamportWorkspace
+
+NAMESPACE = "vllm_commext"
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_kernels = Kernels()
+Parts = tuple[torch.Tensor, ...]
+
+
+def _check(rows: torch.Tensor, columns: int, weights: Parts) -> None:
+    if rows.dim() != 2 or rows.shape[1] < columns:
+        raise ConfigError(
+            f"expected rows [tokens, at least {columns}], got shape {tuple(rows.shape)}"
+        )
+    for weight in weights:
+        if weight.dim() != 1:
+            raise ConfigError(f"expected weights [size], got shape {tuple(weight.shape)}")
+
+
+def _check_pair(q: torch.Tensor, k: torch.Tensor) -> None:
+    if q.shape[0] != k.shape[0] or q.dtype != k.dtype:
+        raise ConfigError(
+            "expected Q and K of the same tokens and type, "
+            f"got {tuple(q.shape)} {q.dtype} and {tuple(k.shape)} {k.dtype}"
+        )
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Itself where its last dimension is contiguous, which is all that the kernel needs."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _aligned(parts: Parts, weights: Parts) -> bool:
+    starts = all(tensor.data_ptr() % PACK_BYTES == 0 for tensor in (*parts, *weights))
+    strides = all(part.stride(0) * part.element_size() % PACK_BYTES == 0 for part in parts)
+    return starts and strides
+
+
+def _shape(workspace: LamportWorkspace, parts: Parts, weights: Parts) -> Shape:
+    if len({weight.dtype for weight in weights}) > 1:
+        raise ConfigError(f"expected weights of one type, got {[w.dtype for w in weights]}")
+    return Shape(
+        dtype=_name(parts[0].dtype),
+        weight_dtype=_name(weights[0].dtype),
+        world_size=workspace.world_size,
+        q_size=weights[0].numel(),
+        k_size=weights[1].numel() if len(weights) > 1 else 0,
+        aligned=_aligned(parts, weights),
+    )
+
+
+def _arguments(
+    workspace: LamportWorkspace, parts: Parts, weights: Parts, outs: Parts, eps: float
+) -> Arguments:
+    """The kernel's arguments, but for what a piece of the tokens changes."""
+    ranks = workspace.world_size
+    q, k = parts[0], parts[-1]
+    return Arguments(
+        q=q.data_ptr(),
+        k=k.data_ptr(),
+        q_weight=weights[0].data_ptr(),
+        k_weight=weights[-1].data_ptr(),
+        q_out=outs[0].data_ptr(),
+        k_out=outs[-1].data_ptr(),
+        workspace=workspace.workspace.data_ptr(),
+        states=workspace.states_ptr,
+        rank=workspace.rank,
+        q_stride=q.stride(0),
+        k_stride=k.stride(0),
+        timeout_ns=workspace.timeout_ns,
+        num_tokens=q.shape[0],
+        q_scale=1.0 / (weights[0].numel() * ranks),
+        k_scale=1.0 / (weights[-1].numel() * ranks),
+        eps=eps,
+    )
+
+
+def _advance(arguments: Arguments, parts: Parts, outs: Parts, num_tokens: int) -> None:
+    """Move the arguments on by as many tokens as a piece had."""
+    row_bytes = [part.stride(0) * part.element_size() for part in (parts[0], parts[-1])]
+    out_bytes = [out.stride(0) * out.element_size() for out in (outs[0], outs[-1])]
+    arguments.q += num_tokens * row_bytes[0]
+    arguments.k += num_tokens * row_bytes[1]
+    arguments.q_out += num_tokens * out_bytes[0]
+    arguments.k_out += num_tokens * out_bytes[1]
+
+
+def _launch(workspace: LamportWorkspace, parts: Parts, weights: Parts, eps: float) -> Parts:
+    workspace.raise_if_failed()
+    parts = tuple(_dense(part) for part in parts)
+    weights = tuple(weight.contiguous() for weight in weights)
+    outs = tuple(
+        torch.empty((part.shape[0], part.shape[1]), dtype=part.dtype, device=part.device)
+        for part in parts
+    )
+    left = parts[0].shape[0]
+    if left == 0:
+        return outs
+    shape = _shape(workspace, parts, weights)
+    arguments = _arguments(workspace, parts, weights, outs, eps)
+    with torch.cuda.device(workspace.device.ordinal):
+        kernel = _kernels.get(shape, left, workspace.device)
+        stream = torch.cuda.current_stream().cuda_stream
+        while left:
+            arguments.num_tokens = min(left, workspace.max_tokens_per_launch)
+            kernel.launch(arguments, stream)
+            left -= arguments.num_tokens
+            _advance(arguments, parts, outs, arguments.num_tokens)
+    return outs
+
+
+def _normalize(parts: Parts, weights: Parts, handle: int, eps: float) -> Parts:
+    workspace = find(handle)
+    if isinstance(workspace, LamportWorkspace):
+        return _launch(workspace, parts, weights, eps)
+    if not isinstance(workspace, GroupWorkspace):
+        raise ConfigError(f"expected a workspace that adds sums, got {type(workspace).__name__}")
+    return reference.normalize(parts, weights, workspace.world_size, eps, workspace.sum_over_ranks)
+
+
+def _qk_rms_norm(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    workspace: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q_size, k_size = q_weight.shape[0], k_weight.shape[0]
+    _check(qkv, q_size + k_size, (q_weight, k_weight))
+    parts = (qkv[:, :q_size], qkv[:, q_size : q_size + k_size])
+    q, k = _normalize(parts, (q_weight, k_weight), workspace, eps)
+    return q, k
+
+
+def _qk_rms_norm_fake(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    workspace: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = qkv.shape[0]
+    return qkv.new_empty((tokens, q_weight.shape[0])), qkv.new_empty((tokens, k_weight.shape[0]))
+
+
+def _split_qk_rms_norm(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    workspace: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(q, q_weight.shape[0], (q_weight,))
+    _check(k, k_weight.shape[0], (k_weight,))
+    _check_pair(q, k)
+    parts = (q[:, : q_weight.shape[0]], k[:, : k_weight.shape[0]])
+    q_out, k_out = _normalize(parts, (q_weight, k_weight), workspace, eps)
+    return q_out, k_out
+
+
+def _split_qk_rms_norm_fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    workspace: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = q.shape[0]
+    return q.new_empty((tokens, q_weight.shape[0])), k.new_empty((tokens, k_weight.shape[0]))
+
+
+def _reduce_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, workspace: int, eps: float
+) -> torch.Tensor:
+    _check(x, weight.shape[0], (weight,))
+    (out,) = _normalize((x[:, : weight.shape[0]],), (weight,), workspace, eps)
+    return out
+
+
+def _reduce_rms_norm_fake(
+    x: torch.Tensor, weight: torch.Tensor, workspace: int, eps: float
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+_OPS = (
+    (
+        "qk_rms_norm(Tensor qkv, Tensor q_weight, Tensor k_weight, int workspace, float eps)"
+        " -> (Tensor, Tensor)",
+        _qk_rms_norm,
+        _qk_rms_norm_fake,
+    ),
+    (
+        "split_qk_rms_norm(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, int workspace,"
+        " float eps) -> (Tensor, Tensor)",
+        _split_qk_rms_norm,
+        _split_qk_rms_norm_fake,
+    ),
+    (
+        "reduce_rms_norm(Tensor x, Tensor weight, int workspace, float eps) -> Tensor",
+        _reduce_rms_norm,
+        _reduce_rms_norm_fake,
+    ),
+)
+
+for _schema, _implementation, _fake in _OPS:
+    _op = _schema.partition("(")[0]
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_op, _implementation, _key)
+    torch.library.register_fake(f"{NAMESPACE}::{_op}", _fake, lib=_library)

@@ -1,0 +1,126 @@
+"""Which form of the kernel serves a call: its shape, and how many warps and tokens a block has."""
+
+from dataclasses import dataclass
+
+from vllm_commext.errors import UnsupportedError
+from vllm_commext.reduce_rms.layout import WORLD_SIZES
+
+ELEMENT_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
+ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+PACK_BYTES = 16
+WARP = 32
+MAX_TEAM_WARPS = 32
+SIZE_MULTIPLE = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the kernel is compiled for.
+
+    Attributes:
+        dtype: name of the rows' type, a key of `ELEMENT_CODES`.
+        weight_dtype: the same for the weights.
+        world_size: ranks, 2 to 8.
+        q_size: local elements of the first part, a multiple of 8.
+        k_size: local elements of the second part, a multiple of 8; 0 where there is none.
+        aligned: rows and weights begin at multiples of 16 bytes.
+    """
+
+    dtype: str
+    weight_dtype: str
+    world_size: int
+    q_size: int
+    k_size: int
+    aligned: bool = True
+
+    @property
+    def packs(self) -> int:
+        """Loads of 16 bytes that a row takes."""
+        return (self.q_size + self.k_size) * ELEMENT_BYTES[self.dtype] // PACK_BYTES
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a block is divided.
+
+    Attributes:
+        team_warps: warps that share a token.
+        block_teams: tokens a block.
+        weights_early: weights are loaded while the sums travel.
+        min_blocks: blocks that a multiprocessor must have registers for.
+    """
+
+    team_warps: int
+    block_teams: int = 1
+    weights_early: bool = False
+    min_blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        return self.team_warps * self.block_teams * WARP
+
+
+def check_shape(shape: Shape) -> None:
+    """Raise `UnsupportedError` where the kernel has no form for the shape."""
+    for dtype in (shape.dtype, shape.weight_dtype):
+        if dtype not in ELEMENT_CODES:
+            raise UnsupportedError(f"expected one of {', '.join(ELEMENT_CODES)}, got {dtype}")
+    if shape.world_size not in WORLD_SIZES:
+        raise UnsupportedError(f"expected 2 to 8 ranks, got {shape.world_size}")
+    for size in (shape.q_size, shape.k_size):
+        if size % SIZE_MULTIPLE or size < 0:
+            raise UnsupportedError(f"expected local sizes that are multiples of 8, got {size}")
+    if shape.packs == 0:
+        raise UnsupportedError("expected at least 8 local elements, got none")
+
+
+def _warps_for(packs: int, packs_per_thread: int) -> int:
+    """Warps a token so that no thread has more packs; as many as a block may have at most."""
+    return min(MAX_TEAM_WARPS, -(-packs // (WARP * packs_per_thread)))
+
+
+def low_latency(packs: int) -> Tiling:
+    """For few tokens: as many warps as the row has 512-byte pieces, up to sixteen."""
+    return Tiling(min(16, _warps_for(packs, 1)), weights_early=True)
+
+
+def balanced(packs: int) -> Tiling:
+    """For some hundred tokens: four packs a thread, a token a block."""
+    return Tiling(_warps_for(packs, 4), weights_early=True)
+
+
+def high_throughput(packs: int) -> Tiling:
+    """For thousands of tokens: as many rows in flight as registers allow."""
+    team_warps = _warps_for(packs, 14)
+    return Tiling(team_warps, block_teams=max(1, 4 // team_warps))
+
+
+def choose(shape: Shape, num_tokens: int, multiprocessors: int) -> Tiling:
+    """The tiling for `num_tokens` tokens on a GPU with that many multiprocessors."""
+    if num_tokens <= 2 * multiprocessors:
+        return low_latency(shape.packs)
+    if num_tokens <= 8 * multiprocessors:
+        return balanced(shape.packs)
+    return high_throughput(shape.packs)
+
+
+def tilings(shape: Shape) -> tuple[Tiling, ...]:
+    """All that `choose` can return for the shape, each once."""
+    forms = (low_latency(shape.packs), balanced(shape.packs), high_throughput(shape.packs))
+    return tuple(dict.fromkeys(forms))
+
+
+def macros(shape: Shape, tiling: Tiling) -> dict[str, int]:
+    """The macros of ``cuda/reduce_rms.cu``."""
+    return {
+        "ELEMENT": ELEMENT_CODES[shape.dtype],
+        "WEIGHT": ELEMENT_CODES[shape.weight_dtype],
+        "WORLD_SIZE": shape.world_size,
+        "Q_SIZE": shape.q_size,
+        "K_SIZE": shape.k_size,
+        "ALIGNED": int(shape.aligned),
+        "TEAM_WARPS": tiling.team_warps,
+        "BLOCK_TEAMS": tiling.block_teams,
+        "WEIGHTS_EARLY": int(tiling.weights_early),
+        "MIN_BLOCKS": tiling.min_blocks,
+    }

@@ -1,0 +1,250 @@
+"""The memory that the ranks' sums travel through, and the words that the kernel needs beside it."""
+
+import contextlib
+import ctypes
+import sys
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed
+
+from vllm_commext.errors import CommextError, CommextTimeoutError, ConfigError, ProtocolError
+from vllm_commext.reduce_rms import layout
+from vllm_commext.reduce_rms.collective import await_others, exchange
+from vllm_commext.reduce_rms.handles import Workspace
+from vllm_commext.reduce_rms.ipc import IpcBuffer
+from vllm_commext.reduce_rms.launch import Device
+from vllm_commext.reduce_rms.layout import Failure, FailureKind, compute_comm_size_for_minimax
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+DEFAULT_TIMEOUT_SECONDS = 30.0
+CLEANUP_SECONDS = 5.0
+DEVICE = "cuda"
+
+
+class LamportWorkspace(Workspace):
+    """Peer-mapped slots and the words that the kernel needs beside them; see `layout`.
+
+    Made by all ranks of the group together, on the current GPU; it is there on all or on none.
+    One workspace serves one stream at a time: calls that run at the same time are found out and
+    fail. Calls on other streams need a workspace of their own.
+
+    Args:
+        rank: this process's rank in the group.
+        world_size: ranks of the group, 2 to 8.
+        comm_size: bytes of a slot, alike on all ranks; rounded up to 2 MiB.
+        process_group: None for the default group.
+        timeout_seconds: how long a token waits for a peer's sums.
+        max_tokens_per_launch: fewer tokens a launch than a slot holds; 0 for as many.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+        UnsupportedError: a peer's memory cannot be mapped, on any rank.
+        ProtocolError: the ranks differ in their arguments.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        comm_size: int,
+        process_group: "ProcessGroup | None" = None,
+        *,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        max_tokens_per_launch: int = 0,
+    ) -> None:
+        if world_size not in layout.WORLD_SIZES or not 0 <= rank < world_size:
+            raise ConfigError(f"expected 2 to 8 ranks, got rank {rank} of {world_size}")
+        if comm_size <= 0 or timeout_seconds <= 0:
+            raise ConfigError(
+                "expected a positive comm_size and timeout_seconds, "
+                f"got {comm_size} and {timeout_seconds}"
+            )
+        self.comm_size = layout.round_up(comm_size)
+        self.timeout_ns = int(timeout_seconds * 1e9)
+        capacity = layout.slot_capacity(self.comm_size, world_size)
+        self.max_tokens_per_launch = min(max_tokens_per_launch or capacity, capacity)
+        self._group = process_group
+        self._agree(world_size)
+        self._buffer: IpcBuffer | None = IpcBuffer(
+            rank,
+            world_size,
+            layout.NUM_SLOTS * self.comm_size,
+            process_group,
+            fill=layout.SENTINEL_BITS,
+        )
+        exchange(lambda: self._allocate(capacity), world_size, process_group)
+        super().__init__(rank, world_size, self._make_words(self._buffer, rank))
+        torch.cuda.synchronize()
+
+    def _allocate(self, capacity: int) -> None:
+        """What only this rank sees."""
+        self.device = _current_device()
+        self._states = torch.zeros(capacity, dtype=torch.int32, device=DEVICE)
+        self._failure = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        self._report = _pinned_word()
+        self._reported = ctypes.c_uint64.from_address(self._report.data_ptr())
+
+    def _agree(self, world_size: int) -> None:
+        mine = (world_size, self.comm_size, self.max_tokens_per_launch)
+        theirs = exchange(lambda: mine, world_size, self._group)
+        if any(other != mine for other in theirs):
+            raise ProtocolError(
+                "expected the same world_size, comm_size and max_tokens_per_launch on all ranks, "
+                f"got {theirs} in the order of ranks"
+            )
+
+    def _make_words(self, buffer: IpcBuffer, rank: int) -> torch.Tensor:
+        addresses = [tensor.data_ptr() for tensor in (self._states, self._failure, self._report)]
+        words = [*buffer.serialize(), *addresses, self.comm_size, rank]
+        return torch.tensor(words, dtype=torch.int64, device=DEVICE)
+
+    @staticmethod
+    def compute_comm_size_for_minimax(
+        max_tokens: int, world_size: int, fused_qk: bool = True
+    ) -> int:
+        """See `layout.compute_comm_size_for_minimax`."""
+        return compute_comm_size_for_minimax(max_tokens, world_size, fused_qk)
+
+    @property
+    def states_ptr(self) -> int:
+        """Address of the state words."""
+        return self._states.data_ptr()
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure that a kernel has told, at any time since the workspace was made."""
+        return layout.decode_failure(self._reported.value)
+
+    def raise_if_failed(self) -> None:
+        """Raise what a kernel has told.
+
+        A failed workspace stays failed: its rows come out as NaN, for ranks no longer agree about
+        their slots. Make a new one on all ranks.
+
+        Raises:
+            CommextTimeoutError: a peer's sums did not come in time.
+            ProtocolError: two calls used the workspace at the same time.
+        """
+        failure = self.failure
+        if failure is None:
+            return
+        seconds = self.timeout_ns / 1e9
+        if failure.kind is FailureKind.MISSING_PEER:
+            raise CommextTimeoutError(
+                f"expected the sums of rank {failure.rank} for token {failure.token} within "
+                f"{seconds:g} s, got none; rank {self.rank}'s workspace is of no use any more: end "
+                "the job, or make a new workspace on all ranks"
+            )
+        raise ProtocolError(
+            f"expected one call at a time, got two that used rank {self.rank}'s workspace at the "
+            f"same time, at token {failure.token}; give each stream a workspace of its own"
+        )
+
+    def cleanup(self) -> None:
+        """Wait for this GPU's kernels, whose waits are bounded, then give all memory back.
+
+        Memory is freed when the peers have unmapped it, for which a gloo group is waited for
+        `CLEANUP_SECONDS` at most. To be called on all ranks.
+        """
+        self._cleanup(CLEANUP_SECONDS)
+
+    def _cleanup(self, seconds: float) -> None:
+        buffer = getattr(self, "_buffer", None)
+        if buffer is None:
+            return
+        self._buffer = None
+        if hasattr(self, "handle"):
+            self.forget()
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize(self.device.ordinal)
+        buffer.close_peers()
+        if seconds > 0:
+            await_others(self._group, seconds)
+        buffer.cleanup()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._cleanup(0)
+
+    def __repr__(self) -> str:
+        return (
+            f"LamportWorkspace(rank={self.rank}, world_size={self.world_size}, "
+            f"comm_size={self.comm_size})"
+        )
+
+
+def _pinned_word() -> torch.Tensor:
+    """Host memory that a kernel can write to."""
+    return torch.zeros(1, dtype=torch.int64, pin_memory=True)
+
+
+def _current_device() -> Device:
+    index = torch.cuda.current_device()
+    properties = torch.cuda.get_device_properties(index)
+    architecture = properties.major * 10 + properties.minor
+    return Device(index, architecture, properties.multi_processor_count)
+
+
+_Key = tuple[int, int, int, int, str, int]
+_cache: "dict[_Key, tuple[weakref.ref[ProcessGroup], LamportWorkspace]]" = {}
+_cache_lock = threading.Lock()
+
+
+def get_allreduce_workspace(
+    rank: int,
+    world_size: int,
+    comm_size: int | None = None,
+    max_tokens: int = 16384,
+    process_group: "ProcessGroup | None" = None,
+    *,
+    name: str = "",
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> torch.Tensor:
+    """The workspace tensor of a group, made at the first call and kept.
+
+    Args:
+        rank: this process's rank in the group.
+        world_size: ranks of the group.
+        comm_size: bytes of a slot; None for what `max_tokens` tokens take.
+        max_tokens: tokens of one launch; more go in pieces.
+        process_group: None for the default group.
+        name: another name gives another workspace, as calls on another stream need.
+        timeout_seconds: how long a token waits for a peer's sums; of the first call only.
+
+    Raises:
+        CommextError: as `LamportWorkspace`.
+    """
+    if comm_size is None:
+        comm_size = compute_comm_size_for_minimax(max_tokens, world_size)
+    group = process_group if process_group is not None else distributed.group.WORLD
+    if group is None:
+        raise ConfigError("expected a process group, got none: torch.distributed has no default")
+    key = (rank, world_size, comm_size, torch.cuda.current_device(), name, id(group))
+    with _cache_lock:
+        _drop_stale()
+        known, kept = _cache.get(key, (None, None))
+        if kept is not None and known is not None and known() is group:
+            return kept.workspace
+        made = LamportWorkspace(rank, world_size, comm_size, group, timeout_seconds=timeout_seconds)
+        _cache[key] = (weakref.ref(group), made)
+        return made.workspace
+
+
+def _drop_stale() -> None:
+    """Let go of what belongs to groups that are gone; an address of theirs may be another's now."""
+    for key in [key for key, (group, _) in _cache.items() if group() is None]:
+        del _cache[key]
+
+
+def cleanup_all() -> None:
+    """Clean up every workspace that `get_allreduce_workspace` keeps; on all ranks alike."""
+    with _cache_lock:
+        for _, kept in _cache.values():
+            with contextlib.suppress(CommextError, RuntimeError):
+                kept.cleanup()
+        _cache.clear()
