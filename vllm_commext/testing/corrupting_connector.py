@@ -42,29 +42,32 @@ def flip_block(cache: torch.Tensor, block_id: int, num_blocks: int) -> None:
 
 
 class CorruptingNixlConnector(CommextNixlConnector):
-    """Flips bits in the first block of each load after it has arrived, before the request runs."""
+    """Flips bits in the first block of each group of each load after it has arrived, before the
+    request runs."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._num_blocks = kv_cache_config.num_blocks
-        self._caches: list[torch.Tensor] = []
-        self._first_blocks: dict[str, int] = {}
+        self._layers = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
+        self._caches: dict[str, torch.Tensor] = {}
+        self._first_blocks: dict[str, list[int | None]] = {}
         logger.warning("this connector damages every load on purpose: it is for tests only")
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Remember the cache that is to be damaged."""
         super().register_kv_caches(kv_caches)
-        self._caches = list(kv_caches.values())
+        self._caches = kv_caches
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Remember where each load goes."""
         step = self._get_connector_metadata()
         if isinstance(step, StepMetadata):
             for load in step.loads:
-                if load.awaited and load.local_block_ids:
-                    self._first_blocks[load.request_id] = load.local_block_ids[0]
+                if load.awaited:
+                    first = [(blocks.block_ids or [None])[0] for blocks in load.blocks]
+                    self._first_blocks[load.request_id] = first
         super().start_load_kv(forward_context, **kwargs)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -81,9 +84,15 @@ class CorruptingNixlConnector(CommextNixlConnector):
 
     def _damage(self, received: Iterable[str]) -> None:
         for request_id in received:
-            block_id = self._first_blocks.pop(request_id, None)
-            if block_id is None:
-                continue
-            for cache in self._caches:
-                flip_block(cache, block_id, self._num_blocks)
-            logger.warning("request %s: damaged block %d on purpose", request_id, block_id)
+            first = self._first_blocks.pop(request_id, [])
+            for block_id, layers in zip(first, self._layers, strict=False):
+                if block_id is not None:
+                    self._flip(block_id, layers)
+            logger.warning("request %s: damaged blocks %s on purpose", request_id, first)
+
+    def _flip(self, block_id: int, layers: Iterable[str]) -> None:
+        """Damage a block once in each layer of its group: other groups may share its bytes."""
+        for cache in {
+            self._caches[name].data_ptr(): self._caches[name] for name in layers
+        }.values():
+            flip_block(cache, block_id, self._num_blocks)

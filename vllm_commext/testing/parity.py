@@ -180,6 +180,16 @@ def _by_token_id(top: Mapping[str, float]) -> Mapping[int, float]:
     return {int(token.removeprefix(TOKEN_PREFIX)): value for token, value in top.items()}
 
 
+def near_enough(expected: Completion, got: Completion, noise: float) -> bool:
+    """Equal tokens, or another token where the expected answer holds both for as likely within
+    twice ``noise`` nats."""
+    for position, (one, two) in enumerate(zip(expected.token_ids, got.token_ids, strict=True)):
+        if one != two:
+            likely = expected.logprobs[position]
+            return two in likely and likely[one] - likely[two] <= 2 * noise
+    return True
+
+
 def logprob_difference(one: Mapping[int, float], other: Mapping[int, float]) -> float:
     """Largest difference in nats between two lists of most likely tokens of one position.
 

@@ -11,6 +11,7 @@ from vllm_commext.errors import ConfigError
 Prompt = tuple[int, ...]
 PRINTABLE = range(32, 127)
 SHARED_TOKENS = 256
+MIN_EQUAL_TOKENS = 8
 
 
 def edge_lengths(block_size: int) -> list[int]:
@@ -45,6 +46,20 @@ def prompt_set(
         if prompt not in made:
             made.append(prompt)
     return made
+
+
+def equal_prompts(num_prompts: int, num_tokens: int, seed: int) -> list[Prompt]:
+    """``num_prompts`` different prompts of ``num_tokens`` tokens each.
+
+    Raises ``ConfigError`` for fewer than 8 tokens: few prompts of so few tokens are different.
+    """
+    if num_tokens < MIN_EQUAL_TOKENS:
+        raise ConfigError(f"prompts: expected at least {MIN_EQUAL_TOKENS} tokens, got {num_tokens}")
+    rng = random.Random(seed)
+    made: dict[Prompt, None] = {}
+    while len(made) < num_prompts:
+        made[_draw(rng, num_tokens)] = None
+    return list(made)
 
 
 def _draw(rng: random.Random, num_tokens: int) -> Prompt:

@@ -29,7 +29,7 @@ from vllm_commext.errors import CommextError, CommextTimeoutError
 from vllm_commext.testing import guardian
 
 LOOPBACK = "127.0.0.1"
-READY_SECONDS = 180.0
+READY_SECONDS = 300.0
 GRACE_SECONDS = 20.0
 POLL_SECONDS = 0.1
 TAIL_LINES = 40
@@ -38,11 +38,13 @@ TAIL_LINES = 40
 PORTS = range(12000, 32000)
 
 # What a vLLM server on CPUs needs. One thread a process: two cores carry two servers or more, and
-# each server must split its sums in the same way for outputs to be comparable.
+# each server must split its sums in the same way for outputs to be comparable. Even an eager server
+# compiles two small functions in its first requests, which takes a C++ compiler and many seconds.
 CPU_ENVIRON: dict[str, str] = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": LOOPBACK,

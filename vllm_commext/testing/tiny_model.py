@@ -1,6 +1,6 @@
 """Tiny models with seeded random weights and a byte-level tokenizer, written without any download.
 
-The weights are drawn wide (``Kind.std``), so the next token depends on the whole prompt: what
+The weights are drawn wide (``STD``), so the next token depends on the whole prompt: what
 vLLM's ``--load-format dummy`` gives is close to uniform whatever the KV cache holds, and a test of
 a KV connector on such weights cannot fail.
 """
@@ -9,61 +9,24 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_commext.errors import ConfigError
+from vllm_commext.testing.tiny_kinds import (
+    COMMON_FIELDS,
+    KINDS,
+    MAX_POSITIONS,
+    NUM_BYTES,
+    SPECIAL_TOKENS,
+    STD,
+    Kind,
+)
 
-NUM_BYTES = 256
-SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
-NUM_TOKENS = NUM_BYTES + len(SPECIAL_TOKENS)
-PAD_ID, BOS_ID, EOS_ID = range(NUM_BYTES, NUM_TOKENS)
-MAX_POSITIONS = 4096
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One architecture: how its configuration is made and how wide its weights are drawn.
-
-    ``std`` is the standard deviation of every weight with two dimensions or more; vectors (norms,
-    biases, state-space constants) keep what the architecture's own initialisation gives them.
-    """
-
-    make_config: Callable[[str], Any]
-    std: float
-    meaning: str
-
-
-def _llama_config(dtype: str) -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        vocab_size=NUM_TOKENS,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=False,
-        pad_token_id=PAD_ID,
-        bos_token_id=BOS_ID,
-        eos_token_id=EOS_ID,
-        dtype=dtype,
-    )
-
-
-KINDS: dict[str, Kind] = {
-    "llama": Kind(
-        _llama_config,
-        std=0.12,
-        meaning="dense, grouped-query attention: 8 heads, 4 KV heads, 4 layers",
-    ),
-}
+MEMORY_TOKENS = (128, 2048)
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -102,14 +65,16 @@ def write_tiny_model(
     if kind not in KINDS:
         raise ConfigError(f"tiny model: expected a kind out of {sorted(KINDS)}, got {kind!r}")
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     chosen, target = KINDS[kind], Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(chosen.make_config(dtype), dtype=torch.float32)
-    _draw_weights(model, chosen.std, seed)
+        fields = {**COMMON_FIELDS, **chosen.fields, "dtype": dtype}
+        config = AutoConfig.for_model(chosen.model_type, **fields)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _draw_weights(model, chosen, seed)
     _save(model.to(getattr(torch, dtype)), target)
     write_tokenizer(target)
     return target
@@ -129,29 +94,66 @@ def _save(model: Any, folder: Path) -> None:
 
 
 def kv_bytes_per_token(folder: Path | str) -> int:
-    """Bytes of KV cache a token takes in all layers of a model with full attention, in its own
-    dtype."""
+    """Bytes of KV cache a token takes in all layers of a tiny Llama, in its own dtype.
+
+    Raises ``ConfigError`` for other architectures: windows and states take no fixed number a token.
+    """
     config = json.loads((Path(folder) / "config.json").read_text())
+    if config["model_type"] != "llama":
+        raise ConfigError(
+            f"KV bytes a token: expected model type 'llama', got {config['model_type']!r}; "
+            "measure what is transferred instead"
+        )
     heads: int = config["num_key_value_heads"] * config["num_hidden_layers"]
     return 2 * heads * config["head_dim"] * ITEM_BYTES[config["dtype"]]
 
 
-def _draw_weights(model: Any, std: float, seed: int) -> None:
+def _draw_weights(model: Any, kind: Kind, seed: int) -> None:
     """Draw all matrices from one seeded stream, in the order of their names."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    for _, parameter in sorted(model.named_parameters()):
+    for name, parameter in sorted(model.named_parameters()):
         if parameter.ndim >= 2:
             values = torch.empty(parameter.shape, dtype=torch.float32).normal_(
-                0.0, std, generator=generator
+                0.0, _width(name, parameter.shape, kind), generator=generator
             )
             parameter.data.copy_(values)
+        elif name.endswith("A_log"):
+            parameter.data.copy_(_slow_decay(len(parameter)))
+
+
+def _width(name: str, shape: Sequence[int], kind: Kind) -> float:
+    """Standard deviation of one matrix.
+
+    A depthwise convolution before a state adds up as many products as its kernel is long, not
+    hundreds: its width keeps the size of what goes through it.
+    """
+    if name.endswith("conv1d.weight"):
+        return shape[-1] ** -0.5
+    return kind.attention_out_std if name.endswith("o_proj.weight") else STD
+
+
+def _slow_decay(num_heads: int) -> Any:
+    """``A_log`` [num_heads] of heads that remember over ``MEMORY_TOKENS`` at a time step of one.
+
+    A head's state shrinks by exp(-dt A) a token. What the architectures start from (A of one and
+    more) forgets within a few tokens, and a wrong state would show in none of the next ones.
+    """
+    import torch
+
+    shortest, longest = map(math.log, MEMORY_TOKENS)
+    return -torch.linspace(shortest, longest, num_heads)
 
 
 def main() -> None:
     """Write one tiny model: ``python -m vllm_commext.testing.tiny_model FOLDER [KIND]``."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    kinds = "\n".join(f"  {name:<10}{kind.meaning}" for name, kind in KINDS.items())
+    parser = argparse.ArgumentParser(
+        description=main.__doc__,
+        epilog=f"kinds:\n{kinds}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("kind", nargs="?", default="llama", choices=sorted(KINDS))
     parser.add_argument("--seed", type=int, default=0)
