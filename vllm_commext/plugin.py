@@ -50,10 +50,11 @@ class Capability:
 
 
 def _activate_nixl() -> None:
-    from vllm_commext.compat import hooks
+    from vllm_commext.compat import conv_state, hooks
 
     if importlib.util.find_spec("nixl") is None:
         raise UnsupportedError("NIXL is not installed, `pip install nixl` brings it")
+    conv_state.note_choice()
     hooks.add_connector(CONNECTOR_NAME, CONNECTOR_MODULE)
 
 
@@ -69,6 +70,12 @@ def _activate_shm_queue() -> None:
     shm_queue.install()
 
 
+def _activate_reduce_rms() -> None:
+    from vllm_commext.compat import reduce_rms
+
+    reduce_rms.install()
+
+
 def _leave_as_it_is() -> None:
     """Nobody asks for this capability by name."""
 
@@ -76,6 +83,7 @@ def _leave_as_it_is() -> None:
 CAPABILITIES: tuple[Capability, ...] = (
     Capability("nixl", _activate_nixl, _refuse_nixl, "vLLM's own connectors remain"),
     Capability("shm_queue", _activate_shm_queue, _leave_as_it_is, "vLLM's own queue remains"),
+    Capability("reduce_rms", _activate_reduce_rms, _leave_as_it_is, "vLLM's own norm remains"),
 )
 
 

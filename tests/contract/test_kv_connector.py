@@ -1,5 +1,6 @@
 """The connector as vLLM sees it: its interface, what it refuses, its statistics."""
 
+import dataclasses
 import functools
 import inspect
 from typing import Any
@@ -18,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -30,6 +32,8 @@ from vllm_commext import plugin
 from vllm_commext.compat import kv_connector as compat
 from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.nixl import engine_facts
+from vllm_commext.nixl.cache_layout import groups_of
+from vllm_commext.nixl.config import ConnectorConfig, parse_config
 from vllm_commext.nixl.connector import CommextNixlConnector
 from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.stats import CommextNixlStats
@@ -47,6 +51,8 @@ SLIDING = SlidingWindowSpec(
     block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32, sliding_window=32
 )
 MAMBA = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+CROSS = CrossAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+UNIFORM = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FULL, "b": FULL})
 
 
 def cache_config(*specs: Any) -> KVCacheConfig:
@@ -134,28 +140,39 @@ def test_unknown_and_bad_keys_stop_the_engine(role: KVConnectorRole) -> None:
             CommextNixlConnector(vllm_config(**extra), role, cache_config(FULL))
 
 
-def test_full_attention_is_served() -> None:
-    uniform = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FULL, "b": FULL})
-    for spec in (FULL, uniform):
-        engine_facts.check_supported(vllm_config(), cache_config(spec))
-        assert engine_facts.block_size(cache_config(spec)) == 16
+def settings(**extra: Any) -> ConnectorConfig:
+    return parse_config(extra, default_host="h", default_port=7000)
+
+
+@pytest.mark.parametrize(
+    "specs", [[FULL], [UNIFORM], [SLIDING], [MAMBA], [FULL, SLIDING], [FULL, MAMBA, MAMBA]]
+)
+def test_these_caches_are_served(specs: list[Any]) -> None:
+    engine_facts.check_supported(vllm_config(), cache_config(*specs), settings())
+    assert [group.block_size for group in groups_of(cache_config(*specs))] == [16] * len(specs)
 
 
 @pytest.mark.parametrize(
     ("specs", "words"),
     [
-        ([SLIDING], ["1 groups", "SlidingWindowSpec"]),
-        ([MAMBA], ["1 groups", "MambaSpec"]),
-        ([FULL, SLIDING], ["2 groups", "FullAttentionSpec", "SlidingWindowSpec"]),
-        ([FULL, MAMBA], ["2 groups", "MambaSpec"]),
-        ([FULL, FULL], ["2 groups"]),
+        ([CROSS], ["CrossAttentionSpec", "NixlConnector"]),
+        ([FULL, CROSS], ["CrossAttentionSpec"]),
+        ([FULL, dataclasses.replace(MAMBA, mamba_cache_mode="all")], ["none or align", "'all'"]),
     ],
 )
 def test_other_caches_are_refused_by_name(specs: list[Any], words: list[str]) -> None:
     with pytest.raises(UnsupportedError) as raised:
         CommextNixlConnector(vllm_config(), KVConnectorRole.SCHEDULER, cache_config(*specs))
-    for word in (*words, "NixlConnector"):
+    for word in words:
         assert word in str(raised.value)
+
+
+def test_states_are_not_copied_to_the_host() -> None:
+    engine_facts.check_supported(vllm_config(), cache_config(FULL), settings(host_copy=True))
+    with pytest.raises(UnsupportedError, match="host_copy"):
+        engine_facts.check_supported(
+            vllm_config(), cache_config(FULL, MAMBA), settings(host_copy=True)
+        )
 
 
 @pytest.mark.parametrize(

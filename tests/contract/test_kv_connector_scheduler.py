@@ -12,7 +12,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -45,13 +50,17 @@ TO_DECODE = {
     "remote_fence_ticket": 3,
 }
 
+# A state a request, as vLLM keeps it without prefix caching: one block for as many tokens as there
+# can be.
+STATE = MambaSpec(block_size=128, shapes=((8, 3), (2, 4, 8)), dtypes=(torch.float32,) * 2)
+
 LATE_ARE_GIVEN_UP = transfer_results_class() is not None
 
 
 class Engine:
     """One engine's connector and cache, driven in the scheduler's order."""
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, *, hybrid: bool = False) -> None:
         transfer = KVTransferConfig(
             kv_connector="CommextNixlConnector",
             kv_connector_module_path="vllm_commext.nixl.connector",
@@ -62,12 +71,18 @@ class Engine:
         )
         spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         groups = [KVCacheGroupSpec(["layer"], spec)]
+        if hybrid:
+            groups.append(KVCacheGroupSpec(["state"], STATE))
         cache = KVCacheConfig(NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
         self.connector = CommextNixlConnector(
             VllmConfig(kv_transfer_config=transfer), KVConnectorRole.SCHEDULER, cache
         )
         self.manager = KVCacheManager(
-            cache, max_model_len=128, scheduler_block_size=BLOCK, hash_block_size=BLOCK
+            cache,
+            max_model_len=128,
+            scheduler_block_size=STATE.block_size if hybrid else BLOCK,
+            hash_block_size=BLOCK,
+            enable_caching=not hybrid,
         )
         self.connector.bind_gpu_block_pool(self.manager.block_pool)
 
@@ -131,8 +146,8 @@ def _hashes() -> None:
 def make_engine() -> Iterator[Callable[[str], Engine]]:
     made: list[Engine] = []
 
-    def make(role: str) -> Engine:
-        made.append(Engine(role))
+    def make(role: str, **settings: Any) -> Engine:
+        made.append(Engine(role, **settings))
         return made[-1]
 
     yield make
@@ -257,10 +272,12 @@ def test_the_missing_blocks_are_loaded(
     (load,) = engine.step().loads
     assert load.awaited
     assert (load.request_id, load.refusal) == ("r", "")
-    assert load.first == num_warm // BLOCK
-    assert load.local_block_ids == engine.block_ids(request)[load.first :]
+    (blocks,) = load.blocks
+    assert blocks.first == num_warm // BLOCK
+    assert load.block_ids == engine.block_ids(request)[blocks.first :]
+    assert load.num_tokens == 14
     assert load.remote is not None
-    assert load.remote.block_ids == tuple(REMOTE_IDS[0])
+    assert load.remote.block_ids == (tuple(REMOTE_IDS[0]),)
     assert load.remote.request_id == "there"
     assert (load.remote.fence_slot, load.remote.fence_ticket) == (7, 3)
     assert engine.step() == StepMetadata()
@@ -277,7 +294,7 @@ def test_what_is_here_already_is_only_released(
     request = request_of("r", {**TO_DECODE, "remote_num_tokens": offered})
     assert engine.schedule(request) == (8, 0)
     (load,) = engine.step().loads
-    assert (load.awaited, load.local_block_ids, load.refusal) == (False, [], "")
+    assert (load.awaited, load.block_ids, load.refusal) == (False, [], "")
 
 
 def test_what_prefill_returned_is_what_decode_reads(make_engine: Callable[[str], Engine]) -> None:
@@ -289,7 +306,7 @@ def test_what_prefill_returned_is_what_decode_reads(make_engine: Callable[[str],
     assert decode.schedule(request) == (0, 14)
     (load,) = decode.step().loads
     assert load.remote is not None
-    assert list(load.remote.block_ids) == prefill.block_ids(first)
+    assert load.remote.block_ids == (tuple(prefill.block_ids(first)),)
     assert load.remote.incarnation == prefill.connector.scheduler_side.incarnation
     assert (load.remote.host, load.remote.port, load.remote.tp_size) == ("h", 7000, 1)
 
@@ -301,7 +318,7 @@ def test_an_abort_before_scheduling_releases_only(make_engine: Callable[[str], E
     request.status = RequestStatus.FINISHED_ABORTED
     assert engine.connector.request_finished(request, []) == (False, None)
     (load,) = engine.step().loads
-    assert (load.awaited, load.local_block_ids) == (False, [])
+    assert (load.awaited, load.block_ids) == (False, [])
     assert load.remote is not None
     assert load.remote.request_id == "there"
 
@@ -333,7 +350,7 @@ def test_bad_parameters_become_a_load_that_fails(
     assert load.remote is None
     assert word in load.refusal
     # vLLM before 0.30 learns of a failed load by its blocks alone.
-    assert load.local_block_ids == engine.block_ids(request)[num_warm // BLOCK :]
+    assert load.block_ids == engine.block_ids(request)[num_warm // BLOCK :]
 
 
 def test_an_abort_with_bad_parameters_asks_for_nothing(
@@ -420,3 +437,48 @@ def test_metadata_of_two_workers_adds_up() -> None:
     first = WorkerMetadata(late={"a"}, settled={"b": 1})
     total = first.aggregate(WorkerMetadata(late={"a", "c"}, settled={"b": 1, "d": 1}))
     assert total == WorkerMetadata(late={"a", "c"}, settled={"b": 2, "d": 1})
+
+
+def test_a_state_is_handed_over_one_token_early(make_engine: Callable[..., Engine]) -> None:
+    prefill, decode = make_engine("kv_producer", hybrid=True), make_engine("kv_both", hybrid=True)
+    first = request_of("there", TO_PREFILL)
+    prefill.prefill(first)
+    assert (first.num_prompt_tokens, first.num_tokens, first.max_tokens) == (13, 13, 1)
+    assert first.prompt_token_ids == list(range(13))
+    _, params = prefill.finish(first, FINISHED[0])
+    assert params is not None
+    assert params["remote_num_tokens"] == 13
+    attention, state = prefill.manager.get_block_ids("there")
+    assert params["remote_block_ids"] == [list(attention), list(state)]
+    request = request_of("here", params)
+    assert decode.schedule(request) == (0, 13)
+    (load,) = decode.step().loads
+    own = decode.manager.get_block_ids("here")
+    assert load.num_tokens == 13
+    assert [(blocks.first, blocks.block_ids) for blocks in load.blocks] == [
+        (0, list(own[0])),
+        (0, list(own[1])),
+    ]
+
+
+@pytest.mark.parametrize("tokens", [[1], list(range(14))])
+def test_a_prompt_that_cannot_be_cut_is_not_offered(
+    make_engine: Callable[..., Engine], tokens: list[int]
+) -> None:
+    engine = make_engine("kv_producer", hybrid=True)
+    request = request_of("r", TO_PREFILL, tokens)
+    if len(tokens) > 1:
+        assert request.sampling_params is not None
+        request.sampling_params.prompt_logprobs = 1
+    engine.prefill(request)
+    assert request.num_prompt_tokens == len(tokens)
+    assert engine.finish(request, FINISHED[0]) == (False, None)
+
+
+def test_a_state_after_too_many_tokens_is_refused(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine("kv_consumer", hybrid=True)
+    params = {**TO_DECODE, "remote_block_ids": [REMOTE_IDS[0], [9]]}
+    request = request_of("r", params)
+    assert engine.schedule(request) == (0, 13)
+    (load,) = engine.step().loads
+    assert "at most 13 of 14" in load.refusal

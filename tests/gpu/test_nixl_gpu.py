@@ -1,14 +1,20 @@
-"""Prefill on one GPU, decode on another: real servers, answers compared with the prefill engine's.
+"""Prefill on some GPUs, decode on others: real servers, dense and hybrid, several tensor-parallel
+sizes.
 
-The oracle is exact. The decode engine computes only the last token of a prompt; so does the prefill
-engine where its prefix cache holds all the other tokens, which it does for a prompt of one token
-more than a whole number of blocks that was asked before.
+A decode engine computes only the last token of a prompt.  So does an engine that may compute as
+many tokens a step as the prompt has without its last one: all engines are started so, that they
+compute with the same kernels, and what a decode engine answers by itself is the oracle.  With equal
+tensor-parallel sizes the answers are equal to the bit; between different ones they may differ as
+much as those sizes' own answers do.
 """
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +22,7 @@ import pytest
 
 from vllm_commext.testing.cluster import disaggregated
 from vllm_commext.testing.metrics import scrape
-from vllm_commext.testing.parity import compare, complete
+from vllm_commext.testing.parity import Completion, compare, complete, near_enough
 from vllm_commext.testing.servers import LOOPBACK, VllmServer, free_port
 from vllm_commext.testing.tiny_model import write_tiny_model
 
@@ -24,9 +30,24 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 NUM_GPUS = torch.cuda.device_count()
-BLOCK_SIZE = 16
-PROMPT_BLOCKS = (1, 3, 8, 20, 60)
+PROMPT_TOKENS = 577
+NUM_PROMPTS = 4
+MAX_TOKENS = 8
+PREFIX = "vllm:commext_nixl_"
+KINDS = os.environ.get("COMMEXT_GPU_KINDS", "llama,granite,granite1,qwen3next").split(",")
 ENVIRON = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": LOOPBACK}
+# Engines that are up at the same time, each with GPUs of its own: "P" or "D" and the
+# tensor-parallel size, and where it is.
+CLUSTERS: Mapping[int, Sequence[Mapping[str, str]]] = {
+    2: [{"P1": "0", "D1": "1"}],
+    4: [
+        {"P2": "0,1", "D1": "2", "P1": "3"},
+        {"P2": "0,1", "D2": "2,3"},
+        {"P1": "0", "D2": "2,3"},
+    ],
+}
+SETS = CLUSTERS[4 if NUM_GPUS >= 4 else 2]
+EAGER = os.environ.get("COMMEXT_GPU_EAGER", "0") == "1"
 
 pytestmark = [
     pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 GPUs, this machine has {NUM_GPUS}"),
@@ -34,78 +55,116 @@ pytestmark = [
 ]
 
 
-def gpu_server(name: str, role: str, gpus: str, tp: int, model: Path, folder: Path) -> VllmServer:
+@dataclass(frozen=True)
+class Cluster:
+    """Engines of one model by name, and what each answers by itself."""
+
+    model: str
+    servers: Mapping[str, VllmServer]
+    own: Mapping[str, Sequence[Completion]]
+
+
+def gpu_server(name: str, gpus: str, model: Path, folder: Path) -> VllmServer:
     """One engine on the given GPUs."""
+    role = "kv_producer" if name.startswith("P") else "kv_consumer"
     config: dict[str, Any] = {
         "kv_connector": "CommextNixlConnector",
         "kv_role": role,
         "kv_connector_extra_config": {
             "side_channel_host": LOOPBACK,
             "side_channel_port": free_port(),
+            "handshake_timeout": 60,
         },
     }
     return VllmServer(
         name,
         model,
         folder,
-        tensor_parallel_size=tp,
+        tensor_parallel_size=len(gpus.split(",")),
         kv_transfer_config=config,
         args=[
-            *("--dtype", "bfloat16", "--block-size", str(BLOCK_SIZE), "--max-model-len", "2048"),
-            *("--gpu-memory-utilization", "0.1", "--max-num-seqs", "32"),
+            *("--dtype", "bfloat16", "--max-model-len", "2048", "--no-enable-prefix-caching"),
+            *("--gpu-memory-utilization", "0.1", "--max-num-seqs", "16"),
+            *("--max-num-batched-tokens", str(PROMPT_TOKENS - 1)),
+            *(("--enforce-eager",) if EAGER else ()),
         ],
         environ={"CUDA_VISIBLE_DEVICES": gpus},
         base_environ=ENVIRON,
-        ready_seconds=400,
+        ready_seconds=500,
     )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), dtype="bfloat16")
-
-
-@pytest.fixture(scope="module", params=[1, pytest.param(2, id="2-on-4-gpus")])
-def engines(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[VllmServer, VllmServer]]:
-    tp: int = request.param
-    if 2 * tp > NUM_GPUS:
-        pytest.skip(f"needs {2 * tp} GPUs, this machine has {NUM_GPUS}")
-    folder = tmp_path_factory.mktemp("logs")
-    gpus = [",".join(map(str, range(first, first + tp))) for first in (0, tp)]
-    prefill = gpu_server("prefill", "kv_producer", gpus[0], tp, model, folder)
-    decode = gpu_server("decode", "kv_consumer", gpus[1], tp, model, folder)
-    try:
-        for server in (prefill, decode):
-            server.start()
-        for server in (prefill, decode):
-            server.wait_ready()
-        yield prefill, decode
-    finally:
-        for server in (prefill, decode):
-            server.stop()
-
-
-def test_answers_are_the_prefill_engines_own(
-    engines: tuple[VllmServer, VllmServer],
-    model: Path,
-    record_testsuite_property: Callable[[str, object], None],
-) -> None:
-    prefill, decode = engines
+def prompts() -> list[list[int]]:
+    """Prompts of one length."""
     numbers = random.Random(0)
-    before = scrape(decode.url)
-    num_blocks = 0
-    for count in PROMPT_BLOCKS:
-        prompt = [numbers.randrange(256) for _ in range(count * BLOCK_SIZE + 1)]
-        got = disaggregated(prefill.url, decode.url, str(model), prompt, max_tokens=8)
-        expected = complete(prefill.url, str(model), prompt, max_tokens=8)
-        difference = compare(expected, got)
-        assert difference.equal, difference
-        num_blocks += count + 1
-    moved = scrape(decode.url).minus(before)
-    tp = decode.command[decode.command.index("--tensor-parallel-size") + 1]
-    assert moved.total("vllm:commext_nixl_blocks_total") == num_blocks * int(tp)
-    assert moved.total("vllm:commext_nixl_failures_total") == 0
-    for name in ("bytes_total", "transfer_seconds_sum", "post_seconds_sum"):
-        record_testsuite_property(name, moved.total(f"vllm:commext_nixl_{name}"))
+    return [[numbers.randrange(256) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(kind, number) for kind in KINDS for number in range(len(SETS))],
+    ids=lambda param: f"{param[0]}-{'+'.join(SETS[param[1]])}",
+)
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    kind, number = request.param
+    folder = tmp_path_factory.mktemp(kind)
+    model = write_tiny_model(folder / "model", kind, dtype="bfloat16")
+    places = SETS[number]
+    with ExitStack() as stack:
+        servers = {name: gpu_server(name, gpus, model, folder) for name, gpus in places.items()}
+        for server in servers.values():
+            stack.callback(server.stop)
+            server.start()
+        for server in servers.values():
+            server.wait_ready()
+        own = {
+            name: [
+                complete(server.url, str(model), prompt, max_tokens=MAX_TOKENS)
+                for prompt in prompts()
+            ]
+            for name, server in servers.items()
+        }
+        yield Cluster(str(model), servers, own)
+
+
+def test_answers_are_the_decode_engines_own(
+    cluster: Cluster, record_property: Callable[[str, object], None]
+) -> None:
+    decode = next(name for name in cluster.servers if name.startswith("D"))
+    for prefill in cluster.servers:
+        if prefill.startswith("P"):
+            check(cluster, prefill, decode, lambda name, value: record_property(name, value))
+
+
+def check(
+    cluster: Cluster, prefill: str, decode: str, record: Callable[[str, object], None]
+) -> None:
+    """One prefill engine's prompts, decoded by the other."""
+    source, target = cluster.servers[prefill], cluster.servers[decode]
+    before = scrape(target.url)
+    got = [
+        disaggregated(source.url, target.url, cluster.model, prompt, max_tokens=MAX_TOKENS)
+        for prompt in prompts()
+    ]
+    moved = scrape(target.url).minus(before)
+    assert moved.total(f"{PREFIX}bytes_total") > 0
+    assert moved.total(f"{PREFIX}failures_total") == 0
+    for name in ("bytes_total", "transfer_seconds_sum", "post_seconds_sum", "descriptors_total"):
+        record(f"{prefill}{decode}_{name}", moved.total(f"{PREFIX}{name}"))
+    own = cluster.own[decode]
+    differences = [compare(one, two) for one, two in zip(own, got, strict=True)]
+    worst = max(difference.max_logprob for difference in differences)
+    record(f"{prefill}{decode}_max_logprob_difference", worst)
+    if prefill[1] == decode[1]:
+        assert [difference for difference in differences if not difference.equal] == []
+    else:
+        pairs = zip(cluster.own[prefill], own, strict=True)
+        noise = max(compare(one, two).max_logprob for one, two in pairs)
+        record(f"{prefill}{decode}_noise_of_tensor_parallelism", noise)
+        assert worst <= 2 * noise
+        assert all(near_enough(one, two, noise) for one, two in zip(own, got, strict=True))
+    line = target.wait_for_log("self-probe", 5)
+    record(f"{prefill}{decode}_self_probe", line[line.index("self-probe") :])
+    assert "cuda_ipc" in line

@@ -62,7 +62,6 @@ HOLD = {
     "methods": seams.has_methods(at("Base"), {"load": ("request",), "build": ("data",)}),
     "abstract": seams.abstract_only(at("Base"), {"load": ("request",), "save": (), "build": ()}),
     "mapping": seams.maps_to_callables(at("table")),
-    "one of": seams.one_of(seams.exists(at("gone")), seams.exists(at("Base"))),
 }
 BREAK = {
     "no module": (seams.exists("commext_no_such_module:x"), "ModuleNotFoundError"),
@@ -75,7 +74,6 @@ BREAK = {
     "method": (seams.has_methods(at("Base"), {"gone": ()}), "gone: it is not there"),
     "abstract": (seams.abstract_only(at("Base"), {"save": ()}), "beyond ours, found load"),
     "no dict": (seams.maps_to_callables(at("number")), "expected a dict, found int"),
-    "one of": (seams.one_of(seams.exists(at("gone")), seams.exists(at("lost"))), "lost"),
 }
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.request import Request
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
@@ -32,13 +33,27 @@ def peer_cache_hit_source() -> Any:
     return module.CacheHitSource.P2P
 
 
-def kv_cache_layout(vllm_config: VllmConfig) -> str:
-    """Name of the KV cache's layout, as a worker sees it once its cache is allocated."""
-    resolved = getattr(vllm_config.cache_config, "get_resolved_kv_cache_layout", None)
-    if resolved is not None:
-        return str(getattr(resolved(), "name", resolved()))
-    utils = importlib.import_module("vllm.v1.attention.backends.utils")
-    return str(utils.get_kv_cache_layout())
+def attention_backends(vllm_config: VllmConfig) -> dict[str, str]:
+    """Name of the attention backend of each layer that has one, by layer name."""
+    layers = vllm_config.compilation_config.static_forward_context
+    found: dict[str, str] = {}
+    for name, layer in layers.items():
+        backend = getattr(layer, "attn_backend", None)
+        if backend is not None:
+            found[name] = str(backend.get_name())
+    return found
+
+
+def drop_last_prompt_token(request: Request) -> None:
+    """Take the last token off a prompt that has at least two, and generate one token after it."""
+    inside: Any = request
+    if request.prompt_token_ids is not None:
+        del request.prompt_token_ids[-1:]
+    elif request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-1]
+    del inside._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1
 
 
 def context_parallel_sizes(vllm_config: VllmConfig) -> dict[str, int]:

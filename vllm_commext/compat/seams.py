@@ -17,6 +17,10 @@ from vllm_commext.compat.versions import OLDEST, is_at_least
 CONNECTORS = "vllm.distributed.kv_transfer.kv_connector"
 BASE = f"{CONNECTORS}.v1.base"
 METRICS = f"{CONNECTORS}.v1.metrics"
+MINIMAX_NORM = "vllm.model_executor.layers.minimax_rms_norm"
+OLMOE = "vllm.model_executor.models.olmoe"
+MAMBA_UTILS = "vllm.model_executor.layers.mamba.mamba_utils"
+SPECS = "vllm.v1.kv_cache_interface"
 QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 
 
@@ -151,16 +155,6 @@ def maps_to_callables(path: str) -> Callable[[], str]:
             return f"expected a dict, found {type(table).__name__}"
         wrong = [name for name, getter in table.items() if not callable(getter)]
         return f"expected only callables, {wrong[0]} is none" if wrong else ""
-
-    return probe
-
-
-def one_of(*probes: Callable[[], str]) -> Callable[[], str]:
-    """Probe: at least one of these holds; else what is wrong with each."""
-
-    def probe() -> str:
-        problems = [guarded(candidate) for candidate in probes]
-        return "" if "" in problems else "; ".join(problems)
 
     return probe
 
@@ -327,13 +321,27 @@ SEAMS: tuple[Seam, ...] = (
         ),
     ),
     Seam(
-        "kv_cache_layout",
+        "conv_state_layout",
         "nixl",
-        "the order of the cache's dimensions is part of the compatibility digest",
-        one_of(
-            takes("vllm.config:CacheConfig.get_resolved_kv_cache_layout"),
-            takes("vllm.v1.attention.backends.utils:get_kv_cache_layout"),
+        "state-space layers take the order of their convolution state from the environment, once",
+        exists(
+            f"{MAMBA_UTILS}:get_conv_state_layout.cache_clear",
+            f"{MAMBA_UTILS}:is_conv_state_dim_first",
         ),
+    ),
+    Seam(
+        "state_spec",
+        "nixl",
+        "a state's tensors follow one another in its block, in the order of their shapes",
+        has_fields(
+            f"{SPECS}:MambaSpec", "shapes", "dtypes", "mamba_type", "mamba_cache_mode", "block_size"
+        ),
+    ),
+    Seam(
+        "attention_spec",
+        "nixl",
+        "an attention cache's specification says how many heads a rank holds",
+        has_fields(f"{SPECS}:AttentionSpec", "block_size", "num_kv_heads", "dtype"),
     ),
     Seam(
         "queue_constructor",
@@ -356,6 +364,46 @@ SEAMS: tuple[Seam, ...] = (
         "shm_queue",
         "a queue's handle has the fields that vLLM's executor looks at",
         has_fields(f"{QUEUES}:Handle", "local_reader_ranks", "remote_subscribe_addr"),
+    ),
+    Seam(
+        "minimax_fused_norm",
+        "reduce_rms",
+        "MiniMax-M2's norm looks up its fused op and that op's bound when it is called",
+        exists(
+            f"{MINIMAX_NORM}.rms_norm_tp:_MINIMAX_FUSED_AR_RMS_QK",
+            f"{MINIMAX_NORM}.rms_norm_tp:MINIMAX_QK_NORM_MAX_TOKEN_NUM",
+        ),
+    ),
+    Seam(
+        "minimax_norm_arguments",
+        "reduce_rms",
+        "the fused op is called with the packed row, both weights and a workspace",
+        takes(
+            f"{MINIMAX_NORM}.rms_norm_tp:_minimax_qk_norm_fusion",
+            *("qkv", "q_weight", "k_weight", "q_size", "kv_size", "tp_rank", "tp_world", "eps"),
+            "workspace",
+        ),
+    ),
+    Seam(
+        "minimax_workspace",
+        "reduce_rms",
+        "the norm asks for its workspace with the arguments that ours takes",
+        takes(
+            f"{MINIMAX_NORM}.lamport_workspace:get_allreduce_workspace",
+            *("rank", "world_size", "comm_size", "max_tokens", "process_group"),
+        ),
+    ),
+    Seam(
+        "olmoe_norm",
+        "reduce_rms",
+        "OLMoE's norm of Q and K is a method of its own",
+        has_methods(f"{OLMOE}:OlmoeAttention", {"_apply_qk_norm": ("q", "k")}),
+    ),
+    Seam(
+        "register_model",
+        "reduce_rms",
+        "a model is registered by the name of a class that is imported when it is loaded",
+        takes("vllm.model_executor.models:ModelRegistry.register_model", "model_arch", "model_cls"),
     ),
 )
 

@@ -12,16 +12,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from packaging.version import Version
 
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.descriptors import UInt64Array, expand_rows, strided_rows
+from vllm_commext.nixl.descriptors import Int32Array, UInt64Array, expand_rows, strided_row
 from vllm_commext.nixl.fence import EPOCH_BYTES, NUM_CELLS, FenceBoard
-from vllm_commext.nixl.regions import Region
+from vllm_commext.nixl.ucx_log import UcxLog
 
 STRIDED_SINCE = (1, 5)
+ucx_log = UcxLog()
 DONE = "DONE"
 IN_PROGRESS = "PROC"
 
@@ -34,6 +34,7 @@ def load_nixl() -> Any:
     """
     # UCX keeps every registration it ever made unless told otherwise; this bounds what it keeps.
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
+    ucx_log.attach()
     try:
         return importlib.import_module("nixl._api")
     except ImportError as error:
@@ -80,12 +81,12 @@ def progress_every(api: Any, seconds: float) -> Iterator[None]:
         module.nixlBind.nixlAgentConfig = original
 
 
-def epoch_region(address: int, num_slots: int) -> Region:
-    """Epochs as a region of 8-byte blocks."""
-    return Region("fence", address, EPOCH_BYTES, EPOCH_BYTES, num_slots)
+def epoch_rows(address: int, num_slots: int) -> UInt64Array:
+    """Epochs as strided descriptors."""
+    return strided_row(address=address, num_bytes=EPOCH_BYTES, count=num_slots)
 
 
-def _one(index: int) -> npt.NDArray[np.int32]:
+def _one(index: int) -> Int32Array:
     return np.array([index], dtype=np.int32)
 
 
@@ -97,33 +98,29 @@ class NixlAgent:
         api = load_nixl()
         self.name = str(uuid.uuid4())
         self._strided = takes_strided_lists()
-        settings = api.nixl_agent_config(
-            backends=list(config.backends), num_threads=config.num_threads
-        )
+        settings = api.nixl_agent_config(backends=[])
         with progress_every(api, config.progress_interval):
             self._agent = api.nixl_agent(self.name, settings)
-        missing = [name for name in config.backends if name not in self._agent.backends]
-        if missing:
-            raise UnsupportedError(
-                f"NIXL has no plug-in for backend {missing}; it has {self._agent.get_plugin_list()}"
-            )
+        self._create_backends(config)
+        ucx_log.detach()
         self.board = FenceBoard()
         self._registered: list[Any] = []
-        self._cache_list: Any = None
         self._cell_list: Any = None
 
-    def register(
-        self,
-        ranges: Sequence[tuple[int, int]],
-        regions: Sequence[Region],
-        memory_type: str,
-        device_id: int,
-    ) -> None:
-        """Make memory and the fences' epochs readable by peers, and prepare the local lists.
+    def _create_backends(self, config: ConnectorConfig) -> None:
+        plugins = self._agent.get_plugin_list()
+        missing = [name for name in config.backends if name not in plugins]
+        if missing:
+            raise UnsupportedError(f"NIXL has no plug-in for backend {missing}; it has {plugins}")
+        for name in config.backends:
+            threads = {"num_threads": str(config.num_threads)} if name == "UCX" else {}
+            self._agent.create_backend(name, {**threads, **config.backend_params})
+
+    def register(self, ranges: Sequence[tuple[int, int]], memory_type: str, device_id: int) -> None:
+        """Make memory and the fences' epochs readable by peers, and prepare the cells' list.
 
         Args:
-            ranges: ``(address, num_bytes)`` of each allocation that holds regions.
-            regions: the regions, in the order of the descriptor list.
+            ranges: ``(address, num_bytes)`` of each allocation.
             memory_type: "DRAM" or "VRAM".
             device_id: the device that the memory is on, 0 for host memory.
         """
@@ -132,9 +129,17 @@ class NixlAgent:
         arrays = (self.board.epochs, self.board.cells)
         rows = [(array.ctypes.data, array.nbytes, 0, "") for array in arrays]
         self._registered.append(self._agent.register_memory(rows, "DRAM"))
-        self._cache_list = self._prepare("", regions, memory_type, device_id)
-        cells = epoch_region(self.board.cells.ctypes.data, NUM_CELLS)
-        self._cell_list = self._prepare("", [cells], "DRAM", 0)
+        cells = epoch_rows(self.board.cells.ctypes.data, NUM_CELLS)
+        self._cell_list = self.prepare("", cells, "DRAM")
+
+    @contextlib.contextmanager
+    def registered(self, memory: tuple[int, int, int], memory_type: str) -> Iterator[None]:
+        """Memory, given as (address, bytes, device), that is registered for a while."""
+        token = self._agent.register_memory([(*memory, "")], memory_type)
+        try:
+            yield
+        finally:
+            self._agent.deregister_memory(token)
 
     def metadata(self) -> bytes:
         """What a peer's agent needs to reach this one."""
@@ -150,15 +155,21 @@ class NixlAgent:
         """Forget a peer; none of its reads may be in flight."""
         self._agent.remove_remote_agent(name)
 
-    def prepare_remote(
-        self, name: str, regions: Sequence[Region], memory_type: str, device_id: int
-    ) -> Any:
-        """Prepare the list of a peer's blocks."""
-        return self._prepare(name, regions, memory_type, device_id)
+    def prepare(self, name: str, rows: UInt64Array, memory_type: str) -> Any:
+        """Prepare a descriptor list.
+
+        Args:
+            name: a peer's agent, "" for this one.
+            rows: ``[n, 5]`` strided descriptors.
+            memory_type: "DRAM" or "VRAM".
+        """
+        if not self._strided:
+            rows = expand_rows(rows)
+        return self._agent.prep_xfer_dlist(name, rows, memory_type)
 
     def prepare_fences(self, name: str, address: int, num_slots: int) -> Any:
         """Prepare the list of a peer's epochs."""
-        return self._prepare(name, [epoch_region(address, num_slots)], "DRAM", 0)
+        return self.prepare(name, epoch_rows(address, num_slots), "DRAM")
 
     def release_list(self, prepared: Any) -> None:
         """Give a prepared list back."""
@@ -166,13 +177,14 @@ class NixlAgent:
 
     def make_read(
         self,
+        local_list: Any,
+        local_indices: Int32Array,
         remote_list: Any,
-        local_indices: npt.NDArray[np.int32],
-        remote_indices: npt.NDArray[np.int32],
+        remote_indices: Int32Array,
     ) -> Any:
-        """Describe a read of remote blocks into local ones."""
+        """Describe a read of remote descriptors into local ones."""
         return self._agent.make_prepped_xfer(
-            "READ", self._cache_list, local_indices, remote_list, remote_indices
+            "READ", local_list, local_indices, remote_list, remote_indices
         )
 
     def make_fence_read(self, fence_list: Any, cell: int, slot: int) -> Any:
@@ -205,17 +217,8 @@ class NixlAgent:
 
     def close(self) -> None:
         """Give back the lists and the registrations; no read may be in flight."""
-        for prepared in (self._cache_list, self._cell_list):
-            if prepared is not None:
-                self._agent.release_dlist_handle(prepared)
-        self._cache_list = self._cell_list = None
+        if self._cell_list is not None:
+            self._agent.release_dlist_handle(self._cell_list)
+        self._cell_list = None
         while self._registered:
             self._agent.deregister_memory(self._registered.pop())
-
-    def _prepare(
-        self, name: str, regions: Sequence[Region], memory_type: str, device_id: int
-    ) -> Any:
-        rows: UInt64Array = strided_rows(regions, device_id)
-        if not self._strided:
-            rows = expand_rows(rows)
-        return self._agent.prep_xfer_dlist(name, rows, memory_type)

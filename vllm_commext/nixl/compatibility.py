@@ -10,17 +10,15 @@ from collections.abc import Mapping
 from vllm_commext.errors import ProtocolError
 
 GEOMETRY = (
-    "block_size",
     "dtype",
     "layer_specs",
     "cache_dtype",
-    "kv_cache_layout",
     "num_kv_heads",
     "head_size",
     "num_layers",
 )
-"""Facts that fix size and order of the bytes: a difference here is refused whatever the settings
-say."""
+"""Facts that fix what the bytes mean: a difference here is refused whatever the settings say.
+Sizes and order of the bytes themselves are compared by the planner."""
 
 
 def digest(facts: Mapping[str, str]) -> str:

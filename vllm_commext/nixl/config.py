@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_commext.errors import ConfigError
@@ -18,6 +18,7 @@ class ConnectorConfig:
     Attributes:
         backends: NIXL backends to create, in order of preference.
         num_threads: worker threads of the UCX backend; each holds doorbell pages on RDMA NICs.
+        backend_params: further parameters of each backend, as NIXL's plug-ins name them.
         enforce_handshake_compat: refuse a peer whose configuration differs (``True``), or warn and
             go on where the bytes still have the same size and order (``False``).
         side_channel_host: address that a prefill engine listens on and tells the decode engine.
@@ -29,17 +30,25 @@ class ConnectorConfig:
         handshake_timeout: bound on the exchange with a peer that is new to this worker.
         transfer_timeout: bound on one read; a later one fails and its blocks stay out of use until
             NIXL reports its end.
+        host_copy: let peers read from a copy of the cache in host memory and write to the device
+            from there; for fabrics that do not reach the device's memory. It is also what
+            ``kv_buffer_device: cpu`` means beside a cache on another device.
+        transport_probe: measure, when the first peer is reached, how fast its cache can be read,
+            and say so in the log.
     """
 
     side_channel_host: str
     side_channel_port: int
     backends: tuple[str, ...] = ("UCX",)
     num_threads: int = 4
+    backend_params: Mapping[str, str] = field(default_factory=dict[str, str])
     enforce_handshake_compat: bool = True
     kv_lease_duration: float = 480.0
     progress_interval: float = 0.0005
     handshake_timeout: float = 10.0
     transfer_timeout: float = 60.0
+    host_copy: bool = False
+    transport_probe: bool = True
 
 
 KNOWN_KEYS = tuple(sorted(field.name for field in dataclasses.fields(ConnectorConfig)))
@@ -74,8 +83,11 @@ def _checked(key: str, value: Any) -> Any:
     if key == "side_channel_port":
         in_range = _is_int(value) and 0 < value < 65536
         return _expect(key, value, in_range, "a port from 1 to 65535", int)
-    if key == "enforce_handshake_compat":
+    if key in ("enforce_handshake_compat", "host_copy", "transport_probe"):
         return _expect(key, value, isinstance(value, bool), "true or false", bool)
+    if key == "backend_params":
+        named = isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
+        return _expect(key, value, named, "an object whose values are strings", dict)
     if key == "side_channel_host":
         return _expect(key, value, isinstance(value, str) and value != "", "a host name", str)
     named = isinstance(value, (list, tuple)) and len(value) > 0

@@ -15,9 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from vllm_commext.compat import conv_state
 from vllm_commext.compat.kv_connector import peer_cache_hit_source, transfer_results_class
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl import engine_facts
+from vllm_commext.nixl.cache_layout import groups_of
 from vllm_commext.nixl.config import parse_config
 from vllm_commext.nixl.scheduler import SchedulerSide
 from vllm_commext.nixl.stats import CommextNixlPromMetrics, CommextNixlStats
@@ -41,6 +43,10 @@ if TYPE_CHECKING:
 
 _TransferResults = transfer_results_class()
 
+# vLLM imports this module where the connector is to be used and nowhere else, before any cache is
+# shaped.
+conv_state.ask_for_dim_first()
+
 
 class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
     """Moves the KV cache of prompts from prefill to decode engines over NIXL; the decode engine
@@ -58,23 +64,24 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = self._kv_transfer_config
         if transfer.engine_id is None:
             raise UnsupportedError("kv_transfer_config has no engine_id")
-        engine_facts.check_supported(vllm_config, kv_cache_config)
         config = parse_config(
             transfer.kv_connector_extra_config,
             default_host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
             default_port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
         )
+        engine_facts.check_supported(vllm_config, kv_cache_config, config)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler_side = SchedulerSide(
                 transfer.engine_id,
                 config,
-                block_size=engine_facts.block_size(kv_cache_config),
+                groups=groups_of(kv_cache_config),
                 tp_size=vllm_config.parallel_config.tensor_parallel_size,
                 port=config.side_channel_port + vllm_config.parallel_config.data_parallel_index,
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
+                saves=engine_facts.keeps_host_copy(vllm_config, config),
             )
         else:
             from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
@@ -82,9 +89,10 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_side = WorkerSide(
                 transfer.engine_id,
                 config,
-                engine_facts.rank_shape(vllm_config, get_tensor_model_parallel_rank()),
                 engine_facts.engine_facts(vllm_config, kv_cache_config),
-                kv_cache_config.num_blocks,
+                kv_cache_config,
+                engine_facts.model_facts(vllm_config, get_tensor_model_parallel_rank()),
+                keeps_host_copy=engine_facts.keeps_host_copy(vllm_config, config),
             )
 
     @property
@@ -169,7 +177,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the workers must do in this step."""
-        return self.scheduler_side.take_step()
+        return self.scheduler_side.take_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Learn what ended or is late on the workers."""
@@ -211,10 +219,12 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing to save: decode engines read from the cache itself."""
+        """Nothing to save: decode engines read from the cache itself, or from a copy that
+        ``wait_for_save`` brings up to date."""
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for, see ``save_kv_layer``."""
+        """Copy the prompts that this step has completed to the host, where a copy is kept."""
+        self.worker_side.save(metadata_of(self._get_connector_metadata()))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests that were sent and received since the last call (vLLM before 0.30)."""

@@ -5,29 +5,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import vllm
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheSpec,
-    MLAAttentionSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import MambaSpec
 
-from vllm_commext.compat.kv_connector import context_parallel_sizes, kv_cache_layout
+from vllm_commext.compat import conv_state
+from vllm_commext.compat.kv_connector import attention_backends, context_parallel_sizes
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.topology import RankShape
+from vllm_commext.nixl.cache_layout import SERVED_SPECS, ModelFacts, groups_of, specs_of
+from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.nixl.layout import STATE
+from vllm_commext.nixl.topology import Rank
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-_SERVED_SPECS = (FullAttentionSpec, MLAAttentionSpec)
+# What models call the number of groups of their B and C projections.
+_NUM_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 
 
-def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+def check_supported(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig
+) -> None:
     """Refuse what this version cannot transfer.
 
     Raises:
@@ -39,41 +40,65 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
                 f"CommextNixlConnector does not support {name} > 1 yet, got {size}: "
                 "start without it"
             )
-    groups = kv_cache_config.kv_cache_groups
-    kinds = sorted(
-        {type(spec).__name__ for group in groups for spec in _specs(group.kv_cache_spec)}
-    )
-    if len(groups) != 1 or any(
-        type(spec) not in _SERVED_SPECS for spec in _specs(groups[0].kv_cache_spec)
-    ):
-        raise UnsupportedError(
-            "CommextNixlConnector serves models whose layers all have full attention, in one "
-            f"KV cache group; this model has {len(groups)} groups of {kinds}: use vLLM's own "
-            "NixlConnector for it"
-        )
+    for group in kv_cache_config.kv_cache_groups:
+        for spec in specs_of(group.kv_cache_spec):
+            _check_spec(spec)
     transfer = vllm_config.kv_transfer_config
     device = _device_type()
-    if transfer is not None and transfer.kv_buffer_device != device:
+    if transfer is not None and transfer.kv_buffer_device not in (device, "cpu"):
         raise UnsupportedError(
-            f"CommextNixlConnector transfers straight from the cache: expected kv_buffer_device "
-            f"{device!r}, got {transfer.kv_buffer_device!r}"
+            f"CommextNixlConnector transfers from the cache or from host memory: expected "
+            f"kv_buffer_device {device!r} or 'cpu', got {transfer.kv_buffer_device!r}"
+        )
+    moves_states = any(group.kind == STATE for group in groups_of(kv_cache_config))
+    if moves_states and keeps_host_copy(vllm_config, config):
+        raise UnsupportedError(
+            "CommextNixlConnector keeps no copy of states in host memory: start without "
+            f"host_copy and with kv_buffer_device {device!r}"
         )
 
 
-def block_size(kv_cache_config: KVCacheConfig) -> int:
-    """Tokens of one of the cache manager's blocks."""
-    return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+def keeps_host_copy(vllm_config: VllmConfig, config: ConnectorConfig) -> bool:
+    """Whether peers read from a copy of the cache in host memory."""
+    transfer = vllm_config.kv_transfer_config
+    asked = transfer is not None and transfer.kv_buffer_device == "cpu"
+    return config.host_copy or (asked and _device_type() != "cpu")
 
 
-def rank_shape(vllm_config: VllmConfig, tp_rank: int) -> RankShape:
-    """This worker's place in its engine."""
+def _check_spec(spec: KVCacheSpec) -> None:
+    if type(spec) not in SERVED_SPECS:
+        served = sorted(kind.__name__ for kind in SERVED_SPECS)
+        raise UnsupportedError(
+            f"CommextNixlConnector transfers caches of {served}; this model has a "
+            f"{type(spec).__name__}: use vLLM's own NixlConnector for it"
+        )
+    if getattr(spec, "tokens_per_state", 1) != 1 and not isinstance(spec, MambaSpec):
+        raise UnsupportedError(
+            "CommextNixlConnector transfers caches with an entry a token; this model compresses "
+            "several tokens into one: use vLLM's own NixlConnector for it"
+        )
+    if isinstance(spec, MambaSpec) and spec.mamba_cache_mode not in ("none", "align"):
+        raise UnsupportedError(
+            "CommextNixlConnector transfers the state after the last token: expected "
+            f"--mamba-cache-mode none or align, got {spec.mamba_cache_mode!r}"
+        )
+
+
+def model_facts(vllm_config: VllmConfig, tp_rank: int) -> ModelFacts:
+    """What the cache's specifications do not say."""
     model = vllm_config.model_config
-    return RankShape(
-        tp_size=vllm_config.parallel_config.tensor_parallel_size,
-        tp_rank=tp_rank,
+    return ModelFacts(
+        rank=Rank(vllm_config.parallel_config.tensor_parallel_size, tp_rank),
         num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
-        replicated=model.use_mla,
+        num_groups=_num_groups(model.hf_text_config),
+        conv_dim_first=conv_state.is_dim_first(),
+        backends=attention_backends(vllm_config),
     )
+
+
+def _num_groups(config: Any) -> int | None:
+    found = [getattr(config, name, None) for name in _NUM_GROUPS]
+    return next((int(value) for value in found if isinstance(value, int) and value > 0), None)
 
 
 def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:
@@ -87,8 +112,6 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dic
         "model_config_digest": _config_digest(model.hf_config.to_dict()),
         "dtype": model.dtype,
         "cache_dtype": cache.cache_dtype,
-        "block_size": block_size(kv_cache_config),
-        "kv_cache_layout": kv_cache_layout(vllm_config),
         "num_kv_heads": 1 if model.use_mla else model.get_total_num_kv_heads(),
         "head_size": model.get_head_size(),
         "num_layers": model.get_num_layers(vllm_config.parallel_config),
@@ -98,17 +121,14 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dic
     return {name: str(value) for name, value in facts.items()}
 
 
-def _specs(spec: KVCacheSpec) -> Iterable[KVCacheSpec]:
-    return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
-
-
 def _layer_specs(kv_cache_config: KVCacheConfig) -> str:
-    specs = _specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+    groups = kv_cache_config.kv_cache_groups
+    specs = [spec for group in groups for spec in specs_of(group.kv_cache_spec)]
     return ", ".join(sorted({f"{type(spec).__name__}/{_dtype(spec)}" for spec in specs}))
 
 
 def _dtype(spec: KVCacheSpec) -> Any:
-    return getattr(spec, "dtype", "unknown")
+    return getattr(spec, "dtype", None) or getattr(spec, "dtypes", "unknown")
 
 
 def _speculative(vllm_config: VllmConfig) -> str:

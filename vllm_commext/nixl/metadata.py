@@ -28,11 +28,14 @@ class StepMetadata(KVConnectorMetadata):
         loads: blocks to read or to release.
         holds: finished prefills whose blocks wait for readers.
         given_up: late loads whose blocks the scheduler has taken out of use.
+        saves: blocks, a list a group, to be copied to the host at the end of the step; used where
+            peers read from a copy there.
     """
 
     loads: list[Load] = field(default_factory=list)
     holds: list[Hold] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
+    saves: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
 
 
 @dataclass

@@ -8,7 +8,7 @@ a router passes on like the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.requests import RemoteRequest
 
 MAX_BLOCKS = 1 << 24
+MAX_GROUPS = 1024
 MAX_INT = (1 << 31) - 1
 
 
@@ -48,7 +49,8 @@ def read_params(params: Mapping[str, Any], num_prompt_tokens: int) -> RemoteRequ
 
     Args:
         params: the parameters as they came with the decode request.
-        num_prompt_tokens: tokens of the prompt; what is held beyond them is not used.
+        num_prompt_tokens: tokens of the prompt; what the blocks hold where the parameters do not
+            say.
 
     Raises:
         ProtocolError: a field is missing, of a wrong type or out of range; the message names it.
@@ -60,16 +62,15 @@ def read_params(params: Mapping[str, Any], num_prompt_tokens: int) -> RemoteRequ
             f"kv_transfer_params are not those of a finished prefill ({error}): send what the "
             "prefill engine returned, unchanged"
         ) from error
-    if len(remote.remote_block_ids) != 1:
-        raise ProtocolError(
-            f"kv_transfer_params have {len(remote.remote_block_ids)} groups of blocks, expected 1"
-        )
     _check_range("remote_port", remote.remote_port, 1, 65535)
     _check_range("tp_size", remote.tp_size, 1, 1 << 16)
-    _check_range("len(remote_block_ids)", len(remote.remote_block_ids[0]), 0, MAX_BLOCKS)
+    _check_range("len(remote_block_ids)", len(remote.remote_block_ids), 1, MAX_GROUPS)
+    num_blocks = sum(len(block_ids) for block_ids in remote.remote_block_ids)
+    _check_range("blocks in remote_block_ids", num_blocks, 0, MAX_BLOCKS)
     _check_range("remote_fence_slot", remote.remote_fence_slot, -1, MAX_INT)
     _check_range("remote_fence_ticket", remote.remote_fence_ticket, 0, MAX_INT)
     num_tokens = num_prompt_tokens if remote.remote_num_tokens is None else remote.remote_num_tokens
+    _check_range("remote_num_tokens", num_tokens, 0, MAX_INT)
     return RemoteRequest(
         engine_id=remote.remote_engine_id,
         incarnation=remote.remote_incarnation,
@@ -77,8 +78,8 @@ def read_params(params: Mapping[str, Any], num_prompt_tokens: int) -> RemoteRequ
         port=remote.remote_port,
         tp_size=remote.tp_size,
         request_id=remote.remote_request_id,
-        block_ids=tuple(remote.remote_block_ids[0]),
-        num_tokens=max(0, min(num_tokens, num_prompt_tokens)),
+        block_ids=tuple(tuple(block_ids) for block_ids in remote.remote_block_ids),
+        num_tokens=num_tokens,
         fence_slot=remote.remote_fence_slot,
         fence_ticket=remote.remote_fence_ticket,
     )
@@ -86,7 +87,7 @@ def read_params(params: Mapping[str, Any], num_prompt_tokens: int) -> RemoteRequ
 
 def write_params(remote: RemoteRequest) -> dict[str, Any]:
     """The parameters that a prefill engine returns for a finished request."""
-    block_ids: list[Sequence[int]] = [list(remote.block_ids)]
+    block_ids = [list(group) for group in remote.block_ids]
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +15,14 @@ from vllm_commext.nixl import wire
 from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.compatibility import check_facts, digest
 from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.nixl.descriptors import UInt64Array
+from vllm_commext.nixl.layout import CacheLayout
+from vllm_commext.nixl.loads import Part
 from vllm_commext.nixl.log import logger
+from vllm_commext.nixl.plan import ReadPlan, plan_read
 from vllm_commext.nixl.recorder import TransferRecorder
-from vllm_commext.nixl.regions import Region
-from vllm_commext.nixl.requests import Load, RemoteRequest
+from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.side_channel import Inquiry
-from vllm_commext.nixl.topology import RankShape, source_rank
 
 
 @dataclass(frozen=True)
@@ -30,20 +31,26 @@ class LocalSide:
 
     Attributes:
         engine_id: this engine's id.
-        shape: this rank's place in it.
         facts: this engine's configuration facts.
-        regions: this worker's regions, in the order of its descriptor list.
+        layout: this worker's cache.
+        memory_type: NIXL memory type of the cache, "DRAM" or "VRAM".
+        device_id: device of the cache.
     """
 
     engine_id: str
-    shape: RankShape
     facts: dict[str, str]
-    regions: tuple[Region, ...]
+    layout: CacheLayout
+    memory_type: str = "DRAM"
+    device_id: int = 0
 
     @property
     def consumer(self) -> str:
         """How a prefill worker tells this reader from others."""
-        return f"{self.engine_id}/{self.shape.tp_rank}"
+        return f"{self.engine_id}/{self.layout.tp_rank}"
+
+
+PeerKey = tuple[str, str, int, int]
+"""Engine id, host and port of its side channel, rank."""
 
 
 @dataclass
@@ -51,11 +58,14 @@ class Peer:
     """A prefill worker that can be read from.
 
     Attributes:
-        key: engine id, host and port it was asked under.
+        key: engine id, host, port and rank it was asked under.
         incarnation: the start of its engine.
         agent_name: name of its NIXL agent.
-        remote_list: prepared list of its blocks.
-        num_blocks: blocks in each of its regions.
+        plan: how to read from it.
+        local_list: prepared list of this worker's side of the plan.
+        remote_list: prepared list of its side.
+        memory_type: NIXL memory type of its cache.
+        device_id: device of its cache.
         fence_list: prepared list of its epochs, None where it has none.
         num_fence_slots: how many there are.
         num_reads: reads under way; it may be removed at 0 only.
@@ -63,11 +73,14 @@ class Peer:
         removed: NIXL has been told.
     """
 
-    key: tuple[str, str, int]
+    key: PeerKey
     incarnation: str
     agent_name: str
+    plan: ReadPlan
+    local_list: Any
     remote_list: Any
-    num_blocks: int
+    memory_type: str
+    device_id: int
     fence_list: Any = None
     num_fence_slots: int = 0
     num_reads: int = 0
@@ -83,47 +96,17 @@ class Peer:
 class _Handshake:
     inquiry: Inquiry
     started: float
-    loads: list[Load] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
 
 
-def peer_key(remote: RemoteRequest) -> tuple[str, str, int]:
-    """What tells one prefill engine from another."""
-    return remote.engine_id, remote.host, remote.port
-
-
-def remote_regions(local: Sequence[Region], described: wire.WorkerDescription) -> list[Region]:
-    """The peer's regions in the order of the local ones.
-
-    Raises:
-        ProtocolError: the peer lacks a layer, has one more, or has blocks of another size.
-    """
-    columns = zip(
-        described.region_names,
-        described.base_addresses,
-        described.stride_bytes,
-        described.block_bytes,
-        strict=True,
-    )
-    found = {column[0]: Region(*column, described.num_blocks) for column in columns}
-    names = [region.name for region in local]
-    if set(found) != set(names):
-        raise ProtocolError(
-            f"the engines' layers differ: only in decode {sorted(set(names) - set(found))[:4]}, "
-            f"only in prefill {sorted(set(found) - set(names))[:4]}: serve the same model on both"
-        )
-    for region in local:
-        theirs = found[region.name].block_bytes
-        if theirs != region.block_bytes:
-            raise ProtocolError(
-                f"layer {region.name}: a block has {region.block_bytes} bytes in the decode engine "
-                f"and {theirs} in the prefill engine: start both with the same model, "
-                "--kv-cache-dtype and --block-size"
-            )
-    return [found[name] for name in names]
+def peer_key(part: Part) -> PeerKey:
+    """What tells one prefill worker from another."""
+    remote = part.remote
+    return remote.engine_id, remote.host, remote.port, part.source
 
 
 class PeerTable:
-    """Known peers, and loads that wait for one to become known.  Owned by one thread."""
+    """Known peers, and parts of loads that wait for one to become known.  Owned by one thread."""
 
     def __init__(
         self,
@@ -137,57 +120,60 @@ class PeerTable:
         self._local = local
         self._recorder = recorder
         self._context = zmq.Context()
-        self._peers: dict[tuple[str, str, int], Peer] = {}
-        self._handshakes: dict[tuple[str, str, int], _Handshake] = {}
+        self._peers: dict[PeerKey, Peer] = {}
+        self._handshakes: dict[PeerKey, _Handshake] = {}
         # A forgotten peer whose reads go on, and the same one asked anew, share NIXL's agent.
         self._num_agent_users: Counter[str] = Counter()
+        # Peers of one tensor-parallel size share this worker's side of their plans.
+        self._local_lists: dict[bytes, Any] = {}
 
     @property
     def num_pending(self) -> int:
         """Handshakes under way."""
         return len(self._handshakes)
 
-    def find(self, remote: RemoteRequest) -> Peer | None:
+    def find(self, part: Part) -> Peer | None:
         """The peer to read from, if it is known and has not been restarted since."""
-        peer = self._peers.get(peer_key(remote))
-        return peer if peer is not None and peer.serves(remote) else None
+        peer = self._peers.get(peer_key(part))
+        return peer if peer is not None and peer.serves(part.remote) else None
 
-    def ask(self, load: Load, remote: RemoteRequest, rank: int) -> None:
-        """Queue a load until its peer, the prefill engine's worker ``rank``, is known.
+    def ask(self, part: Part) -> None:
+        """Queue a part until its peer is known.
 
         Raises:
             CommextError: the peer cannot be asked.
         """
-        key = peer_key(remote)
+        key, remote = peer_key(part), part.remote
         if key not in self._handshakes:
             request = wire.DescribeRequest(
                 engine_id=remote.engine_id,
-                tp_rank=rank,
+                tp_rank=part.source,
                 consumer=self._local.consumer,
                 configuration=digest(self._local.facts),
             )
             inquiry = Inquiry(self._context, remote.host, remote.port, request)
             self._handshakes[key] = _Handshake(inquiry, time.monotonic())
-        self._handshakes[key].loads.append(load)
+        self._handshakes[key].parts.append(part)
 
-    def withdraw(self, request_id: str) -> Load | None:
-        """Take back a load that waits for its peer."""
+    def withdraw(self, request_id: str) -> list[Part]:
+        """Take back the parts of a load that wait for their peers."""
+        taken: list[Part] = []
         for handshake in self._handshakes.values():
-            for load in handshake.loads:
-                if load.request_id == request_id:
-                    handshake.loads.remove(load)
-                    return load
-        return None
+            waiting = handshake.parts
+            taken += [part for part in waiting if part.load.request_id == request_id]
+            handshake.parts = [part for part in waiting if part.load.request_id != request_id]
+        return taken
 
-    def poll(self) -> list[tuple[list[Load], Peer | CommextError]]:
-        """Handshakes that ended: their loads, and the peer or the reason why there is none."""
-        ended: list[tuple[list[Load], Peer | CommextError]] = []
+    def poll(self) -> list[tuple[list[Part], Peer | CommextError]]:
+        """Handshakes that ended: what waited for them, and the peer or the reason why there is
+        none."""
+        ended: list[tuple[list[Part], Peer | CommextError]] = []
         for key, handshake in list(self._handshakes.items()):
             outcome = self._advance(key, handshake)
             if outcome is not None:
                 handshake.inquiry.close()
                 del self._handshakes[key]
-                ended.append((handshake.loads, outcome))
+                ended.append((handshake.parts, outcome))
         return ended
 
     def forget(self, peer: Peer) -> None:
@@ -223,11 +209,11 @@ class PeerTable:
         self._handshakes.clear()
         for peer in list(self._peers.values()):
             self.forget(peer)
+        while self._local_lists:
+            self._agent.release_list(self._local_lists.popitem()[1])
         self._context.destroy(linger=0)
 
-    def _advance(
-        self, key: tuple[str, str, int], handshake: _Handshake
-    ) -> Peer | CommextError | None:
+    def _advance(self, key: PeerKey, handshake: _Handshake) -> Peer | CommextError | None:
         waited = time.monotonic() - handshake.started
         try:
             reply = handshake.inquiry.poll()
@@ -247,13 +233,13 @@ class PeerTable:
             "VLLM_NIXL_SIDE_CHANNEL_HOST must be an address that decode engines reach"
         )
 
-    def _admit(self, key: tuple[str, str, int], reply: wire.Described, waited: float) -> Peer:
+    def _admit(self, key: PeerKey, reply: wire.Described, waited: float) -> Peer:
         described = wire.open_description(reply)
-        rank = source_rank(self._local.shape, described.tp_size)
-        if (described.engine_id, described.tp_rank) != (key[0], rank):
+        found = (described.engine_id, described.layout.tp_rank)
+        if found != (key[0], key[3]):
             raise ProtocolError(
-                f"asked for rank {rank} of engine {key[0]!r}, got rank {described.tp_rank} of "
-                f"engine {described.engine_id!r}"
+                f"asked for rank {key[3]} of engine {key[0]!r}, got rank {found[1]} of engine "
+                f"{found[0]!r}"
             )
         known = self._peers.get(key)
         if known is not None:
@@ -262,33 +248,46 @@ class PeerTable:
             self.forget(known)
         enforce = self._config.enforce_handshake_compat
         tolerated = check_facts(self._local.facts, described.facts, enforce=enforce)
-        regions = remote_regions(self._local.regions, described)
-        peer = self._connect(key, reply.incarnation, described, regions)
+        plan = plan_read(
+            self._local.layout,
+            described.layout,
+            local_device=self._local.device_id,
+            remote_device=described.device_id,
+        )
+        peer = self._connect(key, reply.incarnation, described, plan)
         self._peers[key] = peer
         self._recorder.handshake(waited)
-        logger.info(
-            "prefill engine %s at %s:%d is ready: rank %d of %d, %d blocks%s",
-            *key,
-            described.tp_rank,
-            described.tp_size,
-            described.num_blocks,
-            f"; tolerated differences: {tolerated}" if tolerated else "",
-        )
+        self._log_ready(peer, described, str(tolerated) if tolerated else "")
         return peer
 
+    def _log_ready(self, peer: Peer, described: wire.WorkerDescription, tolerated: str) -> None:
+        engine_id, host, port, rank = peer.key
+        lengths = peer.plan.local_rows[:, 1]
+        logger.info(
+            "prefill engine %s at %s:%d is ready: rank %d of %d, %d blocks; %d descriptors of "
+            "%d to %d bytes for each cell of tokens or state%s",
+            engine_id,
+            host,
+            port,
+            rank,
+            described.layout.tp_size,
+            described.layout.num_blocks,
+            sum(section.num_lanes for section in peer.plan.sections),
+            lengths.min(initial=1 << 62) if len(lengths) else 0,
+            lengths.max(initial=0),
+            f"; tolerated differences: {tolerated}" if tolerated else "",
+        )
+
     def _connect(
-        self,
-        key: tuple[str, str, int],
-        incarnation: str,
-        described: wire.WorkerDescription,
-        regions: list[Region],
+        self, key: PeerKey, incarnation: str, described: wire.WorkerDescription, plan: ReadPlan
     ) -> Peer:
         name = self._agent.add_peer(described.agent_metadata)
         num_slots = described.num_fence_slots
         try:
-            prepared = self._agent.prepare_remote(
-                name, regions, described.memory_type, described.device_id
-            )
+            local = self._prepare_local(plan.local_rows)
+            remote = None
+            if len(plan.remote_rows):
+                remote = self._agent.prepare(name, plan.remote_rows, described.memory_type)
             fences = None
             if num_slots:
                 fences = self._agent.prepare_fences(name, described.fence_address, num_slots)
@@ -296,4 +295,11 @@ class PeerTable:
             self._remove_agent_if_unused(name)
             raise
         self._num_agent_users[name] += 1
-        return Peer(key, incarnation, name, prepared, described.num_blocks, fences, num_slots)
+        where = (described.memory_type, described.device_id)
+        return Peer(key, incarnation, name, plan, local, remote, *where, fences, num_slots)
+
+    def _prepare_local(self, rows: UInt64Array) -> Any:
+        key = rows.tobytes()
+        if len(rows) and key not in self._local_lists:
+            self._local_lists[key] = self._agent.prepare("", rows, self._local.memory_type)
+        return self._local_lists.get(key)

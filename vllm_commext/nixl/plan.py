@@ -1,15 +1,25 @@
-"""From two lists of blocks to the pairs that one read copies."""
+"""The planner: from two workers' cache layouts to NIXL descriptor lists, and from two lists of
+blocks to the pairs of descriptors that one read copies.
+
+A descriptor list holds, section after section, the cells of every lane: cell ``c`` of row ``r`` of
+lane ``l`` has the index ``offset + l*num_cells + c*num_rows + r``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_commext.errors import ProtocolError
+from vllm_commext.errors import ProtocolError, UnsupportedError
+from vllm_commext.nixl.descriptors import Int32Array, UInt64Array
+from vllm_commext.nixl.lanes import Grid, Lanes, lanes_between
+from vllm_commext.nixl.layout import WINDOW, CacheLayout, Family
 
-BlockIds = npt.NDArray[np.int64]
+Int64Array = npt.NDArray[np.int64]
+MAX_DESCRIPTORS = (1 << 31) - 1
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
@@ -17,63 +27,337 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def missing_block_range(
-    *, num_prompt_tokens: int, num_external_tokens: int, block_size: int
-) -> tuple[int, int]:
-    """Positions ``[first, end)`` of the prompt's blocks that a decode engine does not have yet.
+@dataclass(frozen=True)
+class Blocks:
+    """A request's blocks in one group.
 
-    Args:
-        num_prompt_tokens: tokens whose KV the prefill engine offers.
-        num_external_tokens: how many of the last of them are to be loaded.
-        block_size: tokens a block.
+    Attributes:
+        first: position in the request of the first of them.
+        block_ids: one a position; for a state the one block that holds it.
     """
-    num_local_tokens = num_prompt_tokens - num_external_tokens
-    return num_local_tokens // block_size, num_blocks_for(num_prompt_tokens, block_size)
+
+    first: int
+    block_ids: Sequence[int]
 
 
-def pair_blocks(
-    local: Sequence[int],
-    remote: Sequence[int],
-    *,
-    first: int,
-    num_local_blocks: int,
-    num_remote_blocks: int,
-) -> tuple[BlockIds, BlockIds]:
-    """Match local blocks with the remote blocks that hold the same tokens.
+@dataclass(frozen=True)
+class _Held:
+    """``Blocks`` whose ids are checked: 64-bit numbers inside their cache."""
 
-    Pairs come in ascending order of the remote id, so that NIXL can merge neighbours into one
-    descriptor.
+    first: int
+    block_ids: Int64Array
 
-    Args:
-        local: local block of each position ``first, first + 1, ...``.
-        remote: remote block of each position from 0.
-        first: position of the first local block in the prompt.
-        num_local_blocks: blocks in the local cache.
-        num_remote_blocks: blocks in the remote cache.
 
-    Returns:
-        Local and remote block ids, two arrays of equal length.
+@dataclass(frozen=True)
+class Section:
+    """One part of both descriptor lists: lanes whose cells are counted alike.
 
-    Raises:
-        ProtocolError: the remote list is too short, or an id is outside its cache.
+    Attributes:
+        local_group: group of the local blocks.
+        remote_group: group of the remote blocks.
+        cell_tokens: tokens of a cell, 0 for states.
+        local: the local cells.
+        remote: the remote cells.
+        local_offset: index of the section's first local descriptor.
+        remote_offset: of its first remote one.
+        num_lanes: lanes.
+        cell_bytes: bytes of a cell in all lanes.
     """
-    end = first + len(local)
-    if end > len(remote):
-        raise ProtocolError(
-            f"the prefill engine offers {len(remote)} blocks of the prompt, "
-            f"the decode engine needs those from {first} to {end - 1}"
+
+    local_group: int
+    remote_group: int
+    cell_tokens: int
+    local: Grid
+    remote: Grid
+    local_offset: int
+    remote_offset: int
+    num_lanes: int
+    cell_bytes: int
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What one read copies: descriptor ``local[i]`` from descriptor ``remote[i]``."""
+
+    local: Int32Array
+    remote: Int32Array
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """How one decode rank reads from one prefill rank.
+
+    Attributes:
+        local: this worker's layout.
+        remote: the prefill worker's.
+        local_rows: ``[n, 5]`` strided descriptors, see ``descriptors``.
+        remote_rows: the same of the prefill worker.
+        sections: the parts of both lists.
+    """
+
+    local: CacheLayout
+    remote: CacheLayout
+    local_rows: UInt64Array
+    remote_rows: UInt64Array
+    sections: tuple[Section, ...]
+
+    def pairs(
+        self,
+        local: Sequence[Blocks],
+        remote: Sequence[Sequence[int]],
+        *,
+        num_tokens: int,
+        num_remote_tokens: int,
+    ) -> Pairs:
+        """Descriptors that copy a request's missing blocks.
+
+        Args:
+            local: for each local group, the blocks to be filled.
+            remote: for each remote group, the blocks up to the one of the last remote token.
+            num_tokens: tokens whose KV is wanted.
+            num_remote_tokens: tokens whose KV the remote blocks hold.
+
+        Raises:
+            ProtocolError: a list is too short, or an id is outside its cache.
+        """
+        own, theirs = self._checked(local, remote)
+        chosen = [
+            (section, *self._cells(section, own, theirs, num_tokens, num_remote_tokens))
+            for section in self.sections
+        ]
+        return Pairs(
+            _indices(
+                [(one.local, one.local_offset, one.num_lanes, cells) for one, cells, _ in chosen]
+            ),
+            _indices(
+                [(one.remote, one.remote_offset, one.num_lanes, cells) for one, _, cells in chosen]
+            ),
+            sum(one.cell_bytes * len(cells) for one, cells, _ in chosen),
         )
-    local_ids = _checked("local", local, num_local_blocks)
-    remote_ids = _checked("remote", remote[first:end], num_remote_blocks)
-    order = np.argsort(remote_ids, kind="stable")
-    return local_ids[order], remote_ids[order]
+
+    def _checked(
+        self, local: Sequence[Blocks], remote: Sequence[Sequence[int]]
+    ) -> tuple[list[_Held], list[Int64Array]]:
+        if len(remote) != len(self.remote.groups):
+            raise ProtocolError(
+                f"kv_transfer_params have {len(remote)} groups of blocks, expected "
+                f"{len(self.remote.groups)}"
+            )
+        num_local, num_remote = self.local.num_blocks, self.remote.num_blocks
+        own = [_Held(one.first, _checked_ids("local", one.block_ids, num_local)) for one in local]
+        return own, [_checked_ids("remote", block_ids, num_remote) for block_ids in remote]
+
+    def _cells(
+        self,
+        section: Section,
+        local: Sequence[_Held],
+        remote: Sequence[Int64Array],
+        num_tokens: int,
+        num_remote_tokens: int,
+    ) -> tuple[Int64Array, Int64Array]:
+        """Cells of both sides that hold the same, in ascending order of the remote ones, so that
+        NIXL can merge neighbours into one descriptor."""
+        blocks, block_ids = local[section.local_group], remote[section.remote_group]
+        if not section.cell_tokens:
+            own, theirs = _states(blocks.block_ids, block_ids)
+        else:
+            block_size = self.remote.groups[section.remote_group].block_size
+            first = num_blocks_for(num_remote_tokens, block_size) - len(block_ids)
+            held = _Held(first, block_ids)
+            wanted = _wanted(section, blocks, held, num_tokens)
+            own = _cells_at(section.local, blocks, *wanted)
+            theirs = _cells_at(section.remote, held, *wanted)
+        order = np.argsort(theirs, kind="stable")
+        return own[order], theirs[order]
 
 
-def _checked(side: str, block_ids: Sequence[int], num_blocks: int) -> BlockIds:
-    """The ids as an array; compared before that, as what came from a router may exceed 64 bits."""
-    if block_ids and (min(block_ids) < 0 or max(block_ids) >= num_blocks):
+def _states(local: Int64Array, remote: Int64Array) -> tuple[Int64Array, Int64Array]:
+    if len(local) != len(remote):
+        raise ProtocolError(
+            f"the prefill engine offers {len(remote)} states, the decode engine needs {len(local)}"
+        )
+    return local, remote
+
+
+def _wanted(section: Section, local: _Held, remote: _Held, num_tokens: int) -> tuple[int, int]:
+    """Positions ``[first, end)`` of the cells to be read, from the request's first token on."""
+    first = local.first * section.local.cells_per_block
+    end = max(first, num_blocks_for(num_tokens, section.cell_tokens))
+    for side, blocks, grid in (
+        ("decode", local, section.local),
+        ("prefill", remote, section.remote),
+    ):
+        begins, stops = blocks.first, blocks.first + len(blocks.block_ids)
+        if first < end and not (
+            0 <= begins * grid.cells_per_block <= first and end <= stops * grid.cells_per_block
+        ):
+            raise ProtocolError(
+                f"expected blocks of the tokens from {first * section.cell_tokens} to "
+                f"{num_tokens}, but the {side} engine's are those at the positions {begins} to "
+                f"{stops - 1}"
+            )
+    return first, end
+
+
+def _cells_at(grid: Grid, blocks: _Held, first: int, end: int) -> Int64Array:
+    """Numbers of the cells at the positions ``[first, end)``: ``row*cells_per_row + cell``."""
+    per_block = grid.cells_per_block
+    begin, within = divmod(first, per_block)
+    stop = num_blocks_for(end, per_block)
+    block_ids = blocks.block_ids[begin - blocks.first : stop - blocks.first]
+    cells = block_ids[:, None] * per_block + np.arange(per_block, dtype=np.int64)
+    return cells.ravel()[within : within + end - first]
+
+
+def _indices(parts: Sequence[tuple[Grid, int, int, Int64Array]]) -> Int32Array:
+    """Descriptor indices of cells in every lane, lane after lane."""
+    found: list[Int64Array] = []
+    for grid, offset, num_lanes, cells in parts:
+        row, cell = np.divmod(cells, grid.cells_per_row)
+        lanes = offset + np.arange(num_lanes, dtype=np.int64) * grid.num_cells
+        found.append((lanes[:, None] + (cell * grid.num_rows + row)[None, :]).ravel())
+    return np.concatenate(found).astype(np.int32)
+
+
+def _checked_ids(side: str, block_ids: Sequence[int], num_blocks: int) -> Int64Array:
+    try:
+        ids = np.array(block_ids, dtype=np.int64)
+    except OverflowError:  # what came from a router may exceed 64 bits
+        ids = None
+    if ids is None or (len(ids) and (ids.min() < 0 or ids.max() >= num_blocks)):
         raise ProtocolError(
             f"{side} block ids run from {min(block_ids)} to {max(block_ids)}, "
             f"expected 0 to {num_blocks - 1}"
         )
-    return np.asarray(block_ids, dtype=np.int64)
+    return ids
+
+
+def plan_read(
+    local: CacheLayout, remote: CacheLayout, *, local_device: int, remote_device: int
+) -> ReadPlan:
+    """Plan how the local worker reads from the remote one.
+
+    Raises:
+        ProtocolError: the two have different layers.
+        UnsupportedError: one side's bytes cannot be placed in the other's; says why.
+    """
+    sections: list[Section] = []
+    own_rows: list[UInt64Array] = []
+    their_rows: list[UInt64Array] = []
+    offsets = [0, 0]
+    for family, other, own_bases, their_bases in _matched(local, remote):
+        what = f"layer {family.names[0]}"
+        _check_group(local, remote, family, other, what)
+        lanes = lanes_between(family.geometry, other.geometry, local.rank, remote.rank, what)
+        if lanes is None:
+            continue
+        lengths, own, theirs = _merged(lanes, own_bases, their_bases)
+        sections.append(
+            Section(
+                family.group,
+                other.group,
+                lanes.cell_tokens,
+                lanes.local,
+                lanes.remote,
+                offsets[0],
+                offsets[1],
+                len(lengths),
+                int(lengths.sum()),
+            )
+        )
+        offsets[0] += len(lengths) * lanes.local.num_cells
+        offsets[1] += len(lengths) * lanes.remote.num_cells
+        if max(offsets) > MAX_DESCRIPTORS:
+            raise UnsupportedError(
+                f"{what}: {max(offsets)} descriptors are needed, expected at most "
+                f"{MAX_DESCRIPTORS}: give both engines the same --block-size and KV cache layout"
+            )
+        own_rows.append(_rows(lanes.local, own, lengths, local_device))
+        their_rows.append(_rows(lanes.remote, theirs, lengths, remote_device))
+    empty = np.empty((0, 5), dtype=np.uint64)
+    return ReadPlan(
+        local,
+        remote,
+        np.concatenate([empty, *own_rows]),
+        np.concatenate([empty, *their_rows]),
+        tuple(sections),
+    )
+
+
+def _matched(
+    local: CacheLayout, remote: CacheLayout
+) -> Iterator[tuple[Family, Family, Int64Array, Int64Array]]:
+    """Families of both sides that have layers in common, and where these layers begin."""
+    if [one.names for one in local.families] == [one.names for one in remote.families]:
+        for own, theirs in zip(local.families, remote.families, strict=True):
+            yield own, theirs, _addresses(own), _addresses(theirs)
+        return
+    place = {
+        name: (number, index)
+        for number, family in enumerate(remote.families)
+        for index, name in enumerate(family.names)
+    }
+    _check_names({name for family in local.families for name in family.names}, set(place))
+    for own in local.families:
+        found = [place[name] for name in own.names]
+        for number in sorted({number for number, _ in found}):
+            theirs = remote.families[number]
+            here = [index for index, (other, _) in enumerate(found) if other == number]
+            there = [index for other, index in found if other == number]
+            yield own, theirs, _addresses(own)[here], _addresses(theirs)[there]
+
+
+def _addresses(family: Family) -> Int64Array:
+    return np.asarray(family.base_addresses, dtype=np.int64)
+
+
+def _check_names(local: set[str], remote: set[str]) -> None:
+    if local != remote:
+        raise ProtocolError(
+            f"the engines' layers differ: only in decode {sorted(local - remote)[:4]}, only in "
+            f"prefill {sorted(remote - local)[:4]}: serve the same model on both"
+        )
+
+
+def _check_group(
+    local: CacheLayout, remote: CacheLayout, family: Family, other: Family, what: str
+) -> None:
+    own, theirs = local.groups[family.group], remote.groups[other.group]
+    if own.kind != theirs.kind:
+        raise UnsupportedError(
+            f"{what}: in a group of kind {own.kind!r} in the decode engine, {theirs.kind!r} in the "
+            "prefill engine: serve the same model on both"
+        )
+    if own.kind == WINDOW and own.block_size != theirs.block_size:
+        raise UnsupportedError(
+            f"{what}: sliding-window layers need the same block size on both sides, got "
+            f"{own.block_size} in the decode engine and {theirs.block_size} in the prefill engine: "
+            "start both with the same --block-size"
+        )
+
+
+def _merged(
+    lanes: Lanes, own_bases: Int64Array, their_bases: Int64Array
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Lanes of all regions as (bytes, local address, remote address); those that are neighbours on
+    both sides become one."""
+    own = (own_bases[:, None] + lanes.local_offsets[None, :]).ravel()
+    theirs = (their_bases[:, None] + lanes.remote_offsets[None, :]).ravel()
+    lengths = (np.zeros_like(own_bases)[:, None] + lanes.lengths[None, :]).ravel()
+    order = own.argsort(kind="stable")
+    own, theirs, lengths = own[order], theirs[order], lengths[order]
+    begins = np.ones(len(own), dtype=bool)
+    begins[1:] = (own[1:] != own[:-1] + lengths[:-1]) | (theirs[1:] != theirs[:-1] + lengths[:-1])
+    starts = begins.nonzero()[0]
+    return np.add.reduceat(lengths, starts), own[starts], theirs[starts]
+
+
+def _rows(grid: Grid, addresses: Int64Array, lengths: Int64Array, device_id: int) -> UInt64Array:
+    """A strided descriptor for each lane and each cell of a row."""
+    cells = np.arange(grid.cells_per_row, dtype=np.int64) * grid.cell_stride
+    rows = np.empty((len(addresses), grid.cells_per_row, 5), dtype=np.uint64)
+    rows[:, :, 0] = addresses[:, None] + cells[None, :]
+    rows[:, :, 1] = lengths[:, None]
+    rows[:, :, 2:] = (device_id, grid.row_stride, grid.num_rows)
+    return rows.reshape(-1, 5)

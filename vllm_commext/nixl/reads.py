@@ -10,13 +10,12 @@ from typing import Any
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl import wire
 from vllm_commext.nixl.agent import DONE, IN_PROGRESS, NixlAgent
-from vllm_commext.nixl.descriptors import block_indices
 from vllm_commext.nixl.fence import is_fresh
+from vllm_commext.nixl.loads import Part
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.peers import LocalSide, Peer
-from vllm_commext.nixl.plan import pair_blocks
+from vllm_commext.nixl.plan import Pairs
 from vllm_commext.nixl.recorder import TransferRecorder
-from vllm_commext.nixl.requests import Load, RemoteRequest
 
 
 @dataclass
@@ -24,25 +23,24 @@ class Read:
     """One load's read from one prefill worker.
 
     Attributes:
-        load: what is being loaded.
+        part: what is being loaded.
         peer: where from.
         handle: NIXL's handle.
         posted: when it was posted, in seconds of ``time.perf_counter``.
         post_seconds: how long posting took.
-        num_blocks: blocks that it copies.
-        num_descriptors: blocks times regions.
+        num_bytes: bytes that it copies.
+        num_descriptors: descriptors, before NIXL merges neighbours.
         cell: where the fence is read into, None before that.
         late: its deadline has passed.
         given_up: its load has been reported as failed, it only has to end.
     """
 
-    load: Load
-    remote: RemoteRequest
+    part: Part
     peer: Peer
     handle: Any
     posted: float
     post_seconds: float
-    num_blocks: int
+    num_bytes: int
     num_descriptors: int
     cell: int | None = None
     late: bool = False
@@ -51,7 +49,7 @@ class Read:
     @property
     def is_fenced(self) -> bool:
         """Whether the request's fence is known, so that it can be checked."""
-        return self.remote.fence_slot >= 0 and self.peer.fence_list is not None
+        return self.part.remote.fence_slot >= 0 and self.peer.fence_list is not None
 
 
 @dataclass(frozen=True)
@@ -62,69 +60,67 @@ class End:
     text: str = ""
 
 
-def release_notification(local: LocalSide, remote: RemoteRequest) -> bytes:
-    """What tells a prefill worker that this reader needs the request's blocks no longer.
-
-    One decode rank reads each prefill rank while both sides have the same tensor-parallel size.
-    """
+def release_notification(local: LocalSide, part: Part) -> bytes:
+    """What tells a prefill worker that this reader needs the request's blocks no longer."""
     return wire.encode(
-        wire.Released(request_id=remote.request_id, consumer=local.consumer, num_consumers=1)
+        wire.Released(
+            request_id=part.remote.request_id,
+            consumer=local.consumer,
+            num_consumers=part.num_consumers,
+        )
     )
 
 
 class ReadSet:
     """The reads under way on one worker.  Owned by one thread."""
 
-    def __init__(self, agent: NixlAgent, local: LocalSide, recorder: TransferRecorder) -> None:
+    def __init__(self, agent: NixlAgent, recorder: TransferRecorder) -> None:
         self._agent = agent
-        self._local = local
         self._recorder = recorder
-        self._block_bytes = sum(region.block_bytes for region in local.regions)
         self._reads: list[Read] = []
 
     def __len__(self) -> int:
         """Reads under way."""
         return len(self._reads)
 
-    def find(self, request_id: str) -> Read | None:
-        """The read of a request's load, if it is under way."""
-        return next((read for read in self._reads if read.load.request_id == request_id), None)
+    def give_up(self, request_id: str) -> None:
+        """The request's reads have only to end."""
+        for read in self._reads:
+            if read.part.load.request_id == request_id:
+                read.given_up = True
 
-    def post(self, load: Load, remote: RemoteRequest, peer: Peer) -> None:
-        """Start a read.
+    def post(self, part: Part, peer: Peer) -> bool:
+        """Start a read; False where there is nothing to read.
 
         Raises:
             ProtocolError: the block lists do not fit each other or the caches, or the fence's slot
                 is none of the peer's.
             Exception: what NIXL raises where the read cannot be posted; nothing is under way then.
         """
+        load, remote = part.load, part.remote
         if peer.fence_list is not None and remote.fence_slot >= peer.num_fence_slots:
             raise ProtocolError(
                 f"kv_transfer_params: expected remote_fence_slot below {peer.num_fence_slots}, got "
                 f"{remote.fence_slot}"
             )
-        regions = self._local.regions
-        num_blocks = regions[0].num_blocks
-        local_ids, remote_ids = pair_blocks(
-            load.local_block_ids,
-            remote.block_ids,
-            first=load.first,
-            num_local_blocks=num_blocks,
-            num_remote_blocks=peer.num_blocks,
-        )
         started = time.perf_counter()
-        handle = self._agent.make_read(
-            peer.remote_list,
-            block_indices(local_ids, num_regions=len(regions), num_blocks=num_blocks),
-            block_indices(remote_ids, num_regions=len(regions), num_blocks=peer.num_blocks),
+        pairs = peer.plan.pairs(
+            load.blocks,
+            remote.block_ids,
+            num_tokens=load.num_tokens,
+            num_remote_tokens=remote.num_tokens,
         )
-        self._post(handle)
+        if not len(pairs.local):
+            return False
+        self._reads.append(self._start(part, peer, pairs, started))
         peer.num_reads += 1
-        post_seconds = time.perf_counter() - started
-        count = len(local_ids)
-        self._reads.append(
-            Read(load, remote, peer, handle, started, post_seconds, count, count * len(regions))
-        )
+        return True
+
+    def _start(self, part: Part, peer: Peer, pairs: Pairs, started: float) -> Read:
+        handle = self._agent.make_read(peer.local_list, pairs.local, peer.remote_list, pairs.remote)
+        self._post(handle)
+        seconds = time.perf_counter() - started
+        return Read(part, peer, handle, started, seconds, pairs.num_bytes, len(pairs.local))
 
     def poll(self) -> Iterator[tuple[Read, End]]:
         """Reads that have ended since the last call."""
@@ -172,7 +168,7 @@ class ReadSet:
         read.cell = cell
         try:
             read.handle = self._agent.make_fence_read(
-                read.peer.fence_list, cell, read.remote.fence_slot
+                read.peer.fence_list, cell, read.part.remote.fence_slot
             )
             self._post(read.handle)
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the read has failed
@@ -190,7 +186,7 @@ class ReadSet:
 
     @staticmethod
     def _judge(read: Read, epoch: int) -> End:
-        if is_fresh(epoch, read.remote.fence_ticket):
+        if is_fresh(epoch, read.part.remote.fence_ticket):
             return End()
         return End(
             "expired",
@@ -222,7 +218,7 @@ class ReadSet:
         self._recorder.transfer(
             seconds=time.perf_counter() - read.posted,
             post_seconds=read.post_seconds,
-            num_bytes=read.num_blocks * self._block_bytes,
-            num_blocks=read.num_blocks,
+            num_bytes=read.num_bytes,
+            num_blocks=len(read.part.load.block_ids),
             num_descriptors=read.num_descriptors,
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from vllm_commext.nixl.plan import Blocks
+
 
 @dataclass(frozen=True)
 class RemoteRequest:
@@ -16,7 +18,7 @@ class RemoteRequest:
         port: its side-channel port.
         tp_size: its tensor-parallel ranks.
         request_id: the request's id there.
-        block_ids: its blocks there, from position 0.
+        block_ids: its blocks there, a list a group; the last one of each holds the last token.
         num_tokens: tokens whose KV the blocks hold.
         fence_slot: slot of its fence, -1 where the parameters do not say.
         fence_ticket: what the slot's epoch must not exceed.
@@ -28,7 +30,7 @@ class RemoteRequest:
     port: int
     tp_size: int
     request_id: str
-    block_ids: tuple[int, ...]
+    block_ids: tuple[tuple[int, ...], ...]
     num_tokens: int
     fence_slot: int = -1
     fence_ticket: int = 0
@@ -41,20 +43,23 @@ class Load:
     Attributes:
         request_id: the request's id in this engine.
         remote: where the blocks are; None where the parameters could not be read.
-        local_block_ids: this engine's block of each missing position.
-        first: position of the first of them in the prompt.
+        blocks: this engine's blocks to be filled, an entry a group; empty where nothing is missing.
+        num_tokens: tokens whose KV is wanted, counted from the prompt's first.
         awaited: the scheduler waits for the outcome; otherwise the blocks are only released.
         refusal: why the load must fail without being tried, "" to try it.
-        retried: it was tried before, with a peer that turned out to be gone.
     """
 
     request_id: str
     remote: RemoteRequest | None
-    local_block_ids: list[int] = field(default_factory=list)
-    first: int = 0
+    blocks: tuple[Blocks, ...] = ()
+    num_tokens: int = 0
     awaited: bool = True
     refusal: str = ""
-    retried: bool = False
+
+    @property
+    def block_ids(self) -> list[int]:
+        """All blocks to be filled."""
+        return [block_id for blocks in self.blocks for block_id in blocks.block_ids]
 
 
 @dataclass(frozen=True)

@@ -4,26 +4,37 @@ channel."""
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
+from vllm_commext.compat.kv_connector import drop_last_prompt_token
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.fence import FenceSlots
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
 from vllm_commext.nixl.params import is_for_decode, is_for_prefill, read_params, write_params
-from vllm_commext.nixl.plan import missing_block_range, num_blocks_for
+from vllm_commext.nixl.plan import Blocks
+from vllm_commext.nixl.prompt_tracker import PromptTracker
 from vllm_commext.nixl.quarantine import Quarantine
+from vllm_commext.nixl.request_blocks import (
+    blocks_to_fill,
+    blocks_to_offer,
+    has_state,
+    is_at_block_boundary,
+)
 from vllm_commext.nixl.requests import Hold, Load, RemoteRequest
 from vllm_commext.nixl.side_channel import SideChannelServer
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+    from vllm_commext.nixl.layout import Group
 
 _FINISHED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -34,11 +45,12 @@ class SchedulerSide:
     Args:
         engine_id: this engine's id.
         config: the connector's settings.
-        block_size: tokens a block.
+        groups: the cache's groups, in the order of a request's lists of blocks.
         tp_size: tensor-parallel ranks of this engine.
         port: this engine's side-channel port.
         produces: the role lets this engine prefill for others.
         consumes: the role lets this engine decode for others.
+        saves: peers read from a copy of the cache on the host, which must be kept up to date.
     """
 
     def __init__(
@@ -46,16 +58,20 @@ class SchedulerSide:
         engine_id: str,
         config: ConnectorConfig,
         *,
-        block_size: int,
+        groups: Sequence[Group],
         tp_size: int,
         port: int,
         produces: bool,
         consumes: bool,
+        saves: bool = False,
     ) -> None:
         self.engine_id = engine_id
         self.incarnation = uuid.uuid4().hex
         self._config = config
-        self._block_size = block_size
+        self._groups = groups
+        self._has_state = has_state(groups)
+        self._cut: set[str] = set()
+        self._prompts = PromptTracker() if saves else None
         self._tp_size = tp_size
         self._port = port
         self._produces = produces
@@ -104,8 +120,18 @@ class SchedulerSide:
             self._server = None
 
     def note_arrival(self, request: Request) -> None:
-        """A request came in: say so where it asks for what this engine's role does not do."""
+        """A request came in: cut its prompt where a state is to be handed over, and say so where it
+        asks for what this engine's role does not do.
+
+        A state cannot be taken back by a token, and the decode engine has to compute the last token
+        for its logits: the prefill engine must stop one token early.
+        """
         params = request.kv_transfer_params
+        if is_for_prefill(params) and self._produces and self._can_be_cut(request):
+            drop_last_prompt_token(request)
+            self._cut.add(request.request_id)
+        if self._prompts is not None and is_for_prefill(params) and self._produces:
+            self._prompts.add(request.request_id, request.num_prompt_tokens)
         if is_for_decode(params) and not self._consumes:
             self._refuse_role(request, "do_remote_prefill", "kv_producer")
         elif is_for_prefill(params) and not self._produces:
@@ -115,12 +141,14 @@ class SchedulerSide:
         """Prompt tokens beyond ``num_computed_tokens`` that the prefill engine offers."""
         if not self._is_to_load(request):
             return 0
+        if not is_at_block_boundary(self._groups, num_computed_tokens):
+            return 0  # a shared block is being copied for this request: compute the rest here
         try:
-            num_tokens = self._remote(request).num_tokens
+            num_tokens = self._num_tokens(request, self._remote(request))
         except ProtocolError:
             # The load fails with the reason, so that vLLM's policy decides between error and
             # recomputation.
-            num_tokens = request.num_prompt_tokens
+            num_tokens = self._most_tokens(request)
         return max(0, num_tokens - num_computed_tokens)
 
     def plan_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -130,15 +158,16 @@ class SchedulerSide:
         self._take_load(request)
         load = Load(request.request_id, None, awaited=num_external_tokens > 0)
         try:
-            remote = load.remote = self._remote(request)
-            num_tokens = remote.num_tokens
+            load.remote = self._remote(request)
+            load.num_tokens = self._num_tokens(request, load.remote)
         except ProtocolError as error:
             load.refusal = str(error)
-            num_tokens = request.num_prompt_tokens
+            load.num_tokens = self._most_tokens(request)
         if load.awaited:
             # A refused load has its blocks too: vLLM before 0.30 is told of a failure by them.
-            self._choose_blocks(load, num_tokens, blocks, num_external_tokens)
-            self._quarantine.note_load(request.request_id, blocks.blocks[0])
+            load.blocks = self._choose_blocks(load, blocks, num_external_tokens)
+            every = [block for group in blocks.blocks for block in group if not block.is_null]
+            self._quarantine.note_load(request.request_id, every)
         self._pending.loads.append(load)
 
     def finish(
@@ -149,10 +178,23 @@ class SchedulerSide:
         if self._is_to_load(request):
             self._release_unread(request)
             return False, None
+        if self._prompts is not None:
+            self._prompts.forget(request.request_id)
+        was_cut = request.request_id in self._cut
+        self._cut.discard(request.request_id)
         if not (is_for_prefill(request.kv_transfer_params) and self._produces):
             return False, None
-        if request.status not in _FINISHED or not block_ids[0]:
+        if request.status not in _FINISHED or (self._has_state and not was_cut):
             return False, None
+        offered = blocks_to_offer(self._groups, block_ids, request.num_computed_tokens)
+        if not all(offered):
+            return False, None
+        return self._hold(request, offered)
+
+    def _hold(
+        self, request: Request, offered: tuple[tuple[int, ...], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep a finished prefill's blocks for its readers."""
         fence = self._fences.take(request.request_id)
         if fence is None:
             self._log.warning(
@@ -163,7 +205,6 @@ class SchedulerSide:
             return False, None
         lease = self._config.kv_lease_duration
         self._pending.holds.append(Hold(request.request_id, lease, *fence))
-        num_blocks = num_blocks_for(request.num_computed_tokens, self._block_size)
         remote = RemoteRequest(
             engine_id=self.engine_id,
             incarnation=self.incarnation,
@@ -171,17 +212,22 @@ class SchedulerSide:
             port=self._port,
             tp_size=self._tp_size,
             request_id=request.request_id,
-            block_ids=tuple(block_ids[0][:num_blocks]),
+            block_ids=offered,
             num_tokens=request.num_computed_tokens,
             fence_slot=fence[0],
             fence_ticket=fence[1],
         )
         return True, write_params(remote)
 
-    def take_step(self) -> StepMetadata:
+    def take_step(self, scheduled: SchedulerOutput) -> StepMetadata:
         """What the workers must know of this step."""
         taken, self._pending = self._pending, StepMetadata()
         taken.given_up = self._quarantine.take_given_up()
+        if self._prompts is not None:
+            taken.saves = [
+                blocks_to_offer(self._groups, block_ids, num_tokens)
+                for num_tokens, block_ids in self._prompts.completed(scheduled)
+            ]
         return taken
 
     def note_outcomes(self, received: set[str], sent: set[str], worker: Any) -> None:
@@ -208,16 +254,39 @@ class SchedulerSide:
         assert params is not None  # only called where the parameters ask for a remote prefill
         params["do_remote_prefill"] = False
 
+    def _can_be_cut(self, request: Request) -> bool:
+        sampling = request.sampling_params
+        wants_all_logprobs = sampling is not None and sampling.prompt_logprobs is not None
+        return self._has_state and request.num_prompt_tokens > 1 and not wants_all_logprobs
+
+    def _most_tokens(self, request: Request) -> int:
+        """Prompt tokens that a load may bring: the last one is computed here after a state."""
+        return request.num_prompt_tokens - (1 if self._has_state else 0)
+
+    def _num_tokens(self, request: Request, remote: RemoteRequest) -> int:
+        """Prompt tokens that the load brings.
+
+        Raises:
+            ProtocolError: the state is that after more tokens than can be used.
+        """
+        most = self._most_tokens(request)
+        if self._has_state and remote.num_tokens > most:
+            raise ProtocolError(
+                f"kv_transfer_params: expected the state after at most {most} of "
+                f"{request.num_prompt_tokens} prompt tokens, got that after {remote.num_tokens}: "
+                "was it prefilled by this connector, with the same prompt?"
+            )
+        return min(remote.num_tokens, most)
+
     def _choose_blocks(
-        self, load: Load, num_tokens: int, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
-        first, end = missing_block_range(
-            num_prompt_tokens=num_tokens,
-            num_external_tokens=num_external_tokens,
-            block_size=self._block_size,
+        self, load: Load, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> tuple[Blocks, ...]:
+        return blocks_to_fill(
+            self._groups,
+            [[block.block_id for block in group] for group in blocks.blocks],
+            num_local_tokens=load.num_tokens - num_external_tokens,
+            num_tokens=load.num_tokens,
         )
-        load.first = first
-        load.local_block_ids = [block.block_id for block in blocks.blocks[0][first:end]]
 
     def _release_unread(self, request: Request) -> None:
         """The request ended before its load was planned: let the prefill engine free its blocks."""

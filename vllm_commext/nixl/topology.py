@@ -1,51 +1,127 @@
-"""Which prefill ranks hold the KV heads that a decode rank needs, by head intervals.
+"""Which prefill ranks a decode rank reads from, by intervals of units.
 
-With K heads over N tensor-parallel ranks, rank r holds the heads ``[r*K//N, (r+1)*K//N)``; where N
-exceeds K, vLLM replicates each head over N/K ranks, so that rank r holds the one head ``r*K//N``.
+A unit is what tensor parallelism deals out whole: a KV head, a head of state-space state, a group
+of B and C projections.  With U units over N ranks, rank r holds the units ``[r*U//N, (r+1)*U//N)``;
+where N exceeds U, vLLM replicates each unit over N/U ranks, so that rank r holds the one unit
+``r*U//N``.  Some caches are replicated whole (multi-head latent attention).
+
+Each unit that a decode rank needs is read from one of the prefill ranks that hold it.  A prefill
+rank that nobody reads from still has to be told that its blocks are free, by one decode rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from vllm_commext.errors import UnsupportedError
 
 
 @dataclass(frozen=True)
-class RankShape:
-    """One rank's place in its engine.
+class Rank:
+    """One worker's place in its engine: ``index`` of ``size`` tensor-parallel ranks, from 0."""
+
+    size: int
+    index: int
+
+
+@dataclass(frozen=True, order=True)
+class Split:
+    """How units are dealt out to ranks.
 
     Attributes:
-        tp_size: tensor-parallel ranks of the engine.
-        tp_rank: this rank, from 0.
-        num_kv_heads: KV heads of the whole model, before the split.
-        replicated: every rank holds the same cache (multi-head latent attention).
+        num_units: units of the whole model.
+        replicated: every rank holds all of them.
     """
 
-    tp_size: int
-    tp_rank: int
-    num_kv_heads: int
+    num_units: int
     replicated: bool = False
 
 
-def head_interval(shape: RankShape) -> tuple[int, int]:
-    """The KV heads ``[first, end)`` that the rank holds."""
-    if shape.replicated:
-        return 0, shape.num_kv_heads
-    first = shape.tp_rank * shape.num_kv_heads // shape.tp_size
-    end = (shape.tp_rank + 1) * shape.num_kv_heads // shape.tp_size
+def interval(split: Split, rank: Rank) -> tuple[int, int]:
+    """The units ``[first, end)`` that the rank holds."""
+    if split.replicated:
+        return 0, split.num_units
+    first = rank.index * split.num_units // rank.size
+    end = (rank.index + 1) * split.num_units // rank.size
     return first, max(end, first + 1)
 
 
-def source_rank(local: RankShape, remote_tp_size: int) -> int:
-    """The remote rank whose whole blocks the local rank reads.
+def check_even(split: Split, size: int, what: str) -> None:
+    """Refuse a split in which ranks hold different numbers of units.
 
     Raises:
-        UnsupportedError: the two engines split the heads differently.
+        UnsupportedError: neither of units and ranks is a multiple of the other.
     """
-    if remote_tp_size != local.tp_size:
+    uneven = split.num_units % size and size % split.num_units
+    if uneven and not split.replicated:
         raise UnsupportedError(
-            f"the prefill engine has tensor-parallel size {remote_tp_size} and the decode engine "
-            f"{local.tp_size}: start both with the same --tensor-parallel-size"
+            f"{what}: {split.num_units} cannot be dealt out evenly to {size} tensor-parallel "
+            "ranks; expected one of the two to be a multiple of the other"
         )
-    return local.tp_rank
+
+
+def units_from(split: Split, reader: Rank, source: Rank) -> tuple[int, int]:
+    """The units ``[first, end)`` that a decode rank reads from a prefill rank, empty where
+    ``first == end``.
+
+    Of several holders of a unit the reader takes the one nearest to its own place, so that the
+    readers spread over the replicas.
+    """
+    first, end = interval(split, reader)
+    taken = [
+        unit
+        for unit in range(first, end)
+        if _source_of(split, unit, reader, source.size) == source.index
+    ]
+    return (taken[0], taken[-1] + 1) if taken else (first, first)
+
+
+def _source_of(split: Split, unit: int, reader: Rank, num_sources: int) -> int:
+    """The prefill rank that a decode rank reads one unit from."""
+    own_place = reader.index * num_sources // reader.size
+    if split.replicated:
+        return own_place
+    # Rank r holds unit u where r*U//N <= u < max((r+1)*U//N, r*U//N + 1).
+    low = unit * num_sources // split.num_units
+    high = max(low, -(-(unit + 1) * num_sources // split.num_units) - 1)
+    return min(max(own_place, low), high)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What one decode rank has to do with the ranks of a prefill engine.
+
+    Attributes:
+        read: prefill ranks that it reads from, ascending.
+        release_only: prefill ranks that it reads nothing from and has to release.
+        num_consumers: for each of both, the decode ranks that the prefill rank waits for.
+    """
+
+    read: tuple[int, ...]
+    release_only: tuple[int, ...]
+    num_consumers: dict[int, int]
+
+
+def sources(splits: Collection[Split], reader: Rank, num_sources: int) -> Sources:
+    """Plan one decode rank's part in reading from a prefill engine of ``num_sources`` ranks."""
+    readers = [
+        _ranks_read(splits, Rank(reader.size, index), num_sources) for index in range(reader.size)
+    ]
+    consumers = {source: sum(source in read for read in readers) for source in range(num_sources)}
+    unread = (source for source, count in consumers.items() if not count)
+    release_only = tuple(
+        source for source in unread if source * reader.size // num_sources == reader.index
+    )
+    read = tuple(sorted(readers[reader.index]))
+    return Sources(
+        read, release_only, {source: max(1, consumers[source]) for source in (*read, *release_only)}
+    )
+
+
+def _ranks_read(splits: Collection[Split], reader: Rank, num_sources: int) -> set[int]:
+    return {
+        _source_of(split, unit, reader, num_sources)
+        for split in splits
+        for unit in range(*interval(split, reader))
+    }

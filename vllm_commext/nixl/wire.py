@@ -14,13 +14,15 @@ from typing import TypeVar
 import msgspec
 
 from vllm_commext.errors import ProtocolError
+from vllm_commext.nixl.layout import CacheLayout, check_layout
 
 MAGIC = "commext-nixl"
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_REQUEST_BYTES = 4 * 1024
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 MAX_NOTIFICATION_BYTES = 64 * 1024
+MAX_DEVICES = 4096
 
 
 class Frame(msgspec.Struct, tag_field="kind", kw_only=True, frozen=True):
@@ -85,35 +87,21 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         engine_id: the engine's id as in the request parameters.
-        tp_rank: rank of the worker.
-        tp_size: tensor-parallel ranks of its engine.
         facts: configuration on which both sides must agree, name to value.
-        agent_name: name of its NIXL agent.
         agent_metadata: what NIXL needs to reach the agent.
         memory_type: NIXL memory type of the cache, "DRAM" or "VRAM".
         device_id: device of the cache.
-        num_blocks: blocks in each region.
-        region_names: layer name of each region.
-        base_addresses: address of block 0 of each region.
-        stride_bytes: distance between neighbouring blocks of each region.
-        block_bytes: bytes of a block of each region.
+        layout: what the cache looks like in memory.
         fence_address: address of the worker's epochs, see ``fence``.
         num_fence_slots: how many there are, 0 for none.
     """
 
     engine_id: str
-    tp_rank: int
-    tp_size: int
     facts: dict[str, str]
-    agent_name: str
     agent_metadata: bytes
     memory_type: str
     device_id: int
-    num_blocks: int
-    region_names: list[str]
-    base_addresses: list[int]
-    stride_bytes: list[int]
-    block_bytes: list[int]
+    layout: CacheLayout
     fence_address: int = 0
     num_fence_slots: int = 0
 
@@ -165,17 +153,9 @@ def open_description(reply: Described) -> WorkerDescription:
     if hashlib.sha256(reply.description).digest() != reply.checksum:
         raise ProtocolError("the worker description does not fit its checksum: it was altered")
     opened = _decode(_DESCRIPTION, reply.description, MAX_REPLY_BYTES, "worker description")
-    counts = {
-        len(column)
-        for column in (
-            opened.region_names,
-            opened.base_addresses,
-            opened.stride_bytes,
-            opened.block_bytes,
-        )
-    }
-    if counts == {0} or len(counts) != 1:
-        raise ProtocolError(f"the worker description's region columns have lengths {counts}")
+    check_layout(opened.layout)
+    if not 0 <= opened.device_id < MAX_DEVICES or opened.num_fence_slots < 0:
+        raise ProtocolError("the worker description's device or number of slots is out of range")
     return opened
 
 

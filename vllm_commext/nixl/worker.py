@@ -3,76 +3,55 @@ outcomes back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl import wire
-from vllm_commext.nixl.agent import NixlAgent
+from vllm_commext.nixl import probe, wire
+from vllm_commext.nixl.agent import NixlAgent, ucx_log
+from vllm_commext.nixl.cache_layout import ModelFacts, cache_layout
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.fence import NUM_SLOTS
+from vllm_commext.nixl.host_buffer import HostBuffer
 from vllm_commext.nixl.io_thread import GiveUp, TransferThread
+from vllm_commext.nixl.layout import block_bytes
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
-from vllm_commext.nixl.peers import LocalSide
+from vllm_commext.nixl.peers import LocalSide, Peer
 from vllm_commext.nixl.recorder import TransferRecorder
-from vllm_commext.nixl.regions import Region, region_of_cache
-from vllm_commext.nixl.requests import Outcomes
-from vllm_commext.nixl.topology import RankShape
+from vllm_commext.nixl.requests import Load, Outcomes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
+
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-@dataclass(frozen=True)
-class CacheMemory:
-    """A worker's cache tensors as memory.
-
-    Attributes:
-        regions: a region a layer, ordered by name.
-        ranges: (address, bytes) of each allocation.
-        memory_type: NIXL's name of the kind of memory.
-        device_id: device index, 0 for host memory.
-    """
-
-    regions: tuple[Region, ...]
-    ranges: tuple[tuple[int, int], ...]
-    memory_type: str
-    device_id: int
-
-
-def cache_memory(caches: Mapping[str, torch.Tensor], num_blocks: int) -> CacheMemory:
-    """Describe cache tensors, one for each layer.
+def device_of(caches: Collection[torch.Tensor]) -> torch.device:
+    """The device that all cache tensors are on.
 
     Raises:
-        UnsupportedError: the tensors are on several devices, or a block is not one run of bytes.
+        UnsupportedError: they are on several.
     """
-    devices = {cache.device for cache in caches.values()}
+    devices = {cache.device for cache in caches}
     if len(devices) != 1:
         raise UnsupportedError(
             f"expected the KV cache on one device, got {sorted(map(str, devices))}"
         )
-    device = devices.pop()
-    regions = [
-        region_of_cache(
-            name,
-            address=cache.data_ptr(),
-            shape=tuple(cache.shape),
-            strides=cache.stride(),
-            item_bytes=cache.element_size(),
-            num_blocks=num_blocks,
-        )
-        for name, cache in sorted(caches.items())
-    ]
-    storages = [cache.untyped_storage() for cache in caches.values()]
-    return CacheMemory(
-        regions=tuple(regions),
-        ranges=tuple(sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages})),
-        memory_type="DRAM" if device.type == "cpu" else "VRAM",
-        device_id=device.index or 0,
-    )
+    return devices.pop()
+
+
+def memory_type(device: torch.device) -> str:
+    """NIXL's name of the kind of memory."""
+    return "DRAM" if device.type == "cpu" else "VRAM"
+
+
+def allocations(caches: Collection[torch.Tensor]) -> list[tuple[int, int]]:
+    """``(address, bytes)`` of each allocation that holds cache tensors."""
+    storages = [cache.untyped_storage() for cache in caches]
+    return sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages})
 
 
 class WorkerSide:
@@ -81,50 +60,76 @@ class WorkerSide:
     Args:
         engine_id: this engine's id.
         config: the connector's settings.
-        shape: this rank's place in its engine.
         facts: this engine's configuration facts.
-        num_blocks: blocks of the KV cache.
+        kv_cache_config: groups and specifications of the cache.
+        model: what these do not say.
+        keeps_host_copy: peers read from a copy of the cache in host memory.
     """
 
     def __init__(
         self,
         engine_id: str,
         config: ConnectorConfig,
-        shape: RankShape,
         facts: dict[str, str],
-        num_blocks: int,
+        kv_cache_config: KVCacheConfig,
+        model: ModelFacts,
+        *,
+        keeps_host_copy: bool = False,
     ) -> None:
         self.recorder = TransferRecorder()
         self.handshake: HandshakeMetadata | None = None
         self._engine_id = engine_id
         self._config = config
-        self._shape = shape
         self._facts = facts
-        self._num_blocks = num_blocks
+        self._kv_cache_config = kv_cache_config
+        self._model = model
         self._agent = NixlAgent(config)
         self._thread: TransferThread | None = None
-        self._local_blocks: dict[str, list[int]] = {}
+        self._keeps_host_copy = keeps_host_copy
+        self._host: HostBuffer | None = None
+        self._loads: dict[str, Load] = {}
         self._outcomes = Outcomes()
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Make the cache readable and start the transfer thread."""
-        memory = cache_memory(caches, self._num_blocks)
-        self._agent.register(memory.ranges, memory.regions, memory.memory_type, memory.device_id)
-        self.handshake = HandshakeMetadata(wire.encode_description(self._describe(memory)))
-        local = LocalSide(self._engine_id, self._shape, self._facts, memory.regions)
+        if self._keeps_host_copy:
+            groups = self._kv_cache_config.kv_cache_groups
+            layers = [group.layer_names for group in groups]
+            self._host = HostBuffer(caches, self._kv_cache_config.num_blocks, layers)
+            caches = self._host.views
+        device = device_of(caches.values())
+        local = LocalSide(
+            self._engine_id,
+            self._facts,
+            cache_layout(caches, self._kv_cache_config, self._model),
+            memory_type=memory_type(device),
+            device_id=device.index or 0,
+        )
+        self._agent.register(allocations(caches.values()), local.memory_type, local.device_id)
+        self.handshake = HandshakeMetadata(wire.encode_description(self._describe(local)))
         self._thread = TransferThread(
-            self._agent, self._config, local, self.recorder, lambda: self._select_device(memory)
+            self._agent,
+            self._config,
+            local,
+            self.recorder,
+            lambda: self._select_device(local),
+            (lambda peer: self._probe(device, peer)) if self._config.transport_probe else None,
         )
         self._thread.start()
+        self._log_registered(local)
+
+    def _log_registered(self, local: LocalSide) -> None:
+        layout = local.layout
         logger.info(
-            "rank %d of engine %s: %d regions of %d blocks registered, %d bytes a block in all, "
-            "%s, backends %s",
-            self._shape.tp_rank,
+            "rank %d of engine %s: %d layers in %d groups, %d blocks, registered, %d bytes a block "
+            "of each layer in all, %s, backends %s",
+            layout.tp_rank,
             self._engine_id,
-            len(memory.regions),
-            self._num_blocks,
-            sum(region.block_bytes for region in memory.regions),
-            memory.memory_type,
+            layout.num_regions,
+            len(layout.groups),
+            layout.num_blocks,
+            sum(block_bytes(layout, one) * len(one.names) for one in layout.families),
+            local.memory_type,
             "+".join(self._config.backends),
         )
 
@@ -133,7 +138,7 @@ class WorkerSide:
         thread = self._require_thread()
         for load in step.loads:
             if load.awaited:
-                self._local_blocks[load.request_id] = load.local_block_ids
+                self._loads[load.request_id] = load
             thread.submit(load)
         for hold in step.holds:
             thread.submit(hold)
@@ -143,19 +148,30 @@ class WorkerSide:
     def take_outcomes(self) -> Outcomes:
         """What ended since the last call; the late and settled loads are kept for
         ``take_metadata``."""
-        self._outcomes = self._require_thread().take_outcomes()
-        return self._outcomes
+        outcomes = self._outcomes = self._require_thread().take_outcomes()
+        if self._host is not None:
+            for request_id in outcomes.received - outcomes.failed:
+                if request_id in self._loads:
+                    blocks = self._loads[request_id].blocks
+                    self._host.restore([one.block_ids for one in blocks])
+        return outcomes
+
+    def save(self, step: StepMetadata) -> None:
+        """Bring the copy on the host up to date with this step's prompts."""
+        if self._host is not None:
+            for block_ids in step.saves:
+                self._host.save(block_ids)
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks of the loads that the last outcomes say have failed."""
-        failed = self._outcomes.failed
-        return {block for name in failed for block in self._local_blocks.get(name, ())}
+        loads = (self._loads.get(name) for name in self._outcomes.failed)
+        return {block for load in loads if load is not None for block in load.block_ids}
 
     def take_metadata(self) -> WorkerMetadata | None:
         """What the scheduler side must know beyond the outcomes; call it last in a step."""
         outcomes, self._outcomes = self._outcomes, Outcomes()
         for request_id in outcomes.received:
-            self._local_blocks.pop(request_id, None)
+            self._loads.pop(request_id, None)
         if not outcomes.late and not outcomes.settled:
             return None
         return WorkerMetadata(outcomes.late, dict.fromkeys(outcomes.settled, 1))
@@ -165,23 +181,38 @@ class WorkerSide:
         if self._thread is not None:
             self._thread.stop()
 
-    def _describe(self, memory: CacheMemory) -> wire.WorkerDescription:
+    def _describe(self, local: LocalSide) -> wire.WorkerDescription:
         return wire.WorkerDescription(
             engine_id=self._engine_id,
-            tp_rank=self._shape.tp_rank,
-            tp_size=self._shape.tp_size,
             facts=self._facts,
-            agent_name=self._agent.name,
             agent_metadata=self._agent.metadata(),
-            memory_type=memory.memory_type,
-            device_id=memory.device_id,
-            num_blocks=self._num_blocks,
-            region_names=[region.name for region in memory.regions],
-            base_addresses=[region.base_address for region in memory.regions],
-            stride_bytes=[region.stride_bytes for region in memory.regions],
-            block_bytes=[region.block_bytes for region in memory.regions],
+            memory_type=local.memory_type,
+            device_id=local.device_id,
+            layout=local.layout,
             fence_address=self._agent.board.epochs.ctypes.data,
             num_fence_slots=NUM_SLOTS,
+        )
+
+    def _probe(self, device: torch.device, peer: Peer) -> None:
+        """Measure in the transfer thread how fast a peer can be read."""
+        scratch = torch.empty(probe.PROBE_BYTES[-1], dtype=torch.uint8, device=device)
+        kind, index = memory_type(device), device.index or 0
+        local = probe.Memory(scratch.data_ptr(), scratch.nbytes, kind, index, scratch)
+        remote = probe.Memory(
+            *probe.longest_run(peer.plan.remote), peer.memory_type, peer.device_id
+        )
+        with self._agent.registered((local.address, local.num_bytes, index), kind):
+            speed = probe.measure(self._agent, peer.agent_name, local, remote)
+        if speed is None:
+            logger.warning("self-probe: no read from %s ended in time", peer.key)
+            return
+        slow = kind == "VRAM" and speed.bytes_per_second < probe.SLOW_BYTES_PER_SECOND
+        text = probe.describe(speed, ucx_log.transports())
+        logger.log(
+            logging.WARNING if slow else logging.INFO,
+            "%s%s",
+            text,
+            "; expected NVLink, PCIe peer access or RDMA: check UCX_TLS" if slow else "",
         )
 
     def _require_thread(self) -> TransferThread:
@@ -190,9 +221,9 @@ class WorkerSide:
         return self._thread
 
     @staticmethod
-    def _select_device(memory: CacheMemory) -> None:
-        if memory.memory_type == "VRAM":
-            torch.accelerator.set_device_index(memory.device_id)
+    def _select_device(local: LocalSide) -> None:
+        if local.memory_type == "VRAM":
+            torch.accelerator.set_device_index(local.device_id)
 
 
 def metadata_of(value: Any) -> StepMetadata:

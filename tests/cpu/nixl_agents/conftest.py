@@ -16,18 +16,22 @@ import pytest
 
 os.environ.update(UCX_TLS="tcp", UCX_NET_DEVICES="lo")
 
+# Where the planner's reference lies.
+sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "nixl"))
+
 if importlib.util.find_spec("nixl") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    # Tests are no package, so the module that they share is given its name here.
-    _spec = importlib.util.spec_from_file_location(
-        "nixl_agents_harness", Path(__file__).with_name("harness.py")
-    )
-    assert _spec is not None
-    assert _spec.loader is not None
-    harness: Any = importlib.util.module_from_spec(_spec)
-    sys.modules["nixl_agents_harness"] = harness
-    _spec.loader.exec_module(harness)
+    # Tests are no package, so the modules that they share are given their names here.
+    for _name in ("harness", "ranks", "simulation"):
+        _spec = importlib.util.spec_from_file_location(
+            f"nixl_agents_{_name}", Path(__file__).with_name(f"{_name}.py")
+        )
+        assert _spec is not None
+        assert _spec.loader is not None
+        _module: Any = importlib.util.module_from_spec(_spec)
+        sys.modules[_spec.name] = _module
+        _spec.loader.exec_module(_module)
 
 
 @pytest.fixture
@@ -36,7 +40,7 @@ def make_engine() -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
     def make(engine_id: str, **settings: Any) -> Any:
-        made.append(harness.Engine(engine_id, **settings))
+        made.append(sys.modules["nixl_agents_harness"].Engine(engine_id, **settings))
         return made[-1]
 
     yield make

@@ -1,20 +1,15 @@
-"""Engines made of the real NIXL agent, transfer thread and side channel, on numpy memory.
+"""Workers made of the real NIXL agent, transfer thread and side channel, on numpy memory.
 
-Run as a program it is a prefill engine in a process of its own: it prints its worker's description
-as one line (NIXL prints others), and goes on until its standard input ends.
+Run as a program it is a prefill worker in a process of its own: it prints its description as one
+line (NIXL prints others), and goes on until its standard input ends.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -25,20 +20,26 @@ from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.fence import NUM_SLOTS
 from vllm_commext.nixl.io_thread import TransferThread
+from vllm_commext.nixl.layout import FULL, TOKENS, AttentionGeometry, CacheLayout, Family, Group
 from vllm_commext.nixl.peers import LocalSide
+from vllm_commext.nixl.plan import Blocks
 from vllm_commext.nixl.recorder import TransferRecorder, empty_data, merge
-from vllm_commext.nixl.regions import Region
 from vllm_commext.nixl.requests import Load, Outcomes, RemoteRequest
 from vllm_commext.nixl.side_channel import SideChannelServer
-from vllm_commext.nixl.topology import RankShape
+from vllm_commext.nixl.topology import Rank
 from vllm_commext.testing.servers import free_port
 
 HOST = "127.0.0.1"
 BOUND_SECONDS = 60.0
-BLOCK_BYTES = 96
-STRIDE_BYTES = 128
 DESCRIPTION = "description: "
-FACTS = {"model": "m", "block_size": "16"}
+BLOCK_SIZE = 16
+NUM_HEADS = 2
+HEAD_BYTES = 48
+GAP_BYTES = 32
+BLOCK_BYTES = NUM_HEADS * HEAD_BYTES
+STRIDE_BYTES = BLOCK_BYTES + GAP_BYTES
+FACTS = {"model": "m", "dtype": "uint8"}
+ALONE = Rank(1, 0)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -56,8 +57,16 @@ def wait_until(look: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
+def memory_of(seed: int, num_layers: int, num_blocks: int, stride_bytes: int) -> list[Bytes]:
+    """A row of bytes for each layer's cache; the same for the same arguments in every process."""
+    return [
+        random_bytes(num_blocks * stride_bytes, 1000 * seed + layer) for layer in range(num_layers)
+    ]
+
+
 class Engine:
-    """One engine with one worker: ``memory`` is a row of bytes for each layer's cache."""
+    """One engine with one worker, or one of the workers of an engine: ``memory`` is a row of bytes
+    for each layer's cache, ``rank`` its place among ``rank.size`` workers."""
 
     def __init__(
         self,
@@ -66,11 +75,12 @@ class Engine:
         seed: int = 0,
         num_layers: int = 3,
         num_blocks: int = 24,
-        block_bytes: int = BLOCK_BYTES,
-        stride_bytes: int = STRIDE_BYTES,
+        rank: Rank = ALONE,
+        num_heads: int = NUM_HEADS,
+        block_bytes: int = 0,
+        stride_bytes: int = 0,
         facts: dict[str, str] | None = None,
         layer_names: Sequence[str] = (),
-        tp_size: int = 1,
         serve: bool = False,
         port: int = 0,
         **settings: Any,
@@ -78,14 +88,22 @@ class Engine:
         self.engine_id = engine_id
         self.incarnation = uuid.uuid4().hex
         self.port = port or free_port()
-        self.memory = [
-            random_bytes(num_blocks * stride_bytes, 1000 * seed + layer)
-            for layer in range(num_layers)
-        ]
+        self.rank = rank
+        num_held = num_heads // rank.size
+        block_bytes = block_bytes or num_held * HEAD_BYTES
+        stride_bytes = stride_bytes or block_bytes + GAP_BYTES
+        self.memory = memory_of(seed, num_layers, num_blocks, stride_bytes)
         names = layer_names or [f"layer{number}" for number in range(num_layers)]
-        self.regions = tuple(
-            Region(name, row.ctypes.data, stride_bytes, block_bytes, num_blocks)
-            for name, row in zip(names, self.memory, strict=True)
+        addresses = {name: row.ctypes.data for name, row in zip(names, self.memory, strict=True)}
+        geometry = _geometry(num_blocks, num_heads, block_bytes // num_held, stride_bytes)
+        self.layout = CacheLayout(
+            tp_size=rank.size,
+            tp_rank=rank.index,
+            num_blocks=num_blocks,
+            groups=[Group(FULL, BLOCK_SIZE)],
+            families=[
+                Family(0, sorted(addresses), [addresses[n] for n in sorted(addresses)], geometry)
+            ],
         )
         config = ConnectorConfig(
             side_channel_host=HOST,
@@ -94,14 +112,13 @@ class Engine:
         )
         self.agent = NixlAgent(config)
         ranges = [(row.ctypes.data, row.nbytes) for row in self.memory]
-        self.agent.register(ranges, self.regions, "DRAM", 0)
-        shape = RankShape(tp_size, 0, 2)
+        self.agent.register(ranges, "DRAM", 0)
         facts = FACTS if facts is None else facts
-        self.description = wire.encode_description(self._describe(facts, tp_size))
+        self.description = wire.encode_description(self._describe(facts))
         self.recorder = TransferRecorder()
         self.recorded = empty_data()
         self.outcomes = Outcomes()
-        local = LocalSide(engine_id, shape, facts, self.regions)
+        local = LocalSide(engine_id, facts, self.layout)
         self.thread = TransferThread(self.agent, config, local, self.recorder)
         self.thread.start()
         self.server: SideChannelServer | None = None
@@ -111,7 +128,7 @@ class Engine:
     def serve(self, description: bytes) -> None:
         """Answer on the side channel with this description."""
         self.server = SideChannelServer(
-            self.engine_id, self.incarnation, HOST, self.port, {0: description}
+            self.engine_id, self.incarnation, HOST, self.port, {self.rank.index: description}
         )
 
     def remote(self, request_id: str, block_ids: Sequence[int], **changes: Any) -> RemoteRequest:
@@ -121,10 +138,10 @@ class Engine:
             "incarnation": self.incarnation,
             "host": HOST,
             "port": self.port,
-            "tp_size": 1,
+            "tp_size": self.rank.size,
             "request_id": request_id,
-            "block_ids": tuple(block_ids),
-            "num_tokens": 16 * len(block_ids),
+            "block_ids": (tuple(block_ids),),
+            "num_tokens": BLOCK_SIZE * len(block_ids),
         }
         return RemoteRequest(**{**values, **changes})
 
@@ -154,24 +171,55 @@ class Engine:
             self.server = None
         self.thread.stop()
 
-    def _describe(self, facts: dict[str, str], tp_size: int) -> wire.WorkerDescription:
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _describe(self, facts: dict[str, str]) -> wire.WorkerDescription:
         return wire.WorkerDescription(
             engine_id=self.engine_id,
-            tp_rank=0,
-            tp_size=tp_size,
             facts=facts,
-            agent_name=self.agent.name,
             agent_metadata=self.agent.metadata(),
             memory_type="DRAM",
             device_id=0,
-            num_blocks=self.regions[0].num_blocks,
-            region_names=[region.name for region in self.regions],
-            base_addresses=[region.base_address for region in self.regions],
-            stride_bytes=[region.stride_bytes for region in self.regions],
-            block_bytes=[region.block_bytes for region in self.regions],
+            layout=self.layout,
             fence_address=self.agent.board.epochs.ctypes.data,
             num_fence_slots=NUM_SLOTS,
         )
+
+
+def _geometry(
+    num_blocks: int, num_heads: int, head_bytes: int, stride_bytes: int
+) -> AttentionGeometry:
+    token_bytes = head_bytes // BLOCK_SIZE
+    return AttentionGeometry(
+        num_rows=num_blocks,
+        rows_per_block=1,
+        row_stride=stride_bytes,
+        row_tokens=BLOCK_SIZE,
+        num_heads=num_heads,
+        replicated=False,
+        num_planes=1,
+        head_stride=head_bytes,
+        token_stride=token_bytes,
+        token_bytes=token_bytes,
+        content=TOKENS,
+        dtype="uint8",
+    )
+
+
+def load_of(
+    request_id: str,
+    remote: RemoteRequest | None,
+    block_ids: Sequence[int] = (),
+    first: int = 0,
+    **settings: Any,
+) -> Load:
+    """A load into these blocks, from the position ``first`` on."""
+    num_tokens = BLOCK_SIZE * (first + len(block_ids))
+    return Load(request_id, remote, (Blocks(first, list(block_ids)),), num_tokens, **settings)
 
 
 def expected_after(
@@ -196,70 +244,34 @@ def same(found: Sequence[Bytes], expected: Sequence[Bytes]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-class PeerProcess:
-    """A prefill worker in its own process, which can be stopped, continued and killed; its side
-    channel is in this process, so that it answers all the while."""
-
-    def __init__(self, engine_id: str, *, seed: int, num_blocks: int = 24, port: int = 0) -> None:
-        self.engine_id = engine_id
-        self.incarnation = uuid.uuid4().hex
-        self.port = port or free_port()
-        self.memory = [random_bytes(num_blocks * STRIDE_BYTES, 1000 * seed + k) for k in range(3)]
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, engine_id, str(seed), str(num_blocks)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        line = next(line for line in self._process.stdout if line.startswith(DESCRIPTION))
-        description = bytes.fromhex(line.removeprefix(DESCRIPTION))
-        self.server = SideChannelServer(
-            engine_id, self.incarnation, HOST, self.port, {0: description}
-        )
-
-    remote = Engine.remote
-
-    def stop(self) -> None:
-        """Stop the process; returns when each of its threads has stopped."""
-        os.kill(self._process.pid, signal.SIGSTOP)
-        tasks = Path(f"/proc/{self._process.pid}/task")
-        wait_until(
-            lambda: all(_state(task / "stat") == "T" for task in tasks.iterdir()),
-            "the peer's threads to stop",
-        )
-
-    def go_on(self) -> None:
-        """Let a stopped process go on."""
-        os.kill(self._process.pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        """End the process at once, and its side channel with it."""
-        self.server.close()
-        self._process.kill()
-        self._process.communicate(timeout=BOUND_SECONDS)
-
-    def __enter__(self) -> PeerProcess:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._process.returncode is None:
-            self.kill()
+def assert_fails(decode: Any, load: Load, reason: str, lines: Any, *words: str) -> None:
+    """The load fails for one reason, with one line that has the words, and no byte moves."""
+    before = [row.copy() for row in decode.memory]
+    lines.clear()
+    decode.load(load)
+    assert load.request_id in decode.outcomes.failed
+    assert same(decode.memory, before)
+    about_it = [line for line in lines.messages if "KV cache not loaded" in line]
+    assert len(about_it) == 1
+    for word in (load.request_id, "'d'", *words):
+        assert word in about_it[0]
+    assert decode.recorded["failures"].pop(reason) == 1
+    assert decode.recorded["failures"] == {}
 
 
-def _state(stat: Path) -> str:
-    """State letter of a thread, which follows the name in brackets."""
-    return stat.read_text().rpartition(")")[2].split()[0]
+def assert_works(decode: Any, prefill: Any, request_id: str = "works") -> None:
+    """A load of blocks 3 and 1 into 0 and 2 moves the right bytes."""
+    expected = expected_after(decode.memory, prefill.memory, [(0, 3), (2, 1)])
+    decode.load(load_of(request_id, prefill.remote(f"p-{request_id}", [3, 1]), [0, 2]))
+    assert request_id not in decode.outcomes.failed
+    assert same(decode.memory, expected)
 
 
 def main() -> None:
-    engine_id, seed, num_blocks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    engine = Engine(engine_id, seed=seed, num_blocks=num_blocks)
+    engine_id, *numbers = sys.argv[1:]
+    seed, num_blocks, num_heads, size, index = map(int, numbers)
+    rank = Rank(size, index)
+    engine = Engine(engine_id, seed=seed, num_blocks=num_blocks, num_heads=num_heads, rank=rank)
     sys.stdout.write(f"{DESCRIPTION}{engine.description.hex()}\n")
     sys.stdout.flush()
     sys.stdin.read()

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from nixl_agents_harness import BLOCK_BYTES, expected_after, same
+from nixl_agents_harness import BLOCK_BYTES, expected_after, load_of, same
 
 from vllm_commext.nixl import wire
-from vllm_commext.nixl.requests import Hold, Load
+from vllm_commext.nixl.requests import Hold
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -40,11 +40,11 @@ def test_random_block_maps_arrive_to_the_byte(
         remote = dice.sample(range(40), first + count + dice.randint(0, 2))
         pairs = list(zip(local, remote[first:], strict=False))
         expected = expected_after(expected, prefill.memory, pairs)
-        loads.append(Load(f"r{number}", prefill.remote(f"p{number}", remote), local, first))
+        loads.append(load_of(f"r{number}", prefill.remote(f"p{number}", remote), local, first))
     outcomes = decode.load(*loads)
     assert outcomes.failed == set()
     assert same(decode.memory, expected)
-    num_blocks = sum(len(load.local_block_ids) for load in loads)
+    num_blocks = sum(len(load.block_ids) for load in loads)
     recorded = decode.recorded
     assert len(recorded["transfer_seconds"]) == len(recorded["post_seconds"]) == len(loads)
     assert len(recorded["handshake_seconds"]) == 1
@@ -58,10 +58,10 @@ def test_the_comparison_notices_one_altered_byte(make_engine: MakeEngine) -> Non
     decode = make_engine("d", seed=2)
     expected = expected_after(decode.memory, prefill.memory, [(4, 7), (5, 2)])
     prefill.memory[1][7 * 128 + 95] ^= 1
-    decode.load(Load("r", prefill.remote("p", [7, 2]), [4, 5]))
+    decode.load(load_of("r", prefill.remote("p", [7, 2]), [4, 5]))
     assert not same(decode.memory, expected)
     prefill.memory[1][7 * 128 + 95] ^= 1
-    decode.load(Load("again", prefill.remote("p", [7, 2]), [4, 5]))
+    decode.load(load_of("again", prefill.remote("p", [7, 2]), [4, 5]))
     assert same(decode.memory, expected)
 
 
@@ -73,7 +73,7 @@ def test_layers_are_matched_by_name_and_caches_may_differ_in_stride_and_size(
     )
     decode = make_engine("d", seed=2, num_blocks=10, layer_names=["a", "b", "c"])
     before = [row.copy() for row in decode.memory]
-    decode.load(Load("r", prefill.remote("p", [49, 0]), [9, 3]))
+    decode.load(load_of("r", prefill.remote("p", [49, 0]), [9, 3]))
     assert decode.outcomes.failed == set()
     for own, theirs in enumerate([1, 2, 0]):
         row, source = before[own], prefill.memory[theirs]
@@ -92,7 +92,7 @@ def test_four_engines_read_from_four(make_engine: MakeEngine) -> None:
             local, remote = 5 * source + number, 3 * source + number
             rows = expected_after(rows, prefill.memory, [(local, remote)])
             prefill.thread.submit(Hold(f"r{number}", 60.0))
-            load = Load(f"from{source}", prefill.remote(f"r{number}", [remote]), [local])
+            load = load_of(f"from{source}", prefill.remote(f"r{number}", [remote]), [local])
             decode.thread.submit(load)
         expected.append(rows)
     names = {f"from{source}" for source in range(4)}
@@ -110,14 +110,14 @@ def test_a_read_releases_the_hold_and_nothing_else(make_engine: MakeEngine) -> N
     prefill.thread.submit(Hold("mine", 60.0))
     prefill.thread.submit(Hold("other", 60.0))
     assert prefill.collect().sent == set()
-    decode.load(Load("r", prefill.remote("mine", [1]), [1]))
+    decode.load(load_of("r", prefill.remote("mine", [1]), [1]))
     prefill.wait(lambda: prefill.collect().sent == {"mine"})
 
 
 def test_a_release_that_comes_before_its_hold_counts(make_engine: MakeEngine) -> None:
     prefill = make_engine("p", seed=1, serve=True)
     decode = make_engine("d", seed=2)
-    decode.load(Load("r", prefill.remote("mine", [1]), [1]))
+    decode.load(load_of("r", prefill.remote("mine", [1]), [1]))
     prefill.thread.submit(Hold("mine", 60.0))
     prefill.wait(lambda: prefill.collect().sent == {"mine"})
 
@@ -128,7 +128,7 @@ def test_a_full_hit_only_releases(make_engine: MakeEngine, awaited: bool) -> Non
     decode = make_engine("d", seed=2)
     before = [row.copy() for row in decode.memory]
     prefill.thread.submit(Hold("mine", 60.0))
-    decode.thread.submit(Load("r", prefill.remote("mine", [1, 2]), [], 2, awaited=awaited))
+    decode.thread.submit(load_of("r", prefill.remote("mine", [1, 2]), [], 2, awaited=awaited))
     prefill.wait(lambda: prefill.collect().sent == {"mine"})
     if awaited:
         decode.wait(lambda: decode.collect().received == {"r"})
@@ -203,7 +203,7 @@ def test_stop_ends_the_threads_and_may_be_repeated(make_engine: MakeEngine) -> N
     before = {thread.ident for thread in threading.enumerate()}
     prefill = make_engine("p", seed=1, serve=True)
     decode = make_engine("d", seed=2)
-    decode.load(Load("r", prefill.remote("mine", [1]), [1]))
+    decode.load(load_of("r", prefill.remote("mine", [1]), [1]))
     for engine in (decode, prefill, decode):
         engine.close()
     started = [thread for thread in threading.enumerate() if thread.ident not in before]

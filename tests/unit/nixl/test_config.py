@@ -10,13 +10,16 @@ from vllm_commext.errors import ConfigError
 from vllm_commext.nixl.config import KNOWN_KEYS, ConnectorConfig, parse_config
 
 SECONDS = ("kv_lease_duration", "handshake_timeout", "transfer_timeout", "progress_interval")
+FLAGS = ("enforce_handshake_compat", "host_copy", "transport_probe")
 
 GOOD: list[tuple[str, Any, Any]] = [
     ("backends", ["UCX"], ("UCX",)),
     ("backends", ("UCX", "GDS"), ("UCX", "GDS")),
+    ("backend_params", {}, {}),
+    ("backend_params", {"split_batch_size": "64"}, {"split_batch_size": "64"}),
     ("num_threads", 0, 0),
     ("num_threads", 8, 8),
-    ("enforce_handshake_compat", False, False),
+    *((key, value, value) for key in FLAGS for value in (False, True)),
     ("side_channel_host", "10.0.0.7", "10.0.0.7"),
     ("side_channel_port", 1, 1),
     ("side_channel_port", 65535, 65535),
@@ -26,8 +29,9 @@ GOOD: list[tuple[str, Any, Any]] = [
 
 BAD: list[tuple[str, Any]] = [
     *(("backends", value) for value in ("UCX", [], [1], ["UCX", None], None, {"UCX": 1})),
+    *(("backend_params", value) for value in ("UCX", ["a"], {"split_batch_size": 64}, None)),
     *(("num_threads", value) for value in (-1, 1.5, "4", True, None)),
-    *(("enforce_handshake_compat", value) for value in (0, 1, "false", None)),
+    *((key, value) for key in FLAGS for value in (0, 1, "false", None)),
     *(("side_channel_host", value) for value in ("", 5, None, ["h"])),
     *(("side_channel_port", value) for value in (0, 65536, -1, "5600", 1.0, True, None)),
     *(

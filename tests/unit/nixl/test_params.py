@@ -18,7 +18,7 @@ REMOTE = RemoteRequest(
     port=5600,
     tp_size=2,
     request_id="r1",
-    block_ids=(5, 3, 9),
+    block_ids=((5, 3, 9), (4,)),
     num_tokens=40,
     fence_slot=7,
     fence_ticket=3,
@@ -51,8 +51,10 @@ def test_roles() -> None:
         port=st.integers(1, 65535),
         tp_size=st.integers(1, 64),
         request_id=st.text(),
-        block_ids=st.lists(st.integers(0, 1 << 31), max_size=20).map(tuple),
-        num_tokens=st.integers(0, 1 << 20),
+        block_ids=st.lists(
+            st.lists(st.integers(0, 1 << 31), max_size=9).map(tuple), min_size=1, max_size=4
+        ).map(tuple),
+        num_tokens=st.integers(0, (1 << 31) - 1),
         fence_slot=st.integers(0, 65535),
         fence_ticket=st.integers(0, 1 << 30),
     )
@@ -60,15 +62,13 @@ def test_roles() -> None:
 @settings(max_examples=60, deadline=None)
 def test_round_trip_through_json(remote: RemoteRequest) -> None:
     carried = json.loads(json.dumps(write_params(remote), allow_nan=False))
-    assert read_params(carried, num_prompt_tokens=1 << 20) == remote
+    assert read_params(carried, num_prompt_tokens=7) == remote
 
 
-def test_tokens_beyond_the_prompt_are_not_used() -> None:
+def test_the_prompt_counts_where_the_number_of_tokens_is_not_told() -> None:
     params = write_params(REMOTE)
-    assert read_params(params, 39).num_tokens == 39
-    assert read_params(params, 41).num_tokens == 40
+    assert read_params(params, 39).num_tokens == 40
     assert read_params({**params, "remote_num_tokens": None}, 41).num_tokens == 41
-    assert read_params({**params, "remote_num_tokens": -5}, 41).num_tokens == 0
 
 
 def test_the_parameters_of_vllms_own_connector_are_enough() -> None:
@@ -102,6 +102,9 @@ def test_a_missing_or_empty_field_is_named(name: str) -> None:
         ("remote_engine_id", ["p"]),
         ("remote_request_id", 5),
         ("remote_num_tokens", "many"),
+        ("remote_num_tokens", -5),
+        ("remote_num_tokens", 1 << 31),
+        ("remote_num_tokens", 1 << 80),
         ("remote_incarnation", 5),
         ("remote_fence_slot", "first"),
         ("remote_fence_slot", -2),
@@ -113,6 +116,12 @@ def test_a_missing_or_empty_field_is_named(name: str) -> None:
         ("remote_block_ids", [["five"]]),
         ("remote_block_ids", [[1.5]]),
         ("remote_block_ids", "55"),
+        ("remote_block_ids", []),
+        ("remote_block_ids", [[1], 2]),
+        ("remote_block_ids", [[1], None]),
+        ("remote_block_ids", [[1], [[2]]]),
+        ("remote_block_ids", {"0": [1]}),
+        ("remote_block_ids", [[1]] * 1025),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_field(name: str, value: Any) -> None:
@@ -120,10 +129,24 @@ def test_a_wrong_value_is_refused_with_its_field(name: str, value: Any) -> None:
         read_params({**write_params(REMOTE), name: value}, 40)
 
 
-@pytest.mark.parametrize("groups", [[], [[1], [2]]])
-def test_other_numbers_of_groups_are_refused(groups: list[list[int]]) -> None:
-    with pytest.raises(ProtocolError, match=f"{len(groups)} groups of blocks, expected 1"):
-        read_params({**write_params(REMOTE), "remote_block_ids": groups}, 40)
+def test_groups_are_kept_apart_and_in_order() -> None:
+    for groups in ([[1]], [[], [7]], [[3, 1, 2], [], [9]], [[n] for n in range(1024)]):
+        remote = read_params({**write_params(REMOTE), "remote_block_ids": groups}, 40)
+        assert remote.block_ids == tuple(map(tuple, groups))
+        assert write_params(remote)["remote_block_ids"] == groups
+
+
+def test_the_blocks_of_all_groups_count_towards_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_commext.nixl.params.MAX_BLOCKS", 5)
+    most = {**write_params(REMOTE), "remote_block_ids": [[1, 2, 3], [4, 5]]}
+    assert read_params(most, 40).block_ids == ((1, 2, 3), (4, 5))
+    with pytest.raises(ProtocolError, match="blocks in remote_block_ids from 0 to 5, got 6"):
+        read_params({**most, "remote_block_ids": [[1, 2, 3], [4, 5, 6]]}, 40)
+
+
+def test_an_id_that_no_cache_has_is_left_to_whoever_knows_the_cache() -> None:
+    huge = {**write_params(REMOTE), "remote_block_ids": [[-1, 1 << 80], [1 << 31]]}
+    assert read_params(huge, 40).block_ids == ((-1, 1 << 80), (1 << 31,))
 
 
 ANYTHING: st.SearchStrategy[Any] = st.recursive(
@@ -143,7 +166,10 @@ def test_anything_reads_or_is_refused(changes: dict[str, Any], more: dict[str, A
         remote = read_params({**write_params(REMOTE), **more, **changes}, 40)
     except ProtocolError:
         return
-    assert 0 <= remote.num_tokens <= 40
+    assert 0 <= remote.num_tokens < 1 << 31
+    assert all(isinstance(block, int) for group in remote.block_ids for block in group)
+    assert len(remote.block_ids) > 0
+    assert 1 <= remote.tp_size <= 1 << 16
     assert 1 <= remote.port <= 65535
     assert remote.fence_slot >= -1
     assert remote.fence_ticket >= 0

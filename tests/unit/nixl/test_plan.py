@@ -1,110 +1,159 @@
-"""Which blocks a read copies, against a walk over the tokens."""
+"""Planned reads against the meaning of the bytes, for any two engines."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
+import msgspec
 import pytest
+from case_strategies import ORDERS, cases
+from cluster_cases import MODELS, PAIRS, Case, Model, Span, case_of, named_case
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from planned_read import Describe, faults, release_faults, sources_of
+from reference_cache import Attention, Cache, Engine, Group
+from reference_layout import describe
 
-from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.plan import missing_block_range, num_blocks_for, pair_blocks
-
-NUM_LOCAL, NUM_REMOTE = 60, 90
-
-
-@dataclass(frozen=True)
-class Case:
-    """One decode request: a local prefix of whole blocks, the rest of the prompt elsewhere."""
-
-    block_size: int
-    num_tokens: int
-    num_local_tokens: int
-    local_blocks: list[int]
-    remote_blocks: list[int]
-
-    def walk(self) -> set[tuple[int, int]]:
-        """(local, remote) block of every token that is missing."""
-        return {
-            (
-                self.local_blocks[token // self.block_size],
-                self.remote_blocks[token // self.block_size],
-            )
-            for token in range(self.num_local_tokens, self.num_tokens)
-        }
-
-    def pairs(self) -> list[tuple[int, int]]:
-        first, end = missing_block_range(
-            num_prompt_tokens=self.num_tokens,
-            num_external_tokens=self.num_tokens - self.num_local_tokens,
-            block_size=self.block_size,
-        )
-        local, remote = pair_blocks(
-            self.local_blocks[first:end],
-            self.remote_blocks,
-            first=first,
-            num_local_blocks=NUM_LOCAL,
-            num_remote_blocks=NUM_REMOTE,
-        )
-        return list(zip(local.tolist(), remote.tolist(), strict=True))
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    block_size = draw(st.sampled_from([1, 2, 4, 16]))
-    num_blocks = draw(st.integers(1, 20))
-    num_tokens = num_blocks * block_size - draw(st.integers(0, block_size - 1))
-    num_local_tokens = block_size * draw(st.integers(0, num_tokens // block_size))
-    # Either side may hold blocks beyond the prompt: look-ahead slots, tokens decoded there.
-    spare = draw(st.integers(0, 2))
-    return Case(
-        block_size,
-        num_tokens,
-        num_local_tokens,
-        draw(st.permutations(range(NUM_LOCAL)))[: num_blocks + spare],
-        draw(st.permutations(range(NUM_REMOTE)))[: num_blocks + draw(st.integers(0, 2))],
-    )
+from vllm_commext.nixl.layout import AttentionGeometry, CacheLayout, Family, StateGeometry
+from vllm_commext.nixl.topology import Sources
 
 
 @given(cases())
-@settings(max_examples=60, deadline=None)
-def test_every_missing_token_has_its_pair_and_no_other_block_is_touched(case: Case) -> None:
-    pairs = case.pairs()
-    assert set(pairs) == case.walk()
-    assert len(pairs) == len(set(pairs))
-    assert [remote for _, remote in pairs] == sorted(remote for _, remote in pairs)
+@settings(max_examples=80, deadline=None)
+def test_every_byte_arrives_once_and_nothing_else_is_touched(case: Case) -> None:
+    assert faults(case) == []
 
 
-def test_small_cases() -> None:
-    assert num_blocks_for(0, 16) == 0
-    assert num_blocks_for(1, 16) == num_blocks_for(16, 16) == 1
-    assert num_blocks_for(17, 16) == 2
-    for external, expected in [(33, (0, 3)), (17, (1, 3)), (10, (1, 3)), (1, (2, 3))]:
-        found = missing_block_range(
-            num_prompt_tokens=33, num_external_tokens=external, block_size=16
-        )
-        assert found == expected
+@pytest.mark.parametrize("alike", [True, False], ids=["alike", "different"])
+@pytest.mark.parametrize("sizes", PAIRS, ids=lambda sizes: f"{sizes[0]}:{sizes[1]}")
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_every_kind(name: str, sizes: tuple[int, int], alike: bool) -> None:
+    assert faults(named_case(name, sizes, alike=alike, num_requests=2)) == []
 
 
-def pair(local: list[int], remote: list[int], first: int = 0) -> None:
-    pair_blocks(
-        local, remote, first=first, num_local_blocks=NUM_LOCAL, num_remote_blocks=NUM_REMOTE
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("other", ORDERS)
+def test_every_order_is_read_into_every_other(order: str, other: str) -> None:
+    """Rows alike in blocks of other sizes, one row a block, and rows of two sizes."""
+    model: Model = (Group("full", (Attention(4, 2, num_planes=2),) * 2),)
+    dice = random.Random(f"{order} {other}")
+    for sizes, (tokens, rows), (other_tokens, other_rows) in (
+        ((1, 1), (4, 2), (4, 3)),
+        ((2, 2), (4, 1), (4, 1)),
+        ((1, 2), (4, 1), (6, 2)),
+        ((8, 4), (2, 2), (4, 1)),
+    ):
+        prefill = Engine(sizes[0], 0, (tokens * rows,), (rows,), order=order)
+        decode = Engine(sizes[1], 0, (other_tokens * other_rows,), (other_rows,), order=other)
+        span = Span(21, 23, (dice.randint(0, 1),), (0,))
+        assert faults(case_of(model, prefill, decode, [span], dice)) == []
+
+
+@pytest.mark.parametrize("orders", [("LBHNC", "BLHNC"), ("BLHNC", "LBHNC")])
+def test_layers_alike_in_one_engine_may_differ_in_the_other(orders: tuple[str, str]) -> None:
+    """Where blocks are outermost, the layers of a run lie closer together than those of another."""
+    one, two = Attention(4, 2), Attention(2, 3)
+    model: Model = (Group("full", (one, one, two, one, one, one, two, one)),)
+    dice = random.Random(f"{orders}")
+    engines = [Engine(1, 0, (4,), (1,), order=order) for order in orders]
+    case = case_of(model, engines[0], engines[1], [Span(9, 9, (0,), (0,))], dice)
+    counts = [len(describe(cache, 0).families) for cache in (case.prefill, case.decode)]
+    assert sorted(counts) == [2, 4]
+    assert faults(case) == []
+
+
+# The comparison has to notice plans that are wrong.
+
+
+def altered(change: Callable[[Family, CacheLayout], Family]) -> Describe:
+    """Descriptions in which every family is changed."""
+
+    def changed(cache: Cache, rank: int, address: int) -> CacheLayout:
+        layout = describe(cache, rank, address)
+        families = [change(family, layout) for family in layout.families]
+        return msgspec.structs.replace(layout, families=families)
+
+    return changed
+
+
+def deal_out_groups(family: Family, _: CacheLayout) -> Family:
+    """B and C as if they were dealt out, though all ranks share the one group."""
+    if not isinstance(family.geometry, StateGeometry):
+        return family
+    parts = tuple(
+        msgspec.structs.replace(part, num_units=2, unit_bytes=part.unit_bytes // 2)
+        if part.name in ("B", "C")
+        else part
+        for part in family.geometry.parts
     )
+    return geometry_changed(family, parts=parts)
 
 
-def test_a_remote_list_that_is_too_short_is_refused_with_the_positions() -> None:
-    with pytest.raises(ProtocolError, match="offers 3 blocks .* needs those from 2 to 4"):
-        pair([1, 2, 3], [0, 1, 2], first=2)
-    pair([1], [0, 1, 2], first=2)
+def geometry_changed(family: Family, **changes: object) -> Family:
+    geometry = msgspec.structs.replace(family.geometry, **changes)
+    return msgspec.structs.replace(family, geometry=geometry)
 
 
-@pytest.mark.parametrize("block", [-1, NUM_REMOTE, 1 << 40, 1 << 63, -(1 << 70)])
-def test_remote_ids_outside_the_cache_are_refused(block: int) -> None:
-    with pytest.raises(ProtocolError, match="remote block id"):
-        pair([0, 1], [3, block])
+def shift_prefill(family: Family, layout: CacheLayout) -> Family:
+    """The prefill engine's heads a token further on."""
+    if not isinstance(family.geometry, AttentionGeometry) or layout.tp_size == 2:
+        return family
+    bases = [base + family.geometry.token_stride for base in family.base_addresses]
+    return msgspec.structs.replace(family, base_addresses=bases)
 
 
-@pytest.mark.parametrize("block", [-1, NUM_LOCAL, 1 << 40])
-def test_local_ids_outside_the_cache_are_refused(block: int) -> None:
-    with pytest.raises(ProtocolError, match="local block id"):
-        pair([block, 1], [3, 4])
-    pair([NUM_LOCAL - 1, 0], [NUM_REMOTE - 1, 0])
+def lengthen(family: Family, _: CacheLayout) -> Family:
+    """A byte more of everything, which is another one's."""
+    if not isinstance(family.geometry, AttentionGeometry):
+        return family
+    return geometry_changed(family, token_bytes=family.geometry.token_bytes + 1)
+
+
+def shorten(family: Family, _: CacheLayout) -> Family:
+    """A byte less of everything."""
+    if not isinstance(family.geometry, AttentionGeometry):
+        return family
+    return geometry_changed(family, token_bytes=family.geometry.token_bytes - 1)
+
+
+def forget_state(family: Family, _: CacheLayout) -> Family:
+    """The convolution alone."""
+    if not isinstance(family.geometry, StateGeometry):
+        return family
+    return geometry_changed(family, parts=family.geometry.parts[:-1])
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)], ids=["1:2", "2:1"])
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (deal_out_groups, "bytes are wrong"),
+        (forget_state, "bytes are read"),
+        (lengthen, "is written twice"),
+        (shorten, "bytes are wrong"),
+    ],
+)
+def test_a_wrong_plan_is_noticed(
+    change: Callable[[Family, CacheLayout], Family], fault: str, sizes: tuple[int, int]
+) -> None:
+    case = named_case("mamba2 with one group", sizes, alike=True)
+    assert any(fault in found for found in faults(case, altered(change)))
+    assert faults(case) == []
+
+
+def test_a_plan_that_reads_from_the_wrong_place_is_noticed() -> None:
+    case = named_case("eight heads", (1, 2), alike=True)
+    found = faults(case, altered(shift_prefill))
+    assert len([fault for fault in found if "bytes are wrong" in fault]) == 2
+
+
+def test_wrong_counts_of_releases_are_noticed() -> None:
+    case = named_case("one head", (4, 2), alike=True)
+    right = [sources_of(case, rank) for rank in range(2)]
+    assert release_faults(right, 4) == []
+    assert release_faults(right[:1], 4) != []
+    assert release_faults([*right, right[0]], 4) != []
+    one = right[0]
+    counts = {source: count + 1 for source, count in one.num_consumers.items()}
+    assert release_faults([Sources(one.read, one.release_only, counts), right[1]], 4) != []
+    assert release_faults([Sources(one.read, (), one.num_consumers), right[1]], 4) != []

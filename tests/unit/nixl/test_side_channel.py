@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
 from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl import wire
+from vllm_commext.nixl.layout import CacheLayout, Family, Group, StateGeometry, StatePart
 from vllm_commext.nixl.side_channel import Inquiry, SideChannelServer, endpoint, resolve
 
 BOUND_SECONDS = 20.0
@@ -27,21 +29,15 @@ def free_port(host: str = HOST) -> int:
 
 
 def description(rank: int) -> bytes:
+    state = StateGeometry(1, 64, (StatePart("ssm", "float32", 0, 2, False, 64),))
     return wire.encode_description(
         wire.WorkerDescription(
             engine_id="p",
-            tp_rank=rank,
-            tp_size=2,
             facts={},
-            agent_name=f"agent{rank}",
             agent_metadata=b"m" * 10_000,
             memory_type="DRAM",
             device_id=0,
-            num_blocks=1,
-            region_names=["l"],
-            base_addresses=[4096],
-            stride_bytes=[64],
-            block_bytes=[64],
+            layout=CacheLayout(2, rank, 1, [Group("state", 16)], [Family(0, ["l"], [4096], state)]),
         )
     )
 
@@ -113,7 +109,7 @@ def test_the_rank_that_was_asked_for_is_described(
         (wire.DescribeRequest(engine_id="q", tp_rank=1), ["'p'", "'q'"]),
         (wire.DescribeRequest(engine_id="p", tp_rank=2), ["[0, 1]", "rank 2"]),
         (wire.DescribeRequest(engine_id="p", tp_rank=-1), ["[0, 1]", "rank -1"]),
-        (wire.DescribeRequest(engine_id="p", tp_rank=1, version=9), ["protocol 1", "protocol 9"]),
+        (wire.DescribeRequest(engine_id="p", tp_rank=1, version=9), ["protocol 2", "protocol 9"]),
         (wire.DescribeRequest(engine_id="p", tp_rank=1, magic="m"), ["commext-nixl"]),
     ],
 )
@@ -267,6 +263,13 @@ def test_a_port_in_use_names_host_and_port(served: tuple[SideChannelServer, int]
         start(port=served[1])
     assert f"{HOST}:{served[1]}" in str(raised.value)
     assert "VLLM_NIXL_SIDE_CHANNEL_PORT" in str(raised.value)
+
+
+def test_a_description_that_no_peer_would_take_is_not_served() -> None:
+    decoded = msgspec.msgpack.decode(description(0))
+    decoded["layout"]["num_blocks"] = 2
+    with pytest.raises(ProtocolError, match="expected a row a block"):
+        SideChannelServer("p", "start-1", HOST, free_port(), {0: msgspec.msgpack.encode(decoded)})
 
 
 def test_a_port_that_cannot_be_is_refused() -> None:

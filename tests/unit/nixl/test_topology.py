@@ -1,39 +1,50 @@
-"""Head intervals against an assignment made head by head."""
+"""Who holds what and who reads it from whom, against what vLLM's layers do and one by one."""
+
+from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from case_strategies import fits
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.topology import RankShape, head_interval, source_rank
+from vllm_commext.nixl.topology import Rank, Split, check_even, interval, sources, units_from
+
+SIZES = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
+UNITS = st.integers(1, 48)
 
 
-def deal(num_heads: int, tp_size: int) -> list[list[int]]:
-    """Heads of each rank, dealt one by one: in equal runs, or each head to equally many ranks."""
-    ranks: list[list[int]] = [[] for _ in range(tp_size)]
-    if tp_size <= num_heads:
-        for head in range(num_heads):
-            ranks[head // (num_heads // tp_size)].append(head)
-    else:
-        rank = 0
-        for head in range(num_heads):
-            for _ in range(tp_size // num_heads):
-                ranks[rank].append(head)
-                rank += 1
-    return ranks
+def dealt(split: Split, size: int) -> list[list[int]]:
+    """Units of each rank, dealt one by one: in equal runs, or each unit to equally many ranks."""
+    if split.replicated:
+        return [list(range(split.num_units)) for _ in range(size)]
+    ranks: list[list[int]] = [[] for _ in range(size)]
+    if size <= split.num_units:
+        for unit in range(split.num_units):
+            ranks[unit // (split.num_units // size)].append(unit)
+        return ranks
+    unit_of_rank = [unit for unit in range(split.num_units) for _ in range(size // split.num_units)]
+    return [[unit] for unit in unit_of_rank]
 
 
-@given(st.integers(1, 64), st.integers(1, 8), st.booleans())
-@settings(max_examples=40, deadline=None)
-def test_intervals_are_the_dealt_heads(small: int, factor: int, more_heads: bool) -> None:
-    num_heads, tp_size = (small * factor, small) if more_heads else (small, small * factor)
-    for rank, heads in enumerate(deal(num_heads, tp_size)):
-        first, end = head_interval(RankShape(tp_size, rank, num_heads))
-        assert list(range(first, end)) == heads
+@st.composite
+def splits(draw: st.DrawFn, *sizes: int) -> Split:
+    """Any that vLLM deals out to engines of these sizes."""
+    split = Split(draw(UNITS), draw(st.sampled_from([False, False, True])))
+    assume(split.replicated or all(fits(split.num_units, size) for size in sizes))
+    return split
+
+
+@given(st.data(), SIZES)
+@settings(max_examples=60, deadline=None)
+def test_intervals_are_the_dealt_units(data: st.DataObject, size: int) -> None:
+    split = data.draw(splits(size))
+    for rank, units in enumerate(dealt(split, size)):
+        assert list(range(*interval(split, Rank(size, rank)))) == units
 
 
 @pytest.mark.parametrize(
-    ("tp_size", "num_heads", "expected"),
+    ("size", "num_units", "expected"),
     [
         (1, 8, [(0, 8)]),
         (2, 8, [(0, 4), (4, 8)]),
@@ -41,27 +52,95 @@ def test_intervals_are_the_dealt_heads(small: int, factor: int, more_heads: bool
         (4, 1, [(0, 1)] * 4),
     ],
 )
-def test_small_cases(tp_size: int, num_heads: int, expected: list[tuple[int, int]]) -> None:
-    shapes = [RankShape(tp_size, rank, num_heads) for rank in range(tp_size)]
-    assert [head_interval(shape) for shape in shapes] == expected
+def test_small_intervals(size: int, num_units: int, expected: list[tuple[int, int]]) -> None:
+    assert [interval(Split(num_units), Rank(size, rank)) for rank in range(size)] == expected
 
 
-@pytest.mark.parametrize("rank", range(4))
-def test_a_replicated_cache_is_whole_on_every_rank(rank: int) -> None:
-    assert head_interval(RankShape(4, rank, 1, replicated=True)) == (0, 1)
-    assert head_interval(RankShape(4, rank, 6, replicated=True)) == (0, 6)
+@pytest.mark.parametrize("size", range(1, 13))
+def test_only_even_splits_are_accepted(size: int) -> None:
+    for num_units in range(1, 25):
+        check_even(Split(num_units, replicated=True), size, "heads")
+        if fits(num_units, size):
+            check_even(Split(num_units), size, "heads")
+            continue
+        with pytest.raises(UnsupportedError, match=f"heads: {num_units} .* to {size} tensor-par"):
+            check_even(Split(num_units), size, "heads")
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 8])
-def test_a_rank_reads_the_rank_of_its_own_number(tp_size: int) -> None:
-    for rank in range(tp_size):
-        assert source_rank(RankShape(tp_size, rank, 8), tp_size) == rank
+@given(st.data(), SIZES, SIZES)
+@settings(max_examples=100, deadline=None)
+def test_each_unit_is_read_once_from_a_rank_that_holds_it(
+    data: st.DataObject, num_sources: int, num_readers: int
+) -> None:
+    split = data.draw(splits(num_sources, num_readers))
+    holders, readers = dealt(split, num_sources), dealt(split, num_readers)
+    for reader, needed in enumerate(readers):
+        read: list[int] = []
+        for source, holds in enumerate(holders):
+            units = range(*units_from(split, Rank(num_readers, reader), Rank(num_sources, source)))
+            assert set(units) <= set(holds)
+            read += units
+        assert sorted(read) == needed
 
 
-@pytest.mark.parametrize(("local", "remote"), [(1, 2), (2, 1), (4, 8)])
-def test_other_sizes_are_refused_with_both_named(local: int, remote: int) -> None:
-    with pytest.raises(UnsupportedError) as raised:
-        source_rank(RankShape(local, 0, 8), remote)
-    assert f"size {remote}" in str(raised.value)
-    assert str(local) in str(raised.value)
-    assert "--tensor-parallel-size" in str(raised.value)
+@given(st.data(), SIZES, SIZES)
+@settings(max_examples=60, deadline=None)
+def test_readers_spread_over_the_holders_of_a_unit(
+    data: st.DataObject, num_sources: int, num_readers: int
+) -> None:
+    split = data.draw(splits(num_sources, num_readers))
+    holders, readers = dealt(split, num_sources), dealt(split, num_readers)
+    for unit in range(split.num_units):
+        holding = [source for source, units in enumerate(holders) if unit in units]
+        needing = [reader for reader, units in enumerate(readers) if unit in units]
+        counts = [
+            sum(
+                unit
+                in range(*units_from(split, Rank(num_readers, reader), Rank(num_sources, source)))
+                for reader in needing
+            )
+            for source in holding
+        ]
+        assert max(counts) <= -(-len(needing) // len(holding))
+
+
+@given(st.data(), SIZES, SIZES)
+@settings(max_examples=100, deadline=None)
+def test_every_prefill_rank_waits_for_those_that_come(
+    data: st.DataObject, num_sources: int, num_readers: int
+) -> None:
+    dealt_out = data.draw(st.lists(splits(num_sources, num_readers), min_size=1, max_size=3))
+    plans = [
+        sources(dealt_out, Rank(num_readers, rank), num_sources) for rank in range(num_readers)
+    ]
+    for source in range(num_sources):
+        readers = [plan for plan in plans if source in plan.read]
+        releasers = [plan for plan in plans if source in plan.release_only]
+        assert bool(readers) != bool(releasers)
+        assert len(releasers) <= 1
+        for plan in (*readers, *releasers):
+            assert plan.num_consumers[source] == max(1, len(readers))
+    for rank, plan in enumerate(plans):
+        reads = {
+            source
+            for source in range(num_sources)
+            for split in dealt_out
+            if len(range(*units_from(split, Rank(num_readers, rank), Rank(num_sources, source))))
+        }
+        assert plan.read == tuple(sorted(reads))
+        assert set(plan.num_consumers) == {*plan.read, *plan.release_only}
+
+
+def test_small_sources() -> None:
+    def plans(
+        split: Split, num_sources: int, num_readers: int
+    ) -> list[tuple[tuple[int, ...], ...]]:
+        found = [sources([split], Rank(num_readers, r), num_sources) for r in range(num_readers)]
+        return [(plan.read, plan.release_only) for plan in found]
+
+    assert plans(Split(8), 2, 2) == [((0,), ()), ((1,), ())]
+    assert plans(Split(8), 4, 2) == [((0, 1), ()), ((2, 3), ())]
+    assert plans(Split(8), 2, 4) == [((0,), ()), ((0,), ()), ((1,), ()), ((1,), ())]
+    assert plans(Split(1), 4, 2) == [((0,), (1,)), ((2,), (3,))]
+    assert plans(Split(1, replicated=True), 4, 1) == [((0,), (1, 2, 3))]
+    assert plans(Split(2), 4, 1) == [((0, 2), (1, 3))]

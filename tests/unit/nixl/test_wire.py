@@ -1,6 +1,5 @@
 """Frames: what goes out comes in, and everything else is a ProtocolError and nothing worse."""
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl import wire
@@ -15,23 +15,7 @@ from vllm_commext.nixl import wire
 REQUEST = wire.DescribeRequest(engine_id="engine-ä", tp_rank=3)
 RELEASED = wire.Released(request_id="r1", consumer="d/0", num_consumers=2)
 REFUSED = wire.Refused(reason="no")
-DESCRIPTION = wire.WorkerDescription(
-    engine_id="p",
-    tp_rank=0,
-    tp_size=1,
-    facts={"model": "m"},
-    agent_name="agent",
-    agent_metadata=b"\x00\xff",
-    memory_type="DRAM",
-    device_id=0,
-    num_blocks=7,
-    region_names=["l0", "l1"],
-    base_addresses=[0x7FFF_0000_0000, (1 << 64) - 4096],
-    stride_bytes=[64, 64],
-    block_bytes=[64, 32],
-)
-ENCODED = wire.encode_description(DESCRIPTION)
-DESCRIBED = wire.describe(ENCODED, "start-1")
+DESCRIBED = wire.describe(b"a description", "start-1")
 
 Decode = Callable[[bytes], Any]
 FRAMES: list[tuple[Decode, wire.Frame]] = [
@@ -41,11 +25,6 @@ FRAMES: list[tuple[Decode, wire.Frame]] = [
     (wire.decode_notification, RELEASED),
 ]
 DECODERS: list[Decode] = [wire.decode_request, wire.decode_reply, wire.decode_notification]
-
-
-def described(**changes: Any) -> wire.Described:
-    changed = msgspec.structs.replace(DESCRIPTION, **changes)
-    return wire.describe(wire.encode_description(changed), "start-1")
 
 
 def is_refused(decode: Callable[[Any], Any], frame: Any) -> bool:
@@ -59,13 +38,6 @@ def is_refused(decode: Callable[[Any], Any], frame: Any) -> bool:
 @pytest.mark.parametrize(("decode", "frame"), FRAMES)
 def test_round_trip(decode: Decode, frame: wire.Frame) -> None:
     assert decode(wire.encode(frame)) == frame
-
-
-def test_a_description_survives_the_round_trip() -> None:
-    reply = wire.decode_reply(wire.encode(DESCRIBED))
-    assert isinstance(reply, wire.Described)
-    assert reply.incarnation == "start-1"
-    assert wire.open_description(reply) == DESCRIPTION
 
 
 @pytest.mark.parametrize(("decode", "frame"), FRAMES)
@@ -102,8 +74,7 @@ def test_altered_frames_decode_or_are_refused(
     for _ in range(data.draw(st.integers(1, 3))):
         altered[data.draw(st.integers(0, len(altered) - 1))] = data.draw(st.integers(0, 255))
     _decode_or_refuse(decode, bytes(altered))
-    altered_description = _unopened(bytes(altered))
-    _decode_or_refuse(wire.open_description, altered_description)
+    _decode_or_refuse(wire.open_description, _unopened(bytes(altered)))
 
 
 PLAIN: st.SearchStrategy[Any] = st.recursive(
@@ -139,12 +110,12 @@ def test_deep_nesting_is_refused(decode: Decode, frame: wire.Frame) -> None:
 
 
 @pytest.mark.parametrize(("decode", "frame"), FRAMES)
-@pytest.mark.parametrize("change", [{"magic": "other"}, {"version": 2}, {"version": 0}])
+@pytest.mark.parametrize("change", [{"magic": "other"}, {"version": 1}, {"version": 3}])
 def test_another_magic_or_version_is_refused_with_both_named(
     decode: Decode, frame: wire.Frame, change: dict[str, Any]
 ) -> None:
     with pytest.raises(ProtocolError) as raised:
-        decode(wire.encode(msgspec.structs.replace(frame, **change)))
+        decode(wire.encode(replace(frame, **change)))
     assert f"expected {wire.MAGIC} protocol {wire.PROTOCOL_VERSION}" in str(raised.value)
     assert str(next(iter(change.values()))) in str(raised.value)
     assert "install the same vllm-commext" in str(raised.value)
@@ -154,7 +125,7 @@ def test_another_magic_or_version_is_refused_with_both_named(
 def test_a_strange_magic_cannot_begin_a_log_line(decode: Decode) -> None:
     for own, frame in FRAMES:
         if own is decode:
-            strange = msgspec.structs.replace(frame, magic="x\nERROR all is lost")
+            strange = replace(frame, magic="x\nERROR all is lost")
             with pytest.raises(ProtocolError) as raised:
                 decode(wire.encode(strange))
             assert "\n" not in str(raised.value)
@@ -189,35 +160,6 @@ def test_an_oversized_reply_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_REPLY_BYTES", 100)
     with pytest.raises(ProtocolError, match="at most 100 bytes"):
         wire.decode_reply(wire.encode(DESCRIBED))
-
-
-def test_any_altered_byte_breaks_the_checksum() -> None:
-    for position in range(len(ENCODED)):
-        altered = bytearray(ENCODED)
-        altered[position] ^= 1 << random.Random(position).randrange(8)
-        reply = msgspec.structs.replace(DESCRIBED, description=bytes(altered))
-        with pytest.raises(ProtocolError, match="checksum"):
-            wire.open_description(reply)
-
-
-@pytest.mark.parametrize(
-    "column", ["region_names", "base_addresses", "stride_bytes", "block_bytes"]
-)
-def test_columns_of_unequal_length_are_refused(column: str) -> None:
-    shorter = getattr(DESCRIPTION, column)[:1]
-    with pytest.raises(ProtocolError, match="region columns"):
-        wire.open_description(described(**{column: shorter}))
-
-
-def test_a_description_without_regions_is_refused() -> None:
-    columns = ("region_names", "base_addresses", "stride_bytes", "block_bytes")
-    with pytest.raises(ProtocolError, match="region columns"):
-        wire.open_description(described(**dict.fromkeys(columns, [])))
-
-
-def test_a_description_that_is_not_one_is_refused() -> None:
-    assert is_refused(wire.open_description, wire.describe(b"hello", "s"))
-    assert is_refused(wire.open_description, wire.describe(wire.encode(REFUSED), "s"))
 
 
 def _unopened(frame: bytes) -> wire.Described:

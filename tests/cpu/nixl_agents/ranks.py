@@ -1,0 +1,225 @@
+"""Prefill workers in processes of their own, and engines of several ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from nixl_agents_harness import (
+    ALONE,
+    BOUND_SECONDS,
+    DESCRIPTION,
+    GAP_BYTES,
+    HEAD_BYTES,
+    HOST,
+    NUM_HEADS,
+    Bytes,
+    Engine,
+    memory_of,
+    wait_until,
+)
+
+from vllm_commext.nixl.requests import Hold
+from vllm_commext.nixl.side_channel import SideChannelServer
+from vllm_commext.nixl.topology import Rank, Split, interval
+from vllm_commext.testing.servers import free_port
+
+PROGRAM = str(Path(__file__).with_name("harness.py"))
+MODEL_HEADS = 4
+
+
+class PeerProcess:
+    """A prefill worker in its own process, which can be stopped, continued and killed; its side
+    channel, where it ``serves`` one, is in this process, so that it answers all the while."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        *,
+        seed: int,
+        num_blocks: int = 24,
+        rank: Rank = ALONE,
+        num_heads: int = NUM_HEADS,
+        port: int = 0,
+        serve: bool = True,
+    ) -> None:
+        self.engine_id = engine_id
+        self.incarnation = uuid.uuid4().hex
+        self.port = port or free_port()
+        self.rank = rank
+        stride_bytes = num_heads // rank.size * HEAD_BYTES + GAP_BYTES
+        self.memory = memory_of(seed, 3, num_blocks, stride_bytes)
+        numbers = (seed, num_blocks, num_heads, rank.size, rank.index)
+        self._process = subprocess.Popen(
+            [sys.executable, PROGRAM, engine_id, *map(str, numbers)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        line = next(line for line in self._process.stdout if line.startswith(DESCRIPTION))
+        self.description = bytes.fromhex(line.removeprefix(DESCRIPTION))
+        self.server: SideChannelServer | None = None
+        if serve:
+            self.serve(self.description)
+
+    remote = Engine.remote
+    serve = Engine.serve
+
+    def stop(self) -> None:
+        """Stop the process; returns when each of its threads has stopped."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{self._process.pid}/task")
+        wait_until(
+            lambda: all(_state(task / "stat") == "T" for task in tasks.iterdir()),
+            "the peer's threads to stop",
+        )
+
+    def go_on(self) -> None:
+        """Let a stopped process go on."""
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End the process at once, and its side channel with it."""
+        if self.server is not None:
+            self.server.close()
+        self._process.kill()
+        self._process.communicate(timeout=BOUND_SECONDS)
+
+    def __enter__(self) -> PeerProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._process.returncode is None:
+            self.kill()
+
+
+def _state(stat: Path) -> str:
+    """State letter of a thread, which follows the name in brackets."""
+    return stat.read_text().rpartition(")")[2].split()[0]
+
+
+class Ranks:
+    """A prefill engine of several ranks, of which each holds a part of the heads, behind one side
+    channel.
+
+    Args:
+        engine_id: its id.
+        size: tensor-parallel ranks.
+        seed: what the memory is made of.
+        apart: ranks that run in processes of their own.
+        facts_of: configuration facts of single ranks.
+        serve: answer on the side channel.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        size: int,
+        *,
+        seed: int = 1,
+        apart: Sequence[int] = (),
+        facts_of: dict[int, dict[str, str]] | None = None,
+        serve: bool = True,
+    ) -> None:
+        self.engine_id = engine_id
+        self.incarnation = uuid.uuid4().hex
+        self.port = free_port()
+        self.rank = Rank(size, 0)
+        self.workers: list[Any] = []
+        for index in range(size):
+            common: dict[str, Any] = {
+                "seed": 10 * seed + index,
+                "rank": Rank(size, index),
+                "num_heads": MODEL_HEADS,
+            }
+            if index in apart:
+                self.workers.append(PeerProcess(engine_id, serve=False, **common))
+            else:
+                facts = (facts_of or {}).get(index)
+                self.workers.append(Engine(engine_id, facts=facts, **common))
+        self.server: SideChannelServer | None = None
+        if serve:
+            self.serve(range(size))
+
+    remote = Engine.remote
+
+    def serve(self, indices: Iterable[int]) -> None:
+        """Answer on the side channel for these ranks."""
+        descriptions = {index: self.workers[index].description for index in indices}
+        self.server = SideChannelServer(
+            self.engine_id, self.incarnation, HOST, self.port, descriptions
+        )
+
+    def hold(self, request_id: str, *, seconds: float = 600.0, slot: int = -1) -> None:
+        """Every rank in this process keeps a finished prefill."""
+        for worker in self.workers:
+            if isinstance(worker, Engine):
+                worker.thread.submit(Hold(request_id, seconds, slot))
+
+    def wait_sent(self, request_id: str, indices: Iterable[int]) -> None:
+        """Wait until these ranks report that the request's blocks may be freed."""
+        for index in indices:
+            worker = self.workers[index]
+            worker.wait(lambda worker=worker: request_id in worker.collect().sent)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.server is not None:
+            self.server.close()
+        for worker in self.workers:
+            worker.__exit__(kind, error, trace)
+
+
+def expected_heads(decode: Engine, prefill: Ranks, pairs: Sequence[tuple[int, int]]) -> list[Bytes]:
+    """A decode rank's memory after a copy of (local, remote) blocks, head by head from the rank
+    that holds it."""
+    after = [row.copy() for row in decode.memory]
+    split = Split(MODEL_HEADS)
+    own = interval(split, decode.rank)
+    for worker in prefill.workers:
+        theirs = interval(split, worker.rank)
+        for head in range(max(own[0], theirs[0]), min(own[1], theirs[1])):
+            for row, source in zip(after, worker.memory, strict=True):
+                for local, remote in pairs:
+                    to = local * stride_of(decode.rank) + (head - own[0]) * HEAD_BYTES
+                    start = remote * stride_of(worker.rank) + (head - theirs[0]) * HEAD_BYTES
+                    row[to : to + HEAD_BYTES] = source[start : start + HEAD_BYTES]
+    return after
+
+
+def stride_of(rank: Rank) -> int:
+    """Bytes between the blocks of a rank of the model."""
+    return MODEL_HEADS // rank.size * HEAD_BYTES + GAP_BYTES
+
+
+def untouched_but(decode: Engine, before: Sequence[Bytes], blocks: Iterable[int]) -> bool:
+    """Whether nothing outside of these blocks' heads has changed."""
+    stride = stride_of(decode.rank)
+    masks = np.ones(len(before[0]), dtype=bool)
+    for block in blocks:
+        masks[block * stride : (block + 1) * stride - GAP_BYTES] = False
+    return all(
+        np.array_equal(row[masks], old[masks])
+        for row, old in zip(decode.memory, before, strict=True)
+    )

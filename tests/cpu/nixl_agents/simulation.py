@@ -1,0 +1,240 @@
+"""Engines of any tensor-parallel sizes in this process, with real NIXL agents, transfer threads and
+a side channel, on memory that the planner's reference fills."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from cluster_cases import Case, Request
+from nixl_agents_harness import BOUND_SECONDS, FACTS, HOST, Bytes, wait_until
+from reference_cache import Cache
+from reference_layout import describe
+from reference_meaning import Int64Array, as_bytes, differences
+
+from vllm_commext.nixl import wire
+from vllm_commext.nixl.agent import NixlAgent
+from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.nixl.fence import NUM_SLOTS
+from vllm_commext.nixl.io_thread import TransferThread
+from vllm_commext.nixl.peers import LocalSide
+from vllm_commext.nixl.plan import Blocks
+from vllm_commext.nixl.recorder import TransferRecorder, empty_data, merge
+from vllm_commext.nixl.requests import Hold, Load, Outcomes, RemoteRequest
+from vllm_commext.nixl.side_channel import SideChannelServer
+from vllm_commext.testing.servers import free_port
+
+LEASE_SECONDS = 600.0
+
+
+class Worker:
+    """One rank: an agent, its thread, and its memory."""
+
+    def __init__(
+        self, engine_id: str, cache: Cache, rank: int, tags: Int64Array, port: int
+    ) -> None:
+        self.memory: Bytes = as_bytes(tags)
+        address = self.memory.ctypes.data
+        self.layout = describe(cache, rank, address)
+        config = ConnectorConfig(
+            side_channel_host=HOST,
+            side_channel_port=port,
+            num_threads=1,
+            handshake_timeout=BOUND_SECONDS,
+            progress_interval=0.002,
+        )
+        self.agent = NixlAgent(config)
+        self.agent.register([(address, self.memory.nbytes)], "DRAM", 0)
+        self.recorder = TransferRecorder()
+        self.recorded = empty_data()
+        self.outcomes = Outcomes()
+        local = LocalSide(engine_id, FACTS, self.layout)
+        self.thread = TransferThread(self.agent, config, local, self.recorder)
+        self.description = wire.encode_description(
+            wire.WorkerDescription(
+                engine_id=engine_id,
+                facts=FACTS,
+                agent_metadata=self.agent.metadata(),
+                memory_type="DRAM",
+                device_id=0,
+                layout=self.layout,
+                fence_address=self.agent.board.epochs.ctypes.data,
+                num_fence_slots=NUM_SLOTS,
+            )
+        )
+        self.thread.start()
+
+    def collect(self) -> Outcomes:
+        """Everything that has ended so far; what is reported twice is an error."""
+        new = self.thread.take_outcomes()
+        for name in ("sent", "received", "failed", "late", "settled"):
+            seen, more = getattr(self.outcomes, name), getattr(new, name)
+            assert not seen & more, f"{name} reported twice: {seen & more}"
+            seen |= more
+        merge(self.recorded, self.recorder.take() or {})
+        return self.outcomes
+
+
+class Prefill:
+    """A prefill engine that has computed a case's requests and holds them."""
+
+    def __init__(self, case: Case, engine_id: str = "p") -> None:
+        self.case = case
+        self.engine_id = engine_id
+        self.incarnation = uuid.uuid4().hex
+        self.port = free_port()
+        self.workers = [
+            Worker(engine_id, case.prefill, rank, case.prefill_memory(rank), self.port)
+            for rank in range(case.prefill.engine.tp_size)
+        ]
+        descriptions = {rank: worker.description for rank, worker in enumerate(self.workers)}
+        self.server = SideChannelServer(engine_id, self.incarnation, HOST, self.port, descriptions)
+
+    def hold(self, request: Request) -> None:
+        """Keep the request's blocks; its number is its fence's slot."""
+        for worker in self.workers:
+            worker.thread.submit(Hold(f"p{request.number}", LEASE_SECONDS, request.number, 0))
+
+    def remote(self, request: Request, **changes: Any) -> RemoteRequest:
+        """What the request's parameters say."""
+        values: dict[str, Any] = {
+            "engine_id": self.engine_id,
+            "incarnation": self.incarnation,
+            "host": HOST,
+            "port": self.port,
+            "tp_size": self.case.prefill.engine.tp_size,
+            "request_id": f"p{request.number}",
+            "block_ids": tuple(table.block_ids for table in request.remote),
+            "num_tokens": request.num_remote_tokens,
+            "fence_slot": request.number,
+            "fence_ticket": 0,
+        }
+        return RemoteRequest(**{**values, **changes})
+
+    def is_untouched(self) -> bool:
+        """Whether every rank's memory is as it was."""
+        return all(
+            np.array_equal(worker.memory, as_bytes(self.case.prefill_memory(rank)))
+            for rank, worker in enumerate(self.workers)
+        )
+
+    def wait_released(self, requests: Iterable[Request]) -> None:
+        """Until every rank may free the blocks of these requests, and of no others."""
+        names = {f"p{request.number}" for request in requests}
+        for rank, worker in enumerate(self.workers):
+            wait_until(
+                lambda worker=worker: worker.collect().sent >= names,
+                f"the releases of prefill rank {rank}",
+            )
+            assert worker.outcomes.sent == names
+            assert worker.recorded["expired_requests"] == 0
+
+    def close(self) -> None:
+        """End all threads."""
+        self.server.close()
+        for worker in self.workers:
+            worker.thread.stop()
+
+
+class Decode:
+    """A decode engine that has nothing yet."""
+
+    def __init__(self, case: Case, engine_id: str = "d") -> None:
+        self.case = case
+        self.workers = [
+            Worker(engine_id, case.decode, rank, case.decode_memory(rank), free_port())
+            for rank in range(case.decode.engine.tp_size)
+        ]
+
+    def submit(
+        self, request: Request, remote: RemoteRequest, *, nothing_missing: bool = False
+    ) -> None:
+        """Load a request on every rank."""
+        blocks = tuple(Blocks(table.first, list(table.block_ids)) for table in request.local)
+        name = f"d{request.number}"
+        for worker in self.workers:
+            load = Load(name, remote, () if nothing_missing else blocks, request.num_tokens)
+            worker.thread.submit(load)
+
+    def wait_received(self, requests: Iterable[Request]) -> list[set[str]]:
+        """Until these requests' loads have ended; those that failed, a rank at a time."""
+        names = {f"d{request.number}" for request in requests}
+        for rank, worker in enumerate(self.workers):
+            wait_until(
+                lambda worker=worker: worker.collect().received >= names,
+                f"the loads of decode rank {rank}",
+            )
+            assert worker.outcomes.received == names
+        return [worker.outcomes.failed for worker in self.workers]
+
+    def faults(self, requests: Iterable[Request]) -> list[str]:
+        """What is wrong in the ranks' memory after exactly these requests were loaded."""
+        loaded = list(requests)
+        found: list[str] = []
+        for rank, worker in enumerate(self.workers):
+            right = self.case.decode_memory(rank)
+            allowed = [np.empty(0, dtype=np.int64)]
+            least = 0
+            for request in loaded:
+                wanted = self.case.wanted(rank, request)
+                right[wanted.offsets] = wanted.tags
+                allowed.append(self.case.allowed(request))
+                least += len(wanted.offsets)
+            wrong = differences(right, worker.memory, np.concatenate(allowed))
+            if len(wrong):
+                found.append(f"decode rank {rank}: {len(wrong)} bytes wrong, first {wrong[0]}")
+            num_bytes = worker.recorded["bytes"]
+            if not least <= num_bytes <= least + sum(map(len, allowed)):
+                found.append(f"decode rank {rank}: read {num_bytes} bytes, expected {least}")
+        return found
+
+    def close(self) -> None:
+        """End all threads."""
+        for worker in self.workers:
+            worker.thread.stop()
+
+
+class Cluster:
+    """The engines of a case; ``others`` have prefill engines of other sizes and the same
+    requests."""
+
+    def __init__(self, case: Case, *others: Case) -> None:
+        self.requests = case.requests
+        self.decode = Decode(case)
+        self.prefills = [Prefill(one, f"p{number}") for number, one in enumerate((case, *others))]
+
+    @property
+    def prefill(self) -> Prefill:
+        """The first prefill engine."""
+        return self.prefills[0]
+
+    def run(self) -> None:
+        """Hold all requests and load each from one prefill engine, turn about; wait until all
+        sides are done."""
+        shares = [
+            (prefill, self.requests[number :: len(self.prefills)])
+            for number, prefill in enumerate(self.prefills)
+        ]
+        for prefill, requests in shares:
+            for request in requests:
+                prefill.hold(request)
+                self.decode.submit(request, prefill.remote(request))
+        failed = self.decode.wait_received(self.requests)
+        assert failed == [set() for _ in failed]
+        for prefill, requests in shares:
+            prefill.wait_released(requests)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for engine in (self.decode, *self.prefills):
+            engine.close()

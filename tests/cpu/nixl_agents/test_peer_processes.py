@@ -1,0 +1,110 @@
+"""Prefill workers that are killed, restarted or stopped while a decode worker knows them."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from nixl_agents_harness import assert_fails, assert_works, expected_after, load_of, same
+from nixl_agents_ranks import PeerProcess
+
+from vllm_commext.nixl.io_thread import GiveUp
+from vllm_commext.nixl.requests import Hold
+
+pytestmark = pytest.mark.timeout(300)
+
+MakeEngine = Callable[..., Any]
+Lines = pytest.LogCaptureFixture
+
+
+@pytest.mark.parametrize("incarnation_told", [True, False])
+def test_a_killed_peer_and_its_successor(
+    make_engine: MakeEngine, log_lines: Lines, incarnation_told: bool
+) -> None:
+    told = {} if incarnation_told else {"incarnation": ""}
+    decode = make_engine("d", seed=2, handshake_timeout=2.0)
+    with PeerProcess("p", seed=1) as first:
+        assert_works(decode, first)
+        first.kill()
+        load = load_of("r", first.remote("x", [1], **told), [1])
+        assert_fails(decode, load, "handshake", log_lines, "'p'")
+        with PeerProcess("p", seed=5, port=first.port) as second:
+            expected = expected_after(decode.memory, second.memory, [(7, 9)])
+            decode.load(load_of("next", second.remote("y", [9], **told), [7]))
+            assert "next" not in decode.outcomes.failed
+            assert same(decode.memory, expected)
+            assert_works(decode, second, "works too")
+
+
+def test_a_successor_is_found_without_a_failure_between(make_engine: MakeEngine) -> None:
+    decode = make_engine("d", seed=2)
+    with PeerProcess("p", seed=1) as first:
+        assert_works(decode, first)
+        first.kill()
+        with PeerProcess("p", seed=5, port=first.port) as second:
+            expected = expected_after(decode.memory, second.memory, [(7, 9)])
+            decode.load(load_of("next", second.remote("y", [9], incarnation=""), [7]))
+            assert decode.outcomes.failed == set()
+            assert same(decode.memory, expected)
+
+
+def test_a_stalled_peer_is_given_up_and_settles_when_it_goes_on(
+    make_engine: MakeEngine, log_lines: Lines
+) -> None:
+    decode = make_engine("d", seed=2, transfer_timeout=1.0)
+    with PeerProcess("p", seed=1) as peer:
+        assert_works(decode, peer)
+        peer.stop()
+        decode.thread.submit(load_of("r", peer.remote("x", [9]), [7]))
+        decode.wait(lambda: decode.collect().late == {"r"})
+        assert decode.outcomes.received == {"works"}
+        decode.thread.submit(GiveUp("r"))
+        decode.wait(lambda: "r" in decode.collect().received)
+        assert decode.outcomes.failed == {"r"}
+        assert decode.outcomes.settled == set()
+        assert decode.recorded["failures"] == {"timeout": 1}
+        assert_works(decode, make_engine("p2", seed=3, serve=True), "other")
+        peer.go_on()
+        decode.wait(lambda: decode.collect().settled == {"r"})
+        assert decode.outcomes.failed == {"r"}
+        assert_works(decode, peer, "recovered")
+
+
+def test_a_peer_that_stalled_is_asked_anew_while_its_late_read_goes_on(
+    make_engine: MakeEngine,
+) -> None:
+    decode = make_engine("d", seed=2, transfer_timeout=1.0)
+    with PeerProcess("p", seed=1) as peer:
+        assert_works(decode, peer)
+        peer.stop()
+        decode.thread.submit(load_of("late", peer.remote("x", [9]), [7]))
+        decode.wait(lambda: decode.collect().late == {"late"})
+        decode.thread.submit(GiveUp("late"))
+        expected = expected_after(decode.memory, peer.memory, [(7, 9), (8, 5)])
+        decode.thread.submit(load_of("second", peer.remote("y", [5]), [8]))
+        decode.wait(
+            lambda: bool(decode.collect()) and len(decode.recorded["handshake_seconds"]) > 1
+        )
+        peer.go_on()
+        decode.wait(lambda: decode.collect().settled == {"late"})
+        decode.wait(lambda: "second" in decode.collect().received)
+        assert decode.outcomes.failed == {"late"}
+        assert same(decode.memory, expected)
+        assert_works(decode, peer, "third")
+        assert decode.recorded["failures"] == {"timeout": 1}
+
+
+def test_stop_is_bounded_while_a_read_is_under_way(make_engine: MakeEngine) -> None:
+    decode = make_engine("d", seed=2)
+    with PeerProcess("p", seed=1) as peer:
+        assert_works(decode, peer)
+        peer.stop()
+        decode.thread.submit(load_of("r", peer.remote("x", [9]), [7]))
+        decode.thread.submit(Hold("h", 600.0))
+        stopping = threading.Thread(target=decode.close)
+        stopping.start()
+        stopping.join(60)
+        assert not stopping.is_alive()
+        names = [thread.name for thread in threading.enumerate()]
+        assert "commext-transfer" not in names
+        peer.go_on()

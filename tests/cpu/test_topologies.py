@@ -1,0 +1,112 @@
+"""Real servers of one model at tensor-parallel sizes 1 and 2, every prefill engine with every
+decode engine: dense, Mamba2 with two groups and with one, gated delta net, sliding window.
+
+The oracle: a decode engine computes only the last token of a prompt, and so does any engine that
+may compute as many tokens a step as the prompt has without its last one.  The decode engines are
+started so, and what one answers by itself, without any transfer, is what it must answer after one:
+to the bit between equal sizes, and within what the sizes' own answers differ otherwise.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from vllm_commext.testing import cluster
+from vllm_commext.testing.metrics import scrape
+from vllm_commext.testing.parity import Completion, compare, complete, near_enough
+from vllm_commext.testing.servers import VllmServer
+from vllm_commext.testing.tiny_kinds import KINDS
+from vllm_commext.testing.tiny_model import write_tiny_model
+
+PROMPT_TOKENS = 130
+NUM_PROMPTS = 3
+PREFIX = "vllm:commext_nixl_"
+SERVED = ("llama", "granite", "granite1", "nemotron", "qwen3next", "swa")
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Servers by name, "P" or "D" and the tensor-parallel size, and the decode engines' own
+    answers."""
+
+    servers: Mapping[str, VllmServer]
+    own: Mapping[str, Sequence[Completion]]
+
+    @property
+    def noise(self) -> float:
+        """How far the own answers of the two sizes are apart, in nats."""
+        pairs = zip(self.own["D1"], self.own["D2"], strict=True)
+        return max(compare(one, two).max_logprob for one, two in pairs)
+
+
+def prompts() -> list[list[int]]:
+    numbers = random.Random(5)
+    return [[numbers.randrange(256) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
+
+
+def start(name: str, kind: str, model: Path, folder: Path) -> VllmServer:
+    role = "kv_producer" if name.startswith("P") else "kv_consumer"
+    split = ["--max-num-batched-tokens", str(PROMPT_TOKENS - 1)] if name.startswith("D") else []
+    server = cluster.engine_server(
+        name,
+        model,
+        folder,
+        cluster.kv_transfer_config(role),
+        tensor_parallel_size=int(name[1]),
+        args=["--dtype", KINDS[kind].cpu_dtype, "--no-enable-prefix-caching", *split],
+    )
+    server.start()
+    return server
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    kind: str = request.param
+    folder = tmp_path_factory.mktemp(kind)
+    model = write_tiny_model(folder / "model", kind)
+    with ExitStack() as stack:
+        servers: dict[str, VllmServer] = {}
+        for name in ("P1", "P2", "D1", "D2"):
+            servers[name] = start(name, kind, model, folder)
+            stack.callback(servers[name].stop)
+        for server in servers.values():
+            server.wait_ready()
+        own = {
+            name: [complete(servers[name].url, cluster.MODEL_NAME, one) for one in prompts()]
+            for name in ("D1", "D2")
+        }
+        yield Engines(servers, own)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [("P1", "D1"), ("P1", "D2"), ("P2", "D1"), ("P2", "D2")]
+)
+def test_answers_are_the_decode_engines_own(engines: Engines, prefill: str, decode: str) -> None:
+    source, target = engines.servers[prefill], engines.servers[decode]
+    before = scrape(target.url)
+    got = [
+        cluster.disaggregated(source.url, target.url, cluster.MODEL_NAME, prompt)
+        for prompt in prompts()
+    ]
+    moved = scrape(target.url).minus(before)
+    assert moved.total(f"{PREFIX}failures_total") == 0
+    assert moved.total(f"{PREFIX}bytes_total") > 0
+    assert moved.total(f"{PREFIX}transfer_seconds_count") >= NUM_PROMPTS
+    own = engines.own[decode]
+    assert len({completion.token_ids for completion in own}) == NUM_PROMPTS
+    differences = [compare(one, two) for one, two in zip(own, got, strict=True)]
+    if prefill[1] == decode[1]:
+        assert [one for one in differences if not one.equal] == []
+        return
+    assert max(one.max_logprob for one in differences) <= 2 * engines.noise
+    assert all(near_enough(one, two, engines.noise) for one, two in zip(own, got, strict=True))

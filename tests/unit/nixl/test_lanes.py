@@ -1,0 +1,187 @@
+"""What of one side cannot be placed in the other, with the reason, and small lanes by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+import pytest
+from reference_cache import Attention, Cache, Engine, Group, State
+from reference_layout import geometry_of
+
+from vllm_commext.errors import UnsupportedError
+from vllm_commext.nixl.lanes import Grid, Lanes, lanes_between
+from vllm_commext.nixl.layout import AttentionGeometry, Geometry, StateGeometry
+from vllm_commext.nixl.topology import Rank
+
+ENGINE = Engine(1, 4, (8,), (1,))
+HEADS = Attention(4, 2)
+MAMBA2 = State("mamba2", 8, 2, 2, 3)
+
+
+def geometry(layer: Attention | State, **engine: object) -> Geometry:
+    kind = "full" if isinstance(layer, Attention) else "state"
+    cache = Cache((Group(kind, (layer,)),), replace(ENGINE, **engine))
+    return geometry_of(cache, cache.regions[0])
+
+
+def lanes(
+    local: Geometry, remote: Geometry, sizes: tuple[int, int] = (1, 1), source: int = 0
+) -> Lanes | None:
+    """Lanes of the first decode rank; ``sizes`` are those of the prefill and decode engine."""
+    return lanes_between(local, remote, Rank(sizes[1], 0), Rank(sizes[0], source), "layer a.b")
+
+
+def refused(local: Geometry, remote: Geometry, sizes: tuple[int, int] = (1, 1)) -> str:
+    with pytest.raises(UnsupportedError) as raised:
+        lanes(local, remote, sizes)
+    message = str(raised.value)
+    assert message.startswith("layer a.b")
+    return message
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        ("num_heads", 2),
+        ("replicated", True),
+        ("num_planes", 2),
+        ("token_bytes", 4),
+        ("content", "ANOTHER"),
+        ("dtype", "bfloat16"),
+    ],
+)
+def test_attention_of_another_kind_is_refused_by_its_difference(change: str, value: object) -> None:
+    own = geometry(HEADS)
+    assert isinstance(own, AttentionGeometry)
+    other = msgspec.structs.replace(own, **{change: value})
+    for local, remote in ((own, other), (other, own)):
+        message = refused(local, remote)
+        ours, theirs = getattr(local, change), getattr(remote, change)
+        assert f"{change} is {ours!r} in the decode engine and {theirs!r} in the prefill" in message
+        assert "start both with the same" in message
+
+
+@pytest.mark.parametrize("change", ["dtype", "num_units", "replicated", "unit_bytes"])
+def test_states_of_another_kind_are_refused_by_part_and_difference(change: str) -> None:
+    own = geometry(MAMBA2)
+    assert isinstance(own, StateGeometry)
+    value = getattr(own.parts[1], change)
+    changed = f"{value}x" if isinstance(value, str) else value + 1
+    part = msgspec.structs.replace(own.parts[1], **{change: changed})
+    other = msgspec.structs.replace(own, parts=(own.parts[0], part, *own.parts[2:]))
+    message = refused(own, other)
+    assert f"layer a.b, B: {change} is {value!r} in the decode engine and {changed!r}" in message
+
+
+def test_states_of_other_parts_are_refused() -> None:
+    own, other = geometry(MAMBA2), geometry(State("gdn", 8, 2, 2, 3))
+    message = refused(own, other)
+    assert "['x', 'B', 'C', 'ssm']" in message
+    assert "['q', 'k', 'v', 'ssm']" in message
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)])
+def test_the_two_orders_of_a_convolution_do_not_fit_each_other(sizes: tuple[int, int]) -> None:
+    local = geometry(MAMBA2, tp_size=sizes[1])
+    remote = geometry(MAMBA2, tp_size=sizes[0], dim_first=False)
+    message = refused(local, remote, sizes)
+    assert message.startswith("layer a.b, x: one engine keeps channels first")
+    assert "VLLM_SSM_CONV_STATE_LAYOUT" in message
+
+
+def test_tokens_and_states_do_not_fit_each_other() -> None:
+    for local, remote in ((HEADS, MAMBA2), (MAMBA2, HEADS)):
+        assert "keeps tokens there, the other one a state" in refused(
+            geometry(local), geometry(remote)
+        )
+
+
+PACKED = replace(HEADS, packed=True)
+
+
+def test_packed_rows_of_another_length_are_refused() -> None:
+    message = refused(geometry(PACKED), geometry(PACKED, rows_per_block=(2,)))
+    assert "with content 'SOME_BACKEND': row_tokens is 8 in the decode engine and 4" in message
+    assert lanes(geometry(PACKED), geometry(PACKED, num_blocks=9)) is not None
+
+
+def test_packed_rows_are_taken_apart_by_heads_only_where_a_head_is_one_run() -> None:
+    """Of tokens that lie apart, nobody knows which bytes belong to a head of a packed row."""
+
+    def by_token(tp_size: int) -> Geometry:
+        one = geometry(HEADS, order="LBNHC", tp_size=tp_size)
+        assert isinstance(one, AttentionGeometry)
+        return msgspec.structs.replace(one, content="SOME_BACKEND")
+
+    assert lanes(by_token(2), by_token(2), (2, 2)) is not None
+    for local, remote, sizes in (
+        (by_token(2), by_token(1), (1, 2)),
+        (by_token(1), by_token(2), (2, 1)),
+        (by_token(1), geometry(PACKED), (1, 1)),
+        (geometry(PACKED), by_token(1), (1, 1)),
+    ):
+        assert "SOME_BACKEND" in refused(local, remote, sizes)
+
+
+def test_nothing_to_read_is_no_lanes() -> None:
+    heads = geometry(HEADS, tp_size=2)
+    assert lanes(heads, heads, (2, 2), source=0) is not None
+    assert lanes(heads, heads, (2, 2), source=1) is None
+    state = geometry(MAMBA2, tp_size=2)
+    assert lanes(state, state, (2, 2), source=1) is None
+
+
+@dataclass(frozen=True)
+class Small:
+    """Lanes of layers small enough to be written out."""
+
+    lengths: list[int]
+    local_offsets: list[int]
+    remote_offsets: list[int]
+    cell_tokens: int
+    local: Grid
+    remote: Grid
+
+
+def check(found: Lanes | None, expected: Small) -> None:
+    assert found is not None
+    assert found.cell_tokens == expected.cell_tokens
+    assert (found.local, found.remote) == (expected.local, expected.remote)
+    assert found.lengths.tolist() == expected.lengths
+    assert found.local_offsets.tolist() == expected.local_offsets
+    assert found.remote_offsets.tolist() == expected.remote_offsets
+
+
+def test_two_of_four_heads_with_planes_by_hand() -> None:
+    layer = Attention(4, 2, num_planes=2)
+    local, remote = geometry(layer, tp_size=2), geometry(layer, order="LBNHC")
+    check(
+        lanes(local, remote, (1, 2)),
+        Small(
+            lengths=[2, 2, 2, 2],
+            local_offsets=[0, 16, 32, 48],
+            remote_offsets=[0, 2, 8, 10],
+            cell_tokens=1,
+            local=Grid(4, 64, 1, 8, 2),
+            remote=Grid(32, 16, 8),
+        ),
+    )
+
+
+def test_a_slice_of_a_convolution_by_hand() -> None:
+    layer = State("short_conv", 4, length=3, conv_item=2)
+    by_position = [geometry(layer, tp_size=size, dim_first=False) for size in (1, 2)]
+    check(
+        lanes(by_position[0], by_position[1], (2, 1), source=1),
+        Small([4, 4, 4], [4, 12, 20], [0, 4, 8], 0, Grid(4, 24), Grid(4, 12)),
+    )
+
+
+def test_grids() -> None:
+    grid = Grid(6, 32, 2, 4, 8)
+    assert (grid.num_cells, grid.cells_per_block) == (24, 8)
+    assert grid.flattened() == Grid(24, 8, 8)
+    padded = replace(grid, row_stride=40)
+    assert padded.flattened() == padded
+    assert Grid(6, 32, 2).grouped(2) == Grid(3, 64, 1)

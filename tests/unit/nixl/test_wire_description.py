@@ -1,0 +1,159 @@
+"""A worker's description: what goes out comes in, what does not hold is refused, and what opens can
+be planned with."""
+
+import contextlib
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from vllm_commext.errors import CommextError, ProtocolError
+from vllm_commext.nixl import wire
+from vllm_commext.nixl.layout import (
+    AttentionGeometry,
+    CacheLayout,
+    Family,
+    Group,
+    StateGeometry,
+    StatePart,
+)
+from vllm_commext.nixl.plan import plan_read
+
+ATTENTION = AttentionGeometry(
+    num_rows=14,
+    rows_per_block=2,
+    row_stride=256,
+    row_tokens=8,
+    num_heads=2,
+    replicated=False,
+    num_planes=1,
+    head_stride=128,
+    token_stride=16,
+    token_bytes=16,
+    content="tokens",
+    dtype="float32",
+)
+CONV = StatePart("conv", "bfloat16", 0, 8, False, 6, num_runs=3, run_stride=48)
+SSM = StatePart("ssm", "float32", 144, 2, True, 64)
+LAYOUT = CacheLayout(
+    tp_size=2,
+    tp_rank=1,
+    num_blocks=7,
+    groups=[Group("full", 16), Group("state", 4096)],
+    families=[
+        Family(0, ["l0", "l2"], [0x7FFF_0000_0000, 4096], ATTENTION),
+        Family(1, ["l1"], [8192], StateGeometry(7, 512, (CONV, SSM))),
+    ],
+)
+DESCRIPTION = wire.WorkerDescription(
+    engine_id="p",
+    facts={"model": "m"},
+    agent_metadata=b"\x00\xff",
+    memory_type="DRAM",
+    device_id=0,
+    layout=LAYOUT,
+    fence_address=1 << 62,
+    num_fence_slots=65536,
+)
+ENCODED = wire.encode_description(DESCRIPTION)
+DESCRIBED = wire.describe(ENCODED, "start-1")
+
+
+def described(**changes: Any) -> wire.Described:
+    """What a peer may send that does not check what it sends."""
+    return wire.describe(msgspec.msgpack.encode(replace(DESCRIPTION, **changes)), "start-1")
+
+
+def test_a_description_survives_the_round_trip() -> None:
+    reply = wire.decode_reply(wire.encode(DESCRIBED))
+    assert isinstance(reply, wire.Described)
+    assert reply.incarnation == "start-1"
+    assert wire.open_description(reply) == DESCRIPTION
+
+
+def test_any_altered_byte_breaks_the_checksum() -> None:
+    for position in range(len(ENCODED)):
+        altered = bytearray(ENCODED)
+        altered[position] ^= 1 << random.Random(position).randrange(8)
+        reply = replace(DESCRIBED, description=bytes(altered))
+        with pytest.raises(ProtocolError, match="checksum"):
+            wire.open_description(reply)
+
+
+FAMILY = LAYOUT.families[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"device_id": -1},
+        {"device_id": 4096},
+        {"num_fence_slots": -1},
+        {"layout": replace(LAYOUT, num_blocks=8)},
+        {"layout": replace(LAYOUT, tp_rank=2)},
+        {"layout": replace(LAYOUT, groups=[])},
+        {"layout": replace(LAYOUT, families=[])},
+        {"layout": replace(LAYOUT, groups=LAYOUT.groups[:1])},
+        {"layout": replace(LAYOUT, families=[replace(FAMILY, names=["l0"])])},
+        {"layout": replace(LAYOUT, families=[replace(FAMILY, base_addresses=[0, 1])])},
+        {"layout": replace(LAYOUT, families=[replace(FAMILY, names=[], base_addresses=[])])},
+    ],
+)
+def test_an_inconsistent_description_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError, match="worker description"):
+        wire.open_description(described(**change))
+
+
+@pytest.mark.parametrize("path", ["layout", "layout.families.0.geometry", "layout.groups.1"])
+def test_a_description_with_a_part_left_out_is_refused(path: str) -> None:
+    *parents, last = path.split(".")
+    plain = inside = msgspec.msgpack.decode(ENCODED)
+    for step in parents:
+        inside = inside[int(step) if step.isdigit() else step]
+    inside[int(last) if last.isdigit() else last] = None
+    with pytest.raises(ProtocolError, match="not a frame of this protocol"):
+        wire.open_description(_unopened(msgspec.msgpack.encode(plain)))
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+def test_a_description_with_any_number_changed_opens_or_is_refused(data: st.DataObject) -> None:
+    """What opens can be planned with: no number in it is beyond what arithmetic takes."""
+    plain = msgspec.msgpack.decode(ENCODED)
+    inside, key = data.draw(st.sampled_from(_numbers(plain)))
+    inside[key] = data.draw(
+        st.integers(-(1 << 63), (1 << 64) - 1)
+        | st.sampled_from([0, 1, 1 << 31, 1 << 40, 1 << 63])
+        | st.integers(-9, 9)
+    )
+    try:
+        opened = wire.open_description(_unopened(msgspec.msgpack.encode(plain)))
+    except ProtocolError:
+        return
+    with contextlib.suppress(CommextError):
+        plan_read(LAYOUT, opened.layout, local_device=0, remote_device=opened.device_id)
+
+
+def _numbers(plain: Any) -> list[tuple[Any, Any]]:
+    """Every place of a whole number within nested lists and mappings."""
+    found: list[tuple[Any, Any]] = []
+    for key, value in plain.items() if isinstance(plain, dict) else enumerate(plain):
+        if isinstance(value, (dict, list)):
+            found += _numbers(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            found.append((plain, key))
+    return found
+
+
+def test_a_description_that_is_not_one_is_refused() -> None:
+    for frame in (b"hello", wire.encode(wire.Refused(reason="no")), ENCODED[:-1], ENCODED + b"x"):
+        with pytest.raises(ProtocolError, match="worker description"):
+            wire.open_description(_unopened(frame))
+
+
+def _unopened(frame: bytes) -> wire.Described:
+    return wire.describe(frame, "start")

@@ -1,0 +1,256 @@
+"""From vLLM's cache tensors and specifications to the layout that peers are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from vllm_commext.errors import UnsupportedError
+from vllm_commext.nixl.layout import (
+    FULL,
+    STATE,
+    TOKENS,
+    WINDOW,
+    AttentionGeometry,
+    CacheLayout,
+    Family,
+    Geometry,
+    Group,
+    StateGeometry,
+    block_bytes,
+)
+from vllm_commext.nixl.mamba import (
+    GATED_DELTA_NET,
+    MAMBA1,
+    MAMBA2,
+    SHORT_CONV,
+    StateTensor,
+    compute_mamba_phys_ratio,
+    state_parts,
+)
+from vllm_commext.nixl.topology import Rank, check_even
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+SERVED_SPECS: Mapping[type[KVCacheSpec], str] = {
+    FullAttentionSpec: FULL,
+    MLAAttentionSpec: FULL,
+    SlidingWindowSpec: WINDOW,
+    ChunkedLocalAttentionSpec: WINDOW,
+    MambaSpec: STATE,
+}
+_STATE_KINDS = {
+    "MAMBA1": MAMBA1,
+    "MAMBA2": MAMBA2,
+    "GDN_ATTN": GATED_DELTA_NET,
+    "SHORT_CONV": SHORT_CONV,
+}
+# Attention backends that keep the keys and values of a token and head side by side.
+_BY_TOKEN = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the specifications do not say.
+
+    Attributes:
+        rank: this worker's place in its engine.
+        num_kv_heads: KV heads of the whole model.
+        num_groups: groups of the B and C projections in the whole model, None where the model does
+            not say.
+        conv_dim_first: convolution states keep channels first.
+        backends: attention backend of each layer, by name.
+    """
+
+    rank: Rank
+    num_kv_heads: int
+    num_groups: int | None
+    conv_dim_first: bool
+    backends: Mapping[str, str]
+
+
+def specs_of(spec: KVCacheSpec) -> Sequence[KVCacheSpec]:
+    """The specification, or those of which it is made."""
+    return (
+        tuple(spec.kv_cache_specs.values())
+        if isinstance(spec, UniformTypeKVCacheSpecs)
+        else (spec,)
+    )
+
+
+def groups_of(kv_cache_config: KVCacheConfig) -> list[Group]:
+    """The groups of a request's blocks."""
+    return [
+        Group(SERVED_SPECS[type(specs_of(one.kv_cache_spec)[0])], int(one.kv_cache_spec.block_size))
+        for one in kv_cache_config.kv_cache_groups
+    ]
+
+
+def cache_layout(
+    caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig, model: ModelFacts
+) -> CacheLayout:
+    """Describe cache tensors, one for each layer.
+
+    Args:
+        caches: layer name to its tensor: ``[rows, heads, tokens, content]`` of attention, the
+            whole blocks of a state-space layer.
+        kv_cache_config: groups and specifications.
+        model: what these do not say.
+
+    Raises:
+        UnsupportedError: a layer's memory is of a form that cannot be described; says which.
+    """
+    members: dict[tuple[int, Geometry], dict[str, int]] = {}
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        seen: set[int] = set()
+        for name in sorted(group.layer_names):
+            spec, cache = _spec_of_layer(group.kv_cache_spec, name), caches[name]
+            geometry = _geometry(name, cache, spec, kv_cache_config.num_blocks, model)
+            address = cache.data_ptr()
+            if address not in seen:  # layers that share one cache are read once
+                members.setdefault((number, geometry), {})[name] = address
+                seen.add(address)
+    families = [
+        Family(number, list(regions), list(regions.values()), geometry)
+        for (number, geometry), regions in members.items()
+    ]
+    layout = CacheLayout(
+        tp_size=model.rank.size,
+        tp_rank=model.rank.index,
+        num_blocks=kv_cache_config.num_blocks,
+        groups=groups_of(kv_cache_config),
+        families=sorted(families, key=lambda family: family.names[0]),
+    )
+    _check_shared_blocks(layout)
+    return layout
+
+
+def _spec_of_layer(spec: KVCacheSpec, name: str) -> KVCacheSpec:
+    return spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _geometry(
+    name: str, cache: torch.Tensor, spec: KVCacheSpec, num_blocks: int, model: ModelFacts
+) -> Geometry:
+    if isinstance(spec, MambaSpec):
+        return _describe_states(name, cache, spec, num_blocks, model)
+    if isinstance(spec, AttentionSpec):
+        return _attention_geometry(name, cache, spec, num_blocks, model)
+    raise UnsupportedError(f"layer {name}: a cache of {type(spec).__name__} cannot be transferred")
+
+
+def _attention_geometry(
+    name: str, cache: torch.Tensor, spec: AttentionSpec, num_blocks: int, model: ModelFacts
+) -> AttentionGeometry:
+    if cache.dim() == 3:  # latent attention before the head dimension was always there
+        cache = cache.unsqueeze(1)
+    rows_per_block, rest = divmod(cache.shape[0], num_blocks)
+    num_planes, odd = divmod(cache.shape[1], spec.num_kv_heads) if cache.dim() == 4 else (0, 0)
+    tokens = rows_per_block * cache.shape[2] if cache.dim() == 4 else 0
+    if rest or odd or num_planes not in (1, 2) or tokens != spec.block_size or cache.stride(3) != 1:
+        raise UnsupportedError(
+            f"layer {name}: expected a cache [blocks, heads, tokens, content] of {num_blocks} "
+            f"blocks of {spec.block_size} tokens and {spec.num_kv_heads} heads, got shape "
+            f"{tuple(cache.shape)} with strides {cache.stride()}"
+        )
+    replicated = isinstance(spec, MLAAttentionSpec)
+    strides = [stride * cache.element_size() for stride in cache.stride()]
+    geometry = AttentionGeometry(
+        num_rows=cache.shape[0],
+        rows_per_block=rows_per_block,
+        row_stride=strides[0],
+        row_tokens=cache.shape[2],
+        num_heads=spec.num_kv_heads if replicated else _all_heads(name, spec, model),
+        replicated=replicated,
+        num_planes=num_planes,
+        head_stride=strides[1],
+        token_stride=strides[2],
+        token_bytes=cache.shape[3] * cache.element_size(),
+        content=_content(name, spec, model),
+        dtype=str(cache.dtype).removeprefix("torch."),
+    )
+    check_even(geometry.split, model.rank.size, f"layer {name}, KV heads")
+    return geometry
+
+
+def _all_heads(name: str, spec: AttentionSpec, model: ModelFacts) -> int:
+    """KV heads of the whole model in this layer."""
+    if spec.num_kv_heads == max(1, model.num_kv_heads // model.rank.size):
+        return model.num_kv_heads
+    if spec.num_kv_heads > 1 or model.rank.size == 1:
+        return spec.num_kv_heads * model.rank.size
+    raise UnsupportedError(
+        f"layer {name}: a rank of {model.rank.size} holds 1 KV head, and the model's "
+        f"{model.num_kv_heads} are not this layer's: whether it is replicated is not known"
+    )
+
+
+def _content(name: str, spec: AttentionSpec, model: ModelFacts) -> str:
+    """Whether a token can be moved alone; latent attention has one head and keeps tokens apart."""
+    backend = model.backends.get(name, "an unknown backend")
+    if isinstance(spec, MLAAttentionSpec) or backend in _BY_TOKEN:
+        return TOKENS
+    return backend
+
+
+def _describe_states(
+    name: str, cache: torch.Tensor, spec: MambaSpec, num_blocks: int, model: ModelFacts
+) -> StateGeometry:
+    """``cache`` is ``[blocks, 1, 1, bytes]``: the states of a block follow one another."""
+    kind = getattr(spec.mamba_type, "name", str(spec.mamba_type))
+    if kind not in _STATE_KINDS:
+        raise UnsupportedError(
+            f"layer {name}: a state of type {kind} cannot be transferred yet, expected one of "
+            f"{sorted(_STATE_KINDS)}"
+        )
+    if cache.shape[0] != num_blocks or cache.stride(-1) != 1:
+        raise UnsupportedError(
+            f"layer {name}: expected the states of each of {num_blocks} blocks in one run, got "
+            f"shape {tuple(cache.shape)} with strides {cache.stride()}"
+        )
+    tensors = [
+        StateTensor(tuple(shape), dtype.itemsize, str(dtype).removeprefix("torch."))
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    ]
+    parts = state_parts(
+        _STATE_KINDS[kind],
+        tensors,
+        dim_first=model.conv_dim_first,
+        tp_size=model.rank.size,
+        num_groups=model.num_groups,
+        replicated=getattr(spec, "tp_replicated", False),
+    )
+    for part in parts:
+        check_even(part.split, model.rank.size, f"layer {name}, {part.name}")
+    return StateGeometry(num_blocks, cache.stride(0) * cache.element_size(), parts)
+
+
+def _check_shared_blocks(layout: CacheLayout) -> None:
+    """A state must fit into the block that attention layers of the same pool make of it."""
+    rows = [one.geometry for one in layout.families if isinstance(one.geometry, AttentionGeometry)]
+    for family in layout.families:
+        if not isinstance(family.geometry, StateGeometry):
+            continue
+        state_bytes = block_bytes(layout, family)
+        needed = compute_mamba_phys_ratio(state_bytes, family.geometry.row_stride)
+        if needed > 1 or any(
+            compute_mamba_phys_ratio(state_bytes, one.row_stride) > one.rows_per_block
+            for one in rows
+        ):
+            raise UnsupportedError(
+                f"layer {family.names[0]}: a state of {state_bytes} bytes does not fit into a block"
+            )

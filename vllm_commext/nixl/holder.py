@@ -1,0 +1,89 @@
+"""The prefill side of a worker: blocks are kept until they are released or their lease ends."""
+
+from __future__ import annotations
+
+import time
+
+from vllm_commext.errors import ProtocolError
+from vllm_commext.nixl import wire
+from vllm_commext.nixl.agent import NixlAgent
+from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.nixl.leases import LeaseLedger
+from vllm_commext.nixl.log import RateLimitedLog
+from vllm_commext.nixl.outcomes import OutcomeBox
+from vllm_commext.nixl.recorder import TransferRecorder
+from vllm_commext.nixl.requests import Hold
+
+EARLY_RELEASE_SECONDS = 60.0
+"""How long a release may come before the scheduler's word that the request has finished."""
+
+
+class Holder:
+    """Keeps one worker's finished prefills.  Owned by one thread.
+
+    Args:
+        agent: the agent that readers notify.
+        config: the connector's settings.
+        recorder: where counts go.
+        outcomes: where the ends of holds are reported.
+    """
+
+    def __init__(
+        self,
+        agent: NixlAgent,
+        config: ConnectorConfig,
+        recorder: TransferRecorder,
+        outcomes: OutcomeBox,
+    ) -> None:
+        self._agent = agent
+        self._config = config
+        self._recorder = recorder
+        self._outcomes = outcomes
+        self._leases = LeaseLedger()
+        self._fences: dict[str, tuple[int, int]] = {}
+        self._log = RateLimitedLog()
+
+    def __len__(self) -> int:
+        """Requests whose blocks are held."""
+        return len(self._leases)
+
+    def hold(self, hold: Hold) -> None:
+        """Keep a finished prefill's blocks."""
+        self._fences[hold.request_id] = (hold.fence_slot, hold.fence_ticket)
+        if self._leases.hold(hold.request_id, time.monotonic(), hold.lease_seconds):
+            self._report_sent(hold.request_id)
+
+    def take_notifications(self) -> None:
+        """Take in what readers have sent since the last call."""
+        now = time.monotonic()
+        for message in self._agent.notifications():
+            try:
+                released = wire.decode_notification(message)
+            except ProtocolError as error:
+                self._recorder.leases(expired=0, unmatched=1)
+                self._log.warning("notification", f"ignored a NIXL notification: {error}")
+                continue
+            request_id = released.request_id
+            if self._leases.release(request_id, released.consumer, released.num_consumers, now):
+                self._report_sent(request_id)
+
+    def end_leases(self) -> None:
+        """Free what nobody has fetched in time."""
+        for request_id in self._leases.expire(time.monotonic(), EARLY_RELEASE_SECONDS):
+            self._report_sent(request_id)
+            self._log.warning(
+                "lease",
+                f"request {request_id}: its blocks were kept for "
+                f"{self._config.kv_lease_duration:g} s and not read by all consumers; freed. Was "
+                "the decode request sent?",
+            )
+        counts = self._leases.take_counts()
+        if counts.expired or counts.unmatched:
+            self._recorder.leases(expired=counts.expired, unmatched=counts.unmatched)
+
+    def _report_sent(self, request_id: str) -> None:
+        """The blocks may be freed: first raise the epoch, so that no reader relies on them."""
+        slot, ticket = self._fences.pop(request_id)
+        if slot >= 0:
+            self._agent.board.end(slot, ticket)
+        self._outcomes.sent(request_id)

@@ -1,0 +1,255 @@
+"""What a worker's cache looks like in memory, as sent to peers: families of regions.
+
+A region is one layer's cache.  Regions that differ only in where they begin form a family, so that
+a model of a hundred layers is described, checked and planned in a few steps.  Two families may
+share bytes: where a model has attention and state-space layers, vLLM lays them over one another
+and hands each block to one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from vllm_commext.errors import ProtocolError
+from vllm_commext.nixl.topology import Rank, Split, interval
+
+TOKENS = "tokens"
+"""Content of an attention cache in which every token's bytes of a head are one run."""
+
+FULL, WINDOW, STATE = "full", "window", "state"
+"""Kinds of groups: attention to all tokens, to the last ones, or a state in place of tokens."""
+
+MAX_COUNT = 1 << 16
+"""Heads, units, runs or kernel blocks a block that a description may have."""
+MAX_PARTS = 64
+"""Parts of a state that a description may have."""
+
+
+class AttentionGeometry(msgspec.Struct, frozen=True, tag="attention"):
+    """One rank's attention cache: token ``t`` of head ``h`` of plane ``p`` in row ``r`` is the
+    ``token_bytes`` bytes at ``base + r*row_stride + (p*heads + h)*head_stride + t*token_stride``.
+
+    Attributes:
+        num_rows: kernel blocks.
+        rows_per_block: kernel blocks in one of the cache manager's blocks.
+        row_stride: bytes between kernel blocks.
+        row_tokens: tokens of a kernel block.
+        num_heads: KV heads of the whole model.
+        replicated: every rank holds all heads.
+        num_planes: 2 where keys and values lie in planes of their own, else 1.
+        head_stride: bytes between neighbouring heads.
+        token_stride: bytes between neighbouring tokens of a head.
+        token_bytes: bytes of a token in one head of one plane.
+        content: ``TOKENS``, or the name of a form in which only whole rows of a head have meaning.
+        dtype: name of the elements' type.
+    """
+
+    num_rows: int
+    rows_per_block: int
+    row_stride: int
+    row_tokens: int
+    num_heads: int
+    replicated: bool
+    num_planes: int
+    head_stride: int
+    token_stride: int
+    token_bytes: int
+    content: str
+    dtype: str
+
+    @property
+    def split(self) -> Split:
+        """How the heads are dealt out."""
+        return Split(self.num_heads, self.replicated)
+
+
+class StatePart(msgspec.Struct, frozen=True):
+    """A part of a state that tensor parallelism deals out by itself.
+
+    Unit ``u`` of those that the rank holds is, in each of ``num_runs`` runs, the ``unit_bytes``
+    bytes at ``offset + run*run_stride + u*unit_bytes`` of the block.
+
+    Attributes:
+        name: "x", "B", "C", "q", "k", "v", "conv" or "ssm".
+        dtype: name of the elements' type.
+        offset: bytes from the start of the block.
+        num_units: units of the whole model.
+        replicated: every rank holds all units.
+        unit_bytes: bytes of a unit in one run.
+        num_runs: runs.
+        run_stride: bytes between runs.
+    """
+
+    name: str
+    dtype: str
+    offset: int
+    num_units: int
+    replicated: bool
+    unit_bytes: int
+    num_runs: int = 1
+    run_stride: int = 0
+
+    @property
+    def split(self) -> Split:
+        """How the units are dealt out."""
+        return Split(self.num_units, self.replicated)
+
+
+class StateGeometry(msgspec.Struct, frozen=True, tag="state"):
+    """One rank's states, one a block.
+
+    Attributes:
+        num_rows: blocks.
+        row_stride: bytes between blocks.
+        parts: what a block holds; bytes beyond them are padding.
+    """
+
+    num_rows: int
+    row_stride: int
+    parts: tuple[StatePart, ...]
+
+
+Geometry = AttentionGeometry | StateGeometry
+
+
+class Family(msgspec.Struct, frozen=True):
+    """Regions of equal geometry in one group.
+
+    Attributes:
+        group: index into ``CacheLayout.groups``.
+        names: layer names, ascending.
+        base_addresses: address of block 0 of each.
+        geometry: what they have in common.
+    """
+
+    group: int
+    names: list[str]
+    base_addresses: list[int]
+    geometry: Geometry
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Layers that share a request's list of blocks.
+
+    Attributes:
+        kind: ``FULL``, ``WINDOW`` or ``STATE``.
+        block_size: tokens of one of the cache manager's blocks.
+    """
+
+    kind: str
+    block_size: int
+
+
+class CacheLayout(msgspec.Struct, frozen=True):
+    """One worker's whole cache.
+
+    Attributes:
+        tp_size: tensor-parallel ranks of the engine.
+        tp_rank: this worker, from 0.
+        num_blocks: blocks that the cache manager hands out.
+        groups: in the order of a request's lists of blocks.
+        families: the layers, each once.
+    """
+
+    tp_size: int
+    tp_rank: int
+    num_blocks: int
+    groups: list[Group]
+    families: list[Family]
+
+    @property
+    def rank(self) -> Rank:
+        """This worker's place in its engine."""
+        return Rank(self.tp_size, self.tp_rank)
+
+    @property
+    def num_regions(self) -> int:
+        """Layers."""
+        return sum(len(family.names) for family in self.families)
+
+    def splits(self) -> frozenset[Split]:
+        """Every way in which something is dealt out to the ranks."""
+        return frozenset(part.split for family in self.families for part in parts_of(family))
+
+
+def parts_of(family: Family) -> Iterator[AttentionGeometry | StatePart]:
+    """What the family deals out by itself."""
+    if isinstance(family.geometry, AttentionGeometry):
+        yield family.geometry
+    else:
+        yield from family.geometry.parts
+
+
+def block_bytes(layout: CacheLayout, family: Family) -> int:
+    """Bytes of one of the cache manager's blocks in one region of the family, without padding."""
+    geometry = family.geometry
+    if isinstance(geometry, AttentionGeometry):
+        first, end = interval(geometry.split, layout.rank)
+        heads = (end - first) * geometry.num_planes
+        return heads * geometry.row_tokens * geometry.rows_per_block * geometry.token_bytes
+    total = 0
+    for part in geometry.parts:
+        first, end = interval(part.split, layout.rank)
+        total += (end - first) * part.unit_bytes * part.num_runs
+    return total
+
+
+def check_layout(layout: CacheLayout) -> None:
+    """Refuse a description from the network with which arithmetic could go wrong.
+
+    Raises:
+        ProtocolError: a number is out of range, or columns do not fit each other.
+    """
+    _expect(0 <= layout.tp_rank < layout.tp_size <= 1 << 16, "tp_rank below tp_size")
+    _expect(0 < layout.num_blocks < 1 << 31, "num_blocks")
+    _expect(bool(layout.groups) and bool(layout.families), "groups and families")
+    for group in layout.groups:
+        _expect(group.kind in (FULL, WINDOW, STATE), f"a known kind of group, not {group.kind!r}")
+        _expect(0 < group.block_size < 1 << 31, "block_size")
+    for family in layout.families:
+        _expect(0 <= family.group < len(layout.groups), "family.group")
+        _expect(0 < len(family.names) == len(family.base_addresses), "a base address a layer")
+        _expect(all(0 < address < 1 << 63 for address in family.base_addresses), "base_addresses")
+        _check_geometry(family.geometry, layout.num_blocks, layout.groups[family.group])
+
+
+def _check_geometry(geometry: Geometry, num_blocks: int, group: Group) -> None:
+    keeps_tokens = isinstance(geometry, AttentionGeometry)
+    _expect(keeps_tokens == (group.kind != STATE), "states in groups of states only")
+    if isinstance(geometry, AttentionGeometry):
+        _check_attention(geometry, num_blocks, group)
+    else:
+        _check_states(geometry, num_blocks)
+
+
+def _check_attention(geometry: AttentionGeometry, num_blocks: int, group: Group) -> None:
+    _check_counts(geometry.num_heads, geometry.num_planes, geometry.rows_per_block)
+    _check_sizes(geometry.row_stride, geometry.row_tokens, geometry.head_stride)
+    _check_sizes(geometry.token_stride, geometry.token_bytes)
+    _expect(geometry.num_rows == num_blocks * geometry.rows_per_block, "rows for all blocks")
+    block_size = geometry.rows_per_block * geometry.row_tokens
+    _expect(block_size == group.block_size, f"{group.block_size} tokens in a block's rows")
+
+
+def _check_states(geometry: StateGeometry, num_blocks: int) -> None:
+    _check_sizes(geometry.row_stride)
+    _expect(geometry.num_rows == num_blocks, "a row a block")
+    _expect(0 < len(geometry.parts) <= MAX_PARTS, f"1 to {MAX_PARTS} parts of the state")
+    for part in geometry.parts:
+        _check_counts(part.num_units, part.num_runs)
+        _check_sizes(part.unit_bytes, part.offset + 1, part.run_stride + 1)
+
+
+def _check_counts(*counts: int) -> None:
+    _expect(all(0 < count <= MAX_COUNT for count in counts), f"counts from 1 to {MAX_COUNT}")
+
+
+def _check_sizes(*sizes: int) -> None:
+    _expect(all(0 < size < 1 << 40 for size in sizes), "sizes from 1 to 2**40")
+
+
+def _expect(good: bool, what: str) -> None:
+    if not good:
+        raise ProtocolError(f"the worker description is not consistent: expected {what}")

@@ -1,0 +1,271 @@
+"""The decode side of a worker: loads begin, their parts wait for their peers, are read, and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError, UnsupportedError
+from vllm_commext.nixl.agent import NixlAgent
+from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.nixl.loads import Failure, LoadBook, Part
+from vllm_commext.nixl.log import RateLimitedLog, logger
+from vllm_commext.nixl.outcomes import OutcomeBox
+from vllm_commext.nixl.peers import LocalSide, Peer, PeerTable
+from vllm_commext.nixl.reads import Read, ReadSet, release_notification
+from vllm_commext.nixl.recorder import TransferRecorder
+from vllm_commext.nixl.requests import Load, RemoteRequest
+from vllm_commext.nixl.topology import Sources, check_even, sources
+
+
+class Loader:
+    """Runs one worker's loads.  Owned by one thread.
+
+    Args:
+        agent: the agent with the worker's memory registered.
+        config: the connector's settings.
+        local: this worker's side of a handshake.
+        recorder: where counts and timings go.
+        outcomes: where ends of loads are reported.
+        probe: called with the first peer that is reached.
+    """
+
+    def __init__(
+        self,
+        agent: NixlAgent,
+        config: ConnectorConfig,
+        local: LocalSide,
+        recorder: TransferRecorder,
+        outcomes: OutcomeBox,
+        probe: Callable[[Peer], None] | None,
+    ) -> None:
+        self._agent = agent
+        self._config = config
+        self._local = local
+        self._recorder = recorder
+        self._outcomes = outcomes
+        self._probe = probe
+        self._peers = PeerTable(agent, config, local, recorder)
+        self._reads = ReadSet(agent, recorder)
+        self._loads = LoadBook()
+        self._sources: dict[int, Sources] = {}
+        self._splits = local.layout.splits()
+        self._log = RateLimitedLog()
+
+    @property
+    def num_reads(self) -> int:
+        """Reads under way."""
+        return len(self._reads)
+
+    @property
+    def num_handshakes(self) -> int:
+        """Peers that have been asked and have not answered yet."""
+        return self._peers.num_pending
+
+    def poll(self) -> bool:
+        """One look at everything under way; whether anything has moved on."""
+        answered = self._poll_handshakes()
+        return self.poll_reads() or answered
+
+    def close(self) -> None:
+        """Forget all peers; no read may be under way."""
+        self._peers.close()
+
+    def begin(self, load: Load) -> None:
+        """Start a load: a part for each prefill rank that has to do with it."""
+        remote = load.remote
+        if remote is None or load.refusal:
+            error = ProtocolError(load.refusal or "no remote request")
+            self._report(load, Failure("request", error))
+            return
+        try:
+            found = self._sources_of(remote.tp_size)
+        except UnsupportedError as error:
+            self._report(load, Failure("configuration", error))
+            return
+        ranks = [(rank, bool(load.block_ids)) for rank in found.read]
+        ranks += [(rank, False) for rank in found.release_only]
+        self._loads.begin(load, len(ranks))
+        for rank, reads in ranks:
+            self._start(Part(load, remote, rank, found.num_consumers[rank], reads))
+
+    def _sources_of(self, tp_size: int) -> Sources:
+        if tp_size not in self._sources:
+            for split in self._splits:
+                check_even(split, tp_size, "the prefill engine's ranks")
+            self._sources[tp_size] = sources(self._splits, self._local.layout.rank, tp_size)
+        return self._sources[tp_size]
+
+    def _start(self, part: Part) -> None:
+        try:
+            peer = self._peers.find(part)
+            if peer is None:
+                self._peers.ask(part)
+            else:
+                self._read(part, peer)
+        except CommextError as error:
+            self._close_part(part, Failure("handshake", error))
+        except Exception as error:  # noqa: BLE001 a request may hold anything; only this load fails
+            wrapped = ProtocolError(f"cannot ask the engine: {error}")
+            self._close_part(part, Failure("handshake", wrapped))
+
+    def _poll_handshakes(self) -> bool:
+        ended = self._peers.poll()
+        for parts, outcome in ended:
+            if isinstance(outcome, Peer):
+                self._probe_once(outcome)
+            for part in parts:
+                if isinstance(outcome, Peer):
+                    self._read(part, outcome)
+                else:
+                    unfit = isinstance(outcome, UnsupportedError)
+                    reason = "configuration" if unfit else "handshake"
+                    self._close_part(part, Failure(reason, outcome))
+        return bool(ended)
+
+    def _probe_once(self, peer: Peer) -> None:
+        """Say how fast the first peer can be read."""
+        if self._probe is None:
+            return
+        probe, self._probe = self._probe, None
+        try:
+            probe(peer)
+        except Exception as error:  # noqa: BLE001 NIXL raises many types; nothing depends on it
+            logger.warning("self-probe: the peer's memory could not be read: %s", error)
+
+    def _read(self, part: Part, peer: Peer) -> None:
+        """Start reading, or only release where nothing is missing."""
+        try:
+            self._check_peer(part.remote, peer)
+            if part.reads and not self._loads.has_failed(part.load):
+                self._note_missing_fence(part)
+                if self._reads.post(part, peer):
+                    return
+            self._agent.notify(peer.agent_name, release_notification(self._local, part))
+        except CommextError as error:
+            self._close_part(part, Failure("request", error))
+        except Exception as error:  # noqa: BLE001 NIXL raises many types; only this load has failed
+            self._retry(part, peer, error)
+        else:
+            self._close_part(part)
+
+    def _retry(self, part: Part, peer: Peer, error: Exception) -> None:
+        """A peer that cannot be reached may have been restarted: ask it once more."""
+        self._peers.forget(peer)
+        if part.retried:
+            self._close_part(part, Failure("transfer", ProtocolError(f"NIXL: {error}")))
+            return
+        part.retried = True
+        logger.info("prefill engine %s: %s; connecting anew", peer.key, error)
+        self._start(part)
+
+    @staticmethod
+    def _check_peer(remote: RemoteRequest, peer: Peer) -> None:
+        tp_size = peer.plan.remote.tp_size
+        if remote.tp_size != tp_size:
+            raise ProtocolError(
+                f"kv_transfer_params: tp_size is {remote.tp_size}, but the prefill engine has "
+                f"{tp_size} ranks: let the router pass tp_size on"
+            )
+        if not peer.serves(remote):
+            raise ProtocolError(
+                f"the prefill engine {remote.engine_id!r} was restarted since it computed this "
+                "request: its blocks are gone"
+            )
+
+    def _note_missing_fence(self, part: Part) -> None:
+        if part.remote.fence_slot < 0:
+            self._log.warning(
+                "fence",
+                f"request {part.load.request_id}: the router dropped remote_fence_slot from the "
+                "request parameters, so blocks that were freed too early cannot be noticed: let it "
+                "pass all parameters on",
+            )
+
+    def poll_reads(self) -> bool:
+        """One look at the reads under way; whether any has moved on."""
+        progressed = False
+        for read, end in self._reads.poll():
+            progressed = True
+            failure = None
+            if not end.reason:
+                self._release(read)
+            else:
+                failure = Failure(end.reason, ProtocolError(end.text))
+            if end.reason == "transfer":
+                self._peers.forget(read.peer)
+            self._close_part(read.part, failure)
+            self._peers.remove_if_unused(read.peer)
+        self._note_late_reads()
+        return progressed
+
+    def _release(self, read: Read) -> None:
+        """Tell the prefill worker that its blocks were read."""
+        try:
+            message = release_notification(self._local, read.part)
+            self._agent.notify(read.peer.agent_name, message)
+        except Exception as error:  # noqa: BLE001 NIXL raises many types; the lease frees the blocks
+            self._peers.forget(read.peer)
+            source = self._source(read.part.remote)
+            self._log.warning("release", f"{source} was not told: {error}")
+
+    def _note_late_reads(self) -> None:
+        limit = self._config.transfer_timeout
+        for read in self._reads.take_late(limit):
+            logger.warning(
+                "request %s: the read from prefill engine %s is not done after %g s; it fails as "
+                "soon as its blocks are out of use",
+                read.part.load.request_id,
+                read.peer.key,
+                limit,
+            )
+            self._peers.forget(read.peer)
+            self._outcomes.late(read.part.load.request_id)
+
+    def give_up(self, request_id: str) -> None:
+        """End a late load; its reads may go on, into blocks that the scheduler keeps out of use."""
+        late = CommextTimeoutError(f"not read within {self._config.transfer_timeout:g} s")
+        failure = Failure("timeout", late)
+        load = self._loads.give_up(request_id, failure)
+        if load is None:
+            self._outcomes.settled(request_id)
+            return
+        self._report(load, failure)
+        self._reads.give_up(request_id)
+        for part in self._peers.withdraw(request_id):
+            self._close_part(part, failure)
+
+    def _close_part(self, part: Part, failure: Failure | None = None) -> None:
+        ended = self._loads.close(part, failure)
+        if ended is None:
+            return
+        if ended.given_up:
+            self._outcomes.settled(part.load.request_id)
+        else:
+            self._report(part.load, ended.failure)
+
+    def _report(self, load: Load, failure: Failure | None) -> None:
+        """Tell the scheduler side how a load ended."""
+        if failure is not None:
+            self._log_failure(load, failure)
+        if not load.awaited:
+            return
+        self._outcomes.received(load.request_id, failed=failure is not None)
+
+    def _log_failure(self, load: Load, failure: Failure) -> None:
+        request = f"request {load.request_id} of decode engine {self._local.engine_id!r}"
+        source, error = self._source(load.remote), failure.error
+        if load.awaited:
+            self._recorder.failure(failure.reason)
+            text = f"{request}: KV cache not loaded from {source}: {error}"
+            self._log.warning(failure.reason, text)
+        else:
+            self._log.warning("release", f"{request}: {source} was not told to free it: {error}")
+
+    @staticmethod
+    def _source(remote: RemoteRequest | None) -> str:
+        if remote is None:
+            return "an unknown prefill engine"
+        return (
+            f"prefill engine {remote.engine_id!r} at {remote.host}:{remote.port} (request "
+            f"{remote.request_id} there)"
+        )

@@ -1,0 +1,126 @@
+"""How fast a peer's cache can be read, measured once when the first peer of a process is reached.
+
+Some fabrics quietly fall back to TCP; requests then take a hundred times as long and nothing says
+so.  The bytes go to memory of their own and are thrown away.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_commext.nixl.agent import DONE, IN_PROGRESS, NixlAgent
+from vllm_commext.nixl.descriptors import UInt64Array, strided_row
+from vllm_commext.nixl.layout import CacheLayout
+
+PIECE_BYTES = 1 << 20
+PROBE_BYTES = (1 << 21, 1 << 26)
+"""A short read first; the long one only where the short one says that it will not take long."""
+NUM_READS = 3
+"""The first one maps memory; the fastest counts."""
+MAX_SECONDS = 0.05
+"""No read is begun that is expected to take longer."""
+END_SECONDS = 0.5
+"""A read that has not ended by then is given up."""
+SLOW_BYTES_PER_SECOND = 10e9
+"""Below this, memory of a GPU is not read over NVLink, PCIe peer access or RDMA."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a probe measured: ``num_bytes`` in ``seconds``, posting included."""
+
+    num_bytes: int
+    seconds: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bytes a second."""
+        return self.num_bytes / self.seconds
+
+
+def longest_run(layout: CacheLayout) -> tuple[int, int]:
+    """Address and bytes of a run of the peer's cache memory: the rows of its largest region."""
+    runs = [
+        (family.geometry.row_stride * family.geometry.num_rows, family.base_addresses[0])
+        for family in layout.families
+    ]
+    # The last row may be shorter than the distance between rows.
+    num_bytes, address = max(runs)
+    rows = max(family.geometry.num_rows for family in layout.families)
+    return address, num_bytes - num_bytes // rows
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A run of memory: address, bytes, NIXL's kind and device; ``owner`` keeps it alive."""
+
+    address: int
+    num_bytes: int
+    memory_type: str
+    device_id: int
+    owner: object = None
+
+    def pieces(self, count: int) -> UInt64Array:
+        """The first ``count`` pieces of ``PIECE_BYTES`` as a strided descriptor."""
+        return strided_row(
+            address=self.address, num_bytes=PIECE_BYTES, count=count, device_id=self.device_id
+        )
+
+
+def measure(agent: NixlAgent, peer: str, local: Memory, remote: Memory) -> Speed | None:
+    """Read from a peer's memory; None where it is too small or a read does not end in time.
+
+    Args:
+        agent: this worker's agent.
+        peer: name of the peer's agent.
+        local: memory that nothing else uses, registered with the agent.
+        remote: registered memory of the peer.
+    """
+    speed: Speed | None = None
+    for num_bytes in PROBE_BYTES:
+        count = min(num_bytes, local.num_bytes, remote.num_bytes) // PIECE_BYTES
+        if not count or (speed and num_bytes / speed.bytes_per_second > MAX_SECONDS):
+            break
+        own = agent.prepare("", local.pieces(count), local.memory_type)
+        theirs = agent.prepare(peer, remote.pieces(count), remote.memory_type)
+        indices = np.arange(count, dtype=np.int32)
+        times: list[float] = []
+        for _ in range(NUM_READS):
+            seconds = _time_read(agent, agent.make_read(own, indices, theirs, indices))
+            if seconds is None:
+                _kept.append(local)  # a read that NIXL was told to drop can still write
+                return None
+            times.append(seconds)
+        for prepared in (own, theirs):
+            agent.release_list(prepared)
+        speed = Speed(count * PIECE_BYTES, min(times))
+    return speed
+
+
+_kept: list[Memory] = []
+
+
+def _time_read(agent: NixlAgent, read: object) -> float | None:
+    """Seconds from posting to the end, None where there is none within ``END_SECONDS``."""
+    started = time.perf_counter()
+    state = agent.post(read)
+    while state == IN_PROGRESS and time.perf_counter() - started < END_SECONDS:
+        state = agent.state(read)
+    seconds = time.perf_counter() - started
+    if state != DONE:
+        return None
+    agent.release_read(read)
+    return seconds
+
+
+def describe(speed: Speed, transports: Sequence[str]) -> str:
+    """One line for the log."""
+    names = ", ".join(transports) or "a transport that UCX does not tell (UCX_LOG_LEVEL is set)"
+    return (
+        f"self-probe: {speed.num_bytes >> 20} MiB in {speed.seconds * 1e3:.3g} ms, "
+        f"{speed.bytes_per_second / 1e9:.3g} GB/s, over {names}"
+    )
