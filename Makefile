@@ -7,21 +7,25 @@ PYTHON ?= python3.11
 VENV ?= .venv
 VLLM ?= 0.32.0
 MATRIX ?= 0.28.0 0.30.0 0.32.0
+MODEL ?= llama
 TP ?= 1
+P_TP ?= $(TP)
+D_TP ?= $(TP)
 KEEP ?=
 REQUESTS ?= 32
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-DEMO_ARGS := --tp $(TP) --requests $(REQUESTS) $(if $(filter-out 0,$(KEEP)),--keep)
+DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
+	--requests $(REQUESTS) $(if $(filter-out 0,$(KEEP)),--keep)
 
 .PHONY: demo test unit contract cpu lint docs env test-matrix clean help
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-demo: env ## Prefill and decode servers here, proven equal to one server; KEEP=1 TP=2 REQUESTS=32
+demo: env ## Prefill and decode servers here, proven equal to one server; MODEL=granite P_TP=1 D_TP=2 TP=2 KEEP=1 REQUESTS=32
 	$(BIN)/vllm-commext demo $(DEMO_ARGS)
 
 test: env lint ## Lint, then unit, contract and cpu tests

@@ -2,7 +2,15 @@
 
 import pytest
 
-from vllm_commext.cli.demo_report import NOISE_MARGIN, Noise, Pass, Traffic, table, verdict
+from vllm_commext.cli.demo_report import (
+    NOISE_MARGIN,
+    Expected,
+    Noise,
+    Pass,
+    Traffic,
+    table,
+    verdict,
+)
 from vllm_commext.errors import ConfigError
 from vllm_commext.testing.metrics import parse
 from vllm_commext.testing.parity import Completion
@@ -21,15 +29,18 @@ vllm:commext_nixl_transfer_seconds_count{engine="0"} 2.0
 vllm:commext_nixl_transfer_seconds_sum{engine="0"} 0.5
 """
 GOOD = Traffic(num_blocks=3, num_bytes=384, num_reads=1, seconds=0.002, num_failures=0)
+NEEDED = Expected(384, 3)
 
 
 def completion(token: int, logprob: float) -> Completion:
     return Completion((1, 2), (token,), ({token: logprob, 99: -3.0},), "length")
 
 
-def one_pass(got: Completion, noise: Noise, traffic: Traffic = GOOD) -> Pass:
+def one_pass(
+    got: Completion, noise: Noise, traffic: Traffic = GOOD, expected: Expected = NEEDED
+) -> Pass:
     differences = noise.compare_all([completion(5, -1.0)], [got])
-    return Pass("test", [got], differences, traffic, num_blocks_expected=3, bytes_per_block=128)
+    return Pass("test", [got], differences, traffic, expected)
 
 
 def test_totals_labels_and_differences() -> None:
@@ -97,3 +108,59 @@ def test_where_the_single_server_disagrees_with_itself_only_logprobs_count() -> 
 )
 def test_missing_or_failed_transfers_break_the_claim(traffic: Traffic) -> None:
     assert not one_pass(completion(5, -1.0), Noise((True,), 0.0), traffic).claim_transferred().held
+
+
+def likely(first: tuple[int, float], second: tuple[int, float]) -> Completion:
+    """An answer of one token, ``first``, with the logprobs of two."""
+    return Completion((1, 2), (first[0],), (dict([first, second]),), "length")
+
+
+@pytest.mark.parametrize(
+    ("got", "held"),
+    [
+        (likely((6, -1.0), (5, -1.004)), True),
+        (likely((6, -1.0), (7, -3.0)), False),
+        (likely((7, -1.0), (5, -1.0)), False),
+    ],
+)
+def test_between_sizes_a_token_may_be_another_only_where_both_are_as_likely(
+    got: Completion, held: bool
+) -> None:
+    own = likely((5, -1.0), (6, -1.004))
+    noise = Noise.of_rounding([own], [likely((5, -1.003), (6, -1.004))])
+    [difference] = noise.compare_all([own], [got])
+    assert difference.equal == held
+    [exact] = Noise.none(1).compare_all([own], [got])
+    assert not exact.equal
+
+
+def test_a_token_that_was_less_likely_is_wrong_even_if_its_logprobs_are_near() -> None:
+    own, got = likely((5, -1.0), (6, -1.1)), likely((6, -1.05), (5, -1.05))
+    noise = Noise.of_rounding([own], [likely((5, -1.03), (6, -1.1))])
+    assert got.token_ids != own.token_ids
+    [difference] = noise.compare_all([own], [got])
+    assert difference.max_logprob <= noise.tolerance
+    assert not difference.equal
+
+
+def test_rounding_that_shows_nowhere_allows_nothing() -> None:
+    own = likely((5, -1.0), (6, -1.0))
+    noise = Noise.of_rounding([own], [own])
+    [difference] = noise.compare_all([own], [likely((6, -1.0), (5, -1.0))])
+    assert not difference.equal
+
+
+@pytest.mark.parametrize("num_bytes", [0, 383, 385])
+def test_other_bytes_than_expected_break_the_claim_without_blocks(num_bytes: int) -> None:
+    exact, expected = Noise.none(1), Expected(384, source="as before")
+    good = one_pass(completion(5, -1.0), exact, GOOD, expected).claim_transferred()
+    assert good.held
+    assert "as before" in good.detail
+    other = Traffic(num_blocks=9, num_bytes=num_bytes, num_reads=1, seconds=0.0, num_failures=0)
+    assert not one_pass(completion(5, -1.0), exact, other, expected).claim_transferred().held
+
+
+def test_nothing_expected_and_nothing_read_is_no_transfer() -> None:
+    nothing = Traffic(num_blocks=0, num_bytes=0, num_reads=0, seconds=0.0, num_failures=0)
+    one = one_pass(completion(5, -1.0), Noise.none(1), nothing, Expected(0))
+    assert not one.claim_transferred().held

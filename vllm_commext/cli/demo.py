@@ -1,6 +1,8 @@
 """`vllm-commext demo`: prefill/decode disaggregation on this machine, proven equal to one
 server."""
 
+from __future__ import annotations
+
 import argparse
 import importlib.util
 import shutil
@@ -9,8 +11,13 @@ import sys
 import tempfile
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from vllm_commext.errors import ConfigError, UnsupportedError
+from vllm_commext.testing.tiny_kinds import KINDS
+
+if TYPE_CHECKING:
+    from vllm_commext.cli.demo_course import Course
 
 HELP = "run a prefill and a decode server here, and prove their answers equal to one server's"
 
@@ -20,17 +27,32 @@ NEEDED = {
     "httpx": "what the proxy needs (pip install 'vllm-commext[proxy]')",
 }
 MIN_REQUESTS = 8
+TP_SIZES = (1, 2, 4)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument(
+        "--model",
+        choices=sorted(KINDS),
+        default="llama",
+        metavar="KIND",
+        help=f"tiny model to serve: {', '.join(sorted(KINDS))}; default: %(default)s",
+    )
+    parser.add_argument(
         "--tp",
         type=int,
-        choices=(1, 2),
+        choices=TP_SIZES,
         default=1,
         help="tensor-parallel size of every server; default: %(default)s",
     )
+    for side, what in (("p", "prefill"), ("d", "decode")):
+        parser.add_argument(
+            f"--{side}-tp",
+            type=int,
+            choices=TP_SIZES,
+            help=f"tensor-parallel size of the {what} server; default: that of --tp",
+        )
     parser.add_argument(
         "--requests",
         type=int,
@@ -59,18 +81,27 @@ def run(args: argparse.Namespace) -> int:
     missing = [what for name, what in NEEDED.items() if importlib.util.find_spec(name) is None]
     if missing:
         raise UnsupportedError(f"the demo needs {'; '.join(missing)}, and this Python lacks it")
-    from vllm_commext.cli.demo_scenario import Options, Scenario
-
     folder = args.folder or Path(tempfile.mkdtemp(prefix="vllm-commext-demo-"))
-    options = Options(folder.resolve(), args.tp, args.requests, args.port, args.keep)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     held = False
     try:
-        held = Scenario(options).run()
+        held = choose_course(args, folder.resolve()).run()
     finally:
         _leave(folder, held, temporary=args.folder is None)
     return 0 if held else 1
+
+
+def choose_course(args: argparse.Namespace, folder: Path) -> Course:
+    """The course that suits the model and the sizes."""
+    from vllm_commext.cli.demo_course import Options
+    from vllm_commext.cli.demo_scenario import Scenario
+    from vllm_commext.cli.demo_split import SplitScenario
+
+    sizes = (args.p_tp or args.tp, args.d_tp or args.tp)
+    options = Options(folder, args.model, *sizes, args.requests, args.port, args.keep)
+    is_plain = KINDS[args.model].model_type == "llama" and sizes[0] == sizes[1]
+    return (Scenario if is_plain else SplitScenario)(options)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

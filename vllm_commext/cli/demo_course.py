@@ -1,0 +1,215 @@
+"""What the demo's courses have in common: their servers, how they ask them, and how they end."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_commext.cli.demo_report import Claim, Expected, Noise, Pass, Traffic, table, verdict
+from vllm_commext.testing import cluster
+from vllm_commext.testing.metrics import scrape, wait_for_added
+from vllm_commext.testing.parity import Completion, complete
+from vllm_commext.testing.prompts import Prompt
+from vllm_commext.testing.servers import ProxyServer, Server, VllmServer, free_port
+from vllm_commext.testing.tiny_kinds import KINDS
+from vllm_commext.testing.tiny_model import kv_bytes_per_token, write_tiny_model
+
+CONCURRENCY = 8
+NUM_CONTROLS = 4
+WATCH_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for; ``kind`` is one of ``KINDS``, ``port`` 0 means any free one."""
+
+    folder: Path
+    kind: str
+    prefill_tp: int
+    decode_tp: int
+    num_requests: int
+    port: int
+    keep: bool
+
+
+class Course(ABC):
+    """One run of the demo; prints as it goes.
+
+    A subclass says what is asked: of plain servers first (``ask_references``), then of the engines
+    (``send_all``), last of a decode engine that damages what it receives (``control``).
+    ``prefill_args`` and ``decode_args`` go to ``vllm serve``.
+    """
+
+    prefill_args: Sequence[str] = ()
+    decode_args: Sequence[str] = ()
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.started = time.monotonic()
+        self.passes: list[Pass] = []
+        self.claims: list[Claim] = []
+
+    @abstractmethod
+    def ask_references(self) -> None:
+        """Let plain servers answer everything, one server after the other."""
+
+    @abstractmethod
+    def send_all(self, proxy: Server, decode: Server) -> None:
+        """The passes through the proxy."""
+
+    @abstractmethod
+    def control(self, prefill: Server, corrupting: Server) -> None:
+        """The same comparison must notice damage."""
+
+    def run(self) -> bool:
+        """Whether every claim held."""
+        self.options.folder.mkdir(parents=True, exist_ok=True)
+        self.say(f"writing a tiny model, logs in {self.options.folder}")
+        self.model = write_tiny_model(self.options.folder / "model", self.options.kind)
+        self.ask_references()
+        with ExitStack() as stack:
+            prefill, decode, corrupting = self.start_engines(stack)
+            proxy = self.start_proxy(stack, prefill, decode)
+            self.send_all(proxy, decode)
+            self.control(prefill, corrupting)
+            print(f"\n{table(self.passes)}\n\n{verdict(self.claims)}", flush=True)
+            if self.options.keep:
+                corrupting.stop()
+                self.keep([prefill, decode, proxy])
+            self.say("stopping all servers")
+        self.say("nothing is left running")
+        return all(claim.held for claim in self.claims)
+
+    def say(self, text: str) -> None:
+        """A progress line with the seconds since the start."""
+        print(f"[{time.monotonic() - self.started:4.0f} s] {text}", flush=True)
+
+    def start_engines(self, stack: ExitStack) -> tuple[VllmServer, VllmServer, VllmServer]:
+        """Start prefill, decode and the negative control's decode engine at the same time."""
+        self.say(f"starting a prefill and two decode servers, {self._sizes()}")
+        prefill = self.engine("prefill", "kv_producer")
+        decode = self.engine("decode", "kv_consumer")
+        corrupting = self.engine("decode-corrupting", "kv_consumer", corrupt=True)
+        servers = (prefill, decode, corrupting)
+        for server in servers:
+            stack.callback(server.stop)
+            server.start()
+        for server in servers:
+            self.say(f"{server.name} ready after {server.wait_ready():.0f} s on {server.url}")
+        return servers
+
+    def _sizes(self) -> str:
+        prefill, decode = self.options.prefill_tp, self.options.decode_tp
+        if prefill == decode:
+            return f"each with tensor parallel size {prefill}"
+        return f"with tensor parallel size {prefill} and {decode}"
+
+    def engine(self, name: str, role: str, corrupt: bool = False) -> VllmServer:
+        """A server with the connector, not started."""
+        config = cluster.kv_transfer_config(
+            role,
+            connector=cluster.CORRUPTING if corrupt else cluster.CONNECTOR,
+            module_path=cluster.CORRUPTING_MODULE if corrupt else None,
+        )
+        options, is_prefill = self.options, role == "kv_producer"
+        return cluster.engine_server(
+            name,
+            self.model,
+            options.folder,
+            config,
+            tensor_parallel_size=options.prefill_tp if is_prefill else options.decode_tp,
+            args=[*self.dtype_args(), *(self.prefill_args if is_prefill else self.decode_args)],
+        )
+
+    def dtype_args(self) -> list[str]:
+        """What the model is to be computed in."""
+        return ["--dtype", KINDS[self.options.kind].cpu_dtype]
+
+    def start_proxy(self, stack: ExitStack, prefill: Server, decode: Server) -> Server:
+        """A ready proxy in front of both."""
+        self.say("starting the proxy")
+        proxy = ProxyServer(
+            "proxy",
+            [prefill.url],
+            [decode.url],
+            self.options.folder,
+            port=self.options.port or free_port(),
+            args=cluster.PATIENT_PROXY_ARGS,
+        )
+        return stack.enter_context(proxy)
+
+    def measure(
+        self,
+        name: str,
+        decode: Server,
+        expected: Sequence[Completion],
+        noise: Noise,
+        send: Callable[[], list[Completion]],
+        needed: Callable[[Sequence[Completion]], Expected],
+    ) -> Pass:
+        """Send requests, compare the answers and count what the decode server read for them."""
+        before = scrape(decode.url)
+        got = send()
+        reads = needed(got)
+        added = wait_for_added(decode.url, before, Traffic.BYTES, reads.num_bytes)
+        traffic = Traffic.of(added, self.options.decode_tp)
+        one = Pass(name, got, noise.compare_all(expected, got), traffic, reads)
+        self.passes.append(one)
+        return one
+
+    def keep(self, servers: Sequence[Server]) -> None:
+        """Leave the servers up until Ctrl-C, or until one of them ends."""
+        body = json.dumps({"model": cluster.MODEL_NAME, "prompt": "Hello", "max_tokens": 16})
+        url = servers[-1].url
+        print(
+            f"\nThe servers stay up until Ctrl-C. Ask the proxy:\n\n  curl {url}/v1/completions "
+            f"-H 'Content-Type: application/json' -d '{body}'\n",
+            flush=True,
+        )
+        try:
+            while all(server.running() for server in servers):
+                time.sleep(WATCH_SECONDS)
+        except KeyboardInterrupt:
+            return
+        ended = [server.name for server in servers if not server.running()]
+        self.claims.append(Claim("the servers stay up", False, f"{ended} ended"))
+        self.say(f"{ended} ended by itself; see the logs in {self.options.folder}")
+
+
+def one_at_a_time(url: str, prompts: Sequence[Prompt]) -> list[Completion]:
+    """Ask for each prompt in turn, every second one streamed."""
+    return [
+        complete(url, cluster.MODEL_NAME, prompt, stream=place % 2 == 1)
+        for place, prompt in enumerate(prompts)
+    ]
+
+
+def at_once(url: str, prompts: Sequence[Prompt]) -> list[Completion]:
+    """Ask for all prompts with ``CONCURRENCY`` under way, every second one streamed."""
+
+    def ask(place: int) -> Completion:
+        return complete(url, cluster.MODEL_NAME, prompts[place], stream=place % 2 == 1)
+
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        return list(pool.map(ask, range(len(prompts))))
+
+
+def two_steps(prefill: Server, decode: Server, prompts: Sequence[Prompt]) -> list[Completion]:
+    """Ask for each prompt in turn, without a proxy."""
+    return [
+        cluster.disaggregated(prefill.url, decode.url, cluster.MODEL_NAME, prompt)
+        for prompt in prompts
+    ]
+
+
+def kv_bytes_per_block(model: Path, decode_tp: int) -> int:
+    """Bytes of a block of a tiny Llama on all ranks of a decode engine; ranks that share a KV head
+    hold it each."""
+    heads: int = json.loads((model / "config.json").read_text())["num_key_value_heads"]
+    return kv_bytes_per_token(model) * cluster.BLOCK_SIZE * max(heads, decode_tp) // heads

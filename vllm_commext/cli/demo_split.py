@@ -1,0 +1,140 @@
+"""The demo's course for any model and any two tensor-parallel sizes.
+
+A decode engine computes only the last token of a prompt. A plain server does the same where all
+prompts have as many tokens as it may compute in one step, and one more; so started, it computes in
+the same pieces as prefill and decode engine together. At equal sizes its answers are theirs to the
+bit. At different ones they are within what the two sizes differ by without any transfer, which a
+plain server of the prefill engine's size shows. Prefix caches are off: a state cannot be cut back
+to the tokens that two prompts share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from vllm_commext.cli.demo_course import (
+    CONCURRENCY,
+    NUM_CONTROLS,
+    Course,
+    Options,
+    at_once,
+    kv_bytes_per_block,
+    one_at_a_time,
+    two_steps,
+)
+from vllm_commext.cli.demo_report import Expected, Noise, Traffic
+from vllm_commext.testing import cluster
+from vllm_commext.testing.metrics import scrape, wait_for_added
+from vllm_commext.testing.parity import Completion
+from vllm_commext.testing.prompts import Prompt, equal_prompts, num_blocks
+from vllm_commext.testing.servers import Server, VllmServer
+from vllm_commext.testing.tiny_kinds import KINDS
+
+PROMPT_TOKENS = 130
+SETTLE_SECONDS = 1.0
+
+
+class SplitScenario(Course):
+    """Prompts of one length."""
+
+    prefill_args = decode_args = (
+        "--max-num-batched-tokens",
+        str(PROMPT_TOKENS - 1),
+        "--no-enable-prefix-caching",
+    )
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        made = equal_prompts(1 + options.num_requests, PROMPT_TOKENS, seed=1)
+        self.first, self.prompts = made[0], made[1:]
+
+    def ask_references(self) -> None:
+        """Let a plain server of the decode engine's size answer everything, and one of the prefill
+        engine's where that is another."""
+        prefill_tp, decode_tp = self.options.prefill_tp, self.options.decode_tp
+        with self.plain_server(decode_tp) as server:
+            self.say(f"{len(self.prompts)} prompts one at a time, then {CONCURRENCY} at once")
+            self.expected = one_at_a_time(server.url, self.prompts)
+            many = at_once(server.url, self.prompts)
+        self.quiet = Noise.none(len(self.prompts))
+        if prefill_tp != decode_tp:
+            with self.plain_server(prefill_tp) as server:
+                self.say(f"{len(self.prompts)} prompts one at a time")
+                other = one_at_a_time(server.url, self.prompts)
+            self.quiet = Noise.of_rounding(self.expected, other)
+        self.busy = self.quiet.at_least(Noise.of_rounding(self.expected, many))
+        self.say(
+            f"the sizes' own answers: logprobs differ by {self.quiet.max_logprob:.2g} one at a "
+            f"time, by {self.busy.max_logprob:.2g} at once"
+        )
+
+    def plain_server(self, size: int) -> VllmServer:
+        """A server without this package, not started."""
+        self.say(
+            f"starting a single server without this package, with tensor parallel size {size}, "
+            "for reference"
+        )
+        return VllmServer(
+            f"single-tp{size}",
+            self.model,
+            self.options.folder,
+            tensor_parallel_size=size,
+            args=[
+                *cluster.ENGINE_ARGS,
+                *("--served-model-name", cluster.MODEL_NAME),
+                *self.dtype_args(),
+                *self.decode_args,
+            ],
+            environ={"VLLM_COMMEXT": "0"},
+        )
+
+    def send_all(self, proxy: Server, decode: Server) -> None:
+        """One at a time, then at once."""
+        self.prompt_bytes, self.source = self.bytes_of_a_prompt(proxy, decode)
+        passes: list[tuple[str, Noise, Callable[[str, Sequence[Prompt]], list[Completion]]]] = [
+            ("one at a time", self.quiet, one_at_a_time),
+            (f"{CONCURRENCY} at once", self.busy, at_once),
+        ]
+        for name, noise, ask in passes:
+            self.say(f"{len(self.prompts)} prompts through the proxy, {name}")
+            one = self.measure(
+                name,
+                decode,
+                self.expected,
+                noise,
+                lambda ask=ask: ask(proxy.url, self.prompts),
+                self.needed,
+            )
+            self.claims += [one.claim_equal(noise), one.claim_transferred()]
+
+    def bytes_of_a_prompt(self, proxy: Server, decode: Server) -> tuple[int, str]:
+        """What the decode engine reads for each prompt, and how that is known."""
+        if KINDS[self.options.kind].model_type == "llama":
+            blocks = num_blocks(PROMPT_TOKENS, cluster.BLOCK_SIZE)
+            return blocks * kv_bytes_per_block(self.model, self.options.decode_tp), ""
+        self.say("one prompt through the proxy, to see how much is read for it")
+        before = scrape(decode.url)
+        one_at_a_time(proxy.url, [self.first])
+        wait_for_added(decode.url, before, Traffic.BYTES, 1)
+        time.sleep(SETTLE_SECONDS)  # ranks may report in different steps
+        found = int(scrape(decode.url).minus(before).total(Traffic.BYTES))
+        return found, f"as many for each prompt as for the one before, {found:,}"
+
+    def control(self, prefill: Server, corrupting: Server) -> None:
+        """The same comparison must notice one damaged block a kind of layer in each request."""
+        prompts = self.prompts[:NUM_CONTROLS]
+        self.say(f"negative control: {len(prompts)} prompts, damaged on arrival")
+        one = self.measure(
+            "damaged (control)",
+            corrupting,
+            self.expected[:NUM_CONTROLS],
+            self.quiet.of(range(NUM_CONTROLS)),
+            lambda: two_steps(prefill, corrupting, prompts),
+            self.needed,
+        )
+        self.claims += [one.claim_noticed(), one.claim_transferred()]
+
+    def needed(self, got: Sequence[Completion]) -> Expected:
+        """What as many prompts make a decode engine read."""
+        return Expected(len(got) * self.prompt_bytes, source=self.source)
