@@ -1,0 +1,40 @@
+"""Our NIXL connector against the one in the installed vLLM, in one run.
+
+Both work on the same caches in the same processes and take turns, so that what else the machine
+does meets both.  vLLM's side is its own worker class, built without a model: its constructor, its
+registration, its handshake and its reads are what runs.  Only ratios of one run mean anything.
+
+    python benchmarks/nixl.py --out benchmarks/results/mine
+
+writes mine.md, mine.json and, where matplotlib is installed, mine.png.  ``--quick`` runs small
+sizes and no servers; ``--only`` runs some of the parts:
+
+    setup    making a new peer ready; the local lists for a peer of four ranks
+    stall    how long the engine's thread stands still while a large read is posted
+    blocks   descriptors that NIXL moves for a request, on pools that vLLM's BlockPool fragmented
+    states   the same for the states of a Mamba2 model
+    latency  one request through a prefill and a decode server
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def import_the_package_nixl_first() -> None:
+    """This file is called like NIXL's package, so its folder must be searched last."""
+    folder = Path(__file__).resolve().parent
+    others = [entry for entry in sys.path if Path(entry).resolve() != folder]
+    sys.path[:] = [*others, str(folder)]
+
+
+def main() -> int:
+    import_the_package_nixl_first()
+    from nixl_parts.command import run
+
+    return run(__doc__ or "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Samples as a table with targets and verdicts, as JSON, and as a plot."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from nixl_parts.samples import OURS, VLLM, Sample
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a case has to reach: ours at most ``share`` of vLLM's; ``text`` says it in words."""
+
+    text: str
+    share: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case of a part."""
+
+    part: str
+    case: str
+    unit: str
+    values: dict[str, list[float]]
+    target: Target | None
+
+    def median(self, contestant: str) -> float:
+        return statistics.median(self.values[contestant])
+
+    @property
+    def ratio(self) -> float:
+        """vLLM's median over ours."""
+        return self.median(VLLM) / max(self.median(OURS), 1e-12)
+
+    @property
+    def verdict(self) -> str:
+        if self.target is None:
+            return ""
+        return "met" if 1 / self.ratio <= self.target.share else "**missed**"
+
+
+def rows_of(part: str, samples: Sequence[Sample], targets: dict[str, Target]) -> list[Row]:
+    """Cases in the order in which they were measured first."""
+    cases = dict.fromkeys((sample.case, sample.unit) for sample in samples)
+    return [
+        Row(
+            part,
+            case,
+            unit,
+            {
+                name: [s.value for s in samples if (s.case, s.contestant) == (case, name)]
+                for name in (OURS, VLLM)
+            },
+            targets.get(case),
+        )
+        for case, unit in cases
+    ]
+
+
+def machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
+    versions = ", ".join(f"{name} {_version(name)}" for name in ("vllm", "nixl", "numpy"))
+    return (
+        f"{datetime.now(timezone.utc):%Y-%m-%d}, {os.cpu_count()} x "
+        f"{names[0] if names else platform.machine()}, Linux {platform.release()}, "
+        f"Python {platform.python_version()}, {versions}, load {os.getloadavg()[0]:.1f} at the end"
+    )
+
+
+def _version(name: str) -> str:
+    for distribution in (name, f"{name}-cpu"):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "of unknown version"
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    command = shlex.join(["python", "benchmarks/nixl.py", *sys.argv[1:]])
+    lines = ["# The NIXL connector against vLLM's own", "", machine(), "", f"    {command}", ""]
+    lines += ["Median (smallest) over rounds in which both take turns; less is better."]
+    for part in dict.fromkeys(row.part for row in rows):
+        lines += ["", f"## {part}", ""]
+        lines += ["| case | unit | ours | vLLM | vLLM / ours | target | |", "|" + "---|" * 7]
+        lines += [_line(row) for row in rows if row.part == part]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: Row) -> str:
+    figures = [f"{row.median(name):.4g} ({min(row.values[name]):.4g})" for name in (OURS, VLLM)]
+    target = row.target.text if row.target else ""
+    cells = [row.case, row.unit, *figures, f"{row.ratio:.3g}", target, row.verdict]
+    return f"| {' | '.join(cells)} |"
+
+
+def as_json(rows: Sequence[Row]) -> str:
+    found = [dataclasses.asdict(row) | {"ratio": row.ratio, "verdict": row.verdict} for row in rows]
+    return json.dumps({"machine": machine(), "command": sys.argv, "rows": found}, indent=1) + "\n"
+
+
+def plot(rows: Sequence[Row], path: Path) -> bool:
+    """Ratios of the cases that have a target; False where matplotlib is not installed."""
+    try:
+        matplotlib: Any = importlib.import_module("matplotlib")
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    chosen = [row for row in rows if row.target][::-1]
+    figure, axes = pyplot.subplots(figsize=(10, 1 + 0.4 * len(chosen)))
+    places = range(len(chosen))
+    colors = ["tab:green" if row.verdict == "met" else "tab:red" for row in chosen]
+    axes.barh(places, [row.ratio for row in chosen], color=colors)
+    axes.scatter(
+        [1 / row.target.share for row in chosen if row.target], places, c="k", marker="|", s=300
+    )
+    axes.set_yticks(places, [f"{row.part}: {row.case}" for row in chosen])
+    axes.set_xscale("log")
+    axes.set_xlabel("vLLM's figure / ours (mark: target)")
+    figure.savefig(path, bbox_inches="tight", dpi=120)
+    return True
