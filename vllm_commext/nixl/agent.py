@@ -21,6 +21,8 @@ from vllm_commext.nixl.fence import EPOCH_BYTES, NUM_CELLS, FenceBoard
 from vllm_commext.nixl.ucx_log import UcxLog
 
 STRIDED_SINCE = (1, 5)
+MAX_EXPANDED = 1 << 26
+"""Descriptors in a list where each takes a row: 1.5 GiB of them."""
 ucx_log = UcxLog()
 DONE = "DONE"
 IN_PROGRESS = "PROC"
@@ -164,6 +166,12 @@ class NixlAgent:
             memory_type: "DRAM" or "VRAM".
         """
         if not self._strided:
+            num_rows = int(rows[:, 4].sum())
+            if num_rows > MAX_EXPANDED:
+                raise UnsupportedError(
+                    f"{num_rows} descriptors are needed, and this NIXL takes them one by one, "
+                    f"expected at most {MAX_EXPANDED}: install nixl >= 1.5"
+                )
             rows = expand_rows(rows)
         return self._agent.prep_xfer_dlist(name, rows, memory_type)
 

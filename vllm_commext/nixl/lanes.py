@@ -254,12 +254,12 @@ def _part_lanes(
     local: StatePart, remote: StatePart, reader: Rank, source: Rank, what: str
 ) -> list[tuple[int, int, int]]:
     """Rows (bytes, local offset, remote offset)."""
-    if local.num_runs != remote.num_runs:
+    if (local.num_runs == 1) != (remote.num_runs == 1):
         raise UnsupportedError(
             f"{what}: one engine keeps channels first and the other one does not: start both with "
             "the same VLLM_SSM_CONV_STATE_LAYOUT"
         )
-    for name in ("dtype", "num_units", "replicated", "unit_bytes"):
+    for name in ("dtype", "num_units", "replicated", "unit_bytes", "num_runs"):
         _expect_equal(what, name, getattr(local, name), getattr(remote, name))
     units = _Overlap.of(local.split, reader, source)
     if units is None:
