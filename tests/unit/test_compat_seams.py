@@ -62,9 +62,11 @@ HOLD = {
     "methods": seams.has_methods(at("Base"), {"load": ("request",), "build": ("data",)}),
     "abstract": seams.abstract_only(at("Base"), {"load": ("request",), "save": (), "build": ()}),
     "mapping": seams.maps_to_callables(at("table")),
+    "not installed": seams.where_installed("commext_no_such_package", seams.exists(at("gone"))),
 }
 BREAK = {
     "no module": (seams.exists("commext_no_such_module:x"), "ModuleNotFoundError"),
+    "installed": (seams.where_installed("json", seams.exists(at("gone"))), "AttributeError"),
     "no name": (seams.exists(at("Base.gone")), "AttributeError"),
     "renamed argument": (seams.takes(at("Base.load"), "req"), "found (request, kwargs)"),
     "order": (seams.takes(at("Base.__init__"), "role", "config"), "found (config, role)"),

@@ -6,6 +6,7 @@ and never at a version number. It imports vLLM, so nothing here runs when this m
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -94,6 +95,12 @@ def _differs(function: Any, wanted: tuple[str, ...]) -> str:
 def takes(path: str, *wanted: str) -> Callable[[], str]:
     """Probe: the function can be called with these arguments in this order and no others."""
     return lambda: _differs(_resolve(path), wanted)
+
+
+def where_installed(package: str, probe: Callable[[], str]) -> Callable[[], str]:
+    """Probe: another one, where the package that vLLM's code imports is installed; without it that
+    code is not used."""
+    return lambda: probe() if importlib.util.find_spec(package) else ""
 
 
 def exists(*paths: str) -> Callable[[], str]:
@@ -388,9 +395,12 @@ SEAMS: tuple[Seam, ...] = (
         "minimax_workspace",
         "reduce_rms",
         "the norm asks for its workspace with the arguments that ours takes",
-        takes(
-            f"{MINIMAX_NORM}.lamport_workspace:get_allreduce_workspace",
-            *("rank", "world_size", "comm_size", "max_tokens", "process_group"),
+        where_installed(
+            "cuda",
+            takes(
+                f"{MINIMAX_NORM}.lamport_workspace:get_allreduce_workspace",
+                *("rank", "world_size", "comm_size", "max_tokens", "process_group"),
+            ),
         ),
     ),
     Seam(
