@@ -11,7 +11,11 @@ import vllm
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_commext.compat import conv_state
-from vllm_commext.compat.kv_connector import attention_backends, context_parallel_sizes
+from vllm_commext.compat.kv_connector import (
+    attention_backends,
+    context_parallel_sizes,
+    transfer_results_class,
+)
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.cache_layout import SERVED_SPECS, ModelFacts, groups_of, specs_of
 from vllm_commext.nixl.config import ConnectorConfig
@@ -43,6 +47,12 @@ def check_supported(
     for group in kv_cache_config.kv_cache_groups:
         for spec in specs_of(group.kv_cache_spec):
             _check_spec(spec)
+    num_groups = len(kv_cache_config.kv_cache_groups)
+    if num_groups > 1 and transfer_results_class() is None:
+        raise UnsupportedError(
+            f"this model has {num_groups} KV cache groups, and vLLM before 0.30 ends when a load "
+            f"of such a model fails: expected vLLM >= 0.30, got {vllm.__version__}"
+        )
     transfer = vllm_config.kv_transfer_config
     device = _device_type()
     if transfer is not None and transfer.kv_buffer_device not in (device, "cpu"):
