@@ -12,7 +12,8 @@ from nixl_parts import in_tree
 from nixl_parts.shapes import Caches
 from vllm_commext.nixl.agent import DONE
 from vllm_commext.nixl.layout import CacheLayout
-from vllm_commext.nixl.plan import Blocks, plan_read
+from vllm_commext.nixl.plan import Blocks
+from vllm_commext.nixl.planner import plan_read
 
 PREFILL = "prefill"
 Groups = list[list[int]]

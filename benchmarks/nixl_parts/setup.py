@@ -30,7 +30,8 @@ from nixl_parts.shapes import (
 from vllm_commext.nixl.agent import DONE, NixlAgent
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.fence import NUM_SLOTS
-from vllm_commext.nixl.plan import Blocks, ReadPlan, plan_read
+from vllm_commext.nixl.plan import Blocks, ReadPlan
+from vllm_commext.nixl.planner import plan_read
 from vllm_commext.nixl.topology import Rank
 from vllm_commext.testing.servers import LOOPBACK
 

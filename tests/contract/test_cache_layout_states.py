@@ -20,7 +20,8 @@ from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.cache_layout import ModelFacts, cache_layout
 from vllm_commext.nixl.descriptors import expand_rows
 from vllm_commext.nixl.layout import CacheLayout, StateGeometry, block_bytes, check_layout
-from vllm_commext.nixl.plan import Blocks, plan_read
+from vllm_commext.nixl.plan import Blocks
+from vllm_commext.nixl.planner import plan_read
 from vllm_commext.nixl.topology import Rank, interval, sources
 
 MAX_LENGTH = 4096

@@ -118,7 +118,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "wrong engine id": ({"remote_engine_id": "nobody"}, "handshake", "is for engine 'nobody'"),
     "closed port": ({"remote_port": "closed"}, "handshake", "within 4 s"),
     "unknown host": ({"remote_host": "no.such.host.invalid"}, "handshake", "within 4 s"),
-    "too few blocks": ({"remote_block_ids": [[1]]}, "request", "offers 1 blocks"),
+    "too few blocks": ({"remote_block_ids": [[1]]}, "request", "offers 1 blocks of"),
     "blocks out of range": ({"remote_block_ids": [[10**9] * 4]}, "request", "expected 0 to"),
     "blocks of a wrong type": ({"remote_block_ids": "1, 2"}, "request", "kv_transfer_params"),
     "another start": ({"remote_incarnation": "earlier"}, "request", "was restarted"),

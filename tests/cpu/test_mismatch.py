@@ -16,8 +16,12 @@ from vllm_commext.testing.servers import Server, ServerEndedError, VllmServer
 LOG_SECONDS = 30
 PREFILL = "prefill"
 FAILURES = "vllm:commext_nixl_failures_total"
-# What differs, and the names of the facts that the message must give.
-FACTS = {"dtype": "dtype:", "block-size": "block_size:", "model": "model:"}
+# What differs, and what the message must give.
+FACTS = {
+    "dtype": ("configurations differ", "dtype:"),
+    "block-size": ("holds 64 tokens in the decode engine, 32 in the prefill", "--block-size"),
+    "model": ("configurations differ", "model:"),
+}
 POLICIES = {"dtype": "recompute", "block-size": "fail", "model": "recompute"}
 
 
@@ -72,8 +76,9 @@ def test_the_difference_is_named(servers: dict[str, VllmServer], kind: str) -> N
     else:
         with pytest.raises(CompletionError):
             ask()
-    line = decode.wait_for_log("configurations differ", LOG_SECONDS, start)
-    assert FACTS[kind] in line
+    said, fact = FACTS[kind]
+    line = decode.wait_for_log(said, LOG_SECONDS, start)
+    assert fact in line
     assert "decode" in line
     assert "prefill" in line
     assert "Remedy" in line

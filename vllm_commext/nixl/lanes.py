@@ -206,7 +206,12 @@ def _run_tokens(local: AttentionGeometry, remote: AttentionGeometry, what: str) 
     if local.content == TOKENS:
         return math.gcd(local.row_tokens, remote.row_tokens) if together else 1
     what = f"{what} with content {local.content!r}"
-    _expect_equal(what, "row_tokens", local.row_tokens, remote.row_tokens)
+    if local.row_tokens != remote.row_tokens:
+        raise UnsupportedError(
+            f"{what}: the order of tokens in a block is that backend's own, and a block holds "
+            f"{local.row_tokens} tokens in the decode engine, {remote.row_tokens} in the prefill "
+            "engine. Remedy: start both engines with the same --block-size"
+        )
     if not together:
         raise UnsupportedError(
             f"{what}: heads can be moved alone only where each one's tokens lie together: start "

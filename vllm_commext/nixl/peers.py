@@ -19,7 +19,8 @@ from vllm_commext.nixl.descriptors import UInt64Array
 from vllm_commext.nixl.layout import CacheLayout
 from vllm_commext.nixl.loads import Part
 from vllm_commext.nixl.log import logger
-from vllm_commext.nixl.plan import ReadPlan, plan_read
+from vllm_commext.nixl.plan import ReadPlan
+from vllm_commext.nixl.planner import plan_read
 from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.side_channel import Inquiry

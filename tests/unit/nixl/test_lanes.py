@@ -102,7 +102,8 @@ PACKED = replace(HEADS, packed=True)
 
 def test_packed_rows_of_another_length_are_refused() -> None:
     message = refused(geometry(PACKED), geometry(PACKED, rows_per_block=(2,)))
-    assert "with content 'SOME_BACKEND': row_tokens is 8 in the decode engine and 4" in message
+    assert "content 'SOME_BACKEND': the order of tokens in a block is that backend's own" in message
+    assert "holds 8 tokens in the decode engine, 4 in the prefill engine" in message
     assert lanes(geometry(PACKED), geometry(PACKED, num_blocks=9)) is not None
 
 

@@ -14,7 +14,8 @@ from reference_cache import Attention, Cache, Engine, Group, State
 from reference_layout import describe
 
 from vllm_commext.errors import ProtocolError, UnsupportedError
-from vllm_commext.nixl.plan import Blocks, ReadPlan, num_blocks_for, plan_read
+from vllm_commext.nixl.plan import Blocks, ReadPlan, num_blocks_for
+from vllm_commext.nixl.planner import plan_read
 
 Ids = Sequence[Sequence[int]]
 ONE = Engine(1, 5, (8,), (1,))
@@ -148,13 +149,13 @@ def test_what_fits_is_accepted() -> None:
     [
         ([[4, 5, 6]], {}, "have 1 groups of blocks, expected 2"),
         ([[4, 5, 6], [7], []], {}, "have 3 groups of blocks, expected 2"),
-        ([[5, 6], [7]], {}, r"tokens from 0 to 11, but the prefill .* positions 1 to 2"),
-        ([[], [7]], {}, "expected blocks of the tokens from 0 to 11, but the prefill"),
-        ([[4, 5, 6, 8], [7]], {}, "but the prefill engine's are those at the positions -1 to 2"),
-        ([[4, 5], [7]], {"num_remote_tokens": 8}, "positions 0 to 1"),
-        ([[4, 5, 6], [7]], {"num_remote_tokens": 1 << 70}, "but the prefill engine's"),
-        ([[4, 5, 6], [7]], {"num_remote_tokens": -40}, "but the prefill engine's"),
-        ([[4, 5, 6], [7]], {"local": (1, 2)}, "but the decode engine's .* positions 0 to 1"),
+        ([[5, 6], [7]], {}, "prefill engine offers 2 blocks of 4 tokens, from token 4 on"),
+        ([[], [7]], {}, "offers 0 blocks .*; expected those of the tokens from 0 to 10"),
+        ([[4, 5, 6, 8], [7]], {}, "the prefill engine offers 4 blocks of 4 tokens, from token -4"),
+        ([[4, 5], [7]], {"num_remote_tokens": 8}, "offers 2 blocks of 4 tokens, from token 0 on"),
+        ([[4, 5, 6], [7]], {"num_remote_tokens": 1 << 70}, "the prefill engine offers"),
+        ([[4, 5, 6], [7]], {"num_remote_tokens": -40}, "the prefill engine offers"),
+        ([[4, 5, 6], [7]], {"local": (1, 2)}, "the decode engine offers 2 blocks .* token 0 on"),
         ([[4, 5, 6], []], {}, "offers 0 states, the decode engine needs 1"),
         ([[4, 5, 6], [7, 8]], {}, "offers 2 states, the decode engine needs 1"),
     ],

@@ -21,7 +21,7 @@ from vllm_commext.nixl.layout import (
     StateGeometry,
     StatePart,
 )
-from vllm_commext.nixl.plan import plan_read
+from vllm_commext.nixl.planner import plan_read
 
 ATTENTION = AttentionGeometry(
     num_rows=14,
