@@ -7,7 +7,7 @@ lane ``l`` has the index ``offset + l*num_cells + c*num_rows + r``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,8 @@ from vllm_commext.nixl.lanes import Grid
 from vllm_commext.nixl.layout import CacheLayout
 
 Int64Array = npt.NDArray[np.int64]
+MAX_IDS = 1 << 13
+"""Block ids that become an array in one step."""
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
@@ -108,6 +110,7 @@ class ReadPlan:
         *,
         num_tokens: int,
         num_remote_tokens: int,
+        pause: Callable[[], None] = lambda: None,
     ) -> Pairs:
         """Descriptors that copy a request's missing blocks.
 
@@ -116,11 +119,12 @@ class ReadPlan:
             remote: for each remote group, the blocks up to the one of the last remote token.
             num_tokens: tokens whose KV is wanted.
             num_remote_tokens: tokens whose KV the remote blocks hold.
+            pause: called between steps that hold the interpreter's lock.
 
         Raises:
             ProtocolError: a list is too short, or an id is outside its cache.
         """
-        own, theirs = self._checked(local, remote)
+        own, theirs = self._checked(local, remote, pause)
         chosen = [
             (section, *self._cells(section, own, theirs, num_tokens, num_remote_tokens))
             for section in self.sections
@@ -136,7 +140,10 @@ class ReadPlan:
         )
 
     def _checked(
-        self, local: Sequence[Blocks], remote: Sequence[Sequence[int]]
+        self,
+        local: Sequence[Blocks],
+        remote: Sequence[Sequence[int]],
+        pause: Callable[[], None],
     ) -> tuple[list[_Held], list[Int64Array]]:
         if len(remote) != len(self.remote.groups):
             raise ProtocolError(
@@ -144,8 +151,11 @@ class ReadPlan:
                 f"{len(self.remote.groups)}"
             )
         num_local, num_remote = self.local.num_blocks, self.remote.num_blocks
-        own = [_Held(one.first, _checked_ids("local", one.block_ids, num_local)) for one in local]
-        return own, [_checked_ids("remote", block_ids, num_remote) for block_ids in remote]
+        own = [
+            _Held(one.first, _checked_ids("local", one.block_ids, num_local, pause))
+            for one in local
+        ]
+        return own, [_checked_ids("remote", ids, num_remote, pause) for ids in remote]
 
     def _cells(
         self,
@@ -220,9 +230,16 @@ def _indices(parts: Sequence[tuple[Grid, int, int, Int64Array]]) -> Int32Array:
     return np.concatenate(found).astype(np.int32)
 
 
-def _checked_ids(side: str, block_ids: Sequence[int], num_blocks: int) -> Int64Array:
+def _checked_ids(
+    side: str, block_ids: Sequence[int], num_blocks: int, pause: Callable[[], None]
+) -> Int64Array:
+    ids = np.empty(len(block_ids), dtype=np.int64)
     try:
-        ids = np.array(block_ids, dtype=np.int64)
+        for begin in range(0, len(ids), MAX_IDS):
+            if begin:
+                pause()
+            piece = block_ids[begin : begin + MAX_IDS]
+            ids[begin : begin + len(piece)] = np.fromiter(piece, np.int64, len(piece))
     except OverflowError:  # what came from a router may exceed 64 bits
         ids = None
     if ids is None or (len(ids) and (ids.min() < 0 or ids.max() >= num_blocks)):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl import wire
-from vllm_commext.nixl.agent import DONE, IN_PROGRESS, NixlAgent
+from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.fence import is_fresh
 from vllm_commext.nixl.loads import Part
-from vllm_commext.nixl.log import logger
+from vllm_commext.nixl.pauses import pause
 from vllm_commext.nixl.peers import LocalSide, Peer
 from vllm_commext.nixl.plan import Pairs
+from vllm_commext.nixl.posting import Posting, pieces_of_read
 from vllm_commext.nixl.recorder import TransferRecorder
 
 
@@ -25,7 +25,7 @@ class Read:
     Attributes:
         part: what is being loaded.
         peer: where from.
-        handle: NIXL's handle.
+        posting: what NIXL does for it, None between the blocks' end and the fence.
         posted: when it was posted, in seconds of ``time.perf_counter``.
         post_seconds: how long posting took.
         num_bytes: bytes that it copies.
@@ -37,7 +37,7 @@ class Read:
 
     part: Part
     peer: Peer
-    handle: Any
+    posting: Posting | None
     posted: float
     post_seconds: float
     num_bytes: int
@@ -109,6 +109,7 @@ class ReadSet:
             remote.block_ids,
             num_tokens=load.num_tokens,
             num_remote_tokens=remote.num_tokens,
+            pause=pause,
         )
         if not len(pairs.local):
             return False
@@ -117,10 +118,10 @@ class ReadSet:
         return True
 
     def _start(self, part: Part, peer: Peer, pairs: Pairs, started: float) -> Read:
-        handle = self._agent.make_read(peer.local_list, pairs.local, peer.remote_list, pairs.remote)
-        self._post(handle)
+        pieces = pieces_of_read(self._agent, peer.local_list, peer.remote_list, pairs)
+        posting = Posting(self._agent, pieces)
         seconds = time.perf_counter() - started
-        return Read(part, peer, handle, started, seconds, pairs.num_bytes, len(pairs.local))
+        return Read(part, peer, posting, started, seconds, pairs.num_bytes, len(pairs.local))
 
     def poll(self) -> Iterator[tuple[Read, End]]:
         """Reads that have ended since the last call."""
@@ -145,14 +146,14 @@ class ReadSet:
 
     def _advance(self, read: Read) -> End | None:
         """One step of blocks, then fence, then end; None while under way."""
-        if read.handle is not None:
-            state, text = self._look(read)
-            if state == IN_PROGRESS:
+        if read.posting is not None:
+            error = read.posting.look()
+            if error is None:
                 return None
-            self._release(read)
-            if state != DONE:
+            read.posting = None
+            if error:
                 self._take_epoch(read)
-                return End("transfer", f"NIXL: {text or state}")
+                return End("transfer", f"NIXL: {error}")
         epoch = self._take_epoch(read)
         if epoch is not None:
             return self._judge(read, epoch)
@@ -167,12 +168,11 @@ class ReadSet:
             return None
         read.cell = cell
         try:
-            read.handle = self._agent.make_fence_read(
+            fence = self._agent.make_fence_read(
                 read.peer.fence_list, cell, read.part.remote.fence_slot
             )
-            self._post(read.handle)
+            read.posting = Posting(self._agent, [fence])
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the read has failed
-            read.handle = None
             self._take_epoch(read)
             return End("transfer", f"NIXL: {error}")
         return None
@@ -193,26 +193,6 @@ class ReadSet:
             "the prefill engine had freed the blocks before they were read: the request came later "
             "than kv_lease_duration, or its parameters were used twice",
         )
-
-    def _post(self, handle: Any) -> None:
-        try:
-            self._agent.post(handle)
-        except Exception:
-            self._agent.release_read(handle)
-            raise
-
-    def _look(self, read: Read) -> tuple[str, str]:
-        try:
-            return self._agent.state(read.handle), ""
-        except Exception as error:  # noqa: BLE001 NIXL raises many types; the read has ended
-            return "an error", str(error)
-
-    def _release(self, read: Read) -> None:
-        handle, read.handle = read.handle, None
-        try:
-            self._agent.release_read(handle)
-        except Exception as error:  # noqa: BLE001 NIXL raises many types; the read has ended
-            logger.warning("NIXL did not release a read cleanly: %s", error)
 
     def _record(self, read: Read) -> None:
         self._recorder.transfer(
