@@ -84,7 +84,7 @@ def test_the_difference_is_named(servers: dict[str, VllmServer], kind: str) -> N
     assert "Remedy" in line
     complete(decode.url, cluster.MODEL_NAME, [32, 33], max_tokens=2)
     added = wait_for_added(decode.url, before, FAILURES, at_least=1)
-    assert added.total(FAILURES, reason="handshake") == added.total(FAILURES) == 1
+    assert added.total(FAILURES, reason="configuration") == added.total(FAILURES) == 1
     assert added.total("vllm:commext_nixl_bytes_total") == 0
     for server in (decode, prefill_server):
         assert_own_answers(server)

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from vllm_commext.errors import ProtocolError
+from vllm_commext.errors import UnsupportedError
 
 GEOMETRY = (
     "dtype",
@@ -47,7 +47,7 @@ def check_facts(
         The tolerated differences, to be logged.
 
     Raises:
-        ProtocolError: a difference that is not tolerated; the message lists every one of them.
+        UnsupportedError: a difference that is not tolerated; the message lists every one of them.
     """
     found = differences(local, remote)
     refused = found if enforce else {name: pair for name, pair in found.items() if name in GEOMETRY}
@@ -59,4 +59,4 @@ def check_facts(
     remedy = "start both engines with the same value"
     if not any(name in GEOMETRY for name in refused):
         remedy += ', or set "enforce_handshake_compat": false if they mean the same'
-    raise ProtocolError(f"the engines' configurations differ: {listed}. Remedy: {remedy}")
+    raise UnsupportedError(f"the engines' configurations differ: {listed}. Remedy: {remedy}")

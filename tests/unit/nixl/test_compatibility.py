@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_commext.errors import ProtocolError
+from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.compatibility import GEOMETRY, check_facts, differences, digest
 
 FACTS = {"model": "a", "dtype": "bfloat16", **dict.fromkeys(GEOMETRY, "1")}
@@ -48,7 +48,7 @@ def test_refused_exactly_where_it_must_be(
     if not fatal:
         assert check_facts(local, remote, enforce=enforce) == found
         return
-    with pytest.raises(ProtocolError) as raised:
+    with pytest.raises(UnsupportedError) as raised:
         check_facts(local, remote, enforce=enforce)
     for name in fatal:
         ours, theirs = found[name]
@@ -58,7 +58,7 @@ def test_refused_exactly_where_it_must_be(
 @pytest.mark.parametrize("name", GEOMETRY)
 def test_geometry_is_refused_whatever_the_setting_says(name: str) -> None:
     for enforce in (True, False):
-        with pytest.raises(ProtocolError) as raised:
+        with pytest.raises(UnsupportedError) as raised:
             check_facts(FACTS, {**FACTS, name: "2"}, enforce=enforce)
         assert f"{name}: decode '1', prefill '2'" in str(raised.value)
         assert "enforce_handshake_compat" not in str(raised.value)
@@ -66,6 +66,6 @@ def test_geometry_is_refused_whatever_the_setting_says(name: str) -> None:
 
 def test_the_remedy_names_the_setting_where_it_helps() -> None:
     other = {**FACTS, "model": "b"}
-    with pytest.raises(ProtocolError, match='"enforce_handshake_compat": false'):
+    with pytest.raises(UnsupportedError, match='"enforce_handshake_compat": false'):
         check_facts(FACTS, other, enforce=True)
     assert check_facts(FACTS, other, enforce=False) == {"model": ("a", "b")}
