@@ -33,8 +33,8 @@ static PyObject *Ring_wait_attached(PyObject *op, PyObject *timeout) {
     RingObject *self = (RingObject *)op;
     if (check_usable(self, 1) < 0) return NULL;
     struct ring_meeting *meeting = &self->end.segment->meeting;
-    struct ring_wish wish = {.cursor = &meeting->attached, .wanted = &meeting->attached_wanted,
-                             .target = self->end.n_readers, .ask = 1, .lenient_ask = 1};
+    struct ring_wish wish = {.cursor = &meeting->attached, .event = &meeting->event,
+                             .target = self->end.n_readers};
     return wait_for(self, wish, timeout);
 }
 
@@ -42,7 +42,7 @@ static PyObject *Ring_announce_ready(PyObject *op, PyObject *Py_UNUSED(ignored))
     RingObject *self = (RingObject *)op;
     if (check_usable(self, 1) < 0) return NULL;
     struct ring_meeting *meeting = &self->end.segment->meeting;
-    ring_advance(&self->end.waiter, &meeting->ready, 1, &meeting->ready_wanted);
+    ring_advance(&self->end.waiter, &meeting->ready, 1, &meeting->event, NULL);
     Py_RETURN_NONE;
 }
 
@@ -50,8 +50,7 @@ static PyObject *Ring_wait_ready(PyObject *op, PyObject *timeout) {
     RingObject *self = (RingObject *)op;
     if (check_usable(self, 0) < 0) return NULL;
     struct ring_meeting *meeting = &self->end.segment->meeting;
-    struct ring_wish wish = {.cursor = &meeting->ready, .wanted = &meeting->ready_wanted,
-                             .target = 1, .ask = 1, .lenient_ask = 1,
+    struct ring_wish wish = {.cursor = &meeting->ready, .event = &meeting->event, .target = 1,
                              .peer = &self->end.segment->writer};
     return wait_for(self, wish, timeout);
 }

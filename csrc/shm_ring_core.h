@@ -51,6 +51,8 @@ struct ring_end {
     struct ring_part parts[RING_MAX_PARTS]; /* where the caller wants the parts */
     int culprit;            /* after RING_PEER_*: which reader, or RING_WRITER */
     const char *why;        /* after RING_CORRUPT, which is final */
+    uint64_t looked_ns;     /* writer: when it last looked after all readers */
+    int lost_reader;        /* writer: which one it then found dead */
     uint64_t wait_started;
     struct ring_waiter waiter;
 };
@@ -97,7 +99,7 @@ static inline void ring_open(struct ring_end *end, void *map, uint64_t map_bytes
     end->max_fragment = ring_max_fragment(capacity);
     end->rank = rank;
     end->limit = rank == RING_WRITER ? capacity : 0;
-    end->culprit = RING_NOBODY;
+    end->culprit = end->lost_reader = RING_NOBODY;
     end->waiter.pid_namespace = ring_pid_namespace();
     end->waiter.spin_ns = RING_SPIN_MAX_NS;
 }
@@ -122,7 +124,7 @@ static inline int ring_claim(struct ring_end *end) {
     if (!atomic_compare_exchange_strong(&mine->state, &expected, RING_CLAIMED)) return 0;
     ring_identify(mine, end->waiter.pid_namespace);
     atomic_fetch_add(&meeting->attached, 1);
-    if (atomic_exchange(&meeting->attached_wanted, 0)) ring_futex_wake(&meeting->attached);
+    ring_wake(&meeting->event);
     return 1;
 }
 
@@ -132,9 +134,8 @@ static inline void ring_leave(struct ring_end *end) {
     struct ring_identity *mine =
         is_writer ? &end->segment->writer : &end->readers[end->rank].identity;
     atomic_store(&mine->state, RING_CLOSED);
-    ring_futex_wake(is_writer ? &end->segment->head.position
-                              : &end->readers[end->rank].cursor.position);
-    if (is_writer) ring_futex_wake(&end->segment->meeting.ready);
+    ring_wake(is_writer ? &end->segment->news : &end->readers[end->rank].cursor.room);
+    if (is_writer) ring_wake(&end->segment->meeting.event);
 }
 
 #endif

@@ -4,8 +4,8 @@
  *   0                 header          written once at creation, then only read
  *   RING_LINE         writer identity
  *   2 * RING_LINE     writer cursor   head (bytes published), sequence (records completed)
- *   3 * RING_LINE     parked readers  the word with which readers ask to be woken
- *   4 * RING_LINE     meeting         readers attached, "everyone is here"
+ *   3 * RING_LINE     news            what readers sleep on
+ *   4 * RING_LINE     meeting         readers attached, "everyone is here", what both sleep on
  *   RING_READERS_AT   per reader: cursor line, identity line
  *   (page aligned)    data            `capacity` bytes, a power of two
  *
@@ -22,20 +22,18 @@
 #include <stdint.h>
 #include <string.h>
 
-#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "a futex waits on the low half of a 64-bit cursor: little-endian only"
-#endif
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "64-bit atomics must be lock-free across processes");
+_Static_assert(ATOMIC_INT_LOCK_FREE == 2, "32-bit atomics must be lock-free across processes");
 
 #define RING_MAGIC UINT64_C(0x31474e5258434356) /* "VCCXRNG1" */
-#define RING_VERSION 1u
+#define RING_VERSION 2u
 #define RING_LINE 128u
 #define RING_READERS_AT (8u * RING_LINE)
 #define RING_PAGE 4096u
 #define RING_ALIGN 32u /* fragments start here, so that their headers never wrap */
 #define RING_NONCE_BYTES 16u
 #define RING_MIN_CAPACITY 4096u
-#define RING_MAX_CAPACITY (UINT64_C(1) << 30) /* < 4 GiB: the futex word is the cursor's low half */
+#define RING_MAX_CAPACITY (UINT64_C(1) << 30)
 #define RING_MAX_READERS 4096u
 #define RING_MAX_PARTS 1024u
 #define RING_MAX_FRAGMENT (256u << 10)
@@ -61,12 +59,16 @@ struct ring_identity {
     uint64_t pid_namespace; /* inode; a pid of another namespace says nothing here */
 };
 
-/* A cursor that its owner advances and others wait for. `wanted`: 0, or wake me from there on. */
+/* A word to sleep on. Bit 0: somebody sleeps, or is about to. Every wake-up changes the rest. */
+typedef _Atomic uint32_t ring_event;
+
+/* A cursor that its owner advances and others wait for. */
 struct ring_cursor {
     _Atomic uint64_t position;
     _Atomic uint64_t sequence;
-    _Atomic uint64_t wanted;
+    _Atomic uint64_t wanted;     /* readers: where the writer wants to be woken */
     _Atomic uint64_t high_water; /* readers: the most bytes ever found waiting */
+    ring_event room;             /* readers: what the writer sleeps on */
 };
 
 struct ring_reader {
@@ -76,16 +78,15 @@ struct ring_reader {
 
 struct ring_meeting {
     _Atomic uint64_t attached;
-    _Atomic uint64_t attached_wanted;
     _Atomic uint64_t ready;
-    _Atomic uint64_t ready_wanted;
+    ring_event event;
 };
 
 struct ring_segment {
     _Alignas(RING_LINE) struct ring_header header;
     _Alignas(RING_LINE) struct ring_identity writer;
     _Alignas(RING_LINE) struct ring_cursor head;
-    _Alignas(RING_LINE) _Atomic uint64_t readers_parked;
+    _Alignas(RING_LINE) ring_event news;
     _Alignas(RING_LINE) struct ring_meeting meeting;
 };
 

@@ -22,8 +22,8 @@ static inline int ring_need_data(struct ring_end *end, uint64_t deadline, int ma
         }
         if (!may_wait) return RING_WOULD_BLOCK;
         struct ring_wish wish = {
-            .cursor = &segment->head.position, .wanted = &segment->readers_parked,
-            .target = end->position + 1, .ask = 1, .lenient_ask = 1, .peer = &segment->writer};
+            .cursor = &segment->head.position, .event = &segment->news,
+            .target = end->position + 1, .peer = &segment->writer};
         int status = ring_wait(&end->waiter, &wish, &end->wait_started, deadline);
         if (status != RING_OK) {
             end->culprit = RING_WRITER;
@@ -58,7 +58,7 @@ static inline const char *ring_bad_fragment(const struct ring_end *end,
 static inline void ring_release_fragment(struct ring_end *end) {
     struct ring_cursor *cursor = &end->readers[end->rank].cursor;
     end->position = end->fragment_end;
-    ring_advance(&end->waiter, &cursor->position, end->position, &cursor->wanted);
+    ring_advance(&end->waiter, &cursor->position, end->position, &cursor->room, &cursor->wanted);
 }
 
 /* The lengths of the parts into end->lengths: from the table, or the record itself. */

@@ -1,10 +1,12 @@
 /*
  * Waiting for a cursor in shared memory: a bounded, adaptive spin, then a futex.
  *
- * No wake-up can be lost. Who waits stores its wish and then reads the cursor; who advances stores
- * the cursor and then reads the wish; all four are sequentially consistent, so at least one of the
- * two sees the other, and the kernel compares the cursor once more before it puts anyone to sleep.
- * The slices in which a sleeper wakes by itself serve liveness and signals, not correctness.
+ * No wake-up can be lost. Who waits sets the event's bit, keeps the word as its ticket, and then
+ * reads the cursor; who advances stores the cursor and then reads the event; all are sequentially
+ * consistent, so at least one of the two sees the other. A wake-up clears the bit by changing the
+ * word, so that it wakes all who hold the old ticket: the kernel compares ticket and word before it
+ * puts anyone to sleep. The slices in which a sleeper wakes by itself serve liveness and signals,
+ * not correctness.
  */
 #ifndef VLLM_COMMEXT_SHM_RING_WAIT_H
 #define VLLM_COMMEXT_SHM_RING_WAIT_H
@@ -25,6 +27,7 @@
 #include "shm_ring_layout.h"
 
 #define RING_NEVER UINT64_MAX
+#define RING_SLEEPER 1u /* of a ring_event */
 #define RING_NS_PER_S UINT64_C(1000000000)
 #define RING_SPIN_MIN_NS UINT64_C(1500)
 #define RING_SPIN_MAX_NS UINT64_C(25000)
@@ -46,7 +49,7 @@ enum ring_status {
 
 /* What one end counts and keeps about waiting. Process-local, never in the segment. */
 struct ring_waiter {
-    _Atomic(_Atomic uint64_t *) waiting_on; /* non-NULL exactly while inside a wait */
+    _Atomic(ring_event *) waiting_on; /* non-NULL exactly while inside a wait */
     _Atomic uint32_t cancelled;
     uint64_t pid_namespace;
     uint64_t spin_ns; /* how long a spin is worth at the present rate of messages */
@@ -56,13 +59,13 @@ struct ring_waiter {
     uint64_t waits, parks, wake_ups;
 };
 
-/* One wait: until *cursor >= target, asking through *wanted to be woken. */
+/* One wait: until *cursor >= target, asleep on *event. */
 struct ring_wish {
     _Atomic uint64_t *cursor;
-    _Atomic uint64_t *wanted;
+    ring_event *event;
     uint64_t target;
-    uint64_t ask;         /* what to store in *wanted: <= target */
-    uint64_t lenient_ask; /* the same in the first millisecond, >= target: fewer switches */
+    _Atomic uint64_t *wanted; /* where to say from which position on to be woken; NULL: any news */
+    uint64_t lenient;         /* what to say in the first millisecond, >= target: fewer switches */
     const struct ring_identity *peer; /* who has to advance it; NULL: nobody in particular */
 };
 
@@ -80,20 +83,17 @@ static inline void ring_pause(void) {
 #endif
 }
 
-static inline uint32_t *ring_futex_word(_Atomic uint64_t *cursor) {
-    return (uint32_t *)(void *)cursor; /* little-endian: the low half comes first */
-}
-
-static inline int ring_futex_wait(_Atomic uint64_t *cursor, uint64_t seen, uint64_t timeout_ns) {
+static inline int ring_sleep(ring_event *event, uint32_t ticket, uint64_t timeout_ns) {
     struct timespec timeout = {.tv_sec = (time_t)(timeout_ns / RING_NS_PER_S),
                                .tv_nsec = (long)(timeout_ns % RING_NS_PER_S)};
-    long result = syscall(SYS_futex, ring_futex_word(cursor), FUTEX_WAIT, (uint32_t)seen, &timeout,
-                          NULL, 0);
+    long result = syscall(SYS_futex, event, FUTEX_WAIT, ticket, &timeout, NULL, 0);
     return result == 0 ? 0 : errno;
 }
 
-static inline void ring_futex_wake(_Atomic uint64_t *cursor) {
-    syscall(SYS_futex, ring_futex_word(cursor), FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+static inline void ring_wake(ring_event *event) {
+    uint32_t seen = atomic_load(event);
+    while (!atomic_compare_exchange_weak(event, &seen, (seen | RING_SLEEPER) + 1)) continue;
+    syscall(SYS_futex, event, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
 /* Start time of a live process in clock ticks since boot; 0 if it is gone or a zombie;
@@ -133,21 +133,20 @@ static inline int ring_is_dead(const struct ring_identity *who, uint64_t pid_nam
 static inline int ring_peer_status(struct ring_waiter *waiter, const struct ring_identity *peer,
                                    uint64_t now) {
     if (peer == NULL) return RING_OK;
-    uint32_t state = atomic_load_explicit(&peer->state, memory_order_acquire);
+    uint32_t state = atomic_load(&peer->state);
     if (state == RING_CLOSED) return RING_PEER_CLOSED;
     if (state != RING_ATTACHED || now - waiter->checked_ns < RING_SLICE_NS) return RING_OK;
     waiter->checked_ns = now;
     return ring_is_dead(peer, waiter->pid_namespace) ? RING_PEER_DEAD : RING_OK;
 }
 
-/* Move an own cursor and wake who asked for it: one system call however many sleep, else none. */
+/* Move an own cursor and wake who waits for it: one system call however many sleep, else none. */
 static inline void ring_advance(struct ring_waiter *waiter, _Atomic uint64_t *cursor,
-                                uint64_t value, _Atomic uint64_t *wanted) {
+                                uint64_t value, ring_event *event, _Atomic uint64_t *wanted) {
     atomic_store(cursor, value);
-    uint64_t asked = atomic_load(wanted);
-    if (asked == 0 || value < asked) return;
-    atomic_store_explicit(wanted, 0, memory_order_relaxed);
-    ring_futex_wake(cursor);
+    if (!(atomic_load(event) & RING_SLEEPER)) return;
+    if (wanted != NULL && value < atomic_load(wanted)) return;
+    ring_wake(event);
     waiter->wake_ups++;
 }
 
@@ -196,7 +195,7 @@ static inline void ring_learn(struct ring_waiter *waiter, uint64_t budget, uint6
 static inline uint64_t ring_slice(const struct ring_waiter *waiter, const struct ring_wish *wish,
                                   uint64_t start, uint64_t now, uint64_t deadline) {
     uint64_t slice = RING_SLICE_NS, elapsed = now - start;
-    if (wish->lenient_ask > wish->target && elapsed < RING_LENIENT_NS)
+    if (wish->lenient > wish->target && elapsed < RING_LENIENT_NS)
         slice = RING_LENIENT_NS;
     else if (elapsed < RING_FIRST_SLICE_NS)
         slice = RING_FIRST_SLICE_NS;
@@ -211,17 +210,17 @@ static inline uint64_t ring_slice(const struct ring_waiter *waiter, const struct
 static inline int ring_park(struct ring_waiter *waiter, const struct ring_wish *wish,
                             uint64_t start, uint64_t deadline) {
     for (;;) {
-        if (atomic_load(&waiter->cancelled)) return RING_CANCELLED;
         uint64_t now = ring_now();
+        int lenient = now - start < RING_LENIENT_NS;
+        if (wish->wanted != NULL) atomic_store(wish->wanted, lenient ? wish->lenient : wish->target);
+        uint32_t ticket = atomic_fetch_or(wish->event, RING_SLEEPER) | RING_SLEEPER;
+        if (ring_reached(wish)) return RING_OK;
+        if (atomic_load(&waiter->cancelled)) return RING_CANCELLED;
         int peer = ring_peer_status(waiter, wish->peer, now);
         if (peer != RING_OK) return ring_reached(wish) ? RING_OK : peer;
-        int lenient = now - start < RING_LENIENT_NS;
-        atomic_store(wish->wanted, lenient ? wish->lenient_ask : wish->ask);
-        uint64_t seen = atomic_load(wish->cursor);
-        if (seen >= wish->target) return RING_OK;
         if (now >= deadline) return RING_TIMEOUT;
         waiter->parks++;
-        int error = ring_futex_wait(wish->cursor, seen, ring_slice(waiter, wish, start, now, deadline));
+        int error = ring_sleep(wish->event, ticket, ring_slice(waiter, wish, start, now, deadline));
         if (ring_reached(wish)) return RING_OK;
         if (error == EINTR) return RING_INTERRUPTED;
         if (error == ETIMEDOUT && ring_now() - start >= RING_LENIENT_NS * 2) return RING_INTERRUPTED;
@@ -241,7 +240,7 @@ static inline int ring_wait(struct ring_waiter *waiter, const struct ring_wish *
     }
     uint64_t budget = is_new ? ring_spin_budget(waiter) : 0;
     uint64_t until = *started + budget < deadline ? *started + budget : deadline;
-    atomic_store(&waiter->waiting_on, wish->cursor);
+    atomic_store(&waiter->waiting_on, wish->event);
     int spun = is_new && ring_spin(wish, until);
     if (!spun) status = ring_park(waiter, wish, *started, deadline);
     atomic_store(&waiter->waiting_on, NULL);
@@ -251,17 +250,12 @@ static inline int ring_wait(struct ring_waiter *waiter, const struct ring_wish *
     return RING_OK;
 }
 
-/* End the present wait and every later one, from any thread. The waiter may be just about to sleep
- * on a word that this does not change, so wake it until it has left; it needs one wake-up. */
+/* End the present wait and every later one, from any thread. Who begins to wait on something else
+ * meanwhile sees `cancelled` before it sleeps. */
 static inline void ring_cancel(struct ring_waiter *waiter) {
-    struct timespec pause = {.tv_sec = 0, .tv_nsec = 50000};
     atomic_store(&waiter->cancelled, 1);
-    for (int attempt = 0; attempt < 10000; attempt++) {
-        _Atomic uint64_t *cursor = atomic_load(&waiter->waiting_on);
-        if (cursor == NULL) return;
-        ring_futex_wake(cursor);
-        nanosleep(&pause, NULL);
-    }
+    ring_event *event = atomic_load(&waiter->waiting_on);
+    if (event != NULL) ring_wake(event);
 }
 
 #endif

@@ -6,6 +6,21 @@
 
 #include "shm_ring_core.h"
 
+/* Whether a reader is known to be dead. Looks once a second, because a writer that has room need not
+ * wait for anybody. What it finds after a record has been written ends the next. */
+static inline int ring_lost_reader(struct ring_end *end) {
+    uint64_t now = ring_now();
+    if (now - end->looked_ns < RING_SLICE_NS) return end->lost_reader != RING_NOBODY;
+    end->looked_ns = now;
+    for (uint32_t rank = 0; rank < end->n_readers; rank++) {
+        const struct ring_identity *who = &end->readers[rank].identity;
+        if (atomic_load(&who->state) == RING_ATTACHED &&
+            ring_is_dead(who, end->waiter.pid_namespace))
+            end->lost_reader = (int)rank;
+    }
+    return end->lost_reader != RING_NOBODY;
+}
+
 /* Read all readers' cursors. The slowest one's rank goes to *slowest. */
 static inline int ring_refresh_limit(struct ring_end *end, uint32_t *slowest) {
     uint64_t least = UINT64_MAX;
@@ -35,9 +50,9 @@ static inline int ring_need_room(struct ring_end *end, uint64_t bytes, uint64_t 
         struct ring_reader *reader = &end->readers[slowest];
         uint64_t target = upto - end->capacity, half = end->position - end->capacity / 2;
         struct ring_wish wish = {
-            .cursor = &reader->cursor.position, .wanted = &reader->cursor.wanted,
-            .target = target, .ask = target, .lenient_ask = target > half ? target : half,
-            .peer = &reader->identity};
+            .cursor = &reader->cursor.position, .event = &reader->cursor.room,
+            .target = target, .wanted = &reader->cursor.wanted,
+            .lenient = target > half ? target : half, .peer = &reader->identity};
         status = ring_wait(&end->waiter, &wish, &end->wait_started, deadline);
         if (status != RING_OK) {
             end->culprit = (int)slowest;
@@ -57,7 +72,7 @@ static inline void ring_put_fragment(struct ring_end *end, uint32_t bytes, uint3
 static inline void ring_publish(struct ring_end *end, uint64_t span) {
     struct ring_segment *segment = end->segment;
     end->position += span;
-    ring_advance(&end->waiter, &segment->head.position, end->position, &segment->readers_parked);
+    ring_advance(&end->waiter, &segment->head.position, end->position, &segment->news, NULL);
 }
 
 /* Tell readers to drop what they have of the record that was given up. */
@@ -106,6 +121,10 @@ static inline int ring_write(struct ring_end *end, const struct ring_part *parts
     struct ring_progress *at = &end->at;
     if (end->why != NULL) return RING_CORRUPT;
     if (atomic_load_explicit(&end->waiter.cancelled, memory_order_relaxed)) return RING_CANCELLED;
+    if (end->lost_reader != RING_NOBODY || (may_wait && ring_lost_reader(end))) {
+        end->culprit = end->lost_reader;
+        return RING_PEER_DEAD;
+    }
     if (end->abort_pending) {
         int status = ring_finish_abort(end, deadline, may_wait);
         if (status != RING_OK) return status;
@@ -128,6 +147,7 @@ static inline int ring_write(struct ring_end *end, const struct ring_part *parts
         ring_publish(end, ring_span(bytes));
     } while (at->done < at->total);
     at->active = 0;
+    (void)ring_lost_reader(end);
     return RING_OK;
 }
 
