@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest
 DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
 	--requests $(REQUESTS) $(if $(filter-out 0,$(KEEP)),--keep)
 
-.PHONY: demo test unit contract cpu lint docs env test-matrix clean help
+.PHONY: demo test unit contract cpu lint docs env test-matrix stress-shm sanitize clean help
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -56,6 +56,15 @@ test-matrix: $(MATRIX:%=contract-%) ## Contract tests on each supported vLLM, on
 contract-%:
 	@$(PYTHON) tools/cpu_env.py .venv-$* --vllm $*
 	.venv-$*/bin/python -m pytest tests/contract $(PYTEST_ARGS)
+
+stress-shm: env ## The message queue: 10 million messages, signals and stops, 500 deaths, damage; some minutes
+	$(BIN)/python tests/unit/shm/stress_traffic.py --messages 10000000
+	$(BIN)/python tests/unit/shm/stress_traffic.py --messages 200000 --torment
+	$(BIN)/python tests/unit/shm/stress_deaths.py --rounds 500
+	$(BIN)/python tests/unit/shm/stress_fuzz.py --rounds 20000
+
+sanitize: env ## The native queue's core under ThreadSanitizer, AddressSanitizer and UBSan, for long
+	COMMEXT_RING_RECORDS=500000 $(PYTEST) tests/unit/shm/test_ring_native.py $(PYTEST_ARGS)
 
 clean: ## Remove the environments and what tests and tools left
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -69,6 +69,8 @@ class Peer:
 
     def __str__(self) -> str:
         who = "writer" if self.rank == WRITER else f"reader {self.rank}"
+        if self.state >= len(STATE_NAMES):
+            return f"{who} (damaged)"
         if self.state != ATTACHED:
             return f"{who} ({STATE_NAMES[self.state]}, at message {self.sequence})"
         alive = "alive" if self.alive else "dead"

@@ -1,0 +1,183 @@
+"""Messages of random sizes through the queue, to 1 to 4 readers: none lost, doubled, torn, moved.
+
+    python tests/unit/shm/stress_traffic.py --messages 10000000
+    python tests/unit/shm/stress_traffic.py --messages 1000000 --torment
+
+With ``--torment`` all the processes are stopped and continued at random, fork children that drop
+their copies of the queue, and have a signal handler that raises out of whatever they are doing.
+"""
+
+import argparse
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from vllm_commext.shm.queue import MessageQueue
+
+FORK = multiprocessing.get_context("fork")  # 20 ms a process, not 500
+SHAPE: dict[str, Any] = {"max_chunk_bytes": 1 << 15, "max_chunks": 2}  # a ring of 64 KiB
+WAIT_SECONDS = 60
+POOL_SIZE = 1021
+FORK_EVERY = 5000
+
+
+def make_pool() -> list[bytes]:
+    """Contents of 0 B to 100 KiB, most of them small."""
+    rng = random.Random(7)
+    sizes = [rng.choice((300, 300, 300, 300, 3000)) for _ in range(POOL_SIZE)]
+    sizes[::100] = [100 << 10] * len(sizes[::100])
+    return [rng.randbytes(rng.randrange(most)) for most in sizes]
+
+
+POOL = make_pool()
+
+
+def message(number: int) -> tuple[int, bytes]:
+    return number, POOL[number * 7919 % POOL_SIZE]
+
+
+class Interrupted(Exception):  # noqa: N818 - not an error
+    """What the signal's handler raises."""
+
+
+def raise_once(*_: object) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    raise Interrupted
+
+
+def attempt(call: Callable[[], Any]) -> Any:
+    """What `call` returns, or None if a signal came at any moment from before to after it."""
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+        result = call()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    except Interrupted:
+        return None
+    return result
+
+
+def fork_and_drop(ends: list[MessageQueue]) -> None:
+    pid = os.fork()
+    if pid == 0:
+        ends.clear()
+        gc.collect()
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def write_tormented(ends: list[MessageQueue], count: int) -> None:
+    queue = ends[0]
+    for number in range(count):
+        while queue.counters()["messages"] == number:
+            attempt(lambda number=number: queue.enqueue(message(number), timeout=WAIT_SECONDS))
+        if number % FORK_EVERY == 0:
+            fork_and_drop(ends)
+
+
+def read_tormented(ends: list[MessageQueue], count: int) -> int:
+    """How many messages a signal has taken between the queue's return and the caller."""
+    queue, number, taken = ends[0], 0, 0
+    while number < count:
+        got = attempt(lambda: queue.dequeue(timeout=WAIT_SECONDS))
+        read = queue.counters()["messages"]
+        if got is None:
+            assert read in (number, number + 1), f"expected {number} messages, got {read}"
+            taken += read - number
+        else:
+            assert got == message(number), f"message {number} differs"
+            assert read == number + 1
+        number = read
+        if number % FORK_EVERY == 0:
+            fork_and_drop(ends)
+    return taken
+
+
+def write(link: Connection, n_readers: int, count: int, torment: bool) -> None:
+    queue = MessageQueue(n_readers, n_readers, **SHAPE)
+    link.send(queue.export_handle())
+    queue.wait_until_ready()
+    if torment:
+        write_tormented([queue], count)
+    else:
+        for number in range(count):
+            queue.enqueue(message(number), timeout=WAIT_SECONDS)
+    link.send(queue.counters())
+    link.recv()  # the queue stays until all have read
+
+
+def read(link: Connection, rank: int, count: int, torment: bool) -> None:
+    queue = MessageQueue.create_from_handle(link.recv(), rank)
+    queue.wait_until_ready()
+    taken = 0
+    if torment:
+        taken = read_tormented([queue], count)
+    else:
+        for number in range(count):
+            got = queue.dequeue(timeout=WAIT_SECONDS)
+            assert got == message(number), f"message {number} differs"
+    link.send((queue.counters(), taken))
+
+
+def start(work: Callable[..., None], *arguments: object) -> tuple[Any, Connection]:
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=work, args=(theirs, *arguments))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def torment_until_read(processes: list[Any], links: list[Connection]) -> None:
+    rng = random.Random(11)
+    while not all(link.poll() for link in links):
+        victim = rng.choice(processes)
+        if not victim.is_alive():
+            return
+        if rng.random() < 0.1:
+            os.kill(victim.pid, signal.SIGSTOP)
+            time.sleep(rng.random() * 0.02)
+            os.kill(victim.pid, signal.SIGCONT)
+        else:
+            os.kill(victim.pid, signal.SIGUSR1)
+        time.sleep(rng.random() * 0.05)
+
+
+def run(n_readers: int, count: int, torment: bool) -> None:
+    """One writer and its readers; raises if any of them has found anything wrong."""
+    signal.signal(signal.SIGUSR1, raise_once)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # and in all children
+    writer, to_writer = start(write, n_readers, count, torment)
+    handle = to_writer.recv()
+    pairs = [start(read, rank, count, torment) for rank in range(n_readers)]
+    readers, links = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    for link in links:
+        link.send(handle)
+    started = time.monotonic()
+    if torment:
+        torment_until_read([writer, *readers], links)
+    results = [link.recv() for link in links]  # EOFError if one has failed
+    seconds = time.monotonic() - started
+    assert to_writer.recv()["messages"] == count
+    to_writer.send("end")
+    for process in (writer, *readers):
+        process.join(WAIT_SECONDS)
+        assert process.exitcode == 0, f"{process} has failed"
+    assert all(counters["messages"] == count for counters, _ in results)
+    taken = f", {sum(taken for _, taken in results)} taken by signals" if torment else ""
+    sys.stdout.write(f"{count} messages to {n_readers} readers in {seconds:.1f} s{taken}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--messages", type=int, required=True, help="over all numbers of readers")
+    parser.add_argument("--torment", action="store_true")
+    given = parser.parse_args()
+    for n in (1, 2, 3, 4):
+        run(n, given.messages // 4, given.torment)

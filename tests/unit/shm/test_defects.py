@@ -1,0 +1,248 @@
+"""What goes wrong in vLLM 0.32's queue, one test a defect.
+
+    COMMEXT_TEST_QUEUE=vllm pytest tests/unit/shm/test_defects.py
+
+runs the same tests against the installed vLLM's queue, where each of them fails.
+"""
+
+import contextlib
+import gc
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
+
+from .queue_child import KIND, LARGE, SMALL, queue_class
+
+CHILD = Path(__file__).with_name("queue_child.py")
+LOCAL = "127.0.0.1"
+ENOUGH_SECONDS = 10.0  # for a wait that must end
+
+
+class Child:
+    """A process of queue_child.py, which says pickled objects."""
+
+    def __init__(self, command: str, *arguments: object, wrapper: tuple[str, ...] = ()) -> None:
+        words = [*wrapper, sys.executable, str(CHILD), command, pickle.dumps(arguments).hex()]
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+
+    def said(self) -> Any:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with contextlib.suppress(ValueError):  # vLLM logs to the standard output
+                return pickle.loads(bytes.fromhex(line.strip()))
+        raise AssertionError("the child has ended")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(timeout=10)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Child]]:
+    children: list[Child] = []
+
+    def begin(*arguments: Any, **options: Any) -> Child:
+        children.append(Child(*arguments, **options))
+        return children[-1]
+
+    yield begin
+    for child in children:
+        child.kill()
+
+
+def outcome(work: Callable[[], object], meanwhile: Callable[[], object] = lambda: None) -> object:
+    """What `work` returns or raises in a thread while `meanwhile` runs here."""
+    results: list[object] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except Exception as error:  # noqa: BLE001 - handed to the test
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    meanwhile()
+    thread.join(ENOUGH_SECONDS)
+    return results[0] if results else "it has not ended"
+
+
+def remote_pair() -> tuple[Any, Any]:
+    writer = queue_class()(1, 0, connect_ip=LOCAL)
+    reader = queue_class().create_from_handle(writer.export_handle(), -1)
+    ready = threading.Thread(target=reader.wait_until_ready, daemon=True)
+    ready.start()
+    writer.wait_until_ready()
+    ready.join(ENOUGH_SECONDS)
+    return writer, reader
+
+
+def local_pair(**options: Any) -> tuple[Any, Any]:
+    writer = queue_class()(1, 1, **options)
+    reader = queue_class().create_from_handle(writer.export_handle(), 0)
+    ready = threading.Thread(target=reader.wait_until_ready, daemon=True)
+    ready.start()
+    writer.wait_until_ready()
+    ready.join(ENOUGH_SECONDS)
+    return writer, reader
+
+
+def test_1_a_killed_reader_ends_the_wait_of_its_writer(start: Callable[..., Child]) -> None:
+    writer = queue_class()(1, 1, **SMALL)
+    child = start("read_one_and_sleep", writer.export_handle())
+    assert child.said() == "attached"
+    writer.wait_until_ready()
+    writer.enqueue("one")
+    assert child.said() == "one"
+    child.kill()
+
+    def write() -> None:
+        for _ in range(100):
+            writer.enqueue(b"x" * 60_000)
+
+    assert f"reader 0 (pid {child.process.pid}, dead" in str(outcome(write))
+
+
+def test_2_shutdown_ends_the_wait_of_a_writer() -> None:
+    writer, _reader = local_pair(**SMALL)
+
+    def write() -> None:
+        for _ in range(100):
+            writer.enqueue(b"x" * 60_000)
+
+    def shut_down() -> None:
+        time.sleep(0.3)
+        writer.shutdown()
+
+    result = outcome(write, meanwhile=shut_down)
+    assert isinstance(result, RuntimeError)
+    assert str(result) == "cancelled"
+
+
+def test_3_a_large_message_that_takes_long_is_not_lost(start: Callable[..., Child]) -> None:
+    child = start("write_large_slowly", False)
+    reader = queue_class().create_from_handle(child.said(), 0)
+    reader.wait_until_ready()
+    if KIND == "ours":
+        time.sleep(0.3)  # nobody reads, so it stops in the midst of the message
+        os.kill(child.process.pid, signal.SIGSTOP)
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            reader.dequeue(timeout=0.2)
+    os.kill(child.process.pid, signal.SIGCONT)
+    assert [reader.dequeue(timeout=20) for _ in range(2)] == [LARGE, "small"]
+
+
+def test_4_a_writer_that_dies_in_a_large_message_is_named(start: Callable[..., Child]) -> None:
+    child = start("write_large_slowly", True)
+    reader = queue_class().create_from_handle(child.said(), 0)
+    reader.wait_until_ready()
+    if KIND == "ours":
+        time.sleep(0.3)
+        child.kill()
+    assert f"writer (pid {child.process.pid}, dead" in str(outcome(reader.dequeue))
+
+
+def test_5_shutdown_ends_the_wait_of_a_remote_reader() -> None:
+    _writer, reader = remote_pair()
+
+    def shut_down() -> None:
+        time.sleep(0.2)
+        reader.shutdown()
+
+    assert str(outcome(reader.dequeue, meanwhile=shut_down)) == "cancelled"
+
+
+def test_6_a_remote_reader_that_stalls_loses_nothing() -> None:
+    writer, reader = remote_pair()
+    sent = 0
+    with contextlib.suppress(TimeoutError):
+        while sent < 20_000:
+            writer.enqueue(sent, timeout=0.2)
+            sent += 1
+    for number in range(sent):
+        assert reader.dequeue(timeout=5) == number
+    assert sent > 1000
+
+
+@pytest.mark.parametrize("pair", ["local", "remote"])
+def test_7_the_content_is_that_of_the_call(pair: str) -> None:
+    writer, reader = remote_pair() if pair == "remote" else local_pair(**SMALL)
+    corrupted = 0
+
+    def write() -> None:
+        array = np.empty(2 << 20, dtype=np.uint8)
+        for number in range(10):
+            array[:] = number
+            writer.enqueue(array)
+            array[:] = 255
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    for number in range(10):
+        corrupted += bool((reader.dequeue(timeout=20) != number).any())
+    assert corrupted == 0
+
+
+def test_8_a_small_dev_shm_holds_all_queues_of_a_server(start: Callable[..., Child]) -> None:
+    unshare = shutil.which("unshare")
+    if not unshare or subprocess.run([unshare, "-rm", "true"], check=False).returncode:
+        pytest.skip("this machine does not let us mount a /dev/shm of our own")
+    mount = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$0" "$@"'
+    child = start("fill_a_small_dev_shm", wrapper=(unshare, "-rm", "sh", "-c", mount))
+    assert child.said() == "done"
+
+
+def test_9_a_busy_reader_does_not_grow(start: Callable[..., Child]) -> None:
+    writer = queue_class()(1, 1)
+    child = start("read_and_answer", writer.export_handle())
+    assert child.said() == "attached"
+    writer.wait_until_ready()
+    pages = []
+    for _ in range(4):
+        for number in range(100_000):
+            writer.enqueue(number, timeout=60)
+        writer.enqueue("how large?", timeout=60)
+        pages.append(child.said())
+    assert (pages[3] - pages[0]) * os.sysconf("SC_PAGE_SIZE") < 300_000
+
+
+def test_10_a_forked_child_changes_nothing() -> None:
+    writer = queue_class()(1, 1)
+    pid = os.fork()
+    if pid == 0:
+        del writer
+        gc.collect()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    reader = queue_class().create_from_handle(writer.export_handle(), 0)
+    writer.enqueue("still there")
+    assert reader.dequeue(timeout=10) == "still there"
+
+
+def test_11_a_killed_creator_leaves_nothing(
+    start: Callable[..., Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
+    child = start("write_and_sleep", str(tmp_path))
+    reader = queue_class().create_from_handle(child.said(), 0)
+    reader.wait_until_ready()
+    assert reader.dequeue(timeout=20) == "hello"
+    segments, files = child.said()
+    assert segments
+    child.kill()
+    left = [name for name in segments if Path(name.removesuffix(" (deleted)")).exists()]
+    assert left + [name for name in files if (tmp_path / name).exists()] == []

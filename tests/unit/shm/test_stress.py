@@ -1,0 +1,26 @@
+"""The stress programs in short; `make stress-shm` runs them for long."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("stress_traffic.py", "--messages", "40000"),
+        ("stress_traffic.py", "--messages", "60000", "--torment"),
+        ("stress_deaths.py", "--rounds", "8"),
+        ("stress_fuzz.py", "--rounds", "300"),
+    ],
+    ids=["traffic", "torment", "deaths", "fuzz"],
+)
+def test_in_short(words: tuple[str, ...]) -> None:
+    script, *arguments = words
+    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
