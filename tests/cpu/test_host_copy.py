@@ -1,5 +1,5 @@
 """Peers read from and write to copies of the caches in host memory: real servers, told to keep
-such copies although NIXL reaches their caches."""
+such copies although NIXL reaches their caches, with vLLM's own queue between engine and worker."""
 
 import random
 from contextlib import ExitStack
@@ -24,6 +24,7 @@ def test_answers_are_one_servers(model: Path, tmp_path: Path) -> None:
                 model,
                 tmp_path,
                 cluster.kv_transfer_config(role, extra={"host_copy": True}),
+                environ={"VLLM_COMMEXT_SHM_QUEUE": "0"},
                 args=["--no-enable-prefix-caching", "--max-num-batched-tokens", str(STEP_TOKENS)],
             )
             for role in ("kv_producer", "kv_consumer")

@@ -14,6 +14,8 @@ from vllm_commext.testing.parity import CompletionError, compare, complete
 from vllm_commext.testing.servers import Server, ServerEndedError, VllmServer
 
 LOG_SECONDS = 30
+# What nobody reads is soon freed: an engine that holds blocks goes on stepping.
+LEASE_SECONDS = 5
 PREFILL = "prefill"
 FAILURES = "vllm:commext_nixl_failures_total"
 # What differs, and what the message must give.
@@ -37,7 +39,10 @@ def servers(
 
     made = {
         PREFILL: cluster.engine_server(
-            PREFILL, model, folder, cluster.kv_transfer_config("kv_producer")
+            PREFILL,
+            model,
+            folder,
+            cluster.kv_transfer_config("kv_producer", extra={"kv_lease_duration": LEASE_SECONDS}),
         ),
         "dtype": decode("dtype", model, "--dtype", "bfloat16"),
         "block-size": decode("block-size", model, "--block-size", "64"),

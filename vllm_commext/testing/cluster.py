@@ -32,8 +32,8 @@ ENGINE_ARGS = (
 )
 
 
-# While a prefilled request waits for its reader, vLLM's queue keeps a core busy for each worker:
-# with two cores and several servers of two workers, the others then wait for tens of seconds.
+# vLLM's queue keeps a core busy for each worker for a second after every message, and all the while
+# that a prefilled request waits for its reader: on two cores the other servers wait for it.
 QUEUE_ENVIRON = {"VLLM_COMMEXT_SHM_QUEUE": "1"}
 
 # A loaded machine with two cores answers late; how soon somebody gives up is not what is shown.
@@ -116,7 +116,7 @@ def engine_server(
         tensor_parallel_size=tensor_parallel_size,
         kv_transfer_config=config,
         args=[*ENGINE_ARGS, *_names(model), *args],
-        environ={**(QUEUE_ENVIRON if tensor_parallel_size > 1 else {}), **(environ or {})},
+        environ={**QUEUE_ENVIRON, **(environ or {})},
     )
 
 
