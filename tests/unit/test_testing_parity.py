@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from vllm_commext.errors import ProtocolError
-from vllm_commext.testing.parity import Completion, compare, logprob_difference
+from vllm_commext.testing.parity import Completion, compare, lines_of, logprob_difference
 from vllm_commext.testing.prompts import (
     SHARED_TOKENS,
     PrefixCache,
@@ -106,3 +106,8 @@ def test_a_different_beginning_hits_nothing() -> None:
     cache = PrefixCache(4)
     cache.add((1, 2, 3, 4, 5, 6, 7, 8, 9), [1])
     assert cache.blocks_to_fetch((0, 2, 3, 4, 5, 6, 7, 8, 9)) == 3
+
+
+def test_only_a_line_feed_ends_a_line_of_a_stream() -> None:
+    pieces = ["data: a\u0085b", "\u2028c\nda", "ta: d\r\n", "\n"]
+    assert list(lines_of(pieces)) == ["data: a\u0085b\u2028c", "data: d\r", "", ""]

@@ -142,7 +142,20 @@ def _ask_stream(url: str, body: Mapping[str, Any], timeout_seconds: float) -> li
             raise CompletionError(
                 url, response.status_code, response.read().decode(errors="replace")
             )
-        return list(_choices_of_stream(url, response.iter_lines()))
+        return list(_choices_of_stream(url, lines_of(response.iter_text())))
+
+
+def lines_of(pieces: Iterable[str]) -> Iterator[str]:
+    """The lines of a stream of server-sent events, without their ends.
+
+    Only a line feed ends a line here: answers hold other characters at which ``str.splitlines``, as
+    httpx uses it, breaks a line in two.
+    """
+    rest = ""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split("\n")
+        yield from lines
+    yield rest
 
 
 def _choices_of_stream(url: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
