@@ -13,6 +13,10 @@ P_TP ?= $(TP)
 D_TP ?= $(TP)
 KEEP ?=
 REQUESTS ?= 32
+SEED ?= 1
+CHAOS_REQUESTS ?= 2000
+FAULTS ?= 114
+CHAOS_OUT ?= chaos-report
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -20,7 +24,7 @@ PYTEST := $(BIN)/python -m pytest
 DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
 	--requests $(REQUESTS) $(if $(filter-out 0,$(KEEP)),--keep)
 
-.PHONY: demo test unit contract cpu lint docs env test-matrix stress-shm sanitize clean help
+.PHONY: demo test unit contract cpu chaos lint docs env test-matrix stress-shm sanitize clean help
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -28,8 +32,8 @@ help: ## List the targets
 demo: env ## Prefill and decode servers here, proven equal to one server; MODEL=granite P_TP=1 D_TP=2 TP=2 KEEP=1 REQUESTS=32
 	$(BIN)/vllm-commext demo $(DEMO_ARGS)
 
-test: env lint ## Lint, then unit, contract and cpu tests
-	$(PYTEST) tests/unit tests/contract tests/cpu $(PYTEST_ARGS)
+test: env lint ## Lint, then unit, contract, cpu tests and a short chaos run
+	$(PYTEST) tests/unit tests/contract tests/cpu tests/chaos $(PYTEST_ARGS)
 
 unit: env ## Tests that need no vLLM
 	$(PYTEST) tests/unit $(PYTEST_ARGS)
@@ -39,6 +43,10 @@ contract: env ## Tests against the installed vLLM, without a model
 
 cpu: env ## Tests with real servers on CPUs
 	$(PYTEST) tests/cpu $(PYTEST_ARGS)
+
+chaos: env ## Long chaos run with a report; SEED=1 CHAOS_REQUESTS=2000 FAULTS=114 CHAOS_OUT=chaos-report
+	$(BIN)/python tests/chaos/run.py --seed $(SEED) --requests $(CHAOS_REQUESTS) \
+		--faults $(FAULTS) --out $(CHAOS_OUT)
 
 lint: env ## ruff and pyright
 	$(BIN)/ruff check .

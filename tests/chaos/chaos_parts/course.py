@@ -1,0 +1,176 @@
+"""One run from its first server to its report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from chaos_parts.faults import LONG_PROMPT, inject
+from chaos_parts.load import Load, make_prompts, take_references
+from chaos_parts.network import Link, NetworkError, namespace_link
+from chaos_parts.recovery import recover
+from chaos_parts.report import FaultRecord, RunRecord, describe
+from chaos_parts.schedule import DECODE, KINDS, PREFILL, Fault, plan_faults
+from chaos_parts.stage import Stage
+from vllm_commext.testing import cluster
+from vllm_commext.testing.parity import Completion, complete
+
+WARM_UP_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Course:
+    """How a run goes.
+
+    Attributes:
+        seed: everything that is drawn follows from it.
+        num_requests: requests of the load that there must be at least.
+        num_faults: faults.
+        kinds: kinds of faults.
+        num_clients: requests at a time.
+        num_prompts: known prompts.
+        namespaces: put the prefill engine into a network namespace, where the machine permits.
+        plain_reference: take the right answers of a server without connector, else of the
+            prefill engine before the first fault.
+        max_delay_seconds: longest time without a fault.
+        policy: the decode engine's first policy.
+    """
+
+    seed: int
+    num_requests: int
+    num_faults: int
+    kinds: Sequence[str] = tuple(KINDS)
+    num_clients: int = 3
+    num_prompts: int = 32
+    namespaces: bool = True
+    plain_reference: bool = True
+    max_delay_seconds: float = 2.0
+    policy: str = "recompute"
+
+
+def run(course: Course, model: Path, folder: Path, say: Callable[[str], None]) -> RunRecord:
+    """Run it; every server has ended when this returns.
+
+    Args:
+        course: how.
+        model: folder of the model.
+        folder: where the servers' logs go.
+        say: takes a line about each fault.
+    """
+    record = RunRecord({**vars(course), "kinds": len(course.kinds)})
+    kinds = list(course.kinds)
+    with ExitStack() as stack:
+        link = _link(course, record, stack)
+        if link is None:
+            kinds = [kind for kind in kinds if not KINDS[kind].needs_namespace]
+        references = _plain_references(course, model, folder) if course.plain_reference else None
+        stage = Stage(model, folder, link, course.policy)
+        stack.callback(stage.stop)
+        stage.start()
+        if references is None:
+            references = take_references(stage.url(PREFILL), _prompts(course))
+        load = Load(stage.proxy_url, references, course.seed)
+        faults = plan_faults(course.seed, course.num_faults, kinds, course.max_delay_seconds)
+        started = time.monotonic()
+        _Run(course, record, stage, load, say).go(faults)
+        record.seconds = time.monotonic() - started
+        record.verdicts, record.errors, record.samples = load.verdicts, load.errors, load.samples
+        record.censuses = stage.censuses
+    return record
+
+
+def _prompts(course: Course) -> list[tuple[int, ...]]:
+    return make_prompts(course.num_prompts, course.seed)
+
+
+def _plain_references(course: Course, model: Path, folder: Path) -> list[Completion]:
+    with cluster.plain_server("plain", model, folder) as server:
+        return take_references(server.url, _prompts(course))
+
+
+def _link(course: Course, record: RunRecord, stack: ExitStack) -> Link | None:
+    reason = "not asked for"
+    if course.namespaces:
+        try:
+            return stack.enter_context(namespace_link())
+        except NetworkError as error:
+            reason = str(error)
+    needing = [kind for kind in course.kinds if KINDS[kind].needs_namespace]
+    record.skipped.update(dict.fromkeys(needing, f"no network namespaces: {reason}"))
+    return None
+
+
+class _Run:
+    """The faults, one after the other, under load."""
+
+    def __init__(
+        self,
+        course: Course,
+        record: RunRecord,
+        stage: Stage,
+        load: Load,
+        say: Callable[[str], None],
+    ) -> None:
+        self._course = course
+        self._record = record
+        self._stage = stage
+        self._load = load
+        self._say = say
+
+    def go(self, faults: Sequence[Fault]) -> None:
+        self._load.start(self._course.num_clients)
+        self._warm_up()
+        self._settle("start", (PREFILL, DECODE))
+        for fault in faults:
+            time.sleep(fault.delay_seconds)
+            self._one(fault)
+        while self._load.verdicts.total() < self._course.num_requests:
+            time.sleep(0.2)
+        self._settle("end", (PREFILL, DECODE), compare=True)
+        if not self._load.stop():
+            self._record.problems.append("clients did not end within their bound")
+
+    def _one(self, fault: Fault) -> None:
+        killed = KINDS[fault.kind].kills
+        if killed:
+            self._settle(f"before fault {fault.number}", (killed,), compare=True)
+            time.sleep(fault.delay_seconds / 2)
+        started = time.monotonic()
+        problems = inject(fault, self._stage, self._load)
+        back = time.monotonic()
+        recovery = recover(self._stage, self._load, back)
+        problems += self._stage.deaths()
+        self._record.faults.append(
+            FaultRecord(fault.number, fault.kind, back - started, recovery, tuple(problems))
+        )
+        self._say(
+            f"{fault.number:4d} {fault.kind:22s} {back - started:5.1f} s, {describe(recovery)}; "
+            f"{dict(self._load.verdicts)}{''.join(f'; PROBLEM: {one}' for one in problems)}"
+        )
+        if killed:
+            self._warm_up()
+            self._settle(f"after fault {fault.number}", (killed,))
+
+    def _warm_up(self) -> None:
+        """Let a new engine allocate what it will need: work space for long prompts among it."""
+        for role in (PREFILL, DECODE):
+            url = self._stage.url(role)
+            complete(url, cluster.MODEL_NAME, (65,) * LONG_PROMPT, max_tokens=2)
+        time.sleep(WARM_UP_SECONDS)
+
+    def _settle(self, when: str, roles: Sequence[str], *, compare: bool = False) -> None:
+        """Pause the load and count what the engines hold: a baseline, or against it."""
+        problems: list[str] = []
+        if not self._load.pause():
+            problems.append("requests did not end within their bound")
+        problems += self._stage.wait_quiet()
+        for role in roles:
+            if compare:
+                problems += self._stage.compare_with_baseline(role)
+            else:
+                self._stage.take_baseline(role)
+        self._record.problems += [f"{when}: {problem}" for problem in problems]
+        self._load.go_on()

@@ -1,0 +1,202 @@
+"""What each kind of fault does.  A fault returns when the peer is back."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from chaos_parts.intruders import (
+    abort_requests,
+    send_http_garbage,
+    send_notifications,
+    send_side_channel_garbage,
+)
+from chaos_parts.judge import RIGHT
+from chaos_parts.load import Load, ask, make_prompts
+from chaos_parts.relay import relay_to
+from chaos_parts.schedule import DECODE, PREFILL, Fault
+from chaos_parts.stage import (
+    DECODE_STEP_SECONDS,
+    HANDSHAKE_SECONDS,
+    LEASE_SECONDS,
+    NUM_BLOCKS,
+    TRANSFER_SECONDS,
+    Stage,
+)
+from vllm_commext.testing import cluster
+from vllm_commext.testing.parity import Completion, complete, prefill
+
+NUM_GARBAGE = 200
+NUM_ABORTS = 6
+LONG_PROMPT = 900
+FOREIGN: tuple[Mapping[str, Any], ...] = (
+    {"remote_engine_id": "nobody"},
+    {"remote_incarnation": "earlier"},
+    {"remote_block_ids": [[10**9] * 8]},
+    {"remote_block_ids": "1, 2"},
+    {"remote_fence_slot": 10**9},
+    {"remote_host": "no.such.host.invalid"},
+    {"tp_size": 7},
+)
+
+
+@dataclass
+class Scene:
+    """What a fault works on.
+
+    Attributes:
+        stage: the servers.
+        load: where answers of the fault's own requests are judged.
+        rng: for the choices within the fault.
+    """
+
+    stage: Stage
+    load: Load
+    rng: random.Random
+
+    def reference(self) -> Completion:
+        """One of the known prompts with its right answer."""
+        return self.rng.choice(self.load.references)
+
+    def prefill(self, reference: Completion) -> dict[str, Any]:
+        """Step 1 without the proxy."""
+        return prefill(self.stage.url(PREFILL), cluster.MODEL_NAME, reference.prompt, 20.0)
+
+    def decode(self, reference: Completion, params: Mapping[str, Any]) -> str:
+        """Step 2 without the proxy; returns the verdict."""
+        extra = {"kv_transfer_params": dict(params)}
+        answer = ask(self.stage.url(DECODE), reference.prompt, extra=extra)
+        return self.load.note(reference, answer)
+
+    def reuse_blocks(self) -> None:
+        """Let the prefill engine give every block that is free to other prompts."""
+        num_prompts = NUM_BLOCKS * cluster.BLOCK_SIZE // LONG_PROMPT
+        for _ in range(num_prompts):
+            prompt = make_prompts(1, self.rng.randrange(1 << 30))[0] * 30
+            url = self.stage.url(PREFILL)
+            complete(url, cluster.MODEL_NAME, prompt[:LONG_PROMPT], max_tokens=1)
+
+
+def inject(fault: Fault, stage: Stage, load: Load) -> list[str]:
+    """Let a fault happen; what should not have happened meanwhile."""
+    scene = Scene(stage, load, random.Random(fault.seed))
+    return ACTIONS[fault.kind](scene) or []
+
+
+def _restart(role: str, *, as_another: bool) -> Callable[[Scene], None]:
+    return lambda scene: scene.stage.restart(role, as_another=as_another)
+
+
+def _stand_still(role: str, shortest: float, longest: float) -> Callable[[Scene], None]:
+    def act(scene: Scene) -> None:
+        scene.stage.signal(role, signal.SIGSTOP)
+        time.sleep(scene.rng.uniform(shortest, longest))
+        scene.stage.signal(role, signal.SIGCONT)
+
+    return act
+
+
+def _side_channel_garbage(scene: Scene) -> None:
+    port = scene.stage.engines[PREFILL].side_channel_port
+    send_side_channel_garbage(scene.stage.host(PREFILL), port, scene.rng, NUM_GARBAGE)
+
+
+def _proxy_garbage(scene: Scene) -> None:
+    send_http_garbage(scene.stage.proxy_url, scene.rng)
+
+
+def _rogue_notifications(scene: Scene) -> list[str]:
+    engine = scene.stage.engines[PREFILL]
+    where = (scene.stage.host(PREFILL), engine.side_channel_port, engine.engine_id)
+    return send_notifications(where, scene.rng.randrange(1 << 30), NUM_GARBAGE)
+
+
+def _expired_lease(scene: Scene) -> None:
+    reference = scene.reference()
+    params = scene.prefill(reference)
+    time.sleep(LEASE_SECONDS + 1.0)
+    scene.reuse_blocks()
+    scene.decode(reference, params)
+
+
+def _replayed_parameters(scene: Scene) -> list[str]:
+    reference = scene.reference()
+    params = scene.prefill(reference)
+    first = scene.decode(reference, params)
+    scene.reuse_blocks()
+    scene.decode(reference, params)
+    return [] if first == RIGHT else [f"the first use of the parameters was {first}"]
+
+
+def _foreign_parameters(scene: Scene) -> None:
+    for changes in scene.rng.sample(FOREIGN, 3):
+        reference = scene.reference()
+        scene.decode(reference, {**scene.prefill(reference), **changes})
+
+
+def _client_aborts(scene: Scene) -> None:
+    references = [scene.reference() for _ in range(NUM_ABORTS)]
+    abort_requests(scene.stage.proxy_url, [one.prompt for one in references], scene.rng)
+
+
+def _through_relay(*, cut: bool) -> Callable[[Scene], list[str]]:
+    """The parameters name the relay, so D has to shake hands through it.  A cut one comes back to
+    life, and the same requests must then succeed."""
+
+    def act(scene: Scene) -> list[str]:
+        stage = scene.stage
+        port = stage.engines[PREFILL].side_channel_port
+        with relay_to(stage.host(PREFILL), port) as relay:
+            changes = {"remote_host": "127.0.0.1", "remote_port": relay.port}
+            relay.slow, relay.cut = not cut, cut
+            reference = scene.reference()
+            scene.decode(reference, {**scene.prefill(reference), **changes})
+            if cut:
+                relay.cut = False
+                time.sleep(0.2)
+            verdict = scene.decode(reference, {**scene.prefill(reference), **changes})
+            unused = relay.num_connections == 0
+        problems = ["the relay was not used"] if unused else []
+        return problems if verdict == RIGHT else [*problems, f"through the relay: {verdict}"]
+
+    return act
+
+
+def _network(*, cut: bool) -> Callable[[Scene], None]:
+    def act(scene: Scene) -> None:
+        link = scene.stage.link
+        assert link is not None, "the schedule leaves this out where there is no link"
+        change: AbstractContextManager[None] = link.cut() if cut else link.throttled()
+        with change:
+            time.sleep(scene.rng.uniform(1.0, TRANSFER_SECONDS + HANDSHAKE_SECONDS + 3.0))
+
+    return act
+
+
+_STALL = TRANSFER_SECONDS + HANDSHAKE_SECONDS
+ACTIONS: Mapping[str, Callable[[Scene], list[str] | None]] = {
+    "kill_prefill": _restart(PREFILL, as_another=False),
+    "replace_prefill": _restart(PREFILL, as_another=True),
+    "kill_decode": _restart(DECODE, as_another=False),
+    "replace_decode": _restart(DECODE, as_another=True),
+    "pause_prefill": _stand_still(PREFILL, 0.2, 1.5),
+    "stall_prefill": _stand_still(PREFILL, _STALL + 1.0, _STALL + 4.0),
+    "pause_decode": _stand_still(DECODE, 0.2, 1.5),
+    "stall_decode": _stand_still(DECODE, DECODE_STEP_SECONDS + 1.0, DECODE_STEP_SECONDS + 2.0),
+    "side_channel_garbage": _side_channel_garbage,
+    "proxy_garbage": _proxy_garbage,
+    "rogue_notifications": _rogue_notifications,
+    "expired_lease": _expired_lease,
+    "replayed_parameters": _replayed_parameters,
+    "foreign_parameters": _foreign_parameters,
+    "client_aborts": _client_aborts,
+    "slow_side_channel": _through_relay(cut=False),
+    "cut_side_channel": _through_relay(cut=True),
+    "slow_network": _network(cut=False),
+    "cut_network": _network(cut=True),
+}

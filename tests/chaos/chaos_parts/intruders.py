@@ -1,0 +1,95 @@
+"""Who does what nobody should: senders of garbage, a foreign agent, clients that go away."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import zmq
+
+from chaos_parts.garbage import BODIES, HTTP, mutations, requests
+from vllm_commext.nixl.side_channel import endpoint
+from vllm_commext.testing.cluster import MODEL_NAME
+from vllm_commext.testing.servers import CPU_ENVIRON
+
+SECONDS = 10.0
+ROGUE_SECONDS = 60.0
+
+
+def send_side_channel_garbage(host: str, port: int, rng: random.Random, count: int) -> None:
+    """Malformed frames by ZMQ, and raw bytes."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(endpoint(host, port))
+        for frame in mutations(rng, requests(), count):
+            with contextlib.suppress(zmq.Again):
+                dealer.send(frame, zmq.NOBLOCK)
+            while dealer.poll(0):
+                dealer.recv_multipart()
+        dealer.poll(1000)
+    for _ in range(3):
+        _send_raw(host, port, rng.randbytes(2000))
+
+
+def send_http_garbage(url: str, rng: random.Random) -> None:
+    """Raw bytes on an HTTP port, and requests whose bodies are none."""
+    parts = httpx.URL(url)
+    for sent in (*HTTP, rng.randbytes(2000)):
+        _send_raw(parts.host, parts.port or 80, sent)
+    headers = {"Content-Type": "application/json"}
+    for body in BODIES:
+        with contextlib.suppress(httpx.HTTPError):
+            address = f"{url}/v1/completions"
+            httpx.post(address, content=body, headers=headers, timeout=SECONDS, trust_env=False)
+
+
+def send_notifications(where: tuple[str, int, str], seed: int, count: int) -> list[str]:
+    """Malformed NIXL notifications from a process of their own; why they were not sent."""
+    host, port, engine_id = where
+    here = Path(__file__).resolve().parent.parent
+    path = os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
+    arguments = [host, str(port), engine_id, str(seed), str(count)]
+    environ = {**os.environ, **CPU_ENVIRON, "PYTHONPATH": path}
+    if host != "127.0.0.1":
+        environ.pop("UCX_NET_DEVICES")
+    done = subprocess.run(
+        [sys.executable, "-m", "chaos_parts.rogue", *arguments],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=ROGUE_SECONDS,
+        check=False,
+    )
+    return [f"the foreign agent failed: {done.stderr[-300:]}"] if done.returncode else []
+
+
+def abort_requests(url: str, prompts: Sequence[Sequence[int]], rng: random.Random) -> None:
+    """Requests whose clients go away: some at once, some after the first piece of the answer."""
+    for number, prompt in enumerate(prompts):
+        body = {"model": MODEL_NAME, "prompt": list(prompt), "max_tokens": 64, "stream": True}
+        after = None if number % 2 else rng.uniform(0.001, 0.2)
+        timeout = httpx.Timeout(SECONDS if after is None else after)
+        with (
+            contextlib.suppress(httpx.HTTPError),
+            httpx.stream(
+                "POST", f"{url}/v1/completions", json=body, timeout=timeout, trust_env=False
+            ) as response,
+        ):
+            next(response.iter_raw(), b"")
+
+
+def _send_raw(host: str, port: int, sent: bytes) -> None:
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection((host, port), timeout=SECONDS) as raw,
+    ):
+        raw.sendall(sent)
+        time.sleep(0.02)

@@ -1,0 +1,78 @@
+"""What an answer is worth, and what a recovery is worth.  Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_commext.testing.parity import Completion, compare, near_enough
+
+RIGHT = "right"
+WRONG = "wrong"
+ERROR = "error"
+LATE = "late"
+
+NOISE_NATS = 0.02
+"""How far a logprob may be from its reference: batches of other sizes round otherwise.  Blocks of
+another prompt move it by whole nats."""
+MAX_ATTEMPTS = 2
+MAX_RECOVERY_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of one request.
+
+    Attributes:
+        started: when it was sent, in seconds of one monotonic clock.
+        seconds: how long it took.
+        completion: what came with status 200, else None.
+        error: what came instead.
+    """
+
+    started: float
+    seconds: float
+    completion: Completion | None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """The way back to service after a fault.
+
+    Attributes:
+        attempts: requests until the first good one that was read from the prefill engine.
+        seconds: from the peer's return to that request's end.
+        succeeded: there was such a request.
+    """
+
+    attempts: int
+    seconds: float
+    succeeded: bool
+
+    @property
+    def is_in_time(self) -> bool:
+        """Whether service was back as soon as it has to be."""
+        return (
+            self.succeeded
+            and self.attempts <= MAX_ATTEMPTS
+            and self.seconds <= MAX_RECOVERY_SECONDS
+        )
+
+
+def judge(reference: Completion, answer: Answer, bound_seconds: float) -> str:
+    """``RIGHT``, ``WRONG``, ``ERROR`` for an answer that says so, ``LATE`` for any beyond its
+    bound; a wrong one is wrong however late it is."""
+    completion = answer.completion
+    if completion is not None and not is_right(reference, completion):
+        return WRONG
+    if answer.seconds > bound_seconds:
+        return LATE
+    return ERROR if completion is None else RIGHT
+
+
+def is_right(reference: Completion, got: Completion) -> bool:
+    """Equal tokens, or another of two equally likely ones; equal logprobs up to there."""
+    if len(got.token_ids) != len(reference.token_ids):
+        return False
+    distance = compare(reference, got, NOISE_NATS).max_logprob
+    return distance <= NOISE_NATS and near_enough(reference, got, NOISE_NATS)

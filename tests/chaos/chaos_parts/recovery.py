@@ -1,0 +1,63 @@
+"""The way back to service: requests until one is read from the prefill engine and right."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+
+from chaos_parts.judge import RIGHT, Recovery
+from chaos_parts.load import Load, ask
+from chaos_parts.schedule import DECODE
+from chaos_parts.stage import Stage
+
+FAILURES = "vllm:commext_nixl_failures_total"
+LOCAL_PREFILLS = "commext_proxy_local_prefills_total"
+GIVE_UP_SECONDS = 40.0
+POLL_SECONDS = 0.05
+
+
+def recover(stage: Stage, load: Load, back: float) -> Recovery:
+    """Ask through the proxy until an answer is right and was read.
+
+    An answer through the proxy is either computed by the decode engine from the start, which the
+    proxy counts, or after a failed load, which the decode engine counts where its policy permits
+    it, or read.  Where another request was counted at the same time nothing is proven, and one more
+    is sent.
+
+    Args:
+        stage: the servers.
+        load: has the references, and judges.
+        back: when the peer came back, in seconds of ``time.monotonic``.
+    """
+    attempts = 1
+    _wait_for_proxy(stage.proxy_url, back + GIVE_UP_SECONDS)
+    while time.monotonic() < back + GIVE_UP_SECONDS:
+        reference = load.references[attempts % len(load.references)]
+        before = _not_read(stage)
+        verdict = load.note(reference, ask(stage.proxy_url, reference.prompt))
+        ended = time.monotonic()
+        if verdict != RIGHT:
+            attempts += 1
+        elif _not_read(stage) == before:
+            return Recovery(attempts, ended - back, succeeded=True)
+    return Recovery(attempts, time.monotonic() - back, succeeded=False)
+
+
+def _not_read(stage: Stage) -> float:
+    """Requests so far that were answered without a read."""
+    local = stage.proxy_metrics().total(LOCAL_PREFILLS)
+    if stage.engines[DECODE].policy == "fail":
+        return local
+    return local + stage.metrics(DECODE).total(FAILURES)
+
+
+def _wait_for_proxy(url: str, deadline: float) -> None:
+    """Until the proxy has noticed that its engines are back."""
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{url}/health", timeout=2.0, trust_env=False).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(POLL_SECONDS)

@@ -1,0 +1,239 @@
+"""The servers of a run: a prefill and a decode engine, and the proxy in front."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from chaos_parts.census import Census, growth, take_census
+from chaos_parts.network import Link
+from chaos_parts.schedule import DECODE, PREFILL
+from vllm_commext.testing import cluster
+from vllm_commext.testing.metrics import Metrics, scrape
+from vllm_commext.testing.parity import complete
+from vllm_commext.testing.servers import LOOPBACK, ProxyServer, VllmServer, free_port
+
+HANDSHAKE_SECONDS = 3.0
+TRANSFER_SECONDS = 4.0
+LEASE_SECONDS = 8.0
+PREFILL_STEP_SECONDS = 8.0
+DECODE_STEP_SECONDS = 12.0
+BOUND_SECONDS = PREFILL_STEP_SECONDS + DECODE_STEP_SECONDS + 1.0
+"""What a client waits at most: both steps of the proxy, and a second."""
+NUM_BLOCKS = 256
+QUIET_SECONDS = LEASE_SECONDS + 12.0
+ROLES = {PREFILL: "kv_producer", DECODE: "kv_consumer"}
+BLOCKS_IN_USE = "vllm:kv_cache_usage_perc"
+PROXY_ARGS = (
+    "--connect-timeout", "3", "--prefill-timeout", f"{PREFILL_STEP_SECONDS:g}",
+    "--decode-timeout", f"{DECODE_STEP_SECONDS:g}",
+    "--decode-idle-timeout", f"{DECODE_STEP_SECONDS:g}",
+    "--health-interval", "0.25", "--health-timeout", "2",
+)  # fmt: skip
+
+
+@dataclass
+class Engine:
+    """One engine's place: its HTTP port stays, its processes come and go.
+
+    Attributes:
+        role: ``PREFILL`` or ``DECODE``.
+        http_port: where the proxy expects it.
+        engine_id: its id for the connector.
+        side_channel_port: where it serves its side channel.
+        policy: vLLM's policy for loads that fail.
+        generation: how often it was started.
+        server: the process that runs now.
+        pids: its processes once it was ready.
+        baseline: what it held when it had served its first requests.
+    """
+
+    role: str
+    http_port: int
+    engine_id: str
+    side_channel_port: int
+    policy: str
+    generation: int = 0
+    server: VllmServer | None = None
+    pids: frozenset[int] = frozenset()
+    baseline: Census | None = None
+
+
+@dataclass
+class Stage:
+    """All servers of one run.
+
+    Attributes:
+        model: folder of the model.
+        folder: where logs go.
+        link: the link to the prefill engine's namespace, None where all is on loopback.
+        policy: the decode engine's first policy; each of its restarts takes the other one.
+    """
+
+    model: Path
+    folder: Path
+    link: Link | None = None
+    policy: str = "recompute"
+    engines: dict[str, Engine] = field(default_factory=dict[str, Engine])
+    proxy: ProxyServer | None = None
+    censuses: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    def start(self) -> None:
+        """Start everything and wait until the proxy says that it can serve."""
+        for role in (PREFILL, DECODE):
+            self.engines[role] = Engine(role, free_port(), f"{role}-0", free_port(), self.policy)
+            self._launch(self.engines[role])
+        for role in (PREFILL, DECODE):
+            self._wait_ready(self.engines[role])
+        urls = [self.url(PREFILL)], [self.url(DECODE)]
+        self.proxy = ProxyServer("proxy", *urls, self.folder, args=PROXY_ARGS)
+        self.proxy.start()
+        self.proxy.wait_ready()
+
+    def stop(self) -> None:
+        """End everything."""
+        if self.proxy is not None:
+            self.proxy.stop()
+        for engine in self.engines.values():
+            if engine.server is not None:
+                engine.server.stop()
+
+    def host(self, role: str) -> str:
+        """Address of an engine."""
+        return self.link.far_address if self.link and role == PREFILL else LOOPBACK
+
+    def url(self, role: str) -> str:
+        """Base URL of an engine."""
+        return f"http://{self.host(role)}:{self.engines[role].http_port}"
+
+    @property
+    def proxy_url(self) -> str:
+        """Base URL of the proxy."""
+        assert self.proxy is not None, "not started"
+        return self.proxy.url
+
+    def signal(self, role: str, number: signal.Signals) -> None:
+        """Send a signal to all processes of an engine."""
+        self._server(role).signal_all(number)
+
+    def restart(self, role: str, *, as_another: bool) -> None:
+        """Kill an engine and start it anew, under its old or under another id and port."""
+        engine = self.engines[role]
+        server = self._server(role)
+        server.signal_all(signal.SIGKILL)
+        server.stop()
+        if as_another:
+            engine.engine_id = f"{role}-{engine.generation}"
+            engine.side_channel_port = free_port()
+        if role == DECODE:
+            engine.policy = "fail" if engine.policy == "recompute" else "recompute"
+        self._launch(engine)
+        self._wait_ready(engine)
+
+    def metrics(self, role: str) -> Metrics:
+        """An engine's metrics now."""
+        return scrape(self.url(role))
+
+    def proxy_metrics(self) -> Metrics:
+        """The proxy's metrics now."""
+        return scrape(self.proxy_url)
+
+    def deaths(self) -> list[str]:
+        """Engines whose processes ended without being told to."""
+        found: list[str] = []
+        for engine in self.engines.values():
+            server = self._server(engine.role)
+            missing = engine.pids - set(server.pids())
+            if missing:
+                found.append(f"{server.name}: processes ended: {server.log_tail(5)}")
+        return found
+
+    def wait_quiet(self) -> list[str]:
+        """Wait, without load, until no block is in use; what is in use after the longest lease."""
+        deadline = time.monotonic() + QUIET_SECONDS
+        while True:
+            busy = [
+                f"{role}: {usage:.1%} of the blocks are still in use"
+                for role in ROLES
+                if (usage := self._blocks_in_use(role))
+            ]
+            if not busy or time.monotonic() > deadline:
+                return busy
+            time.sleep(0.5)
+
+    def take_baseline(self, role: str) -> None:
+        """Remember what an engine holds, if it has not been counted since its start."""
+        engine = self.engines[role]
+        if engine.baseline is None:
+            engine.baseline = take_census(self._server(role).pids())
+
+    def compare_with_baseline(self, role: str) -> list[str]:
+        """What an engine holds more than at its baseline; keeps both for the report."""
+        engine, server = self.engines[role], self._server(role)
+        if engine.baseline is None:
+            return []
+        now = take_census(server.pids())
+        before = engine.baseline
+        self.censuses.append(
+            {
+                "engine": server.name,
+                "descriptors": f"{before.descriptors} -> {now.descriptors}",
+                "threads": f"{before.threads} -> {now.threads}",
+                "MiB": f"{before.rss_bytes >> 20} -> {now.rss_bytes >> 20}",
+            }
+        )
+        return [f"{server.name}: {line}" for line in growth(before, now)]
+
+    def _blocks_in_use(self, role: str) -> float:
+        # The gauge is set by steps only, so it takes a request to bring it up to date.
+        complete(self.url(role), cluster.MODEL_NAME, (65,) * 8, max_tokens=1, timeout_seconds=20)
+        return self.metrics(role).total(BLOCKS_IN_USE)
+
+    def _server(self, role: str) -> VllmServer:
+        server = self.engines[role].server
+        assert server is not None, "not started"
+        return server
+
+    def _launch(self, engine: Engine) -> None:
+        engine.generation += 1
+        engine.baseline = None
+        config = cluster.kv_transfer_config(
+            ROLES[engine.role],
+            policy=engine.policy,
+            engine_id=engine.engine_id,
+            extra={
+                "side_channel_host": self.host(engine.role),
+                "side_channel_port": engine.side_channel_port,
+                "handshake_timeout": HANDSHAKE_SECONDS,
+                "transfer_timeout": TRANSFER_SECONDS,
+                "kv_lease_duration": LEASE_SECONDS,
+            },
+        )
+        # No prefix cache: every request has to be read.
+        args = ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--no-enable-prefix-caching"]
+        environ = {}
+        if self.link is not None:
+            args += ["--host", "0.0.0.0"]
+            far = engine.role == PREFILL
+            environ["UCX_NET_DEVICES"] = self.link.far if far else self.link.near
+        engine.server = cluster.engine_server(
+            f"{engine.role}-{engine.generation}",
+            self.model,
+            self.folder,
+            config,
+            port=engine.http_port,
+            args=args,
+            environ=environ,
+        )
+        engine.server.url = self.url(engine.role)
+        if self.link is not None and engine.role == PREFILL:
+            engine.server.command[:0] = self.link.enter()
+        engine.server.start()
+
+    def _wait_ready(self, engine: Engine) -> None:
+        server = self._server(engine.role)
+        server.wait_ready()
+        engine.pids = frozenset(server.pids())

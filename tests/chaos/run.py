@@ -1,0 +1,58 @@
+"""The long chaos run: real servers, constant load, seeded faults, a report.
+
+    python tests/chaos/run.py --seed 1 --requests 2000 --faults 104 --out chaos-report
+
+writes chaos-report.json and chaos-report.md, and the servers' logs into chaos-report.logs/.  Exit
+status: 0 where everything held, 1 where not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from chaos_parts.course import Course, run
+from chaos_parts.report import as_json, as_markdown, failures
+from chaos_parts.schedule import KINDS
+
+from vllm_commext.testing.tiny_model import write_tiny_model
+
+
+def main() -> int:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--faults", type=int, default=104)
+    parser.add_argument("--clients", type=int, default=3)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="default: all")
+    parser.add_argument("--policy", choices=("recompute", "fail"), default="recompute")
+    parser.add_argument("--no-namespaces", action="store_true", help="stay on loopback")
+    parser.add_argument("--out", type=Path, default=Path("chaos-report"))
+    args = parser.parse_args()
+    folder = args.out.with_name(args.out.name + ".logs")
+    folder.mkdir(parents=True, exist_ok=True)
+    course = Course(
+        args.seed,
+        args.requests,
+        args.faults,
+        tuple(args.kinds.split(",")),
+        num_clients=args.clients,
+        namespaces=not args.no_namespaces,
+        policy=args.policy,
+    )
+    model = write_tiny_model(folder / "model")
+    record = run(course, model, folder, lambda line: print(line, flush=True))
+    args.out.with_suffix(".json").write_text(json.dumps(as_json(record), indent=1) + "\n")
+    args.out.with_suffix(".md").write_text(as_markdown(record) + "\n")
+    wrong = failures(record)
+    print(as_markdown(record))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

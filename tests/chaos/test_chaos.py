@@ -1,0 +1,45 @@
+"""The short chaos run: real servers, the proxy in front, constant load, and a fault of each kind
+that takes few seconds.  ``make chaos`` is the long one."""
+
+from pathlib import Path
+
+import pytest
+from chaos_parts.course import Course, run
+from chaos_parts.judge import RIGHT, WRONG
+from chaos_parts.report import as_markdown, failures
+
+from vllm_commext.testing.tiny_model import write_tiny_model
+
+KINDS = (
+    "side_channel_garbage",
+    "proxy_garbage",
+    "replayed_parameters",
+    "foreign_parameters",
+    "client_aborts",
+    "pause_prefill",
+    "stall_prefill",
+    "cut_side_channel",
+    "kill_prefill",
+)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("real_servers")
+def test_service_survives_a_fault_of_each_kind_without_a_wrong_token(tmp_path: Path) -> None:
+    course = Course(
+        seed=1,
+        num_requests=50,
+        num_faults=len(KINDS),
+        kinds=KINDS,
+        num_prompts=12,
+        namespaces=False,
+        plain_reference=False,
+        max_delay_seconds=0.5,
+    )
+    lines: list[str] = []
+    record = run(course, write_tiny_model(tmp_path / "model"), tmp_path, lines.append)
+    report = as_markdown(record) + "\n" + "\n".join(lines)
+    assert failures(record, timed=False) == [], report
+    assert {fault.kind for fault in record.faults} == set(KINDS)
+    assert record.verdicts[WRONG] == 0
+    assert record.verdicts[RIGHT] >= 30, report

@@ -1,0 +1,186 @@
+"""The pure parts of the chaos suite: the schedule, the judgement, the report, the garbage."""
+
+import json
+import random
+import socket
+from collections import Counter
+from dataclasses import replace
+from threading import Thread
+
+import pytest
+from chaos_parts import garbage
+from chaos_parts.census import MAX_MORE_DESCRIPTORS, Census, growth
+from chaos_parts.faults import ACTIONS
+from chaos_parts.judge import ERROR, LATE, RIGHT, WRONG, Answer, Recovery, judge
+from chaos_parts.load import make_prompts
+from chaos_parts.relay import relay_to
+from chaos_parts.report import FaultRecord, RunRecord, as_json, as_markdown, failures
+from chaos_parts.schedule import KINDS, plan_faults
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_commext.testing.parity import Completion
+
+REFERENCE = Completion((1, 2), (5, 6), ({5: -0.1, 7: -3.0}, {6: -1.0, 8: -1.01}), "length")
+BOUND = 10.0
+GOOD = Recovery(1, 0.5, succeeded=True)
+
+
+def answer(completion: Completion | None, seconds: float = 1.0) -> Answer:
+    return Answer(0.0, seconds, completion, "" if completion else "HTTP 500")
+
+
+@given(
+    st.integers(0, 1 << 32),
+    st.integers(1, 80),
+    st.lists(st.sampled_from(sorted(KINDS)), min_size=1, unique=True),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_round_of_a_schedule_holds_every_kind(
+    seed: int, num_faults: int, kinds: list[str]
+) -> None:
+    faults = plan_faults(seed, num_faults, kinds, max_delay_seconds=3.0)
+    assert faults == plan_faults(seed, num_faults, kinds, max_delay_seconds=3.0)
+    assert [fault.number for fault in faults] == list(range(1, num_faults + 1))
+    for start in range(0, num_faults - len(kinds) + 1, len(kinds)):
+        assert {fault.kind for fault in faults[start : start + len(kinds)]} == set(kinds)
+    assert all(0.0 <= fault.delay_seconds <= 3.0 for fault in faults)
+
+
+def test_other_seeds_give_other_schedules() -> None:
+    schedules = {tuple(fault.kind for fault in plan_faults(seed, 40, [*KINDS])) for seed in (1, 2)}
+    assert len(schedules) == 2
+
+
+@pytest.mark.parametrize("kinds", [[], ["earthquake"]])
+def test_a_schedule_of_no_or_unknown_kinds_is_refused(kinds: list[str]) -> None:
+    with pytest.raises(ValueError, match="expected kinds"):
+        plan_faults(1, 5, kinds)
+
+
+def test_every_kind_has_an_action() -> None:
+    assert set(ACTIONS) == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("got", "verdict"),
+    [
+        (REFERENCE, RIGHT),
+        (replace(REFERENCE, token_ids=(5, 8)), RIGHT),
+        (replace(REFERENCE, token_ids=(7, 6)), WRONG),
+        (replace(REFERENCE, token_ids=(5,), logprobs=REFERENCE.logprobs[:1]), WRONG),
+        (replace(REFERENCE, logprobs=({5: -0.2, 7: -3.0}, REFERENCE.logprobs[1])), WRONG),
+        (None, ERROR),
+    ],
+)
+def test_an_answer_is_judged_by_its_tokens_and_logprobs(
+    got: Completion | None, verdict: str
+) -> None:
+    assert judge(REFERENCE, answer(got), BOUND) == verdict
+
+
+def test_lateness_hides_no_wrong_token() -> None:
+    wrong = replace(REFERENCE, token_ids=(7, 6))
+    assert judge(REFERENCE, answer(REFERENCE, 11.0), BOUND) == LATE
+    assert judge(REFERENCE, answer(None, 11.0), BOUND) == LATE
+    assert judge(REFERENCE, answer(wrong, 11.0), BOUND) == WRONG
+
+
+@pytest.mark.parametrize(
+    ("recovery", "failed", "failed_timed"),
+    [
+        (GOOD, False, False),
+        (Recovery(3, 0.5, succeeded=True), False, True),
+        (Recovery(1, 5.5, succeeded=True), False, True),
+        (Recovery(9, 40.0, succeeded=False), True, True),
+    ],
+)
+def test_a_run_fails_by_its_recoveries(
+    recovery: Recovery, failed: bool, failed_timed: bool
+) -> None:
+    record = RunRecord({}, [FaultRecord(1, "kill_prefill", 9.0, recovery)])
+    assert bool(failures(record, timed=False)) == failed
+    assert bool(failures(record)) == failed_timed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"verdicts": Counter({WRONG: 1})},
+        {"verdicts": Counter({LATE: 1})},
+        {"problems": ["end: 1 more threads"]},
+        {"faults": [FaultRecord(1, "kill_prefill", 9.0, GOOD, ("processes ended",))]},
+    ],
+)
+def test_a_run_fails_by_everything_else_that_must_hold(change: dict[str, object]) -> None:
+    good = RunRecord({"seed": 1}, [FaultRecord(1, "kill_prefill", 9.0, GOOD)], Counter(right=3))
+    assert failures(good) == []
+    assert "PASSED" in as_markdown(good)
+    bad = replace(good, **change)
+    assert failures(bad) != []
+    assert "FAILED" in as_markdown(bad)
+
+
+def test_the_report_counts_by_kind_and_can_be_stored() -> None:
+    slow = Recovery(2, 4.0, succeeded=True)
+    faults = [FaultRecord(1, "kill_decode", 20.0, GOOD), FaultRecord(2, "kill_decode", 20.0, slow)]
+    record = RunRecord({"seed": 7}, faults, Counter(right=5, error=2), Counter({"HTTP 503": 2}))
+    assert f"| kill_decode | {KINDS['kill_decode'].meaning} | 2 | 2 | 2.25 | 4.00 | 0 |" in (
+        as_markdown(record)
+    )
+    stored = json.loads(json.dumps(as_json(record)))
+    assert stored["verdicts"] == {"right": 5, "error": 2}
+    assert stored["errors"] == {"HTTP 503": 2}
+    assert stored["faults"][1]["recovery"]["seconds"] == 4.0
+
+
+def test_growth_beyond_its_tolerance_is_found() -> None:
+    before = Census(frozenset({1, 2}), 100, 20, 1 << 30)
+    assert growth(before, before) == []
+    assert growth(before, replace(before, descriptors=100 + MAX_MORE_DESCRIPTORS)) == []
+    for change in (
+        {"descriptors": 101 + MAX_MORE_DESCRIPTORS},
+        {"threads": 40},
+        {"rss_bytes": 2 << 30},
+        {"pids": frozenset({1})},
+    ):
+        assert len(growth(before, replace(before, **change))) == 1
+
+
+def test_garbage_follows_from_its_seed_and_is_of_many_kinds() -> None:
+    valid = garbage.requests()
+    frames = list(garbage.mutations(random.Random(3), valid, 500))
+    assert frames == list(garbage.mutations(random.Random(3), valid, 500))
+    assert len(set(frames)) > 300
+    assert any(frame in valid for frame in frames)
+
+
+def test_prompts_follow_from_their_seed() -> None:
+    assert make_prompts(4, 1) == make_prompts(4, 1) != make_prompts(4, 2)
+
+
+@pytest.mark.parametrize(("slow", "cut"), [(False, False), (True, False), (False, True)])
+def test_the_relay_passes_bytes_on_unless_it_is_cut(slow: bool, cut: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as echo:
+        echo.settimeout(10.0)
+
+        def serve() -> None:
+            accepted, _ = echo.accept()
+            with accepted:
+                accepted.settimeout(10.0)
+                accepted.sendall(accepted.recv(100))
+
+        thread = Thread(target=serve, daemon=True)
+        thread.start()
+        with relay_to(*echo.getsockname()) as relay:
+            relay.slow, relay.cut = slow, cut
+            with socket.create_connection(("127.0.0.1", relay.port), timeout=10.0) as client:
+                client.sendall(b"hello")
+                client.settimeout(0.5 if cut else 10.0)
+                if cut:
+                    with pytest.raises(TimeoutError):
+                        client.recv(100)
+                else:
+                    assert client.recv(100) == b"hello"
+        thread.join(10.0)
+        assert relay.num_connections == 1
