@@ -23,6 +23,8 @@ class ConnectorConfig:
             go on where the bytes still have the same size and order (``False``).
         side_channel_host: address that a prefill engine listens on and tells the decode engine.
         side_channel_port: port of the first data-parallel rank; rank ``i`` listens on ``port + i``.
+        side_channel_secret_file: file with a secret that both engines must prove to know, "" for
+            none; see ``seal``.
         kv_lease_duration: how long a prefill engine keeps the blocks of a request that nobody
             fetched.
         progress_interval: pause between two turns of NIXL's progress thread, which would
@@ -49,6 +51,7 @@ class ConnectorConfig:
     transfer_timeout: float = 60.0
     host_copy: bool = False
     transport_probe: bool = True
+    side_channel_secret_file: str = ""
 
 
 KNOWN_KEYS = tuple(sorted(field.name for field in dataclasses.fields(ConnectorConfig)))
@@ -88,6 +91,8 @@ def _checked(key: str, value: Any) -> Any:
     if key == "backend_params":
         named = isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
         return _expect(key, value, named, "an object whose values are strings", dict)
+    if key == "side_channel_secret_file":
+        return _expect(key, value, isinstance(value, str), "the path of a file", str)
     if key == "side_channel_host":
         return _expect(key, value, isinstance(value, str) and value != "", "a host name", str)
     named = isinstance(value, (list, tuple)) and len(value) > 0

@@ -23,6 +23,7 @@ from vllm_commext.nixl.plan import ReadPlan
 from vllm_commext.nixl.planner import plan_read
 from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.requests import RemoteRequest
+from vllm_commext.nixl.seal import read_secret
 from vllm_commext.nixl.side_channel import Inquiry
 
 
@@ -121,6 +122,7 @@ class PeerTable:
         self._local = local
         self._recorder = recorder
         self._context = zmq.Context()
+        self._secret = read_secret(config.side_channel_secret_file)
         self._peers: dict[PeerKey, Peer] = {}
         self._handshakes: dict[PeerKey, _Handshake] = {}
         # A forgotten peer whose reads go on, and the same one asked anew, share NIXL's agent.
@@ -152,7 +154,7 @@ class PeerTable:
                 consumer=self._local.consumer,
                 configuration=digest(self._local.facts),
             )
-            inquiry = Inquiry(self._context, remote.host, remote.port, request)
+            inquiry = Inquiry(self._context, remote.host, remote.port, request, self._secret)
             self._handshakes[key] = _Handshake(inquiry, time.monotonic())
         self._handshakes[key].parts.append(part)
 

@@ -26,6 +26,7 @@ from vllm_commext.nixl.request_blocks import (
     is_at_block_boundary,
 )
 from vllm_commext.nixl.requests import Hold, Load, RemoteRequest
+from vllm_commext.nixl.seal import read_secret
 from vllm_commext.nixl.side_channel import SideChannelServer
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class SchedulerSide:
             self._config.side_channel_host,
             self._port,
             descriptions,
+            read_secret(self._config.side_channel_secret_file),
         )
         logger.info(
             "prefill engine %s serves its side channel on %s:%d",

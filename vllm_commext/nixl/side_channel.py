@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Mapping
 
 import zmq
@@ -18,6 +19,7 @@ from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl import wire
 from vllm_commext.nixl.compatibility import digest
 from vllm_commext.nixl.log import RateLimitedLog
+from vllm_commext.nixl.seal import Caller, Gate
 
 _POLL_MS = 200
 
@@ -54,6 +56,7 @@ class SideChannelServer:
         host: address or name to bind to.
         port: port to bind to.
         descriptions: the encoded ``WorkerDescription`` of each rank.
+        secret: what a request must prove to know, see ``seal``; None lets everybody ask.
 
     Raises:
         ConfigError: the host has no address or the port cannot be bound.
@@ -66,9 +69,11 @@ class SideChannelServer:
         host: str,
         port: int,
         descriptions: Mapping[int, bytes],
+        secret: bytes | None = None,
     ) -> None:
         self.engine_id = engine_id
         self.num_refused = 0
+        self._gate = Gate(secret)
         described = {rank: wire.describe(body, incarnation) for rank, body in descriptions.items()}
         self._answers = {rank: wire.encode(answer) for rank, answer in described.items()}
         self._configurations = {
@@ -131,8 +136,10 @@ class SideChannelServer:
             self._log.warning("send", f"side channel: a reply was not sent: {error}")
 
     def _answer(self, frame: bytes) -> bytes:
+        now = time.time()
         try:
-            return self._answers[self._rank_asked_for(frame)]
+            request, nonce = self._gate.admit(frame, now)
+            return self._gate.prove(self._answers[self._rank_asked_for(request)], nonce, now)
         except ProtocolError as error:
             self.num_refused += 1
             self._log.warning("refused", f"side channel: refused a frame: {error}")
@@ -167,6 +174,7 @@ class Inquiry:
         host: the prefill engine's side-channel host.
         port: its port.
         request: what to ask.
+        secret: the prefill engine's secret, see ``seal``; None where it has none.
     """
 
     def __init__(
@@ -175,8 +183,10 @@ class Inquiry:
         host: str,
         port: int,
         request: wire.DescribeRequest,
+        secret: bytes | None = None,
     ) -> None:
         self.address = endpoint(host, port)
+        self._caller = Caller(secret)
         try:
             self._socket = context.socket(zmq.DEALER)
         except zmq.ZMQError as error:
@@ -186,7 +196,7 @@ class Inquiry:
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_REPLY_BYTES)
         try:
             self._socket.connect(self.address)
-            self._socket.send(wire.encode(request), zmq.NOBLOCK)
+            self._socket.send(self._caller.prove(wire.encode(request)), zmq.NOBLOCK)
         except (zmq.ZMQError, UnicodeError) as error:
             self.close()
             raise ProtocolError(f"{self.address!r} is not an address to ask: {error}") from error
@@ -201,7 +211,7 @@ class Inquiry:
             frame = self._socket.recv_multipart(zmq.NOBLOCK)[-1]
         except zmq.Again:
             return None
-        reply = wire.decode_reply(frame)
+        reply = wire.decode_reply(self._caller.check(frame))
         if isinstance(reply, wire.Refused):
             raise ProtocolError(f"the prefill engine refused the handshake: {reply.reason}")
         return reply

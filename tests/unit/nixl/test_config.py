@@ -21,6 +21,7 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("num_threads", 8, 8),
     *((key, value, value) for key in FLAGS for value in (False, True)),
     ("side_channel_host", "10.0.0.7", "10.0.0.7"),
+    *(("side_channel_secret_file", value, value) for value in ("", "/run/secrets/commext")),
     ("side_channel_port", 1, 1),
     ("side_channel_port", 65535, 65535),
     *((key, 3, 3.0) for key in SECONDS),
@@ -33,6 +34,7 @@ BAD: list[tuple[str, Any]] = [
     *(("num_threads", value) for value in (-1, 1.5, "4", True, None)),
     *((key, value) for key in FLAGS for value in (0, 1, "false", None)),
     *(("side_channel_host", value) for value in ("", 5, None, ["h"])),
+    *(("side_channel_secret_file", value) for value in (5, None, ["f"])),
     *(("side_channel_port", value) for value in (0, 65536, -1, "5600", 1.0, True, None)),
     *(
         (key, value)

@@ -1,0 +1,210 @@
+"""The side channel's secret: what proves it passes once and in time, the rest is told why."""
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from vllm_commext.errors import ConfigError, ProtocolError
+from vllm_commext.nixl import seal, wire
+from vllm_commext.nixl.seal import Caller, Gate, read_secret
+from vllm_commext.nixl.side_channel import Inquiry, SideChannelServer
+
+SECRET = b"0123456789abcdef"
+OTHER = b"another secret of the same kind"
+NONCE = b"n" * seal.NONCE_BYTES
+NOW = 1_000_000.0
+REQUEST = wire.DescribeRequest(engine_id="p", tp_rank=0)
+FRAME = wire.encode(REQUEST)
+REFUSED = wire.encode(wire.Refused(reason="no"))
+DESCRIBED = wire.encode(wire.describe(b"a description", "start-1"))
+BOUND_SECONDS = 20.0
+
+
+def sealed(**changes: Any) -> bytes:
+    frame = seal.seal(SECRET, seal.REQUEST, FRAME, NONCE, NOW)
+    decoded = seal.open_envelope(frame)
+    assert decoded is not None
+    return wire.encode(replace(decoded, **changes))
+
+
+def test_a_proven_request_passes_and_its_answer_is_proven() -> None:
+    caller, gate = Caller(SECRET), Gate(SECRET)
+    request, nonce = gate.admit(caller.prove(FRAME), time.time())
+    assert request == FRAME
+    assert caller.check(gate.prove(DESCRIBED, nonce, time.time())) == DESCRIBED
+
+
+def test_without_a_secret_frames_pass_as_they_are() -> None:
+    caller, gate = Caller(None), Gate(None)
+    assert caller.prove(FRAME) == FRAME
+    assert gate.admit(FRAME, NOW) == (FRAME, b"")
+    assert gate.prove(DESCRIBED, b"", NOW) == DESCRIBED
+    assert caller.check(DESCRIBED) == DESCRIBED
+
+
+@pytest.mark.parametrize(
+    ("secret", "frame", "now", "words"),
+    [
+        (SECRET, FRAME, NOW, "carries no proof of it: set side_channel_secret_file"),
+        (SECRET, b"hello", NOW, "not a frame of this protocol"),
+        (None, sealed(), NOW, "this prefill engine has none"),
+        (OTHER, sealed(), NOW, "sealed with another secret"),
+        (SECRET, sealed(body=FRAME + b"\0"), NOW, "or altered"),
+        (SECRET, sealed(nonce=b"m" * 16), NOW, "or altered"),
+        (SECRET, sealed(sent=NOW + 1), NOW, "or altered"),
+        (SECRET, sealed(sent=float("nan")), NOW, "or altered"),
+        (SECRET, seal.seal(SECRET, seal.REPLY, FRAME, NONCE, NOW), NOW, "or altered"),
+        (SECRET, seal.seal(SECRET, seal.REQUEST, FRAME, b"", NOW), NOW, "nonce of 16 bytes"),
+        (SECRET, seal.seal(SECRET, seal.REQUEST, FRAME, NONCE, float("nan")), NOW, "clocks"),
+        (SECRET, sealed(), NOW + seal.WINDOW_SECONDS + 1, "set the clocks"),
+        (SECRET, sealed(), NOW - seal.WINDOW_SECONDS - 1, "set the clocks"),
+    ],
+)
+def test_what_is_not_proven_is_refused_with_the_reason(
+    secret: bytes | None, frame: bytes, now: float, words: str
+) -> None:
+    with pytest.raises(ProtocolError) as raised:
+        Gate(secret).admit(frame, now)
+    assert words in str(raised.value)
+    for held in (SECRET, OTHER):
+        assert held.decode() not in str(raised.value)
+
+
+def test_a_repeated_request_is_refused_for_as_long_as_it_would_be_in_time() -> None:
+    gate = Gate(SECRET)
+    early = seal.seal(SECRET, seal.REQUEST, FRAME, NONCE, NOW + seal.WINDOW_SECONDS)
+    gate.admit(early, NOW)
+    for later in (0.0, 1.0, 2 * seal.WINDOW_SECONDS):
+        with pytest.raises(ProtocolError, match="repetition"):
+            gate.admit(early, NOW + later)
+    with pytest.raises(ProtocolError, match="clocks"):
+        gate.admit(early, NOW + 2 * seal.WINDOW_SECONDS + 1)
+
+
+def test_memory_for_nonces_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seal, "MAX_NONCES", 3)
+    gate = Gate(SECRET)
+    for number in range(3):
+        gate.admit(seal.seal(SECRET, seal.REQUEST, FRAME, bytes([number]) * 16, NOW), NOW)
+    with pytest.raises(ProtocolError, match="retry later"):
+        gate.admit(seal.seal(SECRET, seal.REQUEST, FRAME, b"x" * 16, NOW), NOW)
+    later = NOW + 2 * seal.WINDOW_SECONDS + 1
+    assert gate.admit(seal.seal(SECRET, seal.REQUEST, FRAME, b"x" * 16, later), later)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (DESCRIBED, "carries no proof"),
+        (b"hello", "not a frame"),
+        (seal.seal(SECRET, seal.REPLY, DESCRIBED, NONCE, NOW), "another request"),
+        (seal.seal(OTHER, seal.REPLY, DESCRIBED, NONCE, NOW), "another secret"),
+    ],
+)
+def test_an_answer_that_is_not_proven_is_refused(answer: bytes, words: str) -> None:
+    with pytest.raises(ProtocolError, match=words):
+        Caller(SECRET).check(answer)
+
+
+def test_a_refusal_need_not_be_proven() -> None:
+    assert Caller(SECRET).check(REFUSED) == REFUSED
+
+
+@given(st.binary(max_size=300), st.integers(0, 400), st.integers(0, 255))
+@settings(max_examples=100, deadline=None)
+def test_no_altered_frame_passes(noise: bytes, place: int, byte: int) -> None:
+    frame = bytearray(sealed())
+    frame[place % len(frame)] = byte
+    for changed in (noise, bytes(frame)):
+        try:
+            admitted, _ = Gate(SECRET).admit(changed, NOW)
+        except ProtocolError:
+            continue
+        assert admitted == FRAME
+
+
+def test_the_secret_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET + b"\n")
+    variable = {seal.SECRET_VARIABLE: OTHER.decode()}
+    assert read_secret("", {}) is None
+    assert read_secret("", variable) == OTHER
+    assert read_secret(str(path), variable) == SECRET
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"x" * 5000, None])
+def test_a_secret_that_cannot_be_used_stops_the_start(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    path = tmp_path / "secret"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match="side_channel_secret_file") as raised:
+        read_secret(str(path), {})
+    assert "short" not in str(raised.value)
+
+
+@pytest.fixture
+def context() -> Iterator[Any]:
+    made = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+def exchange(context: Any, served: bytes | None, asked: bytes | None) -> wire.Described:
+    """One question over a real socket."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = SideChannelServer("p", "start-1", "127.0.0.1", port, {}, served)
+    server._answers[0] = DESCRIBED
+    inquiry = Inquiry(context, "127.0.0.1", port, REQUEST, asked)
+    try:
+        deadline = time.monotonic() + BOUND_SECONDS
+        while time.monotonic() < deadline:
+            reply = inquiry.poll()
+            if reply is not None:
+                return reply
+            time.sleep(0.002)
+        pytest.fail("no answer in time")
+    finally:
+        inquiry.close()
+        server.close()
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_engines_with_the_same_secret_talk(context: Any, secret: bytes | None) -> None:
+    assert exchange(context, secret, secret) == msgspec.msgpack.decode(
+        DESCRIBED, type=wire.Described
+    )
+
+
+@pytest.mark.parametrize(
+    ("served", "asked", "words"),
+    [
+        (SECRET, None, "on the decode engine"),
+        (None, SECRET, "on both engines, or on none"),
+        (SECRET, OTHER, "another secret"),
+    ],
+)
+def test_engines_of_different_secrets_say_so_on_both_sides(
+    context: Any,
+    log_lines: pytest.LogCaptureFixture,
+    served: bytes | None,
+    asked: bytes | None,
+    words: str,
+) -> None:
+    with pytest.raises(ProtocolError, match=words):
+        exchange(context, served, asked)
+    (line,) = log_lines.messages
+    assert words in line
+    assert SECRET.decode() not in line

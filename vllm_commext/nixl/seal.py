@@ -1,0 +1,214 @@
+"""A shared secret for the side channel: each frame is proven by HMAC-SHA256, within a time window
+and once.
+
+The secret proves who asks and who answers; it hides nothing of what they say.  Nothing here logs
+it, and no message of an error holds any part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import struct
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from vllm_commext.errors import ConfigError, ProtocolError
+from vllm_commext.nixl import wire
+
+SECRET_VARIABLE = "COMMEXT_NIXL_SECRET"
+"""Not called ``VLLM_...``: vLLM hands such variables on to other processes and writes them into its
+logs and caches."""
+MIN_SECRET_BYTES = 16
+MAX_SECRET_BYTES = 4096
+WINDOW_SECONDS = 60.0
+"""How far the clocks of two hosts may be apart, the way between them included."""
+MAX_NONCES = 1 << 16
+NONCE_BYTES = 16
+REQUEST = b"commext-nixl request"
+REPLY = b"commext-nixl reply"
+
+
+class Sealed(wire.Frame, tag="sealed", frozen=True):
+    """A frame with its proof.
+
+    Attributes:
+        sent: when it was sealed, in seconds since 1970 of the sender's clock.
+        nonce: differs with each request; the reply carries that of its request.
+        body: the frame.
+        proof: HMAC-SHA256 of the purpose, ``sent``, ``nonce`` and ``body``.
+    """
+
+    sent: float
+    nonce: bytes
+    body: bytes
+    proof: bytes
+
+
+_SEALED = msgspec.msgpack.Decoder(Sealed)
+
+
+def read_secret(path: str, environ: Mapping[str, str] = os.environ) -> bytes | None:
+    """The secret from a file, or from ``SECRET_VARIABLE`` where no file is named; None without
+    either.  White space around it does not count.
+
+    Raises:
+        ConfigError: the file cannot be read, or the secret is too short or too long.
+    """
+    source = f"side_channel_secret_file {path!r}" if path else SECRET_VARIABLE
+    if path:
+        try:
+            with Path(path).open("rb") as file:
+                secret = file.read(MAX_SECRET_BYTES + 2).strip()
+        except OSError as error:
+            raise ConfigError(f"{source} cannot be read: {error.strerror}") from error
+    elif SECRET_VARIABLE in environ:
+        secret = environ[SECRET_VARIABLE].encode().strip()
+    else:
+        return None
+    if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
+        raise ConfigError(
+            f"{source}: expected a secret of {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes, got "
+            f"{len(secret)}: `openssl rand -hex 32` makes a good one"
+        )
+    return secret
+
+
+def seal(secret: bytes, purpose: bytes, frame: bytes, nonce: bytes, now: float) -> bytes:
+    """A frame with its proof, ``now`` in seconds since 1970."""
+    proof = _proof(secret, purpose, now, nonce, frame)
+    return wire.encode(Sealed(sent=now, nonce=nonce, body=frame, proof=proof))
+
+
+def unseal(secret: bytes, purpose: bytes, frame: bytes) -> Sealed:
+    """Check a proof.
+
+    Raises:
+        ProtocolError: it is no sealed frame, or the proof is none of this secret and purpose.
+    """
+    sealed = open_envelope(frame)
+    if sealed is None:
+        raise ProtocolError("the frame carries no proof of the side channel's secret")
+    expected = _proof(secret, purpose, sealed.sent, sealed.nonce, sealed.body)
+    if not hmac.compare_digest(expected, sealed.proof):
+        raise ProtocolError(
+            "the frame was sealed with another secret, or altered: give both engines the same "
+            "side_channel_secret_file"
+        )
+    return sealed
+
+
+def open_envelope(frame: bytes) -> Sealed | None:
+    """A sealed frame, its proof not yet checked; None where it is a frame of another kind."""
+    try:
+        return _SEALED.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _proof(secret: bytes, purpose: bytes, sent: float, nonce: bytes, body: bytes) -> bytes:
+    head = struct.pack("<dII", sent, len(purpose), len(nonce))
+    return hmac.new(secret, head + purpose + nonce + body, hashlib.sha256).digest()
+
+
+class Gate:
+    """The answering side: lets requests in and proves the answers.
+
+    Args:
+        secret: the shared one, None where everybody is let in.
+    """
+
+    def __init__(self, secret: bytes | None) -> None:
+        self._secret = secret
+        self._seen: OrderedDict[bytes, float] = OrderedDict()
+
+    def admit(self, frame: bytes, now: float) -> tuple[bytes, bytes]:
+        """The request within a frame, and the nonce that its answer has to carry.
+
+        Raises:
+            ProtocolError: it is not to be answered; says what is wrong and what to do.
+        """
+        if self._secret is None:
+            if open_envelope(frame) is not None:
+                raise ProtocolError(
+                    "the request is sealed with a secret, but this prefill engine has none: set "
+                    f"side_channel_secret_file (or {SECRET_VARIABLE}) on both engines, or on none"
+                )
+            return frame, b""
+        if open_envelope(frame) is None:
+            wire.decode_request(frame)  # what is no request at all is told so
+            raise ProtocolError(
+                "this prefill engine has a side-channel secret, and the request carries no proof "
+                f"of it: set side_channel_secret_file (or {SECRET_VARIABLE}) on the decode engine"
+            )
+        sealed = unseal(self._secret, REQUEST, frame)
+        self._check_time(sealed.sent, now)
+        self._check_nonce(sealed.nonce, now)
+        return sealed.body, sealed.nonce
+
+    def prove(self, reply: bytes, nonce: bytes, now: float) -> bytes:
+        """The answer to the request that had the nonce, as it goes out."""
+        return reply if self._secret is None else seal(self._secret, REPLY, reply, nonce, now)
+
+    def _check_time(self, sent: float, now: float) -> None:
+        if not abs(now - sent) <= WINDOW_SECONDS:
+            raise ProtocolError(
+                f"the request was sealed {now - sent:.0f} s ago by the clocks of both hosts, "
+                f"expected at most {WINDOW_SECONDS:g} s either way: set the clocks (NTP)"
+            )
+
+    def _check_nonce(self, nonce: bytes, now: float) -> None:
+        while self._seen and next(iter(self._seen.values())) < now - 2 * WINDOW_SECONDS:
+            self._seen.popitem(last=False)
+        if len(nonce) != NONCE_BYTES:
+            raise ProtocolError(f"expected a nonce of {NONCE_BYTES} bytes, got {len(nonce)}")
+        if nonce in self._seen:
+            raise ProtocolError("the request was answered before: it is a repetition")
+        if len(self._seen) >= MAX_NONCES:
+            raise ProtocolError(f"more than {MAX_NONCES} requests within two minutes: retry later")
+        self._seen[nonce] = now
+
+
+class Caller:
+    """The asking side: proves one request and checks its answer.
+
+    Args:
+        secret: the shared one, None where there is none.
+    """
+
+    def __init__(self, secret: bytes | None) -> None:
+        self._secret = secret
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+
+    def prove(self, request: bytes) -> bytes:
+        """The request as it goes out."""
+        if self._secret is None:
+            return request
+        return seal(self._secret, REQUEST, request, self._nonce, time.time())
+
+    def check(self, frame: bytes) -> bytes:
+        """The answer within a frame.  A refusal need not be proven: it can come from an engine
+        without the secret.
+
+        Raises:
+            ProtocolError: the answer is not proven, or not the one to this request.
+        """
+        if self._secret is None:
+            return frame
+        if open_envelope(frame) is None:
+            if isinstance(wire.decode_reply(frame), wire.Refused):
+                return frame
+            raise ProtocolError(
+                "the prefill engine's answer carries no proof of the side channel's secret: set "
+                f"side_channel_secret_file (or {SECRET_VARIABLE}) on that engine too"
+            )
+        sealed = unseal(self._secret, REPLY, frame)
+        if sealed.nonce != self._nonce:
+            raise ProtocolError("the prefill engine's answer is that to another request")
+        return sealed.body
