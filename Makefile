@@ -67,7 +67,7 @@ contract-%:
 
 stress-shm: env ## The message queue: 10 million messages, signals and stops, 500 deaths, damage; some minutes
 	$(BIN)/python tests/unit/shm/stress_traffic.py --messages 10000000
-	$(BIN)/python tests/unit/shm/stress_traffic.py --messages 200000 --torment
+	$(BIN)/python tests/unit/shm/stress_traffic.py --messages 4000000 --torment 5000
 	$(BIN)/python tests/unit/shm/stress_deaths.py --rounds 500
 	$(BIN)/python tests/unit/shm/stress_fuzz.py --rounds 20000
 

@@ -167,7 +167,7 @@ class MessageQueue:
         started = time.monotonic()
         assert self._ring is not None
         while (status := wait(self._interval)) == TIMEOUT:
-            self._tell("has waited to start", time.monotonic() - started)
+            self._tell("has not come", time.monotonic() - started)
         self._ring.check(status)
 
     # ---- messages ----
@@ -201,7 +201,7 @@ class MessageQueue:
         """Go on after the first long wait: a line in the log after each."""
         waited = interval = self._interval
         while status == TIMEOUT and (timeout is None or waited < timeout):
-            self._tell("has had no room", waited)
+            self._tell("has not read", waited)
             step = interval if timeout is None else min(interval, timeout - waited)
             waited += step
             keep = timeout is None or waited < timeout
@@ -235,7 +235,7 @@ class MessageQueue:
     ) -> "bytes | list[bytes | bytearray]":
         record: bytes | list[bytes | bytearray] | int = status
         while record == TIMEOUT and waited is not None and (timeout is None or waited < timeout):
-            self._tell("has had no message", waited)
+            self._tell("has not written", waited)
             step = self._interval if timeout is None else min(timeout - waited, self._interval)
             record = self._core.read(step)
             waited += step
@@ -286,23 +286,27 @@ class MessageQueue:
 
     def shutdown(self) -> None:
         """End every wait of this end, now and later. From any thread or signal handler."""
-        self.shutting_down = True
+        first, self.shutting_down = not self.shutting_down, True
         if self._ring is not None:
+            if first and (dead := self._ring.dead_peers()):
+                names = ", ".join(map(str, dead))
+                logger.error("queue %s is shut down; dead: %s", self._ring.address.name, names)
             self._ring.cancel()
         if self._remote is not None:
             self._remote.cancel()
 
     def counters(self) -> dict[str, int]:
-        """Of this end, for local traffic: see `RingEnd.counters`."""
+        """For local traffic: see `RingEnd.counters`."""
         return self._ring.counters() if self._ring is not None else {}
 
     def _tell(self, what: str, seconds: float) -> None:
-        """The line about a long wait, in place of vLLM's."""
+        """The line about a long wait, in place of vLLM's: first who is waited for."""
         assert self._ring is not None
+        who = self._ring.slowest_reader() if self._is_writer else self._ring.peers()[0]
         me = "the writer" if self._is_writer else f"reader {self.local_reader_rank}"
         logger.info(
-            "%s of queue %s %s for %.0f s: %s; %s",
-            *(me, self._ring.address.name, what, seconds),
+            "%s %s for %.0f s, says %s of queue %s; all: %s; %s",
+            *(who, what, seconds, me, self._ring.address.name),
             *(self._ring.describe_peers(), self._ring.counters()),
         )
 

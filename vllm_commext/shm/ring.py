@@ -88,11 +88,25 @@ class RingEnd:
         """The writer and every reader, in this order."""
         return [Peer(*fields) for fields in self.core.peers()]
 
+    def slowest_reader(self) -> Peer:
+        """The one that has read the fewest bytes; of several the first."""
+        return min(self.peers()[1:], key=lambda peer: peer.position)
+
+    def dead_peers(self) -> list[Peer]:
+        """Those whose process has gone without a farewell."""
+        return [peer for peer in self.peers() if peer.state == ATTACHED and not peer.alive]
+
     def counters(self) -> dict[str, int]:
         """Of this end: messages, bytes (headers not included), waits, parks (times it slept),
-        wake_ups (system calls that woke others).
+        wake_ups (system calls that woke others). Of the queue: high_water_bytes (the most that any
+        reader ever found waiting), slowest_reader (its rank).
         """
-        return self.core.counters()
+        readers = self.peers()[1:]
+        return {
+            **self.core.counters(),
+            "high_water_bytes": max(peer.high_water_bytes for peer in readers),
+            "slowest_reader": self.slowest_reader().rank,
+        }
 
     def cancel(self) -> None:
         """End the wait in progress, if any, and every later one with QueueCancelledError. From any
@@ -115,14 +129,15 @@ class RingEnd:
         if status == TIMEOUT:
             raise CommextTimeoutError(f"nothing within the timeout; {self.describe_peers()}")
         if status == CANCELLED:
-            dead = [str(peer) for peer in self.peers() if peer.state == ATTACHED and not peer.alive]
-            raise QueueCancelledError("; ".join(["cancelled", *dead]))
+            raise QueueCancelledError("; ".join(["cancelled", *map(str, self.dead_peers())]))
         culprit, why = self.core.failure()
         if status == CORRUPT:
             raise ProtocolError(
                 f"the queue's shared memory is damaged: {why}. Something else has written to "
                 f"segment {self.address.name}; restart the processes that use it"
             )
+        if culprit == WRITER:
+            unlink_segment(self.address.name)  # it will not do so itself, if others never attached
         what = "has died" if status == PEER_DEAD else "has shut down its end"
         raise PeerLostError(
             f"{self.peers()[culprit + 1]} {what}; the queue cannot go on without it: "

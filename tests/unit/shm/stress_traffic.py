@@ -1,10 +1,11 @@
 """Messages of random sizes through the queue, to 1 to 4 readers: none lost, doubled, torn, moved.
 
     python tests/unit/shm/stress_traffic.py --messages 10000000
-    python tests/unit/shm/stress_traffic.py --messages 1000000 --torment
+    python tests/unit/shm/stress_traffic.py --messages 1000000 --torment 10000
 
-With ``--torment`` all the processes are stopped and continued at random, fork children that drop
-their copies of the queue, and have a signal handler that raises out of whatever they are doing.
+With ``--torment N`` all the processes fork children that drop their copies of the queue, and N
+times for each number of readers one of them is stopped for a moment, or its signal handler raises
+out of whatever it is doing.
 """
 
 import argparse
@@ -133,9 +134,12 @@ def start(work: Callable[..., None], *arguments: object) -> tuple[Any, Connectio
     return process, ours
 
 
-def torment_until_read(processes: list[Any], links: list[Connection]) -> None:
+def torment_until_read(processes: list[Any], links: list[Connection], most: int) -> None:
+    """At most so often, because a writer that is interrupted again and again may not finish."""
     rng = random.Random(11)
-    while not all(link.poll() for link in links):
+    for _ in range(most):
+        if all(link.poll() for link in links):
+            return
         victim = rng.choice(processes)
         if not victim.is_alive():
             return
@@ -145,22 +149,22 @@ def torment_until_read(processes: list[Any], links: list[Connection]) -> None:
             os.kill(victim.pid, signal.SIGCONT)
         else:
             os.kill(victim.pid, signal.SIGUSR1)
-        time.sleep(rng.random() * 0.05)
+        time.sleep(rng.random() * 0.01)
 
 
-def run(n_readers: int, count: int, torment: bool) -> None:
+def run(n_readers: int, count: int, torment: int) -> None:
     """One writer and its readers; raises if any of them has found anything wrong."""
     signal.signal(signal.SIGUSR1, raise_once)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # and in all children
-    writer, to_writer = start(write, n_readers, count, torment)
+    writer, to_writer = start(write, n_readers, count, torment > 0)
     handle = to_writer.recv()
-    pairs = [start(read, rank, count, torment) for rank in range(n_readers)]
+    pairs = [start(read, rank, count, torment > 0) for rank in range(n_readers)]
     readers, links = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     for link in links:
         link.send(handle)
     started = time.monotonic()
     if torment:
-        torment_until_read([writer, *readers], links)
+        torment_until_read([writer, *readers], links, torment)
     results = [link.recv() for link in links]  # EOFError if one has failed
     seconds = time.monotonic() - started
     assert to_writer.recv()["messages"] == count
@@ -177,7 +181,7 @@ def run(n_readers: int, count: int, torment: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--messages", type=int, required=True, help="over all numbers of readers")
-    parser.add_argument("--torment", action="store_true")
+    parser.add_argument("--torment", type=int, default=0, help="signals for each number of readers")
     given = parser.parse_args()
     for n in (1, 2, 3, 4):
         run(n, given.messages // 4, given.torment)

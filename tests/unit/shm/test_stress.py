@@ -13,7 +13,7 @@ pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not b
     "words",
     [
         ("stress_traffic.py", "--messages", "40000"),
-        ("stress_traffic.py", "--messages", "60000", "--torment"),
+        ("stress_traffic.py", "--messages", "12000", "--torment", "60"),
         ("stress_deaths.py", "--rounds", "8"),
         ("stress_fuzz.py", "--rounds", "300"),
     ],
