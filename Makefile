@@ -33,13 +33,14 @@ demo: env ## Prefill and decode servers here, proven equal to one server; MODEL=
 	$(BIN)/vllm-commext demo $(DEMO_ARGS)
 
 test: env lint ## Lint, then unit, contract, cpu tests and a short chaos run
-	$(PYTEST) tests/unit tests/contract tests/cpu tests/chaos $(PYTEST_ARGS)
+	$(PYTEST) -n 2 tests/unit tests/contract $(PYTEST_ARGS)
+	$(PYTEST) tests/cpu tests/chaos $(PYTEST_ARGS)
 
 unit: env ## Tests that need no vLLM
-	$(PYTEST) tests/unit $(PYTEST_ARGS)
+	$(PYTEST) -n 2 tests/unit $(PYTEST_ARGS)
 
 contract: env ## Tests against the installed vLLM, without a model
-	$(PYTEST) tests/contract $(PYTEST_ARGS)
+	$(PYTEST) -n 2 tests/contract $(PYTEST_ARGS)
 
 cpu: env ## Tests with real servers on CPUs
 	$(PYTEST) tests/cpu $(PYTEST_ARGS)
