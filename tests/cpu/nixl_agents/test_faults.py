@@ -37,7 +37,7 @@ def test_other_facts(make_engine: MakeEngine, log_lines: Lines, enforce: bool) -
     if enforce:
         words.append("model: decode 'm', prefill 'n'")
     load = load_of("r", prefill.remote("x", [1]), [1])
-    assert_fails(decode, load, "handshake", log_lines, *words)
+    assert_fails(decode, load, "configuration", log_lines, *words)
     friend = make_engine("p2", seed=3, serve=True)
     assert_works(decode, friend)
 
