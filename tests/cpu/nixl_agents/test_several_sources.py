@@ -159,7 +159,7 @@ def test_a_rank_that_is_configured_otherwise_fails_the_load(
     prefill = make_ranks("p", size, facts_of={size - 1: {**FACTS, "model": "n"}})
     before = [row.copy() for row in decode.memory]
     decode.load(load_of("r", prefill.remote("x", REMOTE), LOCAL))
-    assert_failed_once(decode, before, "handshake", log_lines)
+    assert_failed_once(decode, before, "configuration", log_lines)
     assert_works(decode, make_ranks("q", size, seed=7), "next")
 
 
