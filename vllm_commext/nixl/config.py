@@ -25,11 +25,15 @@ class ConnectorConfig:
         side_channel_port: port of the first data-parallel rank; rank ``i`` listens on ``port + i``.
         side_channel_secret_file: file with a secret that both engines must prove to know, "" for
             none; see ``seal``.
-        kv_lease_duration: how long a prefill engine keeps the blocks of a request that nobody
-            fetched.
+        kv_lease_duration: how long a prefill engine keeps the blocks of a request after the last
+            sign of a reader; decode engines that wait or read give one each sixth of it.
+        kv_lease_max_duration: how long it keeps them at most, whatever the readers say.
         progress_interval: pause between two turns of NIXL's progress thread, which would
             otherwise keep a core busy.
         handshake_timeout: bound on the exchange with a peer that is new to this worker.
+        peer_idle_timeout: a prefill worker that no request has needed for as long is forgotten.
+        max_peers: prefill workers that one worker knows at a time; the one that was needed least
+            recently makes room.
         transfer_timeout: bound on one read; a later one fails and its blocks stay out of use until
             NIXL reports its end.
         host_copy: let peers read from a copy of the cache in host memory and write to the device
@@ -45,9 +49,12 @@ class ConnectorConfig:
     num_threads: int = 4
     backend_params: Mapping[str, str] = field(default_factory=dict[str, str])
     enforce_handshake_compat: bool = True
-    kv_lease_duration: float = 480.0
+    kv_lease_duration: float = 60.0
+    kv_lease_max_duration: float = 600.0
     progress_interval: float = 0.0005
     handshake_timeout: float = 10.0
+    peer_idle_timeout: float = 1800.0
+    max_peers: int = 128
     transfer_timeout: float = 60.0
     host_copy: bool = False
     transport_probe: bool = True
@@ -55,7 +62,14 @@ class ConnectorConfig:
 
 
 KNOWN_KEYS = tuple(sorted(field.name for field in dataclasses.fields(ConnectorConfig)))
-_SECONDS = ("kv_lease_duration", "progress_interval", "handshake_timeout", "transfer_timeout")
+_SECONDS = (
+    "kv_lease_duration",
+    "kv_lease_max_duration",
+    "progress_interval",
+    "handshake_timeout",
+    "transfer_timeout",
+    "peer_idle_timeout",
+)
 
 
 def parse_config(
@@ -83,6 +97,8 @@ def _checked(key: str, value: Any) -> Any:
         return _expect(key, value, _is_span(value), "a positive, finite number of seconds", float)
     if key == "num_threads":
         return _expect(key, value, _is_int(value) and value >= 0, "an integer of at least 0", int)
+    if key == "max_peers":
+        return _expect(key, value, _is_int(value) and value > 0, "an integer of at least 1", int)
     if key == "side_channel_port":
         in_range = _is_int(value) and 0 < value < 65536
         return _expect(key, value, in_range, "a port from 1 to 65535", int)

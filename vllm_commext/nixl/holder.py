@@ -8,7 +8,7 @@ from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl import wire
 from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.leases import LeaseLedger
+from vllm_commext.nixl.leases import Beat, LeaseLedger
 from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.outcomes import OutcomeBox
 from vllm_commext.nixl.recorder import TransferRecorder
@@ -39,7 +39,7 @@ class Holder:
         self._config = config
         self._recorder = recorder
         self._outcomes = outcomes
-        self._leases = LeaseLedger()
+        self._leases = LeaseLedger(config.kv_lease_max_duration)
         self._fences: dict[str, tuple[int, int]] = {}
         self._log = RateLimitedLog()
 
@@ -58,28 +58,44 @@ class Holder:
         now = time.monotonic()
         for message in self._agent.notifications():
             try:
-                released = wire.decode_notification(message)
+                notification = wire.decode_notification(message)
             except ProtocolError as error:
-                self._recorder.leases(expired=0, unmatched=1)
+                self._recorder.leases(unmatched=1)
                 self._log.warning("notification", f"ignored a NIXL notification: {error}")
                 continue
-            request_id = released.request_id
-            if self._leases.release(request_id, released.consumer, released.num_consumers, now):
-                self._report_sent(request_id)
+            if isinstance(notification, wire.Released):
+                self._release(notification, now)
+            else:
+                self._extend(notification, now)
+
+    def _release(self, released: wire.Released, now: float) -> None:
+        request_id = released.request_id
+        if self._leases.release(request_id, released.consumer, released.num_consumers, now):
+            self._report_sent(request_id)
+
+    def _extend(self, told: wire.KeepAlive, now: float) -> None:
+        beat = Beat(told.consumer, told.sender, told.sequence)
+        for request_id in told.request_ids:
+            self._leases.extend(request_id, beat, now)
 
     def end_leases(self) -> None:
         """Free what nobody has fetched in time."""
-        for request_id in self._leases.expire(time.monotonic(), EARLY_RELEASE_SECONDS):
+        ended = self._leases.expire(time.monotonic(), EARLY_RELEASE_SECONDS)
+        for request_id, seconds in ended.items():
             self._report_sent(request_id)
             self._log.warning(
                 "lease",
-                f"request {request_id}: its blocks were kept for "
-                f"{self._config.kv_lease_duration:g} s and not read by all consumers; freed. Was "
-                "the decode request sent?",
+                f"request {request_id}: its blocks were kept for {seconds:.3g} s and not read by "
+                "all consumers; freed. Was the decode request sent, and is its engine up?",
             )
         counts = self._leases.take_counts()
-        if counts.expired or counts.unmatched:
-            self._recorder.leases(expired=counts.expired, unmatched=counts.unmatched)
+        if counts:
+            self._recorder.leases(
+                expired=counts.expired,
+                unmatched=counts.unmatched,
+                heartbeats=counts.extended,
+                ignored_heartbeats=counts.ignored_beats,
+            )
 
     def _report_sent(self, request_id: str) -> None:
         """The blocks may be freed: first raise the epoch, so that no reader relies on them."""

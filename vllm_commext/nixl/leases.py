@@ -1,22 +1,44 @@
 """The prefill side's record of finished requests whose blocks wait for their readers.
 
-Pure: the caller brings the time.  A request's blocks are free when all its consumers have released
-them or its lease has run out, whichever comes first; each request ends exactly once.
+Pure: the caller brings the time, which is the prefill worker's own.  A request's blocks are free
+when all its consumers have released them or its lease has run out, whichever comes first; each
+request ends exactly once.  A reader's heartbeat begins the lease anew, up to a greatest age.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
 MAX_EARLY_RELEASES = 4096
 """Releases kept that came before the scheduler said that the request had finished."""
+MAX_SENDERS = 64
+"""Senders of heartbeats that are told apart for one request; those of further ones are ignored."""
 
 
 @dataclass
 class _Lease:
+    begun: float
+    duration: float
     deadline: float
     released_by: set[str] = field(default_factory=set)
+    last_beats: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Where a heartbeat comes from.
+
+    Attributes:
+        consumer: engine id and rank of the reader, as it will release.
+        sender: differs at every start of the reader.
+        sequence: grows with each heartbeat of the sender.
+    """
+
+    consumer: str
+    sender: str
+    sequence: int
 
 
 @dataclass
@@ -28,20 +50,36 @@ class LeaseCounts:
         unmatched: releases of a request that is unknown or had ended, given up for lack of room or
             after a while.
         repeated: releases by a consumer that had released the request before.
+        extended: leases that a heartbeat began anew.
+        ignored_beats: heartbeats for a request that is unknown or had ended, or that were repeated,
+            out of order, or of a consumer that had released the request.
     """
 
     expired: int = 0
     unmatched: int = 0
     repeated: int = 0
+    extended: int = 0
+    ignored_beats: int = 0
+
+    def __bool__(self) -> bool:
+        """Whether anything happened."""
+        return any(vars(self).values())
 
 
 class LeaseLedger:
-    """Leases by request id; all times are of one monotonic clock, in seconds."""
+    """Leases by request id; all times are of one monotonic clock, in seconds.
 
-    def __init__(self) -> None:
+    Args:
+        max_age: no lease is extended beyond this many seconds after its beginning.
+    """
+
+    def __init__(self, max_age: float = math.inf) -> None:
         self.counts = LeaseCounts()
+        self._max_age = max_age
         self._leases: dict[str, _Lease] = {}
         self._early: OrderedDict[str, tuple[float, set[str], int]] = OrderedDict()
+        # No lease ends before this; the leases are looked through only then.
+        self._next_end = math.inf
 
     def __len__(self) -> int:
         """Requests whose blocks are held."""
@@ -49,14 +87,14 @@ class LeaseLedger:
 
     def hold(self, request_id: str, now: float, duration: float) -> bool:
         """Start a lease; True where its readers were quicker and nothing is left to wait for."""
+        lease = _Lease(now, duration, deadline=now + duration)
         early = self._early.pop(request_id, None)
-        if early is None:
-            self._leases[request_id] = _Lease(deadline=now + duration)
-            return False
-        _, consumers, num_consumers = early
-        if len(consumers) >= num_consumers:
-            return True
-        self._leases[request_id] = _Lease(deadline=now + duration, released_by=consumers)
+        if early is not None:
+            _, lease.released_by, num_consumers = early
+            if len(lease.released_by) >= num_consumers:
+                return True
+        self._leases[request_id] = lease
+        self._next_end = min(self._next_end, lease.deadline)
         return False
 
     def release(self, request_id: str, consumer: str, num_consumers: int, now: float) -> bool:
@@ -74,15 +112,45 @@ class LeaseLedger:
         del self._leases[request_id]
         return True
 
-    def expire(self, now: float, early_seconds: float) -> list[str]:
-        """End the leases that ran out, and forget early releases older than ``early_seconds``."""
-        ended = [name for name, lease in self._leases.items() if lease.deadline <= now]
-        for name in ended:
-            del self._leases[name]
+    def extend(self, request_id: str, beat: Beat, now: float) -> bool:
+        """Begin a lease anew; False where the heartbeat is to be ignored."""
+        lease = self._leases.get(request_id)
+        if lease is None or not self._is_new(lease, beat):
+            self.counts.ignored_beats += 1
+            return False
+        lease.last_beats[beat.sender] = beat.sequence
+        latest = max(lease.begun + self._max_age, lease.begun + lease.duration)
+        lease.deadline = max(lease.deadline, min(now + lease.duration, latest))
+        self.counts.extended += 1
+        return True
+
+    @staticmethod
+    def _is_new(lease: _Lease, beat: Beat) -> bool:
+        last = lease.last_beats.get(beat.sender)
+        if last is None and len(lease.last_beats) >= MAX_SENDERS:
+            return False
+        return beat.consumer not in lease.released_by and (last is None or beat.sequence > last)
+
+    def expire(self, now: float, early_seconds: float) -> dict[str, float]:
+        """End the leases that ran out, and forget early releases older than ``early_seconds``.
+
+        Returns:
+            Of each lease that ran out, by request id, how many seconds it has lasted.
+        """
+        ended = self._take_ended(now) if self._next_end <= now else {}
         self.counts.expired += len(ended)
         while self._early and next(iter(self._early.values()))[0] + early_seconds <= now:
             self._early.popitem(last=False)
             self.counts.unmatched += 1
+        return ended
+
+    def _take_ended(self, now: float) -> dict[str, float]:
+        ended = {
+            name: now - lease.begun for name, lease in self._leases.items() if lease.deadline <= now
+        }
+        for name in ended:
+            del self._leases[name]
+        self._next_end = min((lease.deadline for lease in self._leases.values()), default=math.inf)
         return ended
 
     def take_counts(self) -> LeaseCounts:

@@ -13,8 +13,8 @@ def empty_data() -> dict[str, Any]:
     """What a recorder starts from; plain values, so that it can cross processes.
 
     Keys: ``transfer_seconds``, ``post_seconds``, ``handshake_seconds``: one float an event;
-    ``bytes``, ``blocks``, ``descriptors``, ``expired_requests``, ``unmatched_notifications``:
-    sums; ``failures``: a sum a reason.
+    ``bytes``, ``blocks``, ``descriptors``, ``expired_requests``, ``unmatched_notifications``,
+    ``heartbeats``, ``ignored_heartbeats``: sums; ``failures``: a sum a reason.
     """
     return {
         "transfer_seconds": [],
@@ -25,6 +25,8 @@ def empty_data() -> dict[str, Any]:
         "descriptors": 0,
         "expired_requests": 0,
         "unmatched_notifications": 0,
+        "heartbeats": 0,
+        "ignored_heartbeats": 0,
         "failures": {},
     }
 
@@ -80,11 +82,21 @@ class TransferRecorder:
             failures = self._data["failures"]
             failures[reason] = failures.get(reason, 0) + 1
 
-    def leases(self, *, expired: int, unmatched: int) -> None:
-        """Leases ran out, or releases fitted no request."""
+    def leases(
+        self,
+        *,
+        expired: int = 0,
+        unmatched: int = 0,
+        heartbeats: int = 0,
+        ignored_heartbeats: int = 0,
+    ) -> None:
+        """Leases ran out, releases fitted no request, heartbeats extended leases or were
+        ignored."""
         with self._lock:
             self._data["expired_requests"] += expired
             self._data["unmatched_notifications"] += unmatched
+            self._data["heartbeats"] += heartbeats
+            self._data["ignored_heartbeats"] += ignored_heartbeats
 
     def take(self) -> dict[str, Any] | None:
         """The record since the last call, None where it is empty."""

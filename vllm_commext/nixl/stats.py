@@ -46,6 +46,8 @@ COUNTERS = {
     "descriptors": "Descriptors of the reads, before NIXL merges neighbours.",
     "expired_requests": "Prefilled requests whose blocks nobody fetched in time; they were freed.",
     "unmatched_notifications": "Notifications that fitted no request or were not valid.",
+    "heartbeats": "Leases of prefilled requests that a decode engine's heartbeat extended.",
+    "ignored_heartbeats": "Heartbeats that fitted no lease, or came twice or out of order.",
 }
 
 

@@ -3,12 +3,13 @@ a version.
 
 Two channels carry them.  On the side channel (ZMQ) a decode worker asks a prefill engine for the
 description of one of its workers.  Through NIXL a decode worker tells a prefill worker that it has
-read a request's blocks.
+read a request's blocks, or that it is going to.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import TypeVar
 
 import msgspec
@@ -82,6 +83,23 @@ class Released(Frame, tag="released", frozen=True):
     num_consumers: int
 
 
+class KeepAlive(Frame, tag="keep_alive", frozen=True):
+    """NIXL notification, decode to prefill: a consumer still waits for these requests' blocks or
+    reads them.
+
+    Attributes:
+        consumer: engine id and rank of the reader, as in ``Released``.
+        sender: differs at every start of the reader.
+        sequence: grows with each message of the sender.
+        request_ids: the requests' ids in the prefill engine.
+    """
+
+    consumer: str
+    sender: str
+    sequence: int
+    request_ids: list[str]
+
+
 class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a decode worker must know of a prefill worker.
 
@@ -94,6 +112,8 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
         layout: what the cache looks like in memory.
         fence_address: address of the worker's epochs, see ``fence``.
         num_fence_slots: how many there are, 0 for none.
+        lease_seconds: how long the worker keeps a request's blocks after the last sign of a reader,
+            0 where it takes no ``KeepAlive``.
     """
 
     engine_id: str
@@ -104,12 +124,13 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     layout: CacheLayout
     fence_address: int = 0
     num_fence_slots: int = 0
+    lease_seconds: float = 0.0
 
 
 _Any = TypeVar("_Any")
 _REQUEST = msgspec.msgpack.Decoder(DescribeRequest)
 _REPLY = msgspec.msgpack.Decoder(Described | Refused)
-_NOTIFICATION = msgspec.msgpack.Decoder(Released)
+_NOTIFICATION = msgspec.msgpack.Decoder(Released | KeepAlive)
 _DESCRIPTION = msgspec.msgpack.Decoder(WorkerDescription)
 
 
@@ -128,7 +149,7 @@ def decode_reply(frame: bytes) -> Described | Refused:
     return _checked(_decode(_REPLY, frame, MAX_REPLY_BYTES, "handshake reply"))
 
 
-def decode_notification(frame: bytes) -> Released:
+def decode_notification(frame: bytes) -> Released | KeepAlive:
     """Decode a NIXL notification; raises ProtocolError."""
     return _checked(_decode(_NOTIFICATION, frame, MAX_NOTIFICATION_BYTES, "notification"))
 
@@ -156,6 +177,10 @@ def open_description(reply: Described) -> WorkerDescription:
     check_layout(opened.layout)
     if not 0 <= opened.device_id < MAX_DEVICES or opened.num_fence_slots < 0:
         raise ProtocolError("the worker description's device or number of slots is out of range")
+    if not 0 <= opened.lease_seconds < math.inf:
+        raise ProtocolError(
+            f"expected lease_seconds of at least 0 and finite, got {opened.lease_seconds}"
+        )
     return opened
 
 

@@ -9,7 +9,14 @@ import pytest
 from vllm_commext.errors import ConfigError
 from vllm_commext.nixl.config import KNOWN_KEYS, ConnectorConfig, parse_config
 
-SECONDS = ("kv_lease_duration", "handshake_timeout", "transfer_timeout", "progress_interval")
+SECONDS = (
+    "kv_lease_duration",
+    "kv_lease_max_duration",
+    "handshake_timeout",
+    "transfer_timeout",
+    "progress_interval",
+    "peer_idle_timeout",
+)
 FLAGS = ("enforce_handshake_compat", "host_copy", "transport_probe")
 
 GOOD: list[tuple[str, Any, Any]] = [
@@ -19,6 +26,7 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("backend_params", {"split_batch_size": "64"}, {"split_batch_size": "64"}),
     ("num_threads", 0, 0),
     ("num_threads", 8, 8),
+    ("max_peers", 1, 1),
     *((key, value, value) for key in FLAGS for value in (False, True)),
     ("side_channel_host", "10.0.0.7", "10.0.0.7"),
     *(("side_channel_secret_file", value, value) for value in ("", "/run/secrets/commext")),
@@ -32,6 +40,7 @@ BAD: list[tuple[str, Any]] = [
     *(("backends", value) for value in ("UCX", [], [1], ["UCX", None], None, {"UCX": 1})),
     *(("backend_params", value) for value in ("UCX", ["a"], {"split_batch_size": 64}, None)),
     *(("num_threads", value) for value in (-1, 1.5, "4", True, None)),
+    *(("max_peers", value) for value in (0, -1, 1.5, "4", True, None)),
     *((key, value) for key in FLAGS for value in (0, 1, "false", None)),
     *(("side_channel_host", value) for value in ("", 5, None, ["h"])),
     *(("side_channel_secret_file", value) for value in (5, None, ["f"])),

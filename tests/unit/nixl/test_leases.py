@@ -14,10 +14,15 @@ from hypothesis.stateful import (
 )
 
 from vllm_commext.nixl import leases
-from vllm_commext.nixl.leases import LeaseLedger
+from vllm_commext.nixl.leases import Beat, LeaseLedger
 
 EARLY_SECONDS = 30.0
+MAX_AGE = 90
+MAX_SENDERS = 2
 MAX_EARLY = 3
+
+
+COUNTS = st.integers(0, 5)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -30,15 +35,20 @@ class LedgerMachine(RuleBasedStateMachine):
         super().__init__()
         self._patch = pytest.MonkeyPatch()
         self._patch.setattr(leases, "MAX_EARLY_RELEASES", MAX_EARLY)
-        self.ledger = LeaseLedger()
+        self._patch.setattr(leases, "MAX_SENDERS", MAX_SENDERS)
+        self.ledger = LeaseLedger(MAX_AGE)
         self.now = 0.0
         self.next_id = 0
         self.wanted: dict[str, int] = {}
         self.deadline: dict[str, float] = {}
+        self.begun: dict[str, tuple[float, float]] = {}
+        self.heard: dict[str, dict[str, int]] = {}
         self.early_since: dict[str, float] = {}
         self.done_by: dict[str, set[str]] = {}
         self.reported: list[str] = []
-        self.expected: dict[str, int] = {"expired": 0, "unmatched": 0, "repeated": 0}
+        self.expected: dict[str, int] = dict.fromkeys(
+            ("expired", "unmatched", "repeated", "extended", "ignored_beats"), 0
+        )
 
     def teardown(self) -> None:
         self._patch.undo()
@@ -60,6 +70,8 @@ class LedgerMachine(RuleBasedStateMachine):
             self._end(request_id)
         else:
             self.deadline[request_id] = self.now + duration
+            self.begun[request_id] = (self.now, duration)
+            self.heard[request_id] = {}
         return request_id
 
     @rule(request_id=seen, number=st.integers(0, 2))
@@ -87,13 +99,35 @@ class LedgerMachine(RuleBasedStateMachine):
         if len(self.early_since) > MAX_EARLY:
             self._forget_early(next(iter(self.early_since)))
 
+    @rule(request_id=seen, reader=st.integers(0, 2), start=st.integers(0, 2), sequence=COUNTS)
+    def beat(self, request_id: str, reader: int, start: int, sequence: int) -> None:
+        """A heartbeat of a reader's start, in any order and as often as it likes."""
+        beat = Beat(f"c{reader}", f"c{reader}/{start}", sequence)
+        is_taken = request_id in self.deadline
+        if is_taken:
+            heard = self.heard[request_id]
+            known = sequence <= heard.get(beat.sender, -1)
+            crowded = beat.sender not in heard and len(heard) == MAX_SENDERS
+            done = beat.consumer in self.done_by[request_id]
+            is_taken = not (known or crowded or done)
+        assert self.ledger.extend(request_id, beat, self.now) == is_taken
+        self.expected["extended" if is_taken else "ignored_beats"] += 1
+        if is_taken:
+            begun, duration = self.begun[request_id]
+            self.heard[request_id][beat.sender] = sequence
+            self.deadline[request_id] = min(self.now + duration, begun + MAX_AGE)
+
+    @rule(request_id=unused, sequence=COUNTS)
+    def beat_early(self, request_id: str, sequence: int) -> None:
+        assert not self.ledger.extend(request_id, Beat("c0", "c0/0", sequence), self.now)
+        self.expected["ignored_beats"] += 1
+
     @rule(seconds=st.integers(0, 20))
     def wait(self, seconds: int) -> None:
         self.now += seconds
         due = {name for name, deadline in self.deadline.items() if deadline <= self.now}
         ended = self.ledger.expire(self.now, EARLY_SECONDS)
-        assert len(ended) == len(set(ended))
-        assert set(ended) == due
+        assert ended == {name: self.now - self.begun[name][0] for name in due}
         for request_id in ended:
             self._end(request_id)
         self.expected["expired"] += len(ended)
@@ -118,6 +152,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.expected["unmatched"] += 1
 
     @invariant()
+    def no_lease_is_older_than_it_may_be(self) -> None:
+        assert all(self.deadline[name] <= self.begun[name][0] + MAX_AGE for name in self.deadline)
+
+    @invariant()
     def each_request_is_reported_once_and_the_held_are_counted(self) -> None:
         assert len(self.reported) == len(set(self.reported))
         assert len(self.ledger) == len(self.deadline)
@@ -130,9 +168,9 @@ TestLedger.settings = settings(max_examples=40, stateful_step_count=25, deadline
 def test_the_lease_ends_at_its_deadline_and_not_before() -> None:
     ledger = LeaseLedger()
     assert not ledger.hold("r", 100.0, 5.0)
-    assert ledger.expire(104.9, EARLY_SECONDS) == []
-    assert ledger.expire(105.0, EARLY_SECONDS) == ["r"]
-    assert ledger.expire(200.0, EARLY_SECONDS) == []
+    assert ledger.expire(104.9, EARLY_SECONDS) == {}
+    assert ledger.expire(105.0, EARLY_SECONDS) == {"r": 5.0}
+    assert ledger.expire(200.0, EARLY_SECONDS) == {}
 
 
 def test_one_consumer_counts_once() -> None:
@@ -160,3 +198,11 @@ def test_early_releases_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [ledger.hold(f"r{number}", 0.0, 5.0) for number in range(25)] == [False] * 15 + [
         True
     ] * 10
+
+
+def test_a_lease_may_be_longer_than_the_age_up_to_which_heartbeats_extend_it() -> None:
+    ledger = LeaseLedger(max_age=2.0)
+    ledger.hold("r", 0.0, 5.0)
+    assert ledger.extend("r", Beat("d/0", "s", 1), 4.0)
+    assert ledger.expire(4.9, EARLY_SECONDS) == {}
+    assert ledger.expire(5.0, EARLY_SECONDS) == {"r": 5.0}

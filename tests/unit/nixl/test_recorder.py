@@ -28,6 +28,8 @@ RECORDS = st.fixed_dictionaries(
                 "descriptors",
                 "expired_requests",
                 "unmatched_notifications",
+                "heartbeats",
+                "ignored_heartbeats",
             )
         },
         "failures": st.dictionaries(st.sampled_from(FAILURE_REASONS), st.integers(1, 9)),
@@ -48,6 +50,7 @@ def test_everything_recorded_is_taken_once() -> None:
     recorder.failure("timeout")
     recorder.failure("timeout")
     recorder.leases(expired=2, unmatched=1)
+    recorder.leases(heartbeats=4, ignored_heartbeats=3)
     assert recorder.take() == {
         "transfer_seconds": [2.0, 2.0],
         "post_seconds": [0.5, 0.5],
@@ -57,6 +60,8 @@ def test_everything_recorded_is_taken_once() -> None:
         "descriptors": 12,
         "expired_requests": 2,
         "unmatched_notifications": 1,
+        "heartbeats": 4,
+        "ignored_heartbeats": 3,
         "failures": {"timeout": 2},
     }
     assert recorder.take() is None

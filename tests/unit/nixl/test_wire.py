@@ -14,6 +14,7 @@ from vllm_commext.nixl import wire
 
 REQUEST = wire.DescribeRequest(engine_id="engine-ä", tp_rank=3)
 RELEASED = wire.Released(request_id="r1", consumer="d/0", num_consumers=2)
+KEEP_ALIVE = wire.KeepAlive(consumer="d/0", sender="s", sequence=7, request_ids=["r1", "r2"])
 REFUSED = wire.Refused(reason="no")
 DESCRIBED = wire.describe(b"a description", "start-1")
 
@@ -23,6 +24,7 @@ FRAMES: list[tuple[Decode, wire.Frame]] = [
     (wire.decode_reply, DESCRIBED),
     (wire.decode_reply, REFUSED),
     (wire.decode_notification, RELEASED),
+    (wire.decode_notification, KEEP_ALIVE),
 ]
 DECODERS: list[Decode] = [wire.decode_request, wire.decode_reply, wire.decode_notification]
 
