@@ -20,7 +20,7 @@ from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.fence import NUM_SLOTS
 from vllm_commext.nixl.io_thread import TransferThread
 from vllm_commext.nixl.layout import CacheLayout
-from vllm_commext.nixl.peers import LocalSide
+from vllm_commext.nixl.peer import LocalSide
 from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.side_channel import SideChannelServer
 from vllm_commext.testing.servers import LOOPBACK, free_port

@@ -33,7 +33,7 @@ from nixl_parts.shapes import (
 )
 from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.io_thread import TransferThread
-from vllm_commext.nixl.peers import LocalSide
+from vllm_commext.nixl.peer import LocalSide
 from vllm_commext.nixl.plan import Blocks
 from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.requests import Load, RemoteRequest

@@ -204,7 +204,7 @@ def test_a_prefilled_request_is_kept_and_described(
         "tp_size": 1,
         "transfer_mode": "pull",
     }
-    assert engine.step().holds == [Hold("r", 480.0, 0, 0)]
+    assert engine.step().holds == [Hold("r", 60.0, 0, 0)]
     assert engine.step() == StepMetadata()
 
 
@@ -309,6 +309,21 @@ def test_what_prefill_returned_is_what_decode_reads(make_engine: Callable[[str],
     assert load.remote.block_ids == (tuple(prefill.block_ids(first)),)
     assert load.remote.incarnation == prefill.connector.scheduler_side.incarnation
     assert (load.remote.host, load.remote.port, load.remote.tp_size) == ("h", 7000, 1)
+
+
+def test_blocks_are_kept_from_the_arrival_until_the_load(
+    make_engine: Callable[[str], Engine],
+) -> None:
+    engine = make_engine("kv_consumer")
+    engine.connector.on_new_request(request_of("early", TO_DECODE))
+    (wait,) = engine.step().waits
+    assert (wait.request_id, wait.remote.request_id) == ("early", "there")
+    engine.schedule(request_of("quick", TO_DECODE))
+    step = engine.step()
+    assert [load.request_id for load in step.loads] == ["quick"]
+    assert step.waits == []
+    engine.connector.on_new_request(request_of("bad", {"do_remote_prefill": True}))
+    assert engine.step() == StepMetadata()
 
 
 def test_an_abort_before_scheduling_releases_only(make_engine: Callable[[str], Engine]) -> None:

@@ -18,9 +18,9 @@ from vllm_commext.nixl.holder import Holder
 from vllm_commext.nixl.loader import Loader
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.outcomes import OutcomeBox
-from vllm_commext.nixl.peers import LocalSide, Peer
+from vllm_commext.nixl.peer import LocalSide, Peer
 from vllm_commext.nixl.recorder import TransferRecorder
-from vllm_commext.nixl.requests import Hold, Load, Outcomes
+from vllm_commext.nixl.requests import Hold, Load, Outcomes, Wait
 
 BUSY_WAIT_SECONDS = 50e-6
 """First wait between two looks at reads under way; doubles while nothing changes."""
@@ -37,7 +37,7 @@ class GiveUp:
     request_id: str
 
 
-Command = Load | Hold | GiveUp
+Command = Load | Wait | Hold | GiveUp
 
 
 class TransferThread:
@@ -134,6 +134,8 @@ class TransferThread:
     def _execute(self, command: Command) -> None:
         if isinstance(command, Load):
             self._loader.begin(command)
+        elif isinstance(command, Wait):
+            self._loader.wait(command)
         elif isinstance(command, GiveUp):
             self._loader.give_up(command.request_id)
         else:

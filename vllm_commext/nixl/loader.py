@@ -7,13 +7,15 @@ from collections.abc import Callable
 from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError, UnsupportedError
 from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.nixl.keep_alive import KeepAlive
 from vllm_commext.nixl.loads import Failure, LoadBook, Part
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.outcomes import OutcomeBox
-from vllm_commext.nixl.peers import LocalSide, Peer, PeerTable
+from vllm_commext.nixl.peer import LocalSide, Peer, peer_key
+from vllm_commext.nixl.peers import PeerTable
 from vllm_commext.nixl.reads import Read, ReadSet, release_notification
 from vllm_commext.nixl.recorder import TransferRecorder
-from vllm_commext.nixl.requests import Load, RemoteRequest
+from vllm_commext.nixl.requests import Load, RemoteRequest, Wait
 from vllm_commext.nixl.topology import Sources, check_even, sources
 
 
@@ -45,8 +47,11 @@ class Loader:
         self._outcomes = outcomes
         self._probe = probe
         self._peers = PeerTable(agent, config, local, recorder)
+        self._keep_alive = KeepAlive(agent, local.consumer, self._peers)
         self._reads = ReadSet(agent, recorder)
         self._loads = LoadBook()
+        # Why loads that the scheduler side has been told of as late are to fail.
+        self._late: dict[str, Failure] = {}
         self._sources: dict[int, Sources] = {}
         self._splits = local.layout.splits()
         self._log = RateLimitedLog()
@@ -64,29 +69,45 @@ class Loader:
     def poll(self) -> bool:
         """One look at everything under way; whether anything has moved on."""
         answered = self._poll_handshakes()
+        self._keep_alive.send_due()
         return self.poll_reads() or answered
 
     def close(self) -> None:
         """Forget all peers; no read may be under way."""
         self._peers.close()
 
+    def wait(self, wait: Wait) -> None:
+        """Have a request's blocks kept until its load begins, and its peers made ready."""
+        waiting = Load(wait.request_id, wait.remote, awaited=False)
+        try:
+            for part in self._parts(waiting, wait.remote):
+                self._keep_alive.begin_wait(part)
+        except UnsupportedError:
+            return  # the load will fail with the reason
+
     def begin(self, load: Load) -> None:
         """Start a load: a part for each prefill rank that has to do with it."""
+        self._keep_alive.end_wait(load.request_id)
         remote = load.remote
         if remote is None or load.refusal:
             error = ProtocolError(load.refusal or "no remote request")
             self._report(load, Failure("request", error))
             return
         try:
-            found = self._sources_of(remote.tp_size)
+            parts = self._parts(load, remote)
         except UnsupportedError as error:
             self._report(load, Failure("configuration", error))
             return
+        self._loads.begin(load, len(parts))
+        for part in parts:
+            self._keep_alive.begin_load(part)
+            self._start(part)
+
+    def _parts(self, load: Load, remote: RemoteRequest) -> list[Part]:
+        found = self._sources_of(remote.tp_size)
         ranks = [(rank, bool(load.block_ids)) for rank in found.read]
         ranks += [(rank, False) for rank in found.release_only]
-        self._loads.begin(load, len(ranks))
-        for rank, reads in ranks:
-            self._start(Part(load, remote, rank, found.num_consumers[rank], reads))
+        return [Part(load, remote, rank, found.num_consumers[rank], reads) for rank, reads in ranks]
 
     def _sources_of(self, tp_size: int) -> Sources:
         if tp_size not in self._sources:
@@ -97,16 +118,13 @@ class Loader:
 
     def _start(self, part: Part) -> None:
         try:
-            peer = self._peers.find(part)
+            peer = self._peers.find(peer_key(part), part.remote.incarnation)
             if peer is None:
                 self._peers.ask(part)
             else:
                 self._read(part, peer)
         except CommextError as error:
-            self._close_part(part, Failure("handshake", error))
-        except Exception as error:  # noqa: BLE001 a request may hold anything; only this load fails
-            wrapped = ProtocolError(f"cannot ask the engine: {error}")
-            self._close_part(part, Failure("handshake", wrapped))
+            self._close_part(part, _handshake_failure(error))
 
     def _poll_handshakes(self) -> bool:
         ended = self._peers.poll()
@@ -117,9 +135,7 @@ class Loader:
                 if isinstance(outcome, Peer):
                     self._read(part, outcome)
                 else:
-                    unfit = isinstance(outcome, UnsupportedError)
-                    reason = "configuration" if unfit else "handshake"
-                    self._close_part(part, Failure(reason, outcome))
+                    self._close_part(part, _handshake_failure(outcome))
         return bool(ended)
 
     def _probe_once(self, peer: Peer) -> None:
@@ -150,7 +166,7 @@ class Loader:
 
     def _retry(self, part: Part, peer: Peer, error: Exception) -> None:
         """A peer that cannot be reached may have been restarted: ask it once more."""
-        self._peers.forget(peer)
+        self._peers.doubt(peer, broken=True)
         if part.retried:
             self._close_part(part, Failure("transfer", ProtocolError(f"NIXL: {error}")))
             return
@@ -166,7 +182,7 @@ class Loader:
                 f"kv_transfer_params: tp_size is {remote.tp_size}, but the prefill engine has "
                 f"{tp_size} ranks: let the router pass tp_size on"
             )
-        if not peer.serves(remote):
+        if not peer.serves(remote.incarnation):
             raise ProtocolError(
                 f"the prefill engine {remote.engine_id!r} was restarted since it computed this "
                 "request: its blocks are gone"
@@ -192,7 +208,7 @@ class Loader:
             else:
                 failure = Failure(end.reason, ProtocolError(end.text))
             if end.reason == "transfer":
-                self._peers.forget(read.peer)
+                self._peers.doubt(read.peer, broken=True)
             self._close_part(read.part, failure)
             self._peers.remove_if_unused(read.peer)
         self._note_late_reads()
@@ -204,27 +220,34 @@ class Loader:
             message = release_notification(self._local, read.part)
             self._agent.notify(read.peer.agent_name, message)
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the lease frees the blocks
-            self._peers.forget(read.peer)
-            source = self._source(read.part.remote)
+            self._peers.doubt(read.peer, broken=True)
+            source = _source(read.part.remote)
             self._log.warning("release", f"{source} was not told: {error}")
 
     def _note_late_reads(self) -> None:
-        limit = self._config.transfer_timeout
-        for read in self._reads.take_late(limit):
+        for read in self._reads.take_late(self._config.transfer_timeout):
+            request_id = read.part.load.request_id
+            failure = self._late.setdefault(request_id, self._lateness(read))
             logger.warning(
-                "request %s: the read from prefill engine %s is not done after %g s; it fails as "
-                "soon as its blocks are out of use",
-                read.part.load.request_id,
+                "request %s: the read from prefill engine %s is not done: %s; it fails as soon as "
+                "its blocks are out of use",
+                request_id,
                 read.peer.key,
-                limit,
+                failure.error,
             )
-            self._peers.forget(read.peer)
-            self._outcomes.late(read.part.load.request_id)
+            self._peers.doubt(read.peer, broken=False)
+            self._outcomes.late(request_id)
+
+    def _lateness(self, read: Read) -> Failure:
+        if read.peer.lost:
+            return Failure("transfer", ProtocolError("the prefill engine has gone or restarted"))
+        limit = self._config.transfer_timeout
+        return Failure("timeout", CommextTimeoutError(f"not read within {limit:g} s"))
 
     def give_up(self, request_id: str) -> None:
         """End a late load; its reads may go on, into blocks that the scheduler keeps out of use."""
-        late = CommextTimeoutError(f"not read within {self._config.transfer_timeout:g} s")
-        failure = Failure("timeout", late)
+        given_up = Failure("timeout", CommextTimeoutError("given up by the scheduler"))
+        failure = self._late.pop(request_id, given_up)
         load = self._loads.give_up(request_id, failure)
         if load is None:
             self._outcomes.settled(request_id)
@@ -235,9 +258,11 @@ class Loader:
             self._close_part(part, failure)
 
     def _close_part(self, part: Part, failure: Failure | None = None) -> None:
+        self._keep_alive.end(part)
         ended = self._loads.close(part, failure)
         if ended is None:
             return
+        self._late.pop(part.load.request_id, None)
         if ended.given_up:
             self._outcomes.settled(part.load.request_id)
         else:
@@ -253,7 +278,7 @@ class Loader:
 
     def _log_failure(self, load: Load, failure: Failure) -> None:
         request = f"request {load.request_id} of decode engine {self._local.engine_id!r}"
-        source, error = self._source(load.remote), failure.error
+        source, error = _source(load.remote), failure.error
         if load.awaited:
             self._recorder.failure(failure.reason)
             text = f"{request}: KV cache not loaded from {source}: {error}"
@@ -261,11 +286,16 @@ class Loader:
         else:
             self._log.warning("release", f"{request}: {source} was not told to free it: {error}")
 
-    @staticmethod
-    def _source(remote: RemoteRequest | None) -> str:
-        if remote is None:
-            return "an unknown prefill engine"
-        return (
-            f"prefill engine {remote.engine_id!r} at {remote.host}:{remote.port} (request "
-            f"{remote.request_id} there)"
-        )
+
+def _handshake_failure(error: CommextError) -> Failure:
+    unfit = isinstance(error, UnsupportedError)
+    return Failure("configuration" if unfit else "handshake", error)
+
+
+def _source(remote: RemoteRequest | None) -> str:
+    if remote is None:
+        return "an unknown prefill engine"
+    return (
+        f"prefill engine {remote.engine_id!r} at {remote.host}:{remote.port} (request "
+        f"{remote.request_id} there)"
+    )

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from vllm_commext.nixl.requests import Hold, Load
+from vllm_commext.nixl.requests import Hold, Load, Wait
 
 
 @dataclass
@@ -26,6 +26,7 @@ class StepMetadata(KVConnectorMetadata):
 
     Attributes:
         loads: blocks to read or to release.
+        waits: requests whose blocks must be kept by their prefill engines until their loads begin.
         holds: finished prefills whose blocks wait for readers.
         given_up: late loads whose blocks the scheduler has taken out of use.
         saves: blocks, a list a group, to be copied to the host at the end of the step; used where
@@ -33,6 +34,7 @@ class StepMetadata(KVConnectorMetadata):
     """
 
     loads: list[Load] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
     holds: list[Hold] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
     saves: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)

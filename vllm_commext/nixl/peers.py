@@ -1,12 +1,12 @@
-"""The prefill engines that a decode worker knows: asked once, checked, and kept until a read
-fails."""
+"""The prefill workers that a decode worker knows: each asked once, checked, and kept until it is
+lost, restarted, or not needed for long."""
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 import zmq
 
@@ -15,96 +15,49 @@ from vllm_commext.nixl import wire
 from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.compatibility import check_facts, digest
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.descriptors import UInt64Array
-from vllm_commext.nixl.layout import CacheLayout
+from vllm_commext.nixl.heartbeats import PeerKey
 from vllm_commext.nixl.loads import Part
-from vllm_commext.nixl.log import logger
-from vllm_commext.nixl.plan import ReadPlan
+from vllm_commext.nixl.log import RateLimitedLog, logger
+from vllm_commext.nixl.peer import LocalSide, Peer, peer_key
+from vllm_commext.nixl.peer_links import PeerLinks
+from vllm_commext.nixl.peer_states import BackOff, PeerEvent, PeerState, next_state
 from vllm_commext.nixl.planner import plan_read
 from vllm_commext.nixl.recorder import TransferRecorder
-from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.seal import read_secret
 from vllm_commext.nixl.side_channel import Inquiry
 
-
-@dataclass(frozen=True)
-class LocalSide:
-    """This worker, as far as a handshake compares it with a peer.
-
-    Attributes:
-        engine_id: this engine's id.
-        facts: this engine's configuration facts.
-        layout: this worker's cache.
-        memory_type: NIXL memory type of the cache, "DRAM" or "VRAM".
-        device_id: device of the cache.
-    """
-
-    engine_id: str
-    facts: dict[str, str]
-    layout: CacheLayout
-    memory_type: str = "DRAM"
-    device_id: int = 0
-
-    @property
-    def consumer(self) -> str:
-        """How a prefill worker tells this reader from others."""
-        return f"{self.engine_id}/{self.layout.tp_rank}"
-
-
-PeerKey = tuple[str, str, int, int]
-"""Engine id, host and port of its side channel, rank."""
+CHECK_SECONDS = 0.1
+"""Between two looks at connections and at what is not needed any more."""
+BACK_OFF = BackOff()
 
 
 @dataclass
-class Peer:
-    """A prefill worker that can be read from.
+class _Entry:
+    """One prefill worker.
 
-    Attributes:
-        key: engine id, host, port and rank it was asked under.
-        incarnation: the start of its engine.
-        agent_name: name of its NIXL agent.
-        plan: how to read from it.
-        local_list: prepared list of this worker's side of the plan.
-        remote_list: prepared list of its side.
-        memory_type: NIXL memory type of its cache.
-        device_id: device of its cache.
-        fence_list: prepared list of its epochs, None where it has none.
-        num_fence_slots: how many there are.
-        num_reads: reads under way; it may be removed at 0 only.
-        forgotten: not to be used for further reads.
-        removed: NIXL has been told.
+    ``inquiry`` is the question during a handshake and stays open afterwards: its connection closes
+    with the peer's process.
     """
 
     key: PeerKey
-    incarnation: str
-    agent_name: str
-    plan: ReadPlan
-    local_list: Any
-    remote_list: Any
-    memory_type: str
-    device_id: int
-    fence_list: Any = None
-    num_fence_slots: int = 0
-    num_reads: int = 0
-    forgotten: bool = False
-    removed: bool = False
-
-    def serves(self, remote: RemoteRequest) -> bool:
-        """Whether the request was prefilled since the engine's last start."""
-        return remote.incarnation in ("", self.incarnation)
-
-
-@dataclass
-class _Handshake:
-    inquiry: Inquiry
-    started: float
+    state: PeerState = PeerState.UNKNOWN
+    peer: Peer | None = None
+    inquiry: Inquiry | None = None
+    asked: float = 0.0
     parts: list[Part] = field(default_factory=list)
+    wanted_incarnation: str = ""
+    error: CommextError = field(default_factory=CommextError)
+    num_failures: int = 0
+    retry_at: float = 0.0
+    last_used: float = 0.0
 
+    def apply(self, event: PeerEvent) -> None:
+        self.state = next_state(self.state, event)
 
-def peer_key(part: Part) -> PeerKey:
-    """What tells one prefill worker from another."""
-    remote = part.remote
-    return remote.engine_id, remote.host, remote.port, part.source
+    @property
+    def is_idle(self) -> bool:
+        has_reads = self.peer is not None and self.peer.num_reads > 0
+        return self.state != PeerState.HANDSHAKING and not has_reads
 
 
 class PeerTable:
@@ -117,138 +70,196 @@ class PeerTable:
         local: LocalSide,
         recorder: TransferRecorder,
     ) -> None:
-        self._agent = agent
         self._config = config
         self._local = local
         self._recorder = recorder
         self._context = zmq.Context()
         self._secret = read_secret(config.side_channel_secret_file)
-        self._peers: dict[PeerKey, Peer] = {}
-        self._handshakes: dict[PeerKey, _Handshake] = {}
-        # A forgotten peer whose reads go on, and the same one asked anew, share NIXL's agent.
-        self._num_agent_users: Counter[str] = Counter()
-        # Peers of one tensor-parallel size share this worker's side of their plans.
-        self._local_lists: dict[bytes, Any] = {}
+        self._links = PeerLinks(agent, local)
+        self._entries: dict[PeerKey, _Entry] = {}
+        self._next_check = 0.0
+        self._log = RateLimitedLog()
 
     @property
     def num_pending(self) -> int:
         """Handshakes under way."""
-        return len(self._handshakes)
+        return sum(entry.state == PeerState.HANDSHAKING for entry in self._entries.values())
 
-    def find(self, part: Part) -> Peer | None:
-        """The peer to read from, if it is known and has not been restarted since."""
-        peer = self._peers.get(peer_key(part))
-        return peer if peer is not None and peer.serves(part.remote) else None
+    def count_states(self) -> dict[str, int]:
+        """Peers by state, every state named; retired ones are those whose reads go on."""
+        counts = Counter(entry.state for entry in self._entries.values())
+        counts[PeerState.RETIRED] += self._links.num_retired
+        return {state.value: counts[state] for state in PeerState}
+
+    def find(self, key: PeerKey, incarnation: str = "") -> Peer | None:
+        """The peer to read from, if it is ready and has not been restarted since."""
+        entry = self._entries.get(key)
+        if entry is None or entry.state != PeerState.READY or entry.peer is None:
+            return None
+        entry.last_used = time.monotonic()
+        return entry.peer if entry.peer.serves(incarnation) else None
 
     def ask(self, part: Part) -> None:
-        """Queue a part until its peer is known.
+        """Queue a part until its peer is ready.
 
         Raises:
-            CommextError: the peer cannot be asked.
+            CommextError: the peer cannot be asked, or could not be a moment ago.
         """
-        key, remote = peer_key(part), part.remote
-        if key not in self._handshakes:
-            request = wire.DescribeRequest(
-                engine_id=remote.engine_id,
-                tp_rank=part.source,
-                consumer=self._local.consumer,
-                configuration=digest(self._local.facts),
-            )
-            inquiry = Inquiry(self._context, remote.host, remote.port, request, self._secret)
-            self._handshakes[key] = _Handshake(inquiry, time.monotonic())
-        self._handshakes[key].parts.append(part)
+        self._need(peer_key(part), part.remote.incarnation).parts.append(part)
+
+    def prepare(self, key: PeerKey, incarnation: str = "") -> None:
+        """Make a peer ready that will be needed.
+
+        Raises:
+            CommextError: as for ``ask``.
+        """
+        if self.find(key, incarnation) is None:
+            self._need(key, incarnation)
 
     def withdraw(self, request_id: str) -> list[Part]:
         """Take back the parts of a load that wait for their peers."""
         taken: list[Part] = []
-        for handshake in self._handshakes.values():
-            waiting = handshake.parts
-            taken += [part for part in waiting if part.load.request_id == request_id]
-            handshake.parts = [part for part in waiting if part.load.request_id != request_id]
+        for entry in self._entries.values():
+            taken += [part for part in entry.parts if part.load.request_id == request_id]
+            entry.parts = [part for part in entry.parts if part.load.request_id != request_id]
         return taken
 
     def poll(self) -> list[tuple[list[Part], Peer | CommextError]]:
         """Handshakes that ended: what waited for them, and the peer or the reason why there is
         none."""
+        now = time.monotonic()
+        if now >= self._next_check:
+            self._next_check = now + CHECK_SECONDS
+            self._check_connections()
+            self._retire_unused(now)
         ended: list[tuple[list[Part], Peer | CommextError]] = []
-        for key, handshake in list(self._handshakes.items()):
-            outcome = self._advance(key, handshake)
+        for entry in list(self._entries.values()):
+            if entry.state != PeerState.HANDSHAKING:
+                continue
+            outcome = self._advance(entry, now)
             if outcome is not None:
-                handshake.inquiry.close()
-                del self._handshakes[key]
-                ended.append((handshake.parts, outcome))
+                parts, entry.parts = entry.parts, []
+                ended.append((parts, outcome))
         return ended
 
-    def forget(self, peer: Peer) -> None:
-        """Use a peer no more, and remove it once none of its reads is under way."""
-        if self._peers.get(peer.key) is peer:
-            del self._peers[peer.key]
-        peer.forgotten = True
-        self.remove_if_unused(peer)
+    def doubt(self, peer: Peer, *, broken: bool) -> None:
+        """A read failed (``broken``: the connection is not used again) or is late: ask the peer
+        before the next one."""
+        entry = self._entries.get(peer.key)
+        if entry is not None and entry.peer is peer:
+            entry.apply(PeerEvent.DOUBTED)
+            entry.peer = None if broken else peer
+        if broken:
+            self._links.retire(peer)
 
     def remove_if_unused(self, peer: Peer) -> None:
-        """Take a forgotten peer out of NIXL where nothing is under way with it."""
-        if not peer.forgotten or peer.num_reads or peer.removed:
-            return
-        peer.removed = True
-        self._num_agent_users[peer.agent_name] -= 1
-        try:
-            for prepared in (peer.remote_list, peer.fence_list):
-                if prepared is not None:
-                    self._agent.release_list(prepared)
-            self._remove_agent_if_unused(peer.agent_name)
-        except Exception as error:  # noqa: BLE001 NIXL raises many types; the peer may be gone already
-            logger.warning("NIXL did not remove peer %s cleanly: %s", peer.key, error)
-
-    def _remove_agent_if_unused(self, name: str) -> None:
-        if not self._num_agent_users[name]:
-            del self._num_agent_users[name]
-            self._agent.remove_peer(name)
+        """A read has ended: take a retired peer out of NIXL if that was its last one."""
+        self._links.remove_if_unused(peer)
 
     def close(self) -> None:
-        """Forget all peers and give up all handshakes."""
-        for handshake in self._handshakes.values():
-            handshake.inquiry.close()
-        self._handshakes.clear()
-        for peer in list(self._peers.values()):
-            self.forget(peer)
-        while self._local_lists:
-            self._agent.release_list(self._local_lists.popitem()[1])
+        """Retire all peers and give up all handshakes."""
+        for entry in list(self._entries.values()):
+            self._retire(entry)
         self._context.destroy(linger=0)
 
-    def _advance(self, key: PeerKey, handshake: _Handshake) -> Peer | CommextError | None:
-        waited = time.monotonic() - handshake.started
-        try:
-            reply = handshake.inquiry.poll()
-            if reply is not None:
-                return self._admit(key, reply, waited)
-        except CommextError as error:
-            return error
-        except Exception as error:  # noqa: BLE001 NIXL raises many types on metadata it cannot use
-            return ProtocolError(
-                f"NIXL cannot use the metadata of {handshake.inquiry.address}: {error}"
-            )
-        if waited < self._config.handshake_timeout:
-            return None
-        return CommextTimeoutError(
-            f"no answer from the prefill engine's side channel {handshake.inquiry.address} within "
-            f"{self._config.handshake_timeout:g} s: is it up, and can this host reach it? Its "
-            "VLLM_NIXL_SIDE_CHANNEL_HOST must be an address that decode engines reach"
-        )
+    def _need(self, key: PeerKey, incarnation: str) -> _Entry:
+        """The entry of a peer that is being asked.
 
-    def _admit(self, key: PeerKey, reply: wire.Described, waited: float) -> Peer:
+        Raises:
+            CommextError: it cannot be asked, or was in vain and its time has not come again.  A
+                request of a start of its engine that was not yet asked for shows that it is back.
+        """
+        now = time.monotonic()
+        entry = self._entries.get(key) or self._add(key)
+        entry.last_used = now
+        if entry.state == PeerState.HANDSHAKING:
+            return entry
+        is_news = incarnation not in ("", entry.wanted_incarnation)
+        if entry.state == PeerState.LOST and now < entry.retry_at and not is_news:
+            raise type(entry.error)(
+                f"{entry.error}; it is asked again in {entry.retry_at - now:.1g} s"
+            ) from entry.error
+        entry.apply(PeerEvent.DOUBTED)
+        entry.apply(PeerEvent.NEEDED)
+        entry.wanted_incarnation = incarnation
+        entry.asked = now
+        self._close_inquiry(entry)
+        try:
+            entry.inquiry = self._inquire(key)
+        except CommextError as error:
+            self._fail(entry, error, now)
+            raise
+        return entry
+
+    def _inquire(self, key: PeerKey) -> Inquiry:
+        engine_id, host, port, rank = key
+        request = wire.DescribeRequest(
+            engine_id=engine_id,
+            tp_rank=rank,
+            consumer=self._local.consumer,
+            configuration=digest(self._local.facts),
+        )
+        return Inquiry(self._context, host, port, request, self._secret)
+
+    def _add(self, key: PeerKey) -> _Entry:
+        if len(self._entries) >= self._config.max_peers:
+            idle = [entry for entry in self._entries.values() if entry.is_idle]
+            if not idle:
+                raise ProtocolError(
+                    f"expected at most {self._config.max_peers} prefill workers in use at a time, "
+                    "got one more: raise max_peers in kv_connector_extra_config"
+                )
+            self._retire(min(idle, key=lambda entry: entry.last_used))
+        return self._entries.setdefault(key, _Entry(key))
+
+    def _advance(self, entry: _Entry, now: float) -> Peer | CommextError | None:
+        assert entry.inquiry is not None  # open during a handshake
+        address = entry.inquiry.address
+        error: CommextError
+        try:
+            reply = entry.inquiry.poll()
+            if reply is not None:
+                return self._admit(entry, reply, now)
+            if now - entry.asked < self._config.handshake_timeout:
+                return None
+            error = CommextTimeoutError(
+                f"no answer from the prefill engine's side channel {address} within "
+                f"{self._config.handshake_timeout:g} s: is it up, and can this host reach it? Its "
+                "VLLM_NIXL_SIDE_CHANNEL_HOST must be an address that decode engines reach"
+            )
+        except CommextError as refusal:
+            error = refusal
+        except Exception as failure:  # noqa: BLE001 NIXL raises many types on metadata it cannot use
+            error = ProtocolError(f"NIXL cannot use the metadata of {address}: {failure}")
+        self._fail(entry, error, now)
+        return error
+
+    def _fail(self, entry: _Entry, error: CommextError, now: float) -> None:
+        entry.apply(PeerEvent.FAILED)
+        entry.error = error
+        entry.num_failures += 1
+        entry.retry_at = now + BACK_OFF.seconds(entry.num_failures, random.random())
+        self._close_inquiry(entry)
+        self._lose(entry)
+
+    def _admit(self, entry: _Entry, reply: wire.Described, now: float) -> Peer:
         described = wire.open_description(reply)
+        key = entry.key
         found = (described.engine_id, described.layout.tp_rank)
         if found != (key[0], key[3]):
             raise ProtocolError(
                 f"asked for rank {key[3]} of engine {key[0]!r}, got rank {found[1]} of engine "
                 f"{found[0]!r}"
             )
-        known = self._peers.get(key)
-        if known is not None:
-            if known.incarnation == reply.incarnation:
-                return known
-            self.forget(known)
+        if entry.peer is None or entry.peer.incarnation != reply.incarnation:
+            self._lose(entry)
+            entry.peer = self._connect(entry, described, reply.incarnation)
+        entry.apply(PeerEvent.ANSWERED)
+        entry.num_failures = 0
+        self._recorder.handshake(now - entry.asked)
+        return entry.peer
+
+    def _connect(self, entry: _Entry, described: wire.WorkerDescription, incarnation: str) -> Peer:
         enforce = self._config.enforce_handshake_compat
         tolerated = check_facts(self._local.facts, described.facts, enforce=enforce)
         plan = plan_read(
@@ -257,52 +268,74 @@ class PeerTable:
             local_device=self._local.device_id,
             remote_device=described.device_id,
         )
-        peer = self._connect(key, reply.incarnation, described, plan)
-        self._peers[key] = peer
-        self._recorder.handshake(waited)
-        self._log_ready(peer, described, str(tolerated) if tolerated else "")
+        peer = self._links.connect(entry.key, incarnation, described, plan)
+        _log_ready(peer, described, str(tolerated) if tolerated else "")
         return peer
 
-    def _log_ready(self, peer: Peer, described: wire.WorkerDescription, tolerated: str) -> None:
-        engine_id, host, port, rank = peer.key
-        lengths = peer.plan.local_rows[:, 1]
-        logger.info(
-            "prefill engine %s at %s:%d is ready: rank %d of %d, %d blocks; %d descriptors of "
-            "%d to %d bytes for each cell of tokens or state%s",
-            engine_id,
-            host,
-            port,
-            rank,
-            described.layout.tp_size,
-            described.layout.num_blocks,
-            sum(section.num_lanes for section in peer.plan.sections),
-            lengths.min(initial=1 << 62) if len(lengths) else 0,
-            lengths.max(initial=0),
-            f"; tolerated differences: {tolerated}" if tolerated else "",
-        )
+    def _lose(self, entry: _Entry) -> None:
+        """The engine that was behind the entry is gone, as far as can be told."""
+        if entry.peer is not None:
+            self._links.retire(entry.peer)
+            entry.peer = None
+        self._links.mark_lost(entry.key)
 
-    def _connect(
-        self, key: PeerKey, incarnation: str, described: wire.WorkerDescription, plan: ReadPlan
-    ) -> Peer:
-        name = self._agent.add_peer(described.agent_metadata)
-        num_slots = described.num_fence_slots
+    def _check_connections(self) -> None:
+        for entry in self._entries.values():
+            if entry.state != PeerState.READY or entry.inquiry is None:
+                continue
+            if entry.inquiry.is_connected():
+                continue
+            entry.apply(PeerEvent.DOUBTED)
+            self._log.warning(
+                "connection", f"the connection to prefill engine {entry.key} has closed"
+            )
+            if not entry.is_idle and entry.peer is not None:
+                self._prove(entry.key, entry.peer.incarnation)
+
+    def _prove(self, key: PeerKey, incarnation: str) -> None:
+        """Reads are under way: find out now whether their peer lives."""
         try:
-            local = self._prepare_local(plan.local_rows)
-            remote = None
-            if len(plan.remote_rows):
-                remote = self._agent.prepare(name, plan.remote_rows, described.memory_type)
-            fences = None
-            if num_slots:
-                fences = self._agent.prepare_fences(name, described.fence_address, num_slots)
-        except Exception:
-            self._remove_agent_if_unused(name)
-            raise
-        self._num_agent_users[name] += 1
-        where = (described.memory_type, described.device_id)
-        return Peer(key, incarnation, name, plan, local, remote, *where, fences, num_slots)
+            self._need(key, incarnation)
+        except CommextError as error:
+            logger.info("prefill engine %s cannot be asked: %s", key, error)
 
-    def _prepare_local(self, rows: UInt64Array) -> Any:
-        key = rows.tobytes()
-        if len(rows) and key not in self._local_lists:
-            self._local_lists[key] = self._agent.prepare("", rows, self._local.memory_type)
-        return self._local_lists.get(key)
+    def _retire_unused(self, now: float) -> None:
+        limit = self._config.peer_idle_timeout
+        for entry in list(self._entries.values()):
+            if entry.is_idle and now - entry.last_used >= limit:
+                logger.info(
+                    "prefill engine %s was not needed for %g s; forgotten", entry.key, limit
+                )
+                self._retire(entry)
+
+    def _retire(self, entry: _Entry) -> None:
+        entry.apply(PeerEvent.UNUSED)
+        self._close_inquiry(entry)
+        if entry.peer is not None:
+            self._links.retire(entry.peer)
+        del self._entries[entry.key]
+
+    @staticmethod
+    def _close_inquiry(entry: _Entry) -> None:
+        if entry.inquiry is not None:
+            entry.inquiry.close()
+        entry.inquiry = None
+
+
+def _log_ready(peer: Peer, described: wire.WorkerDescription, tolerated: str) -> None:
+    engine_id, host, port, rank = peer.key
+    lengths = peer.plan.local_rows[:, 1]
+    logger.info(
+        "prefill engine %s at %s:%d is ready: rank %d of %d, %d blocks; %d descriptors of "
+        "%d to %d bytes for each cell of tokens or state%s",
+        engine_id,
+        host,
+        port,
+        rank,
+        described.layout.tp_size,
+        described.layout.num_blocks,
+        sum(section.num_lanes for section in peer.plan.sections),
+        lengths.min(initial=1 << 62) if len(lengths) else 0,
+        lengths.max(initial=0),
+        f"; tolerated differences: {tolerated}" if tolerated else "",
+    )

@@ -12,7 +12,7 @@ from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.fence import is_fresh
 from vllm_commext.nixl.loads import Part
 from vllm_commext.nixl.pauses import pause
-from vllm_commext.nixl.peers import LocalSide, Peer
+from vllm_commext.nixl.peer import LocalSide, Peer
 from vllm_commext.nixl.plan import Pairs
 from vllm_commext.nixl.posting import Posting, pieces_of_read
 from vllm_commext.nixl.recorder import TransferRecorder
@@ -137,10 +137,10 @@ class ReadSet:
             yield read, end
 
     def take_late(self, limit_seconds: float) -> Iterator[Read]:
-        """Reads that have taken longer than ``limit_seconds``, each once."""
+        """Reads that have taken longer than ``limit_seconds`` or whose peer is lost, each once."""
         now = time.perf_counter()
         for read in self._reads:
-            if not read.late and now - read.posted >= limit_seconds:
+            if not read.late and (read.peer.lost or now - read.posted >= limit_seconds):
                 read.late = True
                 yield read
 

@@ -63,6 +63,14 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Wait:
+    """A request whose load will begin later; until then its blocks must be kept where they are."""
+
+    request_id: str
+    remote: RemoteRequest
+
+
+@dataclass(frozen=True)
 class Hold:
     """A finished prefill whose blocks are kept for its readers for at most ``lease_seconds``.
 

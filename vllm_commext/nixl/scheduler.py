@@ -25,7 +25,7 @@ from vllm_commext.nixl.request_blocks import (
     has_state,
     is_at_block_boundary,
 )
-from vllm_commext.nixl.requests import Hold, Load, RemoteRequest
+from vllm_commext.nixl.requests import Hold, Load, RemoteRequest, Wait
 from vllm_commext.nixl.seal import read_secret
 from vllm_commext.nixl.side_channel import SideChannelServer
 
@@ -134,10 +134,20 @@ class SchedulerSide:
             self._cut.add(request.request_id)
         if self._prompts is not None and is_for_prefill(params) and self._produces:
             self._prompts.add(request.request_id, request.num_prompt_tokens)
+        if self._is_to_load(request):
+            self._keep_alive(request)
         if is_for_decode(params) and not self._consumes:
             self._refuse_role(request, "do_remote_prefill", "kv_producer")
         elif is_for_prefill(params) and not self._produces:
             self._refuse_role(request, "do_remote_decode", "kv_consumer")
+
+    def _keep_alive(self, request: Request) -> None:
+        """Have the blocks kept where they are until there is room for them here."""
+        try:
+            remote = self._remote(request)
+        except ProtocolError:
+            return  # the load will fail with the reason
+        self._pending.waits.append(Wait(request.request_id, remote))
 
     def num_tokens_to_load(self, request: Request, num_computed_tokens: int) -> int:
         """Prompt tokens beyond ``num_computed_tokens`` that the prefill engine offers."""
@@ -224,6 +234,8 @@ class SchedulerSide:
     def take_step(self, scheduled: SchedulerOutput) -> StepMetadata:
         """What the workers must know of this step."""
         taken, self._pending = self._pending, StepMetadata()
+        loaded = {load.request_id for load in taken.loads}
+        taken.waits = [wait for wait in taken.waits if wait.request_id not in loaded]
         taken.given_up = self._quarantine.take_given_up()
         if self._prompts is not None:
             taken.saves = [

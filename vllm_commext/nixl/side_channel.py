@@ -18,6 +18,7 @@ import zmq
 from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl import wire
 from vllm_commext.nixl.compatibility import digest
+from vllm_commext.nixl.connection import ConnectionWatch, bound_waits
 from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.seal import Caller, Gate
 
@@ -102,6 +103,7 @@ class SideChannelServer:
         bound.setsockopt(zmq.MAXMSGSIZE, wire.MAX_REQUEST_BYTES)
         bound.setsockopt(zmq.RCVTIMEO, _POLL_MS)
         bound.setsockopt(zmq.SNDTIMEO, 0)
+        bound_waits(bound)
         try:
             bound.bind(endpoint(address, port))
         except zmq.ZMQError as error:
@@ -169,6 +171,8 @@ class SideChannelServer:
 class Inquiry:
     """A decode worker's question to one prefill rank; never blocks.
 
+    Its connection may be kept open after the answer: it closes with the prefill engine's process.
+
     Args:
         context: ZMQ context of the asking thread.
         host: the prefill engine's side-channel host.
@@ -187,17 +191,24 @@ class Inquiry:
     ) -> None:
         self.address = endpoint(host, port)
         self._caller = Caller(secret)
+        self._watch: ConnectionWatch | None = None
         try:
             self._socket = context.socket(zmq.DEALER)
         except zmq.ZMQError as error:
             raise ProtocolError(f"no socket is left to ask {self.address!r}: {error}") from error
+        try:
+            self._watch = ConnectionWatch(self._socket)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ProtocolError(f"no socket is left to ask {self.address!r}: {error}") from error
+        bound_waits(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_REPLY_BYTES)
         try:
             self._socket.connect(self.address)
             self._socket.send(self._caller.prove(wire.encode(request)), zmq.NOBLOCK)
-        except (zmq.ZMQError, UnicodeError) as error:
+        except Exception as error:  # a request may name any host and engine
             self.close()
             raise ProtocolError(f"{self.address!r} is not an address to ask: {error}") from error
 
@@ -205,17 +216,30 @@ class Inquiry:
         """The answer, or None where there is none yet.
 
         Raises:
-            ProtocolError: the prefill engine refused, or the answer is not valid.
+            ProtocolError: the prefill engine cannot be reached or refused, or the answer is not
+                valid.
         """
         try:
             frame = self._socket.recv_multipart(zmq.NOBLOCK)[-1]
         except zmq.Again:
-            return None
+            if self.is_connected():
+                return None
+            raise ProtocolError(
+                f"nothing takes connections at the prefill engine's side channel {self.address}, "
+                "or it has closed the connection: was the engine stopped?"
+            ) from None
         reply = wire.decode_reply(self._caller.check(frame))
         if isinstance(reply, wire.Refused):
             raise ProtocolError(f"the prefill engine refused the handshake: {reply.reason}")
         return reply
 
+    def is_connected(self) -> bool:
+        """False once the connection was refused or has closed."""
+        return self._watch is not None and not self._watch.has_failed()
+
     def close(self) -> None:
         """Close the socket; safe to repeat."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         self._socket.close(linger=0)

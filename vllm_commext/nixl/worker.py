@@ -19,7 +19,7 @@ from vllm_commext.nixl.io_thread import GiveUp, TransferThread
 from vllm_commext.nixl.layout import block_bytes
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
-from vllm_commext.nixl.peers import LocalSide, Peer
+from vllm_commext.nixl.peer import LocalSide, Peer
 from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.requests import Load, Outcomes
 
@@ -136,6 +136,8 @@ class WorkerSide:
     def start_step(self, step: StepMetadata) -> None:
         """Pass on what the scheduler side asks for in this step."""
         thread = self._require_thread()
+        for wait in step.waits:
+            thread.submit(wait)
         for load in step.loads:
             if load.awaited:
                 self._loads[load.request_id] = load
@@ -191,6 +193,7 @@ class WorkerSide:
             layout=local.layout,
             fence_address=self._agent.board.epochs.ctypes.data,
             num_fence_slots=NUM_SLOTS,
+            lease_seconds=self._config.kv_lease_duration,
         )
 
     def _probe(self, device: torch.device, peer: Peer) -> None:

@@ -21,7 +21,7 @@ from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.fence import NUM_SLOTS
 from vllm_commext.nixl.io_thread import TransferThread
 from vllm_commext.nixl.layout import FULL, TOKENS, AttentionGeometry, CacheLayout, Family, Group
-from vllm_commext.nixl.peers import LocalSide
+from vllm_commext.nixl.peer import LocalSide
 from vllm_commext.nixl.plan import Blocks
 from vllm_commext.nixl.recorder import TransferRecorder, empty_data, merge
 from vllm_commext.nixl.requests import Load, Outcomes, RemoteRequest
@@ -105,12 +105,12 @@ class Engine:
                 Family(0, sorted(addresses), [addresses[n] for n in sorted(addresses)], geometry)
             ],
         )
-        config = ConnectorConfig(
+        self.config = ConnectorConfig(
             side_channel_host=HOST,
             side_channel_port=self.port,
             **{"num_threads": 1, "handshake_timeout": 20.0, **settings},
         )
-        self.agent = NixlAgent(config)
+        self.agent = NixlAgent(self.config)
         ranges = [(row.ctypes.data, row.nbytes) for row in self.memory]
         self.agent.register(ranges, "DRAM", 0)
         facts = FACTS if facts is None else facts
@@ -119,7 +119,7 @@ class Engine:
         self.recorded = empty_data()
         self.outcomes = Outcomes()
         local = LocalSide(engine_id, facts, self.layout)
-        self.thread = TransferThread(self.agent, config, local, self.recorder)
+        self.thread = TransferThread(self.agent, self.config, local, self.recorder)
         self.thread.start()
         self.server: SideChannelServer | None = None
         if serve:
@@ -187,6 +187,7 @@ class Engine:
             layout=self.layout,
             fence_address=self.agent.board.epochs.ctypes.data,
             num_fence_slots=NUM_SLOTS,
+            lease_seconds=self.config.kv_lease_duration,
         )
 
 

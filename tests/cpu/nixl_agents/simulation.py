@@ -20,7 +20,7 @@ from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.fence import NUM_SLOTS
 from vllm_commext.nixl.io_thread import TransferThread
-from vllm_commext.nixl.peers import LocalSide
+from vllm_commext.nixl.peer import LocalSide
 from vllm_commext.nixl.plan import Blocks
 from vllm_commext.nixl.recorder import TransferRecorder, empty_data, merge
 from vllm_commext.nixl.requests import Hold, Load, Outcomes, RemoteRequest
@@ -63,6 +63,7 @@ class Worker:
                 layout=self.layout,
                 fence_address=self.agent.board.epochs.ctypes.data,
                 num_fence_slots=NUM_SLOTS,
+                lease_seconds=config.kv_lease_duration,
             )
         )
         self.thread.start()

@@ -204,24 +204,33 @@ def test_a_client_that_does_not_take_its_answers_holds_up_nobody(
 
 
 def test_an_unanswered_inquiry_polls_none_and_closes_twice(context: Any) -> None:
-    inquiry = Inquiry(context, HOST, free_port(), REQUEST)
-    assert inquiry.poll() is None
-    time.sleep(0.05)
-    assert inquiry.poll() is None
-    inquiry.close()
-    inquiry.close()
-
-
-def test_an_inquiry_reaches_a_server_that_comes_later(context: Any) -> None:
-    port = free_port()
+    silent = context.socket(zmq.ROUTER)
+    port = silent.bind_to_random_port(f"tcp://{HOST}")
     inquiry = Inquiry(context, HOST, port, REQUEST)
+    assert inquiry.poll() is None
     time.sleep(0.05)
-    server, _ = start(port=port)
-    try:
-        assert wait_for(inquiry.poll).incarnation == "start-1"
-    finally:
-        inquiry.close()
-        server.close()
+    assert inquiry.poll() is None
+    assert inquiry.is_connected()
+    inquiry.close()
+    inquiry.close()
+    assert not inquiry.is_connected()
+
+
+def test_a_port_where_nobody_listens_is_told_at_once(context: Any) -> None:
+    inquiry = Inquiry(context, HOST, free_port(), REQUEST)
+    with pytest.raises(ProtocolError, match="nothing takes connections"):
+        wait_for(inquiry.poll)
+    inquiry.close()
+
+
+def test_the_connection_of_an_answered_inquiry_closes_with_the_server(context: Any) -> None:
+    server, port = start()
+    inquiry = Inquiry(context, HOST, port, REQUEST)
+    assert wait_for(inquiry.poll).incarnation == "start-1"
+    assert inquiry.is_connected()
+    server.close()
+    wait_for(lambda: not inquiry.is_connected())
+    inquiry.close()
 
 
 def test_an_answer_that_is_none_is_refused(context: Any) -> None:
@@ -245,7 +254,7 @@ def test_an_impossible_host_is_refused_at_once(context: Any, host: str) -> None:
 
 def test_no_more_sockets_is_an_error_of_ours() -> None:
     context: Any = zmq.Context()
-    context.set(zmq.MAX_SOCKETS, 2)
+    context.set(zmq.MAX_SOCKETS, 4)
     port = free_port()
     try:
         inquiry = Inquiry(context, HOST, port, REQUEST)
