@@ -208,8 +208,17 @@ def recorded() -> dict[str, Any]:
     recorder.handshake(0.01)
     for _ in range(2):
         recorder.transfer(
-            seconds=0.5, post_seconds=0.02, num_bytes=1000, num_blocks=3, num_descriptors=6
+            seconds=0.5,
+            post_seconds=0.02,
+            num_bytes=1000,
+            num_blocks=3,
+            num_descriptors=6,
+            num_merged=2,
         )
+    recorder.queued(0.03)
+    recorder.retry()
+    recorder.lease_ended(1.5)
+    recorder.side_channel_rejects(7)
     recorder.failure("timeout")
     recorder.leases(expired=4, unmatched=5)
     taken = recorder.take()
@@ -260,7 +269,45 @@ def test_metrics_reach_prometheus() -> None:
         "descriptors_total": 24,
         "expired_requests_total": 8,
         "unmatched_notifications_total": 10,
+        "merged_descriptors_total": 8,
+        "queue_seconds_count": 2,
+        "lease_age_seconds_sum": 3.0,
+        "retries_total": 2,
+        "side_channel_rejects_total": 14,
     }
     assert {name: value(name) for name in expected} == expected
     assert value("failures_total", reason="timeout") == 2
     assert value("bytes_total", engine="0") == 0
+
+
+def test_gauges_add_up_over_workers_and_keep_the_last_value_of_each() -> None:
+    registry = CollectorRegistry()
+    types: dict[Any, Any] = {
+        kind: functools.partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)
+    }
+    metrics = CommextNixlConnector.build_prom_metrics(
+        vllm_config(), types, ["engine"], {0: ["0"], 1: ["1"]}
+    )
+
+    def show(source: str, engine: int = 0, **values: float) -> None:
+        recorder = TransferRecorder()
+        recorder.gauges(source, {"peers/" + k if k == "ready" else k: v for k, v in values.items()})
+        metrics.observe(recorder.take() or {}, engine_idx=engine)
+
+    def value(name: str, engine: str = "0", **more: str) -> float | None:
+        labels = {"engine": engine, **more}
+        return registry.get_sample_value(f"vllm:commext_nixl_{name}", labels)
+
+    assert value("held_requests") == value("quarantined_blocks") == 0
+    show("worker 0", held_requests=2, ready=1)
+    show("worker 1", held_requests=3, ready=1)
+    show("scheduler", quarantined_blocks=8)
+    show("worker 0", engine=1, held_requests=9)
+    assert value("held_requests") == 5
+    assert value("peers", state="ready") == 2
+    assert value("quarantined_blocks") == 8
+    show("worker 0", held_requests=0, ready=1)
+    show("scheduler", quarantined_blocks=0)
+    assert value("held_requests") == 3
+    assert value("quarantined_blocks") == 0
+    assert value("held_requests", "1") == 9

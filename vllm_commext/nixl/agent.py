@@ -100,7 +100,7 @@ class NixlAgent:
         api = load_nixl()
         self.name = str(uuid.uuid4())
         self._strided = takes_strided_lists()
-        settings = api.nixl_agent_config(backends=[])
+        settings = api.nixl_agent_config(backends=[], capture_telemetry=True)
         with progress_every(api, config.progress_interval):
             self._agent = api.nixl_agent(self.name, settings)
         self._create_backends(config)
@@ -208,6 +208,14 @@ class NixlAgent:
     def state(self, read: Any) -> str:
         """``DONE``, ``IN_PROGRESS``, or another word for a failure."""
         return self._agent.check_xfer_state(read)
+
+    def num_merged(self, read: Any) -> int:
+        """Descriptors that NIXL moved in a read that has ended, after it merged neighbours; 0
+        where this NIXL does not say."""
+        try:
+            return self._agent.get_xfer_telemetry(read).descCount
+        except Exception:  # noqa: BLE001 NIXL raises many types; it is a count for people
+            return 0
 
     def release_read(self, read: Any) -> None:
         """Give a read back that has ended."""

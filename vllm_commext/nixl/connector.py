@@ -251,9 +251,10 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What was recorded since the last call."""
-        if self._worker_side is None:
-            return None
-        data = self._worker_side.recorder.take()
+        if self._worker_side is not None:
+            data = self._worker_side.recorder.take()
+        else:
+            data = self.scheduler_side.take_stats()
         return CommextNixlStats(data) if data is not None else None
 
     def shutdown(self) -> None:

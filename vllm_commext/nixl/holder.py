@@ -41,6 +41,7 @@ class Holder:
         self._outcomes = outcomes
         self._leases = LeaseLedger(config.kv_lease_max_duration)
         self._fences: dict[str, tuple[int, int]] = {}
+        self._begun: dict[str, float] = {}
         self._log = RateLimitedLog()
 
     def __len__(self) -> int:
@@ -50,6 +51,7 @@ class Holder:
     def hold(self, hold: Hold) -> None:
         """Keep a finished prefill's blocks."""
         self._fences[hold.request_id] = (hold.fence_slot, hold.fence_ticket)
+        self._begun[hold.request_id] = time.monotonic()
         if self._leases.hold(hold.request_id, time.monotonic(), hold.lease_seconds):
             self._report_sent(hold.request_id)
 
@@ -102,4 +104,5 @@ class Holder:
         slot, ticket = self._fences.pop(request_id)
         if slot >= 0:
             self._agent.board.end(slot, ticket)
+        self._recorder.lease_ended(time.monotonic() - self._begun.pop(request_id))
         self._outcomes.sent(request_id)

@@ -27,6 +27,7 @@ BUSY_WAIT_SECONDS = 50e-6
 PENDING_WAIT_SECONDS = 1e-3
 LEASED_WAIT_SECONDS = 2e-3
 IDLE_WAIT_SECONDS = 0.1
+GAUGE_SECONDS = 0.1
 STOP_SECONDS = 5.0
 
 
@@ -68,6 +69,9 @@ class TransferThread:
         self._loader = Loader(agent, config, local, recorder, self._outcomes, probe)
         self._holder = Holder(agent, config, recorder, self._outcomes)
         self._wait_seconds = IDLE_WAIT_SECONDS
+        self._recorder = recorder
+        self._source = f"worker {local.layout.tp_rank}"
+        self._next_gauges = 0.0
         self._thread = threading.Thread(target=self._run, name="commext-transfer", daemon=True)
 
     def start(self) -> None:
@@ -108,8 +112,16 @@ class TransferThread:
         self._holder.take_notifications()
         self._holder.end_leases()
         self._wait_seconds = self._next_wait(progressed)
+        self._note_gauges()
         if self._wait_seconds == IDLE_WAIT_SECONDS:
             ucx_log.flush()
+
+    def _note_gauges(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_gauges or self._wait_seconds == IDLE_WAIT_SECONDS:
+            self._next_gauges = now + GAUGE_SECONDS
+            gauges = {**self._loader.gauges(), "held_requests": len(self._holder)}
+            self._recorder.gauges(self._source, gauges)
 
     def _next_wait(self, progressed: bool) -> float:
         if self._loader.num_reads:

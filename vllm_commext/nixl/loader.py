@@ -72,6 +72,11 @@ class Loader:
         self._keep_alive.send_due()
         return self.poll_reads() or answered
 
+    def gauges(self) -> dict[str, float]:
+        """What is under way, and the known peers by state."""
+        peers = {f"peers/{state}": num for state, num in self._peers.count_states().items()}
+        return {"transfers_in_flight": len(self._reads), **peers}
+
     def close(self) -> None:
         """Forget all peers; no read may be under way."""
         self._peers.close()
@@ -171,6 +176,7 @@ class Loader:
             self._close_part(part, Failure("transfer", ProtocolError(f"NIXL: {error}")))
             return
         part.retried = True
+        self._recorder.retry()
         logger.info("prefill engine %s: %s; connecting anew", peer.key, error)
         self._start(part)
 

@@ -7,7 +7,8 @@ up: it counts as failed at once, and as settled when its last part has ended.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from vllm_commext.errors import CommextError
 from vllm_commext.nixl.requests import Load, RemoteRequest
@@ -24,6 +25,7 @@ class Part:
         num_consumers: decode ranks that the prefill rank waits for.
         reads: there may be something to read; otherwise the rank is only released.
         retried: it was tried before, with a peer that turned out to be gone.
+        begun: when the load began, in seconds of ``time.perf_counter``.
     """
 
     load: Load
@@ -32,6 +34,7 @@ class Part:
     num_consumers: int
     reads: bool
     retried: bool = False
+    begun: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(frozen=True)

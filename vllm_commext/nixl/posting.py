@@ -33,6 +33,9 @@ class Posting:
         agent: whose reads they are.
         pieces: NIXL's handles; each is posted before the next one is taken.
 
+    Attributes: ``num_merged``: descriptors that NIXL moved in the pieces that have ended, after it
+        merged neighbours.
+
     Raises:
         Exception: what NIXL raises where the first piece cannot be made or posted; nothing is under
             way then.  Where a later one fails, ``look`` tells, after the others' end.
@@ -42,6 +45,7 @@ class Posting:
         self._agent = agent
         self._handles: list[Any] = []
         self._error = ""
+        self.num_merged = 0
         try:
             for handle in pieces:
                 self._post(handle)
@@ -64,9 +68,12 @@ class Posting:
             state, text = self._state(self._handles[0])
             if state == IN_PROGRESS:
                 return None
-            self._release(self._handles.pop(0))
-            if state != DONE:
+            handle = self._handles.pop(0)
+            if state == DONE:
+                self.num_merged += self._agent.num_merged(handle)
+            else:
                 self._error = self._error or text or state
+            self._release(handle)
             if self._handles:
                 pause()
         return self._error

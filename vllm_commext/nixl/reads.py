@@ -30,6 +30,7 @@ class Read:
         post_seconds: how long posting took.
         num_bytes: bytes that it copies.
         num_descriptors: descriptors, before NIXL merges neighbours.
+        num_merged: descriptors after that, known at the blocks' end.
         cell: where the fence is read into, None before that.
         late: its deadline has passed.
         given_up: its load has been reported as failed, it only has to end.
@@ -42,6 +43,7 @@ class Read:
     post_seconds: float
     num_bytes: int
     num_descriptors: int
+    num_merged: int = 0
     cell: int | None = None
     late: bool = False
     given_up: bool = False
@@ -114,6 +116,7 @@ class ReadSet:
         if not len(pairs.local):
             return False
         self._reads.append(self._start(part, peer, pairs, started))
+        self._recorder.queued(started - part.begun)
         peer.num_reads += 1
         return True
 
@@ -150,6 +153,8 @@ class ReadSet:
             error = read.posting.look()
             if error is None:
                 return None
+            if read.cell is None:
+                read.num_merged = read.posting.num_merged
             read.posting = None
             if error:
                 self._take_epoch(read)
@@ -201,4 +206,5 @@ class ReadSet:
             num_bytes=read.num_bytes,
             num_blocks=len(read.part.load.block_ids),
             num_descriptors=read.num_descriptors,
+            num_merged=read.num_merged,
         )

@@ -7,27 +7,34 @@ from typing import Any
 
 FAILURE_REASONS = ("configuration", "expired", "handshake", "request", "timeout", "transfer")
 """Every reason a load or a release can fail for; the label of the failures metric."""
+GAUGES = "gauges"
 
 
 def empty_data() -> dict[str, Any]:
     """What a recorder starts from; plain values, so that it can cross processes.
 
-    Keys: ``transfer_seconds``, ``post_seconds``, ``handshake_seconds``: one float an event;
-    ``bytes``, ``blocks``, ``descriptors``, ``expired_requests``, ``unmatched_notifications``,
-    ``heartbeats``, ``ignored_heartbeats``: sums; ``failures``: a sum a reason.
+    Keys: those that end in ``_seconds``: one float an event; ``failures``: a sum a reason;
+    ``gauges``: of each source (a worker or the scheduler side) its last value of each gauge; the
+    others: sums.
     """
     return {
         "transfer_seconds": [],
         "post_seconds": [],
         "handshake_seconds": [],
+        "queue_seconds": [],
+        "lease_age_seconds": [],
         "bytes": 0,
         "blocks": 0,
         "descriptors": 0,
+        "merged_descriptors": 0,
+        "retries": 0,
         "expired_requests": 0,
         "unmatched_notifications": 0,
         "heartbeats": 0,
         "ignored_heartbeats": 0,
+        "side_channel_rejects": 0,
         "failures": {},
+        GAUGES: {},
     }
 
 
@@ -39,7 +46,9 @@ def is_empty(data: dict[str, Any]) -> bool:
 def merge(total: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """Add one record to another, in place; returns it."""
     for key, value in more.items():
-        if isinstance(value, dict):
+        if key == GAUGES:
+            total[key].update(value)
+        elif isinstance(value, dict):
             for reason, count in value.items():
                 total[key][reason] = total[key].get(reason, 0) + count
         else:
@@ -53,6 +62,13 @@ class TransferRecorder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._data = empty_data()
+        self._gauges: dict[str, dict[str, float]] = {}
+
+    def gauges(self, source: str, values: dict[str, float]) -> None:
+        """What stands now; taken along where it has changed."""
+        with self._lock:
+            if self._gauges.get(source) != values:
+                self._gauges[source] = self._data[GAUGES][source] = values
 
     def handshake(self, seconds: float) -> None:
         """A peer became ready."""
@@ -67,6 +83,7 @@ class TransferRecorder:
         num_bytes: int,
         num_blocks: int,
         num_descriptors: int,
+        num_merged: int,
     ) -> None:
         """A read ended well."""
         with self._lock:
@@ -75,6 +92,27 @@ class TransferRecorder:
             self._data["bytes"] += num_bytes
             self._data["blocks"] += num_blocks
             self._data["descriptors"] += num_descriptors
+            self._data["merged_descriptors"] += num_merged
+
+    def queued(self, seconds: float) -> None:
+        """A read is posted, so long after its load began."""
+        with self._lock:
+            self._data["queue_seconds"].append(seconds)
+
+    def retry(self) -> None:
+        """A read is tried again over a new connection."""
+        with self._lock:
+            self._data["retries"] += 1
+
+    def lease_ended(self, seconds: float) -> None:
+        """A request's blocks may be freed, so long after its lease began."""
+        with self._lock:
+            self._data["lease_age_seconds"].append(seconds)
+
+    def side_channel_rejects(self, count: int) -> None:
+        """The side channel refused frames."""
+        with self._lock:
+            self._data["side_channel_rejects"] += count
 
     def failure(self, reason: str) -> None:
         """A load or a release failed for one of ``FAILURE_REASONS``."""

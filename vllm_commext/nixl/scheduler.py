@@ -19,6 +19,7 @@ from vllm_commext.nixl.params import is_for_decode, is_for_prefill, read_params,
 from vllm_commext.nixl.plan import Blocks
 from vllm_commext.nixl.prompt_tracker import PromptTracker
 from vllm_commext.nixl.quarantine import Quarantine
+from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.request_blocks import (
     blocks_to_fill,
     blocks_to_offer,
@@ -81,6 +82,7 @@ class SchedulerSide:
         self._quarantine = Quarantine(tp_size)
         self._fences = FenceSlots()
         self._server: SideChannelServer | None = None
+        self._recorder = TransferRecorder()
         self._log = RateLimitedLog()
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
@@ -230,6 +232,13 @@ class SchedulerSide:
             fence_ticket=fence[1],
         )
         return True, write_params(remote)
+
+    def take_stats(self) -> dict[str, Any] | None:
+        """What was recorded here since the last call, see ``recorder.empty_data``."""
+        if self._server is not None:
+            self._recorder.side_channel_rejects(self._server.take_refused())
+        self._recorder.gauges("scheduler", {"quarantined_blocks": len(self._quarantine)})
+        return self._recorder.take()
 
     def take_step(self, scheduled: SchedulerOutput) -> StepMetadata:
         """What the workers must know of this step."""

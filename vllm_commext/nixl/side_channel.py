@@ -74,6 +74,7 @@ class SideChannelServer:
     ) -> None:
         self.engine_id = engine_id
         self.num_refused = 0
+        self._num_taken = 0
         self._gate = Gate(secret)
         described = {rank: wire.describe(body, incarnation) for rank, body in descriptions.items()}
         self._answers = {rank: wire.encode(answer) for rank, answer in described.items()}
@@ -88,6 +89,11 @@ class SideChannelServer:
             target=self._serve, name="commext-side-channel", daemon=True
         )
         self._thread.start()
+
+    def take_refused(self) -> int:
+        """Frames refused since the last call; for one caller."""
+        new, self._num_taken = self.num_refused - self._num_taken, self.num_refused
+        return new
 
     def close(self) -> None:
         """Stop serving; returns within a second."""

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
+from vllm_commext.nixl import recorder
 from vllm_commext.nixl.recorder import FAILURE_REASONS, empty_data, is_empty, merge
 
 if TYPE_CHECKING:
@@ -39,16 +40,27 @@ HISTOGRAMS = {
     "transfer_seconds": "Time from posting a read of KV blocks to its end.",
     "post_seconds": "Time to describe and post a read of KV blocks.",
     "handshake_seconds": "Time from asking a new prefill engine to its answer.",
+    "queue_seconds": "Time from a load's beginning to the posting of its read, handshake included.",
+    "lease_age_seconds": "Age of a request's lease when its readers released it or it ran out.",
 }
 COUNTERS = {
     "bytes": "Bytes of KV cache read from prefill engines.",
     "blocks": "Blocks of KV cache read from prefill engines.",
     "descriptors": "Descriptors of the reads, before NIXL merges neighbours.",
+    "merged_descriptors": "Descriptors of the reads that NIXL moved, after it merged neighbours.",
+    "retries": "Reads that were tried again over a new connection.",
     "expired_requests": "Prefilled requests whose blocks nobody fetched in time; they were freed.",
     "unmatched_notifications": "Notifications that fitted no request or were not valid.",
     "heartbeats": "Leases of prefilled requests that a decode engine's heartbeat extended.",
     "ignored_heartbeats": "Heartbeats that fitted no lease, or came twice or out of order.",
+    "side_channel_rejects": "Frames that the side channel refused.",
 }
+GAUGES = {
+    "transfers_in_flight": "Reads of KV blocks under way.",
+    "held_requests": "Prefilled requests whose blocks wait for their readers.",
+    "quarantined_blocks": "Blocks kept out of use because a late read may still write to them.",
+}
+PEERS = "peers"
 
 
 class CommextNixlStats(KVConnectorStats):
@@ -121,6 +133,23 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
             documentation="Loads of KV blocks, or their releases, that failed.",
             labelnames=[*labelnames, "reason"],
         )
+        make_gauge: Any = self._gauge_cls
+        self._gauges = {
+            key: make_gauge(
+                name=f"vllm:commext_nixl_{key}",
+                documentation=text,
+                labelnames=labelnames,
+                multiprocess_mode="mostrecent",
+            )
+            for key, text in GAUGES.items()
+        }
+        self._peers = make_gauge(
+            name=f"vllm:commext_nixl_{PEERS}",
+            documentation="Prefill workers that this engine's workers know, by state.",
+            labelnames=[*labelnames, "state"],
+            multiprocess_mode="mostrecent",
+        )
+        self._last: dict[int, dict[str, dict[str, float]]] = {}
         for values in per_engine_labelvalues.values():
             self._show_zeros(values)
 
@@ -134,10 +163,34 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
             counter.labels(*values).inc(transfer_stats_data[name])
         for reason, count in transfer_stats_data["failures"].items():
             self._failures.labels(*values, reason).inc(count)
+        last = self._last.setdefault(engine_idx, {})
+        last.update(transfer_stats_data[recorder.GAUGES])
+        self._set_gauges(values, sum_of_sources(last))
+
+    def _set_gauges(self, values: list[object], sums: dict[str, float]) -> None:
+        for key, value in sums.items():
+            name, _, state = key.partition("/")
+            if name == PEERS:
+                self._peers.labels(*values, state).set(value)
+            else:
+                self._gauges[name].labels(*values).set(value)
 
     def _show_zeros(self, values: list[object]) -> None:
         """Let every series exist from the start, so that a rate over the first event is right."""
-        for metric in (*self._histograms.values(), *self._counters.values()):
+        for metric in (
+            *self._histograms.values(),
+            *self._counters.values(),
+            *self._gauges.values(),
+        ):
             metric.labels(*values)
         for reason in FAILURE_REASONS:
             self._failures.labels(*values, reason)
+
+
+def sum_of_sources(last: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Each gauge's sum over the workers and the scheduler side."""
+    sums: dict[str, float] = {}
+    for gauges in last.values():
+        for key, value in gauges.items():
+            sums[key] = sums.get(key, 0.0) + value
+    return sums

@@ -18,7 +18,13 @@ RECORDS = st.fixed_dictionaries(
     {
         **{
             key: st.lists(st.floats(0, 9), max_size=3)
-            for key in ("transfer_seconds", "post_seconds", "handshake_seconds")
+            for key in (
+                "transfer_seconds",
+                "post_seconds",
+                "handshake_seconds",
+                "queue_seconds",
+                "lease_age_seconds",
+            )
         },
         **{
             key: st.integers(0, 99)
@@ -26,6 +32,9 @@ RECORDS = st.fixed_dictionaries(
                 "bytes",
                 "blocks",
                 "descriptors",
+                "merged_descriptors",
+                "retries",
+                "side_channel_rejects",
                 "expired_requests",
                 "unmatched_notifications",
                 "heartbeats",
@@ -33,12 +42,23 @@ RECORDS = st.fixed_dictionaries(
             )
         },
         "failures": st.dictionaries(st.sampled_from(FAILURE_REASONS), st.integers(1, 9)),
+        "gauges": st.dictionaries(
+            st.sampled_from(["worker 0", "scheduler"]),
+            st.dictionaries(st.sampled_from(["peers/ready", "held_requests"]), st.floats(0, 9)),
+        ),
     }
 )
 
 
 def transfer(recorder: TransferRecorder) -> None:
-    recorder.transfer(seconds=2.0, post_seconds=0.5, num_bytes=100, num_blocks=3, num_descriptors=6)
+    recorder.transfer(
+        seconds=2.0,
+        post_seconds=0.5,
+        num_bytes=100,
+        num_blocks=3,
+        num_descriptors=6,
+        num_merged=2,
+    )
 
 
 def test_everything_recorded_is_taken_once() -> None:
@@ -51,20 +71,44 @@ def test_everything_recorded_is_taken_once() -> None:
     recorder.failure("timeout")
     recorder.leases(expired=2, unmatched=1)
     recorder.leases(heartbeats=4, ignored_heartbeats=3)
+    recorder.queued(0.125)
+    recorder.retry()
+    recorder.lease_ended(3.0)
+    recorder.side_channel_rejects(4)
+    recorder.gauges("worker 0", {"held_requests": 1})
+    recorder.gauges("worker 0", {"held_requests": 2})
     assert recorder.take() == {
         "transfer_seconds": [2.0, 2.0],
         "post_seconds": [0.5, 0.5],
         "handshake_seconds": [0.25],
+        "queue_seconds": [0.125],
+        "lease_age_seconds": [3.0],
         "bytes": 200,
         "blocks": 6,
         "descriptors": 12,
+        "merged_descriptors": 4,
+        "retries": 1,
         "expired_requests": 2,
         "unmatched_notifications": 1,
         "heartbeats": 4,
         "ignored_heartbeats": 3,
+        "side_channel_rejects": 4,
         "failures": {"timeout": 2},
+        "gauges": {"worker 0": {"held_requests": 2}},
     }
     assert recorder.take() is None
+
+
+def test_a_gauge_is_taken_where_it_has_changed() -> None:
+    recorder = TransferRecorder()
+    recorder.gauges("worker 0", {"held_requests": 2})
+    recorder.take()
+    recorder.gauges("worker 0", {"held_requests": 2})
+    assert recorder.take() is None
+    recorder.gauges("worker 0", {"held_requests": 0})
+    taken = recorder.take()
+    assert taken is not None
+    assert taken["gauges"] == {"worker 0": {"held_requests": 0}}
 
 
 @given(RECORDS, RECORDS)
@@ -76,7 +120,9 @@ def test_merge_adds_key_by_key_and_leaves_the_second_alone(
     total = merge(merge(empty_data(), first), second)
     assert second == untouched
     for key in empty_data():
-        if key == "failures":
+        if key == "gauges":
+            assert total[key] == {**first[key], **second[key]}
+        elif key == "failures":
             for reason in FAILURE_REASONS:
                 expected = first[key].get(reason, 0) + second[key].get(reason, 0)
                 assert total[key].get(reason, 0) == expected
