@@ -24,7 +24,7 @@ PYTEST := $(BIN)/python -m pytest
 DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
 	--requests $(REQUESTS) $(if $(filter-out 0,$(KEEP)),--keep)
 
-.PHONY: demo test unit contract cpu chaos lint docs env test-matrix stress-shm sanitize clean help
+.PHONY: demo test unit contract cpu chaos fuzz lint docs env test-matrix stress-shm sanitize clean help
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -48,6 +48,9 @@ cpu: env ## Tests with real servers on CPUs
 chaos: env ## Long chaos run with a report; SEED=1 CHAOS_REQUESTS=2000 FAULTS=114 CHAOS_OUT=chaos-report
 	$(BIN)/python tests/chaos/run.py --seed $(SEED) --requests $(CHAOS_REQUESTS) \
 		--faults $(FAULTS) --out $(CHAOS_OUT)
+
+fuzz: env ## A million side-channel frames and 100,000 notifications of garbage; SEED=1
+	$(BIN)/python tests/chaos/fuzz.py --seed $(SEED)
 
 lint: env ## ruff and pyright
 	$(BIN)/ruff check .

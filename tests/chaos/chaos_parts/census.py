@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,11 @@ def take_census(pids: Sequence[int]) -> Census:
         threads += int(fields["Threads"])
         rss_bytes += int(fields.get("VmRSS", "0 kB").split()[0]) * 1024
     return Census(frozenset(pids), descriptors, threads, rss_bytes)
+
+
+def take_own_census() -> Census:
+    """Count what this process holds now."""
+    return take_census([os.getpid()])
 
 
 def growth(before: Census, after: Census) -> list[str]:

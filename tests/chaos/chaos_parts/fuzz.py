@@ -1,0 +1,169 @@
+"""Garbage in bulk, against the real listener and a real agent: nothing may die and nothing grow."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import zmq
+
+from chaos_parts.census import take_own_census
+from chaos_parts.garbage import mutations, notifications, requests
+from vllm_commext.nixl import wire
+from vllm_commext.nixl.agent import NixlAgent
+from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.nixl.holder import Holder
+from vllm_commext.nixl.layout import CacheLayout, Family, Group, StateGeometry, StatePart
+from vllm_commext.nixl.outcomes import OutcomeBox
+from vllm_commext.nixl.recorder import TransferRecorder
+from vllm_commext.nixl.requests import Hold
+from vllm_commext.nixl.seal import Caller
+from vllm_commext.nixl.side_channel import SideChannelServer, endpoint
+from vllm_commext.testing.servers import LOOPBACK, free_port
+
+ENGINE = "prefill-0"
+WINDOW = 200
+SECONDS = 30.0
+_numbers = itertools.count()
+CONFIG = ConnectorConfig(side_channel_host=LOOPBACK, side_channel_port=1, num_threads=1)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What a run of garbage has left behind.
+
+    Attributes:
+        num_sent: frames or notifications sent.
+        num_refused: those that were counted as not valid or as fitting nothing.
+        rss_bytes: more resident memory than after the first tenth.
+        num_threads: more threads than before.
+        num_descriptors: more file descriptors than before.
+    """
+
+    num_sent: int
+    num_refused: int
+    rss_bytes: int
+    num_threads: int
+    num_descriptors: int
+
+
+def fuzz_side_channel(num_frames: int, seed: int, secret: bytes | None = None) -> Growth:
+    """Send garbage to a real listener; every frame must be answered, a valid request rightly.
+
+    Raises:
+        TimeoutError: an answer did not come.
+        AssertionError: the valid request was not served at the end.
+    """
+    valid = [*requests(), *(Caller(secret).prove(frame) for frame in requests() if secret)]
+    frames = mutations(random.Random(seed), valid, num_frames)
+    port = free_port()
+    server = SideChannelServer(ENGINE, "start-1", LOOPBACK, port, {0: _description()}, secret)
+    try:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.setsockopt(zmq.RCVTIMEO, int(SECONDS * 1000))
+            dealer.connect(endpoint(LOOPBACK, port))
+            before, num_sent = take_own_census(), 0
+            while batch := list(islice(frames, WINDOW)):
+                _exchange(dealer, batch)
+                num_sent += len(batch)
+                if num_sent <= num_frames // 10:
+                    before = take_own_census()
+            after = take_own_census()
+            caller = Caller(secret)
+            dealer.send(
+                caller.prove(wire.encode(wire.DescribeRequest(engine_id=ENGINE, tp_rank=0)))
+            )
+            reply = wire.decode_reply(caller.check(dealer.recv_multipart()[-1]))
+            assert isinstance(reply, wire.Described), reply
+    finally:
+        server.close()
+    return Growth(
+        num_sent,
+        server.num_refused,
+        after.rss_bytes - before.rss_bytes,
+        after.threads - before.threads,
+        after.descriptors - before.descriptors,
+    )
+
+
+def fuzz_notifications(num_notifications: int, seed: int) -> Growth:
+    """Send garbage from one real agent to another, whose holder takes it in; a request that it
+    holds must be released rightly at the end.
+
+    Raises:
+        TimeoutError: the holder did not get through.
+    """
+    recorder, outcomes = TransferRecorder(), OutcomeBox()
+    owner, sender = NixlAgent(CONFIG), NixlAgent(CONFIG)
+    holder = Holder(owner, CONFIG, recorder, outcomes)
+    peer = sender.add_peer(owner.metadata())
+    messages = mutations(random.Random(seed), notifications(), num_notifications)
+    before, num_sent = take_own_census(), 0
+    while batch := list(islice(messages, WINDOW)):
+        _deliver(sender, peer, holder, outcomes, batch)
+        num_sent += len(batch)
+        if num_sent <= num_notifications // 10:
+            before = take_own_census()
+    after = take_own_census()
+    holder.end_leases()
+    recorded = recorder.take() or {}
+    sender.remove_peer(peer)
+    sender.close()
+    owner.close()
+    return Growth(
+        num_sent,
+        recorded["unmatched_notifications"],
+        after.rss_bytes - before.rss_bytes,
+        after.threads - before.threads,
+        after.descriptors - before.descriptors,
+    )
+
+
+def _exchange(dealer: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
+    """Send frames and take an answer to each."""
+    for frame in frames:
+        dealer.send(frame[: wire.MAX_REQUEST_BYTES])
+    for number in range(len(frames)):
+        try:
+            dealer.recv_multipart()
+        except zmq.Again as error:
+            raise TimeoutError(f"{len(frames) - number} frames were not answered") from error
+
+
+def _deliver(
+    sender: NixlAgent, peer: str, holder: Holder, outcomes: OutcomeBox, batch: Sequence[bytes]
+) -> None:
+    """Send notifications, then the release of a request that is held; wait for its end."""
+    name = f"held-{next(_numbers)}"
+    holder.hold(Hold(name, 600.0, -1, 0))
+    for message in batch:
+        sender.notify(peer, message)
+    sender.notify(
+        peer, wire.encode(wire.Released(request_id=name, consumer="d/0", num_consumers=1))
+    )
+    deadline = time.monotonic() + SECONDS
+    while name not in outcomes.take().sent:
+        holder.take_notifications()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{name} was not released")
+
+
+def _description() -> bytes:
+    """A worker's description that a listener serves."""
+    state = StateGeometry(1, 64, (StatePart("ssm", "float32", 0, 2, False, 64),))
+    layout = CacheLayout(1, 0, 1, [Group("state", 16)], [Family(0, ["l"], [4096], state)])
+    return wire.encode_description(
+        wire.WorkerDescription(
+            engine_id=ENGINE,
+            facts={},
+            agent_metadata=b"m" * 1000,
+            memory_type="DRAM",
+            device_id=0,
+            layout=layout,
+        )
+    )
