@@ -1,7 +1,8 @@
 """Our message queue between a real engine and its workers: same tokens, idle when idle, and the
 death of a worker ends the server with a line that says which.
 
-COMMEXT_TEST_TP is the tensor-parallel size; 2 unless it is set.
+COMMEXT_TEST_TP is the tensor-parallel size, 2 unless it is set. COMMEXT_TEST_EXECUTOR is the
+executor of the server with our queue, which then goes without the toggle.
 """
 
 import os
@@ -22,7 +23,7 @@ TP = int(os.environ.get("COMMEXT_TEST_TP", "2"))
 PROMPTS = prompt_set(6, seed=5, block_size=cluster.BLOCK_SIZE)
 IDLE_SECONDS = 5.0
 END_SECONDS = 60
-EXECUTOR = ("--distributed-executor-backend", "mp")  # else one worker would need no queue
+EXECUTOR = os.environ.get("COMMEXT_TEST_EXECUTOR", "")
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +36,15 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
             model,
             folder,
             tensor_parallel_size=TP,
-            args=[*cluster.ENGINE_ARGS, "--served-model-name", cluster.MODEL_NAME, *EXECUTOR],
+            args=[
+                *(*cluster.ENGINE_ARGS, "--served-model-name", cluster.MODEL_NAME),
+                *("--distributed-executor-backend", executor),
+            ],
             environ=environ,
         )
-        for kind, environ in (
-            ("theirs", {"VLLM_COMMEXT": "0"}),
-            ("ours", {"VLLM_COMMEXT_SHM_QUEUE": "1"}),
+        for kind, executor, environ in (
+            ("theirs", "mp", {"VLLM_COMMEXT": "0"}),
+            ("ours", EXECUTOR or "mp", {"VLLM_COMMEXT_SHM_QUEUE": "0" if EXECUTOR else "1"}),
         )
     }
     with ExitStack() as stack:

@@ -1,0 +1,94 @@
+/*
+ * What the machine itself takes for a round trip between two processes: over a cache line that both
+ * spin on, and over a futex on which each sleeps.
+ *
+ * usage: floors <core of one> <core of the other>, -1 for any; prints both medians in microseconds.
+ */
+#define _GNU_SOURCE
+#include <limits.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#define ROUNDS 20000
+
+struct line {
+    _Alignas(128) _Atomic uint32_t value;
+};
+
+static void use_core(int core) {
+    cpu_set_t set;
+    if (core < 0) return;
+    CPU_ZERO(&set);
+    CPU_SET((unsigned)core, &set);
+    sched_setaffinity(0, sizeof set, &set);
+}
+
+static double now_us(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec * 1e6 + (double)now.tv_nsec / 1e3;
+}
+
+static void tell(struct line *line, uint32_t value, int sleeps) {
+    atomic_store(&line->value, value);
+    if (sleeps) syscall(SYS_futex, &line->value, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+static void await(struct line *line, uint32_t value, int sleeps) {
+    uint32_t seen;
+    for (uint32_t turn = 0; (seen = atomic_load(&line->value)) != value; turn++) {
+        if (sleeps)
+            syscall(SYS_futex, &line->value, FUTEX_WAIT, seen, NULL, NULL, 0);
+        else if (turn % 100000 == 99999)
+            sched_yield(); /* both may be on one core */
+    }
+}
+
+static int ascending(const void *one, const void *other) {
+    double a = *(const double *)one, b = *(const double *)other;
+    return (a > b) - (a < b);
+}
+
+static double median_us(struct line *lines, int sleeps, int mine, int others) {
+    static double found[ROUNDS];
+    lines[0].value = lines[1].value = 0;
+    pid_t child = fork();
+    if (child == 0) {
+        use_core(others);
+        for (uint32_t i = 1; i <= ROUNDS; i++) {
+            await(&lines[0], i, sleeps);
+            tell(&lines[1], i, sleeps);
+        }
+        _exit(0);
+    }
+    use_core(mine);
+    for (uint32_t i = 1; i <= ROUNDS; i++) {
+        double started = now_us();
+        tell(&lines[0], i, sleeps);
+        await(&lines[1], i, sleeps);
+        found[i - 1] = now_us() - started;
+    }
+    waitpid(child, NULL, 0);
+    qsort(found, ROUNDS, sizeof *found, ascending);
+    return found[ROUNDS / 2];
+}
+
+int main(int argc, char **argv) {
+    int mine = argc > 2 ? atoi(argv[1]) : -1, others = argc > 2 ? atoi(argv[2]) : -1;
+    void *memory = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) return 1;
+    alarm(60);
+    printf("%.3f", median_us(memory, 0, mine, others));
+    printf(" %.3f\n", median_us(memory, 1, mine, others));
+    return 0;
+}
