@@ -42,6 +42,13 @@ class _Sink:
         self.write = write
 
 
+class _Reducers(dict[Any, Any]):
+    """What pickle asks first: ours, then those that are registered by now."""
+
+    def __missing__(self, kind: type) -> Any:
+        return copyreg.dispatch_table[kind]
+
+
 class Encoder:
     """Turns objects into records. Kept between messages; one thread at a time."""
 
@@ -57,11 +64,8 @@ class Encoder:
             PROTOCOL,
             buffer_callback=self._take_buffer,
         )
-        self._known = dict(copyreg.dispatch_table)
-        self._knows_torch = "torch" in sys.modules  # else no object can hold a tensor
-        self._pickler.dispatch_table = dict(self._known)
-        if self._knows_torch:
-            self._pickler.dispatch_table[sys.modules["torch"].Tensor] = reduce_tensor
+        self._reducers = _Reducers()
+        self._pickler.dispatch_table = self._reducers
 
     def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
         """Whether pickle shall put it in band."""
@@ -77,12 +81,10 @@ class Encoder:
 
         Whatever pickling raises, the encoder is as good as new afterwards.
         """
-        if (
-            self._chunks  # left by an interrupted message
-            or self._known != copyreg.dispatch_table
-            or (not self._knows_torch and "torch" in sys.modules)
-        ):
+        if self._chunks:  # left by an interrupted message
             self._start()
+        if not self._reducers and "torch" in sys.modules:  # before, no object could hold a tensor
+            self._reducers[sys.modules["torch"].Tensor] = reduce_tensor
         chunks, buffers = self._chunks, self._buffers
         try:
             self._pickler.dump(obj)
