@@ -71,7 +71,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=["free", "pinned"])
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="in bytes")
     parser.add_argument("--gaps", type=float, nargs="*", default=list(GAPS_SECONDS))
-    parser.add_argument("--seconds", type=float, default=0.15, help="of each round trip's case")
+    parser.add_argument("--seconds", type=float, default=0.1, help="of each round trip's case")
     parser.add_argument("--pace-seconds", type=float, default=1.0, help="of each gap's case")
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--out", type=Path, help="write OUT.md, OUT.json and OUT.png")

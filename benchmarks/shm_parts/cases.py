@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from .links import Link
 
@@ -16,6 +15,7 @@ SIZES = (100, 10 * KIB, 100 * KIB, MIB, 12 * MIB, 24 * MIB)
 GAPS_SECONDS = (0.002, 0.01, 0.05, 1.4)
 ARRAYS_FROM = 100 * KIB
 LONG_GAP_SECONDS = 1.0
+SILENCE_SECONDS = 5.0
 CALM_SECONDS = 1.2  # for so long vLLM's readers keep a core busy after a message
 
 
@@ -61,6 +61,8 @@ def named(size: int) -> str:
 
 
 def payloads(sizes: Sequence[int]) -> dict[str, Any]:
+    import torch  # not in the readers, which start much sooner without
+
     made: dict[str, Any] = {}
     for size in sizes:
         made[f"{named(size)} bytes"] = os.urandom(size)
@@ -144,14 +146,17 @@ def paced(gap: float, seconds: float) -> Measurement:
     return measure
 
 
-def silence(seconds: float) -> Measurement:
-    def measure(link: Link) -> Figures:
-        before = cpu_seconds(link.pids[0])
-        time.sleep(seconds)
-        used = cpu_seconds(link.pids[0]) - before
-        return [(f"{seconds:g} s of silence", "% of a core, reader", 100 * used / seconds)]
-
-    return measure
+def silence(links: dict[str, Link]) -> dict[str, float]:
+    """What one reader of each uses of a core, in percent, in the seconds after a message."""
+    before = {}
+    for name, link in links.items():
+        link.round_trip("the last")
+        before[name] = cpu_seconds(link.pids[0])
+    time.sleep(SILENCE_SECONDS)
+    share = 100 / SILENCE_SECONDS
+    return {
+        name: (cpu_seconds(link.pids[0]) - before[name]) * share for name, link in links.items()
+    }
 
 
 def groups(
@@ -162,9 +167,7 @@ def groups(
     for first in range(0, len(made), 5):
         yield made[first : first + 5]
     yield [throughput(size, seconds) for size in (100, 10 * KIB)]
-    if gaps:
-        yield [paced(gap, max(pace_seconds, 2 * gap)) for gap in gaps]
-        yield [silence(5.0)]
+    yield [paced(gap, max(pace_seconds, 2 * gap)) for gap in gaps]
 
 
 def one_round(
@@ -178,3 +181,6 @@ def one_round(
                     yield Cell(placement, n_readers, case, unit, name, value)
             if name == "vllm":
                 time.sleep(CALM_SECONDS)
+    case, unit = f"{SILENCE_SECONDS:g} s of silence", "% of a core, reader"
+    for name, share in silence(links).items():
+        yield Cell(placement, n_readers, case, unit, name, share)

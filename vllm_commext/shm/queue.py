@@ -101,7 +101,7 @@ class MessageQueue:
         self._core = ring.core
 
     def export_handle(self) -> Handle:
-        """What a reader's process needs for `create_from_handle`; picklable."""
+        """What a reader's process needs for `create_from_handle`."""
         return self.handle
 
     @staticmethod
@@ -239,7 +239,8 @@ class MessageQueue:
     @contextmanager
     def acquire_write(self, timeout: float | None = None) -> Iterator[bytearray]:
         """Memory of `max_chunk_bytes` to fill; sent as it is when the block ends without error."""
-        assert self._is_writer and self.buffer is not None, "only a writer with local readers can"
+        assert self._is_writer, "only a writer can"
+        assert self.buffer is not None, "there are no local readers"
         memory = bytearray(self.buffer.max_chunk_bytes)
         yield memory
         with self._turn:
