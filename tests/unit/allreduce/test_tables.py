@@ -1,0 +1,218 @@
+"""Messages, tables, policy and the arithmetic of tuning."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_commext.allreduce import builtin, cache, names, tuning
+from vllm_commext.allreduce import table as tables
+from vllm_commext.allreduce.machine import Machine, digest
+from vllm_commext.allreduce.message import ITEM_BYTES, Message, message_of_bytes
+from vllm_commext.allreduce.policy import Policy
+from vllm_commext.allreduce.table import Row, Table
+from vllm_commext.errors import ConfigError
+
+bounded = settings(max_examples=60, deadline=None)
+MIB = 1 << 20
+MACHINE = Machine("NVIDIA H200", "NV18", "580.1", "2.11.0", "2.28.3", "0.7.0", "0.32.0")
+SIZES = st.integers(1, 64 * MIB)
+TIMES = st.dictionaries(
+    st.integers(0, 20).map(lambda exponent: 2048 << exponent),
+    st.dictionaries(
+        st.sampled_from(names.BACKENDS), st.floats(1, 1e4, allow_nan=False), min_size=1, max_size=5
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@bounded
+@given(st.integers(1, 1 << 24), st.sampled_from(sorted(ITEM_BYTES)), st.integers(1, 10000))
+def test_a_message_of_so_many_bytes_has_them(elements: int, dtype: str, hidden: int) -> None:
+    message = message_of_bytes(elements * ITEM_BYTES[dtype], dtype, hidden)
+    assert message.num_bytes == elements * ITEM_BYTES[dtype]
+    assert len(message.shape) == 2
+
+
+def test_a_message_of_part_of_an_element_is_refused() -> None:
+    with pytest.raises(ValueError, match="whole elements"):
+        message_of_bytes(7, "bfloat16", 8)
+
+
+@bounded
+@given(TIMES, SIZES)
+def test_the_table_names_the_fastest_at_every_measured_size(
+    times: Mapping[int, Mapping[str, float]], between: int
+) -> None:
+    table = tuning.build_table({"bfloat16": times}, 2, "test")
+    for size, measured in times.items():
+        ranking = table.ranking(size, "bfloat16")
+        assert set(ranking) == set(measured)
+        assert tuning.regret(measured[ranking[0]], measured) <= tuning.MIN_GAIN + 1e-9
+    assert (table.ranking(between, "bfloat16") == ()) == (between > max(times))
+
+
+@bounded
+@given(
+    st.integers(1, 1 << 30),
+    st.integers(1, 1 << 30),
+    *[st.lists(st.floats(0.1, 1e3), min_size=2, max_size=2)] * 2,
+)
+def test_a_crossover_lies_between_its_sizes(
+    low: int, more: int, incumbent: list[float], rival: list[float]
+) -> None:
+    assert low <= tuning.crossover(low, low + more, incumbent, rival) < low + more
+
+
+def test_lines_that_cross_in_the_middle_do_so_at_the_geometric_mean() -> None:
+    assert tuning.crossover(1024, 4096, (10, 30), (20, 20)) == pytest.approx(2048, abs=1)
+
+
+def test_a_sample_counts_as_its_slowest_rank() -> None:
+    assert tuning.median_of_slowest([[1, 9, 2], [4, 3, 2]]) == 4
+    with pytest.raises(ValueError, match="at least one"):
+        tuning.median_of_slowest([[], []])
+
+
+def test_noise_does_not_change_the_winner() -> None:
+    times = {1024: {"custom": 10.0, "nccl": 20.0}, 2048: {"custom": 10.1, "nccl": 10.0}}
+    assert [row.ranking[0] for row in tuning.build_rows(times)] == ["custom"]
+
+
+def test_a_backend_with_a_bound_serves_up_to_it() -> None:
+    times = {1024: {"custom": 1.0, "nccl": 2.0}, 4096: {"nccl": 3.0}}
+    assert tuning.build_rows(times) == (Row(4095, ("custom", "nccl")), Row(4096, ("nccl",)))
+
+
+@bounded
+@given(TIMES)
+def test_a_table_survives_its_file(times: Mapping[int, Mapping[str, float]]) -> None:
+    table = tuning.build_table({"bfloat16": times, "float32": times}, 4, "test")
+    assert tables.decode(tables.encode(table)) == table
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b'{"world_size": 2, "rows": {}, "origin": ""}'.replace(b"}", b', "more": 1}'),
+        b'{"world_size": 2, "rows": {}, "origin": "", "schema": 99}',
+        b'{"world_size": 2, "rows": {"bfloat16": [{"max_bytes": 8, "ranking": []}]}, "origin": ""}',
+        b'{"world_size": 2, "origin": "", "rows": {"x": [{"max_bytes": 0, "ranking": ["a"]}]}}',
+    ],
+)
+def test_what_is_no_table_is_refused(text: bytes) -> None:
+    with pytest.raises(ConfigError):
+        tables.decode(text)
+
+
+def test_tables_of_one_dtype_each_become_one() -> None:
+    one = Table(2, {"bfloat16": (Row(8, ("nccl",)),)}, "here")
+    other = Table(2, {"float32": (Row(9, ("custom",)),)}, "here")
+    both = tables.merge({"bfloat16": one, "float32": other})
+    assert both.rows == {**one.rows, **other.rows}
+    with pytest.raises(ConfigError, match="one world size"):
+        tables.merge({"bfloat16": one, "float32": Table(4, other.rows, "")})
+
+
+def test_a_table_says_how_far_a_backend_leads() -> None:
+    rows = (Row(8, ("a", "b")), Row(16, ("b", "a")), Row(32, ("c",)))
+    table = Table(2, {"float16": rows}, "")
+    assert table.leads_up_to("float16", ("a", "b")) == 16
+    assert table.leads_up_to("float16", ("d",)) == table.leads_up_to("float32", ("a",)) == 0
+
+
+class TestPolicy:
+    table = Table(2, {"bfloat16": (Row(64, ("fast", "slow")), Row(128, ("slow",)))}, "")
+
+    def policy(self, forced: str | None = None) -> Policy:
+        takes = {"fast": lambda message: message.num_bytes % 16 == 0, "slow": lambda _: True}
+        return Policy(takes, self.table, forced)
+
+    def test_the_first_that_takes_it_serves(self) -> None:
+        assert self.policy().candidates(Message((8,), "bfloat16")) == ("fast", "slow")
+        assert self.policy().candidates(Message((9,), "bfloat16")) == ("slow",)
+        assert self.policy().candidates(Message((64,), "bfloat16")) == ("slow",)
+
+    def test_the_unknown_is_left_to_vllm(self) -> None:
+        assert self.policy().candidates(Message((65,), "bfloat16")) == ()
+        assert self.policy().candidates(Message((8,), "float16")) == ()
+        assert self.policy().candidates(Message((8,), "int8")) == ()
+
+    def test_a_forced_backend_serves_what_it_can(self) -> None:
+        assert self.policy("fast").candidates(Message((4096, 8), "float32")) == ("fast",)
+        assert self.policy("fast").candidates(Message((1,), "float32")) == ()
+        assert self.policy("absent").candidates(Message((1,), "float32")) == ()
+        assert self.policy(names.VLLM).candidates(Message((8,), "bfloat16")) == ()
+
+
+class TestBuiltin:
+    def test_only_for_what_was_measured(self) -> None:
+        assert builtin.builtin_table("NVIDIA H200", 3) is None
+        assert builtin.builtin_table("NVIDIA H200 NVL", 2) is None
+        assert builtin.builtin_table("NVIDIA H100", 2) is None
+
+    @pytest.mark.parametrize("world_size", [2, 4])
+    def test_small_messages_go_to_vllms_kernel(self, world_size: int) -> None:
+        table = builtin.builtin_table("NVIDIA H200", world_size)
+        assert table is not None
+        assert table.ranking(2048, "bfloat16")[0] == names.CUSTOM
+        assert table.ranking(MIB, "bfloat16")[0] == names.CUSTOM
+        assert table.ranking(8192, "float16") == ()
+
+    def test_large_ones_leave_it_where_the_copy_pays(self) -> None:
+        two, four = (builtin.builtin_table("NVIDIA H200", world) for world in (2, 4))
+        assert two is not None
+        assert four is not None
+        assert two.ranking(16 * MIB, "bfloat16")[0] == names.SYMM_TWO_SHOT
+        assert two.ranking(8 * MIB, "bfloat16")[:2] == (names.CUSTOM, names.SYMM_TWO_SHOT)
+        assert four.ranking(4 * MIB, "bfloat16")[0] == names.SYMM_TWO_SHOT
+        assert four.ranking(8 * MIB, "bfloat16")[0] == names.SYMM_TWO_SHOT
+        assert four.ranking(64 * MIB, "bfloat16")[0] == names.NCCL
+
+
+class TestCache:
+    table = Table(2, {"bfloat16": (Row(64, ("nccl",)),)}, "measured")
+
+    def test_what_was_saved_is_found(self, tmp_path: Path) -> None:
+        environ = {"XDG_CACHE_HOME": str(tmp_path)}
+        assert cache.load(MACHINE, 2, environ) is None
+        path = cache.save(MACHINE, self.table, environ)
+        assert path.is_relative_to(tmp_path)
+        assert cache.load(MACHINE, 2, environ) == self.table
+        assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+    def test_another_machine_or_world_size_finds_nothing(self, tmp_path: Path) -> None:
+        environ = {"XDG_CACHE_HOME": str(tmp_path)}
+        cache.save(MACHINE, self.table, environ)
+        assert cache.load(MACHINE, 4, environ) is None
+        other = Machine(**{**_fields(MACHINE), "driver": "581.0"})
+        assert digest(other, 2) != digest(MACHINE, 2)
+        cache.path_of(other, 2, environ).write_bytes(
+            cache.path_of(MACHINE, 2, environ).read_bytes()
+        )
+        assert cache.load(other, 2, environ) is None
+
+    @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"machine": 1, "table": {}}'])
+    def test_a_damaged_file_is_none(self, tmp_path: Path, content: bytes) -> None:
+        environ = {"XDG_CACHE_HOME": str(tmp_path)}
+        cache.save(MACHINE, self.table, environ).write_bytes(content)
+        assert cache.load(MACHINE, 2, environ) is None
+
+    def test_without_the_variable_it_is_in_the_home_folder(self) -> None:
+        assert cache.folder({}) == Path.home() / ".cache" / "vllm_commext" / "allreduce"
+
+
+def _fields(machine: Machine) -> dict[str, object]:
+    return {name: getattr(machine, name) for name in machine.__struct_fields__}
+
+
+def test_regret_is_relative_to_the_best() -> None:
+    assert math.isclose(tuning.regret(12.0, {"a": 10.0, "b": 12.0}), 0.2)
+    with pytest.raises(ValueError, match="at least one"):
+        tuning.regret(1.0, {})

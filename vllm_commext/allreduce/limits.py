@@ -1,0 +1,112 @@
+"""What each backend can take: arithmetic on a message and a world size, the same on every rank.
+
+The bounds are those of the kernels behind the backends, and a little tighter where a kernel would
+stop the process instead of saying no.
+"""
+
+from dataclasses import dataclass
+
+from vllm_commext.allreduce.message import PACK_BYTES, Message
+
+FLASHINFER_WORLD_SIZES = (2, 4, 8, 16)
+CUSTOM_WORLD_SIZES = (2, 4, 6, 8)
+SYMM_TWO_SHOT_WORLD_SIZES = (2, 4, 8)
+SYMM_DTYPES = ("bfloat16", "float32")
+MAX_BLOCK_THREADS = 512  # half of what a block may have: the launcher may double it
+MAX_SLOT_BYTES = 1 << 29  # FlashInfer computes the offset of its third slot in 32 bits
+
+
+def flashinfer_block_threads(hidden: int, item_bytes: int) -> int:
+    """Threads of a block for rows of `hidden` elements, as FlashInfer's launcher shapes them.
+
+    A row is one cluster of up to eight blocks; the launcher halves the cluster until it divides
+    the row, and again while a block has fewer than 128 threads.
+    """
+    row_threads = hidden * item_bytes // PACK_BYTES
+    cluster = 8
+    while row_threads % cluster:
+        cluster //= 2
+    threads = row_threads // cluster
+    while threads < 128 and cluster > 1:
+        threads, cluster = threads * 2, cluster // 2
+    return threads
+
+
+def _flashinfer_shape(message: Message, world_size: int) -> bool:
+    if world_size not in FLASHINFER_WORLD_SIZES or len(message.shape) != 2:
+        return False
+    rows, hidden = message.shape
+    if rows < 1 or hidden < 1 or hidden * message.item_bytes % PACK_BYTES:
+        return False
+    return flashinfer_block_threads(hidden, message.item_bytes) <= MAX_BLOCK_THREADS
+
+
+def flashinfer_one_shot(message: Message, world_size: int, max_bytes: int) -> bool:
+    """Whether the one-shot kernel takes it with a workspace for messages of `max_bytes`."""
+    return _flashinfer_shape(message, world_size) and message.num_bytes <= max_bytes
+
+
+def flashinfer_two_shot(message: Message, world_size: int, max_bytes: int) -> bool:
+    """Whether the two-shot kernel takes it with a workspace for messages of `max_bytes`.
+
+    It holds the message twice in a buffer that is sized for 16-bit elements whatever the dtype,
+    so that of two ranks a float32 message may only be half as large. Each rank needs a row.
+    """
+    if not _flashinfer_shape(message, world_size) or message.shape[0] <= world_size:
+        return False
+    buffer_bytes = world_size * max_bytes * 2 // message.item_bytes
+    threads = flashinfer_block_threads(message.shape[1], message.item_bytes)
+    fits = message.num_bytes <= max_bytes and 2 * message.num_bytes <= buffer_bytes
+    return fits and threads >= world_size
+
+
+@dataclass(frozen=True)
+class WorkspaceSize:
+    """Of a FlashInfer workspace for rows of `hidden` elements.
+
+    Attributes:
+        max_rows: most rows of a message; 0 where the budget holds not one.
+        max_bytes: of the largest message.
+        device_bytes: what it takes of each GPU's memory.
+    """
+
+    max_rows: int
+    max_bytes: int
+    device_bytes: int
+
+
+def flashinfer_workspace(
+    hidden: int, item_bytes: int, world_size: int, max_message_bytes: int, budget_bytes: int
+) -> WorkspaceSize:
+    """The largest workspace for messages up to `max_message_bytes` within `budget_bytes`.
+
+    It has three slots of `world_size` messages, and a buffer of as many 16-bit elements.
+    """
+    row_bytes = hidden * item_bytes
+    row_device_bytes = world_size * hidden * (3 * item_bytes + 2)
+    max_rows = min(
+        max_message_bytes // row_bytes,
+        budget_bytes // row_device_bytes,
+        MAX_SLOT_BYTES // (world_size * row_bytes),
+    )
+    return WorkspaceSize(max_rows, max_rows * row_bytes, max_rows * row_device_bytes)
+
+
+def custom(message: Message, world_size: int, max_bytes: int, fully_connected: bool) -> bool:
+    """Whether vLLM's custom all-reduce takes it; its bound is exclusive."""
+    if world_size not in CUSTOM_WORLD_SIZES or not (world_size == 2 or fully_connected):
+        return False
+    return 0 < message.num_bytes < max_bytes and message.num_bytes % PACK_BYTES == 0
+
+
+def symm_one_shot(message: Message, world_size: int, max_bytes: int) -> bool:
+    """Whether torch's one-shot kernel takes it with a symmetric buffer of `max_bytes`."""
+    if message.dtype not in SYMM_DTYPES or world_size < 2:
+        return False
+    return 0 < message.num_bytes <= max_bytes and message.num_bytes % 4 == 0
+
+
+def symm_two_shot(message: Message, world_size: int, max_bytes: int) -> bool:
+    """Whether torch's two-shot kernels take it with a symmetric buffer of `max_bytes`."""
+    fits = symm_one_shot(message, world_size, max_bytes)
+    return fits and world_size in SYMM_TWO_SHOT_WORLD_SIZES

@@ -1,0 +1,32 @@
+"""What a measurement holds for: the machine and the libraries that it was made with."""
+
+import hashlib
+
+import msgspec
+
+
+class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All on which the speed of an all-reduce depends.
+
+    Attributes:
+        gpu: the GPU's name, as the driver gives it.
+        link: how the GPUs are joined, such as ``NV18`` for every pair, or ``unknown``.
+        driver: the driver's version; `torch`, `nccl`, `flashinfer` and `vllm` likewise, empty
+            where there is none.
+        multicast: whether NVLink multicast was allowed.
+    """
+
+    gpu: str
+    link: str
+    driver: str
+    torch: str
+    nccl: str
+    flashinfer: str
+    vllm: str
+    multicast: bool = False
+
+
+def digest(machine: Machine, world_size: int) -> str:
+    """Sixteen hexadecimal digits that name the machine and a number of its GPUs."""
+    text = msgspec.json.encode([machine, world_size])
+    return hashlib.sha256(text).hexdigest()[:16]

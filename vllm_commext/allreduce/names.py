@@ -1,0 +1,18 @@
+"""The names of the backends, in the table, in the settings and in the log."""
+
+FLASHINFER_ONE_SHOT = "flashinfer_one_shot"
+FLASHINFER_TWO_SHOT = "flashinfer_two_shot"
+FLASHINFER_MNNVL = "flashinfer_mnnvl"
+CUSTOM = "custom"
+SYMM_ONE_SHOT = "symm_one_shot"
+SYMM_TWO_SHOT = "symm_two_shot"
+SYMM_TWO_SHOT_INPLACE = "symm_two_shot_inplace"
+NCCL = "nccl"
+VLLM = "vllm"  # no backend of ours: vLLM's own order, untouched
+
+BACKENDS = (
+    *(FLASHINFER_ONE_SHOT, FLASHINFER_TWO_SHOT, FLASHINFER_MNNVL, CUSTOM),
+    *(SYMM_ONE_SHOT, SYMM_TWO_SHOT, SYMM_TWO_SHOT_INPLACE, NCCL),
+)
+FLASHINFER = (FLASHINFER_ONE_SHOT, FLASHINFER_TWO_SHOT, FLASHINFER_MNNVL)
+SYMMETRIC = (SYMM_ONE_SHOT, SYMM_TWO_SHOT, SYMM_TWO_SHOT_INPLACE)

@@ -1,0 +1,40 @@
+"""The choice of a backend, from what is the same on every rank."""
+
+from collections.abc import Callable, Mapping
+
+from vllm_commext.allreduce import names
+from vllm_commext.allreduce.message import ITEM_BYTES, Message
+from vllm_commext.allreduce.table import Table
+
+Takes = Callable[[Message], bool]
+
+
+class Policy:
+    """Which backends may serve a message, in the order in which to try them.
+
+    Args:
+        takes: for each backend that was created on all ranks, whether it can take a message.
+        table: what was measured; None where nothing was.
+        forced: the one backend that the user wants, `names.VLLM` for none of ours, or None.
+    """
+
+    def __init__(
+        self, takes: Mapping[str, Takes], table: Table | None, forced: str | None = None
+    ) -> None:
+        self._takes, self._table, self._forced = dict(takes), table, forced
+
+    def ranking(self, message: Message) -> tuple[str, ...]:
+        """Backends by speed, whether or not they can take the message."""
+        if message.dtype not in ITEM_BYTES or self._forced == names.VLLM:
+            return ()
+        if self._forced is not None:
+            return (self._forced,)
+        return self._table.ranking(message.num_bytes, message.dtype) if self._table else ()
+
+    def candidates(self, message: Message) -> tuple[str, ...]:
+        """Those that can take it; none leaves the message to vLLM's own order."""
+        return tuple(
+            name
+            for name in self.ranking(message)
+            if name in self._takes and self._takes[name](message)
+        )

@@ -1,0 +1,90 @@
+"""The table: for a world size and dtype, which backends are fastest up to which message size."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from vllm_commext.errors import ConfigError
+
+SCHEMA = 1
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One range of sizes.
+
+    Attributes:
+        max_bytes: the largest message of the range; it begins where the row before ends.
+        ranking: backends, the fastest first; the next one serves what the first cannot take.
+    """
+
+    max_bytes: int
+    ranking: tuple[str, ...]
+
+
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The ranges of each dtype.
+
+    Attributes:
+        world_size: the ranks that took part in the measurement.
+        rows: by dtype, in rising order of size. Beyond the last nothing is known.
+        origin: where the figures come from, in words, for the log.
+        schema: changes when a field changes its meaning.
+    """
+
+    world_size: int
+    rows: dict[str, tuple[Row, ...]]
+    origin: str
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        for dtype, rows in self.rows.items():
+            bounds = [row.max_bytes for row in rows]
+            if any(low >= high for low, high in zip([0, *bounds], bounds, strict=False)):
+                raise ValueError(f"expected rising positive sizes for {dtype}, got {bounds}")
+            if any(not row.ranking for row in rows):
+                raise ValueError(f"expected a backend in every row of {dtype}")
+
+    def ranking(self, num_bytes: int, dtype: str) -> tuple[str, ...]:
+        """Backends for that size, the fastest first; none where nothing is known."""
+        for row in self.rows.get(dtype, ()):
+            if num_bytes <= row.max_bytes:
+                return row.ranking
+        return ()
+
+    def leads_up_to(self, dtype: str, names: tuple[str, ...]) -> int:
+        """The largest size at which one of `names` comes first, or 0."""
+        led = (row.max_bytes for row in self.rows.get(dtype, ()) if row.ranking[0] in names)
+        return max(led, default=0)
+
+
+def merge(tables: Mapping[str, Table]) -> Table:
+    """One table of several that each hold one dtype; the keys are the dtypes.
+
+    Raises:
+        ConfigError: there are none, or they are of different world sizes.
+    """
+    world_sizes = {table.world_size for table in tables.values()}
+    if len(world_sizes) != 1:
+        raise ConfigError(f"expected tables of one world size, got {sorted(world_sizes)}")
+    rows = {dtype: table.rows[dtype] for dtype, table in tables.items()}
+    return Table(world_sizes.pop(), rows, next(iter(tables.values())).origin)
+
+
+def encode(table: Table) -> bytes:
+    """As JSON."""
+    return msgspec.json.encode(table)
+
+
+def decode(text: bytes | str) -> Table:
+    """From JSON.
+
+    Raises:
+        ConfigError: it is no table, or one of another schema.
+    """
+    try:
+        table = msgspec.json.decode(text, type=Table)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ConfigError(f"expected an all-reduce table, got something else: {error}") from error
+    if table.schema != SCHEMA:
+        raise ConfigError(f"expected a table of schema {SCHEMA}, got {table.schema}; tune again")
+    return table
