@@ -1,0 +1,206 @@
+"""Our wrapper of FlashInfer, against a module that stands in for it: no GPU is here to run it."""
+
+import random
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from vllm_commext.allreduce import flashinfer, flashinfer_workspaces, multicast
+from vllm_commext.allreduce.flashinfer import FlashInferAllReduce, FlashInferBackend
+from vllm_commext.allreduce.flashinfer_workspaces import Workspaces, check_flashinfer
+from vllm_commext.allreduce.message import Message
+from vllm_commext.errors import UnsupportedError
+
+GROUP: Any = SimpleNamespace(group_name="tp")
+
+
+class Stub:
+    """The parts of FlashInfer that are called, and what they were called with."""
+
+    def __init__(self, version: str = "0.7.0.post1") -> None:
+        self.created: list[dict[str, Any]] = []
+        self.calls: list[dict[str, Any]] = []
+        self.forgotten: list[Any] = []
+        self.destroyed = 0
+        self.package, self.comm, self.trtllm = (
+            ModuleType(name)
+            for name in ("flashinfer", "flashinfer.comm", "flashinfer.comm.trtllm_ar")
+        )
+        vars(self.package)["__version__"] = version
+        vars(self.comm).update(
+            AllReduceFusionPattern=SimpleNamespace(kAllReduce=0),
+            create_allreduce_fusion_workspace=self.create,
+            allreduce_fusion=self.reduce,
+        )
+        vars(self.trtllm).update(
+            get_trtllm_comm_module=lambda: None,
+            trtllm_destroy_ipc_workspace_for_all_reduce_fusion=self.forgotten.append,
+        )
+
+    def create(self, **options: Any) -> Any:
+        random.random()
+        self.created.append(options)
+        return SimpleNamespace(ipc_handles=[len(self.created)], destroy=self.destroy)
+
+    def destroy(self) -> None:
+        self.destroyed += 1
+
+    def reduce(self, **options: Any) -> torch.Tensor:
+        self.calls.append(options)
+        return options["input"].clone()
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Stub:
+    made = Stub()
+    for module in (made.package, made.comm, made.trtllm):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(distributed, "get_world_size", lambda _=None: 2)
+    monkeypatch.setattr(distributed, "get_rank", lambda _=None: 0)
+    monkeypatch.setattr(flashinfer_workspaces, "_check_memory", lambda _: None)
+    monkeypatch.setattr(
+        distributed,
+        "all_gather_object",
+        lambda everybody, mine, group: everybody.__setitem__(slice(None), [mine] * 2),
+    )
+    return made
+
+
+def communicator(workspaces: Workspaces | None = None) -> FlashInferAllReduce:
+    device = torch.device("cpu")
+    return FlashInferAllReduce(GROUP, device, workspaces=workspaces or Workspaces())
+
+
+def test_a_flashinfer_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(UnsupportedError, match="cannot be imported"):
+        check_flashinfer()
+
+
+@pytest.mark.parametrize("version", ["0.6.15.post1", "0.6.14", "0.0.0+unknown"])
+def test_one_that_would_need_multicast_is_refused(stub: Stub, version: str) -> None:
+    vars(stub.package)["__version__"] = version
+    with pytest.raises(UnsupportedError, match=r"0\.6\.16 or newer"):
+        check_flashinfer()
+
+
+def test_one_without_a_compiler_is_refused(stub: Stub) -> None:
+    def compile_() -> None:
+        raise RuntimeError("nvcc not found\nmany more lines")
+
+    vars(stub.trtllm)["get_trtllm_comm_module"] = compile_
+    with pytest.raises(UnsupportedError, match="nvcc not found$"):
+        check_flashinfer()
+
+
+def test_the_workspace_is_trtllms_by_name_and_leaves_random_numbers_alone(stub: Stub) -> None:
+    ours = communicator()
+    state = random.getstate()
+    assert ours.prepare(Message((3, 4096), "bfloat16"))
+    assert random.getstate() == state
+    (options,) = stub.created
+    assert options["backend"] == "trtllm"
+    assert options["hidden_dim"] == 4096
+    assert options["dtype"] is torch.bfloat16
+    assert (options["world_size"], options["rank"]) == (2, 0)
+    assert options["max_token_num"] * 4096 * 2 == flashinfer_workspaces.MAX_MESSAGE_BYTES
+
+
+def test_there_is_one_for_each_dtype_class_and_hidden_size(stub: Stub) -> None:
+    ours = communicator()
+    for dtype in ("bfloat16", "float16", "float32", "bfloat16"):
+        for hidden in (4096, 8192):
+            assert ours.prepare(Message((1, hidden), dtype))
+    assert len(stub.created) == 4
+    ours.destroy()
+    assert (stub.destroyed, len(stub.forgotten)) == (4, 4)
+    assert not ours.is_ready(Message((1, 4096), "bfloat16"))
+
+
+def test_what_it_cannot_take_creates_nothing(stub: Stub) -> None:
+    ours = communicator()
+    for message in (
+        *(Message((4096,), "bfloat16"), Message((1, 1, 4096), "bfloat16"), Message((), "float32")),
+        *(Message((3, 7), "bfloat16"), Message((3, 0), "bfloat16"), Message((3, 8), "int8")),
+    ):
+        assert not ours.prepare(message)
+        assert not ours.could_take(message, one_shot=True)
+    assert not stub.created
+
+
+def test_a_refusal_is_counted(stub: Stub) -> None:
+    ours = communicator()
+    assert not ours.should_use_fi_ar(torch.zeros(3, 4096))  # no CUDA tensor
+    assert ours.refusals == 1
+    assert not stub.created
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_calls_end_before_the_next_begins_and_add_in_float32(
+    stub: Stub, dtype: torch.dtype
+) -> None:
+    ours = communicator()
+    one, two = (FlashInferBackend(ours, one_shot) for one_shot in (True, False))
+    tensor = torch.zeros(5, 64, dtype=dtype)
+    ours.prepare(Message((1, 64), str(dtype).removeprefix("torch.")))
+    one.all_reduce(tensor)
+    two.all_reduce(tensor)
+    ours.all_reduce(tensor[:2])  # two rows of two ranks: FlashInfer's own choice would stop at it
+    assert [call["use_oneshot"] for call in stub.calls] == [True, False, True]
+    for call in stub.calls:
+        assert call["trigger_completion_at_end"]
+        assert call["fp32_acc"] == (dtype is not torch.float32)
+
+
+def test_mnnvl_needs_multicast_to_be_allowed(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in multicast.SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+    message = Message((1, 64), "bfloat16")
+    for allow, created in (("0", 0), ("1", 1)):
+        monkeypatch.setenv(multicast.TOGGLE, allow)
+        ours = FlashInferAllReduce(
+            GROUP, torch.device("cpu"), backend="mnnvl", workspaces=Workspaces()
+        )
+        assert ours.prepare(message) == bool(created)
+        assert len(stub.created) == created
+
+
+def test_the_functions_that_vllm_has_share_one_workspace(stub: Stub) -> None:
+    arguments: Any = (2, 0, 16, 64, torch.bfloat16, GROUP)
+    workspace = flashinfer.get_fi_ar_workspace(*arguments)
+    assert workspace is flashinfer.get_fi_ar_quant_workspace(*arguments)
+    assert flashinfer.get_fi_ar_workspace(2, 0, 17, 64, torch.bfloat16, GROUP) is None
+    flashinfer.destroy_fi_ar_workspace()
+    assert (len(stub.created), stub.destroyed) == (1, 1)
+
+
+class TestMulticast:
+    def test_it_is_off_unless_allowed_and_not_switched_off(self) -> None:
+        assert not multicast.is_allowed({})
+        assert not multicast.is_allowed({multicast.TOGGLE: "0"})
+        assert multicast.is_allowed({multicast.TOGGLE: "1"})
+        for name, value in multicast.SWITCHES.items():
+            environ = {multicast.TOGGLE: "1", name: value}
+            assert multicast.switched_off_by(environ) == f"{name}={value}"
+
+    def test_keeping_it_off_leaves_what_is_set(self) -> None:
+        environ = {"NCCL_NVLS_ENABLE": "1"}
+        assert set(multicast.keep_off(environ)) == set(multicast.DEFAULTS) - {"NCCL_NVLS_ENABLE"}
+        assert environ["NCCL_NVLS_ENABLE"] == "1"
+        assert environ["VLLM_FLASHINFER_ALLREDUCE_BACKEND"] == "trtllm"
+        assert multicast.keep_off(environ) == ()
+        assert multicast.keep_off({multicast.TOGGLE: "1"}) == ()
+
+    def test_torchs_switch_is_set_only_during_a_rendezvous(self) -> None:
+        for environ in ({}, {multicast.TORCH: "0"}, {multicast.TORCH: "1"}):
+            before = dict(environ)
+            with multicast.torch_guard(environ):
+                assert environ[multicast.TORCH] == "1"
+            assert environ == before
+        allowed = {multicast.TOGGLE: "1"}
+        with multicast.torch_guard(allowed):
+            assert multicast.TORCH not in allowed

@@ -1,0 +1,111 @@
+"""What every backend offers to the dispatcher, and the two that need nothing of their own."""
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm_commext.allreduce import limits, names
+from vllm_commext.allreduce.message import ITEM_BYTES, Message
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+
+class Backend(Protocol):
+    """One way to sum a tensor over all ranks.
+
+    Attributes:
+        name: one of `names.BACKENDS`.
+    """
+
+    name: str
+
+    def takes(self, message: Message) -> bool:
+        """Whether it can sum it; from the message alone, so that all ranks say the same."""
+        ...
+
+    def prepare(self, message: Message) -> None:
+        """Create what messages like this one need; collective, and never while capturing."""
+        ...
+
+    def is_ready(self, message: Message) -> bool:
+        """Whether all is there that this message needs; the same on all ranks."""
+        ...
+
+    def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """The sum in a fresh tensor; `tensor` is contiguous, aligned to 16 bytes and not empty."""
+        ...
+
+    def destroy(self) -> None:
+        """Give back what it holds; collective where it holds memory that others have mapped."""
+        ...
+
+
+class Ready:
+    """Of a backend that needs no preparation and holds nothing."""
+
+    def prepare(self, message: Message) -> None:
+        """Nothing to create."""
+
+    def is_ready(self, message: Message) -> bool:
+        """Always."""
+        del message
+        return True
+
+    def destroy(self) -> None:
+        """Nothing to give back."""
+
+
+class CustomBackend(Ready):
+    """vLLM's custom all-reduce; vLLM creates it and registers its buffers after a capture.
+
+    Args:
+        communicator: vLLM's ``CustomAllreduce``, not disabled.
+    """
+
+    name = names.CUSTOM
+
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator
+
+    def takes(self, message: Message) -> bool:
+        """Within its bound, and with direct links between all GPUs or only two of them."""
+        ours = self._communicator
+        return limits.custom(message, ours.world_size, ours.max_size, bool(ours.fully_connected))
+
+    def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """As vLLM calls it: in a capture the tensor itself is registered, else it is copied."""
+        return self._communicator.custom_all_reduce(tensor)
+
+
+class NcclBackend(Ready):
+    """NCCL, through vLLM's own binding where that has found the library, else through torch.
+
+    Args:
+        pynccl: vLLM's ``PyNcclCommunicator``, or None.
+        device_group: the process group of the GPUs.
+    """
+
+    name = names.NCCL
+
+    def __init__(self, pynccl: Any, device_group: "ProcessGroup | None") -> None:
+        self._pynccl, self._device_group = pynccl, device_group
+
+    @property
+    def through(self) -> str:
+        """``pynccl`` or ``torch``."""
+        usable = self._pynccl is not None and not self._pynccl.disabled
+        return "pynccl" if usable else "torch"
+
+    def takes(self, message: Message) -> bool:
+        """Everything."""
+        return message.dtype in ITEM_BYTES
+
+    def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """Out of place in vLLM's binding; torch sums a copy in place."""
+        if self.through == "pynccl":
+            return self._pynccl.all_reduce(tensor)
+        from torch import distributed
+
+        out = tensor.clone()
+        distributed.all_reduce(out, group=self._device_group)
+        return out

@@ -1,0 +1,129 @@
+"""Steps that all ranks take together, and that succeed on all of them or fail on all.
+
+A library that creates a shared workspace calls collectives of its own in between. Where it raises
+on one rank, the others would wait in the next collective, or read what was meant for another. So
+it gets a `Lockstep` to talk through: every exchange carries whether the sender is still well, a
+rank that fails goes on to tell so at the others' next exchange, and all leave at the same one.
+"""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm_commext.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Value = TypeVar("Value")
+
+
+class _Stage(Enum):
+    EXCHANGE = "exchange"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class _LeftError(Exception):
+    """Another rank has failed, or is done while this one is not; every rank has been told."""
+
+
+class Lockstep:
+    """A group of ranks that exchange Python objects; has the methods that FlashInfer calls.
+
+    Args:
+        group: a process group that sends objects without a GPU, such as gloo's. The bound of every
+            wait is the group's own time-out.
+    """
+
+    def __init__(self, group: "ProcessGroup") -> None:
+        from torch import distributed
+
+        self._group, self._distributed = group, distributed
+        self.rank, self.world_size = distributed.get_rank(group), distributed.get_world_size(group)
+
+    def _swap(self, stage: _Stage, value: Any) -> list[tuple[_Stage, Any]]:
+        import torch
+
+        everybody: list[Any] = [None] * self.world_size
+        # Inside inference mode gloo could not write into the tensors that carry the objects.
+        with torch.inference_mode(mode=False):
+            self._distributed.all_gather_object(everybody, (stage, value), group=self._group)
+        return everybody
+
+    def _meet(self, stage: _Stage, value: Any) -> list[Any]:
+        everybody = self._swap(stage, value)
+        failed = [
+            f"rank {rank}: {why}"
+            for rank, (met, why) in enumerate(everybody)
+            if met is _Stage.FAILED
+        ]
+        if failed:
+            raise _LeftError("; ".join(failed))
+        if any(met is not stage for met, _ in everybody):
+            raise _LeftError("the ranks took different numbers of steps")
+        return [value for _, value in everybody]
+
+    def run(self, step: Callable[[], Value]) -> list[Value]:
+        """Run `step` on every rank and return what it returned on each, in the order of ranks.
+
+        The step may call this object's other methods, equally often on every rank. What it
+        returns must be picklable.
+
+        Raises:
+            UnsupportedError: it failed on some rank; the message names each and why.
+        """
+        try:
+            value = step()
+        except _LeftError as left:
+            raise UnsupportedError(str(left)) from left
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            self._tell(_Stage.FAILED, why)
+            raise UnsupportedError(f"rank {self.rank}: {why}") from error
+        return self._tell(_Stage.DONE, value)
+
+    def _tell(self, stage: _Stage, value: Any) -> list[Any]:
+        try:
+            return self._meet(stage, value)
+        except _LeftError as left:
+            raise UnsupportedError(str(left)) from left
+
+    def agree(self, step: Callable[[], object]) -> None:
+        """As `run`, for a step whose value stays on its rank."""
+
+        def silent() -> None:
+            step()
+
+        self.run(silent)
+
+    def allgather(self, data: Any) -> tuple[Any, ...]:
+        """Every rank's object, in the order of ranks."""
+        return tuple(self._meet(_Stage.EXCHANGE, data))
+
+    def bcast(self, data: Any, root: int) -> Any:
+        """The root's object; `root` counts within the group."""
+        return self.allgather(data if self.rank == root else None)[root]
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.allgather(None)
+
+    def Get_rank(self) -> int:
+        """This rank within the group."""
+        return self.rank
+
+    def Get_size(self) -> int:
+        """The number of ranks."""
+        return self.world_size
+
+    def Split(self, color: int, key: int) -> "Lockstep":
+        """Only the split that leaves all ranks together.
+
+        Raises:
+            UnsupportedError: another was wanted.
+        """
+        if len(set(self.allgather(color))) != 1:
+            raise UnsupportedError(f"expected one colour on all ranks, got {color} and others")
+        del key
+        return self
