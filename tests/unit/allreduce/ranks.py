@@ -1,0 +1,219 @@
+"""One rank of the two-rank checks over gloo; test_ranks.py starts it.
+
+    python tests/unit/allreduce/ranks.py RANK WORLD_SIZE STORE_FILE
+
+Prints a line of JSON a check: its name, and what the rank found.
+"""
+
+import json
+import random
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from vllm_commext.allreduce import creation, flashinfer_workspaces, names
+from vllm_commext.allreduce.backend import NcclBackend, Ready
+from vllm_commext.allreduce.creation import Parts, create_dispatcher
+from vllm_commext.allreduce.dispatcher import Dispatcher
+from vllm_commext.allreduce.flashinfer_workspaces import WorkspaceKey, Workspaces
+from vllm_commext.allreduce.lockstep import Lockstep
+from vllm_commext.allreduce.message import Message
+from vllm_commext.allreduce.table import Row, Table
+from vllm_commext.errors import UnsupportedError
+
+CPU = torch.device("cpu")
+
+
+class StandIn(Ready):
+    """Sums over gloo and writes down what it was given."""
+
+    def __init__(
+        self, name: str, log: list[str], multiple: int = 1, largest: int = 1 << 30
+    ) -> None:
+        self.name, self._log, self._multiple, self._largest = name, log, multiple, largest
+
+    def takes(self, message: Message) -> bool:
+        return message.num_bytes % self._multiple == 0 and message.num_bytes <= self._largest
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._log.append(self.name)
+        out = tensor.clone()
+        distributed.all_reduce(out)
+        return out
+
+
+def raised(step: Callable[[], object]) -> str:
+    try:
+        step()
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def check_agreement(rank: int, world: int) -> Any:
+    """Random shapes, dtypes and layouts; the ranks' logs must be one and the same."""
+    log: list[str] = []
+    rows = (Row(64, ("tiny", "any")), Row(4096, ("packed", "any")), Row(1 << 20, ("any",)))
+    table = Table(world, dict.fromkeys(("bfloat16", "float32"), rows), "stand-in")
+    backends = [StandIn("any", log), StandIn("packed", log, 16), StandIn("tiny", log, 4, 32)]
+    if rank:
+        backends.reverse()
+    dispatcher = Dispatcher(backends, world, table)
+    numbers = random.Random(5)
+    wrong = 0
+    for _ in range(300):
+        dims = numbers.choice((0, 1, 1, 2, 2, 3))
+        shape = [numbers.choice((0, 1, 2, 3, 8, 17, 40)) for _ in range(dims)]
+        dtype = numbers.choice((torch.bfloat16, torch.float32, torch.float16, torch.int64))
+        permute, gap = numbers.random() < 0.3, numbers.random() < 0.2
+        tensor = torch.full([*shape[:-1], shape[-1] * 2] if gap and shape else shape, 0)
+        tensor = (tensor + torch.arange(tensor.numel()).reshape(tensor.shape) % 7).to(dtype) + rank
+        if gap and shape:
+            tensor = tensor[..., ::2]
+        if permute and dims > 1:
+            tensor = tensor.transpose(0, -1)
+        kept = tensor.clone()
+        out = dispatcher.all_reduce(tensor)
+        log.append("vllm" if out is None else "-")
+        if out is not None:
+            wanted = (kept.double() - rank) * world + sum(range(world))
+            wrong += not torch.equal(out.double(), wanted) or not torch.equal(tensor, kept)
+            wrong += out.stride() != torch.empty_like(tensor).stride()
+            wrong += out.numel() > 0 and out.data_ptr() == tensor.data_ptr()
+    served, refused = dispatcher.counts()
+    return {"log": log, "wrong": wrong, "served": dict(served), "refused": dict(refused)}
+
+
+def check_values(rank: int, world: int) -> Any:
+    lockstep = Lockstep(distributed.group.WORLD)
+    return {
+        "run": lockstep.run(lambda: rank * 10),
+        "inside": lockstep.run(lambda: (lockstep.allgather(rank), lockstep.bcast(rank, 1))),
+        "split": lockstep.run(lambda: lockstep.Split(0, rank) is lockstep),
+        "other_split": raised(lambda: lockstep.run(lambda: lockstep.Split(rank, 0))),
+        "world": world,
+    }
+
+
+def check_failures(rank: int, _: int) -> Any:
+    """At each of four points rank 1 fails; both leave with the same words, and can go on."""
+    lockstep = Lockstep(distributed.group.WORLD)
+    found: list[str] = []
+    for at in range(4):
+
+        def step(at: int = at) -> None:
+            for turn in range(4):
+                if rank == 1 and turn == at:
+                    raise ValueError(f"at {at}")
+                if turn < 3:
+                    lockstep.allgather(turn)
+
+        found.append(raised(lambda: lockstep.run(step)))
+        found.append(str(lockstep.run(lambda at=at: at)))
+
+    def uneven() -> None:
+        for _ in range(1 + rank):
+            lockstep.barrier()
+
+    found.append(raised(lambda: lockstep.run(uneven)))
+    with torch.inference_mode():
+        found.append(str(lockstep.run(lambda: "in inference mode")))
+    return found
+
+
+def check_creation(rank: int, world: int) -> Any:
+    """One rank cannot make one family: none has it, and the next backend serves on both."""
+    log: list[str] = []
+    rows = (Row(1 << 20, (names.FLASHINFER_ONE_SHOT, names.CUSTOM, names.NCCL)),)
+    table = Table(world, {"float32": rows}, f"of rank {rank}")
+
+    def make(*_: Any, **__: Any) -> list[StandIn]:
+        if rank == 1:
+            raise UnsupportedError("no compiler")
+        return [StandIn(names.FLASHINFER_ONE_SHOT, log)]
+
+    creation.flashinfer.make_backends = make
+    parts = Parts(distributed.group.WORLD, distributed.group.WORLD, CPU)
+    dispatcher = create_dispatcher(parts, table, (names.FLASHINFER_ONE_SHOT, names.CUSTOM))
+    out = dispatcher.all_reduce(torch.ones(4))
+    assert out is not None
+    served, refused = dispatcher.counts()
+    assert dispatcher.table is not None
+    other = raised(lambda: create_dispatcher(parts, table, (), names.BACKENDS[rank]))
+    return {
+        "backends": sorted(dispatcher.backends),
+        "sum": out.tolist(),
+        "served": dict(served),
+        "refused": dict(refused),
+        "origin": dispatcher.table.origin,
+        "other_settings": other,
+    }
+
+
+def check_workspace(rank: int, world: int) -> Any:
+    """A library that creates in several exchanges, and on rank 1 fails between two of them."""
+    flashinfer_workspaces._check_memory = lambda _: None
+    released: list[str] = []
+    states: list[bool] = []
+
+    def create(key: WorkspaceKey, _: Any, rows: int, lockstep: Lockstep, __: Any) -> str:
+        handles = lockstep.allgather(f"handle {rank}")
+        if rank == 1 and key.hidden == 16:
+            raise MemoryError("out of memory")
+        lockstep.barrier()
+        return f"{rows} {handles}"
+
+    flashinfer_workspaces._create = create
+    flashinfer_workspaces._release = released.append
+    workspaces = Workspaces(budget_bytes=1 << 20)
+    group = distributed.group.WORLD
+    found: list[Any] = []
+    for hidden in (16, 8, 16, 8, 64):
+        before = random.getstate()
+        key = WorkspaceKey("tp", False, hidden)
+        made = workspaces.get_or_create(
+            key, torch.bfloat16, 1 << 18 if hidden == 8 else 4096, group
+        )
+        states.append(random.getstate() == before)
+        found.append(made and [made.handle, made.size.max_bytes])
+    bytes_before = workspaces.device_bytes
+    workspaces.destroy("another")
+    workspaces.destroy()
+    return [found, bytes_before, len(released), workspaces.device_bytes, all(states), world]
+
+
+def check_nccl_through_torch(rank: int, _: int) -> Any:
+    backend = NcclBackend(None, distributed.group.WORLD)
+    tensor = torch.full((3,), float(rank + 1))
+    return [backend.through, backend.all_reduce(tensor).tolist(), tensor.tolist()]
+
+
+CHECKS: dict[str, Callable[[int, int], Any]] = {
+    name.removeprefix("check_"): value
+    for name, value in list(globals().items())
+    if name.startswith("check_")
+}
+
+
+def main() -> None:
+    rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    distributed.init_process_group(
+        "gloo", f"file://{store}", timedelta(seconds=60), world_size=world, rank=rank
+    )
+    for name, check in CHECKS.items():
+        try:
+            found = check(rank, world)
+        except Exception:  # noqa: BLE001 - the test shows it
+            found = {"error": traceback.format_exc()}
+        sys.stdout.write(json.dumps({"check": name, "found": found}) + "\n")
+        sys.stdout.flush()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Two real processes over gloo: they choose alike, and what fails on one fails on both."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("ranks.py")
+ROOT = Path(__file__).parents[3]
+WORLD = 2
+TIMEOUT_SECONDS = 200
+pytestmark = pytest.mark.timeout(TIMEOUT_SECONDS + 40)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank printed, by check."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(rank), str(WORLD), str(store)],
+            env={**environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        texts = [process.communicate(timeout=TIMEOUT_SECONDS) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(30)
+    assert [process.returncode for process in processes] == [0] * WORLD, texts
+    lines = [[json.loads(line) for line in out.splitlines()] for out, _ in texts]
+    return [{line["check"]: line["found"] for line in of_rank} for of_rank in lines]
+
+
+def test_ranks_choose_alike(found: list[dict[str, Any]]) -> None:
+    mine, other = (rank["agreement"] for rank in found)
+    assert mine == other
+    assert mine["wrong"] == 0
+    assert set(mine["log"]) == {"vllm", "-", "any", "packed", "tiny"}
+    assert mine["served"]["any"] == mine["log"].count("any")
+    assert mine["refused"]["packed"] > 0
+    assert mine["refused"]["tiny"] > 0
+
+
+def test_objects_travel(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        values = rank["values"]
+        assert values["run"] == [0, 10]
+        assert values["inside"] == [[[0, 1], 1]] * WORLD
+        assert values["split"] == [True] * WORLD
+        assert "expected one colour" in values["other_split"]
+
+
+def test_a_failure_at_any_point_is_everybodys(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        *failures, uneven, inference = rank["failures"]
+        assert [failures[2 * at] for at in range(4)] == [
+            f"rank 1: ValueError: at {at}" for at in range(4)
+        ]
+        assert [failures[2 * at + 1] for at in range(4)] == [str([at, at]) for at in range(4)]
+        assert "different numbers of steps" in uneven
+        assert inference == str(["in inference mode"] * 2)
+
+
+def test_a_backend_that_fails_on_one_rank_is_nowhere(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        made = rank["creation"]
+        assert made["backends"] == ["nccl"]
+        assert made["sum"] == [2.0] * 4
+        assert made["served"] == {"nccl": 1}
+        assert made["refused"] == {"flashinfer_one_shot": 1, "custom": 1}
+        assert made["origin"] == "of rank 0"
+        assert "ranks differ in their settings" in made["other_settings"]
+
+
+def test_a_workspace_is_made_on_all_ranks_or_on_none(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        made, device_bytes, released, left, same_random_state, world = rank["workspace"]
+        assert made[0] is made[2] is None
+        assert made[1] == made[3]
+        assert made[1][0].endswith("('handle 0', 'handle 1')")
+        assert made[4] is None  # the one before has used the budget up
+        assert 0 < device_bytes <= 1 << 20
+        assert (released, left, world) == (1, 0, WORLD)
+        assert same_random_state
+
+
+def test_nccl_is_reached_through_torch_where_vllm_has_no_binding(
+    found: list[dict[str, Any]],
+) -> None:
+    for rank, values in enumerate(found):
+        assert values["nccl_through_torch"] == ["torch", [3.0] * 3, [rank + 1.0] * 3]

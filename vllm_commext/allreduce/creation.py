@@ -1,0 +1,149 @@
+"""Creating a group's dispatcher: what all ranks have, and what they agree about."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_commext.allreduce import flashinfer, names, symmetric
+from vllm_commext.allreduce.backend import Backend, CustomBackend, NcclBackend
+from vllm_commext.allreduce.dispatcher import Dispatcher
+from vllm_commext.allreduce.flashinfer_workspaces import MAX_MESSAGE_BYTES
+from vllm_commext.allreduce.lockstep import Lockstep
+from vllm_commext.allreduce.message import ITEM_BYTES
+from vllm_commext.allreduce.table import Table
+from vllm_commext.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+logger = logging.getLogger("vllm.commext.allreduce")
+
+SYMMETRIC_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a group has already.
+
+    Attributes:
+        cpu_group: sends objects without a GPU; torch's symmetric memory goes by its name.
+        device_group: NCCL's, for where vLLM's own binding has not found the library.
+        device: this rank's GPU.
+        custom: vLLM's custom all-reduce, or None where vLLM has none or has disabled it.
+        pynccl: vLLM's binding of NCCL, or None.
+    """
+
+    cpu_group: "ProcessGroup"
+    device_group: "ProcessGroup | None"
+    device: "torch.device"
+    custom: Any = None
+    pynccl: Any = None
+
+
+Maker = Callable[[], Sequence[Backend]]
+
+
+def _symmetric(parts: Parts, lockstep: Lockstep, num_bytes: int) -> Sequence[Backend]:
+    buffer = symmetric.SymmetricBuffer(parts.cpu_group, parts.device, num_bytes, lockstep)
+    return [
+        symmetric.SymmetricOneShot(buffer),
+        symmetric.SymmetricTwoShot(buffer),
+        symmetric.SymmetricTwoShotInPlace(buffer),
+    ]
+
+
+def _flashinfer(parts: Parts, table: Table | None, family: Sequence[str]) -> Sequence[Backend]:
+    return flashinfer.make_backends(
+        parts.cpu_group,
+        parts.device,
+        _largest(table, family, MAX_MESSAGE_BYTES),
+        mnnvl=names.FLASHINFER_MNNVL in family,
+    )
+
+
+def _largest(table: Table | None, family: Sequence[str], otherwise: int) -> int:
+    """The largest message that one of the family may get, in bytes."""
+    if table is None:
+        return otherwise
+    ranked = [
+        row.max_bytes
+        for rows in table.rows.values()
+        for row in rows
+        if set(family).intersection(row.ranking)
+    ]
+    return min(max(ranked, default=0), otherwise)
+
+
+def _makers(
+    parts: Parts, lockstep: Lockstep, table: Table | None, wanted: Sequence[str]
+) -> dict[str, Maker]:
+    """How to make each family of backends that is wanted; in an order that all ranks share."""
+    flash = (names.FLASHINFER_ONE_SHOT, names.FLASHINFER_TWO_SHOT)
+    makers: dict[str, Maker] = {}
+    if parts.custom is not None and names.CUSTOM in wanted:
+        makers["custom"] = lambda: [CustomBackend(parts.custom)]
+    if set(names.SYMMETRIC).intersection(wanted):
+        size = _largest(table, names.SYMMETRIC, SYMMETRIC_BYTES)
+        makers["symmetric memory"] = lambda: _symmetric(parts, lockstep, size)
+    if set(flash).intersection(wanted):
+        makers["FlashInfer"] = lambda: _flashinfer(parts, table, flash)
+    if names.FLASHINFER_MNNVL in wanted:
+        makers["FlashInfer's mnnvl"] = lambda: _flashinfer(parts, table, (names.FLASHINFER_MNNVL,))
+    makers["NCCL"] = lambda: [NcclBackend(parts.pynccl, parts.device_group)]
+    return makers
+
+
+def _make_in_lockstep(what: str, maker: Maker, lockstep: Lockstep) -> Sequence[Backend]:
+    """The backends of one family, or none on any rank, with one line why."""
+    made: list[Backend] = []
+    try:
+        if what == "symmetric memory":
+            made += maker()  # takes its own steps
+        else:
+            lockstep.agree(lambda: made.extend(maker()))
+    except UnsupportedError as error:
+        logger.warning("commext: allreduce: without %s on all ranks: %s", what, error)
+        return []
+    return made
+
+
+def create_dispatcher(
+    parts: Parts, table: Table | None, wanted: Sequence[str], forced: str | None = None
+) -> Dispatcher:
+    """The dispatcher of a group; collective, outside a capture.
+
+    Args:
+        parts: what the group has.
+        table: what was measured; rank 0's serves all.
+        wanted: names of the backends to create, the same on all ranks; NCCL always is.
+        forced: the one backend that the user wants, or None.
+
+    Raises:
+        UnsupportedError: ranks differ in what they are asked for, or one cannot take part; all
+            ranks raise it.
+    """
+    lockstep = Lockstep(parts.cpu_group)
+    facts = lockstep.run(lambda: (tuple(wanted), forced, table, parts.custom is not None))
+    if any(fact[:2] != facts[0][:2] for fact in facts):
+        raise UnsupportedError(f"ranks differ in their settings: {[fact[:2] for fact in facts]}")
+    table = facts[0][2]
+    if not all(fact[3] for fact in facts):
+        wanted = [name for name in wanted if name != names.CUSTOM]
+    backends: list[Backend] = []
+    for what, maker in _makers(parts, lockstep, table, wanted).items():
+        backends += _make_in_lockstep(what, maker, lockstep)
+    return Dispatcher(backends, lockstep.world_size, table, forced)
+
+
+def wanted_backends(table: Table | None, forced: str | None) -> tuple[str, ...]:
+    """The backends that a table ranks or the user forces, in the order of `names.BACKENDS`."""
+    if forced is not None:
+        return tuple(name for name in names.BACKENDS if name == forced)
+    if table is None:
+        return ()
+    ranked = {
+        name for dtype in ITEM_BYTES for row in table.rows.get(dtype, ()) for name in row.ranking
+    }
+    return tuple(name for name in names.BACKENDS if name in ranked)
