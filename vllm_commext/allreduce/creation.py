@@ -5,12 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.allreduce import flashinfer, names, symmetric
+from vllm_commext.allreduce import flashinfer, multicast, names, symmetric
 from vllm_commext.allreduce.backend import Backend, CustomBackend, NcclBackend
 from vllm_commext.allreduce.dispatcher import Dispatcher
 from vllm_commext.allreduce.flashinfer_workspaces import MAX_MESSAGE_BYTES
 from vllm_commext.allreduce.lockstep import Lockstep
-from vllm_commext.allreduce.message import ITEM_BYTES
 from vllm_commext.allreduce.table import Table
 from vllm_commext.errors import UnsupportedError
 
@@ -109,41 +108,60 @@ def _make_in_lockstep(what: str, maker: Maker, lockstep: Lockstep) -> Sequence[B
     return made
 
 
+@dataclass(frozen=True)
+class _Wish:
+    """What one rank wants, and what it has; the first three must be the same on all ranks."""
+
+    forced: str | None
+    everything: bool
+    multicast: bool
+    has_custom: bool
+    table: Table | None
+
+    @property
+    def settings(self) -> tuple[str | None, bool, bool]:
+        return self.forced, self.everything, self.multicast
+
+
 def create_dispatcher(
-    parts: Parts, table: Table | None, wanted: Sequence[str], forced: str | None = None
+    parts: Parts, table: Table | None, forced: str | None = None, *, everything: bool = False
 ) -> Dispatcher:
     """The dispatcher of a group; collective, outside a capture.
 
     Args:
         parts: what the group has.
         table: what was measured; rank 0's serves all.
-        wanted: names of the backends to create, the same on all ranks; NCCL always is.
         forced: the one backend that the user wants, or None.
+        everything: create every backend, in order to measure them, and not only those of the table.
 
     Raises:
-        UnsupportedError: ranks differ in what they are asked for, or one cannot take part; all
-            ranks raise it.
+        UnsupportedError: ranks differ in their settings, or one cannot take part; all raise it.
     """
     lockstep = Lockstep(parts.cpu_group)
-    facts = lockstep.run(lambda: (tuple(wanted), forced, table, parts.custom is not None))
-    if any(fact[:2] != facts[0][:2] for fact in facts):
-        raise UnsupportedError(f"ranks differ in their settings: {[fact[:2] for fact in facts]}")
-    table = facts[0][2]
-    if not all(fact[3] for fact in facts):
-        wanted = [name for name in wanted if name != names.CUSTOM]
+    mine = _Wish(forced, everything, multicast.is_allowed(), parts.custom is not None, table)
+    wishes = lockstep.run(lambda: mine)
+    settings = [wish.settings for wish in wishes]
+    if len(set(settings)) != 1:
+        raise UnsupportedError(
+            f"expected the same settings on all ranks, got {settings} (forced backend, tuning, "
+            "multicast); set the toggles alike"
+        )
+    table = wishes[0].table
+    without: set[str] = set()
+    if not all(wish.has_custom for wish in wishes):
+        without.add(names.CUSTOM)
+    if not mine.multicast:
+        without.add(names.FLASHINFER_MNNVL)
+    wanted = names.BACKENDS if everything else wanted_backends(table, forced)
+    wanted = [name for name in wanted if name not in without]
     backends: list[Backend] = []
-    for what, maker in _makers(parts, lockstep, table, wanted).items():
+    for what, maker in _makers(parts, lockstep, None if everything else table, wanted).items():
         backends += _make_in_lockstep(what, maker, lockstep)
     return Dispatcher(backends, lockstep.world_size, table, forced)
 
 
 def wanted_backends(table: Table | None, forced: str | None) -> tuple[str, ...]:
     """The backends that a table ranks or the user forces, in the order of `names.BACKENDS`."""
-    if forced is not None:
-        return tuple(name for name in names.BACKENDS if name == forced)
-    if table is None:
-        return ()
-    ranked = {
-        name for dtype in ITEM_BYTES for row in table.rows.get(dtype, ()) for name in row.ranking
-    }
+    rows = [row for of in table.rows.values() for row in of] if table else []
+    ranked = {forced} if forced is not None else {name for row in rows for name in row.ranking}
     return tuple(name for name in names.BACKENDS if name in ranked)

@@ -75,15 +75,18 @@ class Dispatcher:
 
         None means that no backend of ours serves it, and vLLM's own order should.
         """
-        plan = self._plans.get((tensor.shape, tensor.dtype))
-        if plan is None:
-            plan = self._make_plan(tensor)
+        plan = self._plans.get((tensor.shape, tensor.dtype)) or self._make_plan(tensor)
         plan.calls += 1
         if plan.backend is None:
             return None
         if tensor.is_contiguous() and tensor.data_ptr() % PACK_BYTES == 0:
             return plan.backend.all_reduce(tensor)
         return _sum_of_copy(plan.backend, tensor)
+
+    def choice(self, tensor: "torch.Tensor") -> str:
+        """The backend that `all_reduce` takes for such a tensor; collective as that is."""
+        plan = self._plans.get((tensor.shape, tensor.dtype)) or self._make_plan(tensor)
+        return plan.backend.name if plan.backend else names.VLLM
 
     def _make_plan(self, tensor: "torch.Tensor") -> _Plan:
         message = Message(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))

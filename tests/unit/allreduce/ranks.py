@@ -139,12 +139,12 @@ def check_creation(rank: int, world: int) -> Any:
 
     creation.flashinfer.make_backends = make
     parts = Parts(distributed.group.WORLD, distributed.group.WORLD, CPU)
-    dispatcher = create_dispatcher(parts, table, (names.FLASHINFER_ONE_SHOT, names.CUSTOM))
+    dispatcher = create_dispatcher(parts, table)
     out = dispatcher.all_reduce(torch.ones(4))
     assert out is not None
     served, refused = dispatcher.counts()
     assert dispatcher.table is not None
-    other = raised(lambda: create_dispatcher(parts, table, (), names.BACKENDS[rank]))
+    other = raised(lambda: create_dispatcher(parts, table, names.BACKENDS[rank]))
     return {
         "backends": sorted(dispatcher.backends),
         "sum": out.tolist(),

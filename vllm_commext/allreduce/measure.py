@@ -1,0 +1,158 @@
+"""Times of the backends on this machine: chained calls in CUDA graphs, of which the ranks take
+turns to be slowest. Needs GPUs.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_commext.allreduce import tuning
+from vllm_commext.allreduce.dispatcher import Dispatcher
+from vllm_commext.allreduce.lockstep import Lockstep
+from vllm_commext.allreduce.message import Message, message_of_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = tuple(2 * KIB << step for step in range(16))  # 2 KiB to 64 MiB
+Call = Callable[["torch.Tensor"], Any]
+CaptureContext = Callable[[], AbstractContextManager[Any]]
+TimesBySize = dict[int, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure.
+
+    Attributes:
+        sizes: of messages, in bytes.
+        dtypes: keys of `message.ITEM_BYTES`.
+        hidden: elements of a row; what FlashInfer's kernels are shaped by.
+        samples: of each backend at each size, taken in turns.
+        replays: of a graph, in one sample.
+        seconds: after which no further size is begun.
+    """
+
+    sizes: tuple[int, ...] = SIZES
+    dtypes: tuple[str, ...] = ("bfloat16",)
+    hidden: int = 8192
+    samples: int = 21
+    replays: int = 5
+    seconds: float = 540.0
+
+
+def spread(sizes: Sequence[int]) -> list[int]:
+    """The same sizes in an order in which every beginning is spread over all of them."""
+    ordered = sorted(sizes)
+    steps = [step for step in (8, 4, 2, 1) if step < len(ordered)] or [1]
+    picked = [ordered[-1], *(size for step in steps for size in ordered[::step])]
+    return list(dict.fromkeys(picked))
+
+
+def chained_calls(num_bytes: int) -> int:
+    """Calls in one graph: enough that launching it does not show, and no more than needed."""
+    return 32 if num_bytes <= MIB else 16 if num_bytes <= 8 * MIB else 8
+
+
+def capture(
+    call: Call, tensor: "torch.Tensor", chained: int, context: CaptureContext
+) -> "torch.cuda.CUDAGraph":
+    """A graph of `chained` calls; `context` lets vLLM's kernel register what it captured."""
+    import torch
+
+    for _ in range(3):
+        call(tensor)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with context(), torch.cuda.graph(graph):
+        for _ in range(chained):
+            call(tensor)
+    return graph
+
+
+def replay_seconds(graph: "torch.cuda.CUDAGraph", replays: int, lockstep: Lockstep) -> float:
+    """Of one replay, once the ranks have met in another."""
+    import torch
+
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    lockstep.run(lambda: None)
+    graph.replay()
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) * 1e-3 / replays
+
+
+def measure_message(
+    calls: Mapping[str, Call],
+    message: Message,
+    options: Options,
+    lockstep: Lockstep,
+    context: CaptureContext = nullcontext,
+) -> dict[str, float]:
+    """Microseconds a call of each contestant: the median over samples of the slowest rank.
+
+    The contestants take turns in every sample, so that what else the machine does meets all.
+    """
+    import torch
+
+    if not calls:
+        return {}
+    tensor = torch.rand(message.shape, device="cuda").to(getattr(torch, message.dtype))
+    chained = chained_calls(message.num_bytes)
+    graphs = {name: capture(call, tensor, chained, context) for name, call in calls.items()}
+    mine: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(options.samples):
+        for name, graph in graphs.items():
+            seconds = replay_seconds(graph, options.replays, lockstep)
+            mine[name].append(seconds / chained * 1e6)
+    everybody = lockstep.run(lambda: mine)
+    return {name: tuning.median_of_slowest([rank[name] for rank in everybody]) for name in graphs}
+
+
+def backend_calls(dispatcher: Dispatcher, message: Message) -> dict[str, Call]:
+    """The backends that take the message, each ready; collective."""
+    calls: dict[str, Call] = {}
+    for name, backend in dispatcher.backends.items():
+        if backend.takes(message):
+            backend.prepare(message)
+            if backend.is_ready(message) and backend.takes(message):
+                calls[name] = backend.all_reduce
+    return calls
+
+
+def measure_backends(
+    dispatcher: Dispatcher,
+    lockstep: Lockstep,
+    options: Options,
+    context: CaptureContext = nullcontext,
+    progress: Callable[[str, int, Mapping[str, float]], None] | None = None,
+) -> dict[str, TimesBySize]:
+    """Every backend at every size, until the time is over; the same on all ranks.
+
+    Args:
+        progress: told of each dtype, size and its times as soon as they are there.
+
+    Returns:
+        By dtype and size, the microseconds of each backend.
+    """
+    end = time.monotonic() + options.seconds
+    times: dict[str, TimesBySize] = {dtype: {} for dtype in options.dtypes}
+    for size in spread(options.sizes):
+        for dtype in options.dtypes:
+            if not all(lockstep.run(lambda: time.monotonic() < end)):
+                return times
+            message = message_of_bytes(size, dtype, options.hidden)
+            found = measure_message(
+                backend_calls(dispatcher, message), message, options, lockstep, context
+            )
+            times[dtype][size] = found
+            if progress is not None:
+                progress(dtype, size, found)
+    return times

@@ -1,0 +1,45 @@
+"""Which table serves, and how it reads."""
+
+import os
+from collections.abc import Iterator, Mapping
+
+from vllm_commext.allreduce import builtin, cache
+from vllm_commext.allreduce.machine import Machine
+from vllm_commext.allreduce.table import Table
+
+UNITS = ((1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def find_table(
+    machine: Machine,
+    world_size: int,
+    *,
+    use_cache: bool = True,
+    environ: Mapping[str, str] = os.environ,
+) -> Table | None:
+    """What was measured on this machine, else what is built in for it, else None."""
+    measured = cache.load(machine, world_size, environ) if use_cache else None
+    return measured or builtin.builtin_table(machine.gpu, world_size)
+
+
+def size_text(num_bytes: int) -> str:
+    """``512 KiB``, ``7.5 MiB``, ``100 B``."""
+    for unit, name in UNITS:
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes} B"
+
+
+def describe(table: Table | None) -> Iterator[str]:
+    """A line a dtype: which backend comes first up to which size."""
+    if table is None:
+        yield "no table for this machine; vLLM's own order serves"
+        return
+    for dtype, rows in table.rows.items():
+        leaders: list[tuple[str, int]] = []
+        for row in rows:
+            if leaders and leaders[-1][0] == row.ranking[0]:
+                leaders.pop()
+            leaders.append((row.ranking[0], row.max_bytes))
+        parts = (f"{name} up to {size_text(bound)}" for name, bound in leaders)
+        yield f"{dtype}: {', '.join(parts)}, then vLLM's own order ({table.origin})"
