@@ -76,6 +76,12 @@ def _activate_reduce_rms() -> None:
     reduce_rms.install()
 
 
+def _activate_allreduce() -> None:
+    from vllm_commext.compat import allreduce
+
+    allreduce.install()
+
+
 def _leave_as_it_is() -> None:
     """Nobody asks for this capability by name."""
 
@@ -84,6 +90,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("nixl", _activate_nixl, _refuse_nixl, "vLLM's own connectors remain"),
     Capability("shm_queue", _activate_shm_queue, _leave_as_it_is, "vLLM's own queue remains"),
     Capability("reduce_rms", _activate_reduce_rms, _leave_as_it_is, "vLLM's own norm remains"),
+    Capability("allreduce", _activate_allreduce, _leave_as_it_is, "vLLM's own order remains"),
 )
 
 

@@ -95,6 +95,50 @@ TOGGLES: tuple[Toggle, ...] = (
         ),
     ),
     Toggle(
+        name="VLLM_COMMEXT_ALLREDUCE",
+        field="allreduce",
+        choices=("auto", "0", "1"),
+        default="0",
+        meaning=(
+            "The all-reduce of tensor parallelism. `auto` sends each message to the backend that "
+            "was measured fastest, `1` logs an error where that cannot be, `0` leaves vLLM's order."
+        ),
+    ),
+    Toggle(
+        name="VLLM_COMMEXT_ALLREDUCE_BACKEND",
+        field="allreduce_backend",
+        choices=(
+            *("auto", "flashinfer_one_shot", "flashinfer_two_shot", "flashinfer_mnnvl", "custom"),
+            *("symm_one_shot", "symm_two_shot", "symm_two_shot_inplace", "nccl", "vllm"),
+        ),
+        default="auto",
+        meaning=(
+            "`auto` chooses by measurement; a name forces that backend for every message that it "
+            "can take, and `vllm` forces none."
+        ),
+    ),
+    Toggle(
+        name="VLLM_COMMEXT_ALLREDUCE_TUNE",
+        field="allreduce_tune",
+        choices=("cached", "startup", "0"),
+        default="cached",
+        meaning=(
+            "`cached` takes what `vllm-commext tune allreduce` measured here, else the built-in "
+            "table; `startup` measures for some seconds where there is no such measurement; `0` "
+            "takes the built-in table alone."
+        ),
+    ),
+    Toggle(
+        name="VLLM_COMMEXT_ALLOW_MULTICAST",
+        field="allow_multicast",
+        choices=("0", "1"),
+        default="0",
+        meaning=(
+            "`1` allows the all-reduce to use NVLink multicast where no other variable switches it "
+            "off. With `0` it also keeps vLLM, torch and NCCL from it, unless you have set theirs."
+        ),
+    ),
+    Toggle(
         name="VLLM_COMMEXT_BUILD_NATIVE",
         field="build_native",
         choices=("auto", "0", "1"),

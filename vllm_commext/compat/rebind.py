@@ -47,6 +47,13 @@ _NORM = {
     "test": "tests/contract/test_reduce_rms.py",
     "removal": "vLLM lets a plugin choose the op of a tensor-parallel norm",
 }
+_SUM = {
+    "why": "each message goes to the backend measured fastest, for which vLLM has no hook",
+    "guard": "seams of `allreduce`; the platform is NVIDIA's",
+    "test": "tests/contract/test_allreduce.py",
+    "removal": "vLLM lets a plugin register an all-reduce backend and its place in the order",
+}
+_COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator"
 _MINIMAX = "vllm.model_executor.layers.minimax_rms_norm"
 _OLMOE = "vllm.model_executor.models.olmoe"
 INVENTORY: tuple[Rebinding, ...] = (
@@ -58,6 +65,10 @@ INVENTORY: tuple[Rebinding, ...] = (
     Rebinding(f"{_MINIMAX}.rms_norm_tp:_MINIMAX_FUSED_AR_RMS_QK", **_NORM),
     Rebinding(f"{_OLMOE}:OlmoeAttention.__init__", **_NORM),
     Rebinding(f"{_OLMOE}:OlmoeAttention._apply_qk_norm", **_NORM),
+    Rebinding(f"{_COMMUNICATOR}.__init__", **_SUM),
+    Rebinding(f"{_COMMUNICATOR}.all_reduce", **_SUM),
+    Rebinding(f"{_COMMUNICATOR}.destroy", **_SUM),
+    Rebinding(f"{_COMMUNICATOR}.checkpoint_prepare", **_SUM),
 )
 
 

@@ -22,6 +22,7 @@ MINIMAX_NORM = "vllm.model_executor.layers.minimax_rms_norm"
 OLMOE = "vllm.model_executor.models.olmoe"
 MAMBA_UTILS = "vllm.model_executor.layers.mamba.mamba_utils"
 SPECS = "vllm.v1.kv_cache_interface"
+COMMUNICATORS = "vllm.distributed.device_communicators"
 QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 
 
@@ -414,6 +415,43 @@ SEAMS: tuple[Seam, ...] = (
         "reduce_rms",
         "a model is registered by the name of a class that is imported when it is loaded",
         takes("vllm.model_executor.models:ModelRegistry.register_model", "model_arch", "model_cls"),
+    ),
+    Seam(
+        "communicator_constructor",
+        "allreduce",
+        "a communicator gets its dispatcher when it is made, from the groups that it is made of",
+        takes(
+            f"{COMMUNICATORS}.cuda_communicator:CudaCommunicator.__init__",
+            *("cpu_group", "device", "device_group", "unique_name", "global_ranks"),
+            *("global_world_size", "tcp_store_group", "use_all2all"),
+        ),
+    ),
+    Seam(
+        "communicator_methods",
+        "allreduce",
+        "the dispatcher is asked in every all-reduce, and given back before vLLM's own parts go",
+        has_methods(
+            f"{COMMUNICATORS}.cuda_communicator:CudaCommunicator",
+            {"all_reduce": ("input_",), "destroy": (), "checkpoint_prepare": ()},
+        ),
+    ),
+    Seam(
+        "custom_all_reduce",
+        "allreduce",
+        "vLLM's own kernel is one of the backends, and registers its buffers after a capture",
+        has_methods(
+            f"{COMMUNICATORS}.custom_all_reduce:CustomAllreduce",
+            {"custom_all_reduce": ("input",), "capture": ()},
+        ),
+    ),
+    Seam(
+        "nccl_all_reduce",
+        "allreduce",
+        "NCCL is one of the backends, through vLLM's own binding",
+        has_methods(
+            f"{COMMUNICATORS}.pynccl:PyNcclCommunicator",
+            {"all_reduce": ("in_tensor", "out_tensor", "op", "stream")},
+        ),
     ),
 )
 

@@ -1,0 +1,74 @@
+"""One rank of the checks of vLLM's own communicator over gloo; test_allreduce.py starts it.
+
+    python tests/contract/allreduce_ranks.py RANK WORLD_SIZE STORE_FILE
+
+Prints what it found as the last line, in JSON.
+"""
+
+import json
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+
+def main() -> None:
+    rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    distributed.init_process_group(
+        "gloo", f"file://{store}", timedelta(seconds=60), world_size=world, rank=rank
+    )
+    from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+
+    from vllm_commext.compat import allreduce
+    from vllm_commext.compat.allreduce import dispatcher_of
+
+    group = distributed.group.WORLD
+
+    def make(name: str) -> Any:
+        return CudaCommunicator(group, torch.device("cpu"), group, name)
+
+    def try_checkpoint(communicator: Any) -> str:
+        try:
+            communicator.checkpoint_prepare()
+        except Exception as error:  # noqa: BLE001 - the test says which it should be
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    tp, other = make("tp:0"), make("pp:0")
+    found: dict[str, Any] = {
+        "attached": [dispatcher_of(each) is not None for each in (tp, other)],
+        "same_class": type(tp) is CudaCommunicator,
+    }
+    sums: list[Any] = []
+    for tensor in (torch.arange(6.0).reshape(2, 3) + rank, torch.ones(4, dtype=torch.int64)):
+        kept = tensor.clone()
+        sums.append([each.all_reduce(tensor).tolist() for each in (tp, other)])
+        sums.append(torch.equal(tensor, kept))
+    found["sums"] = sums
+    dispatcher = dispatcher_of(tp)
+    found["served"] = dict(dispatcher.counts()[0]) if dispatcher else {}
+    found["checkpoint"] = [try_checkpoint(each) for each in (tp, other)]
+    tp.destroy()
+    other.destroy()
+    found["after_destroy"] = dispatcher_of(tp) is None and tp.all_reduce(torch.ones(1)).tolist()
+    found["reasons"] = [
+        bool(allreduce.why_not(other, None)),
+        bool(allreduce.why_not(tp, object())),
+        allreduce.why_not(tp, None),
+    ]
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    found["reasons"].append(allreduce.why_not(tp, None))
+    found["environ"] = os.environ.get("VLLM_FLASHINFER_ALLREDUCE_BACKEND", "")
+    sys.stdout.write("\n" + json.dumps(found) + "\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Our dispatcher inside vLLM's own communicator, made by two real processes over gloo."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_commext.allreduce import names
+from vllm_commext.settings import TOGGLES
+
+# A process that imports vLLM takes seconds, and much longer on a busy machine.
+pytestmark = pytest.mark.timeout(600)
+TIMEOUT_SECONDS = 250
+WORLD = 2
+SCRIPT = Path(__file__).with_name("allreduce_ranks.py")
+TOGGLE = "VLLM_COMMEXT_ALLREDUCE"
+FORCED = "VLLM_COMMEXT_ALLREDUCE_BACKEND"
+
+
+def run_ranks(folder: Path, **environ: str) -> list[dict[str, Any]]:
+    """What each rank found, under these toggles."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
+    more = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(rank), str(WORLD), str(folder / "store")],
+            env={**clean, **more, **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        texts = [process.communicate(timeout=TIMEOUT_SECONDS) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(30)
+    assert [process.returncode for process in processes] == [0] * WORLD, texts
+    return [json.loads(out.splitlines()[-1]) for out, _ in texts]
+
+
+SUM = [[1.0, 3.0, 5.0], [7.0, 9.0, 11.0]]
+
+
+def test_a_forced_backend_serves_inside_vllms_communicator(tmp_path: Path) -> None:
+    for found in run_ranks(tmp_path, **{TOGGLE: "1", FORCED: names.NCCL}):
+        assert found["attached"] == [True, False]
+        assert found["same_class"]
+        assert found["sums"] == [[SUM, SUM], True, [[2] * 4, [2] * 4], True]
+        assert found["served"] == {names.NCCL: 1, names.VLLM: 1}
+        assert found["checkpoint"][0].startswith("UnsupportedError: ")
+        assert found["checkpoint"][1] == ""
+        assert found["after_destroy"] == [2.0]
+        assert found["reasons"][:3] == [True, True, ""]
+        assert "one order of sums" in found["reasons"][3]
+        assert found["environ"] == "trtllm"
+
+
+def test_on_an_unknown_machine_vllms_order_serves(tmp_path: Path) -> None:
+    environ = {TOGGLE: "1", "XDG_CACHE_HOME": str(tmp_path)}
+    for found in run_ranks(tmp_path, **environ):
+        assert found["attached"] == [False, False]
+        assert found["sums"] == [[SUM, SUM], True, [[2] * 4, [2] * 4], True]
+        assert found["checkpoint"] == ["", ""]
+
+
+def test_without_the_toggle_nothing_is_changed(tmp_path: Path) -> None:
+    for found in run_ranks(tmp_path):
+        assert found["attached"] == [False, False]
+        assert found["sums"] == [[SUM, SUM], True, [[2] * 4, [2] * 4], True]
+        assert found["environ"] == ""
+
+
+def test_every_backend_can_be_forced_by_its_name() -> None:
+    (toggle,) = (toggle for toggle in TOGGLES if toggle.name == FORCED)
+    assert set(toggle.choices) == {"auto", names.VLLM, *names.BACKENDS}

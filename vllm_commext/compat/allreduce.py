@@ -1,0 +1,194 @@
+"""Our dispatcher inside vLLM's communicator of the GPUs.
+
+The class stays vLLM's own, for parts of vLLM compare it: three of its methods are rebound. Each
+tensor-parallel communicator gets a dispatcher when it is made, asks it first in every all-reduce,
+and gives it back before its own parts go. What the dispatcher leaves takes vLLM's own order.
+"""
+
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_commext.allreduce import multicast
+from vllm_commext.compat.rebind import INVENTORY, Rebinding, is_rebound, rebind
+from vllm_commext.errors import UnsupportedError
+from vllm_commext.settings import read_settings
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_commext.allreduce.dispatcher import Dispatcher
+    from vllm_commext.allreduce.startup import Wishes
+
+logger = logging.getLogger("vllm.commext.allreduce")
+
+COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator"
+ATTRIBUTE = "_commext_allreduce"
+AUTO = "auto"
+
+
+def _row(method: str) -> Rebinding:
+    symbol = f"{COMMUNICATOR}.{method}"
+    return next(row for row in INVENTORY if row.symbol == symbol)
+
+
+def dispatcher_of(communicator: Any) -> "Dispatcher | None":
+    """The dispatcher of one of vLLM's communicators, where it has one."""
+    return vars(communicator).get(ATTRIBUTE)
+
+
+def why_not(communicator: Any, tcp_store_group: Any) -> str:
+    """Why a communicator gets no dispatcher; empty where it gets one. The same on all ranks."""
+    from vllm import envs
+    from vllm.config import get_current_vllm_config_or_none
+
+    if communicator.unique_name.split(":")[0] != "tp" or communicator.world_size < 2:
+        return "it is no tensor-parallel group of several ranks"
+    if tcp_store_group is not None:
+        return "its ranks may come and go"
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT asks for one order of sums"
+    config = get_current_vllm_config_or_none()
+    parallel = config.parallel_config if config is not None else None
+    if getattr(parallel, "use_ubatching", getattr(parallel, "enable_dbo", False)):
+        return "microbatches run on two streams, and a workspace serves one"
+    return ""
+
+
+def _wishes() -> "Wishes":
+    from vllm.config import get_current_vllm_config_or_none
+
+    from vllm_commext.allreduce.message import ITEM_BYTES
+    from vllm_commext.allreduce.startup import Wishes
+
+    settings = read_settings()
+    forced = settings["allreduce_backend"]
+    config = get_current_vllm_config_or_none()
+    model = config.model_config if config is not None else None
+    wishes = Wishes(None if forced == AUTO else forced, settings["allreduce_tune"])
+    if model is None:
+        return wishes
+    dtype = str(model.dtype).removeprefix("torch.")
+    return Wishes(
+        wishes.forced,
+        wishes.tune,
+        dtype if dtype in ITEM_BYTES else wishes.dtype,
+        model.get_hidden_size(),
+    )
+
+
+def _usable(part: Any) -> Any:
+    return part if part is not None and not part.disabled else None
+
+
+def attach(communicator: Any, tcp_store_group: Any = None) -> None:
+    """Give a communicator its dispatcher, or say in one line why not; collective."""
+    from vllm_commext.allreduce import startup
+    from vllm_commext.allreduce.creation import Parts
+    from vllm_commext.allreduce.machine_facts import read_machine
+
+    name = communicator.unique_name or "unnamed"
+    reason = why_not(communicator, tcp_store_group)
+    if reason:
+        logger.debug("commext: allreduce: not for group %s: %s", name, reason)
+        return
+    parts = Parts(
+        communicator.cpu_group,
+        communicator.device_group,
+        communicator.device,
+        _usable(communicator.ca_comm),
+        communicator.pynccl_comm,
+    )
+    wishes = _wishes()
+    try:
+        made = startup.start_dispatcher(parts, wishes, lambda: read_machine(parts.device))
+    except UnsupportedError as error:
+        logger.warning("commext: allreduce: vLLM's own order serves group %s: %s", name, error)
+        return
+    if made is None:
+        logger.info("commext: allreduce: nothing is known of this machine; vLLM's own order serves")
+        return
+    vars(communicator)[ATTRIBUTE] = made
+    if communicator.rank == 0:
+        for line in startup.lines(made, wishes.forced):
+            logger.info("commext: allreduce: group %s: %s", name, line)
+
+
+def _init(original: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - vLLM's name
+        original(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        attach(self, given.get("tcp_store_group"))
+
+    return __init__
+
+
+def _all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def all_reduce(self: Any, input_: "torch.Tensor") -> "torch.Tensor":
+        ours = vars(self).get(ATTRIBUTE)
+        out = ours.all_reduce(input_) if ours is not None else None
+        return original(self, input_) if out is None else out
+
+    return all_reduce
+
+
+def _destroy(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def destroy(self: Any) -> None:
+        ours = vars(self).pop(ATTRIBUTE, None)
+        if ours is not None:
+            served, refused = ours.counts()
+            logger.info(
+                "commext: allreduce: calls by backend %s, refusals %s", dict(served), dict(refused)
+            )
+            ours.destroy()
+        original(self)
+
+    return destroy
+
+
+def _checkpoint_prepare(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def checkpoint_prepare(self: Any) -> None:
+        if dispatcher_of(self) is not None:
+            raise UnsupportedError(
+                "the all-reduce communicator's buffers are mapped by other ranks, which a "
+                "checkpoint cannot keep; set VLLM_COMMEXT_ALLREDUCE=0"
+            )
+        original(self)
+
+    return checkpoint_prepare
+
+
+_METHODS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "__init__": _init,
+    "all_reduce": _all_reduce,
+    "destroy": _destroy,
+    "checkpoint_prepare": _checkpoint_prepare,
+}
+
+
+def install() -> None:
+    """Rebind in this process; a second call changes nothing.
+
+    Raises:
+        UnsupportedError: this is no platform of NVIDIA's.
+    """
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cuda() or current_platform.is_cpu()):
+        raise UnsupportedError(f"expected an NVIDIA GPU, got {current_platform.device_name}")
+    if is_rebound(_row("all_reduce")):
+        return
+    multicast.keep_off()
+    module, _, name = COMMUNICATOR.partition(":")
+    communicator = getattr(importlib.import_module(module), name)
+    for method, replace in _METHODS.items():
+        rebind(_row(method), replace(getattr(communicator, method)))

@@ -1,0 +1,61 @@
+"""vLLM's tensor-parallel group in a process that serves no model: for tuning and measuring."""
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from vllm_commext.errors import UnsupportedError
+
+NCCL_PATH = "VLLM_NCCL_SO_PATH"
+
+
+def find_nccl() -> str:
+    """The NCCL library that came with torch, or an empty string.
+
+    vLLM looks for it by name alone, which fails where the packages lie outside the loader's path.
+    """
+    spec = importlib.util.find_spec("nvidia")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    for folder in folders:
+        for found in sorted(Path(folder).glob("*/lib/libnccl.so*")):
+            return str(found)
+    return ""
+
+
+def help_vllm_find_nccl(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Tell vLLM where NCCL is, unless the user has."""
+    path = find_nccl()
+    if path and NCCL_PATH not in environ:
+        environ[NCCL_PATH] = path
+
+
+@contextlib.contextmanager
+def tensor_parallel(rank: int, world_size: int, port: int) -> Iterator[Any]:
+    """vLLM's own group and its communicator of the GPUs, over this host's ranks.
+
+    Yields:
+        vLLM's ``GroupCoordinator`` of the tensor-parallel ranks.
+
+    Raises:
+        UnsupportedError: vLLM made no communicator of GPUs.
+    """
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    help_vllm_find_nccl()
+    torch.cuda.set_device(rank)
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(
+            world_size, rank, f"tcp://127.0.0.1:{port}", rank, backend="nccl"
+        )
+        parallel_state.initialize_model_parallel(world_size)
+        group = parallel_state.get_tp_group()
+        if not hasattr(group.device_communicator, "ca_comm"):
+            raise UnsupportedError(
+                f"expected vLLM's communicator of NVIDIA GPUs, got {group.device_communicator}"
+            )
+        yield group
