@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from vllm_commext import __version__, status
-from vllm_commext.cli import machine_probes
+from vllm_commext.cli import allreduce_probe, machine_probes
 from vllm_commext.cli.report import Check, Level, encode
 from vllm_commext.compat import hooks, seams, versions
 from vllm_commext.errors import CommextError
@@ -172,13 +172,14 @@ def probe_nixl() -> Iterable[Check]:
 
 
 def probe_gpu() -> Iterable[Check]:
-    """torch, CUDA, the driver, FlashInfer, the GPUs and which of them reach one another."""
+    """torch, CUDA, the driver, FlashInfer, the GPUs, and what all-reduces take between them."""
     torch = _library("gpu", "torch", "torch", level=Level.WARNING, hint="vLLM brings it")
     yield torch
     yield _library("gpu", "flashinfer", "flashinfer-python", level=Level.INFO, hint="")
     yield machine_probes.driver()
     if torch.level is Level.OK:
         yield from machine_probes.gpus()
+        yield from allreduce_probe.probe(os.environ)
 
 
 def probe_machine() -> Iterable[Check]:

@@ -1,0 +1,181 @@
+"""`vllm-commext tune`: its table, its curves, its refusal without GPUs; and what doctor says."""
+
+import argparse
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from vllm_commext.allreduce import measure, multicast, selection
+from vllm_commext.allreduce.builtin import builtin_table
+from vllm_commext.allreduce.machine import Machine
+from vllm_commext.allreduce.table import Row, Table
+from vllm_commext.cli import allreduce_probe, main, tune, tune_report
+from vllm_commext.cli.tune_rank import RankOptions
+from vllm_commext.compat import tp_group
+
+MIB = 1 << 20
+TIMES = {
+    2048: {"custom": 4.0, "nccl": 8.0},
+    MIB: {"custom": 8.5, "nccl": 10.0, "symm_two_shot": 9.0},
+    64 * MIB: {"nccl": 240.0, "symm_two_shot": 1000.0},
+}
+
+
+def test_the_table_marks_the_fastest() -> None:
+    lines = tune_report.as_table(TIMES).splitlines()
+    assert lines[0] == "| size | nccl | custom | symm_two_shot |"
+    assert lines[2:] == [
+        "| 2 KiB | 8.0 | 4.0* | - |",
+        "| 1 MiB | 10.0 | 8.5* | 9.0 |",
+        "| 64 MiB | 240.0* | - | 1000.0 |",
+    ]
+
+
+def test_the_curves_are_low_where_a_backend_is_fast() -> None:
+    nccl, custom, two_shot, axis = tune_report.as_curves(TIMES).splitlines()
+    assert nccl.split()[1][0] == tune_report.BARS[-1]
+    assert nccl[-1] == tune_report.BARS[0]
+    assert custom.split()[1] == tune_report.BARS[0] * 2
+    assert two_shot[-1] == tune_report.BARS[-1]
+    assert axis.strip().startswith("2 KiB .. 64 MiB")
+    assert tune_report.as_curves({}) == ""
+
+
+def test_progress_grows() -> None:
+    assert tune_report.progress_bar(0, 4, 4) == "[    ] 0/4"
+    assert tune_report.progress_bar(3, 4, 4) == "[### ] 3/4"
+    assert tune_report.progress_bar(4, 4, 4) == "[####] 4/4"
+
+
+def test_every_beginning_of_the_sizes_is_spread() -> None:
+    spread = measure.spread(measure.SIZES)
+    assert sorted(spread) == sorted(measure.SIZES)
+    assert spread[:3] == [64 * MIB, 2048, 2048 << 8]
+    assert measure.spread([8]) == [8]
+
+
+def test_sizes_read_well() -> None:
+    assert [selection.size_text(size) for size in (100, 2048, 1536 << 10, 64 * MIB)] == [
+        *("100 B", "2 KiB", "1.5 MiB", "64 MiB")
+    ]
+
+
+def test_a_description_joins_ranges_with_one_leader() -> None:
+    rows = (Row(1024, ("custom", "nccl")), Row(2048, ("custom",)), Row(4096, ("nccl",)))
+    (line,) = selection.describe(Table(2, {"bfloat16": rows}, "here"))
+    assert line == ("bfloat16: custom up to 2 KiB, nccl up to 4 KiB, then vLLM's own order (here)")
+    assert list(selection.describe(None)) == ["no table for this machine; vLLM's own order serves"]
+
+
+@pytest.mark.parametrize("gpus", ["1", "2"])
+def test_without_gpus_it_says_so(gpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.device_count() > 1:
+        pytest.skip("this machine has GPUs to measure on")
+    assert main.main(["tune", "allreduce", "--tp", gpus]) == 2
+    assert f"got --tp {gpus} on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "1.5"])
+def test_numbers_must_be_whole_and_positive(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="whole number"):
+        tune._number(text)
+
+
+def test_what_a_rank_is_told_survives_the_way() -> None:
+    options = RankOptions(1, 2, 5000, (8, 16), ("float16",), 64, 3, 9.5, False)
+    assert msgspec.json.decode(msgspec.json.encode(options), type=RankOptions) == options
+
+
+def test_ranks_that_fail_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tune, "_check_gpus", lambda _: None)
+    fails = "import sys; sys.stderr.write('no such GPU\\n'); sys.exit(3)"
+    monkeypatch.setattr(tune, "sys", SimpleNamespace(executable=_python(tmp_path, fails)))
+    assert main.main(["tune", "allreduce", "--tp", "2"]) == 2
+    assert "no such GPU" in capsys.readouterr().err
+
+
+def _python(folder: Path, code: str) -> str:
+    """A program that ignores its arguments and runs `code`."""
+    program = folder / "program"
+    program.write_text(f"#!{sys.executable}\n{code}\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_what_ranks_tell_is_shown_and_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tune, "_check_gpus", lambda _: None)
+    code = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from vllm_commext.allreduce import table, tuning
+from vllm_commext.cli.tune_rank import say
+times = {TIMES!r}
+say("backends", names=["custom", "nccl"])
+for size in times:
+    say("size", dtype="bfloat16", size=size, times=times[size])
+made = tuning.build_table({{"bfloat16": times}}, 2, "test")
+say("table", table=table.encode(made).decode(), path="", machine={{}})
+"""
+    monkeypatch.setattr(tune, "sys", SimpleNamespace(executable=_python(tmp_path, code)))
+    assert main.main(["tune", "allreduce", "--tp", "2", "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "backends on all ranks: custom, nccl" in text
+    assert "3/16 bfloat16 64 MiB: nccl" in text
+    assert "| 1 MiB | 10.0 | 8.5* | 9.0 |" in text
+    assert "not kept" in text
+    figures = msgspec.json.decode((tmp_path / "allreduce_tuning.json").read_bytes())
+    assert figures["microseconds"]["bfloat16"][str(MIB)]["custom"] == 8.5
+
+
+def test_doctor_names_the_tables_of_the_world_sizes_that_there_are() -> None:
+    checks = list(
+        allreduce_probe.tables(4, lambda world: builtin_table("NVIDIA H200", world % 4 or 99))
+    )
+    assert [check.name for check in checks] == ["all-reduce over 2 GPUs", "all-reduce over 4 GPUs"]
+    assert checks[0].value.startswith("bfloat16: custom up to ")
+    assert (checks[0].hint, checks[1].hint) == (
+        "",
+        "vllm-commext tune allreduce --tp 4 measures it",
+    )
+    assert not list(allreduce_probe.tables(1, lambda _: None))
+
+
+def test_doctor_says_what_keeps_multicast_off() -> None:
+    assert allreduce_probe.multicast_state({}).value == f"off: {multicast.TOGGLE}=0"
+    assert allreduce_probe.multicast_state({multicast.TOGGLE: "1"}).value == "allowed"
+
+
+def test_a_measured_table_comes_before_the_built_in_one(tmp_path: Path) -> None:
+    from vllm_commext.allreduce import cache
+
+    machine = Machine("NVIDIA H200", "NV18", "1", "2", "3", "4", "5")
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert selection.find_table(machine, 2, environ=environ) == builtin_table(machine.gpu, 2)
+    measured = Table(2, {"bfloat16": (Row(64, ("nccl",)),)}, "measured")
+    cache.save(machine, measured, environ)
+    assert selection.find_table(machine, 2, environ=environ) == measured
+    without = selection.find_table(machine, 2, use_cache=False, environ=environ)
+    assert without == builtin_table(machine.gpu, 2)
+    assert selection.find_table(machine, 3, environ=environ) is None
+
+
+def test_nccl_is_found_beside_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
+    monkeypatch.setattr(tp_group.importlib.util, "find_spec", lambda _: spec)
+    environ = {"A": "b"}
+    tp_group.help_vllm_find_nccl(environ)
+    assert environ[tp_group.NCCL_PATH] == str(library)
+    environ = {tp_group.NCCL_PATH: "mine"}
+    tp_group.help_vllm_find_nccl(environ)
+    assert environ[tp_group.NCCL_PATH] == "mine"

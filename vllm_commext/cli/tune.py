@@ -1,0 +1,185 @@
+"""``vllm-commext tune allreduce --tp N``: measure the backends here, and keep what was found.
+
+A process a GPU measures; this one shows how far they are, a table of microseconds and curves.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vllm_commext.allreduce import multicast
+from vllm_commext.allreduce import table as tables
+from vllm_commext.allreduce.measure import SIZES
+from vllm_commext.allreduce.message import ITEM_BYTES
+from vllm_commext.allreduce.selection import describe, size_text
+from vllm_commext.cli import tune_report
+from vllm_commext.cli.tune_rank import PREFIX, RankOptions
+from vllm_commext.errors import CommextTimeoutError, UnsupportedError
+
+HELP = "Measure the all-reduce backends on this machine; the engine uses what was found."
+START_SECONDS = 420.0  # importing vLLM, and FlashInfer compiling its kernels for the first time
+FAILED_LINES = 15
+
+
+def _number(text: str) -> int:
+    value = int(text) if text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``vllm-commext tune``."""
+    parser.add_argument("what", choices=("allreduce",), help="what to measure")
+    parser.add_argument("--tp", type=_number, required=True, metavar="N", help="number of GPUs")
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        choices=sorted(ITEM_BYTES),
+        help="of the messages; may be given several times (default: bfloat16)",
+    )
+    parser.add_argument("--hidden", type=_number, default=8192, help="elements of a row")
+    parser.add_argument("--samples", type=_number, default=21, help="of each backend and size")
+    parser.add_argument("--seconds", type=_number, default=300, help="bound for the measurement")
+    parser.add_argument("--no-save", action="store_true", help="leave the cache folder alone")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="also write the figures there")
+
+
+def _check_gpus(wanted: int) -> None:
+    try:
+        import torch
+    except ImportError as error:
+        raise UnsupportedError(f"torch cannot be imported: {error}") from error
+    found = torch.cuda.device_count()
+    if wanted < 2 or found < wanted:
+        raise UnsupportedError(
+            f"expected --tp of 2 or more GPUs, got --tp {wanted} on {found} GPUs"
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _start(args: argparse.Namespace, log: Path) -> list[subprocess.Popen[str]]:
+    environ = {**os.environ, "VLLM_COMMEXT_ALLREDUCE": "0", "VLLM_HOST_IP": "127.0.0.1"}
+    environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    multicast.keep_off(environ)
+    port = _free_port()
+    processes: list[subprocess.Popen[str]] = []
+    for rank in range(args.tp):
+        options = RankOptions(
+            *(rank, args.tp, port, SIZES, tuple(args.dtype or ("bfloat16",)), args.hidden),
+            *(args.samples, float(args.seconds), not args.no_save),
+        )
+        text = msgspec.json.encode(options).decode()
+        with log.open("ab") as file:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "vllm_commext.cli.tune_rank", text],
+                    env=environ,
+                    stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                    stderr=file,
+                    text=True,
+                )
+            )
+    return processes
+
+
+def _messages(first: "subprocess.Popen[str]") -> Iterator[dict[str, Any]]:
+    assert first.stdout is not None
+    for line in first.stdout:
+        if line.startswith(PREFIX):
+            yield json.loads(line.removeprefix(PREFIX))
+
+
+def _stop(processes: "list[subprocess.Popen[str]]") -> None:
+    for process in processes:
+        process.kill()
+        process.wait(30)
+
+
+def _follow(
+    processes: "list[subprocess.Popen[str]]", total: int
+) -> tuple[dict[str, dict[int, dict[str, float]]], dict[str, Any] | None]:
+    """Show the progress; returns the times by dtype and size, and rank 0's last message."""
+    times: dict[str, dict[int, dict[str, float]]] = defaultdict(dict)
+    done = 0
+    for message in _messages(processes[0]):
+        if message["kind"] == "backends":
+            print(f"backends on all ranks: {', '.join(message['names'])}", flush=True)
+        elif message["kind"] == "size":
+            done += 1
+            found = {name: float(value) for name, value in message["times"].items()}
+            times[message["dtype"]][message["size"]] = found
+            best = min(found, key=found.__getitem__, default="none")
+            bar = tune_report.progress_bar(done, total)
+            print(f"{bar} {message['dtype']} {size_text(message['size'])}: {best}", flush=True)
+        else:
+            return times, message
+    return times, None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; returns the exit status.
+
+    Raises:
+        UnsupportedError: there are not that many GPUs, or a rank failed.
+        CommextTimeoutError: the ranks did not end in time.
+    """
+    _check_gpus(args.tp)
+    total = len(SIZES) * len(args.dtype or ("bfloat16",))
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "ranks.log"
+        processes = _start(args, log)
+        started = time.monotonic()
+        bound = START_SECONDS + 2 * args.seconds
+        watch = threading.Timer(bound, _stop, [processes])
+        watch.daemon = True
+        watch.start()
+        try:
+            times, last = _follow(processes, total)
+        finally:
+            watch.cancel()
+            _stop(processes)
+            assert processes[0].stdout is not None
+            processes[0].stdout.close()
+        if last is None:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-FAILED_LINES:])
+            if time.monotonic() - started >= bound:
+                raise CommextTimeoutError(f"the ranks did not end within {bound:.0f} s:\n{tail}")
+            raise UnsupportedError(f"the ranks ended before they had measured:\n{tail}")
+    _show(times, last, args.out)
+    return 0
+
+
+def _show(
+    times: dict[str, dict[int, dict[str, float]]], last: dict[str, Any], out: Path | None
+) -> None:
+    for dtype, of in times.items():
+        print(f"\n{dtype}, microseconds a call\n\n{tune_report.as_table(of)}\n")
+        print(tune_report.as_curves(of))
+    print()
+    for line in describe(tables.decode(last["table"])):
+        print(line)
+    print(f"kept in {last['path']}" if last["path"] else "not kept")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        file = out / "allreduce_tuning.json"
+        figures = {"machine": last["machine"], "microseconds": times, "table": last["table"]}
+        file.write_text(json.dumps(figures, indent=1) + "\n")
+        print(f"figures in {file}")

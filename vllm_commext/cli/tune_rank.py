@@ -1,0 +1,91 @@
+"""One rank of ``vllm-commext tune allreduce``: ``python -m vllm_commext.cli.tune_rank OPTIONS``.
+
+OPTIONS is JSON. Rank 0 prints a line of JSON for each size, and at last the table and its file.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+PREFIX = "commext-tune "
+
+
+class RankOptions(msgspec.Struct, frozen=True):
+    """What the command tells each rank.
+
+    Attributes:
+        rank: of `world_size`, which meet at `port` of this host.
+        sizes: in bytes; the other fields are those of `measure.Options`.
+        save: write the table to the user's cache folder.
+    """
+
+    rank: int
+    world_size: int
+    port: int
+    sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    hidden: int
+    samples: int
+    seconds: float
+    save: bool
+
+
+def say(kind: str, **values: Any) -> None:
+    """A line for the command; libraries may print lines of their own between them."""
+    sys.stdout.write(f"\n{PREFIX}{json.dumps({'kind': kind, **values})}\n")
+    sys.stdout.flush()
+
+
+def run(options: RankOptions) -> None:
+    """Measure, and let rank 0 tell."""
+    from vllm_commext.allreduce import cache, measure, multicast, tuning
+    from vllm_commext.allreduce import table as tables
+    from vllm_commext.allreduce.creation import Parts, create_dispatcher
+    from vllm_commext.allreduce.lockstep import Lockstep
+    from vllm_commext.allreduce.machine_facts import read_machine
+    from vllm_commext.compat.tp_group import tensor_parallel
+
+    multicast.keep_off()
+    with tensor_parallel(options.rank, options.world_size, options.port) as group:
+        made = group.device_communicator
+        custom = made.ca_comm if made.ca_comm is not None and not made.ca_comm.disabled else None
+        parts = Parts(made.cpu_group, made.device_group, made.device, custom, made.pynccl_comm)
+        dispatcher = create_dispatcher(parts, None, everything=True)
+        lockstep = Lockstep(parts.cpu_group)
+        first = options.rank == 0
+        if first:
+            say("backends", names=list(dispatcher.backends))
+
+        def progress(dtype: str, size: int, times: Mapping[str, float]) -> None:
+            if first:
+                say("size", dtype=dtype, size=size, times=dict(times))
+
+        wanted = measure.Options(
+            options.sizes,
+            options.dtypes,
+            options.hidden,
+            options.samples,
+            seconds=options.seconds,
+        )
+        times = measure.measure_backends(
+            dispatcher, lockstep, wanted, group.graph_capture, progress
+        )
+        machine = read_machine(made.device)
+        origin = f"measured on {options.world_size} x {machine.gpu}"
+        table = tuning.build_table(times, options.world_size, origin)
+        if first:
+            path = str(cache.save(machine, table)) if options.save else ""
+            text = tables.encode(table).decode()
+            say("table", table=text, path=path, machine=msgspec.to_builtins(machine))
+        lockstep.run(lambda: None)
+
+
+if __name__ == "__main__":
+    run(msgspec.json.decode(sys.argv[1], type=RankOptions))
+    # What was measured is told; tearing down libraries that share memory need not go well.
+    sys.stdout.flush()
+    os._exit(0)
