@@ -1,0 +1,328 @@
+"""The all-reduce backends, vLLM's own dispatch and ours, interleaved in one run.
+
+    python benchmarks/allreduce.py --tp 2 --out benchmarks/results/mine
+
+writes allreduce_tp2.md, .json and, where matplotlib is installed, .png. Every backend is measured
+first and a table is made of it; then, in a second pass, ``vllm`` (what vLLM does by itself) and
+``ours`` (the dispatcher with that table) take turns with every backend again. So ours is judged on
+times that the table was not made from. Each figure is microseconds a call in a CUDA graph of
+chained calls with their copies and fresh outputs: of a sample the slowest rank's, of the samples
+the median. Only ratios of one run mean anything.
+
+``--table builtin`` judges the built-in table instead; ``--quick`` takes fewer samples; ``--eager``
+adds what a call costs the host.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+OURS, VLLM = "ours", "vllm"
+HOST_CALLS = 1000
+MAX_REGRET, MIN_RATIO = 0.03, 0.97
+ENVIRON = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
+    "VLLM_COMMEXT_ALLREDUCE": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+Row = dict[str, Any]
+
+
+class Contestants:
+    """Every backend by name, vLLM's own dispatch, and ours once `judge` has given it a table."""
+
+    def __init__(self, group: Any) -> None:
+        from vllm_commext.allreduce.creation import Parts, create_dispatcher
+        from vllm_commext.allreduce.lockstep import Lockstep
+
+        made = group.device_communicator
+        custom = made.ca_comm if made.ca_comm is not None and not made.ca_comm.disabled else None
+        self._parts = Parts(
+            made.cpu_group, made.device_group, made.device, custom, made.pynccl_comm
+        )
+        self.dispatcher = create_dispatcher(self._parts, None, everything=True)
+        self.lockstep = Lockstep(made.cpu_group)
+        self.group, self._vllm = group, made
+
+    def measure(self, options: Any) -> dict[str, Any]:
+        from vllm_commext.allreduce import measure
+
+        return measure.measure_backends(
+            self.dispatcher, self.lockstep, options, self.group.graph_capture, tell_size
+        )
+
+    def calls(self, message: Any) -> dict[str, Callable[[Any], Any]]:
+        from vllm_commext.allreduce.measure import backend_calls
+
+        return {
+            **backend_calls(self.dispatcher, message),
+            VLLM: self._vllm.all_reduce,
+            OURS: self._ours,
+        }
+
+    def _ours(self, tensor: Any) -> Any:
+        out = self.dispatcher.all_reduce(tensor)
+        return self._vllm.all_reduce(tensor) if out is None else out
+
+    def choice(self, message: Any) -> str:
+        """What ours takes for the message."""
+        import torch
+
+        tensor = torch.zeros(message.shape, dtype=getattr(torch, message.dtype), device="cuda")
+        return self.dispatcher.choice(tensor)
+
+    def about(self) -> dict[str, str]:
+        """What vLLM's dispatch had to choose from."""
+        made = self._vllm
+        pynccl = made.pynccl_comm
+        return {
+            "ours made": ", ".join(self.dispatcher.backends),
+            "NCCL through": "pynccl" if pynccl is not None and not pynccl.disabled else "torch",
+            "vLLM's custom": str(made.ca_comm is not None and not made.ca_comm.disabled),
+            "vLLM's FlashInfer": str(made.fi_ar_comm is not None and not made.fi_ar_comm.disabled),
+        }
+
+
+def judge(contestants: Contestants, options: Any, dtype: str) -> list[Row]:
+    """The second pass: a row a size, with every contestant's time."""
+    from vllm_commext.allreduce import measure, tuning
+    from vllm_commext.allreduce.message import message_of_bytes
+
+    rows: list[Row] = []
+    for size in options.sizes:
+        message = message_of_bytes(size, dtype, options.hidden)
+        calls = contestants.calls(message)
+        chosen = contestants.choice(message)
+        context = contestants.group.graph_capture
+        times = measure.measure_message(calls, message, options, contestants.lockstep, context)
+        backends = {name: t for name, t in times.items() if name not in (OURS, VLLM)}
+        row = {
+            "bytes": size,
+            "dtype": dtype,
+            "chosen": chosen,
+            "regret": tuning.regret(times[OURS], backends),
+            "vllm / ours": times[VLLM] / times[OURS],
+            "microseconds": times,
+        }
+        rows.append(row)
+        tell(line_of(row))
+    return rows
+
+
+def host_costs(contestants: Contestants, options: Any) -> dict[str, float]:
+    """Microseconds that an eager call of 8 KiB costs the host, where the GPU keeps up."""
+    import torch
+
+    from vllm_commext.allreduce.message import message_of_bytes
+
+    message = message_of_bytes(8192, "bfloat16", options.hidden)
+    tensor = torch.zeros(message.shape, dtype=torch.bfloat16, device="cuda")
+    costs: dict[str, float] = {}
+    for name, call in contestants.calls(message).items():
+        for _ in range(20):
+            call(tensor)
+        torch.cuda.synchronize()
+        contestants.lockstep.run(lambda: None)
+        start = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            call(tensor)
+        costs[name] = (time.perf_counter() - start) / HOST_CALLS * 1e6
+        torch.cuda.synchronize()
+    return costs
+
+
+def is_first() -> bool:
+    from torch import distributed
+
+    return distributed.get_rank() == 0
+
+
+def tell(text: str) -> None:
+    if is_first():
+        print(text, flush=True)
+
+
+def tell_size(dtype: str, size: int, times: dict[str, float]) -> None:
+    tell(f"{dtype} {size:9d}  " + "  ".join(f"{name} {t:.1f}" for name, t in times.items()))
+
+
+def line_of(row: Row) -> str:
+    times = "  ".join(f"{name} {t:.1f}" for name, t in row["microseconds"].items())
+    judged = f"regret {row['regret']:+.1%}  vllm/ours {row['vllm / ours']:.2f}"
+    return f"{row['dtype']} {row['bytes']:9d}  {judged}  chose {row['chosen']}  {times}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown, a row a size."""
+    names = list(dict.fromkeys(name for row in rows for name in row["microseconds"]))
+    head = ["dtype", "bytes", *names, "chosen", "regret", "vllm / ours"]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for row in rows:
+        times = row["microseconds"]
+        cells = [row["dtype"], str(row["bytes"])]
+        cells += [f"{times[name]:.1f}" if name in times else "-" for name in names]
+        cells += [row["chosen"], f"{row['regret']:+.1%}", f"{row['vllm / ours']:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def verdict(rows: Sequence[Row]) -> list[str]:
+    """The claims and whether this run bears them out."""
+    regret = max(rows, key=lambda row: row["regret"])
+    ratio = min(rows, key=lambda row: row["vllm / ours"])
+    return [
+        f"largest regret {regret['regret']:+.1%} at {regret['bytes']} bytes of {regret['dtype']}: "
+        + ("holds" if regret["regret"] <= MAX_REGRET else f"ABOVE {MAX_REGRET:.0%}"),
+        f"smallest vllm / ours {ratio['vllm / ours']:.2f} at {ratio['bytes']} bytes of "
+        f"{ratio['dtype']}: "
+        + ("holds" if ratio["vllm / ours"] >= MIN_RATIO else f"BELOW {MIN_RATIO}"),
+    ]
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        return
+    figure, axes = pyplot.subplots(figsize=(9, 5))
+    first = rows[0]["dtype"]
+    names = list(dict.fromkeys(name for row in rows for name in row["microseconds"]))
+    for name in names:
+        points = [
+            (row["bytes"], row["microseconds"][name])
+            for row in rows
+            if row["dtype"] == first and name in row["microseconds"]
+        ]
+        wide = {"linewidth": 3, "color": "black"} if name == OURS else {}
+        axes.plot(*zip(*points, strict=True), marker="o", label=name, **wide)
+    axes.set(xscale="log", yscale="log", xlabel=f"bytes of {first}", ylabel="microseconds a call")
+    axes.legend()
+    axes.grid(visible=True, which="both", alpha=0.3)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def write(args: argparse.Namespace, facts: dict[str, Any], rows: list[Row]) -> None:
+    name = f"allreduce_tp{args.tp}"
+    args.out.mkdir(parents=True, exist_ok=True)
+    report = {**facts, "results": rows}
+    (args.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    lines = [f"- {key}: {value}" for key, value in facts.items()]
+    text = "\n".join([f"# {name}, microseconds a call", "", *lines, "", table(rows)]) + "\n"
+    (args.out / f"{name}.md").write_text(text)
+    print(text)
+    plot(rows, args.out / f"{name}.png")
+
+
+def version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    import msgspec
+    import torch
+
+    from vllm_commext.allreduce import builtin, measure, selection, tuning
+    from vllm_commext.allreduce.machine_facts import read_machine
+    from vllm_commext.compat.tp_group import tensor_parallel
+
+    with tensor_parallel(args.rank, args.tp, args.port) as group, torch.inference_mode():
+        contestants = Contestants(group)
+        samples = 7 if args.quick else 21
+        options = measure.Options(
+            measure.SIZES, tuple(args.dtype), args.hidden, samples, seconds=args.seconds
+        )
+        machine = read_machine(torch.device("cuda", args.rank))
+        if args.table == "builtin":
+            made = builtin.builtin_table(machine.gpu, args.tp)
+            if made is None:
+                sys.exit(f"no table is built in for {args.tp} x {machine.gpu}")
+        else:
+            first = dataclasses.replace(options, samples=max(5, samples // 2))
+            times = contestants.measure(first)
+            made = tuning.build_table(times, args.tp, "first pass")
+        contestants.dispatcher.use_table(made)
+        rows: list[Row] = []
+        for dtype in args.dtype:
+            rows += judge(contestants, options, dtype)
+        costs = host_costs(contestants, options) if args.eager else {}
+        if args.rank == 0:
+            facts = {
+                "date": datetime.now(timezone.utc).date().isoformat(),
+                "machine": msgspec.to_builtins(machine),
+                "versions": {
+                    name: version(name) for name in ("torch", "vllm", "flashinfer-python")
+                },
+                "hidden": args.hidden,
+                **contestants.about(),
+                "table": list(selection.describe(made)),
+                "verdict": verdict(rows),
+                "host microseconds an eager call": costs,
+            }
+            write(args, facts, rows)
+        contestants.lockstep.run(lambda: None)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def run_all(args: argparse.Namespace, arguments: list[str]) -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, **ENVIRON, "PYTHONPATH": python_path}
+    command = [sys.executable, __file__, *arguments, "--port", str(port)]
+    ranks = [
+        subprocess.Popen([*command, "--rank", str(rank)], env=environ) for rank in range(args.tp)
+    ]
+    end = time.monotonic() + 420 + 3 * args.seconds
+    try:
+        while all(rank.poll() is None for rank in ranks) and time.monotonic() < end:
+            time.sleep(0.2)
+        if any(rank.poll() for rank in ranks) or time.monotonic() >= end:
+            return 1
+        return max(rank.wait(60) for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait(30)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tp", type=int, default=2, help="number of GPUs")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
+    parser.add_argument("--hidden", type=int, default=8192)
+    parser.add_argument("--seconds", type=float, default=200.0, help="bound for the first pass")
+    parser.add_argument("--table", choices=("measured", "builtin"), default="measured")
+    parser.add_argument("--quick", action="store_true", help="fewer samples")
+    parser.add_argument("--eager", action="store_true", help="also what a call costs the host")
+    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank >= 0:
+        run_rank(args)
+    return run_all(args, sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,357 @@
+"""One rank of the all-reduce checks on GPUs; test_allreduce.py starts one a GPU.
+
+    python tests/gpu/allreduce_ranks.py RANK WORLD_SIZE PORT [CHECK ...]
+
+Every rank runs the same checks in the same order and after each tells the others how it went. Rank
+0 prints a line of JSON a check: its name, the seconds it took, figures, and each rank's error.
+"""
+
+import importlib.util
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_commext.allreduce import creation, flashinfer, multicast, names
+from vllm_commext.allreduce.creation import Parts, create_dispatcher
+from vllm_commext.allreduce.dispatcher import Dispatcher
+from vllm_commext.allreduce.lockstep import Lockstep
+from vllm_commext.allreduce.message import Message
+from vllm_commext.allreduce.table import Row, Table
+from vllm_commext.compat import allreduce as compat
+from vllm_commext.compat.tp_group import tensor_parallel
+from vllm_commext.errors import UnsupportedError
+
+MIB = 1 << 20
+# Half a unit in the last place of numbers from 1 to 2.
+ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+MANY_CALLS = 10000
+Figures = dict[str, Any]
+
+
+class Sum:
+    """One tensor a rank, the same numbers on every rank, and their sum."""
+
+    def __init__(self, seed: int, shape: Sequence[int], dtype: torch.dtype, world: int) -> None:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        self.parts = [
+            torch.randn(tuple(shape), generator=generator, device="cuda").to(dtype)
+            for _ in range(world)
+        ]
+        wide = [part.double() for part in self.parts]
+        self.want = torch.stack(wide).sum(0) if wide else torch.zeros(())
+        # Each of the world's roundings is at most half a unit of what has been added up so far.
+        largest = torch.stack([part.abs() for part in wide]).sum(0)
+        self.bound = world * ROUNDOFF[dtype] * largest + 1e-30
+
+    def errors(self, out: torch.Tensor) -> torch.Tensor:
+        """Number of elements outside the bound, on the device."""
+        assert out.shape == self.want.shape
+        return ((out.double() - self.want).abs() > self.bound).sum()
+
+
+class Rank:
+    """What a check has: vLLM's group, and a dispatcher with every backend."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.communicator = group, group.device_communicator
+        self.rank, self.world = group.rank_in_group, group.world_size
+        made = self.communicator
+        custom = made.ca_comm if made.ca_comm is not None and not made.ca_comm.disabled else None
+        self.parts = Parts(made.cpu_group, made.device_group, made.device, custom, made.pynccl_comm)
+        self.lockstep = Lockstep(made.cpu_group)
+        self.dispatcher = create_dispatcher(self.parts, None, everything=True)
+
+    def table(self) -> Table:
+        """A table under which every backend comes first somewhere."""
+        made = list(self.dispatcher.backends)
+        bounds = [(4 << 10) * 4**step for step in range(len(made))]
+        rows = tuple(
+            Row(bound, tuple(made[turn:] + made[:turn])) for turn, bound in enumerate(bounds)
+        )
+        return Table(self.world, dict.fromkeys(("bfloat16", "float16", "float32"), rows), "test")
+
+    def sum(self, seed: int, shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Sum:
+        return Sum(seed, shape, dtype, self.world)
+
+
+def shapes() -> list[tuple[int, ...]]:
+    return [
+        *((1, 8), (1, 4096), (3, 2880), (17, 7168), (64, 8192), (333, 5120), (1, 1), (5, 7)),
+        *((8192,), (1,), (7,), (2, 3, 64), (4, 1, 4096), (3, 8 * 1031), (0, 4096), (0,)),
+    ]
+
+
+def check_every_backend(rank: Rank) -> Figures:
+    """Each by itself, at every shape and dtype that it takes, twice with the same bits."""
+    figures: Figures = {}
+    for name, backend in rank.dispatcher.backends.items():
+        taken = 0
+        for index, shape in enumerate([*shapes(), (2048, 4096)]):
+            for dtype in ROUNDOFF:
+                message = Message(shape, str(dtype).removeprefix("torch."))
+                if not message.num_elements or not backend.takes(message):
+                    continue
+                backend.prepare(message)
+                if not backend.is_ready(message) or not backend.takes(message):
+                    continue
+                case = rank.sum(index, shape, dtype)
+                tensor = case.parts[rank.rank]
+                kept = tensor.clone()
+                outs = [backend.all_reduce(tensor) for _ in range(2)]
+                assert int(case.errors(outs[0])) == 0, (name, shape, dtype)
+                assert torch.equal(outs[0], outs[1]), (name, shape, dtype)
+                assert torch.equal(tensor, kept), (name, shape, dtype)
+                assert outs[0].data_ptr() not in (tensor.data_ptr(), outs[1].data_ptr())
+                taken += 1
+        figures[name] = taken
+        assert taken, f"{name} took nothing"
+    return figures
+
+
+def check_odd_tensors(rank: Rank) -> Figures:
+    """Everything is served, whatever its shape and layout; what is laid out oddly stays so."""
+    rank.dispatcher.use_table(rank.table())
+    served = 0
+    for index, shape in enumerate(shapes()):
+        for dtype in ROUNDOFF:
+            case = rank.sum(index, shape, dtype)
+            plain = case.parts[rank.rank]
+            padded = torch.zeros(plain.numel() + 1, dtype=dtype, device="cuda")
+            padded[1:] = plain.view(-1)
+            layouts = [plain, padded[1:].view(plain.shape)]
+            if plain.dim() > 1:
+                layouts.append(plain.transpose(0, -1).contiguous().transpose(0, -1))
+                wide = torch.cat([plain, plain], dim=-1)
+                layouts.append(wide[..., : plain.shape[-1]])
+            for tensor in layouts:
+                out = rank.dispatcher.all_reduce(tensor)
+                assert out is not None, (shape, dtype)
+                assert out.stride() == torch.empty_like(tensor).stride(), (shape, dtype)
+                assert int(case.errors(out)) == 0, (shape, dtype, tensor.stride())
+                served += 1
+    assert rank.dispatcher.all_reduce(torch.ones(4, dtype=torch.int64, device="cuda")) is None
+    return {"served": served, "by": dict(rank.dispatcher.counts()[0])}
+
+
+def check_many_calls(rank: Rank) -> Figures:
+    """Back to back, random sizes and dtypes, with ranks that come late at random."""
+    rank.dispatcher.use_table(rank.table())
+    numbers, mine = random.Random(7), random.Random(100 + rank.rank)
+    pool = [
+        rank.sum(index, shape, dtype)
+        for index, shape in enumerate([(1, 4096), (5, 4096), (64, 4096), (300, 8192), (2049,)])
+        for dtype in ROUNDOFF
+    ]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    start = time.monotonic()
+    for call in range(MANY_CALLS):
+        case = pool[numbers.randrange(len(pool))]
+        if mine.random() < 0.01:
+            torch.cuda._sleep(mine.randrange(200000))
+        out = rank.dispatcher.all_reduce(case.parts[rank.rank])
+        assert out is not None
+        if call % 8 == 0:
+            wrong += case.errors(out)
+    assert int(wrong) == 0, f"{int(wrong)} elements are wrong"
+    seconds = round(time.monotonic() - start, 2)
+    return {"calls": MANY_CALLS, "seconds": seconds, "by": dict(rank.dispatcher.counts()[0])}
+
+
+def check_graphs(rank: Rank) -> Figures:
+    """Replays of several graphs, in an order that is random but the same, with eager calls."""
+    rank.dispatcher.use_table(rank.table())
+    cases = [rank.sum(index, (rows, 4096)) for index, rows in enumerate((1, 4, 32, 200, 1500))]
+    for case in cases:
+        rank.dispatcher.all_reduce(case.parts[rank.rank])
+    graphs: list[tuple[torch.cuda.CUDAGraph, torch.Tensor]] = []
+    inputs = [torch.empty_like(case.parts[rank.rank]) for case in cases]
+    with rank.group.graph_capture() as context:
+        for tensor in inputs:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=context.stream):
+                out = rank.dispatcher.all_reduce(tensor)
+                out = rank.dispatcher.all_reduce(tensor)
+            assert out is not None
+            graphs.append((graph, out))
+    numbers = random.Random(11)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(400):
+        index = numbers.randrange(len(cases))
+        case = cases[index]
+        if numbers.random() < 0.3:
+            eager = rank.dispatcher.all_reduce(case.parts[rank.rank])
+            assert eager is not None
+            wrong += case.errors(eager)
+        else:
+            inputs[index].copy_(case.parts[rank.rank])
+            graphs[index][0].replay()
+            wrong += case.errors(graphs[index][1])
+            inputs[index].zero_()
+    assert int(wrong) == 0, f"{int(wrong)} elements are wrong"
+    return {"replays and calls": 400}
+
+
+def check_unprepared_capture(rank: Rank) -> Figures:
+    """A capture that finds no workspace takes another backend, and creates nothing."""
+    if names.FLASHINFER_ONE_SHOT not in rank.dispatcher.backends:
+        return {"skipped": "no FlashInfer"}
+    rows = (Row(MIB, (names.FLASHINFER_ONE_SHOT, names.NCCL)),)
+    rank.dispatcher.use_table(Table(rank.world, {"bfloat16": rows}, "test"))
+    case = rank.sum(1, (4, 1536))
+    tensor = case.parts[rank.rank].clone()
+    graph = torch.cuda.CUDAGraph()
+    with rank.group.graph_capture() as context, torch.cuda.graph(graph, stream=context.stream):
+        out = rank.dispatcher.all_reduce(tensor)
+    graph.replay()
+    assert out is not None
+    assert int(case.errors(out)) == 0
+    assert rank.dispatcher.choice(tensor) == names.FLASHINFER_ONE_SHOT
+    return {}
+
+
+def check_missing_flashinfer(rank: Rank) -> Figures:
+    """On one rank it cannot be had: all go on with the others."""
+    real = flashinfer.make_backends
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if rank.rank == rank.world - 1:
+            raise UnsupportedError("FlashInfer's kernels cannot be compiled: as a test has it")
+        return real(*args, **kwargs)
+
+    creation.flashinfer.make_backends = make
+    try:
+        made = create_dispatcher(rank.parts, rank.table())
+    finally:
+        creation.flashinfer.make_backends = real
+    assert not set(names.FLASHINFER).intersection(made.backends), list(made.backends)
+    case = rank.sum(3, (2, 4096))
+    out = made.all_reduce(case.parts[rank.rank])
+    assert out is not None
+    assert int(case.errors(out)) == 0
+    made.destroy()
+    return {"backends": list(made.backends)}
+
+
+def check_in_vllm(rank: Rank) -> Figures:
+    """vLLM's own op, with and without our dispatcher attached to its communicator."""
+    os.environ["VLLM_COMMEXT_ALLREDUCE"] = "1"
+    made = rank.dispatcher
+    made.use_table(rank.table())
+    compat.install()
+    vars(rank.communicator)[compat.ATTRIBUTE] = made
+    before = sum(made.counts()[0].values())
+    try:
+        for rows in (1, 50, 3000):
+            case = rank.sum(rows, (rows, 4096))
+            out = torch.ops.vllm.all_reduce(
+                case.parts[rank.rank], group_name=rank.group.unique_name
+            )
+            assert int(case.errors(out)) == 0
+    finally:
+        del vars(rank.communicator)[compat.ATTRIBUTE]
+    served = sum(made.counts()[0].values()) - before
+    assert served == 3
+    return {"served": served}
+
+
+def check_create_and_destroy(rank: Rank) -> Figures:
+    """Again and again; the memory comes back."""
+    free: list[int] = []
+    for _ in range(4):
+        made: Dispatcher = create_dispatcher(rank.parts, rank.table())
+        case = rank.sum(5, (3, 4096))
+        out = made.all_reduce(case.parts[rank.rank])
+        assert out is not None
+        assert int(case.errors(out)) == 0
+        torch.cuda.synchronize()
+        rank.lockstep.run(lambda: None)
+        names_made = set(made.backends)
+        made.destroy()
+        torch.cuda.empty_cache()
+        free.append(torch.cuda.mem_get_info()[0])
+        assert names_made == set(rank.dispatcher.backends)
+    # FlashInfer's workspaces are the group's: ours has given back those of `rank.dispatcher` too.
+    lost = free[0] - free[-1]
+    assert lost < 64 * MIB, f"{lost >> 20} MiB are lost"
+    return {"lost_mib": lost / MIB}
+
+
+def check_no_multicast(rank: Rank) -> Figures:
+    """Of all that was done before: no multicast function of the driver was called."""
+    if COUNTER is None:
+        return {"skipped": f"CUPTI cannot count: {COUNTER_PROBLEM}"}
+    counted = dict(COUNTER.counts)
+    COUNTER.control()
+    assert sum(COUNTER.counts.values()) == sum(counted.values()) + 1, "the counter does not count"
+    assert not counted, f"called: {counted}"
+    assert not multicast.is_allowed()
+    return {"functions watched": len(COUNTER._names), "rank": rank.rank}
+
+
+CHECKS: dict[str, Callable[[Rank], Figures]] = {
+    name.removeprefix("check_"): value
+    for name, value in list(globals().items())
+    if name.startswith("check_")
+}
+COUNTER: Any = None
+COUNTER_PROBLEM = ""
+
+
+def start_counter() -> None:
+    """Watch the driver from before the first library talks to it."""
+    global COUNTER, COUNTER_PROBLEM
+    path = Path(__file__).with_name("multicast_calls.py")
+    spec = importlib.util.spec_from_file_location("multicast_calls", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        COUNTER = module.MulticastCalls()
+    except (OSError, RuntimeError, AttributeError) as error:
+        COUNTER_PROBLEM = str(error)
+
+
+def run_check(rank: Rank, name: str) -> None:
+    start = time.monotonic()
+    figures: Figures = {}
+    error = ""
+    try:
+        figures = CHECKS[name](rank)
+        torch.cuda.synchronize()
+    except Exception:  # noqa: BLE001 - the test shows it
+        error = traceback.format_exc()
+    errors = rank.lockstep.run(lambda: error)
+    if rank.rank == 0:
+        line = {
+            "check": name,
+            "seconds": round(time.monotonic() - start, 2),
+            "figures": figures,
+            "errors": {str(index): text for index, text in enumerate(errors) if text},
+        }
+        sys.stdout.write("\n" + json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+def main() -> None:
+    rank, world, port = (int(text) for text in sys.argv[1:4])
+    multicast.keep_off()
+    start_counter()
+    with tensor_parallel(rank, world, port) as group, torch.inference_mode():
+        made = Rank(group)
+        for name in sys.argv[4:] or list(CHECKS):
+            run_check(made, name)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
