@@ -48,6 +48,7 @@ class Contestants:
     """Every backend by name, vLLM's own dispatch, and ours once `judge` has given it a table."""
 
     def __init__(self, group: Any) -> None:
+        from vllm_commext.allreduce import names
         from vllm_commext.allreduce.creation import Parts, create_dispatcher
         from vllm_commext.allreduce.lockstep import Lockstep
 
@@ -56,7 +57,7 @@ class Contestants:
         self._parts = Parts(
             made.cpu_group, made.device_group, made.device, custom, made.pynccl_comm
         )
-        self.dispatcher = create_dispatcher(self._parts, None, everything=True)
+        self.dispatcher = create_dispatcher(self._parts, None, wanted=names.BACKENDS)
         self.lockstep = Lockstep(made.cpu_group)
         self.group, self._vllm = group, made
 

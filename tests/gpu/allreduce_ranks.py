@@ -67,7 +67,7 @@ class Rank:
         custom = made.ca_comm if made.ca_comm is not None and not made.ca_comm.disabled else None
         self.parts = Parts(made.cpu_group, made.device_group, made.device, custom, made.pynccl_comm)
         self.lockstep = Lockstep(made.cpu_group)
-        self.dispatcher = create_dispatcher(self.parts, None, everything=True)
+        self.dispatcher = create_dispatcher(self.parts, None, wanted=names.BACKENDS)
 
     def table(self) -> Table:
         """A table under which every backend comes first somewhere."""

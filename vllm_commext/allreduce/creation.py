@@ -113,18 +113,21 @@ class _Wish:
     """What one rank wants, and what it has; the first three must be the same on all ranks."""
 
     forced: str | None
-    everything: bool
+    wanted: tuple[str, ...] | None
     multicast: bool
     has_custom: bool
     table: Table | None
 
     @property
-    def settings(self) -> tuple[str | None, bool, bool]:
-        return self.forced, self.everything, self.multicast
+    def settings(self) -> tuple[str | None, tuple[str, ...] | None, bool]:
+        return self.forced, self.wanted, self.multicast
 
 
 def create_dispatcher(
-    parts: Parts, table: Table | None, forced: str | None = None, *, everything: bool = False
+    parts: Parts,
+    table: Table | None,
+    forced: str | None = None,
+    wanted: Sequence[str] | None = None,
 ) -> Dispatcher:
     """The dispatcher of a group; collective, outside a capture.
 
@@ -132,19 +135,20 @@ def create_dispatcher(
         parts: what the group has.
         table: what was measured; rank 0's serves all.
         forced: the one backend that the user wants, or None.
-        everything: create every backend, in order to measure them, and not only those of the table.
+        wanted: backends to create, in order to measure them; None for those of the table.
 
     Raises:
         UnsupportedError: ranks differ in their settings, or one cannot take part; all raise it.
     """
     lockstep = Lockstep(parts.cpu_group)
-    mine = _Wish(forced, everything, multicast.is_allowed(), parts.custom is not None, table)
+    named = None if wanted is None else tuple(wanted)
+    mine = _Wish(forced, named, multicast.is_allowed(), parts.custom is not None, table)
     wishes = lockstep.run(lambda: mine)
     settings = [wish.settings for wish in wishes]
     if len(set(settings)) != 1:
         raise UnsupportedError(
-            f"expected the same settings on all ranks, got {settings} (forced backend, tuning, "
-            "multicast); set the toggles alike"
+            f"expected the same settings on all ranks, got {settings} (forced backend, "
+            "backends to measure, multicast); set the toggles alike"
         )
     table = wishes[0].table
     without: set[str] = set()
@@ -152,10 +156,11 @@ def create_dispatcher(
         without.add(names.CUSTOM)
     if not mine.multicast:
         without.add(names.FLASHINFER_MNNVL)
-    wanted = names.BACKENDS if everything else wanted_backends(table, forced)
-    wanted = [name for name in wanted if name not in without]
+    chosen = wanted_backends(table, forced) if named is None else named
+    chosen = [name for name in chosen if name not in without]
+    sized_by = table if named is None and forced is None else None
     backends: list[Backend] = []
-    for what, maker in _makers(parts, lockstep, None if everything else table, wanted).items():
+    for what, maker in _makers(parts, lockstep, sized_by, chosen).items():
         backends += _make_in_lockstep(what, maker, lockstep)
     return Dispatcher(backends, lockstep.world_size, table, forced)
 

@@ -78,6 +78,15 @@ def check_flashinfer() -> Any:
     return comm
 
 
+def is_compiled() -> bool:
+    """Whether FlashInfer is here and its kernels were compiled before."""
+    try:
+        module = importlib.import_module("flashinfer.jit.comm").gen_trtllm_comm_module()
+        return bool(module.is_compiled)
+    except Exception:  # noqa: BLE001 - whatever is amiss, it cannot be used at once
+        return False
+
+
 @contextmanager
 def own_random_state() -> Iterator[None]:
     """Unpredictable random numbers inside, and outside those that were due anyway."""

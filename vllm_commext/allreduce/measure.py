@@ -116,6 +116,14 @@ def measure_message(
     return {name: tuning.median_of_slowest([rank[name] for rank in everybody]) for name in graphs}
 
 
+def give_back_memory() -> None:
+    """Leave to others what torch has kept of the messages and outputs."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
 def backend_calls(dispatcher: Dispatcher, message: Message) -> dict[str, Call]:
     """The backends that take the message, each ready; collective."""
     calls: dict[str, Call] = {}

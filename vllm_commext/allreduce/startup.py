@@ -5,9 +5,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from vllm_commext.allreduce import cache, measure, tuning
+from vllm_commext.allreduce import cache, measure, names, tuning
 from vllm_commext.allreduce.creation import Parts, create_dispatcher
 from vllm_commext.allreduce.dispatcher import Dispatcher
+from vllm_commext.allreduce.flashinfer_workspaces import is_compiled
 from vllm_commext.allreduce.lockstep import Lockstep
 from vllm_commext.allreduce.machine import Machine
 from vllm_commext.allreduce.measure import KIB, MIB, Options
@@ -66,8 +67,11 @@ def start_dispatcher(
 
 
 def _measured(parts: Parts, wishes: Wishes, machine: Machine) -> Dispatcher:
-    dispatcher = create_dispatcher(parts, None, everything=True)
     lockstep = Lockstep(parts.cpu_group)
+    # Compiling takes minutes; `vllm-commext tune` does it, and vLLM's fusion pass.
+    compiled = all(lockstep.run(is_compiled))
+    wanted = [name for name in names.BACKENDS if compiled or name not in names.FLASHINFER]
+    dispatcher = create_dispatcher(parts, None, wanted=wanted)
     options = Options(
         STARTUP_SIZES, (wishes.dtype,), wishes.hidden, samples=5, seconds=STARTUP_SECONDS
     )
@@ -75,6 +79,7 @@ def _measured(parts: Parts, wishes: Wishes, machine: Machine) -> Dispatcher:
     times = measure.measure_backends(dispatcher, lockstep, options, context)
     table = tuning.build_table(times, lockstep.world_size, "measured at start")
     dispatcher.use_table(table)
+    measure.give_back_memory()
     if lockstep.rank == 0:
         try:
             cache.save(machine, table)

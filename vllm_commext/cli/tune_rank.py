@@ -42,7 +42,7 @@ def say(kind: str, **values: Any) -> None:
 
 def run(options: RankOptions) -> None:
     """Measure, and let rank 0 tell."""
-    from vllm_commext.allreduce import cache, measure, multicast, tuning
+    from vllm_commext.allreduce import cache, measure, multicast, names, tuning
     from vllm_commext.allreduce import table as tables
     from vllm_commext.allreduce.creation import Parts, create_dispatcher
     from vllm_commext.allreduce.lockstep import Lockstep
@@ -54,7 +54,7 @@ def run(options: RankOptions) -> None:
         made = group.device_communicator
         custom = made.ca_comm if made.ca_comm is not None and not made.ca_comm.disabled else None
         parts = Parts(made.cpu_group, made.device_group, made.device, custom, made.pynccl_comm)
-        dispatcher = create_dispatcher(parts, None, everything=True)
+        dispatcher = create_dispatcher(parts, None, wanted=names.BACKENDS)
         lockstep = Lockstep(parts.cpu_group)
         first = options.rank == 0
         if first:

@@ -97,6 +97,11 @@ def test_one_without_a_compiler_is_refused(stub: Stub) -> None:
         check_flashinfer()
 
 
+def test_without_flashinfer_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    assert not flashinfer_workspaces.is_compiled()
+
+
 def test_the_workspace_is_trtllms_by_name_and_leaves_random_numbers_alone(stub: Stub) -> None:
     ours = communicator()
     state = random.getstate()
