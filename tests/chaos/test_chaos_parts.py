@@ -125,13 +125,20 @@ def test_the_report_counts_by_kind_and_can_be_stored() -> None:
     slow = Recovery(2, 4.0, succeeded=True)
     faults = [FaultRecord(1, "kill_decode", 20.0, GOOD), FaultRecord(2, "kill_decode", 20.0, slow)]
     record = RunRecord({"seed": 7}, faults, Counter(right=5, error=2), Counter({"HTTP 503": 2}))
-    assert f"| kill_decode | {KINDS['kill_decode'].meaning} | 2 | 2 | 2.25 | 4.00 | 0 |" in (
+    assert f"| kill_decode | {KINDS['kill_decode'].meaning} | 2 | 2 | 2.25 | 4.00 | 0.00 | 0 |" in (
         as_markdown(record)
     )
     stored = json.loads(json.dumps(as_json(record)))
     assert stored["verdicts"] == {"right": 5, "error": 2}
     assert stored["errors"] == {"HTTP 503": 2}
     assert stored["faults"][1]["recovery"]["seconds"] == 4.0
+
+
+def test_the_drain_is_that_of_the_requests_under_way_at_the_beginning() -> None:
+    fault = FaultRecord(1, "kill_decode", 20.0, GOOD, started=10.0)
+    spans = [(1.0, 9.0), (8.0, 11.5), (9.5, 10.5), (10.5, 30.0)]
+    assert fault.with_drain(spans).drain_seconds == 1.5
+    assert fault.with_drain([]).drain_seconds == 0.0
 
 
 def test_growth_beyond_its_tolerance_is_found() -> None:

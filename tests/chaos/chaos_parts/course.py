@@ -15,8 +15,10 @@ from chaos_parts.recovery import recover
 from chaos_parts.report import FaultRecord, RunRecord, describe
 from chaos_parts.schedule import DECODE, KINDS, PREFILL, Fault, plan_faults
 from chaos_parts.stage import Stage
+from vllm_commext.errors import CommextTimeoutError
 from vllm_commext.testing import cluster
 from vllm_commext.testing.parity import Completion, complete
+from vllm_commext.testing.servers import ServerEndedError
 
 WARM_UP_SECONDS = 2.0
 
@@ -75,8 +77,13 @@ def run(course: Course, model: Path, folder: Path, say: Callable[[str], None]) -
         load = Load(stage.proxy_url, references, course.seed)
         faults = plan_faults(course.seed, course.num_faults, kinds, course.max_delay_seconds)
         started = time.monotonic()
-        _Run(course, record, stage, load, say).go(faults)
+        try:
+            _Run(course, record, stage, load, say).go(faults)
+        except Exception as error:  # noqa: BLE001 whatever ends the run, what it found is reported
+            record.problems.append(f"the run broke off: {type(error).__name__}: {error}")
+            load.stop()
         record.seconds = time.monotonic() - started
+        record.faults = [fault.with_drain(load.spans) for fault in record.faults]
         record.verdicts, record.errors, record.samples = load.verdicts, load.errors, load.samples
         record.censuses = stage.censuses
     return record
@@ -139,12 +146,14 @@ class _Run:
             self._settle(f"before fault {fault.number}", (killed,), compare=True)
             time.sleep(fault.delay_seconds / 2)
         started = time.monotonic()
-        problems = inject(fault, self._stage, self._load)
+        problems = self._inject(fault)
         back = time.monotonic()
         recovery = recover(self._stage, self._load, back)
         problems += self._stage.deaths()
         self._record.faults.append(
-            FaultRecord(fault.number, fault.kind, back - started, recovery, tuple(problems))
+            FaultRecord(
+                fault.number, fault.kind, back - started, recovery, tuple(problems), started
+            )
         )
         self._say(
             f"{fault.number:4d} {fault.kind:22s} {back - started:5.1f} s, {describe(recovery)}; "
@@ -153,6 +162,14 @@ class _Run:
         if killed:
             self._warm_up()
             self._settle(f"after fault {fault.number}", (killed,))
+
+    def _inject(self, fault: Fault) -> list[str]:
+        try:
+            return inject(fault, self._stage, self._load)
+        except (CommextTimeoutError, ServerEndedError):
+            raise  # an engine did not come back: nothing more can be seen
+        except Exception as error:  # noqa: BLE001 the fault's own requests may fail in any way
+            return [f"the fault itself failed: {type(error).__name__}: {error}"]
 
     def _warm_up(self) -> None:
         """Let a new engine allocate what it will need: work space for long prompts among it."""

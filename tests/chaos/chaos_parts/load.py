@@ -62,6 +62,7 @@ class Load:
         verdicts: answers by verdict.
         errors: error answers by what they said, shortened.
         samples: details of wrong and late answers.
+        spans: start and end of each request, in seconds of ``time.monotonic``.
     """
 
     url: str
@@ -70,6 +71,7 @@ class Load:
     verdicts: Counter[str] = field(default_factory=Counter[str])
     errors: Counter[str] = field(default_factory=Counter[str])
     samples: list[str] = field(default_factory=list[str])
+    spans: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stop: threading.Event = field(default_factory=threading.Event)
     _go: threading.Event = field(default_factory=threading.Event)
@@ -110,6 +112,7 @@ class Load:
         verdict = judge(reference, answer, bound)
         with self._lock:
             self.verdicts[verdict] += 1
+            self.spans.append((answer.started, answer.started + answer.seconds))
             if verdict == ERROR:
                 self.errors[_shortened(answer.error)] += 1
             if verdict in (WRONG, LATE):

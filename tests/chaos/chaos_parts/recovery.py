@@ -34,13 +34,17 @@ def recover(stage: Stage, load: Load, back: float) -> Recovery:
     _wait_for_proxy(stage.proxy_url, back + GIVE_UP_SECONDS)
     while time.monotonic() < back + GIVE_UP_SECONDS:
         reference = load.references[attempts % len(load.references)]
-        before = _not_read(stage)
-        verdict = load.note(reference, ask(stage.proxy_url, reference.prompt))
-        ended = time.monotonic()
-        if verdict != RIGHT:
-            attempts += 1
-        elif _not_read(stage) == before:
+        try:
+            before = _not_read(stage)
+            verdict = load.note(reference, ask(stage.proxy_url, reference.prompt))
+            ended = time.monotonic()
+            proven = verdict == RIGHT and _not_read(stage) == before
+        except OSError:
+            time.sleep(POLL_SECONDS)  # the engine's page of metrics was not to be had
+            continue
+        if proven:
             return Recovery(attempts, ended - back, succeeded=True)
+        attempts += verdict != RIGHT
     return Recovery(attempts, time.monotonic() - back, succeeded=False)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -24,6 +24,8 @@ class FaultRecord:
         seconds: from its beginning to the peer's return.
         recovery: the way back.
         problems: what should not have happened.
+        started: when it began, in seconds of the clock of the requests.
+        drain_seconds: from its beginning to the end of the last request that was under way then.
     """
 
     number: int
@@ -31,6 +33,13 @@ class FaultRecord:
     seconds: float
     recovery: Recovery
     problems: tuple[str, ...] = ()
+    started: float = 0.0
+    drain_seconds: float = 0.0
+
+    def with_drain(self, spans: Iterable[tuple[float, float]]) -> FaultRecord:
+        """The same with ``drain_seconds`` of the requests' starts and ends."""
+        under_way = [end for start, end in spans if start < self.started < end]
+        return replace(self, drain_seconds=max(under_way, default=self.started) - self.started)
 
 
 @dataclass
@@ -106,10 +115,24 @@ def as_markdown(run: RunRecord) -> str:
         "",
     ]
     lines += _table(
-        ("kind", "what happens", "count", "max attempts", "median s", "max s", "problems"),
+        (
+            "kind",
+            "what happens",
+            "count",
+            "max attempts",
+            "median s",
+            "max s",
+            "max drain s",
+            "problems",
+        ),
         [_row(kind, run.faults) for kind in sorted({fault.kind for fault in run.faults})],
     )
-    lines += ["", "Seconds are from the peer's return to the end of the first good request.", ""]
+    lines += [
+        "",
+        "Seconds are from the peer's return to the end of the first good request; the drain is "
+        "from the fault's beginning to the end of the last request that was under way then.",
+        "",
+    ]
     lines += _section("Failures", wrong)
     lines += _section("Details", run.samples)
     lines += _section("Errors that clients saw", [f"{n} x {e}" for e, n in run.errors.items()])
@@ -131,6 +154,7 @@ def _row(kind: str, faults: Sequence[FaultRecord]) -> tuple[str, ...]:
         str(max(fault.recovery.attempts for fault in own)),
         f"{median(seconds):.2f}",
         f"{max(seconds):.2f}",
+        f"{max(fault.drain_seconds for fault in own):.2f}",
         str(sum(not fault.recovery.is_in_time or bool(fault.problems) for fault in own)),
     )
 

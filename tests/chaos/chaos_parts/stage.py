@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from chaos_parts.census import Census, growth, take_census
 from chaos_parts.network import Link
 from chaos_parts.schedule import DECODE, PREFILL
+from vllm_commext.errors import CommextError
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import Metrics, scrape
 from vllm_commext.testing.parity import complete
@@ -189,8 +192,13 @@ class Stage:
 
     def _blocks_in_use(self, role: str) -> float:
         # The gauge is set by steps only, so it takes a request to bring it up to date.
-        complete(self.url(role), cluster.MODEL_NAME, (65,) * 8, max_tokens=1, timeout_seconds=20)
-        return self.metrics(role).total(BLOCKS_IN_USE)
+        try:
+            complete(
+                self.url(role), cluster.MODEL_NAME, (65,) * 8, max_tokens=1, timeout_seconds=20
+            )
+            return self.metrics(role).total(BLOCKS_IN_USE)
+        except (CommextError, httpx.HTTPError, OSError):
+            return float("nan")  # it does not answer: not quiet
 
     def _server(self, role: str) -> VllmServer:
         server = self.engines[role].server
