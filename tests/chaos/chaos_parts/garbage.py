@@ -46,6 +46,8 @@ def notifications() -> list[bytes]:
         wire.Released(request_id="", consumer="", num_consumers=-1),
         wire.Released(request_id="r" * 1000, consumer="c" * 1000, num_consumers=1 << 60),
         wire.Released(request_id="cmpl-2", consumer="d/1", num_consumers=2, version=99),
+        wire.KeepAlive(consumer="d/0", sender="s", sequence=1, request_ids=["cmpl-1", ""]),
+        wire.KeepAlive(consumer="", sender="", sequence=-1, request_ids=["r"] * 500),
     )
     return [wire.encode(frame) for frame in frames]
 
