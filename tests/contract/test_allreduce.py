@@ -5,11 +5,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm_commext.allreduce import names
+from vllm_commext.compat import tp_group
+from vllm_commext.compat.rebind import INVENTORY, is_rebound, restore
 from vllm_commext.settings import TOGGLES
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
@@ -75,6 +78,24 @@ def test_without_the_toggle_nothing_is_changed(tmp_path: Path) -> None:
         assert found["attached"] == [False, False]
         assert found["sums"] == [[SUM, SUM], True, [[2] * 4, [2] * 4], True]
         assert found["environ"] == ""
+
+
+def test_an_nccl_without_sleep_mode_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = pytest.importorskip("vllm.distributed.device_communicators.pynccl_wrapper")
+    names_before = [function.name for function in wrapper.NCCLLibrary.exported_functions]
+    (row,) = (row for row in INVENTORY if row.symbol.endswith(".exported_functions"))
+    lacks = {"ncclCommSuspend", "ncclCommResume"}
+    for library, missing in (
+        (SimpleNamespace(**dict.fromkeys(lacks)), set()),
+        (SimpleNamespace(ncclCommSuspend=None), {"ncclCommResume"}),
+    ):
+        monkeypatch.setattr(tp_group.ctypes, "CDLL", lambda _, found=library: found)
+        assert set(tp_group.let_vllm_use_nccl()) == missing
+        names_now = [function.name for function in wrapper.NCCLLibrary.exported_functions]
+        assert names_now == [name for name in names_before if name not in missing]
+    if is_rebound(row):
+        restore(row)
+    assert [function.name for function in wrapper.NCCLLibrary.exported_functions] == names_before
 
 
 def test_every_backend_can_be_forced_by_its_name() -> None:

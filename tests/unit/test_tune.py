@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from vllm_commext.allreduce import measure, multicast, selection
 from vllm_commext.allreduce.builtin import builtin_table
 from vllm_commext.allreduce.machine import Machine
+from vllm_commext.allreduce.message import Message
 from vllm_commext.allreduce.table import Row, Table
 from vllm_commext.cli import allreduce_probe, main, tune, tune_report
 from vllm_commext.cli.tune_rank import RankOptions
@@ -179,3 +181,56 @@ def test_nccl_is_found_beside_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     environ = {tp_group.NCCL_PATH: "mine"}
     tp_group.help_vllm_find_nccl(environ)
     assert environ[tp_group.NCCL_PATH] == "mine"
+
+
+class TestMeasuring:
+    """The loop over sizes and dtypes; the times themselves need GPUs."""
+
+    def measure(
+        self, monkeypatch: pytest.MonkeyPatch, seconds: float
+    ) -> tuple[dict[str, measure.TimesBySize], list[tuple[str, int]]]:
+        told: list[tuple[str, int]] = []
+        lockstep: Any = SimpleNamespace(run=lambda step: [step()] * 2)
+        dispatcher: Any = SimpleNamespace(backends={})
+        monkeypatch.setattr(
+            measure, "measure_message", lambda _, message, *__: {"nccl": float(message.num_bytes)}
+        )
+        options = measure.Options((2048, 4096), ("bfloat16", "float32"), seconds=seconds)
+        times = measure.measure_backends(
+            dispatcher, lockstep, options, progress=lambda *of: told.append(of[:2])
+        )
+        return times, told
+
+    def test_every_size_of_every_dtype_is_measured_and_told(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        times, told = self.measure(monkeypatch, 60)
+        both = {2048: {"nccl": 2048.0}, 4096: {"nccl": 4096.0}}
+        assert times == {"bfloat16": both, "float32": both}
+        assert len(told) == 4
+
+    def test_it_ends_with_its_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        times, told = self.measure(monkeypatch, -1)
+        assert times == {"bfloat16": {}, "float32": {}}
+        assert not told
+
+    def test_only_backends_that_are_ready_take_part(self) -> None:
+        prepared: list[str] = []
+
+        def backend(name: str, *, takes: bool, ready: bool) -> Any:
+            return SimpleNamespace(
+                takes=lambda _: takes,
+                prepare=lambda _: prepared.append(name),
+                is_ready=lambda _: ready,
+                all_reduce=name,
+            )
+
+        backends = {
+            "good": backend("good", takes=True, ready=True),
+            "failed": backend("failed", takes=True, ready=False),
+            "other": backend("other", takes=False, ready=True),
+        }
+        dispatcher: Any = SimpleNamespace(backends=backends)
+        calls = measure.backend_calls(dispatcher, Message((1, 8), "bfloat16"))
+        assert calls == {"good": "good"}
+        assert prepared == ["good", "failed"]

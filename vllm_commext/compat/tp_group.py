@@ -1,15 +1,19 @@
 """vLLM's tensor-parallel group in a process that serves no model: for tuning and measuring."""
 
 import contextlib
+import ctypes
 import importlib.util
 import os
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from vllm_commext.compat.rebind import INVENTORY, is_rebound, rebind
 from vllm_commext.errors import UnsupportedError
 
 NCCL_PATH = "VLLM_NCCL_SO_PATH"
+NCCL_NAME = "libnccl.so.2"
+SLEEP_FUNCTIONS = ("ncclCommSuspend", "ncclCommResume")
 
 
 def find_nccl() -> str:
@@ -32,6 +36,30 @@ def help_vllm_find_nccl(environ: MutableMapping[str, str] = os.environ) -> None:
         environ[NCCL_PATH] = path
 
 
+def let_vllm_use_nccl() -> tuple[str, ...]:
+    """Make vLLM's own binding of NCCL work with a library that lacks what only sleep mode needs.
+
+    vLLM otherwise does without its binding, and every sum through torch costs a copy more.
+
+    Returns:
+        The functions that the library lacks.
+    """
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+    help_vllm_find_nccl()
+    try:
+        library = ctypes.CDLL(os.environ.get(NCCL_PATH) or NCCL_NAME)
+    except OSError:
+        return ()
+    missing = tuple(name for name in SLEEP_FUNCTIONS if not hasattr(library, name))
+    row = next(row for row in INVENTORY if row.symbol.endswith(".exported_functions"))
+    known: list[Any] = NCCLLibrary.exported_functions
+    kept = [function for function in known if function.name not in missing]
+    if len(kept) < len(known) and not is_rebound(row):
+        rebind(row, kept)
+    return missing
+
+
 @contextlib.contextmanager
 def tensor_parallel(rank: int, world_size: int, port: int) -> Iterator[Any]:
     """vLLM's own group and its communicator of the GPUs, over this host's ranks.
@@ -46,7 +74,7 @@ def tensor_parallel(rank: int, world_size: int, port: int) -> Iterator[Any]:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
-    help_vllm_find_nccl()
+    let_vllm_use_nccl()
     torch.cuda.set_device(rank)
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(

@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import distributed
 
-from vllm_commext.allreduce import creation, flashinfer_workspaces, names
+from vllm_commext.allreduce import cache, creation, flashinfer_workspaces, measure, names
 from vllm_commext.allreduce.backend import NcclBackend, Ready
 from vllm_commext.allreduce.creation import Parts, create_dispatcher
 from vllm_commext.allreduce.dispatcher import Dispatcher
 from vllm_commext.allreduce.flashinfer_workspaces import WorkspaceKey, Workspaces
 from vllm_commext.allreduce.lockstep import Lockstep
+from vllm_commext.allreduce.machine import Machine
 from vllm_commext.allreduce.message import Message
+from vllm_commext.allreduce.startup import Wishes, lines, start_dispatcher
 from vllm_commext.allreduce.table import Row, Table
 from vllm_commext.errors import UnsupportedError
 
@@ -191,6 +193,43 @@ def check_nccl_through_torch(rank: int, _: int) -> Any:
     backend = NcclBackend(None, distributed.group.WORLD)
     tensor = torch.full((3,), float(rank + 1))
     return [backend.through, backend.all_reduce(tensor).tolist(), tensor.tolist()]
+
+
+def check_start(rank: int, world: int) -> Any:
+    """As an engine starts: unknown, with the built-in table, with a fault on one rank, measured."""
+    group = distributed.group.WORLD
+    parts = Parts(group, group, CPU)
+    unknown = Machine("another GPU", "", "", "", "", "", "")
+    known = Machine("NVIDIA H200", "", "", "", "", "", "")
+    found: dict[str, Any] = {"unknown": start_dispatcher(parts, Wishes(), lambda: unknown) is None}
+    made = start_dispatcher(parts, Wishes(), lambda: known if rank == 0 else unknown)
+    assert made is not None
+    assert made.table is not None
+    out = made.all_reduce(torch.ones(8, dtype=torch.bfloat16))
+    found["built in"] = [list(made.backends), made.table.origin, out is not None and out.tolist()]
+    found["lines"] = lines(made, None)
+    forced = start_dispatcher(parts, Wishes(forced=names.NCCL), lambda: unknown)
+    assert forced is not None
+    found["forced"] = forced.all_reduce(torch.ones(2)) is not None
+
+    def broken() -> Machine:
+        if rank == 1:
+            raise OSError("no driver")
+        return known
+
+    found["broken"] = raised(lambda: start_dispatcher(parts, Wishes(), broken))
+    measure.measure_backends = lambda *_: {"bfloat16": {1024: {"nccl": 1.0}}}
+    measure.give_back_memory = lambda: None
+    wishes = Wishes(tune="startup")
+    origins: list[str] = []
+    for _ in range(2):
+        measured = start_dispatcher(parts, wishes, lambda: known)
+        assert measured is not None
+        assert measured.table is not None
+        origins.append(measured.table.origin)
+        distributed.barrier()
+        measure.measure_backends = None  # the second time there is a file
+    return {**found, "origins": origins, "files": len(list(cache.folder().iterdir()))}
 
 
 CHECKS: dict[str, Callable[[int, int], Any]] = {

@@ -25,7 +25,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     processes = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), str(rank), str(WORLD), str(store)],
-            env={**environ, "OMP_NUM_THREADS": "1"},
+            env={**environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(store.parent)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -94,6 +94,21 @@ def test_a_workspace_is_made_on_all_ranks_or_on_none(found: list[dict[str, Any]]
         assert 0 < device_bytes <= 1 << 20
         assert (released, left, world) == (1, 0, WORLD)
         assert same_random_state
+
+
+def test_a_group_starts_with_what_is_known_of_rank_0s_machine(
+    found: list[dict[str, Any]],
+) -> None:
+    for rank in found:
+        start = rank["start"]
+        assert start["unknown"]
+        assert start["built in"] == [["nccl"], "built in, 2 x NVIDIA H200", [2.0] * 8]
+        assert start["lines"][0] == "made on all ranks: nccl"
+        assert start["lines"][1].startswith("bfloat16: custom up to ")
+        assert start["forced"]
+        assert start["broken"] == "rank 1: OSError: no driver"
+        assert start["origins"] == ["measured at start"] * 2
+        assert start["files"] == 1
 
 
 def test_nccl_is_reached_through_torch_where_vllm_has_no_binding(
