@@ -18,14 +18,19 @@ static PyObject *wait_for(RingObject *self, struct ring_wish wish, PyObject *tim
     int status = RING_INTERRUPTED;
     self->end.wait_started = 0;
     self->in_use = 1;
+    self->end.culprit = RING_WRITER;
     while (status == RING_INTERRUPTED && PyErr_CheckSignals() == 0) {
         Py_BEGIN_ALLOW_THREADS
         status = ring_wait(&self->end.waiter, &wish, &self->end.wait_started, deadline);
         Py_END_ALLOW_THREADS
+        if (status == RING_INTERRUPTED && self->end.rank == RING_WRITER &&
+            ring_lost_reader(&self->end)) {
+            self->end.culprit = self->end.lost_reader;
+            status = RING_PEER_DEAD;
+        }
     }
     self->in_use = 0;
     if (PyErr_Occurred()) return NULL;
-    self->end.culprit = wish.peer == NULL ? RING_NOBODY : RING_WRITER;
     return PyLong_FromLong(status);
 }
 

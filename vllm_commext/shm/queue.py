@@ -79,16 +79,13 @@ class MessageQueue:
         remote: RemoteWriter | RemoteReader | None,
     ) -> None:
         """What both ends have in common."""
-        self.handle = handle
-        self.buffer = buffer
+        self.handle, self.buffer, self._remote = handle, buffer, remote
         self.shutting_down = False
         self.local_reader_rank = -1
-        self.local_socket = None
+        self.local_socket = self.tensor_arena = None
         self.remote_socket = remote.socket if remote is not None else None
-        self.tensor_arena = None
         self._is_writer = self._is_local_reader = self._is_remote_reader = False
         self._spin_condition = SpinCondition() if buffer is not None else None
-        self._remote = remote
         self._ring: RingEnd | None = None
         self._encode = Encoder().encode
         self._turn = threading.RLock()
@@ -213,7 +210,7 @@ class MessageQueue:
         if not isinstance(self._remote, RemoteReader):
             raise RuntimeError("only a reader can dequeue")  # noqa: TRY004 - as vLLM's queue does
         with self._turn:
-            return decode(self._remote.receive(timeout))
+            return decode(self._remote.receive(timeout, indefinite))
 
     def _read_on(
         self, status: int, waited: float | None, timeout: float | None

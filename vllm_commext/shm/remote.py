@@ -6,6 +6,7 @@ place of a lost one.
 """
 
 import ipaddress
+import logging
 import os
 import struct
 import time
@@ -19,6 +20,9 @@ from ..errors import CommextTimeoutError, ProtocolError
 from .codec import Record
 from .errors import PeerLostError, QueueCancelledError
 from .handle import MIXED, REMOTE_SCHEME
+from .waiting import warning_interval
+
+logger = logging.getLogger("vllm.commext.shm")
 
 HEADER = struct.Struct("<4sIQ")  # magic, version, number of the message; then a byte a part
 MAGIC, VERSION = b"VCXQ", 1
@@ -53,16 +57,33 @@ class RemoteEnd:
         self._cancelled = True
         os.eventfd_write(self._cancel_fd, 1)
 
-    def poll(self, deadline: float | None, what: str, at_most_ms: int | None = None) -> set[Any]:
-        """What is ready; empty only after `at_most_ms`. Raises at the deadline and on `cancel`."""
-        left_ms = None if deadline is None else max(0, int((deadline - time.monotonic()) * 1000))
-        wait_ms = min((ms for ms in (left_ms, at_most_ms) if ms is not None), default=None)
-        ready = {source for source, _ in self._poller.poll(wait_ms)}
-        if self._cancel_fd in ready:
-            raise QueueCancelledError("cancelled")
-        if not ready and deadline is not None and time.monotonic() >= deadline:
-            raise CommextTimeoutError(f"{what} within the timeout, after message {self.number}")
-        return ready
+    def poll(
+        self, deadline: float | None, what: str, at_most_ms: int | None = None, quiet: bool = False
+    ) -> set[Any]:
+        """What is ready; empty only after `at_most_ms`. Raises at the deadline and on `cancel`.
+        Unless `quiet`, a long wait writes a line into the log now and then.
+        """
+        started, interval_ms = time.monotonic(), max(1, int(warning_interval() * 1000))
+        while True:
+            now = time.monotonic()
+            left_ms = interval_ms if deadline is None else max(0, int((deadline - now) * 1000))
+            wait_ms = min(left_ms, interval_ms, interval_ms if at_most_ms is None else at_most_ms)
+            ready = {source for source, _ in self._poller.poll(wait_ms)}
+            if self._cancel_fd in ready:
+                raise QueueCancelledError("cancelled")
+            if ready:
+                return ready
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                raise CommextTimeoutError(f"{what} within the timeout, after message {self.number}")
+            if at_most_ms is not None:
+                return ready
+            if not quiet and wait_ms == interval_ms:
+                self.tell(what, now - started)
+
+    def tell(self, what: str, seconds: float) -> None:
+        """The line about a long wait."""
+        logger.info("%s for %.0f s, after message %d", what, seconds, self.number)
 
 
 def _close(context: Any, sockets: "list[zmq.Socket[bytes]]", cancel_fd: int) -> None:
@@ -124,6 +145,7 @@ class RemoteWriter(RemoteEnd):
         self.number += 1
 
     def _send(self, frames: list[Any], deadline: float | None) -> None:
+        what, told = f"no remote reader of {self.address} made room", time.monotonic()
         while True:
             while self.socket.poll(0):
                 self._meet()
@@ -132,7 +154,10 @@ class RemoteWriter(RemoteEnd):
             try:
                 self.socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
             except zmq.Again:
-                self.poll(deadline, "no remote reader made room", RETRY_MS)
+                self.poll(deadline, what, RETRY_MS)
+                if (waited := time.monotonic() - told) >= warning_interval():
+                    told += waited
+                    self.tell(what, waited)
             else:
                 return
 
@@ -159,23 +184,28 @@ class RemoteReader(RemoteEnd):
         if not self._is_ready and self._receive(deadline):
             raise ProtocolError(f"{self.address} sends messages but was never announced ready")
 
-    def receive(self, timeout: float | None) -> "bytes | list[bytes | bytearray]":
-        """The next message, as `RingReader.read` returns it."""
+    def receive(
+        self, timeout: float | None, quiet: bool = False
+    ) -> "bytes | list[bytes | bytearray]":
+        """The next message, as `RingReader.read` returns it. `quiet`: a long wait is as it should
+        be.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            parts = self._receive(deadline)
+            parts = self._receive(deadline, quiet)
             if parts:
                 return parts[0] if len(parts) == 1 and isinstance(parts[0], bytes) else parts
 
-    def _receive(self, deadline: float | None) -> list[bytes | bytearray]:
+    def _receive(self, deadline: float | None, quiet: bool = False) -> list[bytes | bytearray]:
         """The parts of the next message; none of message 0."""
+        what = f"nothing from the writer at {self.address}"
         while not self.socket.poll(0):  # what has arrived comes before any bad news
             if self._lost:
                 raise PeerLostError(
                     f"the connection to the writer at {self.address} broke after message "
                     f"{self.number}; see that process's log, and restart"
                 )
-            if self._monitor in self.poll(deadline, f"nothing from the writer at {self.address}"):
+            if self._monitor in self.poll(deadline, what, quiet=quiet):
                 recv_monitor_message(self._monitor)
                 self._lost = True
         number, parts = parse(self.socket.recv_multipart(copy=False), self.address)

@@ -105,9 +105,9 @@ def fill_a_small_dev_shm() -> None:
         [queue_class().create_from_handle(writer.export_handle(), rank) for rank in range(n)]
         for writer, n in zip(writers, [8, *[1] * 8], strict=True)
     ]
-    array = np.arange(100_000)
+    array = np.arange(5_000)
     for writer, ends in zip(writers, readers, strict=True):
-        for _ in range(30):
+        for _ in range(100):
             writer.enqueue(array, timeout=5)
             assert all((end.dequeue(timeout=5) == array).all() for end in ends)
     say("done")

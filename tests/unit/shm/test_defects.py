@@ -197,11 +197,12 @@ def test_7_the_content_is_that_of_the_call(pair: str) -> None:
     assert corrupted == 0
 
 
-def test_8_a_small_dev_shm_holds_all_queues_of_a_server(start: Callable[..., Child]) -> None:
+@pytest.mark.parametrize("size", ["64m", "1m"])
+def test_8_a_small_dev_shm_holds_all_queues(size: str, start: Callable[..., Child]) -> None:
     unshare = shutil.which("unshare")
     if not unshare or subprocess.run([unshare, "-rm", "true"], check=False).returncode:
         pytest.skip("this machine does not let us mount a /dev/shm of our own")
-    mount = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$0" "$@"'
+    mount = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$0" "$@"'
     child = start("fill_a_small_dev_shm", wrapper=(unshare, "-rm", "sh", "-c", mount))
     assert child.said() == "done"
 

@@ -244,10 +244,29 @@ def test_a_remote_wait_ends_by_timeout_and_by_shutdown() -> None:
     assert [str(result) for result in results] == ["cancelled"]
 
 
+def test_a_long_wait_for_a_remote_peer_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_RINGBUFFER_WARNING_INTERVAL", "0.05")
+    writer, [reader] = make_remote()
+    with caplog.at_level(logging.INFO, "vllm.commext.shm"):
+        with pytest.raises(TimeoutError):
+            reader.dequeue(timeout=0.12, indefinite=True)
+        assert caplog.records == []
+        with pytest.raises(TimeoutError):
+            reader.dequeue(timeout=0.12)
+        with pytest.raises(TimeoutError):  # noqa: PT012
+            for _ in range(100_000):
+                writer.enqueue(b"z" * 20_000, timeout=0.12)
+    lines = [entry.getMessage() for entry in caplog.records]
+    assert any(line.startswith("nothing from the writer at commext-tcp://") for line in lines)
+    assert any("made room for 0 s, after message" in line for line in lines)
+
+
 def test_a_stalled_remote_reader_holds_the_writer_up_and_loses_nothing() -> None:
     writer, [reader] = make_remote()
     sent = 0
-    with pytest.raises(TimeoutError, match="no remote reader made room"):  # noqa: PT012
+    with pytest.raises(TimeoutError, match="no remote reader of .* made room"):  # noqa: PT012
         while sent < 100_000:
             writer.enqueue((sent, b"z" * 2000), timeout=0.05)
             sent += 1

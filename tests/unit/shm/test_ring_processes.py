@@ -72,6 +72,17 @@ def test_a_killed_reader_is_named_by_a_writer_that_needs_its_room(start: Start, 
         writer.write(b"x" * 2 * CAPACITY, timeout=10)
 
 
+def test_a_reader_killed_before_all_have_attached_is_noticed(start: Start, said: Said) -> None:
+    writer = RingWriter.create(2, CAPACITY)
+    child = start("attach_and_sleep", writer.address, 0)
+    assert said(child) == "attached"
+    child.kill()
+    child.wait(timeout=10)
+    with pytest.raises(PeerLostError, match=rf"reader 0 \(pid {child.pid}, dead"):
+        writer.wait_attached(timeout=10)
+    writer.close()
+
+
 def test_a_cancelled_wait_names_the_dead(start: Start, said: Said) -> None:
     child = start("write_and_sleep", 1, CAPACITY, 0)
     reader = RingReader.attach(pickle.loads(bytes.fromhex(said(child))), 0)
