@@ -8,7 +8,6 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -19,7 +18,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#define ROUNDS 20000
+#define MOST_ROUNDS 20000u
+#define LONGEST_US 2e6
+#define END UINT32_MAX
 
 struct line {
     _Alignas(128) _Atomic uint32_t value;
@@ -44,14 +45,16 @@ static void tell(struct line *line, uint32_t value, int sleeps) {
     if (sleeps) syscall(SYS_futex, &line->value, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-static void await(struct line *line, uint32_t value, int sleeps) {
+/* Wait until the line holds something else than before; return it. */
+static uint32_t await(struct line *line, uint32_t before, int sleeps) {
     uint32_t seen;
-    for (uint32_t turn = 0; (seen = atomic_load(&line->value)) != value; turn++) {
+    for (uint32_t turn = 0; (seen = atomic_load(&line->value)) == before; turn++) {
         if (sleeps)
             syscall(SYS_futex, &line->value, FUTEX_WAIT, seen, NULL, NULL, 0);
-        else if (turn % 100000 == 99999)
+        else if (turn % 10000 == 9999)
             sched_yield(); /* both may be on one core */
     }
+    return seen;
 }
 
 static int ascending(const void *one, const void *other) {
@@ -60,34 +63,35 @@ static int ascending(const void *one, const void *other) {
 }
 
 static double median_us(struct line *lines, int sleeps, int mine, int others) {
-    static double found[ROUNDS];
+    static double found[MOST_ROUNDS];
     lines[0].value = lines[1].value = 0;
     pid_t child = fork();
     if (child == 0) {
         use_core(others);
-        for (uint32_t i = 1; i <= ROUNDS; i++) {
-            await(&lines[0], i, sleeps);
-            tell(&lines[1], i, sleeps);
-        }
+        uint32_t seen = 0;
+        while ((seen = await(&lines[0], seen, sleeps)) != END) tell(&lines[1], seen, sleeps);
         _exit(0);
     }
     use_core(mine);
-    for (uint32_t i = 1; i <= ROUNDS; i++) {
-        double started = now_us();
-        tell(&lines[0], i, sleeps);
-        await(&lines[1], i, sleeps);
-        found[i - 1] = now_us() - started;
+    uint32_t rounds = 0;
+    double begin = now_us(), started = begin;
+    while (rounds < MOST_ROUNDS && started < begin + LONGEST_US) {
+        tell(&lines[0], rounds + 1, sleeps);
+        await(&lines[1], rounds, sleeps);
+        double ended = now_us();
+        found[rounds++] = ended - started;
+        started = ended;
     }
+    tell(&lines[0], END, sleeps);
     waitpid(child, NULL, 0);
-    qsort(found, ROUNDS, sizeof *found, ascending);
-    return found[ROUNDS / 2];
+    qsort(found, rounds, sizeof *found, ascending);
+    return found[rounds / 2];
 }
 
 int main(int argc, char **argv) {
     int mine = argc > 2 ? atoi(argv[1]) : -1, others = argc > 2 ? atoi(argv[2]) : -1;
     void *memory = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) return 1;
-    alarm(60);
     printf("%.3f", median_us(memory, 0, mine, others));
     printf(" %.3f\n", median_us(memory, 1, mine, others));
     return 0;
