@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from vllm_commext.testing.servers import LOOPBACK
 
-CHUNK_BYTES = 256
-CHUNK_SECONDS = 0.05
+CHUNK_BYTES = 512
+CHUNK_SECONDS = 0.02
 POLL_SECONDS = 0.2
 
 
