@@ -103,7 +103,8 @@ def _make_in_lockstep(what: str, maker: Maker, lockstep: Lockstep) -> Sequence[B
         else:
             lockstep.agree(lambda: made.extend(maker()))
     except UnsupportedError as error:
-        logger.warning("commext: allreduce: without %s on all ranks: %s", what, error)
+        if lockstep.rank == 0:
+            logger.warning("commext: allreduce: without %s on all ranks: %s", what, error)
         return []
     return made
 

@@ -8,6 +8,7 @@ from vllm_commext.allreduce.flashinfer_workspaces import (
     MAX_MESSAGE_BYTES,
     MNNVL,
     TRTLLM,
+    Workspace,
     WorkspaceKey,
     Workspaces,
     check_flashinfer,
@@ -68,12 +69,19 @@ class FlashInferAllReduce:
         """Whether it takes it once the workspace is there; from the message alone."""
         if message.dtype not in ITEM_BYTES or len(message.shape) != 2:
             return False
-        bound = self._max_message_bytes
-        if message.shape[1] > 0:
-            made = self._workspaces.find(self._key(message))
-            bound = made.size.max_bytes if made else bound
+        made = self._workspaces.find(self._key(message))
+        bound = made.size.max_bytes if made else self._max_message_bytes
         takes = limits.flashinfer_one_shot if one_shot else limits.flashinfer_two_shot
-        return takes(message, self.world_size, bound)
+        if not takes(message, self.world_size, bound):
+            return False
+        return made is None or self.backend != MNNVL or self._fits_mnnvl(made, message)
+
+    def _fits_mnnvl(self, made: Workspace, message: Message) -> bool:
+        """Its slots are cut by rules of its own; unlike ``trtllm`` it answers without a warning."""
+        import torch
+
+        dtype = getattr(torch, message.dtype)
+        return made.handle.is_buffer_size_sufficient(self.world_size, *message.shape, dtype)
 
     def prepare(self, message: Message) -> bool:
         """Create the workspace for messages with such rows; collective. Whether there is one."""
@@ -120,8 +128,10 @@ class FlashInferAllReduce:
         """
         made = self._workspaces.find(self._key(message_of(tensor)))
         assert made is not None, "all_reduce was called without asking should_use_fi_ar"
-        if use_oneshot is None and not self.could_take(message_of(tensor), one_shot=False):
-            use_oneshot = True
+        if use_oneshot is None and self.backend == TRTLLM:
+            both = self.could_take(message_of(tensor), one_shot=False)
+            # FlashInfer knows no threshold of its own for other numbers of ranks.
+            use_oneshot = None if both and self.world_size in (2, 4, 8) else True
         return self._comm.allreduce_fusion(
             input=tensor,
             workspace=made.handle,

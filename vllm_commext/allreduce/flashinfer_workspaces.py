@@ -146,9 +146,10 @@ class Workspaces:
         except UnsupportedError as error:
             for handle in handles:
                 _release(handle)
-            logger.warning(
-                "commext: allreduce: no FlashInfer workspace, other backends remain: %s", error
-            )
+            if lockstep.rank == 0:
+                logger.warning(
+                    "commext: allreduce: no FlashInfer workspace, other backends remain: %s", error
+                )
             return None
         return Workspace(handles[0], size)
 

@@ -44,7 +44,11 @@ class Stub:
     def create(self, **options: Any) -> Any:
         random.random()
         self.created.append(options)
-        return SimpleNamespace(ipc_handles=[len(self.created)], destroy=self.destroy)
+        return SimpleNamespace(
+            ipc_handles=[len(self.created)],
+            destroy=self.destroy,
+            is_buffer_size_sufficient=lambda _, rows, *__: rows <= 4,
+        )
 
     def destroy(self) -> None:
         self.destroyed += 1
@@ -172,6 +176,9 @@ def test_mnnvl_needs_multicast_to_be_allowed(stub: Stub, monkeypatch: pytest.Mon
         )
         assert ours.prepare(message) == bool(created)
         assert len(stub.created) == created
+        backend = FlashInferBackend(ours, None)
+        taken = [backend.takes(Message((rows, 64), "bfloat16")) for rows in (4, 5)]
+        assert taken == [True, not created]  # once it is there, its own bound counts
 
 
 def test_the_functions_that_vllm_has_share_one_workspace(stub: Stub) -> None:
