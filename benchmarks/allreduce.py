@@ -48,8 +48,9 @@ class Contestants:
     """Every backend by name, vLLM's own dispatch, and ours once `judge` has given it a table."""
 
     def __init__(self, group: Any) -> None:
-        from vllm_commext.allreduce import names
+        from vllm_commext.allreduce import flashinfer, names
         from vllm_commext.allreduce.creation import Parts, create_dispatcher
+        from vllm_commext.allreduce.flashinfer_workspaces import MEASURING_BYTES
         from vllm_commext.allreduce.lockstep import Lockstep
 
         made = group.device_communicator
@@ -57,6 +58,7 @@ class Contestants:
         self._parts = Parts(
             made.cpu_group, made.device_group, made.device, custom, made.pynccl_comm
         )
+        flashinfer.allow_workspaces(MEASURING_BYTES)
         self.dispatcher = create_dispatcher(self._parts, None, wanted=names.BACKENDS)
         self.lockstep = Lockstep(made.cpu_group)
         self.group, self._vllm = group, made

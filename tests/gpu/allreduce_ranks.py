@@ -22,6 +22,7 @@ import torch
 from vllm_commext.allreduce import creation, flashinfer, multicast, names
 from vllm_commext.allreduce.creation import Parts, create_dispatcher
 from vllm_commext.allreduce.dispatcher import Dispatcher
+from vllm_commext.allreduce.flashinfer_workspaces import MEASURING_BYTES
 from vllm_commext.allreduce.lockstep import Lockstep
 from vllm_commext.allreduce.message import Message
 from vllm_commext.allreduce.table import Row, Table
@@ -345,6 +346,7 @@ def main() -> None:
     rank, world, port = (int(text) for text in sys.argv[1:4])
     multicast.keep_off()
     start_counter()
+    flashinfer.allow_workspaces(MEASURING_BYTES)
     with tensor_parallel(rank, world, port) as group, torch.inference_mode():
         made = Rank(group)
         for name in sys.argv[4:] or list(CHECKS):

@@ -218,6 +218,11 @@ def get_fi_ar_quant_workspace(
     return get_fi_ar_workspace(world_size, rank, max_token_num, hidden_dim, dtype, group)
 
 
+def allow_workspaces(num_bytes: int) -> None:
+    """Change the memory budget of this process's workspaces; alike on all ranks."""
+    _shared.budget_bytes = num_bytes
+
+
 def destroy_fi_ar_workspace() -> None:
     """Give back all workspaces of this process; before the process groups go."""
     _shared.destroy()

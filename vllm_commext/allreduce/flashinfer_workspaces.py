@@ -28,6 +28,7 @@ logger = logging.getLogger("vllm.commext.allreduce")
 OLDEST = Version("0.6.16")  # the first whose trtllm workspace does without multicast
 MIB = 1 << 20
 BUDGET_BYTES = 256 * MIB  # of all workspaces of one process
+MEASURING_BYTES = 4096 * MIB  # where all hidden sizes are measured, and nothing else is there
 MAX_MESSAGE_BYTES = 8 * MIB
 TRTLLM, MNNVL = "trtllm", "mnnvl"
 
@@ -106,7 +107,7 @@ class Workspaces:
     """
 
     def __init__(self, budget_bytes: int = BUDGET_BYTES) -> None:
-        self._budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes
         self._made: dict[WorkspaceKey, Workspace | None] = {}
 
     @property
@@ -130,7 +131,7 @@ class Workspaces:
         self, key: WorkspaceKey, dtype: "torch.dtype", max_message_bytes: int, group: "ProcessGroup"
     ) -> Workspace | None:
         lockstep = Lockstep(group)
-        left = self._budget_bytes - self.device_bytes
+        left = self.budget_bytes - self.device_bytes
         size = limits.flashinfer_workspace(
             key.hidden, dtype.itemsize, lockstep.world_size, max_message_bytes, left
         )

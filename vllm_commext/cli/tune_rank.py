@@ -42,14 +42,16 @@ def say(kind: str, **values: Any) -> None:
 
 def run(options: RankOptions) -> None:
     """Measure, and let rank 0 tell."""
-    from vllm_commext.allreduce import cache, measure, multicast, names, tuning
+    from vllm_commext.allreduce import cache, flashinfer, measure, multicast, names, tuning
     from vllm_commext.allreduce import table as tables
     from vllm_commext.allreduce.creation import Parts, create_dispatcher
+    from vllm_commext.allreduce.flashinfer_workspaces import MEASURING_BYTES
     from vllm_commext.allreduce.lockstep import Lockstep
     from vllm_commext.allreduce.machine_facts import read_machine
     from vllm_commext.compat.tp_group import tensor_parallel
 
     multicast.keep_off()
+    flashinfer.allow_workspaces(MEASURING_BYTES)
     with tensor_parallel(options.rank, options.world_size, options.port) as group:
         made = group.device_communicator
         custom = made.ca_comm if made.ca_comm is not None and not made.ca_comm.disabled else None
