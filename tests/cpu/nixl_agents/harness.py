@@ -1,7 +1,8 @@
 """Workers made of the real NIXL agent, transfer thread and side channel, on numpy memory.
 
 Run as a program it is a prefill worker in a process of its own: it prints its description as one
-line (NIXL prints others), and goes on until its standard input ends.
+line (NIXL prints others), serves it where it is given a port, and goes on until its standard input
+ends.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_commext.nixl import wire
-from vllm_commext.nixl.agent import NixlAgent
+from vllm_commext.nixl.agent import DONE, IN_PROGRESS, NixlAgent
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.fence import NUM_SLOTS
 from vllm_commext.nixl.io_thread import TransferThread
@@ -83,10 +84,11 @@ class Engine:
         layer_names: Sequence[str] = (),
         serve: bool = False,
         port: int = 0,
+        incarnation: str = "",
         **settings: Any,
     ) -> None:
         self.engine_id = engine_id
-        self.incarnation = uuid.uuid4().hex
+        self.incarnation = incarnation or uuid.uuid4().hex
         self.port = port or free_port()
         self.rank = rank
         num_held = num_heads // rank.size
@@ -268,11 +270,38 @@ def assert_works(decode: Any, prefill: Any, request_id: str = "works") -> None:
     assert same(decode.memory, expected)
 
 
+class SlowReads:
+    """NIXL as on a slow network: its reads are real, and their ends are told when ``end`` is
+    called."""
+
+    def __init__(self, agent: Any, patch: Any) -> None:
+        self.has_arrived = False
+        self._is_over = False
+        self._state = agent.state
+        patch.setattr(agent, "state", self._look)
+
+    def _look(self, read: Any) -> str:
+        state = self._state(read)
+        self.has_arrived = self.has_arrived or state == DONE
+        return state if self._is_over else IN_PROGRESS
+
+    def end(self) -> None:
+        self._is_over = True
+
+
 def main() -> None:
-    engine_id, *numbers = sys.argv[1:]
-    seed, num_blocks, num_heads, size, index = map(int, numbers)
-    rank = Rank(size, index)
-    engine = Engine(engine_id, seed=seed, num_blocks=num_blocks, num_heads=num_heads, rank=rank)
+    engine_id, incarnation, *numbers = sys.argv[1:]
+    seed, num_blocks, num_heads, size, index, port = map(int, numbers)
+    engine = Engine(
+        engine_id,
+        seed=seed,
+        num_blocks=num_blocks,
+        num_heads=num_heads,
+        rank=Rank(size, index),
+        port=port,
+        incarnation=incarnation,
+        serve=port > 0,
+    )
     sys.stdout.write(f"{DESCRIPTION}{engine.description.hex()}\n")
     sys.stdout.flush()
     sys.stdin.read()

@@ -38,7 +38,8 @@ MODEL_HEADS = 4
 
 class PeerProcess:
     """A prefill worker in its own process, which can be stopped, continued and killed; its side
-    channel, where it ``serves`` one, is in this process, so that it answers all the while."""
+    channel, where it ``serves`` one, is in this process, so that it answers all the while, or with
+    ``whole`` in its own, so that it ends with it."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class PeerProcess:
         num_heads: int = NUM_HEADS,
         port: int = 0,
         serve: bool = True,
+        whole: bool = False,
     ) -> None:
         self.engine_id = engine_id
         self.incarnation = uuid.uuid4().hex
@@ -57,9 +59,9 @@ class PeerProcess:
         self.rank = rank
         stride_bytes = num_heads // rank.size * HEAD_BYTES + GAP_BYTES
         self.memory = memory_of(seed, 3, num_blocks, stride_bytes)
-        numbers = (seed, num_blocks, num_heads, rank.size, rank.index)
+        numbers = (seed, num_blocks, num_heads, rank.size, rank.index, self.port if whole else 0)
         self._process = subprocess.Popen(
-            [sys.executable, PROGRAM, engine_id, *map(str, numbers)],
+            [sys.executable, PROGRAM, engine_id, self.incarnation, *map(str, numbers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -68,7 +70,7 @@ class PeerProcess:
         line = next(line for line in self._process.stdout if line.startswith(DESCRIPTION))
         self.description = bytes.fromhex(line.removeprefix(DESCRIPTION))
         self.server: SideChannelServer | None = None
-        if serve:
+        if serve and not whole:
             self.serve(self.description)
 
     remote = Engine.remote

@@ -1,0 +1,87 @@
+"""Heartbeats between real agents: what is waited for or read is kept, as long as its reader says so
+and is believed."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from nixl_agents_harness import SlowReads, expected_after, load_of, same, wait_until
+
+from vllm_commext.nixl import wire
+from vllm_commext.nixl.requests import Hold, Wait
+
+pytestmark = pytest.mark.timeout(300)
+
+MakeEngine = Callable[..., Any]
+LEASE_SECONDS = 3.0
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_a_read_slower_than_the_lease(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, beats: bool
+) -> None:
+    prefill = make_engine("p", serve=True, kv_lease_duration=LEASE_SECONDS)
+    decode = make_engine("d", seed=2)
+    if not beats:
+        monkeypatch.setattr("vllm_commext.nixl.keep_alive.KeepAlive.send_due", lambda self: None)
+    slow = SlowReads(decode.agent, monkeypatch)
+    expected = expected_after(decode.memory, prefill.memory, [(7, 9)])
+    prefill.thread.submit(Hold("x", LEASE_SECONDS, 3, 0))
+    remote = prefill.remote("x", [9], fence_slot=3, fence_ticket=0)
+    decode.thread.submit(load_of("r", remote, [7]))
+    wait_until(lambda: slow.has_arrived, "the data")
+    if beats:
+        time.sleep(2 * LEASE_SECONDS)
+        assert prefill.collect().sent == set()
+    else:
+        prefill.wait(lambda: prefill.collect().sent == {"x"})
+    slow.end()
+    decode.wait(lambda: decode.collect().received == {"r"})
+    assert decode.outcomes.failed == (set() if beats else {"r"})
+    prefill.wait(lambda: prefill.collect().sent == {"x"})
+    if beats:
+        assert same(decode.memory, expected)
+        assert prefill.recorded["heartbeats"] > 0
+        assert prefill.recorded["expired_requests"] == 0
+    else:
+        assert decode.recorded["failures"] == {"expired": 1}
+
+
+def test_a_request_that_waits_is_kept_and_no_longer_than_it_may_be(
+    make_engine: MakeEngine,
+) -> None:
+    prefill = make_engine(
+        "p", serve=True, kv_lease_duration=0.6, kv_lease_max_duration=4 * LEASE_SECONDS
+    )
+    decode = make_engine("d", seed=2)
+    begun = time.monotonic()
+    remote = prefill.remote("x", [9], fence_slot=3, fence_ticket=0)
+    decode.thread.submit(Wait("r", remote))
+    wait_until(lambda: decode.recorder.take() is not None, "the handshake")
+    prefill.thread.submit(Hold("x", LEASE_SECONDS, 3, 0))
+    prefill.wait(lambda: prefill.collect().sent == {"x"})
+    assert time.monotonic() - begun >= 4 * LEASE_SECONDS
+    assert prefill.recorded["heartbeats"] > 1
+    decode.load(load_of("r", remote, [7]))
+    assert decode.outcomes.failed == {"r"}
+
+
+def test_heartbeats_that_fit_nothing_are_counted_and_ignored(make_engine: MakeEngine) -> None:
+    prefill, decode = make_engine("p", serve=True), make_engine("d", seed=2)
+    decode.load(load_of("first", prefill.remote("y", [1]), [1]))
+    prefill.thread.submit(Hold("x", 600.0, 3, 0))
+    told = wire.KeepAlive(consumer="c/0", sender="s", sequence=1, request_ids=["x", "x", "other"])
+    probe = wire.Released(request_id="x", consumer="c/0", num_consumers=1)
+    name = prefill.agent.name
+    wait_until(lambda: len(prefill.thread._holder) == 1, "the hold")
+    for message in (told, told, probe, told):
+        decode.agent.notify(name, wire.encode(message))
+    prefill.wait(lambda: prefill.collect().sent == {"x"})
+    # The first load may have taken long enough for a heartbeat of its own.
+    prefill.wait(lambda: prefill.collect() is not None and _beats(prefill)[1] >= 8)
+    assert _beats(prefill)[0] == 1
+
+
+def _beats(prefill: Any) -> tuple[int, int]:
+    return prefill.recorded["heartbeats"], prefill.recorded["ignored_heartbeats"]

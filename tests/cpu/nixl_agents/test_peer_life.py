@@ -1,0 +1,111 @@
+"""Whole prefill engines in processes of their own that are killed and come back, seen from a decode
+worker that lives on."""
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from nixl_agents_harness import (
+    SlowReads,
+    assert_fails,
+    assert_works,
+    load_of,
+    wait_until,
+)
+from nixl_agents_ranks import PeerProcess
+
+from vllm_commext.nixl.io_thread import GiveUp
+
+pytestmark = pytest.mark.timeout(600)
+
+MakeEngine = Callable[..., Any]
+Lines = pytest.LogCaptureFixture
+NUM_RESTARTS = int(os.environ.get("COMMEXT_NUM_RESTARTS", "4"))
+"""50 in the long form."""
+
+
+def states(decode: Any) -> dict[str, int]:
+    """Peers by state, without the states that none is in."""
+    counts = decode.thread._loader._peers.count_states()
+    return {state: count for state, count in counts.items() if count}
+
+
+def test_a_read_from_a_killed_peer_is_given_up_where_nixl_says_nothing(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = make_engine("d", seed=2)
+    with PeerProcess("p", seed=1, whole=True) as peer:
+        assert_works(decode, peer)
+        slow = SlowReads(decode.agent, monkeypatch)
+        decode.thread.submit(load_of("r", peer.remote("x", [9]), [7]))
+        wait_until(lambda: slow.has_arrived, "the data")
+        assert decode.collect().late == set()
+        peer.kill()
+        decode.wait(lambda: decode.collect().late == {"r"})
+        decode.thread.submit(GiveUp("r"))
+        decode.wait(lambda: "r" in decode.collect().received)
+        assert decode.outcomes.failed == {"r"}
+        assert decode.outcomes.settled == set()
+        assert decode.recorded["failures"] == {"transfer": 1}
+        assert states(decode) == {"lost": 1, "retired": 1}
+        slow.end()
+        decode.wait(lambda: decode.collect().settled == {"r"})
+        wait_until(lambda: states(decode) == {"lost": 1}, "the end of the old connection")
+
+
+def test_a_peer_that_was_killed_fails_requests_at_once_until_it_is_back(
+    make_engine: MakeEngine, log_lines: Lines
+) -> None:
+    decode = make_engine("d", seed=2, handshake_timeout=30.0)
+    with PeerProcess("p", seed=1, whole=True) as first:
+        assert_works(decode, first)
+        first.kill()
+        words = ("'p'", "nothing takes connections")
+        assert_fails(
+            decode, load_of("r1", first.remote("x", [1]), [1]), "handshake", log_lines, *words
+        )
+        again = load_of("r2", first.remote("x", [1]), [1])
+        assert_fails(decode, again, "handshake", log_lines, *words)
+        with PeerProcess("p", seed=5, port=first.port, whole=True) as second:
+            assert_works(decode, second, "back")
+            assert states(decode) == {"ready": 1}
+
+
+def test_what_came_and_went_leaves_nothing_behind(make_engine: MakeEngine) -> None:
+    decode = make_engine("d", seed=2)
+    before: tuple[int, int] | None = None
+    port = 0
+    for number in range(NUM_RESTARTS):
+        with PeerProcess("p", seed=number, port=port, whole=True) as peer:
+            port = peer.port
+            assert_works(decode, peer, f"r{number}")
+            wait_until(lambda: states(decode) == {"ready": 1}, "one peer")
+            links = decode.thread._loader._peers._links
+            assert len(links._num_agent_users) == len(links._local_lists) == 1
+            counts = (threading.active_count(), len(os.listdir("/proc/self/fd")))
+            before = before or counts
+            peer.kill()
+    wait_until(lambda: states(decode) == {"suspect": 1}, "the closed connection")
+    assert before is not None
+    assert counts[0] == before[0]
+    assert counts[1] <= before[1] + 2
+
+
+def test_peers_that_are_not_needed_are_forgotten(make_engine: MakeEngine) -> None:
+    decode = make_engine("d", seed=2, peer_idle_timeout=0.5)
+    for name in ("p", "q"):
+        assert_works(decode, make_engine(name, seed=3, serve=True), name)
+    wait_until(lambda: states(decode) == {}, "both to be forgotten")
+    assert not decode.thread._loader._peers._links._local_lists
+    assert_works(decode, make_engine("s", seed=4, serve=True), "later")
+
+
+def test_the_peer_that_was_needed_least_recently_makes_room(make_engine: MakeEngine) -> None:
+    decode = make_engine("d", seed=2, max_peers=2)
+    peers = [make_engine(f"p{number}", seed=number, serve=True) for number in range(3)]
+    for turn, number in enumerate((0, 1, 0, 2, 0, 1)):
+        assert_works(decode, peers[number], f"r{turn}")
+        assert sum(states(decode).values()) == min(turn + 1, 2)
+    assert len(decode.recorded["handshake_seconds"]) == 4
