@@ -7,6 +7,7 @@ from collections.abc import Callable
 from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError, UnsupportedError
 from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.nixl.failures import describe_source, handshake_failure
 from vllm_commext.nixl.keep_alive import KeepAlive
 from vllm_commext.nixl.loads import Failure, LoadBook, Part
 from vllm_commext.nixl.log import RateLimitedLog, logger
@@ -129,7 +130,7 @@ class Loader:
             else:
                 self._read(part, peer)
         except CommextError as error:
-            self._close_part(part, _handshake_failure(error))
+            self._close_part(part, handshake_failure(error))
 
     def _poll_handshakes(self) -> bool:
         ended = self._peers.poll()
@@ -140,7 +141,7 @@ class Loader:
                 if isinstance(outcome, Peer):
                     self._read(part, outcome)
                 else:
-                    self._close_part(part, _handshake_failure(outcome))
+                    self._close_part(part, handshake_failure(outcome))
         return bool(ended)
 
     def _probe_once(self, peer: Peer) -> None:
@@ -227,7 +228,7 @@ class Loader:
             self._agent.notify(read.peer.agent_name, message)
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the lease frees the blocks
             self._peers.doubt(read.peer, broken=True)
-            source = _source(read.part.remote)
+            source = describe_source(read.part.remote)
             self._log.warning("release", f"{source} was not told: {error}")
 
     def _note_late_reads(self) -> None:
@@ -284,24 +285,10 @@ class Loader:
 
     def _log_failure(self, load: Load, failure: Failure) -> None:
         request = f"request {load.request_id} of decode engine {self._local.engine_id!r}"
-        source, error = _source(load.remote), failure.error
+        source, error = describe_source(load.remote), failure.error
         if load.awaited:
             self._recorder.failure(failure.reason)
             text = f"{request}: KV cache not loaded from {source}: {error}"
             self._log.warning(failure.reason, text)
         else:
             self._log.warning("release", f"{request}: {source} was not told to free it: {error}")
-
-
-def _handshake_failure(error: CommextError) -> Failure:
-    unfit = isinstance(error, UnsupportedError)
-    return Failure("configuration" if unfit else "handshake", error)
-
-
-def _source(remote: RemoteRequest | None) -> str:
-    if remote is None:
-        return "an unknown prefill engine"
-    return (
-        f"prefill engine {remote.engine_id!r} at {remote.host}:{remote.port} (request "
-        f"{remote.request_id} there)"
-    )

@@ -118,3 +118,23 @@ class PeerLinks:
         if not self._num_agent_users[name]:
             del self._num_agent_users[name]
             self._agent.remove_peer(name)
+
+
+def log_ready(peer: Peer, described: wire.WorkerDescription, tolerated: str) -> None:
+    """Say once how a peer will be read."""
+    engine_id, host, port, rank = peer.key
+    lengths = peer.plan.local_rows[:, 1]
+    logger.info(
+        "prefill engine %s at %s:%d is ready: rank %d of %d, %d blocks; %d descriptors of "
+        "%d to %d bytes for each cell of tokens or state%s",
+        engine_id,
+        host,
+        port,
+        rank,
+        described.layout.tp_size,
+        described.layout.num_blocks,
+        sum(section.num_lanes for section in peer.plan.sections),
+        lengths.min(initial=1 << 62) if len(lengths) else 0,
+        lengths.max(initial=0),
+        f"; tolerated differences: {tolerated}" if tolerated else "",
+    )

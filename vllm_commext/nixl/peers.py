@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 
 import zmq
 
@@ -19,8 +18,9 @@ from vllm_commext.nixl.heartbeats import PeerKey
 from vllm_commext.nixl.loads import Part
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.peer import LocalSide, Peer, peer_key
-from vllm_commext.nixl.peer_links import PeerLinks
-from vllm_commext.nixl.peer_states import BackOff, PeerEvent, PeerState, next_state
+from vllm_commext.nixl.peer_entry import PeerEntry
+from vllm_commext.nixl.peer_links import PeerLinks, log_ready
+from vllm_commext.nixl.peer_states import BackOff, PeerEvent, PeerState
 from vllm_commext.nixl.planner import plan_read
 from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.seal import read_secret
@@ -29,35 +29,6 @@ from vllm_commext.nixl.side_channel import Inquiry
 CHECK_SECONDS = 0.1
 """Between two looks at connections and at what is not needed any more."""
 BACK_OFF = BackOff()
-
-
-@dataclass
-class _Entry:
-    """One prefill worker.
-
-    ``inquiry`` is the question during a handshake and stays open afterwards: its connection closes
-    with the peer's process.
-    """
-
-    key: PeerKey
-    state: PeerState = PeerState.UNKNOWN
-    peer: Peer | None = None
-    inquiry: Inquiry | None = None
-    asked: float = 0.0
-    parts: list[Part] = field(default_factory=list)
-    wanted_incarnation: str = ""
-    error: CommextError = field(default_factory=CommextError)
-    num_failures: int = 0
-    retry_at: float = 0.0
-    last_used: float = 0.0
-
-    def apply(self, event: PeerEvent) -> None:
-        self.state = next_state(self.state, event)
-
-    @property
-    def is_idle(self) -> bool:
-        has_reads = self.peer is not None and self.peer.num_reads > 0
-        return self.state != PeerState.HANDSHAKING and not has_reads
 
 
 class PeerTable:
@@ -76,7 +47,7 @@ class PeerTable:
         self._context = zmq.Context()
         self._secret = read_secret(config.side_channel_secret_file)
         self._links = PeerLinks(agent, local)
-        self._entries: dict[PeerKey, _Entry] = {}
+        self._entries: dict[PeerKey, PeerEntry] = {}
         self._next_check = 0.0
         self._log = RateLimitedLog()
 
@@ -162,7 +133,7 @@ class PeerTable:
             self._retire(entry)
         self._context.destroy(linger=0)
 
-    def _need(self, key: PeerKey, incarnation: str) -> _Entry:
+    def _need(self, key: PeerKey, incarnation: str) -> PeerEntry:
         """The entry of a peer that is being asked.
 
         Raises:
@@ -201,7 +172,7 @@ class PeerTable:
         )
         return Inquiry(self._context, host, port, request, self._secret)
 
-    def _add(self, key: PeerKey) -> _Entry:
+    def _add(self, key: PeerKey) -> PeerEntry:
         if len(self._entries) >= self._config.max_peers:
             idle = [entry for entry in self._entries.values() if entry.is_idle]
             if not idle:
@@ -210,9 +181,9 @@ class PeerTable:
                     "got one more: raise max_peers in kv_connector_extra_config"
                 )
             self._retire(min(idle, key=lambda entry: entry.last_used))
-        return self._entries.setdefault(key, _Entry(key))
+        return self._entries.setdefault(key, PeerEntry(key))
 
-    def _advance(self, entry: _Entry, now: float) -> Peer | CommextError | None:
+    def _advance(self, entry: PeerEntry, now: float) -> Peer | CommextError | None:
         assert entry.inquiry is not None  # open during a handshake
         address = entry.inquiry.address
         error: CommextError
@@ -234,7 +205,7 @@ class PeerTable:
         self._fail(entry, error, now)
         return error
 
-    def _fail(self, entry: _Entry, error: CommextError, now: float) -> None:
+    def _fail(self, entry: PeerEntry, error: CommextError, now: float) -> None:
         entry.apply(PeerEvent.FAILED)
         entry.error = error
         entry.num_failures += 1
@@ -242,7 +213,7 @@ class PeerTable:
         self._close_inquiry(entry)
         self._lose(entry)
 
-    def _admit(self, entry: _Entry, reply: wire.Described, now: float) -> Peer:
+    def _admit(self, entry: PeerEntry, reply: wire.Described, now: float) -> Peer:
         described = wire.open_description(reply)
         key = entry.key
         found = (described.engine_id, described.layout.tp_rank)
@@ -259,7 +230,9 @@ class PeerTable:
         self._recorder.handshake(now - entry.asked)
         return entry.peer
 
-    def _connect(self, entry: _Entry, described: wire.WorkerDescription, incarnation: str) -> Peer:
+    def _connect(
+        self, entry: PeerEntry, described: wire.WorkerDescription, incarnation: str
+    ) -> Peer:
         enforce = self._config.enforce_handshake_compat
         tolerated = check_facts(self._local.facts, described.facts, enforce=enforce)
         plan = plan_read(
@@ -269,10 +242,10 @@ class PeerTable:
             remote_device=described.device_id,
         )
         peer = self._links.connect(entry.key, incarnation, described, plan)
-        _log_ready(peer, described, str(tolerated) if tolerated else "")
+        log_ready(peer, described, str(tolerated) if tolerated else "")
         return peer
 
-    def _lose(self, entry: _Entry) -> None:
+    def _lose(self, entry: PeerEntry) -> None:
         """The engine that was behind the entry is gone, as far as can be told."""
         if entry.peer is not None:
             self._links.retire(entry.peer)
@@ -308,7 +281,7 @@ class PeerTable:
                 )
                 self._retire(entry)
 
-    def _retire(self, entry: _Entry) -> None:
+    def _retire(self, entry: PeerEntry) -> None:
         entry.apply(PeerEvent.UNUSED)
         self._close_inquiry(entry)
         if entry.peer is not None:
@@ -316,26 +289,7 @@ class PeerTable:
         del self._entries[entry.key]
 
     @staticmethod
-    def _close_inquiry(entry: _Entry) -> None:
+    def _close_inquiry(entry: PeerEntry) -> None:
         if entry.inquiry is not None:
             entry.inquiry.close()
         entry.inquiry = None
-
-
-def _log_ready(peer: Peer, described: wire.WorkerDescription, tolerated: str) -> None:
-    engine_id, host, port, rank = peer.key
-    lengths = peer.plan.local_rows[:, 1]
-    logger.info(
-        "prefill engine %s at %s:%d is ready: rank %d of %d, %d blocks; %d descriptors of "
-        "%d to %d bytes for each cell of tokens or state%s",
-        engine_id,
-        host,
-        port,
-        rank,
-        described.layout.tp_size,
-        described.layout.num_blocks,
-        sum(section.num_lanes for section in peer.plan.sections),
-        lengths.min(initial=1 << 62) if len(lengths) else 0,
-        lengths.max(initial=0),
-        f"; tolerated differences: {tolerated}" if tolerated else "",
-    )
