@@ -81,11 +81,24 @@ static PyObject *Ring_leave(PyObject *op, PyObject *Py_UNUSED(ignored)) {
 
 static PyObject *Ring_counters(PyObject *op, PyObject *Py_UNUSED(ignored)) {
     struct ring_end *end = &((RingObject *)op)->end;
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K}", "messages", (unsigned long long)end->sequence,
+    uint64_t high_water = 0, least = UINT64_MAX;
+    unsigned slowest = 0;
+    for (uint32_t rank = 0; rank < end->n_readers; rank++) {
+        struct ring_cursor *cursor = &end->readers[rank].cursor;
+        uint64_t position = atomic_load_explicit(&cursor->position, memory_order_relaxed);
+        uint64_t high = atomic_load_explicit(&cursor->high_water, memory_order_relaxed);
+        if (high > high_water) high_water = high;
+        if (position < least) {
+            least = position;
+            slowest = rank;
+        }
+    }
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:I}", "messages", (unsigned long long)end->sequence,
                          "bytes", (unsigned long long)end->bytes, "waits",
                          (unsigned long long)end->waiter.waits, "parks",
                          (unsigned long long)end->waiter.parks, "wake_ups",
-                         (unsigned long long)end->waiter.wake_ups);
+                         (unsigned long long)end->waiter.wake_ups, "high_water_bytes",
+                         (unsigned long long)high_water, "slowest_reader", slowest);
 }
 
 static PyObject *describe(const struct ring_end *end, int rank) {

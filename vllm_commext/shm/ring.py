@@ -101,12 +101,7 @@ class RingEnd:
         wake_ups (system calls that woke others). Of the queue: high_water_bytes (the most that any
         reader ever found waiting), slowest_reader (its rank).
         """
-        readers = self.peers()[1:]
-        return {
-            **self.core.counters(),
-            "high_water_bytes": max(peer.high_water_bytes for peer in readers),
-            "slowest_reader": self.slowest_reader().rank,
-        }
+        return self.core.counters()
 
     def cancel(self) -> None:
         """End the wait in progress, if any, and every later one with QueueCancelledError. From any
