@@ -232,7 +232,8 @@ class Inquiry:
                 return None
             raise ProtocolError(
                 f"nothing takes connections at the prefill engine's side channel {self.address}, "
-                "or it has closed the connection: was the engine stopped?"
+                "or it has closed the connection: is the engine up, and does this host reach the "
+                "address, which VLLM_NIXL_SIDE_CHANNEL_HOST names on the prefill host?"
             ) from None
         reply = wire.decode_reply(self._caller.check(frame))
         if isinstance(reply, wire.Refused):
