@@ -262,6 +262,7 @@ class PeerTable:
             self._log.warning(
                 "connection", f"the connection to prefill engine {entry.key} has closed"
             )
+            self._close_inquiry(entry)
             if not entry.is_idle and entry.peer is not None:
                 self._prove(entry.key, entry.peer.incarnation)
 
