@@ -90,7 +90,7 @@ def parts(args: argparse.Namespace, folder: Path) -> dict[str, Part]:
             {states.case(count): less(4) for count in (1, 2)},
         ),
         "latency": Part(
-            "A request of 200 prompt tokens, tiny dense model on CPU, TCP, our queue in all servers",
+            "A request of 200 prompt tokens, tiny dense model on CPU, TCP, our queue everywhere",
             lambda: latency.measure_latency(llama, folder, args.requests, args.starts),
             {
                 f"{case}, median": Target("at most 1.05x", 1.05)
