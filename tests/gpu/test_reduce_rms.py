@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from vllm_commext.testing.servers import free_port
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
@@ -38,17 +39,11 @@ pytestmark = [
 ]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _run_ranks(world: int) -> tuple[dict[str, Any], str]:
     """Each check's line, and what the ranks wrote to standard error."""
     environ = {**os.environ, **ENVIRON}
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    port = str(_free_port())
+    port = str(free_port())
     pipe = subprocess.PIPE
     ranks = [
         subprocess.Popen(
