@@ -51,8 +51,8 @@ class Holder:
     def hold(self, hold: Hold) -> None:
         """Keep a finished prefill's blocks."""
         self._fences[hold.request_id] = (hold.fence_slot, hold.fence_ticket)
-        self._begun[hold.request_id] = time.monotonic()
-        if self._leases.hold(hold.request_id, time.monotonic(), hold.lease_seconds):
+        now = self._begun[hold.request_id] = time.monotonic()
+        if self._leases.hold(hold.request_id, now, hold.lease_seconds):
             self._report_sent(hold.request_id)
 
     def take_notifications(self) -> None:
