@@ -154,9 +154,9 @@ def _check_needs() -> None:
     """On a GPU platform, what compiles the kernel; without touching the GPU."""
     from vllm.platforms import current_platform
 
-    from vllm_commext.reduce_rms import build
+    from vllm_commext.gpu import nvrtc
 
     if current_platform.is_cuda():
-        build.nvrtc_version()
+        nvrtc.nvrtc_version()
     elif not current_platform.is_cpu():
         raise UnsupportedError(f"expected an NVIDIA GPU, got {current_platform.device_name}")

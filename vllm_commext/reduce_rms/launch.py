@@ -1,16 +1,14 @@
-"""Loads compiled kernels and launches them, with programmatic dependent launch where there is."""
+"""The forms of the kernel, loaded at a shape's first call."""
 
 import ctypes
-import importlib
 import threading
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
-from vllm_commext.errors import UnsupportedError
-from vllm_commext.reduce_rms import build, variants
+from vllm_commext.gpu import launch
+from vllm_commext.gpu.launch import Device
+from vllm_commext.reduce_rms import variants
+from vllm_commext.reduce_rms.build import PROGRAM
 from vllm_commext.reduce_rms.variants import Shape, Tiling
-
-PROGRAMMATIC_LAUNCH = 90  # the first architecture that has it
 
 
 class Arguments(ctypes.Structure):
@@ -36,43 +34,12 @@ class Arguments(ctypes.Structure):
     )
 
 
-class Device(NamedTuple):
-    """A GPU as the kernel sees it: ordinal, architecture such as 90, multiprocessors."""
-
-    ordinal: int
-    architecture: int
-    multiprocessors: int
-
-
-def check(result: tuple[Any, ...]) -> Any:
-    """The value of a call of the driver's.
-
-    Raises:
-        UnsupportedError: the driver reports an error.
-    """
-    status, *values = result
-    if int(status) != 0:
-        raise UnsupportedError(f"CUDA reports {status!r}")
-    return values[0] if values else None
-
-
-@dataclass
+@dataclass(frozen=True)
 class Kernel:
-    """A loaded kernel with its launch configuration.
+    """A loaded form of the kernel."""
 
-    Attributes:
-        driver: the driver's bindings.
-        function: the kernel's handle.
-        config: launch configuration; its grid and stream are set for each launch.
-        block_teams: tokens a block.
-        lock: held from setting the configuration to the launch.
-    """
-
-    driver: Any
-    function: Any
-    config: Any
+    function: launch.Function
     block_teams: int
-    lock: threading.Lock
 
     def launch(self, arguments: Arguments, stream: int) -> None:
         """Launch for ``arguments.num_tokens`` tokens.
@@ -80,49 +47,18 @@ class Kernel:
         Raises:
             UnsupportedError: the driver refuses.
         """
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        with self.lock:
-            self.config.gridDimX = -(-arguments.num_tokens // self.block_teams)
-            self.config.hStream = stream
-            check(
-                self.driver.cuLaunchKernelEx(
-                    self.config, self.function, ctypes.addressof(parameters), 0
-                )
-            )
-
-
-def _configuration(driver: Any, threads: int, programmatic: bool) -> Any:
-    ids = driver.CUlaunchAttributeID
-    config = driver.CUlaunchConfig()
-    config.gridDimX = config.gridDimY = config.gridDimZ = 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes = 0
-    if programmatic:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        config.attrs = [attribute]
-        config.numAttrs = 1
-    return config
+        self.function.launch(arguments, -(-arguments.num_tokens // self.block_teams), stream)
 
 
 def load(shape: Shape, tiling: Tiling, device: Device) -> Kernel:
-    """Compile, or take from the cache on disk, and load into the current context.
+    """One form, compiled if need be and loaded into the current context.
 
     Raises:
-        UnsupportedError: the GPU is too old, or what `build.compile_cubin` raises.
+        UnsupportedError: as `launch.load`.
     """
-    driver = importlib.import_module("cuda.bindings.driver")
-    if device.architecture < build.OLDEST_ARCHITECTURE:
-        raise UnsupportedError(
-            f"expected compute capability 8.0 or newer, got sm_{device.architecture}"
-        )
-    cubin = build.load_or_compile(variants.macros(shape, tiling), device.architecture)
-    module = check(driver.cuModuleLoadData(cubin))
-    function = check(driver.cuModuleGetFunction(module, build.KERNEL))
-    check(driver.cuFuncLoad(function))  # else it might be loaded while a graph is captured
-    config = _configuration(driver, tiling.threads, device.architecture >= PROGRAMMATIC_LAUNCH)
-    return Kernel(driver, function, config, tiling.block_teams, threading.Lock())
+    macros = variants.macros(shape, tiling)
+    function = launch.load(PROGRAM, macros, tiling.threads, device, programmatic=True)
+    return Kernel(function, tiling.block_teams)
 
 
 class Kernels:

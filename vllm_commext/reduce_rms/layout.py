@@ -18,19 +18,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from vllm_commext.errors import ConfigError
+from vllm_commext.gpu.ipc import round_up
 
-ALIGNMENT = 2 << 20  # bytes; CUDA maps memory between processes in pieces of this size
 NUM_SLOTS = 3
 WORD_BYTES = 8
 STATE_BYTES = 4
 SENTINEL_BITS = 0x80000000  # -0.0 as float32
 WORLD_SIZES = range(2, 9)
 EXTRA_WORDS = 5
-
-
-def round_up(num_bytes: int, alignment: int = ALIGNMENT) -> int:
-    """The smallest multiple of `alignment` that is not below `num_bytes`."""
-    return -(-num_bytes // alignment) * alignment
 
 
 def compute_comm_size_for_minimax(max_tokens: int, world_size: int, fused_qk: bool = True) -> int:

@@ -11,11 +11,11 @@ import torch
 from torch import distributed
 
 from vllm_commext.errors import CommextError, CommextTimeoutError, ConfigError, ProtocolError
+from vllm_commext.gpu.collective import await_others, exchange
+from vllm_commext.gpu.ipc import IpcBuffer, round_up
+from vllm_commext.gpu.launch import current_device
 from vllm_commext.reduce_rms import layout
-from vllm_commext.reduce_rms.collective import await_others, exchange
 from vllm_commext.reduce_rms.handles import Workspace
-from vllm_commext.reduce_rms.ipc import IpcBuffer
-from vllm_commext.reduce_rms.launch import Device
 from vllm_commext.reduce_rms.layout import Failure, FailureKind, compute_comm_size_for_minimax
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class LamportWorkspace(Workspace):
                 "expected a positive comm_size and timeout_seconds, "
                 f"got {comm_size} and {timeout_seconds}"
             )
-        self.comm_size = layout.round_up(comm_size)
+        self.comm_size = round_up(comm_size)
         self.timeout_ns = int(timeout_seconds * 1e9)
         capacity = layout.slot_capacity(self.comm_size, world_size)
         self.max_tokens_per_launch = min(max_tokens_per_launch or capacity, capacity)
@@ -83,7 +83,7 @@ class LamportWorkspace(Workspace):
 
     def _allocate(self, capacity: int) -> None:
         """What only this rank sees."""
-        self.device = _current_device()
+        self.device = current_device()
         self._states = torch.zeros(capacity, dtype=torch.int32, device=DEVICE)
         self._failure = torch.zeros(1, dtype=torch.int64, device=DEVICE)
         self._report = _pinned_word()
@@ -181,13 +181,6 @@ class LamportWorkspace(Workspace):
 def _pinned_word() -> torch.Tensor:
     """Host memory that a kernel can write to."""
     return torch.zeros(1, dtype=torch.int64, pin_memory=True)
-
-
-def _current_device() -> Device:
-    index = torch.cuda.current_device()
-    properties = torch.cuda.get_device_properties(index)
-    architecture = properties.major * 10 + properties.minor
-    return Device(index, architecture, properties.multi_processor_count)
 
 
 _Key = tuple[int, int, int, int, str, int]

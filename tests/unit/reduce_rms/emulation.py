@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vllm_commext.reduce_rms import layout, variants
-from vllm_commext.reduce_rms.build import SOURCES
+from vllm_commext.reduce_rms.build import PROGRAM
 from vllm_commext.reduce_rms.launch import Arguments
 from vllm_commext.reduce_rms.layout import Failure
 from vllm_commext.reduce_rms.variants import Shape, Tiling
@@ -36,7 +36,7 @@ def library(shape: Shape, tiling: Tiling) -> ctypes.CDLL:
     command = [
         str(COMPILER),
         *flags,
-        *("-Werror", "-Wno-unknown-pragmas", f"-I{HERE}", f"-I{SOURCES}"),
+        *("-Werror", "-Wno-unknown-pragmas", f"-I{HERE}", f"-I{PROGRAM.folder}"),
         *(f"-D{name}={value}" for name, value in macros.items()),
         *("-o", str(target), str(HERE / "emulate.cpp")),
     ]

@@ -17,8 +17,10 @@ import torch
 from reduce_rms_emulation import library
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.reduce_rms import handles, ipc, ops, variants, workspace
-from vllm_commext.reduce_rms.launch import Arguments, Device
+from vllm_commext.gpu import ipc
+from vllm_commext.gpu.launch import Device
+from vllm_commext.reduce_rms import handles, ops, variants, workspace
+from vllm_commext.reduce_rms.launch import Arguments
 from vllm_commext.reduce_rms.variants import Shape
 
 OK, NOT_PERMITTED = 0, 217
@@ -175,7 +177,7 @@ def fake_gpus(world_size: int) -> Iterator[tuple[Runtime, Group, HostKernels]]:
         patch.setattr(workspace, "await_others", lambda *_: None)
         patch.setattr(workspace, "DEVICE", "cpu")
         patch.setattr(workspace, "_pinned_word", lambda: torch.zeros(1, dtype=torch.int64))
-        patch.setattr(workspace, "_current_device", lambda: GPU)
+        patch.setattr(workspace, "current_device", lambda: GPU)
         patch.setattr(ops, "_kernels", kernels)
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)
         patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())

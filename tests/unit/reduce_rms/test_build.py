@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from vllm_commext.errors import UnsupportedError
+from vllm_commext.gpu import nvrtc
 from vllm_commext.reduce_rms import build, variants
+from vllm_commext.reduce_rms.build import PROGRAM
 from vllm_commext.reduce_rms.variants import Shape, Tiling
 
 ARCHITECTURES = (80, 90, 100, 120)
@@ -24,7 +26,7 @@ SHAPES = (
 
 def _missing_nvrtc() -> str:
     try:
-        build.nvrtc_version()
+        nvrtc.nvrtc_version()
     except UnsupportedError as error:
         return str(error)
     return ""
@@ -45,12 +47,12 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts compilations and does none."""
     seen: list[int] = []
 
-    def compile_cubin(macros: dict[str, int], architecture: int) -> bytes:
+    def compile_cubin(_: nvrtc.Program, macros: dict[str, int], architecture: int) -> bytes:
         seen.append(architecture)
         return repr((sorted(macros.items()), architecture)).encode()
 
-    monkeypatch.setattr(build, "compile_cubin", compile_cubin)
-    monkeypatch.setattr(build, "nvrtc_version", lambda: "13.0")
+    monkeypatch.setattr(nvrtc.Program, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: "13.0")
     return seen
 
 
@@ -59,7 +61,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_form_compiles_for_every_architecture(shape: Shape, architecture: int) -> None:
     for tiling in variants.tilings(shape):
-        cubin = build.compile_cubin(variants.macros(shape, tiling), architecture)
+        cubin = PROGRAM.compile_cubin(variants.macros(shape, tiling), architecture)
         assert cubin.startswith(b"\x7fELF")
         assert b"reduce_rms" in cubin
         assert b"cuMulticast" not in cubin
@@ -70,7 +72,7 @@ def test_every_form_compiles_for_every_architecture(shape: Shape, architecture: 
 def test_a_source_that_is_refused_tells_why() -> None:
     macros = {**variants.macros(MINIMAX, Tiling(1)), "SENTINEL": 0}
     with pytest.raises(UnsupportedError, match="error"):
-        build.compile_cubin(macros, 90)
+        PROGRAM.compile_cubin(macros, 90)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -79,17 +81,17 @@ def test_no_form_of_few_tokens_spills_registers(shape: Shape, tmp_path: Path) ->
     for tiling in variants.tilings(shape):
         macros = [f"-D{name}={value}" for name, value in variants.macros(shape, tiling).items()]
         target = ["-arch=sm_90", "-std=c++17", "-cubin", "-o", str(tmp_path / "kernel")]
-        command = ["nvcc", *target, "--resource-usage", *macros, str(build.SOURCES / build.MAIN)]
+        command = ["nvcc", *target, "--resource-usage", *macros, str(PROGRAM.main)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
         assert re.search(r"\b0 bytes spill stores", done.stderr), done.stderr
 
 
 def test_a_second_call_takes_what_is_on_disk(cache: Path, compilations: list[int]) -> None:
     macros = variants.macros(MINIMAX, Tiling(1))
-    first = build.load_or_compile(macros, 90)
-    assert build.load_or_compile(macros, 90) == first
-    assert build.load_or_compile(macros, 80) != first
-    assert build.load_or_compile({**macros, "Q_SIZE": 8}, 90) != first
+    first = PROGRAM.load_or_compile(macros, 90)
+    assert PROGRAM.load_or_compile(macros, 90) == first
+    assert PROGRAM.load_or_compile(macros, 80) != first
+    assert PROGRAM.load_or_compile({**macros, "Q_SIZE": 8}, 90) != first
     assert compilations == [90, 80, 90]
     assert len(list(cache.glob("*.cubin"))) == 3
 
@@ -99,17 +101,17 @@ def test_another_compiler_or_another_source_is_another_entry(
 ) -> None:
     del compilations
     macros = variants.macros(MINIMAX, Tiling(1))
-    before = build.cache_key(macros, 90)
-    monkeypatch.setattr(build, "nvrtc_version", lambda: "13.1")
-    newer = build.cache_key(macros, 90)
-    monkeypatch.setattr(build, "sources", lambda: (b"", ()))
-    assert len({before, newer, build.cache_key(macros, 90)}) == 3
+    before = PROGRAM.cache_key(macros, 90)
+    monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: "13.1")
+    newer = PROGRAM.cache_key(macros, 90)
+    monkeypatch.setattr(nvrtc.Program, "sources", lambda _: (b"", ()))
+    assert len({before, newer, PROGRAM.cache_key(macros, 90)}) == 3
 
 
 def test_many_at_once_compile_once(cache: Path, compilations: list[int]) -> None:
     macros = variants.macros(MINIMAX, Tiling(2))
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        results = set(pool.map(lambda _: build.load_or_compile(macros, 90), range(16)))
+        results = set(pool.map(lambda _: PROGRAM.load_or_compile(macros, 90), range(16)))
     assert len(results) == 1
     assert compilations == [90]
     assert [path.suffix for path in sorted(cache.iterdir())] == [".cubin", ".lock"]
@@ -120,12 +122,12 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    build.load_or_compile(variants.macros(MINIMAX, Tiling(1)), 90)
+    PROGRAM.load_or_compile(variants.macros(MINIMAX, Tiling(1)), 90)
     assert compilations == [90]
 
 
 def test_nothing_of_ours_speaks_of_multicast() -> None:
-    files = [*Path(build.__file__).parent.rglob("*.py"), *build.SOURCES.iterdir()]
+    files = [*Path(build.__file__).parent.rglob("*.py"), *PROGRAM.folder.iterdir()]
     assert len(files) > 10
     for path in files:
         text = path.read_text().lower()

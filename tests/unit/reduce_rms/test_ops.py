@@ -12,8 +12,8 @@ import torch
 from torch import distributed as dist
 
 from vllm_commext.errors import ConfigError, UnsupportedError
+from vllm_commext.gpu.collective import exchange
 from vllm_commext.reduce_rms import ops as _ops  # noqa: F401 - registers the ops
-from vllm_commext.reduce_rms.collective import exchange
 from vllm_commext.reduce_rms.handles import GroupWorkspace, find
 
 EPS, Q, KV, WORLD = 1e-6, 48, 16, 3

@@ -1,0 +1,169 @@
+"""Compiles kernels with NVRTC for what a call needs; the results are kept on disk.
+
+Neither a compiler nor CUDA's headers are needed, nor a GPU: only the `cuda-bindings` package and
+the NVRTC library that it finds.
+"""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_commext.errors import UnsupportedError
+
+OLDEST_ARCHITECTURE = 80
+
+
+def nvrtc() -> Any:
+    """The bindings of NVRTC.
+
+    Raises:
+        UnsupportedError: they are not installed.
+    """
+    try:
+        return importlib.import_module("cuda.bindings.nvrtc")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the kernel is compiled by NVRTC, and cuda-bindings cannot be imported ({error}); "
+            "`pip install cuda-bindings nvidia-cuda-nvrtc` brings both"
+        ) from error
+
+
+def _call(function: Any, *args: Any) -> Any:
+    try:
+        status, *values = function(*args)
+    except RuntimeError as error:  # the bindings found no library to load
+        raise UnsupportedError(f"NVRTC cannot be loaded ({error})") from error
+    if int(status) != 0:
+        raise UnsupportedError(f"{function.__name__} failed with {status!r}")
+    return values[0] if values else None
+
+
+@functools.cache
+def nvrtc_version() -> str:
+    """Version of the NVRTC library, such as ``13.0``."""
+    bindings = nvrtc()
+    try:
+        status, major, minor = bindings.nvrtcVersion()
+    except RuntimeError as error:
+        raise UnsupportedError(f"NVRTC cannot be loaded ({error})") from error
+    if int(status) != 0:
+        raise UnsupportedError(f"nvrtcVersion failed with {status!r}")
+    return f"{major}.{minor}"
+
+
+def options(macros: Mapping[str, int], architecture: int) -> list[bytes]:
+    """NVRTC's options; an architecture is written like 90 for compute capability 9.0."""
+    defines = [f"-D{name}={value}" for name, value in macros.items()]
+    return [text.encode() for text in (f"-arch=sm_{architecture}", "-std=c++17", *defines)]
+
+
+def _log(bindings: Any, program: Any) -> str:
+    text = bytes(_call(bindings.nvrtcGetProgramLogSize, program))
+    _call(bindings.nvrtcGetProgramLog, program, text)
+    return text.rstrip(b"\0").decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A kernel's source, to be compiled for one set of macros at a time.
+
+    Attributes:
+        name: of the kernel, of its file without ``.cu``, and of its folder in the cache.
+        folder: where the files are.
+        headers: files that the kernel includes.
+    """
+
+    name: str
+    folder: Path
+    headers: tuple[str, ...] = ()
+
+    @property
+    def main(self) -> Path:
+        """The kernel's own file."""
+        return self.folder / f"{self.name}.cu"
+
+    def sources(self) -> tuple[bytes, tuple[bytes, ...]]:
+        """The kernel's file and the headers."""
+        headers = tuple((self.folder / name).read_bytes() for name in self.headers)
+        return self.main.read_bytes(), headers
+
+    def compile_cubin(self, macros: Mapping[str, int], architecture: int) -> bytes:
+        """Compile to machine code.
+
+        Raises:
+            UnsupportedError: NVRTC is missing or too old for the architecture, or refuses the
+                source; its log is in the message.
+        """
+        bindings = nvrtc()
+        main, headers = self.sources()
+        names = [name.encode() for name in self.headers]
+        program = _call(
+            *(bindings.nvrtcCreateProgram, main, self.main.name.encode()),
+            *(len(names), list(headers), names),
+        )
+        try:
+            chosen = options(macros, architecture)
+            (status,) = bindings.nvrtcCompileProgram(program, len(chosen), chosen)
+            if int(status) != 0:
+                log = _log(bindings, program)
+                raise UnsupportedError(f"NVRTC {nvrtc_version()}: {status!r}\n{log}")
+            cubin = bytes(_call(bindings.nvrtcGetCUBINSize, program))
+            _call(bindings.nvrtcGetCUBIN, program, cubin)
+            return cubin
+        finally:
+            bindings.nvrtcDestroyProgram(program)
+
+    def cache_folder(self) -> Path:
+        """``$XDG_CACHE_HOME/vllm_commext/NAME``."""
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(root) / "vllm_commext" / self.name
+
+    def cache_key(self, macros: Mapping[str, int], architecture: int) -> str:
+        """Digest of all that the machine code depends on."""
+        main, headers = self.sources()
+        parts = (main, *headers, *options(macros, architecture), nvrtc_version().encode())
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.hexdigest()[:32]
+
+    def load_or_compile(self, macros: Mapping[str, int], architecture: int) -> bytes:
+        """The machine code, from the cache on disk where it is there.
+
+        A cache that cannot be written is done without.
+
+        Raises:
+            UnsupportedError: as `compile_cubin`.
+        """
+        folder = self.cache_folder()
+        path = folder / f"{self.cache_key(macros, architecture)}.cubin"
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with _locked(path.with_suffix(".lock")):
+                if not path.exists():
+                    _write(path, self.compile_cubin(macros, architecture))
+                return path.read_bytes()
+        except OSError:
+            return self.compile_cubin(macros, architecture)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time; the lock goes with the process, and a compilation takes a second."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write(path: Path, data: bytes) -> None:
+    """All of the file or nothing of it, also where the process ends midway."""
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_bytes(data)
+    unfinished.replace(path)
