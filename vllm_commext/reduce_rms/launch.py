@@ -39,7 +39,8 @@ class Kernel:
     """A loaded form of the kernel."""
 
     function: launch.Function
-    block_teams: int
+    tiling: Tiling
+    multiprocessors: int
 
     def launch(self, arguments: Arguments, stream: int) -> None:
         """Launch for ``arguments.num_tokens`` tokens.
@@ -47,7 +48,8 @@ class Kernel:
         Raises:
             UnsupportedError: the driver refuses.
         """
-        self.function.launch(arguments, -(-arguments.num_tokens // self.block_teams), stream)
+        num_blocks = self.tiling.num_blocks(arguments.num_tokens, self.multiprocessors)
+        self.function.launch(arguments, num_blocks, stream)
 
 
 def load(shape: Shape, tiling: Tiling, device: Device) -> Kernel:
@@ -58,7 +60,7 @@ def load(shape: Shape, tiling: Tiling, device: Device) -> Kernel:
     """
     macros = variants.macros(shape, tiling)
     function = launch.load(PROGRAM, macros, tiling.threads, device, programmatic=True)
-    return Kernel(function, tiling.block_teams)
+    return Kernel(function, tiling, device.multiprocessors)
 
 
 class Kernels:
