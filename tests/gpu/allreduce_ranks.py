@@ -34,6 +34,7 @@ MIB = 1 << 20
 # Half a unit in the last place of numbers from 1 to 2.
 ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 MANY_CALLS = 10000
+MANY_REPLAYS = 10000
 Figures = dict[str, Any]
 
 
@@ -95,7 +96,7 @@ def check_every_backend(rank: Rank) -> Figures:
     figures: Figures = {}
     for name, backend in rank.dispatcher.backends.items():
         taken = 0
-        for index, shape in enumerate([*shapes(), (2048, 4096)]):
+        for index, shape in enumerate([*shapes(), (2048, 4096), (4096, 8192), (30000,)]):
             for dtype in ROUNDOFF:
                 message = Message(shape, str(dtype).removeprefix("torch."))
                 if not message.num_elements or not backend.takes(message):
@@ -169,7 +170,9 @@ def check_many_calls(rank: Rank) -> Figures:
 def check_graphs(rank: Rank) -> Figures:
     """Replays of several graphs, in an order that is random but the same, with eager calls."""
     rank.dispatcher.use_table(rank.table())
-    cases = [rank.sum(index, (rows, 4096)) for index, rows in enumerate((1, 4, 32, 200, 1500))]
+    cases = [
+        rank.sum(index, (rows, 4096)) for index, rows in enumerate((1, 4, 32, 200, 1500, 5000))
+    ]
     for case in cases:
         rank.dispatcher.all_reduce(case.parts[rank.rank])
     graphs: list[tuple[torch.cuda.CUDAGraph, torch.Tensor]] = []
@@ -184,7 +187,7 @@ def check_graphs(rank: Rank) -> Figures:
             graphs.append((graph, out))
     numbers = random.Random(11)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(400):
+    for _ in range(MANY_REPLAYS):
         index = numbers.randrange(len(cases))
         case = cases[index]
         if numbers.random() < 0.3:
@@ -197,7 +200,7 @@ def check_graphs(rank: Rank) -> Figures:
             wrong += case.errors(graphs[index][1])
             inputs[index].zero_()
     assert int(wrong) == 0, f"{int(wrong)} elements are wrong"
-    return {"replays and calls": 400}
+    return {"replays and calls": MANY_REPLAYS}
 
 
 def check_unprepared_capture(rank: Rank) -> Figures:
@@ -232,13 +235,14 @@ def check_missing_flashinfer(rank: Rank) -> Figures:
         made = create_dispatcher(rank.parts, rank.table())
     finally:
         creation.flashinfer.make_backends = real
-    assert not set(names.FLASHINFER).intersection(made.backends), list(made.backends)
+    others = list(made.backends)
+    assert not set(names.FLASHINFER).intersection(others), others
     case = rank.sum(3, (2, 4096))
     out = made.all_reduce(case.parts[rank.rank])
     assert out is not None
     assert int(case.errors(out)) == 0
     made.destroy()
-    return {"backends": list(made.backends)}
+    return {"backends": others}
 
 
 def check_in_vllm(rank: Rank) -> Figures:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.allreduce import flashinfer, multicast, names, symmetric
+from vllm_commext.allreduce import flashinfer, limits, multicast, names, push, symmetric
 from vllm_commext.allreduce.backend import Backend, CustomBackend, NcclBackend
 from vllm_commext.allreduce.dispatcher import Dispatcher
 from vllm_commext.allreduce.flashinfer_workspaces import MAX_MESSAGE_BYTES
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.commext.allreduce")
 
 SYMMETRIC_BYTES = 64 << 20
+SYMMETRIC_MEMORY, OUR_KERNEL = "symmetric memory", "our own kernel"
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,14 @@ def _makers(
         makers["custom"] = lambda: [CustomBackend(parts.custom)]
     if set(names.SYMMETRIC).intersection(wanted):
         size = _largest(table, names.SYMMETRIC, SYMMETRIC_BYTES)
-        makers["symmetric memory"] = lambda: _symmetric(parts, lockstep, size)
+        makers[SYMMETRIC_MEMORY] = lambda: _symmetric(parts, lockstep, size)
     if set(flash).intersection(wanted):
         makers["FlashInfer"] = lambda: _flashinfer(parts, table, flash)
     if names.FLASHINFER_MNNVL in wanted:
         makers["FlashInfer's mnnvl"] = lambda: _flashinfer(parts, table, (names.FLASHINFER_MNNVL,))
+    if names.PUSH in wanted and lockstep.world_size == limits.PUSH_WORLD_SIZE:
+        num_bytes = _largest(table, (names.PUSH,), push.MAX_MESSAGE_BYTES)
+        makers[OUR_KERNEL] = lambda: [push.PushBackend(parts.cpu_group, num_bytes, lockstep)]
     makers["NCCL"] = lambda: [NcclBackend(parts.pynccl, parts.device_group)]
     return makers
 
@@ -98,7 +102,7 @@ def _make_in_lockstep(what: str, maker: Maker, lockstep: Lockstep) -> Sequence[B
     """The backends of one family, or none on any rank, with one line why."""
     made: list[Backend] = []
     try:
-        if what == "symmetric memory":
+        if what in (SYMMETRIC_MEMORY, OUR_KERNEL):
             made += maker()  # takes its own steps
         else:
             lockstep.agree(lambda: made.extend(maker()))

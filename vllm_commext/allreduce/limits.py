@@ -6,11 +6,12 @@ stop the process instead of saying no.
 
 from dataclasses import dataclass
 
-from vllm_commext.allreduce.message import PACK_BYTES, Message
+from vllm_commext.allreduce.message import ITEM_BYTES, PACK_BYTES, Message
 
 FLASHINFER_WORLD_SIZES = (2, 4, 8, 16)
 CUSTOM_WORLD_SIZES = (2, 4, 6, 8)
 SYMM_TWO_SHOT_WORLD_SIZES = (2, 4, 8)
+PUSH_WORLD_SIZE = 2
 SYMM_DTYPES = ("bfloat16", "float32")
 MAX_BLOCK_THREADS = 512  # half of what a block may have: the launcher may double it
 MAX_SLOT_BYTES = 1 << 29  # FlashInfer computes the offset of its third slot in 32 bits
@@ -110,3 +111,13 @@ def symm_two_shot(message: Message, world_size: int, max_bytes: int) -> bool:
     """Whether torch's two-shot kernels take it with a symmetric buffer of `max_bytes`."""
     fits = symm_one_shot(message, world_size, max_bytes)
     return fits and world_size in SYMM_TWO_SHOT_WORLD_SIZES
+
+
+def push(message: Message, world_size: int, max_bytes: int) -> bool:
+    """Whether our own kernel takes it with memory for messages of `max_bytes`.
+
+    It sends the whole message to every peer, so beyond two ranks others send less.
+    """
+    if world_size != PUSH_WORLD_SIZE or message.dtype not in ITEM_BYTES:
+        return False
+    return 0 < message.num_bytes <= max_bytes and message.num_bytes % PACK_BYTES == 0

@@ -95,6 +95,7 @@ def test_no_backend_takes_an_empty_message_or_one_above_its_bound(
         limits.symm_one_shot(message, world_size, bound),
         limits.symm_two_shot(message, world_size, bound),
         limits.custom(message, world_size, bound, connected),
+        limits.push(message, world_size, bound),
     ]
     if any(taken):
         assert 0 < message.num_bytes <= bound
