@@ -39,8 +39,7 @@ class Kernel:
     """A loaded form of the kernel."""
 
     function: launch.Function
-    tiling: Tiling
-    multiprocessors: int
+    block_teams: int
 
     def launch(self, arguments: Arguments, stream: int) -> None:
         """Launch for ``arguments.num_tokens`` tokens.
@@ -48,8 +47,7 @@ class Kernel:
         Raises:
             UnsupportedError: the driver refuses.
         """
-        num_blocks = self.tiling.num_blocks(arguments.num_tokens, self.multiprocessors)
-        self.function.launch(arguments, num_blocks, stream)
+        self.function.launch(arguments, -(-arguments.num_tokens // self.block_teams), stream)
 
 
 def load(shape: Shape, tiling: Tiling, device: Device) -> Kernel:
@@ -60,7 +58,7 @@ def load(shape: Shape, tiling: Tiling, device: Device) -> Kernel:
     """
     macros = variants.macros(shape, tiling)
     function = launch.load(PROGRAM, macros, tiling.threads, device, programmatic=True)
-    return Kernel(function, tiling, device.multiprocessors)
+    return Kernel(function, tiling.block_teams)
 
 
 class Kernels:

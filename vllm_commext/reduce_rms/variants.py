@@ -11,9 +11,6 @@ PACK_BYTES = 16
 WARP = 32
 MAX_TEAM_WARPS = 32
 SIZE_MULTIPLE = 8
-# Measured on H200s, in packs a multiprocessor: where a form stops being the fastest.
-BALANCED_PACKS, IN_FLIGHT_PACKS = 1800, 10600
-MULTIPROCESSOR_WARPS = 32  # of 64 registers a thread
 
 
 @dataclass(frozen=True)
@@ -51,24 +48,16 @@ class Tiling:
         block_teams: tokens a block.
         weights_early: weights are loaded while the sums travel.
         min_blocks: blocks that a multiprocessor must have registers for.
-        lookahead: a launch has no more blocks than that, and a team sends the sums of its next
-            token before it waits for those of the one before.
     """
 
     team_warps: int
     block_teams: int = 1
     weights_early: bool = False
     min_blocks: int = 1
-    lookahead: bool = False
 
     @property
     def threads(self) -> int:
         return self.team_warps * self.block_teams * WARP
-
-    def num_blocks(self, num_tokens: int, multiprocessors: int) -> int:
-        """Blocks of a launch."""
-        needed = -(-num_tokens // self.block_teams)
-        return min(needed, self.min_blocks * multiprocessors) if self.lookahead else needed
 
 
 def check_shape(shape: Shape) -> None:
@@ -101,35 +90,24 @@ def balanced(packs: int) -> Tiling:
 
 
 def high_throughput(packs: int) -> Tiling:
-    """For some thousand tokens: as many rows in flight as registers allow."""
-    team_warps = _warps_for(packs, 7)
-    return Tiling(team_warps, block_teams=max(1, min(4, 8 // team_warps)))
-
-
-def streaming(packs: int) -> Tiling:
-    """For more tokens than can be in flight: teams that send ahead."""
-    team_warps = _warps_for(packs, 7)
-    block_teams = max(1, min(4, 4 // team_warps))
-    min_blocks = max(1, MULTIPROCESSOR_WARPS // (team_warps * block_teams))
-    return Tiling(team_warps, block_teams, min_blocks=min_blocks, lookahead=True)
+    """For thousands of tokens: as many rows in flight as registers allow."""
+    team_warps = _warps_for(packs, 14)
+    return Tiling(team_warps, block_teams=max(1, 4 // team_warps))
 
 
 def choose(shape: Shape, num_tokens: int, multiprocessors: int) -> Tiling:
     """The tiling for `num_tokens` tokens on a GPU with that many multiprocessors."""
-    packs = num_tokens * shape.packs / multiprocessors
     if num_tokens <= 2 * multiprocessors:
         return low_latency(shape.packs)
-    if packs <= BALANCED_PACKS:
+    if num_tokens <= 8 * multiprocessors:
         return balanced(shape.packs)
-    if packs <= IN_FLIGHT_PACKS:
-        return high_throughput(shape.packs)
-    return streaming(shape.packs)
+    return high_throughput(shape.packs)
 
 
 def tilings(shape: Shape) -> tuple[Tiling, ...]:
     """All that `choose` can return for the shape, each once."""
-    forms = (low_latency, balanced, high_throughput, streaming)
-    return tuple(dict.fromkeys(form(shape.packs) for form in forms))
+    forms = (low_latency(shape.packs), balanced(shape.packs), high_throughput(shape.packs))
+    return tuple(dict.fromkeys(forms))
 
 
 def macros(shape: Shape, tiling: Tiling) -> dict[str, int]:
@@ -145,5 +123,4 @@ def macros(shape: Shape, tiling: Tiling) -> dict[str, int]:
         "BLOCK_TEAMS": tiling.block_teams,
         "WEIGHTS_EARLY": int(tiling.weights_early),
         "MIN_BLOCKS": tiling.min_blocks,
-        "LOOKAHEAD": int(tiling.lookahead),
     }

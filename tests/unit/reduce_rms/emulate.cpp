@@ -5,22 +5,18 @@
 
 namespace {
 
-constexpr u32 MOST_BLOCKS = 3;  // where a team takes several tokens
-
 thread_local const Args* current_args;
 
 void body() { reduce_rms(*current_args); }
 
 // One call: as on a GPU, blocks start in the order of their index and several run at a time.
 void call(const Args& args, std::vector<emulation::Block>& workers) {
-  const u32 needed = (args.num_tokens + BLOCK_TEAMS - 1) / BLOCK_TEAMS;
-  const u32 blocks = LOOKAHEAD && needed > MOST_BLOCKS ? MOST_BLOCKS : needed;
+  const u32 blocks = (args.num_tokens + BLOCK_TEAMS - 1) / BLOCK_TEAMS;
   std::atomic<u32> next{0};
   std::vector<std::thread> threads;
   for (emulation::Block& worker : workers)
     threads.emplace_back([&] {
       current_args = &args;
-      worker.grid = blocks;
       for (u32 index; (index = next++) < blocks;) emulation::run_block(worker, index, body);
     });
   for (std::thread& thread : threads) thread.join();

@@ -44,7 +44,7 @@ struct Block {
   std::vector<Fiber> fibers;
   std::vector<Meeting> warps, teams;
   std::vector<u32> values[2];
-  u32 current = 0, index = 0, grid = 0;
+  u32 current = 0, index = 0;
   std::minstd_rand random;
   void (*body)() = nullptr;
 };
@@ -127,7 +127,6 @@ inline void disturb() {
 
 DEVICE u32 thread_index() { return emulation::block->current; }
 DEVICE u32 block_index() { return emulation::block->index; }
-DEVICE u32 grid_blocks() { return emulation::block->grid; }
 DEVICE void await_previous_grid() {}
 DEVICE void release_next_grid() {}
 

@@ -20,8 +20,6 @@ TILINGS = {
     "a warp a token": Tiling(1, block_teams=4),
     "two warps a token": Tiling(2, block_teams=2, weights_early=True),
     "a block a token": Tiling(3, weights_early=True),
-    "ahead, a warp a token": Tiling(1, block_teams=4, lookahead=True),
-    "ahead, three warps a token": Tiling(3, block_teams=2, weights_early=True, lookahead=True),
 }
 ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-22}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -83,36 +81,30 @@ def errors(shape: Shape, calls: list[Call]) -> tuple[float, float]:
         ("float16", "float16", "a block a token"),
         ("float32", "float32", "two warps a token"),
         ("float32", "bfloat16", "a warp a token"),
-        ("bfloat16", "bfloat16", "ahead, a warp a token"),
-        ("float16", "float32", "ahead, three warps a token"),
     ],
 )
 def test_every_type_and_tiling_is_exact(dtype: str, weight_dtype: str, tiling: str) -> None:
     shape = Shape(dtype, weight_dtype, 2, 328, 72)
-    ranks = Ranks(2, 30)
-    streams = make_calls(shape, ranks, [7, 1, 30], seed=1)
+    ranks = Ranks(2, 16)
+    streams = make_calls(shape, ranks, [7, 1, 16], seed=1)
     run(shape, TILINGS[tiling], streams)
-    bound = 2.0 if dtype == "float32" else 1.0  # float32 is also what the kernel computes in
     for calls in zip(*streams, strict=True):
-        assert max(errors(shape, list(calls))) <= bound
+        assert max(errors(shape, list(calls))) <= 1.0
     assert all(ranks.failure(rank) is None for rank in ranks.ranks)
 
 
 @settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from(
-        [
-            *((2, "a warp a token"), (3, "two warps a token"), (8, "a block a token")),
-            *((2, "ahead, a warp a token"), (3, "ahead, three warps a token")),
-        ],
+        [(2, "a warp a token"), (3, "two warps a token"), (8, "a block a token")],
     ),
-    st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    st.lists(st.integers(1, 24), min_size=1, max_size=12),
     st.integers(0, 1 << 16),
 )
 def test_any_sequence_of_calls(group: tuple[int, str], token_counts: list[int], seed: int) -> None:
     world_size, tiling = group[0], TILINGS[group[1]]
     shape = Shape("bfloat16", "bfloat16", world_size, 64, 16)
-    ranks = Ranks(world_size, 30)
+    ranks = Ranks(world_size, 24)
     streams = make_calls(shape, ranks, token_counts, seed)
     run(shape, tiling, streams, workers=1 + seed % 3, seed=seed)
     for calls in zip(*streams, strict=True):

@@ -9,7 +9,6 @@
 
 DEVICE u32 thread_index() { return threadIdx.x; }
 DEVICE u32 block_index() { return blockIdx.x; }
-DEVICE u32 grid_blocks() { return gridDim.x; }
 
 // Programmatic dependent launch: nothing that an earlier kernel may still read or write is touched
 // before the wait, which also makes its writes visible.

@@ -13,9 +13,8 @@
 // e + 2, so this rank has finished call e + 1, in which it emptied the slot. No counter is shared
 // between teams, and nothing has to be cleared beyond what was used.
 //
-// Progress: a team waits only for the same token on other GPUs, after it has sent its own sums of
-// it and of all its earlier ones. Blocks start in the order of their index, so those that run on
-// the rank where the fewest do run on all ranks: they end, and make place for the next.
+// Progress: a team waits only for the same token on other GPUs. Blocks start in the order of their
+// index, so the lowest token that is still missing somewhere has a free place there.
 //
 // Compiled for one shape at a time; the macros are set by build.py:
 //   ELEMENT       0 float, 1 half, 2 bfloat16: type of rows and outputs
@@ -28,8 +27,6 @@
 //   ALIGNED       1 where rows and weights are aligned to 16 bytes
 //   WEIGHTS_EARLY 1 loads the weights while the sums travel, which costs registers
 //   MIN_BLOCKS    blocks that a multiprocessor must have registers for
-//   LOOKAHEAD     0: a team takes one token, and keeps its row in registers meanwhile
-//                 1: a team takes several, one after the other, and sends ahead
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -217,129 +214,71 @@ DEVICE Sums add_team(Sums sums, u32& state, TeamShared& shared, u32 team, u32 wa
   return add_lanes(lane < TEAM_WARPS ? shared.sums[lane] : Sums{0.0f, 0.0f});
 }
 
-// Where a thread's part of a token stands. Its packs are a fixed distance apart, so each part of
-// the row needs one address a thread.
-struct Thread {
-  u32 member, warp, lane, q_at;
-  int k_at;
-};
+extern "C" KERNEL(BLOCK_THREADS, MIN_BLOCKS) reduce_rms(const ARGUMENT Args args) {
+  SHARED TeamShared shared[BLOCK_TEAMS];
+  const u32 team = thread_index() / TEAM_THREADS;
+  const u32 member = thread_index() % TEAM_THREADS;
+  const u32 warp = member / WARP, lane = member % WARP;
+  const u32 token = block_index() * BLOCK_TEAMS + team;
 
-DEVICE Thread locate(u32 member) {
-  return {member, member / WARP, member % WARP, member * PACK,
-          (int(member) - int(Q_PACKS)) * int(PACK)};
-}
+  const Peer peer = read_workspace(args, lane);  // never changes, so it may come early
+  await_previous_grid();
+  release_next_grid();
+  if (token >= args.num_tokens) return;
 
-typedef Pack Row[PACKS];
+  u32 state = 0;
+  if (member == 0) state = begin(peer, token);
 
-DEVICE void load_row(const Args& args, const Thread& thread, u32 token, Row& row) {
-  const Element* q = args.q + token * args.q_stride + thread.q_at;
-  const Element* k = args.k + token * args.k_stride + thread.k_at;
+  // A thread's packs stand a fixed distance apart, so each part needs one address a thread.
+  const u32 q_at = member * PACK;
+  const int k_at = (int(member) - int(Q_PACKS)) * int(PACK);
+  const Element* q = args.q + token * args.q_stride + q_at;
+  const Element* k = args.k + token * args.k_stride + k_at;
+  const Weight* q_weight = args.q_weight + q_at;
+  const Weight* k_weight = args.k_weight + k_at;
+
+  Pack row[PACKS];
 #pragma unroll
   for (u32 j = 0; j < PACKS; ++j)
-    if (in_row(j, thread.member)) row[j] = load_pack((in_q(j, thread.member) ? q : k) + j * STEP);
-}
-
-DEVICE Sums sum_row(const Thread& thread, const Row& row) {
+    if (in_row(j, member)) row[j] = load_pack((in_q(j, member) ? q : k) + j * STEP);
   Sums sums{0.0f, 0.0f};
 #pragma unroll
   for (u32 j = 0; j < PACKS; ++j) {
-    if (!in_row(j, thread.member)) continue;
+    if (!in_row(j, member)) continue;
     const float sum = sum_of_squares(row[j]);
-    if (in_q(j, thread.member))
+    if (in_q(j, member))
       sums.q += sum;
     else
       sums.k += sum;
   }
-  return sums;
-}
-
-// A token whose sums this rank has sent.
-struct Sent {
-  Sums sums;
-  u32 token, slot;
-  bool usable;
-};
-
-DEVICE Sent send_token(
-    const Args& args, const Peer& peer, const Thread& thread, u32 team, u32 token, TeamShared& shared,
-    Row& row) {
-  u32 state = 0;
-  if (thread.member == 0) state = begin(peer, token);
-  load_row(args, thread, token, row);
-  Sums sums = sum_row(thread, row);
 #pragma unroll
   for (u32 j = 0; j < PACKS; ++j)
     for (u32& word : row[j].words) forget_derived(word);  // else it would keep all as float
-  sums = add_team(sums, state, shared, team, thread.warp, thread.lane);
+  sums = add_team(sums, state, shared[team], team, warp, lane);
+
   const u32 slot = state >> 1;
   const bool usable = (state & BUSY) == 0;
-  if (thread.warp == 0 && usable) send(peer, thread.lane, slot, token, sums);
-  return {sums, token, slot, usable};
-}
+  if (warp == 0 && usable) send(peer, lane, slot, token, sums);
 
-DEVICE void finish_token(
-    const Args& args, const Peer& peer, const Thread& thread, const Sent& sent, Row& row) {
-  const Weight* q_weight = args.q_weight + thread.q_at;
-  const Weight* k_weight = args.k_weight + thread.k_at;
   WeightPack weights[WEIGHTS_EARLY ? PACKS : 1];
 #pragma unroll
   for (u32 j = 0; WEIGHTS_EARLY && j < PACKS; ++j)
-    if (in_row(j, thread.member))
-      weights[j] = load_weights((in_q(j, thread.member) ? q_weight : k_weight) + j * STEP);
-  if (LOOKAHEAD) load_row(args, thread, sent.token, row);
+    if (in_row(j, member)) weights[j] = load_weights((in_q(j, member) ? q_weight : k_weight) + j * STEP);
 
-  Sums sums = sent.usable ? receive(peer, thread.lane, sent.slot, sent.token, sent.sums, args.timeout_ns)
-                          : not_a_number();
+  sums = usable ? receive(peer, lane, slot, token, sums, args.timeout_ns) : not_a_number();
   sums = add_ranks(sums);
   const float q_factor = rsqrtf(sums.q * args.q_scale + args.eps);
   const float k_factor = K_SIZE > 0 ? rsqrtf(sums.k * args.k_scale + args.eps) : 0.0f;
 
-  Element* q_out = args.q_out + u64(sent.token) * Q_SIZE + thread.q_at;
-  Element* k_out = args.k_out + u64(sent.token) * K_SIZE + thread.k_at;
+  Element* q_out = args.q_out + u64(token) * Q_SIZE + q_at;
+  Element* k_out = args.k_out + u64(token) * K_SIZE + k_at;
 #pragma unroll
   for (u32 j = 0; j < PACKS; ++j) {
-    if (!in_row(j, thread.member)) continue;
-    const bool is_q = in_q(j, thread.member);
+    if (!in_row(j, member)) continue;
+    const bool is_q = in_q(j, member);
     if (!WEIGHTS_EARLY) weights[0] = load_weights((is_q ? q_weight : k_weight) + j * STEP);
     const Pack out = scale(row[j], is_q ? q_factor : k_factor, weights[WEIGHTS_EARLY ? j : 0]);
     store_pack((is_q ? q_out : k_out) + j * STEP, out);
   }
-  if (thread.warp == 0 && sent.usable) end(peer, thread.lane, sent.slot, sent.token);
-}
-
-// A team sends the sums of its next token before it waits for those of the one before, which by
-// then have mostly come. It reads each row twice; the second time it is still in a cache.
-DEVICE void ahead(
-    const Args& args, const Peer& peer, const Thread& thread, u32 team, u32 token,
-    TeamShared (&shared)[2]) {
-  if (token >= args.num_tokens) return;
-  const u32 step = grid_blocks() * BLOCK_TEAMS;
-  u32 turn = 0;
-  Row row;
-  Sent sent = send_token(args, peer, thread, team, token, shared[turn], row);
-  for (u32 next = token + step; next < args.num_tokens; next += step) {
-    turn ^= 1;
-    const Sent following = send_token(args, peer, thread, team, next, shared[turn], row);
-    finish_token(args, peer, thread, sent, row);
-    sent = following;
-  }
-  finish_token(args, peer, thread, sent, row);
-}
-
-extern "C" KERNEL(BLOCK_THREADS, MIN_BLOCKS) reduce_rms(const ARGUMENT Args args) {
-  SHARED TeamShared shared[BLOCK_TEAMS][2];
-  const u32 team = thread_index() / TEAM_THREADS;
-  const Thread thread = locate(thread_index() % TEAM_THREADS);
-  const u32 token = block_index() * BLOCK_TEAMS + team;
-
-  const Peer peer = read_workspace(args, thread.lane);  // never changes, so it may come early
-  await_previous_grid();
-  release_next_grid();
-  if (LOOKAHEAD) {
-    ahead(args, peer, thread, team, token, shared[team]);
-  } else if (token < args.num_tokens) {
-    Row row;
-    const Sent sent = send_token(args, peer, thread, team, token, shared[team][0], row);
-    finish_token(args, peer, thread, sent, row);
-  }
+  if (warp == 0 && usable) end(peer, lane, slot, token);
 }

@@ -1,0 +1,146 @@
+"""Device memory that other processes of the same host map, by CUDA's IPC handles."""
+
+import contextlib
+import ctypes
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_commext.errors import UnsupportedError
+from vllm_commext.reduce_rms.collective import exchange
+from vllm_commext.reduce_rms.layout import round_up
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+HANDLE_BYTES = 64
+
+
+def cuda_runtime() -> Any:
+    """The bindings of the CUDA runtime.
+
+    Raises:
+        UnsupportedError: they are not installed.
+    """
+    try:
+        return importlib.import_module("cuda.bindings.runtime")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"peers' memory is mapped through cuda-bindings, which cannot be imported ({error}); "
+            "`pip install cuda-bindings` brings it"
+        ) from error
+
+
+def check(result: tuple[Any, ...], what: str) -> Any:
+    """The value of a call of the CUDA runtime's, which may be a single one or none.
+
+    Raises:
+        UnsupportedError: CUDA reports an error; `what` says what was tried.
+    """
+    status, *values = result
+    if int(status) != 0:
+        raise UnsupportedError(f"{what}: CUDA reports {status!r}")
+    return values[0] if values else None
+
+
+def host_identity() -> str:
+    """The same for all processes on one running kernel, and for no others."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _handle_of(address: int) -> bytes:
+    runtime = cuda_runtime()
+    handle = check(runtime.cudaIpcGetMemHandle(address), "exporting device memory")
+    return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+
+
+def _open(handle_bytes: bytes, rank: int) -> int:
+    runtime = cuda_runtime()
+    handle = runtime.cudaIpcMemHandle_t()
+    ctypes.memmove(handle.getPtr(), handle_bytes, HANDLE_BYTES)
+    flags = runtime.cudaIpcMemLazyEnablePeerAccess
+    return int(
+        check(
+            runtime.cudaIpcOpenMemHandle(handle, flags),
+            f"mapping the memory of rank {rank} (this GPU may have no peer access to its GPU)",
+        )
+    )
+
+
+class IpcBuffer:
+    """Device memory of `size` bytes a rank, each mapped by all ranks.
+
+    Made by all ranks of the group together; it is there on all of them or on none.
+
+    Args:
+        rank: this process's rank in the group.
+        world_size: ranks of the group.
+        size: bytes, rounded up to 2 MiB.
+        process_group: None for the default group.
+        fill: a 32-bit word that the memory is filled with before any peer can see it.
+
+    Attributes:
+        local_ptr: address of this rank's memory; 0 once it is cleaned up.
+        peer_ptrs: address of each rank's memory in this process, this rank's own among them.
+        size: bytes.
+
+    Raises:
+        UnsupportedError: memory cannot be had or a peer's cannot be mapped, on any rank.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        size: int,
+        process_group: "ProcessGroup | None" = None,
+        fill: int = 0,
+    ) -> None:
+        self.rank, self.world_size, self.size = rank, world_size, round_up(size)
+        self.local_ptr = 0
+        self.peer_ptrs = [0] * world_size
+        try:
+            offers = exchange(lambda: self._allocate(fill), world_size, process_group)
+            exchange(lambda: self._map(offers), world_size, process_group)
+        except Exception:
+            self.cleanup()
+            raise
+
+    def _allocate(self, fill: int) -> tuple[str, bytes]:
+        runtime = cuda_runtime()
+        self.local_ptr = int(check(runtime.cudaMalloc(self.size), f"allocating {self.size} bytes"))
+        self.peer_ptrs[self.rank] = self.local_ptr
+        words = bytearray(fill.to_bytes(4, "little") * (self.size // 4))
+        source = (ctypes.c_char * self.size).from_buffer(words)
+        kind = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
+        address = ctypes.addressof(source)
+        check(runtime.cudaMemcpy(self.local_ptr, address, self.size, kind), "filling the memory")
+        check(runtime.cudaDeviceSynchronize(), "filling the memory")
+        return host_identity(), _handle_of(self.local_ptr)
+
+    def _map(self, offers: list[tuple[str, bytes]]) -> None:
+        if len({host for host, _ in offers}) > 1:
+            raise UnsupportedError("expected all ranks on one host, got several hosts")
+        for rank, (_, handle) in enumerate(offers):
+            if rank != self.rank:
+                self.peer_ptrs[rank] = _open(handle, rank)
+
+    def serialize(self) -> list[int]:
+        """The addresses in `peer_ptrs`, as 64-bit integers in the order of ranks."""
+        return list(self.peer_ptrs)
+
+    def close_peers(self) -> None:
+        """Give the peers' memory back; the local memory stays."""
+        for rank, address in enumerate(self.peer_ptrs):
+            if rank != self.rank and address:
+                with contextlib.suppress(UnsupportedError):
+                    check(cuda_runtime().cudaIpcCloseMemHandle(address), "unmapping")
+                self.peer_ptrs[rank] = 0
+
+    def cleanup(self) -> None:
+        """Unmap the peers' memory and free the local one; a second call does nothing."""
+        self.close_peers()
+        if self.local_ptr:
+            with contextlib.suppress(UnsupportedError):
+                check(cuda_runtime().cudaFree(self.local_ptr), "freeing")
+        self.local_ptr = self.peer_ptrs[self.rank] = 0
