@@ -108,7 +108,8 @@ def settle(workspace: LamportWorkspace) -> None:
 
 def check_first_call(rank: Rank) -> Figures:
     start = time.monotonic()
-    workspace = rank.workspace()
+    with torch.device("cuda"):  # as vLLM has it while it makes a model
+        workspace = rank.workspace()
     made = time.monotonic()
     rows = rank.minimax(1, 1)
     q, k = rank.call(rows, workspace.handle)

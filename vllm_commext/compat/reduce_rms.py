@@ -97,7 +97,12 @@ def get_allreduce_workspace(
     del comm_size, max_tokens
     if process_group is None:
         raise UnsupportedError("expected the tensor-parallel group, got none")
-    return workspace_of(rank, world_size, process_group).workspace
+    try:
+        return workspace_of(rank, world_size, process_group).workspace
+    except UnsupportedError as error:
+        # vLLM catches it and speaks of GPUs without peer access, whatever the reason.
+        logger.error("commext: reduce_rms cannot run, vLLM's fall-back does: %s", error)
+        raise
 
 
 def fused_qk(

@@ -73,7 +73,8 @@ class HostBuffer:
 
 def _host_bytes(cache: torch.Tensor) -> torch.Tensor:
     num_bytes = -(-cache.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
-    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=cache.device.type == "cuda")
+    pinned = cache.device.type == "cuda"
+    return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
 def _view(memory: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:

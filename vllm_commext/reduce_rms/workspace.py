@@ -179,8 +179,8 @@ class LamportWorkspace(Workspace):
 
 
 def _pinned_word() -> torch.Tensor:
-    """Host memory that a kernel can write to."""
-    return torch.zeros(1, dtype=torch.int64, pin_memory=True)
+    """Host memory that a kernel can write to; vLLM makes its models with a GPU as the default."""
+    return torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
 
 
 _Key = tuple[int, int, int, int, str, int]
