@@ -20,7 +20,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TOGGLE = "VLLM_COMMEXT_REDUCE_RMS"
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 256, 8, 4, 64
+HIDDEN = 256
+HEADS, KV_HEADS, HEAD_DIM = 48, 8, 128  # the real model's: vLLM's own op is right for these alone
 LAYERS, EXPERTS, EXPERTS_USED, INTERMEDIATE, VOCABULARY = 3, 8, 2, 128, 512
 PROMPT_LENGTHS = (3, 9, 17, 40, 120, 300, 7, 5)
 NEW_TOKENS = 16
@@ -169,6 +170,7 @@ def by_vllm(folder: Path, tp: int, eager: bool) -> dict[str, Any]:
         gpu_memory_utilization=0.2,
         enable_prefix_caching=False,
         dtype="bfloat16",
+        compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8]},
     )
     params = SamplingParams(
         temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=1
@@ -197,6 +199,7 @@ def run_child(name: str, folder: Path, args: argparse.Namespace, toggle: str) ->
         "NVSHMEM_DISABLE_NVLS": "1",
         "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
         "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a process less to start
         "VLLM_HOST_IP": "127.0.0.1",
     }
     command = [sys.executable, __file__, "--child", name, "--out", str(args.out)]
