@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PROMPTS, WORDS, TOKENS, ROUNDS = 16, 64, 256, 3
+PROMPTS, WORDS, TOKENS, ROUNDS = 16, 64, 256, 7
+MARK = "OUTCOME "
 ENVIRON = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -29,6 +30,7 @@ ENVIRON = {
     "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a process less to start
 }
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -55,7 +57,7 @@ def serve(args: argparse.Namespace) -> Outcome:
     from vllm import LLM, SamplingParams
     from vllm.config import CompilationConfig
 
-    compilation = CompilationConfig()
+    compilation = CompilationConfig(cudagraph_capture_sizes=[PROMPTS])
     compilation.pass_config.fuse_allreduce_rms = args.fusion
     engine = LLM(
         args.model,
@@ -66,6 +68,7 @@ def serve(args: argparse.Namespace) -> Outcome:
         max_model_len=1024,
         seed=0,
         gpu_memory_utilization=0.5,
+        max_num_seqs=PROMPTS,
         enable_prefix_caching=False,
         compilation_config=compilation,
     )
@@ -98,15 +101,17 @@ def run_one(args: argparse.Namespace, model: Path, *, on: bool, fusion: bool) ->
     done = subprocess.run(
         command,
         env={**os.environ, **ENVIRON, **toggle, "PYTHONPATH": python_path},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=args.timeout,
         check=False,
     )
-    text = done.stdout + done.stderr
+    text = done.stdout
     if done.returncode:
         raise SystemExit(f"the engine failed:\n{text[-4000:]}")
-    outcome = json.loads(done.stdout.splitlines()[-1])
+    lines = [line for line in text.splitlines() if line.startswith(MARK)]
+    outcome = json.loads(lines[-1].removeprefix(MARK))
     outcome["log"] = [line for line in text.splitlines() if "commext: allreduce" in line][:12]
     return outcome
 
@@ -118,6 +123,13 @@ def equal_share(one: Outcome, other: Outcome) -> float:
         for mine, theirs in zip(tokens, others, strict=True)
     ]
     return sum(pairs) / len(pairs)
+
+
+def write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    args.out.mkdir(parents=True, exist_ok=True)
+    mode = "eager" if args.eager else "graphs"
+    file = args.out / f"allreduce_engine_tp{args.tp}_{mode}.json"
+    file.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -140,6 +152,7 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
             }
             rows.append(row)
             print(json.dumps(row, indent=1), flush=True)
+            write(args, rows)
     return rows
 
 
@@ -156,12 +169,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.serve:
         outcome = serve(args)
-        print("\n" + json.dumps(outcome), flush=True)
+        print("\n" + MARK + json.dumps(outcome), flush=True)
         return 0
-    rows = compare(args)
-    args.out.mkdir(parents=True, exist_ok=True)
-    file = args.out / f"allreduce_engine_tp{args.tp}.json"
-    file.write_text(json.dumps(rows, indent=1) + "\n")
+    compare(args)
     return 0
 
 
