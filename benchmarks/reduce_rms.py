@@ -34,7 +34,8 @@ EPS = 1e-6
 Q_SIZE, KV_SIZE = 6144, 1024  # MiniMax-M2's, all ranks together
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 QUICK_TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 16384)
-TUNE_TOKENS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 16384)
+TUNE_TOKENS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
+STREAMING = ("", " loads", " stores", " both")  # what does not stay in the caches
 VLLM_FUSED_TOKENS = 2048  # vLLM's own bound for its fused op
 SAMPLES, QUICK_SAMPLES, REPLAYS = 31, 15, 5
 TOTAL_SECONDS, QUICK_SECONDS = 540, 150
@@ -246,25 +247,27 @@ def host_costs(ours: Ours, vllm: Vllm | None, args: argparse.Namespace, group: A
 
 def candidates(packs: int) -> list[Any]:
     """Tilings worth a try, each with its weights loaded early and late."""
-    from vllm_commext.reduce_rms.variants import Tiling
+    from vllm_commext.reduce_rms.variants import Tiling, high_throughput
 
     shapes = []
     for packs_per_thread, block_teams in ((14, 4), (7, 1), (7, 2), (7, 4), (4, 1), (4, 2), (2, 1)):
         shapes.append((-(-packs // (32 * packs_per_thread)), block_teams))
     shapes.append((-(-packs // 32), 1))
     shapes = list(dict.fromkeys(shape for shape in shapes if shape[0] * shape[1] <= 32))
-    return [
+    cached = [
         Tiling(warps, teams, early)
         for warps, teams in shapes
         for early in (False, True)
         if not (early and packs / (32 * warps) > 8)
     ]
+    chosen = high_throughput(packs)
+    return cached + [dataclasses.replace(chosen, streaming=bits) for bits in (1, 2, 3)]
 
 
 def tune(ours: Ours, args: argparse.Namespace, group: Any) -> list[Any]:
     results: list[Any] = []
     packs = (Q_SIZE + KV_SIZE) // args.tp // 8
-    for tokens in TUNE_TOKENS:
+    for tokens in args.tokens or TUNE_TOKENS:
         rows = make_rows(tokens, args.tp)
         contestants: dict[str, Call] = {}
         for tiling in candidates(packs):
@@ -274,7 +277,8 @@ def tune(ours: Ours, args: argparse.Namespace, group: Any) -> list[Any]:
                 with ours.tiling(tiling):
                     ours.call(rows)
 
-            contestants[f"{tiling.team_warps}x{tiling.block_teams} {early}"] = call
+            form = f"{tiling.team_warps}x{tiling.block_teams} {early}"
+            contestants[form + STREAMING[tiling.streaming]] = call
         times = measure(contestants, tokens, 5 if args.quick else 15, None, group)
         ours.check()
         results.append({"tokens": tokens, **times})
@@ -400,6 +404,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("reduce_rms_results"))
     parser.add_argument("--quick", action="store_true", help="fewer token counts and samples")
     parser.add_argument("--tune", action="store_true", help="time our kernel's tilings instead")
+    parser.add_argument("--tokens", type=int, nargs="+", help="token counts for --tune")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()

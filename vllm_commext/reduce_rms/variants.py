@@ -11,6 +11,8 @@ PACK_BYTES = 16
 WARP = 32
 MAX_TEAM_WARPS = 32
 SIZE_MULTIPLE = 8
+BALANCED_PACKS = 1800  # a multiprocessor; beyond them more rows must be in flight, seen on H200s
+LOADS, STORES = 1, 2  # bits of `Tiling.streaming`
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,15 @@ class Tiling:
         block_teams: tokens a block.
         weights_early: weights are loaded while the sums travel.
         min_blocks: blocks that a multiprocessor must have registers for.
+        streaming: whether rows are the first to leave the caches once they are read (`LOADS`) or
+            written (`STORES`), or both.
     """
 
     team_warps: int
     block_teams: int = 1
     weights_early: bool = False
     min_blocks: int = 1
+    streaming: int = 0
 
     @property
     def threads(self) -> int:
@@ -91,15 +96,15 @@ def balanced(packs: int) -> Tiling:
 
 def high_throughput(packs: int) -> Tiling:
     """For thousands of tokens: as many rows in flight as registers allow."""
-    team_warps = _warps_for(packs, 14)
-    return Tiling(team_warps, block_teams=max(1, 4 // team_warps))
+    team_warps = _warps_for(packs, 7)
+    return Tiling(team_warps, block_teams=max(1, min(4, 8 // team_warps)), streaming=LOADS)
 
 
 def choose(shape: Shape, num_tokens: int, multiprocessors: int) -> Tiling:
     """The tiling for `num_tokens` tokens on a GPU with that many multiprocessors."""
     if num_tokens <= 2 * multiprocessors:
         return low_latency(shape.packs)
-    if num_tokens <= 8 * multiprocessors:
+    if num_tokens * shape.packs <= BALANCED_PACKS * multiprocessors:
         return balanced(shape.packs)
     return high_throughput(shape.packs)
 
@@ -123,4 +128,5 @@ def macros(shape: Shape, tiling: Tiling) -> dict[str, int]:
         "BLOCK_TEAMS": tiling.block_teams,
         "WEIGHTS_EARLY": int(tiling.weights_early),
         "MIN_BLOCKS": tiling.min_blocks,
+        "STREAMING": tiling.streaming,
     }

@@ -147,6 +147,9 @@ DEVICE void store_system(u64* address, u64 value) {
 
 DEVICE u64 load_device(const u64* address) { return __atomic_load_n(address, __ATOMIC_RELAXED); }
 
+DEVICE void load_streaming(const void* address, u32* words) { std::memcpy(words, address, 16); }
+DEVICE void store_streaming(void* address, const u32* words) { std::memcpy(address, words, 16); }
+
 DEVICE u32 fetch_or(u32* address, u32 bits) {
   emulation::disturb();
   return __atomic_fetch_or(address, bits, __ATOMIC_RELAXED);

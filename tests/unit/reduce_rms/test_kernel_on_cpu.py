@@ -20,6 +20,7 @@ TILINGS = {
     "a warp a token": Tiling(1, block_teams=4),
     "two warps a token": Tiling(2, block_teams=2, weights_early=True),
     "a block a token": Tiling(3, weights_early=True),
+    "streaming": Tiling(1, block_teams=2, streaming=3),
 }
 ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-22}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -81,6 +82,7 @@ def errors(shape: Shape, calls: list[Call]) -> tuple[float, float]:
         ("float16", "float16", "a block a token"),
         ("float32", "float32", "two warps a token"),
         ("float32", "bfloat16", "a warp a token"),
+        ("bfloat16", "bfloat16", "streaming"),
     ],
 )
 def test_every_type_and_tiling_is_exact(dtype: str, weight_dtype: str, tiling: str) -> None:

@@ -47,6 +47,19 @@ DEVICE u64 load_device(const u64* address) {
   return value;
 }
 
+// 16 bytes that nobody is expected to want soon again.
+DEVICE void load_streaming(const void* address, u32* words) {
+  asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "l"(address));
+}
+
+DEVICE void store_streaming(void* address, const u32* words) {
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
 DEVICE u32 fetch_or(u32* address, u32 bits) { return atomicOr(address, bits); }
 
 DEVICE u64 compare_and_swap(u64* address, u64 expected, u64 value) {

@@ -1,6 +1,9 @@
 // Packs: 16 bytes of a row, and the weights that belong to them. All arithmetic is in float.
 #pragma once
 
+#define STREAM_LOADS 1
+#define STREAM_STORES 2
+
 constexpr int FLOAT = 0, HALF = 1;  // else bfloat16
 
 template <int TYPE>
@@ -57,9 +60,25 @@ DEVICE P load(const T* address) {
 #endif
 }
 
-DEVICE Pack load_pack(const Element* address) { return load<Pack>(address); }
+DEVICE Pack load_pack(const Element* address) {
+#if ALIGNED && STREAMING & STREAM_LOADS
+  Pack pack;
+  load_streaming(address, pack.words);
+  return pack;
+#else
+  return load<Pack>(address);
+#endif
+}
+
 DEVICE WeightPack load_weights(const Weight* address) { return load<WeightPack>(address); }
-DEVICE void store_pack(Element* address, Pack pack) { *reinterpret_cast<Pack*>(address) = pack; }
+
+DEVICE void store_pack(Element* address, Pack pack) {
+#if STREAMING & STREAM_STORES
+  store_streaming(address, pack.words);
+#else
+  *reinterpret_cast<Pack*>(address) = pack;
+#endif
+}
 
 DEVICE float sum_of_squares(const Pack& pack) {
   float sum = 0.0f;

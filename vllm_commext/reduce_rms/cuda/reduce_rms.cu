@@ -27,6 +27,7 @@
 //   ALIGNED       1 where rows and weights are aligned to 16 bytes
 //   WEIGHTS_EARLY 1 loads the weights while the sums travel, which costs registers
 //   MIN_BLOCKS    blocks that a multiprocessor must have registers for
+//   STREAMING     bits: 1 rows are loaded, 2 outputs are stored as what is not wanted again soon
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
