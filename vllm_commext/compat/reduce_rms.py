@@ -101,7 +101,7 @@ def get_allreduce_workspace(
         return workspace_of(rank, world_size, process_group).workspace
     except UnsupportedError as error:
         # vLLM catches it and speaks of GPUs without peer access, whatever the reason.
-        logger.error("commext: reduce_rms cannot run, vLLM's fall-back does: %s", error)
+        logger.warning("commext: reduce_rms cannot run, vLLM's fall-back does: %s", error)
         raise
 
 
