@@ -85,7 +85,7 @@ def _new_agent() -> NixlAgent:
 
 def our_peer(bench: Bench, *, is_first: bool) -> list[Any]:
     """The lists of a peer: local, remote, fences."""
-    agent, address = bench.agent, bench.prefill.board.epochs.ctypes.data
+    agent, address = bench.agent, bench.prefill.board.nonces.ctypes.data
     plan = bench.plan(1, 0)
     lists = [agent.prepare("", plan.local_rows, "DRAM")] if is_first else []
     lists += [agent.prepare(bench.name, plan.remote_rows, "DRAM")]

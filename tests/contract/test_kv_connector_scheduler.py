@@ -23,6 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.connector import CommextNixlConnector
+from vllm_commext.nixl.fence import KEY_BYTES, first_nonces
 from vllm_commext.nixl.metadata import StepMetadata, WorkerMetadata
 from vllm_commext.nixl.requests import Hold
 
@@ -47,7 +48,7 @@ TO_DECODE = {
     "remote_block_ids": REMOTE_IDS,
     "remote_num_tokens": 14,
     "remote_fence_slot": 7,
-    "remote_fence_ticket": 3,
+    "remote_fence_nonce": "00000000000000ff",
 }
 
 # A state a request, as vLLM keeps it without prefix caching: one block for as many tokens as there
@@ -85,6 +86,7 @@ class Engine:
             enable_caching=not hybrid,
         )
         self.connector.bind_gpu_block_pool(self.manager.block_pool)
+        self.fence_key = self.step().fence_key
 
     @property
     def num_free(self) -> int:
@@ -189,6 +191,7 @@ def test_a_prefilled_request_is_kept_and_described(
     assert engine.connector.get_num_new_matched_tokens(request, 0) == (0, False)
     kept, params = engine.finish(request, status)
     assert kept
+    nonce = int(first_nonces(engine.fence_key)[0])
     assert params == {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -200,19 +203,21 @@ def test_a_prefilled_request_is_kept_and_described(
         "remote_num_tokens": 14,
         "remote_incarnation": engine.connector.scheduler_side.incarnation,
         "remote_fence_slot": 0,
-        "remote_fence_ticket": 0,
+        "remote_fence_nonce": f"{nonce:016x}",
         "tp_size": 1,
         "transfer_mode": "pull",
     }
-    assert engine.step().holds == [Hold("r", 60.0, 0, 0)]
+    assert engine.step().holds == [Hold("r", 60.0, 0, nonce)]
     assert engine.step() == StepMetadata()
 
 
-def test_a_fence_is_used_again_with_a_higher_ticket(
+def test_no_two_prefills_get_the_same_fence_in_this_start_or_another(
     make_engine: Callable[[str], Engine],
 ) -> None:
-    engine = make_engine("kv_producer")
-    seen: list[tuple[int, int]] = []
+    engine, later = make_engine("kv_producer"), make_engine("kv_producer")
+    assert len(engine.fence_key) == KEY_BYTES
+    assert engine.fence_key != later.fence_key
+    seen: list[tuple[int, str]] = []
     for number in range(65536 + 1):
         request = request_of(f"r{number}", TO_PREFILL, [1, 2])
         request.status = FINISHED[0]
@@ -220,10 +225,10 @@ def test_a_fence_is_used_again_with_a_higher_ticket(
         kept, params = engine.connector.request_finished(request, [1])
         assert kept
         assert params is not None
-        seen.append((params["remote_fence_slot"], params["remote_fence_ticket"]))
+        seen.append((params["remote_fence_slot"], params["remote_fence_nonce"]))
         engine.report(finished_sending={request.request_id})
-    assert len(set(seen)) == len(seen)
-    assert seen[-1] == (seen[0][0], seen[0][1] + 1)
+    assert seen[-1][0] == seen[0][0]
+    assert len({nonce for _, nonce in seen}) == len(seen)
 
 
 def test_only_blocks_with_computed_tokens_are_offered(
@@ -279,7 +284,7 @@ def test_the_missing_blocks_are_loaded(
     assert load.remote is not None
     assert load.remote.block_ids == (tuple(REMOTE_IDS[0]),)
     assert load.remote.request_id == "there"
-    assert (load.remote.fence_slot, load.remote.fence_ticket) == (7, 3)
+    assert (load.remote.fence_slot, load.remote.fence_nonce) == (7, 255)
     assert engine.step() == StepMetadata()
     assert engine.finish(request, FINISHED[0]) == (False, None)
     assert engine.step() == StepMetadata()

@@ -125,7 +125,9 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "too few blocks": ({"remote_block_ids": [[1]]}, "request", "offers 1 blocks of"),
     "blocks out of range": ({"remote_block_ids": [[10**9] * 4]}, "request", "expected 0 to"),
     "blocks of a wrong type": ({"remote_block_ids": "1, 2"}, "request", "kv_transfer_params"),
-    "another start": ({"remote_incarnation": "earlier"}, "request", "was restarted"),
+    "another start": ({"remote_incarnation": "earlier"}, "expired", "was restarted"),
+    "another nonce": ({"remote_fence_nonce": "0" * 16}, "expired", "used twice or altered"),
+    "no fence": ({"remote_fence_slot": -1}, "request", "dropped remote_fence_slot"),
 }
 
 

@@ -17,7 +17,7 @@ from packaging.version import Version
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.descriptors import Int32Array, UInt64Array, expand_rows, strided_row
-from vllm_commext.nixl.fence import EPOCH_BYTES, NUM_CELLS, FenceBoard
+from vllm_commext.nixl.fence import NONCE_BYTES, NUM_CELLS, FenceBoard
 from vllm_commext.nixl.ucx_log import UcxLog
 
 STRIDED_SINCE = (1, 5)
@@ -83,9 +83,9 @@ def progress_every(api: Any, seconds: float) -> Iterator[None]:
         module.nixlBind.nixlAgentConfig = original
 
 
-def epoch_rows(address: int, num_slots: int) -> UInt64Array:
-    """Epochs as strided descriptors."""
-    return strided_row(address=address, num_bytes=EPOCH_BYTES, count=num_slots)
+def nonce_rows(address: int, num_slots: int) -> UInt64Array:
+    """Nonces as strided descriptors."""
+    return strided_row(address=address, num_bytes=NONCE_BYTES, count=num_slots)
 
 
 def _one(index: int) -> Int32Array:
@@ -119,7 +119,7 @@ class NixlAgent:
             self._agent.create_backend(name, {**threads, **config.backend_params})
 
     def register(self, ranges: Sequence[tuple[int, int]], memory_type: str, device_id: int) -> None:
-        """Make memory and the fences' epochs readable by peers, and prepare the cells' list.
+        """Make memory and the fences' nonces readable by peers, and prepare the cells' list.
 
         Args:
             ranges: ``(address, num_bytes)`` of each allocation.
@@ -128,10 +128,10 @@ class NixlAgent:
         """
         rows = [(address, num_bytes, device_id, "") for address, num_bytes in ranges]
         self._registered.append(self._agent.register_memory(rows, memory_type))
-        arrays = (self.board.epochs, self.board.cells)
+        arrays = (self.board.nonces, self.board.cells)
         rows = [(array.ctypes.data, array.nbytes, 0, "") for array in arrays]
         self._registered.append(self._agent.register_memory(rows, "DRAM"))
-        cells = epoch_rows(self.board.cells.ctypes.data, NUM_CELLS)
+        cells = nonce_rows(self.board.cells.ctypes.data, NUM_CELLS)
         self._cell_list = self.prepare("", cells, "DRAM")
 
     @contextlib.contextmanager
@@ -176,8 +176,8 @@ class NixlAgent:
         return self._agent.prep_xfer_dlist(name, rows, memory_type)
 
     def prepare_fences(self, name: str, address: int, num_slots: int) -> Any:
-        """Prepare the list of a peer's epochs."""
-        return self.prepare(name, epoch_rows(address, num_slots), "DRAM")
+        """Prepare the list of a peer's nonces."""
+        return self.prepare(name, nonce_rows(address, num_slots), "DRAM")
 
     def release_list(self, prepared: Any) -> None:
         """Give a prepared list back."""
@@ -196,7 +196,7 @@ class NixlAgent:
         )
 
     def make_fence_read(self, fence_list: Any, cell: int, slot: int) -> Any:
-        """Describe a read of a peer's epoch into a cell of the board."""
+        """Describe a read of a peer's nonce into a cell of the board."""
         return self._agent.make_prepped_xfer(
             "READ", self._cell_list, _one(cell), fence_list, _one(slot)
         )

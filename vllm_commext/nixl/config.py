@@ -21,6 +21,8 @@ class ConnectorConfig:
         backend_params: further parameters of each backend, as NIXL's plug-ins name them.
         enforce_handshake_compat: refuse a peer whose configuration differs (``True``), or warn and
             go on where the bytes still have the same size and order (``False``).
+        require_fence: refuse request parameters without a fence (``True``), or warn and read blocks
+            that could have been freed unnoticed (``False``); see ``fence``.
         side_channel_host: address that a prefill engine listens on and tells the decode engine.
         side_channel_port: port of the first data-parallel rank; rank ``i`` listens on ``port + i``.
         side_channel_secret_file: file with a secret that both engines must prove to know, "" for
@@ -49,6 +51,7 @@ class ConnectorConfig:
     num_threads: int = 4
     backend_params: Mapping[str, str] = field(default_factory=dict[str, str])
     enforce_handshake_compat: bool = True
+    require_fence: bool = True
     kv_lease_duration: float = 60.0
     kv_lease_max_duration: float = 600.0
     progress_interval: float = 0.0005
@@ -102,7 +105,7 @@ def _checked(key: str, value: Any) -> Any:
     if key == "side_channel_port":
         in_range = _is_int(value) and 0 < value < 65536
         return _expect(key, value, in_range, "a port from 1 to 65535", int)
-    if key in ("enforce_handshake_compat", "host_copy", "transport_probe"):
+    if key in ("enforce_handshake_compat", "require_fence", "host_copy", "transport_probe"):
         return _expect(key, value, isinstance(value, bool), "true or false", bool)
     if key == "backend_params":
         named = isinstance(value, dict) and all(isinstance(one, str) for one in value.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_commext.errors import CommextError, UnsupportedError
+from vllm_commext.errors import CommextError, ProtocolError, UnsupportedError
 from vllm_commext.nixl.loads import Failure
 from vllm_commext.nixl.requests import RemoteRequest
 
@@ -11,6 +11,15 @@ def handshake_failure(error: CommextError) -> Failure:
     """Why a load fails whose peer could not be made ready."""
     unfit = isinstance(error, UnsupportedError)
     return Failure("configuration" if unfit else "handshake", error)
+
+
+def restarted(remote: RemoteRequest) -> Failure:
+    """Why a load fails whose parameters are of another start of the prefill engine."""
+    text = (
+        f"the prefill engine {remote.engine_id!r} was restarted since it computed this request: "
+        "its blocks are gone"
+    )
+    return Failure("expired", ProtocolError(text))
 
 
 def describe_source(remote: RemoteRequest | None) -> str:

@@ -1,40 +1,72 @@
 """Fences: how a decode engine proves that what it read was still the request's.
 
-A prefill worker has a board of 64-bit epochs in registered memory, one a slot.  The scheduler side
-gives each finished prefill a slot and a ticket, which go out with the request parameters; the
-slot's epoch is at most the ticket as long as the request's blocks are held.  The worker raises the
-epoch above the ticket *before* it reports the blocks as free.  The decode worker reads the epoch
-after the blocks: if it is still at most the ticket, the blocks were the request's all the while.
+A prefill worker has a board of 64-bit nonces in registered memory, one a slot.  The scheduler side
+gives each finished prefill a slot and the nonce that stands there, and both go out with the request
+parameters.  The nonce stands as long as the request's blocks are held; the worker puts the slot's
+next one in its place *before* it reports the blocks as free.  The decode worker reads the slot
+after the blocks: if it finds the nonce of the parameters, the blocks were the request's all the
+while.
+
+The nonces of a slot follow from a key that is drawn at every start of the engine.  So the workers
+have a nonce in place before the request that gets it has finished, no start repeats another's, and
+nobody who has seen some can tell a further one.
 """
 
 from __future__ import annotations
 
+import hashlib
+import secrets
+import struct
 from collections import deque
 
 import numpy as np
+import numpy.typing as npt
 
 NUM_SLOTS = 65536
 """Finished prefills that one engine can hold at a time."""
 NUM_CELLS = 1024
 """Fences that one worker can read at a time."""
-EPOCH_BYTES = 8
+NONCE_BYTES = 8
+KEY_BYTES = 32
+
+Nonces = npt.NDArray[np.uint64]
 
 
-def is_fresh(epoch: int, ticket: int) -> bool:
-    """Whether the blocks were still held when the epoch was read."""
-    return epoch <= ticket
+def new_key() -> bytes:
+    """A key for one start of an engine."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def first_nonces(key: bytes, num_slots: int = NUM_SLOTS) -> Nonces:
+    """``[num_slots]`` uint64: what stands in each slot at first."""
+    stream = hashlib.shake_256(key).digest(NONCE_BYTES * num_slots)
+    return np.frombuffer(stream, dtype="<u8").astype(np.uint64)
+
+
+def next_nonce(key: bytes, slot: int, nonce: int) -> int:
+    """What follows a slot's nonce."""
+    place = struct.pack("<QQ", slot, nonce)
+    return int.from_bytes(
+        hashlib.blake2b(place, key=key, digest_size=NONCE_BYTES).digest(), "little"
+    )
 
 
 class FenceSlots:
-    """The scheduler side's slots: which are free, and how often each was used."""
+    """The scheduler side's slots: which are free, and what stands in each.
 
-    def __init__(self, num_slots: int = NUM_SLOTS) -> None:
+    Args:
+        key: as the workers' boards have it.
+        num_slots: how many there are.
+    """
+
+    def __init__(self, key: bytes, num_slots: int = NUM_SLOTS) -> None:
+        self._key = key
+        self._nonces = first_nonces(key, num_slots)
         self._free = deque(range(num_slots))
-        self._tickets: dict[int, int] = {}
         self._taken: dict[str, int] = {}
 
     def take(self, request_id: str) -> tuple[int, int] | None:
-        """A (slot, ticket) for a request, None where all slots are taken.
+        """A (slot, nonce) for a request, None where all slots are taken.
 
         The slot that has been free for the longest comes first.
         """
@@ -42,38 +74,44 @@ class FenceSlots:
             return None
         slot = self._free.popleft()
         self._taken[request_id] = slot
-        return slot, self._tickets.get(slot, 0)
+        return slot, int(self._nonces[slot])
 
     def give_back(self, request_id: str) -> None:
-        """All workers have raised the slot's epoch: the next user gets the next ticket."""
+        """All workers have replaced the slot's nonce: the next user gets the next one."""
         slot = self._taken.pop(request_id, None)
         if slot is not None:
-            self._tickets[slot] = self._tickets.get(slot, 0) + 1
+            self._nonces[slot] = next_nonce(self._key, slot, int(self._nonces[slot]))
             self._free.append(slot)
 
 
 class FenceBoard:
-    """One worker's epochs, which peers read, and cells, into which it reads those of peers.
+    """One worker's nonces, which peers read, and cells, into which it reads those of peers.
 
     Attributes:
-        epochs: ``[NUM_SLOTS]`` uint64.
+        nonces: ``[NUM_SLOTS]`` uint64; zeros until ``arm``.
         cells: ``[NUM_CELLS]`` uint64.
     """
 
     def __init__(self) -> None:
-        self.epochs = np.zeros(NUM_SLOTS, dtype=np.uint64)
+        self.nonces = np.zeros(NUM_SLOTS, dtype=np.uint64)
         self.cells = np.zeros(NUM_CELLS, dtype=np.uint64)
+        self._key = b""
         self._free_cells = list(range(NUM_CELLS))
 
-    def end(self, slot: int, ticket: int) -> None:
+    def arm(self, key: bytes) -> None:
+        """Put the first nonces in place, once, before any request of this engine has finished."""
+        self._key = key
+        self.nonces[:] = first_nonces(key)
+
+    def end(self, slot: int, nonce: int) -> None:
         """A request's blocks are about to be freed."""
-        self.epochs[slot] = ticket + 1
+        self.nonces[slot] = next_nonce(self._key, slot, nonce)
 
     def take_cell(self) -> int | None:
-        """A cell to read a peer's epoch into, None where all are in use."""
+        """A cell to read a peer's nonce into, None where all are in use."""
         return self._free_cells.pop() if self._free_cells else None
 
     def read_cell(self, cell: int) -> int:
-        """The epoch that has arrived in a cell, which is free again."""
+        """The nonce that has arrived in a cell, which is free again."""
         self._free_cells.append(cell)
         return int(self.cells[cell])

@@ -50,7 +50,7 @@ class Holder:
 
     def hold(self, hold: Hold) -> None:
         """Keep a finished prefill's blocks."""
-        self._fences[hold.request_id] = (hold.fence_slot, hold.fence_ticket)
+        self._fences[hold.request_id] = (hold.fence_slot, hold.fence_nonce)
         now = self._begun[hold.request_id] = time.monotonic()
         if self._leases.hold(hold.request_id, now, hold.lease_seconds):
             self._report_sent(hold.request_id)
@@ -100,9 +100,10 @@ class Holder:
             )
 
     def _report_sent(self, request_id: str) -> None:
-        """The blocks may be freed: first raise the epoch, so that no reader relies on them."""
-        slot, ticket = self._fences.pop(request_id)
+        """The blocks may be freed: first replace the nonce, so that no reader relies on
+        them."""
+        slot, nonce = self._fences.pop(request_id)
         if slot >= 0:
-            self._agent.board.end(slot, ticket)
+            self._agent.board.end(slot, nonce)
         self._recorder.lease_ended(time.monotonic() - self._begun.pop(request_id))
         self._outcomes.sent(request_id)

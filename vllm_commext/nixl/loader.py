@@ -7,7 +7,7 @@ from collections.abc import Callable
 from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError, UnsupportedError
 from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.failures import describe_source, handshake_failure
+from vllm_commext.nixl.failures import describe_source, handshake_failure, restarted
 from vllm_commext.nixl.keep_alive import KeepAlive
 from vllm_commext.nixl.loads import Failure, LoadBook, Part
 from vllm_commext.nixl.log import RateLimitedLog, logger
@@ -158,8 +158,11 @@ class Loader:
         """Start reading, or only release where nothing is missing."""
         try:
             self._check_peer(part.remote, peer)
+            if not peer.serves(part.remote.incarnation):
+                self._close_part(part, restarted(part.remote))
+                return
             if part.reads and not self._loads.has_failed(part.load):
-                self._note_missing_fence(part)
+                self._check_fence(part)
                 if self._reads.post(part, peer):
                     return
             self._agent.notify(peer.agent_name, release_notification(self._local, part))
@@ -189,20 +192,17 @@ class Loader:
                 f"kv_transfer_params: tp_size is {remote.tp_size}, but the prefill engine has "
                 f"{tp_size} ranks: let the router pass tp_size on"
             )
-        if not peer.serves(remote.incarnation):
-            raise ProtocolError(
-                f"the prefill engine {remote.engine_id!r} was restarted since it computed this "
-                "request: its blocks are gone"
-            )
 
-    def _note_missing_fence(self, part: Part) -> None:
-        if part.remote.fence_slot < 0:
-            self._log.warning(
-                "fence",
-                f"request {part.load.request_id}: the router dropped remote_fence_slot from the "
-                "request parameters, so blocks that were freed too early cannot be noticed: let it "
-                "pass all parameters on",
-            )
+    def _check_fence(self, part: Part) -> None:
+        if part.remote.fence_slot >= 0:
+            return
+        text = (
+            "the router dropped remote_fence_slot from the request parameters, so blocks that were "
+            "freed too early cannot be noticed: let it pass all parameters on"
+        )
+        if self._config.require_fence:
+            raise ProtocolError(text)
+        self._log.warning("fence", f"request {part.load.request_id}: {text}")
 
     def poll_reads(self) -> bool:
         """One look at the reads under way; whether any has moved on."""

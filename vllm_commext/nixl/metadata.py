@@ -31,6 +31,8 @@ class StepMetadata(KVConnectorMetadata):
         given_up: late loads whose blocks the scheduler has taken out of use.
         saves: blocks, a list a group, to be copied to the host at the end of the step; used where
             peers read from a copy there.
+        fence_key: what the fences' nonces follow from, in the engine's first step only, so that all
+            workers have it before a prefill has finished; see ``fence``.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -38,6 +40,7 @@ class StepMetadata(KVConnectorMetadata):
     holds: list[Hold] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
     saves: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
+    fence_key: bytes = b""
 
 
 @dataclass

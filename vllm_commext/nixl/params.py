@@ -2,12 +2,13 @@
 engine.
 
 Names and meaning are those of vLLM's own NIXL connector, so that routers written for it work
-unchanged; ours are ``remote_incarnation``, ``remote_fence_slot`` and ``remote_fence_ticket``, which
+unchanged; ours are ``remote_incarnation``, ``remote_fence_slot`` and ``remote_fence_nonce``, which
 a router passes on like the others.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from vllm_commext.nixl.requests import RemoteRequest
 MAX_BLOCKS = 1 << 24
 MAX_GROUPS = 1024
 MAX_INT = (1 << 31) - 1
+_NONCE = re.compile("[0-9a-f]{16}")
 
 
 class _RemoteParams(msgspec.Struct):
@@ -31,7 +33,7 @@ class _RemoteParams(msgspec.Struct):
     remote_num_tokens: int | None = None
     remote_incarnation: str = ""
     remote_fence_slot: int = -1
-    remote_fence_ticket: int = 0
+    remote_fence_nonce: str = ""
 
 
 def is_for_prefill(params: Mapping[str, Any] | None) -> bool:
@@ -68,7 +70,6 @@ def read_params(params: Mapping[str, Any], num_prompt_tokens: int) -> RemoteRequ
     num_blocks = sum(len(block_ids) for block_ids in remote.remote_block_ids)
     _check_range("blocks in remote_block_ids", num_blocks, 0, MAX_BLOCKS)
     _check_range("remote_fence_slot", remote.remote_fence_slot, -1, MAX_INT)
-    _check_range("remote_fence_ticket", remote.remote_fence_ticket, 0, MAX_INT)
     num_tokens = num_prompt_tokens if remote.remote_num_tokens is None else remote.remote_num_tokens
     _check_range("remote_num_tokens", num_tokens, 0, MAX_INT)
     return RemoteRequest(
@@ -81,7 +82,7 @@ def read_params(params: Mapping[str, Any], num_prompt_tokens: int) -> RemoteRequ
         block_ids=tuple(tuple(block_ids) for block_ids in remote.remote_block_ids),
         num_tokens=num_tokens,
         fence_slot=remote.remote_fence_slot,
-        fence_ticket=remote.remote_fence_ticket,
+        fence_nonce=_read_nonce(remote),
     )
 
 
@@ -99,10 +100,23 @@ def write_params(remote: RemoteRequest) -> dict[str, Any]:
         "remote_num_tokens": remote.num_tokens,
         "remote_incarnation": remote.incarnation,
         "remote_fence_slot": remote.fence_slot,
-        "remote_fence_ticket": remote.fence_ticket,
+        "remote_fence_nonce": f"{remote.fence_nonce:016x}",
         "tp_size": remote.tp_size,
         "transfer_mode": "pull",
     }
+
+
+def _read_nonce(remote: _RemoteParams) -> int:
+    """The fence's nonce, 0 without a fence; it is text as not all routers keep 64-bit numbers."""
+    nonce = remote.remote_fence_nonce
+    if remote.remote_fence_slot < 0:
+        return 0
+    if not _NONCE.fullmatch(nonce):
+        raise ProtocolError(
+            "kv_transfer_params: expected remote_fence_nonce of 16 hexadecimal digits, got "
+            f"{nonce[:32]!r}"
+        )
+    return int(nonce, 16)
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:

@@ -48,7 +48,7 @@ class Peer:
         remote_list: prepared list of its side.
         memory_type: NIXL memory type of its cache.
         device_id: device of its cache.
-        fence_list: prepared list of its epochs, None where it has none.
+        fence_list: prepared list of its fences' nonces, None where it has none.
         num_fence_slots: how many there are.
         lease_seconds: how long it keeps blocks after the last sign of a reader, 0 where it takes no
             heartbeats.

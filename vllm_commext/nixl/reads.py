@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl import wire
 from vllm_commext.nixl.agent import NixlAgent
-from vllm_commext.nixl.fence import is_fresh
 from vllm_commext.nixl.loads import Part
 from vllm_commext.nixl.pauses import pause
 from vllm_commext.nixl.peer import LocalSide, Peer
@@ -157,11 +156,11 @@ class ReadSet:
                 read.num_merged = read.posting.num_merged
             read.posting = None
             if error:
-                self._take_epoch(read)
+                self._take_nonce(read)
                 return End("transfer", f"NIXL: {error}")
-        epoch = self._take_epoch(read)
-        if epoch is not None:
-            return self._judge(read, epoch)
+        nonce = self._take_nonce(read)
+        if nonce is not None:
+            return self._judge(read, nonce)
         if read.given_up or not read.is_fenced:
             return End()
         return self._post_fence(read)
@@ -178,25 +177,25 @@ class ReadSet:
             )
             read.posting = Posting(self._agent, [fence])
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the read has failed
-            self._take_epoch(read)
+            self._take_nonce(read)
             return End("transfer", f"NIXL: {error}")
         return None
 
-    def _take_epoch(self, read: Read) -> int | None:
+    def _take_nonce(self, read: Read) -> int | None:
         """What has arrived in the read's cell, which is given back; None without a cell."""
         if read.cell is None:
             return None
-        epoch, read.cell = self._agent.board.read_cell(read.cell), None
-        return epoch
+        nonce, read.cell = self._agent.board.read_cell(read.cell), None
+        return nonce
 
     @staticmethod
-    def _judge(read: Read, epoch: int) -> End:
-        if is_fresh(epoch, read.part.remote.fence_ticket):
+    def _judge(read: Read, nonce: int) -> End:
+        if nonce == read.part.remote.fence_nonce:
             return End()
         return End(
             "expired",
             "the prefill engine had freed the blocks before they were read: the request came later "
-            "than kv_lease_duration, or its parameters were used twice",
+            "than kv_lease_duration, or its parameters were used twice or altered",
         )
 
     def _record(self, read: Read) -> None:

@@ -21,7 +21,7 @@ class RemoteRequest:
         block_ids: its blocks there, a list a group; the last one of each holds the last token.
         num_tokens: tokens whose KV the blocks hold.
         fence_slot: slot of its fence, -1 where the parameters do not say.
-        fence_ticket: what the slot's epoch must not exceed.
+        fence_nonce: what stands in the slot as long as the blocks are held.
     """
 
     engine_id: str
@@ -33,7 +33,7 @@ class RemoteRequest:
     block_ids: tuple[tuple[int, ...], ...]
     num_tokens: int
     fence_slot: int = -1
-    fence_ticket: int = 0
+    fence_nonce: int = 0
 
 
 @dataclass
@@ -74,13 +74,13 @@ class Wait:
 class Hold:
     """A finished prefill whose blocks are kept for its readers for at most ``lease_seconds``.
 
-    Its fence's epoch is raised above ``fence_ticket`` when that ends, -1 for no fence.
+    Its fence's nonce is replaced when that ends; slot -1 for no fence.
     """
 
     request_id: str
     lease_seconds: float
     fence_slot: int = -1
-    fence_ticket: int = 0
+    fence_nonce: int = 0
 
 
 @dataclass

@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 from vllm_commext.compat.kv_connector import drop_last_prompt_token
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.fence import FenceSlots
+from vllm_commext.nixl.fence import FenceSlots, new_key
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
 from vllm_commext.nixl.params import is_for_decode, is_for_prefill, read_params, write_params
@@ -78,9 +78,10 @@ class SchedulerSide:
         self._port = port
         self._produces = produces
         self._consumes = consumes
-        self._pending = StepMetadata()
+        fence_key = new_key()
+        self._pending = StepMetadata(fence_key=fence_key)
         self._quarantine = Quarantine(tp_size)
-        self._fences = FenceSlots()
+        self._fences = FenceSlots(fence_key)
         self._server: SideChannelServer | None = None
         self._recorder = TransferRecorder()
         self._log = RateLimitedLog()
@@ -229,7 +230,7 @@ class SchedulerSide:
             block_ids=offered,
             num_tokens=request.num_computed_tokens,
             fence_slot=fence[0],
-            fence_ticket=fence[1],
+            fence_nonce=fence[1],
         )
         return True, write_params(remote)
 

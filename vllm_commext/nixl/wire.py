@@ -18,7 +18,7 @@ from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.layout import CacheLayout, check_layout
 
 MAGIC = "commext-nixl"
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_REQUEST_BYTES = 4 * 1024
 MAX_REPLY_BYTES = 64 * 1024 * 1024
@@ -110,7 +110,7 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
         memory_type: NIXL memory type of the cache, "DRAM" or "VRAM".
         device_id: device of the cache.
         layout: what the cache looks like in memory.
-        fence_address: address of the worker's epochs, see ``fence``.
+        fence_address: address of the worker's nonces, see ``fence``.
         num_fence_slots: how many there are, 0 for none.
         lease_seconds: how long the worker keeps a request's blocks after the last sign of a reader,
             0 where it takes no ``KeepAlive``.

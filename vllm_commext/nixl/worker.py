@@ -136,6 +136,8 @@ class WorkerSide:
     def start_step(self, step: StepMetadata) -> None:
         """Pass on what the scheduler side asks for in this step."""
         thread = self._require_thread()
+        if step.fence_key:
+            self._agent.board.arm(step.fence_key)
         for wait in step.waits:
             thread.submit(wait)
         for load in step.loads:
@@ -191,7 +193,7 @@ class WorkerSide:
             memory_type=local.memory_type,
             device_id=local.device_id,
             layout=local.layout,
-            fence_address=self._agent.board.epochs.ctypes.data,
+            fence_address=self._agent.board.nonces.ctypes.data,
             num_fence_slots=NUM_SLOTS,
             lease_seconds=self._config.kv_lease_duration,
         )

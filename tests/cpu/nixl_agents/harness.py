@@ -110,7 +110,12 @@ class Engine:
         self.config = ConnectorConfig(
             side_channel_host=HOST,
             side_channel_port=self.port,
-            **{"num_threads": 1, "handshake_timeout": 20.0, **settings},
+            **{
+                "num_threads": 1,
+                "handshake_timeout": 20.0,
+                "require_fence": False,
+                **settings,
+            },
         )
         self.agent = NixlAgent(self.config)
         ranges = [(row.ctypes.data, row.nbytes) for row in self.memory]
@@ -187,7 +192,7 @@ class Engine:
             memory_type="DRAM",
             device_id=0,
             layout=self.layout,
-            fence_address=self.agent.board.epochs.ctypes.data,
+            fence_address=self.agent.board.nonces.ctypes.data,
             num_fence_slots=NUM_SLOTS,
             lease_seconds=self.config.kv_lease_duration,
         )

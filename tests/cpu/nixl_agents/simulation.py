@@ -61,7 +61,7 @@ class Worker:
                 memory_type="DRAM",
                 device_id=0,
                 layout=self.layout,
-                fence_address=self.agent.board.epochs.ctypes.data,
+                fence_address=self.agent.board.nonces.ctypes.data,
                 num_fence_slots=NUM_SLOTS,
                 lease_seconds=config.kv_lease_duration,
             )
@@ -111,7 +111,6 @@ class Prefill:
             "block_ids": tuple(table.block_ids for table in request.remote),
             "num_tokens": request.num_remote_tokens,
             "fence_slot": request.number,
-            "fence_ticket": 0,
         }
         return RemoteRequest(**{**values, **changes})
 

@@ -251,7 +251,7 @@ def test_a_stale_incarnation(make_engine: MakeEngine, log_lines: Lines) -> None:
     decode = make_engine("d", seed=2)
     for name in ("before", "after"):
         load = load_of(name, prefill.remote("x", [1], incarnation="older"), [1])
-        assert_fails(decode, load, "request", log_lines, "restarted", "'p'")
+        assert_fails(decode, load, "expired", log_lines, "restarted", "'p'")
         assert_works(decode, prefill, f"works-{name}")
 
 
@@ -260,7 +260,7 @@ def test_blocks_whose_lease_ran_out_are_not_used(make_engine: MakeEngine, log_li
     decode = make_engine("d", seed=2)
     prefill.thread.submit(Hold("x", 0.05, 7, 0))
     prefill.wait(lambda: prefill.collect().sent == {"x"})
-    decode.load(load_of("r", prefill.remote("x", [1], fence_slot=7, fence_ticket=0), [1]))
+    decode.load(load_of("r", prefill.remote("x", [1], fence_slot=7), [1]))
     assert decode.outcomes.failed == {"r"}
     assert decode.recorded["failures"] == {"expired": 1}
     assert [line for line in log_lines.messages if "request r of" in line]

@@ -4,97 +4,167 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from nixl_agents_harness import expected_after, load_of, same
+from nixl_agents_harness import assert_fails, expected_after, load_of, same
 
-from vllm_commext.nixl.fence import NUM_SLOTS
+from vllm_commext.nixl.fence import KEY_BYTES, NUM_SLOTS, FenceSlots
 from vllm_commext.nixl.requests import Hold
 
 pytestmark = pytest.mark.timeout(300)
 
 MakeEngine = Callable[..., Any]
+Lines = pytest.LogCaptureFixture
+KEY, LATER_KEY = bytes(KEY_BYTES), b"\1" * KEY_BYTES
 
 
-def test_a_held_request_is_read_and_then_released(make_engine: MakeEngine) -> None:
-    prefill, decode = make_engine("p", serve=True), make_engine("d", seed=2)
-    prefill.thread.submit(Hold("x", 600.0, 3, 0))
-    expected = expected_after(decode.memory, prefill.memory, [(7, 9)])
-    decode.load(load_of("r", prefill.remote("x", [9], fence_slot=3, fence_ticket=0), [7]))
-    assert decode.outcomes.failed == set()
-    assert same(decode.memory, expected)
-    prefill.wait(lambda: prefill.collect().sent == {"x"})
-    assert prefill.agent.board.epochs[3] == 1
+class Pair:
+    """A prefill worker with the slots of its scheduler side, and a decode worker that insists on
+    fences."""
+
+    def __init__(self, make_engine: MakeEngine, key: bytes = KEY, num_slots: int = 4) -> None:
+        self.prefill = make_engine("p", serve=True)
+        self.decode = make_engine("d", seed=2, require_fence=True)
+        self.slots = FenceSlots(key, num_slots)
+        self.prefill.agent.board.arm(key)
+
+    def remote(self, name: str, lease_seconds: float = 600.0, **changes: Any) -> Any:
+        """A finished prefill of block 9, which is held."""
+        slot, nonce = self.slots.take(name) or (-1, 0)
+        self.prefill.thread.submit(Hold(name, lease_seconds, slot, nonce))
+        return self.prefill.remote(
+            name, [9], **{"fence_slot": slot, "fence_nonce": nonce, **changes}
+        )
+
+    def wait_freed(self, name: str) -> None:
+        """Until the worker has reported the request and the scheduler has heard of it."""
+        self.prefill.wait(lambda: name in self.prefill.collect().sent)
+        self.slots.give_back(name)
 
 
-def test_parameters_used_twice_fail_the_second_time(make_engine: MakeEngine) -> None:
-    prefill, decode = make_engine("p", serve=True), make_engine("d", seed=2)
-    prefill.thread.submit(Hold("x", 600.0, 3, 0))
-    remote = prefill.remote("x", [9], fence_slot=3, fence_ticket=0)
-    decode.load(load_of("first", remote, [7]))
-    prefill.wait(lambda: prefill.collect().sent == {"x"})
-    decode.load(load_of("second", remote, [8]))
-    assert decode.outcomes.failed == {"second"}
-    assert decode.recorded["failures"] == {"expired": 1}
+@pytest.fixture
+def pair(make_engine: MakeEngine) -> Pair:
+    return Pair(make_engine)
 
 
-def test_a_lease_that_ran_out_is_noticed(make_engine: MakeEngine) -> None:
-    prefill, decode = make_engine("p", serve=True), make_engine("d", seed=2)
-    prefill.thread.submit(Hold("x", 0.05, 3, 4))
-    prefill.wait(lambda: prefill.collect().sent == {"x"})
-    decode.load(load_of("r", prefill.remote("x", [9], fence_slot=3, fence_ticket=4), [7]))
-    assert decode.outcomes.failed == {"r"}
-    assert decode.recorded["failures"] == {"expired": 1}
+def assert_reads(pair: Pair, name: str, remote: Any) -> None:
+    """The load is right, and the blocks are freed."""
+    expected = expected_after(pair.decode.memory, pair.prefill.memory, [(7, 9)])
+    pair.decode.load(load_of(f"of-{name}", remote, [7]))
+    assert f"of-{name}" not in pair.decode.outcomes.failed
+    assert same(pair.decode.memory, expected)
+    pair.wait_freed(name)
 
 
-def test_a_slot_is_used_again(make_engine: MakeEngine) -> None:
-    prefill, decode = make_engine("p", serve=True), make_engine("d", seed=2)
-    for ticket in range(3):
-        prefill.thread.submit(Hold(f"x{ticket}", 600.0, 0, ticket))
-        remote = prefill.remote(f"x{ticket}", [9], fence_slot=0, fence_ticket=ticket)
-        decode.load(load_of(f"r{ticket}", remote, [7]))
-        sent = {f"x{number}" for number in range(ticket + 1)}
-        prefill.wait(lambda sent=sent: prefill.collect().sent == sent)
-    assert decode.outcomes.failed == set()
+def assert_refused(pair: Pair, name: str, remote: Any, lines: Lines, *words: str) -> None:
+    """The load fails as expired, with one line; what was read is not used."""
+    lines.clear()
+    pair.decode.load(load_of(name, remote, [8]))
+    assert name in pair.decode.outcomes.failed
+    (line,) = [line for line in lines.messages if "KV cache not loaded" in line]
+    for word in (name, "'p'", *words):
+        assert word in line
+    assert pair.decode.recorded["failures"] == {"expired": 1}
+    pair.decode.recorded["failures"] = {}
 
 
-def test_a_read_before_the_worker_hears_of_the_hold_is_right(make_engine: MakeEngine) -> None:
-    """The scheduler frees nothing that its worker has not reported, so the read is safe."""
-    prefill, decode = make_engine("p", serve=True), make_engine("d", seed=2)
-    decode.load(load_of("r", prefill.remote("x", [9], fence_slot=5, fence_ticket=0), [7]))
-    assert decode.outcomes.failed == set()
-    prefill.thread.submit(Hold("x", 600.0, 5, 0))
-    prefill.wait(lambda: prefill.collect().sent == {"x"})
-    assert prefill.agent.board.epochs[5] == 1
+def test_a_held_request_is_read_and_then_released(pair: Pair) -> None:
+    remote = pair.remote("x")
+    assert pair.prefill.agent.board.nonces[remote.fence_slot] == remote.fence_nonce
+    assert_reads(pair, "x", remote)
+    assert pair.prefill.agent.board.nonces[remote.fence_slot] != remote.fence_nonce
 
 
-def test_a_slot_that_the_peer_does_not_have(make_engine: MakeEngine) -> None:
-    prefill, decode = make_engine("p", serve=True), make_engine("d", seed=2)
-    decode.load(load_of("r", prefill.remote("x", [9], fence_slot=NUM_SLOTS), [7]))
-    assert decode.outcomes.failed == {"r"}
-    assert decode.recorded["failures"] == {"request": 1}
+def test_parameters_used_twice_fail_the_second_time(pair: Pair, log_lines: Lines) -> None:
+    remote = pair.remote("x")
+    assert_reads(pair, "x", remote)
+    assert_refused(pair, "second", remote, log_lines, "its parameters were used twice")
+    assert_reads(pair, "y", pair.remote("y"))
 
 
-def test_a_fence_holds_until_the_release_and_not_after_it(make_engine: MakeEngine) -> None:
+def test_parameters_used_again_when_others_have_their_slot(
+    make_engine: MakeEngine, log_lines: Lines
+) -> None:
+    pair = Pair(make_engine, num_slots=1)
+    remotes = []
+    for number in range(3):
+        remotes.append(pair.remote(f"x{number}"))
+        assert {remote.fence_slot for remote in remotes} == {0}
+        for old, remote in enumerate(remotes[:-1]):
+            assert_refused(pair, f"replay-{number}-{old}", remote, log_lines)
+        assert_reads(pair, f"x{number}", remotes[-1])
+
+
+def test_a_lease_that_ran_out_is_noticed(pair: Pair, log_lines: Lines) -> None:
+    remote = pair.remote("x", lease_seconds=0.05)
+    pair.wait_freed("x")
+    assert_refused(pair, "r", remote, log_lines, "came later than kv_lease_duration")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"fence_nonce": 0}, {"fence_nonce": (1 << 64) - 1}, {"fence_slot": 2}, {"incarnation": "x"}],
+)
+def test_altered_parameters_are_refused(
+    pair: Pair, log_lines: Lines, change: dict[str, Any]
+) -> None:
+    assert_refused(pair, "r", pair.remote("x", **change), log_lines)
+    assert_reads(pair, "y", pair.remote("y"))
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_parameters_from_before_a_restart_of_the_same_engine(
+    make_engine: MakeEngine, log_lines: Lines, tells: bool
+) -> None:
+    """Also where a router drops the incarnation: the nonces of two starts differ."""
+    pair = Pair(make_engine)
+    old = pair.remote("x") if tells else pair.remote("x", incarnation="")
+    pair.prefill.close()
+    later = make_engine("p", serve=True, port=pair.prefill.port)
+    later.agent.board.arm(LATER_KEY)
+    pair.prefill, pair.slots = later, FenceSlots(LATER_KEY, 4)
+    new = pair.remote("x")
+    assert_refused(pair, "replay", old, log_lines, "restarted" if tells else "used twice")
+    assert_reads(pair, "x", new)
+
+
+def test_parameters_without_a_fence_are_refused(pair: Pair, log_lines: Lines) -> None:
+    without = pair.remote("x", fence_slot=-1, fence_nonce=0)
+    assert_fails(pair.decode, load_of("r", without, [7]), "request", log_lines, "let it pass all")
+    assert_reads(pair, "y", pair.remote("y"))
+
+
+def test_parameters_without_a_fence_are_read_with_a_warning_where_the_user_wants_it(
+    make_engine: MakeEngine, log_lines: Lines
+) -> None:
     prefill = make_engine("p", serve=True)
-    decode = make_engine("d", seed=2)
-    for ticket in range(3):
-        name = f"x{ticket}"
-        prefill.thread.submit(Hold(name, 600.0, 7, ticket))
-        expected = expected_after(decode.memory, prefill.memory, [(4, 9)])
-        remote = prefill.remote(name, [9], fence_slot=7, fence_ticket=ticket)
-        decode.load(load_of(f"first{ticket}", remote, [4]))
-        assert f"first{ticket}" not in decode.outcomes.failed
-        assert same(decode.memory, expected)
-        prefill.wait(lambda name=name: name in prefill.collect().sent)
-        decode.load(load_of(f"replay{ticket}", remote, [4]))
-        assert f"replay{ticket}" in decode.outcomes.failed
-    assert decode.recorded["failures"] == {"expired": 3}
+    decode = make_engine("d", seed=2, require_fence=False)
+    decode.load(load_of("r", prefill.remote("x", [9]), [7]))
+    assert decode.outcomes.failed == set()
+    assert [line for line in log_lines.messages if "dropped remote_fence_slot" in line]
+
+
+def test_a_read_before_the_worker_hears_of_the_hold_is_right(pair: Pair) -> None:
+    """The scheduler frees nothing that its worker has not reported, so the read is safe."""
+    fence = pair.slots.take("x")
+    assert fence is not None
+    slot, nonce = fence
+    remote = pair.prefill.remote("x", [9], fence_slot=slot, fence_nonce=nonce)
+    pair.decode.load(load_of("r", remote, [7]))
+    assert pair.decode.outcomes.failed == set()
+    pair.prefill.thread.submit(Hold("x", 600.0, slot, nonce))
+    pair.wait_freed("x")
+    assert pair.prefill.agent.board.nonces[slot] != nonce
+
+
+def test_a_slot_that_the_peer_does_not_have(pair: Pair, log_lines: Lines) -> None:
+    load = load_of("r", pair.remote("x", fence_slot=NUM_SLOTS), [7])
+    assert_fails(pair.decode, load, "request", log_lines, "remote_fence_slot")
 
 
 def test_more_fences_than_cells(make_engine: MakeEngine) -> None:
     prefill = make_engine("p", serve=True)
     decode = make_engine("d", seed=2)
     loads = [
-        load_of(f"r{n}", prefill.remote(f"x{n}", [n % 24], fence_slot=n, fence_ticket=0), [n % 24])
+        load_of(f"r{n}", prefill.remote(f"x{n}", [n % 24], fence_slot=n), [n % 24])
         for n in range(1500)
     ]
     decode.load(*loads)

@@ -28,7 +28,7 @@ def test_a_read_slower_than_the_lease(
     slow = SlowReads(decode.agent, monkeypatch)
     expected = expected_after(decode.memory, prefill.memory, [(7, 9)])
     prefill.thread.submit(Hold("x", LEASE_SECONDS, 3, 0))
-    remote = prefill.remote("x", [9], fence_slot=3, fence_ticket=0)
+    remote = prefill.remote("x", [9], fence_slot=3)
     decode.thread.submit(load_of("r", remote, [7]))
     wait_until(lambda: slow.has_arrived, "the data")
     if beats:
@@ -56,7 +56,7 @@ def test_a_request_that_waits_is_kept_and_no_longer_than_it_may_be(
     )
     decode = make_engine("d", seed=2)
     begun = time.monotonic()
-    remote = prefill.remote("x", [9], fence_slot=3, fence_ticket=0)
+    remote = prefill.remote("x", [9], fence_slot=3)
     decode.thread.submit(Wait("r", remote))
     wait_until(lambda: decode.recorder.take() is not None, "the handshake")
     prefill.thread.submit(Hold("x", LEASE_SECONDS, 3, 0))

@@ -17,7 +17,7 @@ SECONDS = (
     "progress_interval",
     "peer_idle_timeout",
 )
-FLAGS = ("enforce_handshake_compat", "host_copy", "transport_probe")
+FLAGS = ("enforce_handshake_compat", "require_fence", "host_copy", "transport_probe")
 
 GOOD: list[tuple[str, Any, Any]] = [
     ("backends", ["UCX"], ("UCX",)),

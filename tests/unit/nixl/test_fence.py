@@ -1,20 +1,34 @@
-"""Fences: a reader that relies on an epoch never relies on blocks that were freed."""
+"""Fences: a reader that relies on a nonce never relies on blocks that were freed."""
 
 import random
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_commext.nixl.fence import NUM_CELLS, FenceBoard, FenceSlots, is_fresh
+from vllm_commext.nixl.fence import (
+    KEY_BYTES,
+    NUM_CELLS,
+    NUM_SLOTS,
+    FenceBoard,
+    FenceSlots,
+    first_nonces,
+    new_key,
+    next_nonce,
+)
+
+KEY = bytes(range(KEY_BYTES))
 
 
-def test_slots_run_out_and_come_back_with_the_next_ticket() -> None:
-    slots = FenceSlots(num_slots=2)
-    assert [slots.take(name) for name in "abc"] == [(0, 0), (1, 0), None]
+def test_slots_run_out_and_come_back_with_the_next_nonce() -> None:
+    slots = FenceSlots(KEY, num_slots=2)
+    first, second = map(int, first_nonces(KEY, 2))
+    assert [slots.take(name) for name in "abc"] == [(0, first), (1, second), None]
     slots.give_back("a")
     slots.give_back("a")
     slots.give_back("never taken")
-    assert slots.take("d") == (0, 1)
+    assert slots.take("d") == (0, next_nonce(KEY, 0, first))
     assert slots.take("e") is None
 
 
@@ -28,13 +42,45 @@ def test_cells_run_out_and_come_back() -> None:
     assert board.take_cell() == 5
 
 
+def test_nonces_differ_between_slots_uses_and_starts() -> None:
+    """64 bits a nonce: two of these would be equal once in 300 million runs."""
+    seen: set[int] = set()
+    for key in (new_key(), new_key()):
+        nonces = first_nonces(key, 1000)
+        for _ in range(20):
+            seen |= set(map(int, nonces))
+            following = [next_nonce(key, slot, int(nonce)) for slot, nonce in enumerate(nonces)]
+            nonces = np.array(following, dtype=np.uint64)
+    assert len(seen) == 2 * 20 * 1000
+
+
+@pytest.mark.parametrize("change", [0, 1, KEY_BYTES - 1])
+def test_every_byte_of_the_key_counts(change: int) -> None:
+    other = bytearray(KEY)
+    other[change] ^= 1
+    assert not (first_nonces(KEY) == first_nonces(bytes(other))).any()
+    assert next_nonce(KEY, 3, 5) != next_nonce(bytes(other), 3, 5)
+
+
+def test_a_board_that_is_armed_has_what_the_scheduler_hands_out() -> None:
+    board, slots = FenceBoard(), FenceSlots(KEY)
+    board.arm(KEY)
+    assert board.nonces.shape == (NUM_SLOTS,)
+    for place in range(NUM_SLOTS):
+        fence = slots.take(f"r{place}")
+        assert fence is not None
+        assert int(board.nonces[fence[0]]) == fence[1]
+
+
 @given(st.integers(0, 2**32), st.integers(1, 4), st.lists(st.integers(0, 2), max_size=80))
 @settings(max_examples=80, deadline=None)
 def test_a_reader_is_right_at_every_moment(seed: int, num_slots: int, moves: list[int]) -> None:
-    """0: a prefill ends; 1: its worker raises the epoch, after which blocks may be freed; 2: the
-    scheduler hears of it.  A fence is fresh exactly as long as the worker has not raised it."""
+    """0: a prefill ends; 1: its worker replaces the nonce, after which blocks may be freed; 2: the
+    scheduler hears of it.  A fence holds exactly as long as the worker has not replaced it."""
     numbers = random.Random(seed)
-    slots, board = FenceSlots(num_slots), FenceBoard()
+    key = numbers.randbytes(KEY_BYTES)
+    slots, board = FenceSlots(key, num_slots), FenceBoard()
+    board.arm(key)
     held: dict[str, tuple[int, int]] = {}
     ended: dict[str, tuple[int, int]] = {}
     past: list[tuple[int, int]] = []
@@ -49,7 +95,7 @@ def test_a_reader_is_right_at_every_moment(seed: int, num_slots: int, moves: lis
             name = numbers.choice(sorted(ended))
             past.append(ended.pop(name))
             slots.give_back(name)
-        for slot, ticket in held.values():
-            assert is_fresh(int(board.epochs[slot]), ticket)
-        for slot, ticket in [*ended.values(), *past]:
-            assert not is_fresh(int(board.epochs[slot]), ticket)
+        for slot, nonce in held.values():
+            assert int(board.nonces[slot]) == nonce
+        for slot, nonce in [*ended.values(), *past]:
+            assert int(board.nonces[slot]) != nonce

@@ -21,7 +21,7 @@ REMOTE = RemoteRequest(
     block_ids=((5, 3, 9), (4,)),
     num_tokens=40,
     fence_slot=7,
-    fence_ticket=3,
+    fence_nonce=0xFEDCBA9876543210,
 )
 REQUIRED = (
     "remote_engine_id",
@@ -56,7 +56,7 @@ def test_roles() -> None:
         ).map(tuple),
         num_tokens=st.integers(0, (1 << 31) - 1),
         fence_slot=st.integers(0, 65535),
-        fence_ticket=st.integers(0, 1 << 30),
+        fence_nonce=st.integers(0, (1 << 64) - 1),
     )
 )
 @settings(max_examples=60, deadline=None)
@@ -109,8 +109,7 @@ def test_a_missing_or_empty_field_is_named(name: str) -> None:
         ("remote_fence_slot", "first"),
         ("remote_fence_slot", -2),
         ("remote_fence_slot", 1 << 63),
-        ("remote_fence_ticket", "old"),
-        ("remote_fence_ticket", -1),
+        *(("remote_fence_nonce", value) for value in ("", "old", -1, 7, "0" * 15, "F" * 16)),
         ("remote_block_ids", 5),
         ("remote_block_ids", [5]),
         ("remote_block_ids", [["five"]]),
@@ -172,4 +171,4 @@ def test_anything_reads_or_is_refused(changes: dict[str, Any], more: dict[str, A
     assert 1 <= remote.tp_size <= 1 << 16
     assert 1 <= remote.port <= 65535
     assert remote.fence_slot >= -1
-    assert remote.fence_ticket >= 0
+    assert 0 <= remote.fence_nonce < 1 << 64

@@ -109,7 +109,7 @@ def test_the_rank_that_was_asked_for_is_described(
         (wire.DescribeRequest(engine_id="q", tp_rank=1), ["'p'", "'q'"]),
         (wire.DescribeRequest(engine_id="p", tp_rank=2), ["[0, 1]", "rank 2"]),
         (wire.DescribeRequest(engine_id="p", tp_rank=-1), ["[0, 1]", "rank -1"]),
-        (wire.DescribeRequest(engine_id="p", tp_rank=1, version=9), ["protocol 2", "protocol 9"]),
+        (wire.DescribeRequest(engine_id="p", tp_rank=1, version=9), ["protocol 3", "protocol 9"]),
         (wire.DescribeRequest(engine_id="p", tp_rank=1, magic="m"), ["commext-nixl"]),
     ],
 )
