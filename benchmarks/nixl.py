@@ -11,6 +11,7 @@ sizes and no servers; ``--only`` runs some of the parts:
 
     setup    making a new peer ready; the local lists for a peer of four ranks
     stall    how long the engine's thread stands still while a large read is posted
+    fence    what the proof costs that blocks were still the request's when they were read
     blocks   descriptors that NIXL moves for a request, on pools that vLLM's BlockPool fragmented
     states   the same for the states of a Mamba2 model
     latency  one request through a prefill and a decode server

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from nixl_parts import blocks, latency, report, setup, stall, states
+from nixl_parts import blocks, fence, latency, report, setup, stall, states
 from nixl_parts.report import Row, Target
 from nixl_parts.samples import Sample, in_child
 from nixl_parts.shapes import Shape
 from vllm_commext.testing.tiny_model import write_tiny_model
 
-PARTS = ("setup", "stall", "blocks", "states", "latency")
+PARTS = ("setup", "stall", "fence", "blocks", "states", "latency")
 TRANSPORTS = {"CMA": {}, "TCP": {"UCX_TLS": "tcp"}}
 SOON = 5
 
@@ -32,10 +32,11 @@ class Sizes:
     churned: int = 40_000
     turns: tuple[int, ...] = (SOON, 10, 20, 40)
     requests: int = 100
+    pairs: int = 300
     seeds: tuple[int, ...] = (0, 1)
 
 
-QUICK = Sizes(8, 2_000, 2, 8_192, 5_000, 20_000, (2, SOON), 20, (0,))
+QUICK = Sizes(8, 2_000, 2, 8_192, 5_000, 20_000, (2, SOON), 20, 20, (0,))
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Part:
     title: str
     measure: Callable[[], list[Sample]]
     targets: dict[str, Target]
+    columns: tuple[str, str] = report.COLUMNS
 
 
 def less(factor: float) -> Target:
@@ -69,6 +71,16 @@ def parts(args: argparse.Namespace, folder: Path) -> dict[str, Part]:
                 for transport in TRANSPORTS
                 for case in (stall.STALL, stall.OWN_STALL)
             },
+        ),
+        "fence": Part(
+            "Proving that what was read was still the request's: our reads with and without fence",
+            lambda: _fences(sizes),
+            {
+                fence.case("CMA", fence.ALONE): Target("at most 50 us", most=50.0),
+                fence.case("CMA", fence.COST): Target("at most 50 us", most=50.0),
+                fence.case("CMA", fence.LARGE): Target("at most 1.05x", 1.05),
+            },
+            fence.COLUMNS,
         ),
         "blocks": Part(
             f"Descriptors a request, pools of {sizes.churned} blocks",
@@ -112,6 +124,14 @@ def _stalls(model: Path, sizes: Sizes) -> list[Sample]:
     ]
 
 
+def _fences(sizes: Sizes) -> list[Sample]:
+    return [
+        sample
+        for transport, environ in TRANSPORTS.items()
+        for sample in in_child(fence.measure_fence, transport, sizes.pairs, environ=environ)
+    ]
+
+
 def run(description: str) -> int:
     """Parse the command line, measure, report."""
     args = _arguments(description)
@@ -125,7 +145,7 @@ def run(description: str) -> int:
             if key in chosen:
                 print(part.title, file=sys.stderr)
                 targets = {} if args.quick else part.targets
-                rows += report.rows_of(part.title, part.measure(), targets)
+                rows += report.rows_of(part.title, part.measure(), targets, part.columns)
     print(report.markdown(rows))
     if args.out:
         _write(rows, args.out)

@@ -19,13 +19,17 @@ from typing import Any
 
 from nixl_parts.samples import OURS, VLLM, Sample
 
+COLUMNS = ("ours", "vLLM")
+
 
 @dataclass(frozen=True)
 class Target:
-    """What a case has to reach: ours at most ``share`` of vLLM's; ``text`` says it in words."""
+    """What a case has to reach: ours at most ``share`` of the other's, or at most ``most`` in the
+    case's unit where there is no other; ``text`` says it in words."""
 
     text: str
-    share: float
+    share: float = 0.0
+    most: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -37,23 +41,35 @@ class Row:
     unit: str
     values: dict[str, list[float]]
     target: Target | None
+    columns: tuple[str, str] = COLUMNS
 
     def median(self, contestant: str) -> float:
         return statistics.median(self.values[contestant])
 
     @property
     def ratio(self) -> float:
-        """vLLM's median over ours."""
+        """The other's median over ours, 0 where there is no other."""
+        if not self.values[VLLM]:
+            return 0.0
         return self.median(VLLM) / max(self.median(OURS), 1e-12)
 
     @property
     def verdict(self) -> str:
         if self.target is None:
             return ""
-        return "met" if 1 / self.ratio <= self.target.share else "**missed**"
+        if self.values[VLLM]:
+            is_met = 1 / self.ratio <= self.target.share
+        else:
+            is_met = self.median(OURS) <= self.target.most
+        return "met" if is_met else "**missed**"
 
 
-def rows_of(part: str, samples: Sequence[Sample], targets: dict[str, Target]) -> list[Row]:
+def rows_of(
+    part: str,
+    samples: Sequence[Sample],
+    targets: dict[str, Target],
+    columns: tuple[str, str] = COLUMNS,
+) -> list[Row]:
     """Cases in the order in which they were measured first."""
     cases = dict.fromkeys((sample.case, sample.unit) for sample in samples)
     return [
@@ -66,6 +82,7 @@ def rows_of(part: str, samples: Sequence[Sample], targets: dict[str, Target]) ->
                 for name in (OURS, VLLM)
             },
             targets.get(case),
+            columns,
         )
         for case, unit in cases
     ]
@@ -97,15 +114,21 @@ def markdown(rows: Sequence[Row]) -> str:
     lines += ["Median (smallest) over rounds in which both take turns; less is better."]
     for part in dict.fromkeys(row.part for row in rows):
         lines += ["", f"## {part}", ""]
-        lines += ["| case | unit | ours | vLLM | vLLM / ours | target | |", "|" + "---|" * 7]
-        lines += [_line(row) for row in rows if row.part == part]
+        those = [row for row in rows if row.part == part]
+        ours, other = those[0].columns
+        heads = f"| case | unit | {ours} | {other} | {other} / {ours} | target | |"
+        lines += [heads, "|" + "---|" * 7, *map(_line, those)]
     return "\n".join(lines) + "\n"
 
 
 def _line(row: Row) -> str:
-    figures = [f"{row.median(name):.4g} ({min(row.values[name]):.4g})" for name in (OURS, VLLM)]
+    figures = [
+        f"{row.median(name):.4g} ({min(row.values[name]):.4g})" if row.values[name] else ""
+        for name in (OURS, VLLM)
+    ]
     target = row.target.text if row.target else ""
-    cells = [row.case, row.unit, *figures, f"{row.ratio:.3g}", target, row.verdict]
+    ratio = f"{row.ratio:.3g}" if row.ratio else ""
+    cells = [row.case, row.unit, *figures, ratio, target, row.verdict]
     return f"| {' | '.join(cells)} |"
 
 
@@ -122,7 +145,7 @@ def plot(rows: Sequence[Row], path: Path) -> bool:
         return False
     matplotlib.use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
-    chosen = [row for row in rows if row.target][::-1]
+    chosen = [row for row in rows if row.target and row.ratio][::-1]
     figure, axes = pyplot.subplots(figsize=(10, 1 + 0.4 * len(chosen)))
     places = range(len(chosen))
     colors = ["tab:green" if row.verdict == "met" else "tab:red" for row in chosen]

@@ -206,9 +206,9 @@ class Loader:
 
     def poll_reads(self) -> bool:
         """One look at the reads under way; whether any has moved on."""
-        progressed = False
+        num_fences, num_ended = self._reads.num_fences, 0
         for read, end in self._reads.poll():
-            progressed = True
+            num_ended += 1
             failure = None
             if not end.reason:
                 self._release(read)
@@ -219,7 +219,7 @@ class Loader:
             self._close_part(read.part, failure)
             self._peers.remove_if_unused(read.peer)
         self._note_late_reads()
-        return progressed
+        return num_ended > 0 or self._reads.num_fences > num_fences
 
     def _release(self, read: Read) -> None:
         """Tell the prefill worker that its blocks were read."""

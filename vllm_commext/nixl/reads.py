@@ -73,12 +73,16 @@ def release_notification(local: LocalSide, part: Part) -> bytes:
 
 
 class ReadSet:
-    """The reads under way on one worker.  Owned by one thread."""
+    """The reads under way on one worker.  Owned by one thread.
+
+    Attributes: ``num_fences``: fences that were posted so far.
+    """
 
     def __init__(self, agent: NixlAgent, recorder: TransferRecorder) -> None:
         self._agent = agent
         self._recorder = recorder
         self._reads: list[Read] = []
+        self.num_fences = 0
 
     def __len__(self) -> int:
         """Reads under way."""
@@ -179,7 +183,8 @@ class ReadSet:
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the read has failed
             self._take_nonce(read)
             return End("transfer", f"NIXL: {error}")
-        return None
+        self.num_fences += 1
+        return self._advance(read)  # within a host it has arrived by now
 
     def _take_nonce(self, read: Read) -> int | None:
         """What has arrived in the read's cell, which is given back; None without a cell."""
