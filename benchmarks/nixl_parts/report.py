@@ -110,7 +110,7 @@ def _version(name: str) -> str:
 
 def markdown(rows: Sequence[Row]) -> str:
     command = shlex.join(["python", "benchmarks/nixl.py", *sys.argv[1:]])
-    lines = ["# The NIXL connector against vLLM's own", "", machine(), "", f"    {command}", ""]
+    lines = ["# The NIXL connector, measured", "", machine(), "", f"    {command}", ""]
     lines += ["Median (smallest) over rounds in which both take turns; less is better."]
     for part in dict.fromkeys(row.part for row in rows):
         lines += ["", f"## {part}", ""]
