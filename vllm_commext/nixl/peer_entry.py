@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 from vllm_commext.errors import CommextError
 from vllm_commext.nixl.heartbeats import PeerKey
 from vllm_commext.nixl.loads import Part
 from vllm_commext.nixl.peer import Peer
-from vllm_commext.nixl.peer_states import PeerEvent, PeerState, next_state
+from vllm_commext.nixl.peer_states import BackOff, PeerEvent, PeerState, next_state
 from vllm_commext.nixl.side_channel import Inquiry
+
+BACK_OFF = BackOff()
 
 
 @dataclass
@@ -19,7 +22,7 @@ class PeerEntry:
     Attributes:
         key: what it is asked under.
         state: where it is in its life.
-        peer: the connection to read from; kept while suspect, until another start is known of.
+        peer: the connection to read from; kept while suspect, until it is known to have ended.
         inquiry: the question during a handshake; it stays open afterwards, as its connection closes
             with the peer's process.
         asked: when it was asked last, in seconds of ``time.monotonic``, as all times here.
@@ -46,6 +49,20 @@ class PeerEntry:
     def apply(self, event: PeerEvent) -> None:
         """Go on to the state after an event."""
         self.state = next_state(self.state, event)
+
+    def fail(self, error: CommextError, now: float) -> None:
+        """The handshake has failed: the next one has to wait."""
+        self.apply(PeerEvent.FAILED)
+        self.error = error
+        self.num_failures += 1
+        self.retry_at = now + BACK_OFF.seconds(self.num_failures, random.random())
+        self.close_inquiry()
+
+    def close_inquiry(self) -> None:
+        """Close the connection to its side channel; safe to repeat."""
+        if self.inquiry is not None:
+            self.inquiry.close()
+        self.inquiry = None
 
     @property
     def is_idle(self) -> bool:

@@ -3,7 +3,6 @@ lost, restarted, or not needed for long."""
 
 from __future__ import annotations
 
-import random
 import time
 from collections import Counter
 
@@ -20,7 +19,7 @@ from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.peer import LocalSide, Peer, peer_key
 from vllm_commext.nixl.peer_entry import PeerEntry
 from vllm_commext.nixl.peer_links import PeerLinks, log_ready
-from vllm_commext.nixl.peer_states import BackOff, PeerEvent, PeerState
+from vllm_commext.nixl.peer_states import PeerEvent, PeerState
 from vllm_commext.nixl.planner import plan_read
 from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.seal import read_secret
@@ -28,7 +27,6 @@ from vllm_commext.nixl.side_channel import Inquiry
 
 CHECK_SECONDS = 0.1
 """Between two looks at connections and at what is not needed any more."""
-BACK_OFF = BackOff()
 
 
 class PeerTable:
@@ -154,7 +152,7 @@ class PeerTable:
         entry.apply(PeerEvent.NEEDED)
         entry.wanted_incarnation = incarnation
         entry.asked = now
-        self._close_inquiry(entry)
+        entry.close_inquiry()
         try:
             entry.inquiry = self._inquire(key)
         except CommextError as error:
@@ -206,11 +204,7 @@ class PeerTable:
         return error
 
     def _fail(self, entry: PeerEntry, error: CommextError, now: float) -> None:
-        entry.apply(PeerEvent.FAILED)
-        entry.error = error
-        entry.num_failures += 1
-        entry.retry_at = now + BACK_OFF.seconds(entry.num_failures, random.random())
-        self._close_inquiry(entry)
+        entry.fail(error, now)
         self._lose(entry)
 
     def _admit(self, entry: PeerEntry, reply: wire.Described, now: float) -> Peer:
@@ -247,10 +241,13 @@ class PeerTable:
 
     def _lose(self, entry: PeerEntry) -> None:
         """The engine that was behind the entry is gone, as far as can be told."""
+        self._drop(entry)
+        self._links.mark_lost(entry.key)
+
+    def _drop(self, entry: PeerEntry) -> None:
         if entry.peer is not None:
             self._links.retire(entry.peer)
             entry.peer = None
-        self._links.mark_lost(entry.key)
 
     def _check_connections(self) -> None:
         for entry in self._entries.values():
@@ -262,8 +259,10 @@ class PeerTable:
             self._log.warning(
                 "connection", f"the connection to prefill engine {entry.key} has closed"
             )
-            self._close_inquiry(entry)
-            if not entry.is_idle and entry.peer is not None:
+            entry.close_inquiry()
+            if entry.is_idle:
+                self._drop(entry)  # its process has ended, as far as can be told
+            elif entry.peer is not None:
                 self._prove(entry.key, entry.peer.incarnation)
 
     def _prove(self, key: PeerKey, incarnation: str) -> None:
@@ -284,13 +283,6 @@ class PeerTable:
 
     def _retire(self, entry: PeerEntry) -> None:
         entry.apply(PeerEvent.UNUSED)
-        self._close_inquiry(entry)
-        if entry.peer is not None:
-            self._links.retire(entry.peer)
+        entry.close_inquiry()
+        self._drop(entry)
         del self._entries[entry.key]
-
-    @staticmethod
-    def _close_inquiry(entry: PeerEntry) -> None:
-        if entry.inquiry is not None:
-            entry.inquiry.close()
-        entry.inquiry = None

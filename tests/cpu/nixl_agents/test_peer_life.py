@@ -1,8 +1,6 @@
 """Whole prefill engines in processes of their own that are killed and come back, seen from a decode
 worker that lives on."""
 
-import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +20,6 @@ pytestmark = pytest.mark.timeout(600)
 
 MakeEngine = Callable[..., Any]
 Lines = pytest.LogCaptureFixture
-NUM_RESTARTS = int(os.environ.get("COMMEXT_NUM_RESTARTS", "4"))
-"""50 in the long form."""
 
 
 def states(decode: Any) -> dict[str, int]:
@@ -62,6 +58,8 @@ def test_a_peer_that_was_killed_fails_requests_at_once_until_it_is_back(
     with PeerProcess("p", seed=1, whole=True) as first:
         assert_works(decode, first)
         first.kill()
+        wait_until(lambda: states(decode) == {"suspect": 1}, "the closed connection")
+        assert not decode.thread._loader._peers._links._num_agent_users
         words = ("'p'", "nothing takes connections")
         assert_fails(
             decode, load_of("r1", first.remote("x", [1]), [1]), "handshake", log_lines, *words
@@ -71,27 +69,6 @@ def test_a_peer_that_was_killed_fails_requests_at_once_until_it_is_back(
         with PeerProcess("p", seed=5, port=first.port, whole=True) as second:
             assert_works(decode, second, "back")
             assert states(decode) == {"ready": 1}
-
-
-def test_what_came_and_went_leaves_nothing_behind(make_engine: MakeEngine) -> None:
-    decode = make_engine("d", seed=2)
-    before: tuple[int, int] | None = None
-    port = 0
-    for number in range(NUM_RESTARTS):
-        with PeerProcess("p", seed=number, port=port, whole=True) as peer:
-            port = peer.port
-            assert_works(decode, peer, f"r{number}")
-            wait_until(lambda: states(decode) == {"ready": 1}, "one peer")
-            links = decode.thread._loader._peers._links
-            assert len(links._num_agent_users) == len(links._local_lists) == 1
-            counts = (threading.active_count(), len(os.listdir("/proc/self/fd")))
-            before = before or counts
-            peer.kill()
-    wait_until(lambda: states(decode) == {"suspect": 1}, "the closed connection")
-    assert before is not None
-    assert counts[0] == before[0]
-    # Measured: each killed peer leaves one descriptor behind; the side channel closes its own.
-    assert counts[1] < before[1] + NUM_RESTARTS
 
 
 def test_peers_that_are_not_needed_are_forgotten(make_engine: MakeEngine) -> None:
