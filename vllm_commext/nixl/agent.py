@@ -88,8 +88,8 @@ def nonce_rows(address: int, num_slots: int) -> UInt64Array:
     return strided_row(address=address, num_bytes=NONCE_BYTES, count=num_slots)
 
 
-def _one(index: int) -> Int32Array:
-    return np.array([index], dtype=np.int32)
+def _same(index: int, times: int) -> Int32Array:
+    return np.full(times, index, dtype=np.int32)
 
 
 class NixlAgent:
@@ -195,10 +195,10 @@ class NixlAgent:
             "READ", local_list, local_indices, remote_list, remote_indices
         )
 
-    def make_fence_read(self, fence_list: Any, cell: int, slot: int) -> Any:
-        """Describe a read of a peer's nonce into a cell of the board."""
+    def make_fence_read(self, fence_list: Any, cell: int, slot: int, times: int = 1) -> Any:
+        """Describe a read of a peer's nonce into a cell of the board, so many times over."""
         return self._agent.make_prepped_xfer(
-            "READ", self._cell_list, _one(cell), fence_list, _one(slot)
+            "READ", self._cell_list, _same(cell, times), fence_list, _same(slot, times)
         )
 
     def post(self, read: Any) -> str:

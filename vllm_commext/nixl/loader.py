@@ -60,7 +60,7 @@ class Loader:
     @property
     def num_reads(self) -> int:
         """Reads under way."""
-        return len(self._reads)
+        return len(self._reads) + self._peers.is_sweeping
 
     @property
     def num_handshakes(self) -> int:
@@ -207,6 +207,7 @@ class Loader:
     def poll_reads(self) -> bool:
         """One look at the reads under way; whether any has moved on."""
         num_fences, num_ended = self._reads.num_fences, 0
+        self._peers.sweep()
         for read, end in self._reads.poll():
             num_ended += 1
             failure = None

@@ -7,19 +7,23 @@ from typing import Any
 
 from vllm_commext.nixl import wire
 from vllm_commext.nixl.agent import NixlAgent
+from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.descriptors import UInt64Array
 from vllm_commext.nixl.heartbeats import PeerKey
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.peer import LocalSide, Peer
 from vllm_commext.nixl.plan import ReadPlan
+from vllm_commext.nixl.sweep import Sweeper, num_descriptors
 
 
 class PeerLinks:
     """Makes and removes the connections to peers.  Owned by one thread."""
 
-    def __init__(self, agent: NixlAgent, local: LocalSide) -> None:
+    def __init__(self, agent: NixlAgent, config: ConnectorConfig, local: LocalSide) -> None:
         self._agent = agent
         self._local = local
+        self._sweeper = Sweeper(agent, num_descriptors(config))
+        self._live: list[Peer] = []
         self._retired: list[Peer] = []
         # A retired peer whose reads go on, and the same one connected anew, share NIXL's agent.
         self._num_agent_users: Counter[str] = Counter()
@@ -31,6 +35,11 @@ class PeerLinks:
     def num_retired(self) -> int:
         """Retired peers whose reads go on."""
         return len(self._retired)
+
+    @property
+    def is_sweeping(self) -> bool:
+        """Whether a read of the sweeper's is under way."""
+        return self._sweeper.is_reading
 
     def connect(
         self, key: PeerKey, incarnation: str, described: wire.WorkerDescription, plan: ReadPlan
@@ -56,7 +65,7 @@ class PeerLinks:
             raise
         self._num_agent_users[name] += 1
         self._num_list_users[plan.local_rows.tobytes()] += 1
-        return Peer(
+        peer = Peer(
             key=key,
             incarnation=incarnation,
             agent_name=name,
@@ -69,11 +78,14 @@ class PeerLinks:
             num_fence_slots=num_slots,
             lease_seconds=described.lease_seconds,
         )
+        self._live.append(peer)
+        return peer
 
     def retire(self, peer: Peer) -> None:
         """Use a peer no more, and remove it once none of its reads is under way."""
         if not peer.retired:
             peer.retired = True
+            self._live.remove(peer)
             self._retired.append(peer)
         self.remove_if_unused(peer)
 
@@ -91,6 +103,15 @@ class PeerLinks:
             self._remove_agent_if_unused(peer.agent_name)
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the peer may be gone already
             logger.warning("NIXL did not remove peer %s cleanly: %s", peer.key, error)
+
+    def sweep(self) -> Peer | None:
+        """Let NIXL go on with what removals have begun; a peer that could not be read for that."""
+        ended = self._sweeper.poll(self._live)
+        if ended is None:
+            return None
+        peer, error = ended
+        self.remove_if_unused(peer)
+        return peer if error else None
 
     def mark_lost(self, key: PeerKey) -> None:
         """The engine behind a key is gone: what is read from it has no prospect."""
@@ -118,6 +139,7 @@ class PeerLinks:
         if not self._num_agent_users[name]:
             del self._num_agent_users[name]
             self._agent.remove_peer(name)
+            self._sweeper.note_removal()
 
 
 def log_ready(peer: Peer, described: wire.WorkerDescription, tolerated: str) -> None:

@@ -44,7 +44,7 @@ class PeerTable:
         self._recorder = recorder
         self._context = zmq.Context()
         self._secret = read_secret(config.side_channel_secret_file)
-        self._links = PeerLinks(agent, local)
+        self._links = PeerLinks(agent, config, local)
         self._entries: dict[PeerKey, PeerEntry] = {}
         self._next_check = 0.0
         self._log = RateLimitedLog()
@@ -124,6 +124,17 @@ class PeerTable:
     def remove_if_unused(self, peer: Peer) -> None:
         """A read has ended: take a retired peer out of NIXL if that was its last one."""
         self._links.remove_if_unused(peer)
+
+    @property
+    def is_sweeping(self) -> bool:
+        """Whether a peer is read on behalf of removed ones."""
+        return self._links.is_sweeping
+
+    def sweep(self) -> None:
+        """Let NIXL go on with what removals of peers have begun."""
+        broken = self._links.sweep()
+        if broken is not None:
+            self.doubt(broken, broken=True)
 
     def close(self) -> None:
         """Retire all peers and give up all handshakes."""

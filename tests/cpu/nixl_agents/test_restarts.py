@@ -1,0 +1,191 @@
+"""A worker that lives on while its peer is killed and restarted 50 times holds no more afterwards,
+both as a decode worker, which reads from the peer, and as a prefill worker, which it reads from."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nixl_agents_harness import (
+    BOUND_SECONDS,
+    STRIDE_BYTES,
+    Engine,
+    assert_works,
+    free_port,
+    memory_of,
+    wait_until,
+)
+
+from vllm_commext.nixl.requests import Hold
+from vllm_commext.nixl.topology import Rank
+
+pytestmark = pytest.mark.timeout(300)
+
+MakeEngine = Callable[..., Any]
+NUM_RESTARTS = 50
+NUM_BEFORE = 15
+"""Restarts until NIXL and the interpreter have allocated most of what they use again."""
+CLOSE_WAIT = "08"
+MAX_BYTES = 64 << 10
+MAX_BLOCKS = 100
+"""Bytes of the C heap and blocks of the interpreter's heap for a restart.  Measured: 3 KiB in NIXL
+and UCX, besides up to three steps of 400 KiB in which their pools grow, and 19 blocks."""
+
+
+class _MallInfo(ctypes.Structure):
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+def heap_bytes() -> int:
+    """Bytes of the C heap in use."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _MallInfo
+    found = mallinfo()
+    return found.uordblks + found.hblkhd
+
+
+class Peer:
+    """A peer in the nursery's care, as the survivor sees it."""
+
+    engine_id = "peer"
+    rank = Rank(1, 0)
+    remote = Engine.remote
+
+    def __init__(self, nursery: Nursery, incarnation: str, port: int) -> None:
+        self.incarnation = incarnation
+        self.port = port
+        self.memory = memory_of(7, 3, 24, STRIDE_BYTES)
+        self._nursery = nursery
+        self._pid = int(nursery.wait(f"{incarnation} pid "))
+
+    def serve(self) -> None:
+        """Once it has read from the survivor, let it answer on its side channel."""
+        self._nursery.wait(f"{self.incarnation} ready")
+        os.kill(self._pid, signal.SIGUSR1)
+        self._nursery.wait(f"{self.incarnation} serving")
+
+    def kill(self) -> None:
+        """End it at once."""
+        os.kill(self._pid, signal.SIGKILL)
+        wait_until(lambda: not Path(f"/proc/{self._pid}").exists(), "the peer's end")
+
+
+class Nursery:
+    """The program ``nursery.py``."""
+
+    def __init__(self) -> None:
+        program = Path(__file__).with_name("nursery.py")
+        self._program = subprocess.Popen(
+            [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._seen: list[str] = []
+        self._port = free_port()
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def start(self, survivor: Any, incarnation: str) -> Peer:
+        """Fork a peer, which begins to read from the survivor."""
+        wanted = asdict(survivor.remote(incarnation, [3]))
+        wanted["block_ids"] = wanted["block_ids"][0]
+        told = {"port": self._port, "incarnation": incarnation, "wanted": wanted}
+        assert self._program.stdin is not None
+        self._program.stdin.write(json.dumps(told) + "\n")
+        self._program.stdin.flush()
+        return Peer(self, incarnation, self._port)
+
+    def wait(self, beginning: str) -> str:
+        """Wait for an event; the rest of its line."""
+        found: list[str] = []
+        wait_until(
+            lambda: (
+                bool(found.extend(one for one in self._seen if one.startswith(beginning)))
+                or bool(found)
+            ),
+            f"{beginning!r} among {self._seen[-4:]}",
+        )
+        return found[0].removeprefix(beginning)
+
+    def close(self) -> None:
+        """End the program."""
+        self._program.kill()
+        self._program.wait(BOUND_SECONDS)
+
+    def _follow(self) -> None:
+        assert self._program.stdout is not None
+        for line in self._program.stdout:
+            if line.startswith("event: "):
+                self._seen.append(line.removeprefix("event: ").strip())
+
+
+@pytest.fixture
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
+
+def held(survivor: Any) -> dict[str, int]:
+    """What the survivor holds, by kind."""
+    peers = survivor.thread._loader._peers
+    links = peers._links
+    return {
+        "peers": len(peers._entries),
+        "connections": len(links._live) + len(links._retired),
+        "agents": len(links._num_agent_users),
+        "descriptor lists": len(links._local_lists) + len(links._num_list_users),
+        "leases": len(survivor.thread._holder._leases) + len(survivor.thread._holder._begun),
+        "threads": len(os.listdir("/proc/self/task")),
+        "file descriptors": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def num_half_closed() -> int:
+    """This process's TCP connections that their other end has closed and this one has not."""
+    links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    own = {os.readlink(link) for link in links if os.path.lexists(link)}
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()]
+    return sum(row[3] == CLOSE_WAIT and f"socket:[{row[9]}]" in own for row in rows)
+
+
+def test_a_peer_that_is_restarted_50_times_leaves_nothing_behind(
+    make_engine: MakeEngine, nursery: Nursery
+) -> None:
+    survivor = make_engine("survivor", seed=2, serve=True, num_threads=4)
+    following = nursery.start(survivor, "start-0")
+    kinds: list[dict[str, int]] = []
+    memory: list[tuple[int, int]] = []
+    for number in range(NUM_RESTARTS + 1):
+        peer = following
+        peer.serve()
+        survivor.thread.submit(Hold(peer.incarnation, 600.0))
+        survivor.wait(lambda name=peer.incarnation: name in survivor.collect().sent)
+        # The next one starts and reads meanwhile: that takes longest.
+        following = nursery.start(survivor, f"start-{number + 1}")
+        assert_works(survivor, peer, f"read-{number}")
+        if number in (NUM_BEFORE, NUM_RESTARTS):
+            nursery.wait(f"start-{number + 1} ready")
+            if kinds:
+                wait_until(lambda: held(survivor) == kinds[0], f"{held(survivor)} == {kinds[0]}")
+            else:
+                wait_until(lambda: not num_half_closed(), "NIXL to close what it had to")
+                kinds.append(held(survivor))
+            gc.collect()
+            memory.append((heap_bytes(), sys.getallocatedblocks()))
+        if number < NUM_RESTARTS:
+            peer.kill()
+    grown = [after - before for before, after in zip(*memory, strict=True)]
+    num_restarts = NUM_RESTARTS - NUM_BEFORE
+    assert grown[0] <= num_restarts * MAX_BYTES
+    assert grown[1] <= num_restarts * MAX_BLOCKS
+    assert kinds[0]["peers"] == kinds[0]["connections"] == kinds[0]["agents"] == 1

@@ -1,0 +1,104 @@
+"""Lets NIXL's worker threads finish with peers that were removed.
+
+With ``num_threads``, NIXL's UCX backend has a connection a worker thread to each peer.  Removing a
+peer only begins to close them: a worker goes on with that when it next takes part in a read, which
+it does only where the read has many descriptors.  Until then the sockets of a peer that has died
+stay open.  So after a removal another peer's first epoch is read so many times over that every
+worker gets a share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from vllm_commext.nixl.agent import NixlAgent
+from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.nixl.peer import Peer
+from vllm_commext.nixl.posting import Posting
+
+SPLIT_DESCRIPTORS = 1024
+"""Descriptors of a read from which on NIXL shares it out, where ``split_batch_size`` is not set."""
+NUM_ROUNDS = 3
+"""Reads after a removal: idle workers take shares as they wake up, so that one may miss a round."""
+ROUND_SECONDS = 0.1
+"""Between the beginnings of two rounds, so that loads do not wait for several of them."""
+
+
+def num_descriptors(config: ConnectorConfig) -> int:
+    """Descriptors of a read of which each of NIXL's worker threads gets a share; 0 without any."""
+    if "UCX" not in config.backends:
+        return 0
+    split = int(config.backend_params.get("split_batch_size", SPLIT_DESCRIPTORS))
+    return config.num_threads * max(1, split)
+
+
+class Sweeper:
+    """Reads that are due after removals.  Owned by one thread.
+
+    Args:
+        agent: whose peers were removed.
+        count: descriptors of a read, 0 for no reads.
+    """
+
+    def __init__(self, agent: NixlAgent, count: int) -> None:
+        self._agent = agent
+        self._count = count
+        self._num_due = 0
+        self._next_round = 0.0
+        self._peer: Peer | None = None
+        self._posting: Posting | None = None
+        # A cell of its own for good: reads that have failed may write late.
+        self._cell: int | None = None
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a read is under way."""
+        return self._peer is not None
+
+    def note_removal(self) -> None:
+        """A peer was removed."""
+        self._num_due = NUM_ROUNDS if self._count else 0
+
+    def poll(self, peers: Sequence[Peer]) -> tuple[Peer, str] | None:
+        """Look at the read under way, or begin one where it is due.
+
+        Args:
+            peers: those that can be read, the youngest last.
+
+        Returns:
+            The peer of a read that has ended, and what went wrong with it, "" where nothing did.
+        """
+        now = time.monotonic()
+        if self._peer is None and self._num_due and now >= self._next_round:
+            self._next_round = now + ROUND_SECONDS
+            self._begin(peers)
+        if self._peer is None:
+            return None
+        error = self._look()
+        if error is None:
+            return None
+        peer, self._peer, self._posting = self._peer, None, None
+        peer.num_reads -= 1
+        self._num_due -= not error
+        return peer, error
+
+    def _begin(self, peers: Sequence[Peer]) -> None:
+        peer = next((one for one in reversed(peers) if one.fence_list is not None), None)
+        if peer is not None and self._cell is None:
+            self._cell = self._agent.board.take_cell()
+        if peer is not None and self._cell is not None:
+            peer.num_reads += 1
+            self._peer = peer
+
+    def _look(self) -> str | None:
+        assert self._peer is not None  # a read is under way or to be posted
+        assert self._cell is not None
+        try:
+            if self._posting is None:
+                fence_list = self._peer.fence_list
+                read = self._agent.make_fence_read(fence_list, self._cell, 0, self._count)
+                self._posting = Posting(self._agent, [read])
+            return self._posting.look()
+        except Exception as error:  # noqa: BLE001 NIXL raises many types; the peer cannot be read
+            return str(error) or type(error).__name__
