@@ -71,6 +71,25 @@ def test_a_peer_that_was_killed_fails_requests_at_once_until_it_is_back(
             assert states(decode) == {"ready": 1}
 
 
+def test_peers_that_die_together_are_removed_and_swept_away(make_engine: MakeEngine) -> None:
+    decode = make_engine("d", seed=2, num_threads=2)
+    peers = decode.thread._loader._peers
+    with (
+        PeerProcess("p", seed=1, whole=True) as first,
+        PeerProcess("q", seed=3, whole=True) as second,
+    ):
+        assert_works(decode, first, "first")
+        assert_works(decode, second, "second")
+        first.kill()
+        second.kill()
+        wait_until(lambda: states(decode) == {"suspect": 2}, "the closed connections")
+        wait_until(lambda: not peers._links._num_agent_users, "NIXL to forget both")
+    assert not peers._links._live
+    assert_works(decode, make_engine("r", seed=4, serve=True), "third")
+    wait_until(lambda: not peers._links._sweeper._num_due, "the rounds of reads")
+    assert_works(decode, make_engine("s", seed=5, serve=True), "fourth")
+
+
 def test_peers_that_are_not_needed_are_forgotten(make_engine: MakeEngine) -> None:
     decode = make_engine("d", seed=2, peer_idle_timeout=0.5)
     for name in ("p", "q"):
