@@ -43,3 +43,22 @@ def test_service_survives_a_fault_of_each_kind_without_a_wrong_token(tmp_path: P
     assert {fault.kind for fault in record.faults} == set(KINDS)
     assert record.verdicts[WRONG] == 0
     assert record.verdicts[RIGHT] >= 30, report
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("real_servers")
+def test_a_connector_that_damages_what_it_has_read_is_found_out(tmp_path: Path) -> None:
+    course = Course(
+        seed=1,
+        num_requests=10,
+        num_faults=0,
+        num_prompts=4,
+        namespaces=False,
+        plain_reference=False,
+        corrupting=True,
+    )
+    record = run(course, write_tiny_model(tmp_path / "model"), tmp_path, lambda _: None)
+    report = as_markdown(record)
+    assert record.verdicts[WRONG] >= 5, report
+    assert record.verdicts[RIGHT] == 0, report
+    assert any("wrong" in line for line in failures(record, timed=False)), report

@@ -39,6 +39,7 @@ class Course:
             prefill engine before the first fault.
         max_delay_seconds: longest time without a fault.
         policy: the decode engine's first policy.
+        corrupting: the decode engine damages what it has read, so that the run has to fail.
     """
 
     seed: int
@@ -51,6 +52,7 @@ class Course:
     plain_reference: bool = True
     max_delay_seconds: float = 2.0
     policy: str = "recompute"
+    corrupting: bool = False
 
 
 def run(course: Course, model: Path, folder: Path, say: Callable[[str], None]) -> RunRecord:
@@ -69,7 +71,7 @@ def run(course: Course, model: Path, folder: Path, say: Callable[[str], None]) -
         if link is None:
             kinds = [kind for kind in kinds if not KINDS[kind].needs_namespace]
         references = _plain_references(course, model, folder) if course.plain_reference else None
-        stage = Stage(model, folder, link, course.policy)
+        stage = Stage(model, folder, link, course.policy, course.corrupting)
         stack.callback(stage.stop)
         stage.start()
         if references is None:

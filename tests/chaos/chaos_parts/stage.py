@@ -74,12 +74,14 @@ class Stage:
         folder: where logs go.
         link: the link to the prefill engine's namespace, None where all is on loopback.
         policy: the decode engine's first policy; each of its restarts takes the other one.
+        corrupting: the decode engine damages what it has read, so that the run has to fail.
     """
 
     model: Path
     folder: Path
     link: Link | None = None
     policy: str = "recompute"
+    corrupting: bool = False
     engines: dict[str, Engine] = field(default_factory=dict[str, Engine])
     proxy: ProxyServer | None = None
     censuses: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -208,8 +210,11 @@ class Stage:
     def _launch(self, engine: Engine) -> None:
         engine.generation += 1
         engine.baseline = None
+        corrupting = self.corrupting and engine.role == DECODE
         config = cluster.kv_transfer_config(
             ROLES[engine.role],
+            connector=cluster.CORRUPTING if corrupting else cluster.CONNECTOR,
+            module_path=cluster.CORRUPTING_MODULE if corrupting else None,
             policy=engine.policy,
             engine_id=engine.engine_id,
             extra={
