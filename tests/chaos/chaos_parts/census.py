@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_MORE_DESCRIPTORS = 8
+"""HTTP connections come and go.  Dead peers need no allowance: a survivor holds none of their
+sockets once it has read from another peer."""
 MAX_MORE_THREADS = 3
-MAX_MORE_BYTES = 128 << 20
+MAX_MORE_BYTES = 64 << 20
+"""What vLLM allocates as it sees batches of new shapes; a dead peer costs 3 KiB."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,9 @@ BOUND_SECONDS = PREFILL_STEP_SECONDS + DECODE_STEP_SECONDS + 1.0
 NUM_BLOCKS = 256
 QUIET_SECONDS = LEASE_SECONDS + 12.0
 ROLES = {PREFILL: "kv_producer", DECODE: "kv_consumer"}
+# The CPU kernels keep code for every new shape of a batch, for instance 130 MiB in half a minute of
+# this load on a server without connector: it would hide what the connector holds.
+NO_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
 BLOCKS_IN_USE = "vllm:kv_cache_usage_perc"
 PROXY_ARGS = (
     "--connect-timeout", "3", "--prefill-timeout", f"{PREFILL_STEP_SECONDS:g}",
@@ -227,7 +230,7 @@ class Stage:
         )
         # No prefix cache: every request has to be read.
         args = ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--no-enable-prefix-caching"]
-        environ = {}
+        environ = dict(NO_KERNEL_CACHES)
         if self.link is not None:
             args += ["--host", "0.0.0.0"]
             far = engine.role == PREFILL
