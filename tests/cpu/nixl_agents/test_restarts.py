@@ -161,6 +161,7 @@ def num_half_closed() -> int:
 def test_a_peer_that_is_restarted_50_times_leaves_nothing_behind(
     make_engine: MakeEngine, nursery: Nursery
 ) -> None:
+    gc.collect()  # agents of earlier tests hold threads and descriptors
     survivor = make_engine("survivor", seed=2, serve=True, num_threads=4)
     following = nursery.start(survivor, "start-0")
     kinds: list[dict[str, int]] = []
@@ -176,7 +177,10 @@ def test_a_peer_that_is_restarted_50_times_leaves_nothing_behind(
         if number in (NUM_BEFORE, NUM_RESTARTS):
             nursery.wait(f"start-{number + 1} ready")
             if kinds:
-                wait_until(lambda: held(survivor) == kinds[0], f"{held(survivor)} == {kinds[0]}")
+                wait_until(
+                    lambda: all(count <= kinds[0][kind] for kind, count in held(survivor).items()),
+                    f"{held(survivor)} to be at most {kinds[0]}",
+                )
             else:
                 wait_until(lambda: not num_half_closed(), "NIXL to close what it had to")
                 kinds.append(held(survivor))
