@@ -101,7 +101,6 @@ static inline void ring_open(struct ring_end *end, void *map, uint64_t map_bytes
     end->limit = rank == RING_WRITER ? capacity : 0;
     end->culprit = end->lost_reader = RING_NOBODY;
     end->waiter.pid_namespace = ring_pid_namespace();
-    end->waiter.spin_ns = RING_SPIN_MAX_NS;
 }
 
 /* The segment is fresh from the kernel, all zero. */

@@ -23,7 +23,8 @@ static inline int ring_need_data(struct ring_end *end, uint64_t deadline, int ma
         if (!may_wait) return RING_WOULD_BLOCK;
         struct ring_wish wish = {
             .cursor = &segment->head.position, .event = &segment->news,
-            .target = end->position + 1, .peer = &segment->writer};
+            .target = end->position + 1, .peer = &segment->writer,
+            .in_record = end->at.active};
         int status = ring_wait(&end->waiter, &wish, &end->wait_started, deadline);
         if (status != RING_OK) {
             end->culprit = RING_WRITER;

@@ -24,13 +24,12 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "shm_ring_guess.h"
 #include "shm_ring_layout.h"
 
 #define RING_NEVER UINT64_MAX
 #define RING_SLEEPER 1u /* of a ring_event */
 #define RING_NS_PER_S UINT64_C(1000000000)
-#define RING_SPIN_MIN_NS UINT64_C(1500)
-#define RING_SPIN_MAX_NS UINT64_C(100000)
 #define RING_LENIENT_NS UINT64_C(1000000)
 #define RING_SLICE_NS RING_NS_PER_S
 #define RING_FIRST_SLICE_NS UINT64_C(50000000)
@@ -52,9 +51,7 @@ struct ring_waiter {
     _Atomic(ring_event *) waiting_on; /* non-NULL exactly while inside a wait */
     _Atomic uint32_t cancelled;
     uint64_t pid_namespace;
-    uint64_t spin_ns; /* how long a spin is worth at the present rate of messages */
-    uint32_t spins_failed; /* in a row */
-    uint32_t spins_to_skip; /* before the next one that is longer than the least */
+    struct ring_guess guess;
     uint64_t checked_ns; /* when the peer was last known to live */
     uint64_t waits, parks, wake_ups;
 };
@@ -67,6 +64,7 @@ struct ring_wish {
     _Atomic uint64_t *wanted; /* where to say from which position on to be woken; NULL: any news */
     uint64_t lenient;         /* what to say in the first millisecond, >= target: fewer switches */
     const struct ring_identity *peer; /* who has to advance it; NULL: nobody in particular */
+    int in_record;                    /* the peer is busy with a record's rest */
 };
 
 static inline uint64_t ring_now(void) {
@@ -151,6 +149,10 @@ static inline void ring_advance(struct ring_waiter *waiter, _Atomic uint64_t *cu
     waiter->wake_ups++;
 }
 
+static inline uint64_t ring_earlier(uint64_t one, uint64_t other) {
+    return one < other ? one : other;
+}
+
 static inline int ring_reached(const struct ring_wish *wish) {
     return atomic_load(wish->cursor) >= wish->target;
 }
@@ -165,31 +167,6 @@ static inline int ring_spin(const struct ring_wish *wish, uint64_t until) {
         }
     } while (ring_now() < until);
     return 0;
-}
-
-static inline uint64_t ring_spin_budget(struct ring_waiter *waiter) {
-    if (waiter->spins_to_skip == 0) return waiter->spin_ns;
-    waiter->spins_to_skip--;
-    return RING_SPIN_MIN_NS;
-}
-
-/* A spin that succeeded says how long the next should be. After one that failed, most of the next
- * waits do without: messages are rare, or the peer needs this very core. Short sleeps bring the
- * next attempt nearer. */
-static inline void ring_learn(struct ring_waiter *waiter, uint64_t budget, uint64_t waited_ns,
-                              int spun) {
-    if (spun) {
-        uint64_t worth = waited_ns * 4 > waiter->spin_ns / 2 ? waited_ns * 4 : waiter->spin_ns / 2;
-        if (worth < 2 * RING_SPIN_MIN_NS) worth = 2 * RING_SPIN_MIN_NS;
-        waiter->spin_ns = worth < RING_SPIN_MAX_NS ? worth : RING_SPIN_MAX_NS;
-        waiter->spins_failed = 0;
-    } else if (budget > RING_SPIN_MIN_NS) {
-        if (waiter->spins_failed < 6) waiter->spins_failed++;
-        waiter->spins_to_skip = (8u << waiter->spins_failed);
-        waiter->spin_ns = RING_SPIN_MAX_NS; /* so that the next attempt is worth the name */
-    } else if (waited_ns < 2 * RING_SPIN_MAX_NS) {
-        waiter->spins_to_skip /= 2;
-    }
 }
 
 /* How long to sleep at most: until the deadline, the next liveness check, or the end of a slice. */
@@ -207,15 +184,16 @@ static inline uint64_t ring_slice(const struct ring_waiter *waiter, const struct
     return deadline - now < slice ? deadline - now : slice;
 }
 
-/* Sleep until the wish is fulfilled or something else has to be looked at. */
+/* Sleep until the wish is fulfilled or something else has to be looked at. Who is woken before that
+ * is so has been told that it soon will be. */
 static inline int ring_park(struct ring_waiter *waiter, const struct ring_wish *wish,
-                            uint64_t start, uint64_t deadline) {
+                            struct ring_phase *phase, uint64_t start, uint64_t deadline) {
     for (;;) {
         uint64_t now = ring_now();
         int lenient = now - start < RING_LENIENT_NS;
         if (wish->wanted != NULL) atomic_store(wish->wanted, lenient ? wish->lenient : wish->target);
         uint32_t ticket = atomic_fetch_or(wish->event, RING_SLEEPER) | RING_SLEEPER;
-        if (ring_reached(wish)) return RING_OK;
+        if (ring_reached(wish)) break;
         if (atomic_load(&waiter->cancelled)) return RING_CANCELLED;
         int look = now >= deadline || now - start >= RING_FIRST_SLICE_NS; /* short waits go first */
         int peer = ring_peer_status(waiter, wish->peer, now, look);
@@ -223,10 +201,20 @@ static inline int ring_park(struct ring_waiter *waiter, const struct ring_wish *
         if (now >= deadline) return RING_TIMEOUT;
         waiter->parks++;
         int error = ring_sleep(wish->event, ticket, ring_slice(waiter, wish, start, now, deadline));
-        if (ring_reached(wish)) return RING_OK;
+        if (ring_reached(wish)) break;
         if (error == EINTR) return RING_INTERRUPTED;
-        if (error == ETIMEDOUT && ring_now() - start >= RING_LENIENT_NS * 2) return RING_INTERRUPTED;
+        now = ring_now();
+        if (error == ETIMEDOUT && now - start >= RING_LENIENT_NS * 2) return RING_INTERRUPTED;
+        if (error != 0 || atomic_load(&waiter->cancelled)) continue;
+        ring_learn(&waiter->guess, phase, now, 0);
+        *phase = ring_phase_of(&waiter->guess, RING_ANNOUNCED, now);
+        if (ring_spin(wish, ring_earlier(now + phase->budget, deadline))) {
+            ring_learn(&waiter->guess, phase, ring_now(), 1);
+            return RING_OK;
+        }
     }
+    ring_learn(&waiter->guess, phase, ring_now(), 0);
+    return RING_OK;
 }
 
 /* Wait until the wish is fulfilled. Call without the interpreter's lock. `*started`: 0 for a new
@@ -234,22 +222,24 @@ static inline int ring_park(struct ring_waiter *waiter, const struct ring_wish *
  * slice, because a signal may have arrived just before the sleep began. */
 static inline int ring_wait(struct ring_waiter *waiter, const struct ring_wish *wish,
                             uint64_t *started, uint64_t deadline) {
-    int status = RING_OK, is_new = *started == 0;
     if (ring_reached(wish)) return RING_OK;
-    if (is_new) {
+    struct ring_phase phase = {&waiter->guess.habits[waiter->guess.history], *started, 0};
+    int status = RING_OK, spun = 0;
+    atomic_store(&waiter->waiting_on, wish->event);
+    if (*started == 0) {
         *started = ring_now();
         waiter->waits++;
+        uint32_t kind = wish->in_record ? RING_IN_RECORD : waiter->guess.history;
+        phase = ring_phase_of(&waiter->guess, kind, *started);
+        spun = ring_spin(wish, ring_earlier(*started + phase.budget, deadline));
     }
-    uint64_t budget = is_new ? ring_spin_budget(waiter) : 0;
-    uint64_t until = *started + budget < deadline ? *started + budget : deadline;
-    atomic_store(&waiter->waiting_on, wish->event);
-    int spun = is_new && ring_spin(wish, until);
-    if (!spun) status = ring_park(waiter, wish, *started, deadline);
+    if (spun)
+        ring_learn(&waiter->guess, &phase, ring_now(), 1);
+    else
+        status = ring_park(waiter, wish, &phase, *started, deadline);
     atomic_store(&waiter->waiting_on, NULL);
-    if (status != RING_OK) return status;
-    ring_learn(waiter, budget, ring_now() - *started, spun);
-    *started = 0;
-    return RING_OK;
+    if (status == RING_OK) *started = 0;
+    return status;
 }
 
 /* End the present wait and every later one, from any thread. Who begins to wait on something else

@@ -52,7 +52,8 @@ static inline int ring_need_room(struct ring_end *end, uint64_t bytes, uint64_t 
         struct ring_wish wish = {
             .cursor = &reader->cursor.position, .event = &reader->cursor.room,
             .target = target, .wanted = &reader->cursor.wanted,
-            .lenient = target > half ? target : half, .peer = &reader->identity};
+            .lenient = target > half ? target : half, .peer = &reader->identity,
+            .in_record = end->at.active};
         status = ring_wait(&end->waiter, &wish, &end->wait_started, deadline);
         if (status != RING_OK) {
             end->culprit = (int)slowest;

@@ -1,0 +1,84 @@
+/*
+ * How long a wait is worth spinning for: a guess from how the waits before it went.
+ *
+ * Waits between records are told apart by which of the last three were short, so that a pattern
+ * (two messages a step, then a pause) is learned like a branch by a processor. A wait that is
+ * expected to be long is not spun for, so that a reader of rare messages costs nothing. Process-local
+ * arithmetic: no clock, no shared memory.
+ */
+#ifndef VLLM_COMMEXT_SHM_RING_GUESS_H
+#define VLLM_COMMEXT_SHM_RING_GUESS_H
+
+#include <stdint.h>
+
+#define RING_SPIN_MIN_NS UINT64_C(1500)
+#define RING_SPIN_MAX_NS UINT64_C(250000)
+#define RING_SPIN_SLACK_NS UINT64_C(8000)
+#define RING_MOST_FAILED 9u
+#define RING_HISTORIES 8u /* of the last three waits: which of them were short */
+
+/* How waits of one kind went: `score` of 2 or 3 expects the next to be short, about usual_ns. */
+struct ring_habit {
+    uint64_t usual_ns;
+    uint32_t score;
+};
+
+enum ring_kind { RING_IN_RECORD = RING_HISTORIES, RING_ANNOUNCED, RING_KINDS };
+
+/* A part of a wait: from when on, as what kind, and how long it was to be spun for. */
+struct ring_phase {
+    struct ring_habit *habit;
+    uint64_t since, budget;
+};
+
+/* What one end knows of its waits. */
+struct ring_guess {
+    struct ring_habit habits[RING_KINDS];
+    uint32_t history;       /* of the last waits between records, a bit each: it was short */
+    uint32_t spins_failed;  /* more than succeeded, lately */
+    uint32_t spins_to_skip; /* before the next one that is longer than the least */
+};
+
+static inline uint64_t ring_spin_budget(struct ring_guess *guess,
+                                        const struct ring_habit *habit) {
+    if (habit->score < 2) return RING_SPIN_MIN_NS;
+    if (guess->spins_to_skip > 0) {
+        guess->spins_to_skip--;
+        return RING_SPIN_MIN_NS;
+    }
+    uint64_t worth = habit->usual_ns * 2 + RING_SPIN_SLACK_NS;
+    return worth < RING_SPIN_MAX_NS ? worth : RING_SPIN_MAX_NS;
+}
+
+static inline struct ring_phase ring_phase_of(struct ring_guess *guess, uint32_t kind,
+                                              uint64_t since) {
+    struct ring_habit *habit = &guess->habits[kind];
+    return (struct ring_phase){habit, since, ring_spin_budget(guess, habit)};
+}
+
+/* A phase is over. One that was expected to be short, and was, but not while this end spun, says
+ * that the peer needs this very core: the more often, the rarer the next attempts. */
+static inline void ring_learn(struct ring_guess *guess, const struct ring_phase *phase,
+                              uint64_t now, int spun) {
+    struct ring_habit *habit = phase->habit;
+    uint64_t waited = now - phase->since;
+    int is_short = waited < RING_SPIN_MAX_NS;
+    if (is_short) {
+        uint64_t faded = habit->usual_ns - habit->usual_ns / 4;
+        habit->usual_ns = waited > faded ? waited : faded;
+        if (habit->score < 3) habit->score++;
+    } else if (habit->score > 0) {
+        habit->score--;
+    }
+    if (habit < guess->habits + RING_HISTORIES)
+        guess->history = (guess->history * 2 + (uint32_t)is_short) % RING_HISTORIES;
+    if (phase->budget <= RING_SPIN_MIN_NS) return;
+    if (spun) {
+        if (guess->spins_failed > 0) guess->spins_failed--;
+    } else if (waited < 2 * RING_SPIN_MAX_NS) {
+        if (guess->spins_failed < RING_MOST_FAILED) guess->spins_failed++;
+        guess->spins_to_skip = (1u << guess->spins_failed) - 1;
+    }
+}
+
+#endif
