@@ -23,10 +23,10 @@ struct ring_habit {
     uint32_t score;
 };
 
-enum ring_kind { RING_IN_RECORD = RING_HISTORIES, RING_ANNOUNCED, RING_KINDS };
+enum ring_kind { RING_IN_RECORD = RING_HISTORIES, RING_KINDS };
 
-/* A part of a wait: from when on, as what kind, and how long it was to be spun for. */
-struct ring_phase {
+/* A wait: from when on, of what kind, and how long it was to be spun for. */
+struct ring_bet {
     struct ring_habit *habit;
     uint64_t since, budget;
 };
@@ -50,18 +50,18 @@ static inline uint64_t ring_spin_budget(struct ring_guess *guess,
     return worth < RING_SPIN_MAX_NS ? worth : RING_SPIN_MAX_NS;
 }
 
-static inline struct ring_phase ring_phase_of(struct ring_guess *guess, uint32_t kind,
-                                              uint64_t since) {
+static inline struct ring_bet ring_bet_on(struct ring_guess *guess, uint32_t kind,
+                                          uint64_t since) {
     struct ring_habit *habit = &guess->habits[kind];
-    return (struct ring_phase){habit, since, ring_spin_budget(guess, habit)};
+    return (struct ring_bet){habit, since, ring_spin_budget(guess, habit)};
 }
 
-/* A phase is over. One that was expected to be short, and was, but not while this end spun, says
+/* A wait is over. One that was expected to be short, and was, but not while this end spun, says
  * that the peer needs this very core: the more often, the rarer the next attempts. */
-static inline void ring_learn(struct ring_guess *guess, const struct ring_phase *phase,
+static inline void ring_learn(struct ring_guess *guess, const struct ring_bet *bet,
                               uint64_t now, int spun) {
-    struct ring_habit *habit = phase->habit;
-    uint64_t waited = now - phase->since;
+    struct ring_habit *habit = bet->habit;
+    uint64_t waited = now - bet->since;
     int is_short = waited < RING_SPIN_MAX_NS;
     if (is_short) {
         uint64_t faded = habit->usual_ns - habit->usual_ns / 4;
@@ -72,7 +72,7 @@ static inline void ring_learn(struct ring_guess *guess, const struct ring_phase 
     }
     if (habit < guess->habits + RING_HISTORIES)
         guess->history = (guess->history * 2 + (uint32_t)is_short) % RING_HISTORIES;
-    if (phase->budget <= RING_SPIN_MIN_NS) return;
+    if (bet->budget <= RING_SPIN_MIN_NS) return;
     if (spun) {
         if (guess->spins_failed > 0) guess->spins_failed--;
     } else if (waited < 2 * RING_SPIN_MAX_NS) {

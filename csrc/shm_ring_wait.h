@@ -184,16 +184,15 @@ static inline uint64_t ring_slice(const struct ring_waiter *waiter, const struct
     return deadline - now < slice ? deadline - now : slice;
 }
 
-/* Sleep until the wish is fulfilled or something else has to be looked at. Who is woken before that
- * is so has been told that it soon will be. */
+/* Sleep until the wish is fulfilled or something else has to be looked at. */
 static inline int ring_park(struct ring_waiter *waiter, const struct ring_wish *wish,
-                            struct ring_phase *phase, uint64_t start, uint64_t deadline) {
+                            uint64_t start, uint64_t deadline) {
     for (;;) {
         uint64_t now = ring_now();
         int lenient = now - start < RING_LENIENT_NS;
         if (wish->wanted != NULL) atomic_store(wish->wanted, lenient ? wish->lenient : wish->target);
         uint32_t ticket = atomic_fetch_or(wish->event, RING_SLEEPER) | RING_SLEEPER;
-        if (ring_reached(wish)) break;
+        if (ring_reached(wish)) return RING_OK;
         if (atomic_load(&waiter->cancelled)) return RING_CANCELLED;
         int look = now >= deadline || now - start >= RING_FIRST_SLICE_NS; /* short waits go first */
         int peer = ring_peer_status(waiter, wish->peer, now, look);
@@ -201,20 +200,10 @@ static inline int ring_park(struct ring_waiter *waiter, const struct ring_wish *
         if (now >= deadline) return RING_TIMEOUT;
         waiter->parks++;
         int error = ring_sleep(wish->event, ticket, ring_slice(waiter, wish, start, now, deadline));
-        if (ring_reached(wish)) break;
+        if (ring_reached(wish)) return RING_OK;
         if (error == EINTR) return RING_INTERRUPTED;
-        now = ring_now();
-        if (error == ETIMEDOUT && now - start >= RING_LENIENT_NS * 2) return RING_INTERRUPTED;
-        if (error != 0 || atomic_load(&waiter->cancelled)) continue;
-        ring_learn(&waiter->guess, phase, now, 0);
-        *phase = ring_phase_of(&waiter->guess, RING_ANNOUNCED, now);
-        if (ring_spin(wish, ring_earlier(now + phase->budget, deadline))) {
-            ring_learn(&waiter->guess, phase, ring_now(), 1);
-            return RING_OK;
-        }
+        if (error == ETIMEDOUT && ring_now() - start >= RING_LENIENT_NS * 2) return RING_INTERRUPTED;
     }
-    ring_learn(&waiter->guess, phase, ring_now(), 0);
-    return RING_OK;
 }
 
 /* Wait until the wish is fulfilled. Call without the interpreter's lock. `*started`: 0 for a new
@@ -223,23 +212,22 @@ static inline int ring_park(struct ring_waiter *waiter, const struct ring_wish *
 static inline int ring_wait(struct ring_waiter *waiter, const struct ring_wish *wish,
                             uint64_t *started, uint64_t deadline) {
     if (ring_reached(wish)) return RING_OK;
-    struct ring_phase phase = {&waiter->guess.habits[waiter->guess.history], *started, 0};
+    struct ring_bet bet = {&waiter->guess.habits[waiter->guess.history], *started, 0};
     int status = RING_OK, spun = 0;
     atomic_store(&waiter->waiting_on, wish->event);
     if (*started == 0) {
         *started = ring_now();
         waiter->waits++;
         uint32_t kind = wish->in_record ? RING_IN_RECORD : waiter->guess.history;
-        phase = ring_phase_of(&waiter->guess, kind, *started);
-        spun = ring_spin(wish, ring_earlier(*started + phase.budget, deadline));
+        bet = ring_bet_on(&waiter->guess, kind, *started);
+        spun = ring_spin(wish, ring_earlier(*started + bet.budget, deadline));
     }
-    if (spun)
-        ring_learn(&waiter->guess, &phase, ring_now(), 1);
-    else
-        status = ring_park(waiter, wish, &phase, *started, deadline);
+    if (!spun) status = ring_park(waiter, wish, *started, deadline);
     atomic_store(&waiter->waiting_on, NULL);
-    if (status == RING_OK) *started = 0;
-    return status;
+    if (status != RING_OK) return status;
+    ring_learn(&waiter->guess, &bet, ring_now(), spun);
+    *started = 0;
+    return RING_OK;
 }
 
 /* End the present wait and every later one, from any thread. Who begins to wait on something else
