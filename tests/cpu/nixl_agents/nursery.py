@@ -6,6 +6,7 @@ that it is ready, and serves its side channel from the signal SIGUSR1 on.  A lin
 its side channel, its incarnation, and what to read: the fields of a ``RemoteRequest``.
 """
 
+import ctypes
 import importlib
 import json
 import os
@@ -20,6 +21,7 @@ from vllm_commext.nixl.requests import RemoteRequest
 EVENT = "event: "
 ENGINE_ID = "peer"
 SEED = 7
+PR_SET_PDEATHSIG = 1
 
 
 def tell(incarnation: str, what: str) -> None:
@@ -47,6 +49,7 @@ def main() -> None:
         told = json.loads(line)
         pid = os.fork()
         if not pid:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with this program
             try:
                 live(**told)
             finally:
