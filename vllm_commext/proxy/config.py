@@ -43,6 +43,7 @@ class ProxyConfig:
     health_timeout_seconds: float = _option(5.0, "for an engine to answer a health check")
     health_fall: int = _option(2, "failed checks in a row that make an engine unhealthy")
     health_rise: int = _option(1, "passed checks in a row that make it healthy again")
+    engine_wait_seconds: float = _option(3.0, "for a healthy engine, while a role has none")
     prefill_attempts: int = _option(2, "prefill engines tried for one request")
     decode_attempts: int = _option(2, "decode engines tried, while none could be connected to")
     max_body_bytes: int = _option(32 * MIB, "largest request body")

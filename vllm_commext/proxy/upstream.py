@@ -1,8 +1,9 @@
 """Asking the engines: which one, how long to wait, and what counts as whose failure."""
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from vllm_commext.proxy.metrics import ProxyMetrics
 logger = logging.getLogger("vllm.commext.proxy")
 
 T = TypeVar("T")
+PICK_INTERVAL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Upstream:
     ) -> T:
         tried: list[Engine] = []
         failure: ProxyError | None = None
-        while len(tried) < num_attempts and (engine := pool.pick(exclude=tried)):
+        while len(tried) < num_attempts and (engine := await self._pick(pool, tried)):
             if failure is not None:
                 self._metrics.retries.labels(pool.role).inc()
             tried.append(engine)
@@ -122,6 +124,16 @@ class Upstream:
                     raise
                 failure = error
         raise failure or no_engine(pool)
+
+    async def _pick(self, pool: EnginePool, tried: Sequence[Engine]) -> Engine | None:
+        """An engine not tried yet. A role without any is given a moment: after an outage, the
+        engine is back before the next check tells."""
+        end = time.monotonic() + self._config.engine_wait_seconds
+        while (engine := pool.pick(exclude=tried)) is None and not tried:
+            if time.monotonic() >= end:
+                break
+            await asyncio.sleep(PICK_INTERVAL_SECONDS)
+        return engine
 
     async def _prefill_on(
         self, engine: Engine, path: str, payload: bytes, headers: Mapping[str, str]

@@ -48,7 +48,8 @@ def test_a_refused_prefill_goes_to_another_engine_and_the_first_is_left_alone(ki
 
 def test_without_any_prefill_engine_the_request_fails_and_health_says_so(kit: Any) -> None:
     async def scenario() -> None:
-        async with kit.cluster(health_interval_seconds=60) as cluster:
+        waits = {"health_interval_seconds": 60, "engine_wait_seconds": 0.1}
+        async with kit.cluster(**waits) as cluster:
             await cluster.prefill[0].stop()
             assert "could not connect to prefill0" in await expect_error(
                 cluster, 502, "unreachable", "prefill"
@@ -355,6 +356,27 @@ def test_a_client_that_never_sends_its_body_is_told_so(kit: Any) -> None:
             assert b" 408 " in await asyncio.wait_for(reader.readline(), 10)
             writer.close()
             assert cluster.prefill[0].calls == []
+
+    asyncio.run(scenario())
+
+
+async def status_of(cluster: Any) -> int:
+    async with cluster.post(BODY) as response:
+        return response.status
+
+
+def test_a_request_waits_a_moment_for_an_engine_to_be_well_again(kit: Any) -> None:
+    async def scenario() -> None:
+        async with kit.cluster(health_interval_seconds=0.02, engine_wait_seconds=30) as cluster:
+            cluster.prefill[0].health_status = 503
+            pool = cluster.proxy.prefill_pool
+            await kit.until(lambda: pool.num_healthy == 0, "the sick engine to be noticed")
+            request = asyncio.create_task(status_of(cluster))
+            await asyncio.sleep(0.1)
+            assert not request.done()
+            assert cluster.prefill[0].calls == []
+            cluster.prefill[0].health_status = 200
+            assert await asyncio.wait_for(request, 20) == 200
 
     asyncio.run(scenario())
 
