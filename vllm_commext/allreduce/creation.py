@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.allreduce import flashinfer, limits, multicast, names, push, symmetric
+from vllm_commext.allreduce import builtin, flashinfer, limits, multicast, names, push, symmetric
 from vllm_commext.allreduce.backend import Backend, CustomBackend, NcclBackend
 from vllm_commext.allreduce.dispatcher import Dispatcher
-from vllm_commext.allreduce.flashinfer_workspaces import MAX_MESSAGE_BYTES
+from vllm_commext.allreduce.flashinfer_workspaces import MAX_MESSAGE_BYTES, is_compiled
 from vllm_commext.allreduce.lockstep import Lockstep
 from vllm_commext.allreduce.table import Table
 from vllm_commext.errors import UnsupportedError
@@ -54,7 +54,14 @@ def _symmetric(parts: Parts, lockstep: Lockstep, num_bytes: int) -> Sequence[Bac
     ]
 
 
-def _flashinfer(parts: Parts, table: Table | None, family: Sequence[str]) -> Sequence[Backend]:
+def _flashinfer(
+    parts: Parts, table: Table | None, family: Sequence[str], *, may_compile: bool
+) -> Sequence[Backend]:
+    if not may_compile and not is_compiled():
+        raise UnsupportedError(
+            "its kernels are not compiled, which takes minutes; `vllm-commext tune allreduce` "
+            "compiles and measures them"
+        )
     return flashinfer.make_backends(
         parts.cpu_group,
         parts.device,
@@ -81,6 +88,8 @@ def _makers(
 ) -> dict[str, Maker]:
     """How to make each family of backends that is wanted; in an order that all ranks share."""
     flash = (names.FLASHINFER_ONE_SHOT, names.FLASHINFER_TWO_SHOT)
+    # Nobody who has not asked for FlashInfer is to wait for its compiler.
+    may_compile = table is None or not table.origin.startswith(builtin.ORIGIN)
     makers: dict[str, Maker] = {}
     if parts.custom is not None and names.CUSTOM in wanted:
         makers["custom"] = lambda: [CustomBackend(parts.custom)]
@@ -88,9 +97,12 @@ def _makers(
         size = _largest(table, names.SYMMETRIC, SYMMETRIC_BYTES)
         makers[SYMMETRIC_MEMORY] = lambda: _symmetric(parts, lockstep, size)
     if set(flash).intersection(wanted):
-        makers["FlashInfer"] = lambda: _flashinfer(parts, table, flash)
+        makers["FlashInfer"] = lambda: _flashinfer(parts, table, flash, may_compile=may_compile)
     if names.FLASHINFER_MNNVL in wanted:
-        makers["FlashInfer's mnnvl"] = lambda: _flashinfer(parts, table, (names.FLASHINFER_MNNVL,))
+        mnnvl = (names.FLASHINFER_MNNVL,)
+        makers["FlashInfer's mnnvl"] = lambda: _flashinfer(
+            parts, table, mnnvl, may_compile=may_compile
+        )
     if names.PUSH in wanted and lockstep.world_size == limits.PUSH_WORLD_SIZE:
         num_bytes = _largest(table, (names.PUSH,), push.MAX_MESSAGE_BYTES)
         makers[OUR_KERNEL] = lambda: [push.PushBackend(parts.cpu_group, num_bytes, lockstep)]
