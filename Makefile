@@ -46,6 +46,7 @@ cpu: env ## Tests with real servers on CPUs
 	$(PYTEST) tests/cpu $(PYTEST_ARGS)
 
 chaos: env ## Long chaos run with a report; SEED=1 CHAOS_REQUESTS=2000 FAULTS=114 CHAOS_OUT=chaos-report
+	COMMEXT_TEST_LONG=1 $(PYTEST) tests/chaos/test_chaos.py -k damages
 	$(BIN)/python tests/chaos/run.py --seed $(SEED) --requests $(CHAOS_REQUESTS) \
 		--faults $(FAULTS) --out $(CHAOS_OUT)
 

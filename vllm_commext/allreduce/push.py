@@ -51,6 +51,12 @@ def arguments_type(world_size: int) -> type[ctypes.Structure]:
     return Arguments
 
 
+def macros(dtype: str, world_size: int, rank: int) -> dict[str, int]:
+    """The macros of ``cuda/push_all_reduce.cu``."""
+    element = ELEMENT_CODES[dtype]
+    return {"ELEMENT": element, "WORLD_SIZE": world_size, "RANK": rank, "PACKS": PACKS}
+
+
 class PushLayout:
     """What stands where in the memory that peers map. Pure arithmetic.
 
@@ -114,13 +120,13 @@ class PushBackend(Ready):
     def _load(self) -> None:
         device = launch.current_device()
         self._most_blocks = BLOCKS_PER_MULTIPROCESSOR * device.multiprocessors
-        common = {"WORLD_SIZE": self._world_size, "RANK": self._rank, "PACKS": PACKS}
         self._functions = {
             dtype: launch.load(
-                *(PROGRAM, {"ELEMENT": code, **common}, 2 * PUSHERS * WARP, device),
+                *(PROGRAM, macros(dtype, self._world_size, self._rank), 2 * PUSHERS * WARP),
+                device,
                 programmatic=False,
             )
-            for dtype, code in ELEMENT_CODES.items()
+            for dtype in ELEMENT_CODES
         }
 
     def _fill_arguments(self) -> None:
