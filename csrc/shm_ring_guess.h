@@ -12,7 +12,7 @@
 #include <stdint.h>
 
 #define RING_SPIN_MIN_NS UINT64_C(1500)
-#define RING_SPIN_MAX_NS UINT64_C(250000)
+#define RING_SPIN_MAX_NS UINT64_C(500000)
 #define RING_SPIN_SLACK_NS UINT64_C(8000)
 #define RING_MOST_FAILED 9u
 #define RING_HISTORIES 8u /* of the last three waits: which of them were short */
