@@ -19,6 +19,7 @@ from vllm_commext.nixl.requests import RemoteRequest
 
 MAX_BLOCKS = 1 << 24
 MAX_GROUPS = 1024
+MAX_RANKS = 1024  # a load may have a part for each, and what is derived from each number is kept
 MAX_INT = (1 << 31) - 1
 _NONCE = re.compile("[0-9a-f]{16}")
 
@@ -65,7 +66,7 @@ def read_params(params: Mapping[str, Any], num_prompt_tokens: int) -> RemoteRequ
             "prefill engine returned, unchanged"
         ) from error
     _check_range("remote_port", remote.remote_port, 1, 65535)
-    _check_range("tp_size", remote.tp_size, 1, 1 << 16)
+    _check_range("tp_size", remote.tp_size, 1, MAX_RANKS)
     _check_range("len(remote_block_ids)", len(remote.remote_block_ids), 1, MAX_GROUPS)
     num_blocks = sum(len(block_ids) for block_ids in remote.remote_block_ids)
     _check_range("blocks in remote_block_ids", num_blocks, 0, MAX_BLOCKS)

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.params import is_for_decode, is_for_prefill, read_params, write_params
+from vllm_commext.nixl.params import (
+    MAX_RANKS,
+    is_for_decode,
+    is_for_prefill,
+    read_params,
+    write_params,
+)
 from vllm_commext.nixl.requests import RemoteRequest
 
 REMOTE = RemoteRequest(
@@ -96,6 +102,7 @@ def test_a_missing_or_empty_field_is_named(name: str) -> None:
         ("remote_port", "http"),
         ("remote_port", 5600.5),
         ("tp_size", 0),
+        ("tp_size", MAX_RANKS + 1),
         ("tp_size", -1),
         ("tp_size", []),
         ("remote_host", 5),
@@ -168,7 +175,7 @@ def test_anything_reads_or_is_refused(changes: dict[str, Any], more: dict[str, A
     assert 0 <= remote.num_tokens < 1 << 31
     assert all(isinstance(block, int) for group in remote.block_ids for block in group)
     assert len(remote.block_ids) > 0
-    assert 1 <= remote.tp_size <= 1 << 16
+    assert 1 <= remote.tp_size <= MAX_RANKS
     assert 1 <= remote.port <= 65535
     assert remote.fence_slot >= -1
     assert 0 <= remote.fence_nonce < 1 << 64
