@@ -142,7 +142,7 @@ def test_doctor_names_the_tables_of_the_world_sizes_that_there_are() -> None:
         allreduce_probe.tables(4, lambda world: builtin_table("NVIDIA H200", world % 4 or 99))
     )
     assert [check.name for check in checks] == ["all-reduce over 2 GPUs", "all-reduce over 4 GPUs"]
-    assert checks[0].value.startswith("bfloat16: custom up to ")
+    assert checks[0].value.startswith("bfloat16: flashinfer_one_shot up to ")
     assert (checks[0].hint, checks[1].hint) == (
         "",
         "vllm-commext tune allreduce --tp 4 measures it",

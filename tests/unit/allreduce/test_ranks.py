@@ -104,7 +104,7 @@ def test_a_group_starts_with_what_is_known_of_rank_0s_machine(
         assert start["unknown"]
         assert start["built in"] == [["nccl"], "built in, 2 x NVIDIA H200", [2.0] * 8]
         assert start["lines"][0] == "made on all ranks: nccl"
-        assert start["lines"][1].startswith("bfloat16: custom up to ")
+        assert start["lines"][1].startswith("bfloat16: flashinfer_one_shot up to ")
         assert start["forced"]
         assert start["broken"] == "rank 1: OSError: no driver"
         assert start["origins"] == ["measured at start"] * 2
