@@ -132,7 +132,7 @@ def write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     file.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
+def compare(args: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
@@ -153,7 +153,6 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
             rows.append(row)
             print(json.dumps(row, indent=1), flush=True)
             write(args, rows)
-    return rows
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ from vllm_commext.nixl.peer import LocalSide
 from vllm_commext.nixl.plan import Blocks
 from vllm_commext.nixl.posting import Posting
 from vllm_commext.nixl.recorder import TransferRecorder
-from vllm_commext.nixl.requests import Load, RemoteRequest
+from vllm_commext.nixl.requests import Load
 from vllm_commext.nixl.side_channel import Inquiry
 from vllm_commext.nixl.topology import Rank
 from vllm_commext.testing.servers import LOOPBACK
@@ -70,16 +70,8 @@ class Reader:
             RuntimeError: it failed, or brought the wrong bytes.
         """
         self._count += 1
-        request = RemoteRequest(
-            engine_id=peer.PREFILL,
-            incarnation=self._source.incarnation,
-            host=LOOPBACK,
-            port=self._source.port,
-            tp_size=1,
-            request_id=f"prefill-{self._count}",
-            block_ids=(tuple(remote),),
-            num_tokens=BLOCK_SIZE * len(local),
-            fence_slot=0 if fenced else -1,
+        request = self._source.request(
+            str(self._count), remote, BLOCK_SIZE * len(local), 0 if fenced else -1
         )
         load = Load(f"r{self._count}", request, (Blocks(0, local),), request.num_tokens)
         self._cache[local[-1]].zero_()

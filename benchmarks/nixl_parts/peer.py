@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,6 +22,7 @@ from vllm_commext.nixl.io_thread import TransferThread
 from vllm_commext.nixl.layout import CacheLayout
 from vllm_commext.nixl.peer import LocalSide
 from vllm_commext.nixl.recorder import TransferRecorder
+from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.side_channel import SideChannelServer
 from vllm_commext.testing.servers import LOOPBACK, free_port
 
@@ -45,6 +46,22 @@ class Source:
     incarnation: str = ""
     metadata: bytes = b""
     address: int = 0
+
+    def request(
+        self, request_id: str, block_ids: Sequence[int], num_tokens: int, fence_slot: int = 0
+    ) -> RemoteRequest:
+        """What our reader is given of a request whose blocks are here; fence_slot -1 for none."""
+        return RemoteRequest(
+            engine_id=PREFILL,
+            incarnation=self.incarnation,
+            host=LOOPBACK,
+            port=self.port,
+            tp_size=1,
+            request_id=f"prefill-{request_id}",
+            block_ids=(tuple(block_ids),),
+            num_tokens=num_tokens,
+            fence_slot=fence_slot,
+        )
 
 
 @contextlib.contextmanager

@@ -36,9 +36,8 @@ from vllm_commext.nixl.io_thread import TransferThread
 from vllm_commext.nixl.peer import LocalSide
 from vllm_commext.nixl.plan import Blocks
 from vllm_commext.nixl.recorder import TransferRecorder
-from vllm_commext.nixl.requests import Load, RemoteRequest
+from vllm_commext.nixl.requests import Load
 from vllm_commext.nixl.topology import Rank
-from vllm_commext.testing.servers import LOOPBACK
 
 STEP_SECONDS = 0.005
 READ_SECONDS = 120.0
@@ -121,17 +120,7 @@ class OurReader:
 
     def begin(self, request_id: str, local: Ids, remote: Ids) -> None:
         num_tokens = BLOCK_SIZE * len(local)
-        request = RemoteRequest(
-            engine_id=peer.PREFILL,
-            incarnation=self._source.incarnation,
-            host=LOOPBACK,
-            port=self._source.port,
-            tp_size=1,
-            request_id=f"prefill-{request_id}",
-            block_ids=(tuple(remote.tolist()),),
-            num_tokens=num_tokens,
-            fence_slot=0,
-        )
+        request = self._source.request(request_id, remote.tolist(), num_tokens)
         self._load = Load(request_id, request, (Blocks(0, local.tolist()),), num_tokens)
 
     def post(self) -> None:

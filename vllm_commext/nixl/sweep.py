@@ -3,7 +3,7 @@
 With ``num_threads``, NIXL's UCX backend has a connection a worker thread to each peer.  Removing a
 peer only begins to close them: a worker goes on with that when it next takes part in a read, which
 it does only where the read has many descriptors.  Until then the sockets of a peer that has died
-stay open.  So after a removal another peer's first epoch is read so many times over that every
+stay open.  So after a removal another peer's first nonce is read so many times over that every
 worker gets a share.
 """
 
