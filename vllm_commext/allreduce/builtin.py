@@ -17,8 +17,9 @@ COPY_MICROSECONDS_PER_BYTE = 2.0 / (4 * MIB)
 DTYPE = "bfloat16"
 ORIGIN = "built in"
 
+_Figures = dict[int, tuple[float, ...]]
 # size: FlashInfer one-shot, our own kernel, vLLM's custom all-reduce, NCCL; 0: above its bound
-_TWO: dict[int, tuple[float, float, float, float]] = {
+_TWO: _Figures = {
     2 * KIB: (2.2, 3.9, 4.3, 5.9),
     16 * KIB: (2.4, 5.4, 4.5, 6.7),
     64 * KIB: (2.5, 5.4, 4.7, 7.0),
@@ -34,7 +35,7 @@ _TWO: dict[int, tuple[float, float, float, float]] = {
 }
 _TWO_NAMES = (names.FLASHINFER_ONE_SHOT, names.PUSH, names.CUSTOM, names.NCCL)
 # size: NCCL, vLLM's custom all-reduce (0: above its bound), symmetric one-shot, two-shot
-_FOUR: dict[int, tuple[float, float, float, float]] = {
+_FOUR: _Figures = {
     16 * KIB: (18.7, 6.4, 9.0, 9.0),
     64 * KIB: (14.8, 5.7, 9.3, 10.5),
     256 * KIB: (12.7, 8.5, 12.0, 10.6),
@@ -49,25 +50,22 @@ _FOUR: dict[int, tuple[float, float, float, float]] = {
 _FOUR_NAMES = (names.NCCL, names.CUSTOM, names.SYMM_ONE_SHOT, names.SYMM_TWO_SHOT)
 
 
-def _four_ranks(size: int) -> dict[str, float]:
+_MEASURED = {2: (_TWO_NAMES, _TWO), 4: (_FOUR_NAMES, _FOUR)}
+
+
+def _times(size: int, columns: tuple[str, ...], figures: tuple[float, ...]) -> dict[str, float]:
     copy = size * COPY_MICROSECONDS_PER_BYTE
     return {
         name: time + (copy if name in names.SYMMETRIC else 0)
-        for name, time in zip(_FOUR_NAMES, _FOUR[size], strict=True)
+        for name, time in zip(columns, figures, strict=True)
         if time
     }
 
 
-def _two_ranks(size: int) -> dict[str, float]:
-    return {name: time for name, time in zip(_TWO_NAMES, _TWO[size], strict=True) if time}
-
-
 def builtin_table(gpu: str, world_size: int) -> Table | None:
     """The table of that many GPUs of that name, or None where none was measured."""
-    if gpu != GPU or world_size not in (2, 4):
+    if gpu != GPU or world_size not in _MEASURED:
         return None
-    if world_size == 2:
-        times = {size: _two_ranks(size) for size in _TWO}
-    else:
-        times = {size: _four_ranks(size) for size in _FOUR}
+    columns, measured = _MEASURED[world_size]
+    times = {size: _times(size, columns, figures) for size, figures in measured.items()}
     return build_table({DTYPE: times}, world_size, f"{ORIGIN}, {world_size} x {GPU}")

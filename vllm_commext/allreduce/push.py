@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from vllm_commext.allreduce import limits, names
 from vllm_commext.allreduce.backend import Ready
-from vllm_commext.allreduce.message import Message
+from vllm_commext.allreduce.message import PACK_BYTES, Message
 from vllm_commext.gpu import launch
 from vllm_commext.gpu.collective import await_others
 from vllm_commext.gpu.ipc import IpcBuffer
+from vllm_commext.gpu.launch import ELEMENT_CODES, WARP
 from vllm_commext.gpu.nvrtc import Program
 
 if TYPE_CHECKING:
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from vllm_commext.allreduce.lockstep import Lockstep
 
 PROGRAM = Program("push_all_reduce", Path(__file__).parent / "cuda")
-ELEMENT_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
-WARP, PUSHERS, PACK_BYTES = 32, 8, 16
+PUSHERS = 8  # warps of a block; as many add
 PACKS = 4  # of a lane in a chunk
 BLOCKS_PER_MULTIPROCESSOR = 2
 MAX_MESSAGE_BYTES = 64 << 20

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import nvrtc
 
+WARP = 32  # threads
+ELEMENT_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}  # as the kernels' macros have them
 PROGRAMMATIC_LAUNCH = 90  # the first architecture that has it
 
 

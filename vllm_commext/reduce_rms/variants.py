@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 
 from vllm_commext.errors import UnsupportedError
+from vllm_commext.gpu.launch import ELEMENT_CODES, WARP
 from vllm_commext.reduce_rms.layout import WORLD_SIZES
 
-ELEMENT_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 PACK_BYTES = 16
-WARP = 32
 MAX_TEAM_WARPS = 32
 SIZE_MULTIPLE = 8
 BALANCED_PACKS = 1800  # a multiprocessor; beyond them more rows must be in flight, seen on H200s

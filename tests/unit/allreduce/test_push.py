@@ -7,22 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_commext.allreduce import push
-from vllm_commext.allreduce.push import ELEMENT_CODES, PACK_BYTES, PROGRAM, PushLayout
-from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu import nvrtc
+from vllm_commext.allreduce.message import PACK_BYTES
+from vllm_commext.allreduce.push import PROGRAM, PushLayout
+from vllm_commext.gpu.launch import ELEMENT_CODES
 
 ARCHITECTURES = (80, 90, 100, 120)
-
-
-def _missing_nvrtc() -> str:
-    try:
-        nvrtc.nvrtc_version()
-    except UnsupportedError as error:
-        return str(error)
-    return ""
-
-
-MISSING = _missing_nvrtc()
 
 
 @given(st.integers(2, 8), st.integers(1, 1 << 26), st.integers(1, 1 << 26))
@@ -71,7 +60,7 @@ def test_the_kernels_arguments_are_as_the_source_has_them() -> None:
     assert ctypes.sizeof(kind) == 8 * (8 + 4)
 
 
-@pytest.mark.skipif(bool(MISSING), reason=MISSING or "NVRTC is there")
+@pytest.mark.usefixtures("needs_nvrtc")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", list(ELEMENT_CODES))
 def test_it_compiles_for_every_architecture(dtype: str, architecture: int) -> None:

@@ -24,18 +24,6 @@ SHAPES = (
 )
 
 
-def _missing_nvrtc() -> str:
-    try:
-        nvrtc.nvrtc_version()
-    except UnsupportedError as error:
-        return str(error)
-    return ""
-
-
-MISSING = _missing_nvrtc()
-needs_nvrtc = pytest.mark.skipif(bool(MISSING), reason=MISSING or "NVRTC is there")
-
-
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -56,7 +44,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@needs_nvrtc
+@pytest.mark.usefixtures("needs_nvrtc")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_form_compiles_for_every_architecture(shape: Shape, architecture: int) -> None:
@@ -68,7 +56,7 @@ def test_every_form_compiles_for_every_architecture(shape: Shape, architecture: 
         assert b"multimem" not in cubin
 
 
-@needs_nvrtc
+@pytest.mark.usefixtures("needs_nvrtc")
 def test_a_source_that_is_refused_tells_why() -> None:
     macros = {**variants.macros(MINIMAX, Tiling(1)), "SENTINEL": 0}
     with pytest.raises(UnsupportedError, match="error"):
@@ -127,7 +115,9 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 
 
 def test_nothing_of_ours_speaks_of_multicast() -> None:
-    files = [*Path(build.__file__).parent.rglob("*.py"), *PROGRAM.folder.iterdir()]
+    folders = [Path(module.__file__).parent for module in (build, nvrtc)]
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    files += PROGRAM.folder.iterdir()
     assert len(files) > 10
     for path in files:
         text = path.read_text().lower()

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_commext.errors import ConfigError, UnsupportedError
+from vllm_commext.gpu.launch import ELEMENT_CODES
 from vllm_commext.reduce_rms import layout, variants
 from vllm_commext.reduce_rms.layout import Failure, FailureKind
 from vllm_commext.reduce_rms.variants import Shape
@@ -34,8 +35,8 @@ def test_a_record_of_a_failure() -> None:
 
 shapes = st.builds(
     Shape,
-    dtype=st.sampled_from(list(variants.ELEMENT_CODES)),
-    weight_dtype=st.sampled_from(list(variants.ELEMENT_CODES)),
+    dtype=st.sampled_from(list(ELEMENT_CODES)),
+    weight_dtype=st.sampled_from(list(ELEMENT_CODES)),
     world_size=st.integers(2, 8),
     q_size=st.integers(1, 4000).map(lambda n: 8 * n),
     k_size=st.integers(0, 1000).map(lambda n: 8 * n),
