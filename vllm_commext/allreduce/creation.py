@@ -103,7 +103,7 @@ def _makers(
         makers["FlashInfer's mnnvl"] = lambda: _flashinfer(
             parts, table, mnnvl, may_compile=may_compile
         )
-    if names.PUSH in wanted and lockstep.world_size == limits.PUSH_WORLD_SIZE:
+    if names.PUSH in wanted and lockstep.world_size in limits.PUSH_WORLD_SIZES:
         num_bytes = _largest(table, (names.PUSH,), push.MAX_MESSAGE_BYTES)
         makers[OUR_KERNEL] = lambda: [push.PushBackend(parts.cpu_group, num_bytes, lockstep)]
     makers["NCCL"] = lambda: [NcclBackend(parts.pynccl, parts.device_group)]

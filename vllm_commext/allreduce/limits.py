@@ -11,7 +11,7 @@ from vllm_commext.allreduce.message import ITEM_BYTES, PACK_BYTES, Message
 FLASHINFER_WORLD_SIZES = (2, 4, 8, 16)
 CUSTOM_WORLD_SIZES = (2, 4, 6, 8)
 SYMM_TWO_SHOT_WORLD_SIZES = (2, 4, 8)
-PUSH_WORLD_SIZE = 2
+PUSH_WORLD_SIZES = range(2, 9)
 SYMM_DTYPES = ("bfloat16", "float32")
 MAX_BLOCK_THREADS = 512  # half of what a block may have: the launcher may double it
 MAX_SLOT_BYTES = 1 << 29  # FlashInfer computes the offset of its third slot in 32 bits
@@ -114,10 +114,7 @@ def symm_two_shot(message: Message, world_size: int, max_bytes: int) -> bool:
 
 
 def push(message: Message, world_size: int, max_bytes: int) -> bool:
-    """Whether our own kernel takes it with memory for messages of `max_bytes`.
-
-    It sends the whole message to every peer, so beyond two ranks others send less.
-    """
-    if world_size != PUSH_WORLD_SIZE or message.dtype not in ITEM_BYTES:
+    """Whether our own kernel takes it with memory for messages of `max_bytes`."""
+    if world_size not in PUSH_WORLD_SIZES or message.dtype not in ITEM_BYTES:
         return False
     return 0 < message.num_bytes <= max_bytes and message.num_bytes % PACK_BYTES == 0

@@ -18,6 +18,7 @@ from typing import Any
 from vllm_commext.errors import UnsupportedError
 
 OLDEST_ARCHITECTURE = 80
+PRIMITIVES = Path(__file__).parent / "cuda" / "device_primitives.h"  # for kernels to include
 
 
 def nvrtc() -> Any:
@@ -77,12 +78,12 @@ class Program:
     Attributes:
         name: of the kernel, of its file without ``.cu``, and of its folder in the cache.
         folder: where the files are.
-        headers: files that the kernel includes.
+        headers: files that the kernel includes, by their names alone.
     """
 
     name: str
     folder: Path
-    headers: tuple[str, ...] = ()
+    headers: tuple[Path, ...] = ()
 
     @property
     def main(self) -> Path:
@@ -91,8 +92,7 @@ class Program:
 
     def sources(self) -> tuple[bytes, tuple[bytes, ...]]:
         """The kernel's file and the headers."""
-        headers = tuple((self.folder / name).read_bytes() for name in self.headers)
-        return self.main.read_bytes(), headers
+        return self.main.read_bytes(), tuple(path.read_bytes() for path in self.headers)
 
     def compile_cubin(self, macros: Mapping[str, int], architecture: int) -> bytes:
         """Compile to machine code.
@@ -103,7 +103,7 @@ class Program:
         """
         bindings = nvrtc()
         main, headers = self.sources()
-        names = [name.encode() for name in self.headers]
+        names = [path.name.encode() for path in self.headers]
         program = _call(
             *(bindings.nvrtcCreateProgram, main, self.main.name.encode()),
             *(len(names), list(headers), names),

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.gpu.nvrtc import PRIMITIVES, Program
 
-PROGRAM = Program(
-    "reduce_rms", Path(__file__).parent / "cuda", ("device_primitives.h", "numeric.h")
-)
+FOLDER = Path(__file__).parent / "cuda"
+PROGRAM = Program("reduce_rms", FOLDER, (PRIMITIVES, FOLDER / "numeric.h"))

@@ -1,6 +1,6 @@
 // Sequences of calls on several ranks at once, for emulation.py.
 
-#define REDUCE_RMS_HOST_EMULATION
+#define HOST_EMULATION
 #include "reduce_rms.cu"
 
 namespace {

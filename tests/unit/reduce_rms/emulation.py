@@ -17,6 +17,7 @@ from vllm_commext.reduce_rms.layout import Failure
 from vllm_commext.reduce_rms.variants import Shape, Tiling
 
 HERE = Path(__file__).parent
+EMULATION = HERE.parent / "gpu"
 COMPILER = shutil.which("g++")
 EPS = 1e-6
 EMPTY = layout.SENTINEL_BITS << 32 | layout.SENTINEL_BITS
@@ -36,7 +37,7 @@ def library(shape: Shape, tiling: Tiling) -> ctypes.CDLL:
     command = [
         str(COMPILER),
         *flags,
-        *("-Werror", "-Wno-unknown-pragmas", f"-I{HERE}", f"-I{PROGRAM.folder}"),
+        *("-Werror", "-Wno-unknown-pragmas", f"-I{EMULATION}", f"-I{PROGRAM.folder}"),
         *(f"-D{name}={value}" for name, value in macros.items()),
         *("-o", str(target), str(HERE / "emulate.cpp")),
     ]

@@ -32,7 +32,7 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-#ifdef REDUCE_RMS_HOST_EMULATION
+#ifdef HOST_EMULATION
 #include "host_emulation.h"
 #else
 #include "device_primitives.h"

@@ -1,14 +1,16 @@
-// The instructions that the kernel needs beyond C++, for sm_80 and newer. The test suite has another
-// header in place of this one, which lets the same kernel run on a CPU.
+// The instructions that the kernels need beyond C++, for sm_80 and newer. The test suite has another
+// header in place of this one, which lets the same kernels run on a CPU.
 #pragma once
 
 #define DEVICE static __device__ __forceinline__
+#define DEVICE_MEMBER __device__ __forceinline__
 #define KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 #define ARGUMENT __grid_constant__
 #define SHARED __shared__
 
 DEVICE u32 thread_index() { return threadIdx.x; }
 DEVICE u32 block_index() { return blockIdx.x; }
+DEVICE u32 num_blocks() { return gridDim.x; }
 
 // Programmatic dependent launch: nothing that an earlier kernel may still read or write is touched
 // before the wait, which also makes its writes visible.
@@ -47,6 +49,30 @@ DEVICE u64 load_device(const u64* address) {
   return value;
 }
 
+DEVICE u32 load_relaxed_device(const u32* address) {
+  u32 value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+DEVICE u32 load_acquire_system(const u32* address) {
+  u32 value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+DEVICE void store_release_system(u32* address, u32 value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// 16 bytes that peers have written, which are never in this multiprocessor's own cache. Several of
+// these are under way at the same time: nothing between them makes one wait for another.
+DEVICE void load_from_peers(const void* address, u32* words) {
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "l"(address));
+}
+
 // 16 bytes that nobody is expected to want soon again.
 DEVICE void load_streaming(const void* address, u32* words) {
   asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -61,6 +87,11 @@ DEVICE void store_streaming(void* address, const u32* words) {
 }
 
 DEVICE u32 fetch_or(u32* address, u32 bits) { return atomicOr(address, bits); }
+DEVICE u32 fetch_add(u32* address, u32 value) { return atomicAdd(address, value); }
+DEVICE void fence_device() { __threadfence(); }
+DEVICE void sync_warp() { __syncwarp(); }
+DEVICE void block_barrier() { __syncthreads(); }
+DEVICE void trap() { __trap(); }
 
 DEVICE u64 compare_and_swap(u64* address, u64 expected, u64 value) {
   return atomicCAS(address, expected, value);

@@ -1,4 +1,4 @@
-// Runs the kernel on a CPU, in place of device_primitives.h.
+// Runs a kernel on a CPU, in place of device_primitives.h.
 //
 // A GPU thread is a fiber; the fibers of a block share one OS thread and change places where the
 // kernel shuffles, meets a barrier or looks at memory that others write. Ranks and blocks are OS
@@ -12,6 +12,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -19,6 +20,7 @@
 #include <vector>
 
 #define DEVICE static inline
+#define DEVICE_MEMBER inline
 #define KERNEL(threads, blocks) void
 #define ARGUMENT
 #define SHARED static thread_local
@@ -44,7 +46,7 @@ struct Block {
   std::vector<Fiber> fibers;
   std::vector<Meeting> warps, teams;
   std::vector<u32> values[2];
-  u32 current = 0, index = 0;
+  u32 current = 0, index = 0, count = 0;
   std::minstd_rand random;
   void (*body)() = nullptr;
 };
@@ -127,6 +129,7 @@ inline void disturb() {
 
 DEVICE u32 thread_index() { return emulation::block->current; }
 DEVICE u32 block_index() { return emulation::block->index; }
+DEVICE u32 num_blocks() { return emulation::block->count; }
 DEVICE void await_previous_grid() {}
 DEVICE void release_next_grid() {}
 
@@ -147,6 +150,25 @@ DEVICE void store_system(u64* address, u64 value) {
 
 DEVICE u64 load_device(const u64* address) { return __atomic_load_n(address, __ATOMIC_RELAXED); }
 
+DEVICE u32 load_relaxed_device(const u32* address) {
+  return __atomic_load_n(address, __ATOMIC_RELAXED);
+}
+
+DEVICE u32 load_acquire_system(const u32* address) {
+  emulation::yield();
+  return __atomic_load_n(address, __ATOMIC_ACQUIRE);
+}
+
+DEVICE void store_release_system(u32* address, u32 value) {
+  emulation::disturb();
+  __atomic_store_n(address, value, __ATOMIC_RELEASE);
+}
+
+DEVICE void load_from_peers(const void* address, u32* words) {
+  emulation::disturb();
+  std::memcpy(words, address, 16);
+}
+
 DEVICE void load_streaming(const void* address, u32* words) { std::memcpy(words, address, 16); }
 DEVICE void store_streaming(void* address, const u32* words) { std::memcpy(address, words, 16); }
 
@@ -154,6 +176,17 @@ DEVICE u32 fetch_or(u32* address, u32 bits) {
   emulation::disturb();
   return __atomic_fetch_or(address, bits, __ATOMIC_RELAXED);
 }
+
+DEVICE u32 fetch_add(u32* address, u32 value) {
+  return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+}
+
+DEVICE void fence_device() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+DEVICE void sync_warp() { emulation::meet(emulation::block->warps[thread_index() / 32], 32); }
+DEVICE void block_barrier() {
+  emulation::meet(emulation::block->teams[0], u32(emulation::block->fibers.size()));
+}
+DEVICE void trap() { std::abort(); }
 
 DEVICE u64 compare_and_swap(u64* address, u64 expected, u64 value) {
   __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);

@@ -1,0 +1,98 @@
+"""Ranks of the push kernels on a CPU: the kernels' own source, compiled for the host."""
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vllm_commext.allreduce import push
+from vllm_commext.allreduce.message import PACK_BYTES
+from vllm_commext.allreduce.push_layout import PushLayout
+from vllm_commext.gpu.launch import ELEMENT_CODES
+
+HERE = Path(__file__).parent
+EMULATION = HERE.parent / "gpu"
+COMPILER = shutil.which("g++")
+TIMEOUT_NS = 60_000_000_000
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="push_emulation_")
+
+
+@functools.cache
+def library(layout: PushLayout, dtype: str, rank: int) -> ctypes.CDLL:
+    """One rank's kernel for this CPU."""
+    source = push.program(layout)
+    macros = layout.macros(ELEMENT_CODES[dtype], rank)
+    target = Path(_folder().name) / f"{source.name}_{'_'.join(map(str, macros.values()))}.so"
+    command = [
+        *(str(COMPILER), "-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-mf16c"),
+        *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"),
+        *(f"-I{EMULATION}", f"-I{source.folder}", f'-DKERNEL_FILE="{source.main.name}"'),
+        *(f"-DKERNEL_NAME={source.name}", *(f"-D{name}={value}" for name, value in macros.items())),
+        *("-o", str(target), str(HERE / "emulate_push.cpp")),
+    ]
+    subprocess.run(command, check=True, timeout=100)
+    loaded = ctypes.CDLL(str(target))
+    assert loaded.args_bytes() == ctypes.sizeof(push.arguments_type(layout.world_size))
+    return loaded
+
+
+class Ranks:
+    """The memories and counters of all ranks of a group, in this process."""
+
+    def __init__(self, world_size: int, max_bytes: int) -> None:
+        self.layout = PushLayout(world_size, max_bytes)
+        self.memories = [np.zeros(self.layout.num_bytes, np.uint8) for _ in range(world_size)]
+        self.states = [np.zeros(2, np.uint32) for _ in range(world_size)]
+
+    def all_reduce(
+        self, inputs: list[list[torch.Tensor]], most_blocks: int, seed: int
+    ) -> list[list[torch.Tensor]]:
+        """Each rank's outputs, for its inputs one after the other; all ranks at the same time."""
+        dtype = str(inputs[0][0].dtype).removeprefix("torch.")
+        kernels = [library(self.layout, dtype, rank) for rank in range(self.layout.world_size)]
+        outputs = [[torch.full_like(tensor, 777.0) for tensor in of] for of in inputs]
+        threads = [
+            threading.Thread(
+                target=self._run_rank,
+                args=(rank, kernels[rank], inputs[rank], outputs[rank], most_blocks, seed),
+            )
+            for rank in range(self.layout.world_size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return outputs
+
+    def _run_rank(
+        self,
+        rank: int,
+        kernel: ctypes.CDLL,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        most_blocks: int,
+        seed: int,
+    ) -> None:
+        kind = push.arguments_type(self.layout.world_size)
+        calls = (kind * len(inputs))()
+        for call, tensor, out in zip(calls, inputs, outputs, strict=True):
+            call.input, call.output = tensor.data_ptr(), out.data_ptr()
+            call.state = self.states[rank].ctypes.data
+            call.num_packs = tensor.nbytes // PACK_BYTES
+            call.max_chunks, call.flags_offset = self.layout.max_chunks, self.layout.flags_offset
+            call.timeout_ns = TIMEOUT_NS
+            call.memory[:] = [memory.ctypes.data for memory in self.memories]
+        blocks = [self.layout.num_blocks(call.num_packs, most_blocks) for call in calls]
+        kernel.run_calls(
+            *(calls, (ctypes.c_uint32 * len(blocks))(*blocks), len(calls), 2, seed + rank)
+        )

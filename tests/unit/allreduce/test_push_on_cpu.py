@@ -1,0 +1,76 @@
+"""The push kernels on a CPU, rank beside rank: sums, order, and the reuse of staging memory."""
+
+import random
+
+import pytest
+import torch
+from allreduce_push_emulation import COMPILER, Ranks
+
+from vllm_commext.allreduce.message import PACK_BYTES
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ on this machine")
+
+KIB = 1 << 10
+CASES = [  # every form of the kernels, and every element type in each
+    *((2, torch.float32), (2, torch.float16), (2, torch.bfloat16)),
+    *((3, torch.float16), (4, torch.bfloat16), (5, torch.float32)),
+]
+
+
+def in_order_of_ranks(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum in float32, one rank after the other, rounded once."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def random_calls(
+    world_size: int, dtype: torch.dtype, sizes: list[int], seed: int
+) -> list[list[torch.Tensor]]:
+    """By rank and call, messages of so many packs."""
+    generator = torch.Generator().manual_seed(seed)
+    elements = [size * PACK_BYTES // dtype.itemsize for size in sizes]
+    return [
+        [torch.randn(count, generator=generator).to(dtype) for count in elements]
+        for _ in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), CASES, ids=str)
+def test_all_ranks_get_the_sum_in_the_order_of_ranks(world_size: int, dtype: torch.dtype) -> None:
+    numbers = random.Random(world_size)
+    # From one pack, of which most ranks sum none, to several rounds of the blocks there are.
+    sizes = [
+        1,
+        33,
+        127,
+        128,
+        129,
+        1000,
+        1,
+        4096,
+        2,
+        *(numbers.randrange(1, 6000) for _ in range(6)),
+    ]
+    ranks = Ranks(world_size, 96 * KIB)
+    inputs = random_calls(world_size, dtype, sizes, seed=world_size)
+    outputs = ranks.all_reduce(inputs, most_blocks=3, seed=world_size)
+    for call in range(len(sizes)):
+        want = in_order_of_ranks([of[call] for of in inputs])
+        for rank in range(world_size):
+            assert torch.equal(outputs[rank][call], want), (call, rank)
+    assert [state.tolist() for state in ranks.states] == [[len(sizes), 0]] * world_size
+
+
+def test_a_number_that_wraps_is_still_newer() -> None:
+    ranks = Ranks(2, 4 * KIB)
+    for state, memory in zip(ranks.states, ranks.memories, strict=True):
+        state[0] = 2**32 - 3
+        memory[ranks.layout.flags_offset :].view("uint32")[:] = 2**32 - 3
+    inputs = random_calls(2, torch.float32, [200] * 6, seed=1)
+    outputs = ranks.all_reduce(inputs, most_blocks=2, seed=1)
+    for call in range(6):
+        want = in_order_of_ranks([of[call] for of in inputs])
+        assert all(torch.equal(outputs[rank][call], want) for rank in range(2))
+    assert [int(state[0]) for state in ranks.states] == [3, 3]
