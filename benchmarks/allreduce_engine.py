@@ -1,27 +1,34 @@
 """Our all-reduce inside a real vLLM: the same tokens, and decode throughput against vLLM's order.
 
-    python benchmarks/allreduce_engine.py --tp 2 --out benchmarks/results/mine
+    python benchmarks/allreduce_engine.py --tp 2 --both --out benchmarks/results/mine
 
-A dense model with seeded random weights is made on the spot. One engine at a time serves the same
-prompts: with the toggle off and on, with vLLM's all-reduce fusion pass off and on, with CUDA graphs
-and, under ``--eager``, without. Prints throughput, the share of equal tokens and, from the engine's
-log, which backends served. Tokens may part where two logits are nearly equal, for the sums are
-added in another order; the first token of every prompt is compared by its log probability.
+A dense model with seeded random weights is made on the spot. Engines with the toggle off and on
+share the GPUs, and take turns round after round to serve the same prompts; under ``--both`` there
+are two more, with vLLM's all-reduce fusion pass on; under ``--eager`` none has CUDA graphs. Prints
+throughput, the share of equal tokens and, from an engine's log, which backends serve. Tokens may
+part where two logits are nearly equal, for the sums are added in another order; the first token of
+every prompt is compared by its log probability.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).parents[1]
-PROMPTS, WORDS, TOKENS, ROUNDS = 16, 64, 256, 7
-MARK = "OUTCOME "
+PROMPTS, WORDS, TOKENS, ROUNDS = 16, 64, 256, 9
+READY, OUTCOME = "READY", "OUTCOME "
+ANSWER_SECONDS = 60.0
+KV_BYTES = 2 << 30
 ENVIRON = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -32,15 +39,16 @@ ENVIRON = {
     "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a process less to start
 }
+HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, VOCABULARY = 4096, 11008, 8, 32, 8, 32000
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "vocab_size": VOCABULARY,
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
@@ -49,11 +57,44 @@ CONFIG = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
-Outcome = dict[str, Any]
 
 
-def serve(args: argparse.Namespace) -> Outcome:
-    """One engine: its tokens, first log probabilities and tokens a second."""
+def write_model(folder: Path) -> None:
+    """Seeded weights, large enough that the tokens depend on the prompt."""
+    import torch
+    from safetensors.torch import save_file
+
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(7)
+    weights: dict[str, torch.Tensor] = {}
+
+    def add(name: str, *shape: int) -> None:
+        made = torch.randn(shape, generator=generator, device=device) * shape[-1] ** -0.5
+        weights[f"{name}.weight"] = made.to(torch.bfloat16).cpu()
+
+    def ones(name: str) -> None:
+        weights[f"{name}.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
+
+    add("model.embed_tokens", VOCABULARY, HIDDEN)
+    add("lm_head", VOCABULARY, HIDDEN)
+    ones("model.norm")
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        for part in ("q_proj", "o_proj"):
+            add(f"{at}.self_attn.{part}", HIDDEN, HIDDEN)
+        for part in ("k_proj", "v_proj"):
+            add(f"{at}.self_attn.{part}", HIDDEN // HEADS * KV_HEADS, HIDDEN)
+        for part in ("gate_proj", "up_proj"):
+            add(f"{at}.mlp.{part}", INTERMEDIATE, HIDDEN)
+        add(f"{at}.mlp.down_proj", HIDDEN, INTERMEDIATE)
+        ones(f"{at}.input_layernorm")
+        ones(f"{at}.post_attention_layernorm")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def serve(args: argparse.Namespace) -> None:
+    """One engine: for every line of its input, a line with tokens and seconds."""
     from vllm import LLM, SamplingParams
     from vllm.config import CompilationConfig
 
@@ -61,13 +102,13 @@ def serve(args: argparse.Namespace) -> Outcome:
     compilation.pass_config.fuse_allreduce_rms = args.fusion
     engine = LLM(
         args.model,
-        load_format="dummy",
         skip_tokenizer_init=True,
         tensor_parallel_size=args.tp,
         enforce_eager=args.eager,
         max_model_len=1024,
         seed=0,
-        gpu_memory_utilization=0.5,
+        gpu_memory_utilization=0.15,
+        kv_cache_memory_bytes=KV_BYTES,
         max_num_seqs=PROMPTS,
         enable_prefix_caching=False,
         compilation_config=compilation,
@@ -79,44 +120,96 @@ def serve(args: argparse.Namespace) -> Outcome:
     wanted = SamplingParams(
         temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=1, detokenize=False
     )
-    outputs = engine.generate(prompts, wanted, use_tqdm=False)
-    rates: list[float] = []
-    for _ in range(ROUNDS):
+    print(f"\n{READY}", flush=True)
+    for _ in sys.stdin:
         start = time.perf_counter()
-        engine.generate(prompts, wanted, use_tqdm=False)
-        rates.append(PROMPTS * TOKENS / (time.perf_counter() - start))
-    first = [next(iter(output.outputs[0].logprobs[0].values())).logprob for output in outputs]
-    return {
-        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-        "first_logprobs": first,
-        "rate": sorted(rates)[len(rates) // 2],
-    }
+        outputs = engine.generate(prompts, wanted, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        first = [next(iter(output.outputs[0].logprobs[0].values())).logprob for output in outputs]
+        answer = {
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "first_logprobs": first,
+            "rate": PROMPTS * TOKENS / seconds,
+        }
+        print(f"\n{OUTCOME}{json.dumps(answer)}", flush=True)
 
 
-def run_one(args: argparse.Namespace, model: Path, *, on: bool, fusion: bool) -> Outcome:
-    toggle = {"VLLM_COMMEXT_ALLREDUCE": "1" if on else "0"}
-    python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, __file__, "--tp", str(args.tp), "--model", str(model)]
-    command += ["--serve", *(["--fusion"] if fusion else []), *(["--eager"] if args.eager else [])]
-    done = subprocess.run(
-        command,
-        env={**os.environ, **ENVIRON, **toggle, "PYTHONPATH": python_path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=args.timeout,
-        check=False,
-    )
-    text = done.stdout
-    if done.returncode:
-        raise SystemExit(f"the engine failed:\n{text[-4000:]}")
-    lines = [line for line in text.splitlines() if line.startswith(MARK)]
-    outcome = json.loads(lines[-1].removeprefix(MARK))
-    outcome["log"] = [line for line in text.splitlines() if "commext: allreduce" in line][:12]
-    return outcome
+class Engine:
+    """A process that serves; its output is read by a thread."""
+
+    def __init__(self, args: argparse.Namespace, model: Path, *, on: bool, fusion: bool) -> None:
+        self.name = f"toggle {'on' if on else 'off'}, fusion pass {'on' if fusion else 'off'}"
+        python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        toggle = {"VLLM_COMMEXT_ALLREDUCE": "1" if on else "0", "PYTHONPATH": python_path}
+        command = [sys.executable, __file__, "--tp", str(args.tp), "--model", str(model)]
+        command += [*(["--fusion"] if fusion else []), *(["--eager"] if args.eager else [])]
+        self.process = subprocess.Popen(
+            command,
+            env={**os.environ, **ENVIRON, **toggle},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self._read = 0
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        output: IO[str] | None = self.process.stdout
+        assert output is not None
+        for line in output:
+            with self._news:
+                self.lines.append(line.rstrip())
+                self._news.notify()
+
+    def await_line(self, mark: str, seconds: float) -> str:
+        """The next line that begins with `mark`."""
+        end = time.monotonic() + seconds
+        with self._news:
+            while time.monotonic() < end:
+                for index in range(self._read, len(self.lines)):
+                    if self.lines[index].startswith(mark):
+                        self._read = index + 1
+                        return self.lines[index].removeprefix(mark)
+                if self.process.poll() is not None:
+                    break
+                self._news.wait(0.5)
+        text = "\n".join(self.lines)[-4000:]
+        raise SystemExit(f"{self.name}: expected {mark} within {seconds:.0f} s, got\n{text}")
+
+    def generate(self) -> dict[str, Any]:
+        """The tokens and the rate of one round."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return json.loads(self.await_line(OUTCOME, ANSWER_SECONDS))
+
+    def log(self) -> list[str]:
+        """What ours says of itself."""
+        return [line for line in self.lines if "commext: allreduce" in line][:12]
 
 
-def equal_share(one: Outcome, other: Outcome) -> float:
+@contextlib.contextmanager
+def engines(args: argparse.Namespace, model: Path) -> Iterator[list[Engine]]:
+    """For each setting of the fusion pass one engine with the toggle off, then one with it on."""
+    made = [
+        Engine(args, model, on=on, fusion=fusion)
+        for fusion in ((False, True) if args.both else (False,))
+        for on in (False, True)
+    ]
+    try:
+        for engine in made:
+            engine.await_line(READY, args.timeout)
+        yield made
+    finally:
+        for engine in made:
+            engine.process.kill()
+            engine.process.wait(30)
+
+
+def equal_share(one: dict[str, Any], other: dict[str, Any]) -> float:
     pairs = [
         mine == theirs
         for tokens, others in zip(one["tokens"], other["tokens"], strict=True)
@@ -125,34 +218,41 @@ def equal_share(one: Outcome, other: Outcome) -> float:
     return sum(pairs) / len(pairs)
 
 
-def write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    args.out.mkdir(parents=True, exist_ok=True)
-    mode = "eager" if args.eager else "graphs"
-    file = args.out / f"allreduce_engine_tp{args.tp}_{mode}.json"
-    file.write_text(json.dumps(rows, indent=1) + "\n")
+def row_of(off: Engine, on: Engine, rounds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Two engines that differ in the toggle alone."""
+    pairs = list(zip(rounds[off.name], rounds[on.name], strict=True))
+    first_off, first_on = pairs[0]
+    logprobs = zip(first_off["first_logprobs"], first_on["first_logprobs"], strict=True)
+    rates = [statistics.median(pair[index]["rate"] for pair in pairs) for index in (0, 1)]
+    return {
+        "fusion pass": "fusion pass on" in on.name,
+        "tokens a second, off": round(rates[0], 1),
+        "tokens a second, on": round(rates[1], 1),
+        "on / off, median of rounds": round(
+            statistics.median(b["rate"] / a["rate"] for a, b in pairs), 4
+        ),
+        "equal tokens": round(equal_share(first_off, first_on), 4),
+        "equal tokens, two rounds with the toggle off": round(
+            equal_share(first_off, pairs[1][0]), 4
+        ),
+        "different answers": len({tuple(tokens) for tokens in first_on["tokens"]}),
+        "first log probability, largest difference": max(abs(a - b) for a, b in logprobs),
+        "log": on.log(),
+    }
 
 
-def compare(args: argparse.Namespace) -> None:
-    rows: list[dict[str, Any]] = []
+def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
-        (model / "config.json").write_text(json.dumps(CONFIG))
-        for fusion in (False, True) if args.both else (False,):
-            off, on = (run_one(args, model, on=on, fusion=fusion) for on in (False, True))
-            pairs = zip(off["first_logprobs"], on["first_logprobs"], strict=True)
-            row = {
-                "fusion pass": fusion,
-                "eager": args.eager,
-                "tokens a second, off": round(off["rate"], 1),
-                "tokens a second, on": round(on["rate"], 1),
-                "on / off": round(on["rate"] / off["rate"], 4),
-                "equal tokens": round(equal_share(off, on), 4),
-                "first log probability, largest difference": max(abs(a - b) for a, b in pairs),
-                "log": on["log"],
-            }
-            rows.append(row)
-            print(json.dumps(row, indent=1), flush=True)
-            write(args, rows)
+        write_model(model)
+        with engines(args, model) as made:
+            rounds: dict[str, list[dict[str, Any]]] = {engine.name: [] for engine in made}
+            for turn in range(ROUNDS + 1):
+                for engine in made:
+                    answer = engine.generate()
+                    if turn:  # the first warms up
+                        rounds[engine.name].append(answer)
+            return [row_of(off, on, rounds) for off, on in zip(made[::2], made[1::2], strict=True)]
 
 
 def main() -> int:
@@ -161,16 +261,19 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--both", action="store_true", help="also with vLLM's fusion pass on")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
-    parser.add_argument("--timeout", type=float, default=280.0, help="seconds for each engine")
+    parser.add_argument("--timeout", type=float, default=280.0, help="seconds to start")
     parser.add_argument("--model", default="", help=argparse.SUPPRESS)
     parser.add_argument("--fusion", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.serve:
-        outcome = serve(args)
-        print("\n" + MARK + json.dumps(outcome), flush=True)
+    if args.model:
+        serve(args)
         return 0
-    compare(args)
+    rows = compare(args)
+    print(json.dumps(rows, indent=1))
+    args.out.mkdir(parents=True, exist_ok=True)
+    mode = "eager" if args.eager else "graphs"
+    file = args.out / f"allreduce_engine_tp{args.tp}_{mode}.json"
+    file.write_text(json.dumps(rows, indent=1) + "\n")
     return 0
 
 

@@ -1,8 +1,8 @@
 """All-reduce kernels of our own for large messages; see ``cuda/push_all_reduce.cu`` for two ranks
 and ``cuda/push_two_shot.cu`` for more.
 
-They push the message over the links and add what arrives at the same time, so that they need no copy
-into memory that peers can read, which all other kernels that take a plain tensor make first.
+They push the message over the links and add what arrives at the same time, so that they need no
+copy into memory that peers can read, which all other kernels that take a plain tensor make first.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vllm_commext.allreduce import limits, names
 from vllm_commext.allreduce.backend import Ready
 from vllm_commext.allreduce.message import PACK_BYTES, Message
-from vllm_commext.allreduce.push_layout import PushLayout
+from vllm_commext.allreduce.push_layout import EMPTY, PushLayout
 from vllm_commext.gpu import launch
 from vllm_commext.gpu.collective import await_others
 from vllm_commext.gpu.ipc import IpcBuffer
@@ -47,8 +47,7 @@ def arguments_type(world_size: int) -> type[ctypes.Structure]:
             ("output", ctypes.c_uint64),
             ("state", ctypes.c_uint64),
             ("num_packs", ctypes.c_uint32),
-            ("max_chunks", ctypes.c_uint32),
-            ("flags_offset", ctypes.c_uint64),
+            ("max_packs", ctypes.c_uint32),
             ("timeout_ns", ctypes.c_uint64),
             ("memory", ctypes.c_uint64 * world_size),
         )
@@ -80,7 +79,7 @@ class PushBackend(Ready):
         self._layout = PushLayout(self._world_size, num_bytes)
         lockstep.agree(self._load)
         self._buffer: IpcBuffer | None = IpcBuffer(
-            self._rank, self._world_size, self._layout.num_bytes, group
+            self._rank, self._world_size, self._layout.num_bytes, group, fill=EMPTY
         )
         lockstep.agree(self._fill_arguments)
 
@@ -104,7 +103,7 @@ class PushBackend(Ready):
         torch.cuda.synchronize()
         made = arguments_type(self._world_size)()
         made.state = self._state.data_ptr()
-        made.max_chunks, made.flags_offset = self._layout.max_chunks, self._layout.flags_offset
+        made.max_packs = self._layout.max_packs
         made.timeout_ns = int(TIMEOUT_SECONDS * 1e9)
         made.memory[:] = self._buffer.serialize()
         self._arguments = made

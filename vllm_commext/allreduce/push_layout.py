@@ -6,20 +6,19 @@ from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.gpu.launch import WARP
 
 ONE_SHOT, TWO_SHOT = "push_all_reduce", "push_two_shot"
-PACKS = 4  # of a lane in a chunk
+CHUNK_PACKS = WARP  # that one warp moves at a time
 ONE_SHOT_CHUNKS = 8  # that a block handles at a time
 TWO_SHOT_CHUNKS = 8  # the same, rounded down to as many of every rank, but at least one
-FLAG_BYTES = 4
 HALVES = 2
+EMPTY = 0xFFFFFFFF  # a word that no peer has written
 
 
 @dataclass(frozen=True)
 class PushLayout:
     """Of a group's kernel and of the memory that its ranks map.
 
-    First come two halves, then a flag of 32 bits for every chunk of a half. Between two ranks a half
-    is the peer's message. Between more it is, from every peer, the chunks that this rank sums, and
-    then the sums of the whole message.
+    It has two halves. Between two ranks, a half is the peer's message. Between more it is, from
+    every peer, the chunks that this rank sums, and then the sums of the whole message.
 
     Attributes:
         world_size: ranks, 2 to 8.
@@ -52,39 +51,29 @@ class PushLayout:
         return (2 * self.share * (self.world_size - 1) + self.share) * WARP
 
     @property
-    def chunk_bytes(self) -> int:
-        """What one warp moves at a time."""
-        return WARP * PACKS * PACK_BYTES
+    def max_packs(self) -> int:
+        """Of the largest message, rounded up to as many whole chunks of every rank."""
+        everybody = CHUNK_PACKS * self.world_size
+        return -(-self.max_bytes // (everybody * PACK_BYTES)) * everybody
 
     @property
-    def max_chunks(self) -> int:
-        """Of the largest message, rounded up to as many of every rank."""
-        chunks = -(-self.max_bytes // self.chunk_bytes)
-        return -(-chunks // self.world_size) * self.world_size
-
-    @property
-    def half_chunks(self) -> int:
-        """Chunks of staging memory in one of the halves."""
+    def half_packs(self) -> int:
+        """Packs of staging memory in one of the halves."""
         if self.kernel == ONE_SHOT:
-            return self.max_chunks
-        return self.max_chunks // self.world_size * (self.world_size - 1) + self.max_chunks
-
-    @property
-    def flags_offset(self) -> int:
-        """Bytes before the flags."""
-        return HALVES * self.half_chunks * self.chunk_bytes
+            return self.max_packs
+        return self.max_packs // self.world_size * (self.world_size - 1) + self.max_packs
 
     @property
     def num_bytes(self) -> int:
         """Of it all, on every rank."""
-        return self.flags_offset + self.half_chunks * FLAG_BYTES
+        return HALVES * self.half_packs * PACK_BYTES
 
     def num_blocks(self, num_packs: int, most: int) -> int:
         """Blocks of a launch: enough for every chunk, but not more than `most`."""
-        chunks = -(-num_packs * PACK_BYTES // self.chunk_bytes)
+        chunks = -(-num_packs // CHUNK_PACKS)
         return min(-(-chunks // self.block_chunks), most)
 
     def macros(self, element: int, rank: int) -> dict[str, int]:
         """The macros of the kernel, for the code of an element type."""
-        macros = {"ELEMENT": element, "WORLD_SIZE": self.world_size, "RANK": rank, "PACKS": PACKS}
+        macros = {"ELEMENT": element, "WORLD_SIZE": self.world_size, "RANK": rank}
         return macros if self.kernel == ONE_SHOT else {**macros, "SHARE": self.share}

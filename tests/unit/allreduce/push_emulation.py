@@ -13,7 +13,7 @@ import torch
 
 from vllm_commext.allreduce import push
 from vllm_commext.allreduce.message import PACK_BYTES
-from vllm_commext.allreduce.push_layout import PushLayout
+from vllm_commext.allreduce.push_layout import EMPTY, PushLayout
 from vllm_commext.gpu.launch import ELEMENT_CODES
 
 HERE = Path(__file__).parent
@@ -34,7 +34,7 @@ def library(layout: PushLayout, dtype: str, rank: int) -> ctypes.CDLL:
     macros = layout.macros(ELEMENT_CODES[dtype], rank)
     target = Path(_folder().name) / f"{source.name}_{'_'.join(map(str, macros.values()))}.so"
     command = [
-        *(str(COMPILER), "-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-mf16c"),
+        *(str(COMPILER), "-std=c++17", "-O0", "-fPIC", "-shared", "-pthread", "-mf16c"),
         *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"),
         *(f"-I{EMULATION}", f"-I{source.folder}", f'-DKERNEL_FILE="{source.main.name}"'),
         *(f"-DKERNEL_NAME={source.name}", *(f"-D{name}={value}" for name, value in macros.items())),
@@ -51,7 +51,9 @@ class Ranks:
 
     def __init__(self, world_size: int, max_bytes: int) -> None:
         self.layout = PushLayout(world_size, max_bytes)
-        self.memories = [np.zeros(self.layout.num_bytes, np.uint8) for _ in range(world_size)]
+        self.memories = [
+            np.full(self.layout.num_bytes // 4, EMPTY, np.uint32) for _ in range(world_size)
+        ]
         self.states = [np.zeros(2, np.uint32) for _ in range(world_size)]
 
     def all_reduce(
@@ -89,7 +91,7 @@ class Ranks:
             call.input, call.output = tensor.data_ptr(), out.data_ptr()
             call.state = self.states[rank].ctypes.data
             call.num_packs = tensor.nbytes // PACK_BYTES
-            call.max_chunks, call.flags_offset = self.layout.max_chunks, self.layout.flags_offset
+            call.max_packs = self.layout.max_packs
             call.timeout_ns = TIMEOUT_NS
             call.memory[:] = [memory.ctypes.data for memory in self.memories]
         blocks = [self.layout.num_blocks(call.num_packs, most_blocks) for call in calls]

@@ -154,19 +154,18 @@ DEVICE u32 load_relaxed_device(const u32* address) {
   return __atomic_load_n(address, __ATOMIC_RELAXED);
 }
 
-DEVICE u32 load_acquire_system(const u32* address) {
-  emulation::yield();
-  return __atomic_load_n(address, __ATOMIC_ACQUIRE);
-}
-
-DEVICE void store_release_system(u32* address, u32 value) {
-  emulation::disturb();
-  __atomic_store_n(address, value, __ATOMIC_RELEASE);
-}
-
+// A word at a time: nothing says that 16 bytes arrive together.
 DEVICE void load_from_peers(const void* address, u32* words) {
-  emulation::disturb();
-  std::memcpy(words, address, 16);
+  emulation::yield();
+  for (u32 i = 0; i < 4; ++i)
+    words[i] = __atomic_load_n(static_cast<const u32*>(address) + i, __ATOMIC_RELAXED);
+}
+
+DEVICE void store_for_peers(void* address, const u32* words) {
+  for (u32 i = 0; i < 4; ++i) {
+    emulation::disturb();
+    __atomic_store_n(static_cast<u32*>(address) + i, words[i], __ATOMIC_RELAXED);
+  }
 }
 
 DEVICE void load_streaming(const void* address, u32* words) { std::memcpy(words, address, 16); }
@@ -182,7 +181,6 @@ DEVICE u32 fetch_add(u32* address, u32 value) {
 }
 
 DEVICE void fence_device() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-DEVICE void sync_warp() { emulation::meet(emulation::block->warps[thread_index() / 32], 32); }
 DEVICE void block_barrier() {
   emulation::meet(emulation::block->teams[0], u32(emulation::block->fibers.size()));
 }

@@ -55,22 +55,19 @@ DEVICE u32 load_relaxed_device(const u32* address) {
   return value;
 }
 
-DEVICE u32 load_acquire_system(const u32* address) {
-  u32 value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
-DEVICE void store_release_system(u32* address, u32 value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
 // 16 bytes that peers have written, which are never in this multiprocessor's own cache. Several of
 // these are under way at the same time: nothing between them makes one wait for another.
 DEVICE void load_from_peers(const void* address, u32* words) {
   asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "l"(address));
+}
+
+// 16 bytes for a peer, or where a peer will write.
+DEVICE void store_for_peers(void* address, const u32* words) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
 }
 
 // 16 bytes that nobody is expected to want soon again.
@@ -89,7 +86,6 @@ DEVICE void store_streaming(void* address, const u32* words) {
 DEVICE u32 fetch_or(u32* address, u32 bits) { return atomicOr(address, bits); }
 DEVICE u32 fetch_add(u32* address, u32 value) { return atomicAdd(address, value); }
 DEVICE void fence_device() { __threadfence(); }
-DEVICE void sync_warp() { __syncwarp(); }
 DEVICE void block_barrier() { __syncthreads(); }
 DEVICE void trap() { __trap(); }
 
