@@ -7,7 +7,9 @@ call in a CUDA graph of chained calls, in microseconds: of a sample the slowest 
 samples the median. All contestants take turns in every sample, so what else the machine does meets
 all of them. Only ratios of one run mean anything.
 
-``--quick`` takes fewer token counts and samples; ``--tune`` times our kernel's tilings instead.
+``--quick`` takes fewer token counts and samples; ``--tune`` times our kernel's tilings instead;
+``--reader`` times each call with kernels after it that change Q and K in place, as rotary embedding
+does, for rows and outputs that leave the caches early or do not.
 """
 
 import argparse
@@ -35,6 +37,8 @@ Q_SIZE, KV_SIZE = 6144, 1024  # MiniMax-M2's, all ranks together
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 QUICK_TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 16384)
 TUNE_TOKENS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
+READER_TOKENS = (2048, 4096, 8192, 16384)
+OURS = "ours"
 STREAMING = ("", " loads", " stores", " both")  # what does not stay in the caches
 VLLM_FUSED_TOKENS = 2048  # vLLM's own bound for its fused op
 SAMPLES, QUICK_SAMPLES, REPLAYS = 31, 15, 5
@@ -210,7 +214,7 @@ def compare(ours: Ours, vllm: Vllm | None, args: argparse.Namespace, group: Any)
     results: list[Any] = []
     for tokens in QUICK_TOKENS if args.quick else TOKENS:
         rows = make_rows(tokens, args.tp)
-        contestants: dict[str, Call] = {"ours": lambda rows=rows: ours.call(rows)}
+        contestants: dict[str, Call] = {OURS: lambda rows=rows: ours.call(rows)}
         if vllm is not None:
             if tokens <= VLLM_FUSED_TOKENS:
                 contestants["vllm fused"] = lambda rows=rows: vllm.fused(rows)
@@ -287,6 +291,48 @@ def tune(ours: Ours, args: argparse.Namespace, group: Any) -> list[Any]:
     return results
 
 
+def with_reader(call: Call) -> Call:
+    """The call, and then what reads and writes its outputs next."""
+
+    def both() -> None:
+        for out in call():
+            out.mul_(1.001)
+
+    return both
+
+
+def compare_with_reader(
+    ours: Ours, vllm: Vllm | None, args: argparse.Namespace, group: Any
+) -> list[Any]:
+    """Whether what leaves the caches early is missed by the next kernels."""
+    from vllm_commext.reduce_rms.variants import high_throughput
+
+    chosen = high_throughput((Q_SIZE + KV_SIZE) // args.tp // 8)
+    results: list[Any] = []
+    for tokens in args.tokens or READER_TOKENS:
+        rows = make_rows(tokens, args.tp)
+        calls: dict[str, Call] = {}
+        for bits, early in enumerate(STREAMING):
+
+            def call(tiling: Any = dataclasses.replace(chosen, streaming=bits)) -> Any:
+                with ours.tiling(tiling):
+                    return ours.call(rows)  # noqa: B023 - called in this turn alone
+
+            calls[f"ours, streaming{early or ' nothing'}"] = call
+        if vllm is not None:
+            calls["vllm fall-back"] = lambda rows=rows: vllm.fall_back(rows)[:2]
+        contestants = {
+            name + suffix: made
+            for name, call in calls.items()
+            for suffix, made in (("", call), (" + reader", with_reader(call)))
+        }
+        times = measure(contestants, tokens, SAMPLES, vllm, group)
+        ours.check()
+        results.append({"tokens": tokens, **times})
+        tell(f"{tokens:6d}  " + "  ".join(f"{name} {t:.2f}" for name, t in times.items()))
+    return results
+
+
 def tell(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, flush=True)
@@ -314,12 +360,12 @@ def about(world: int, vllm: Vllm | None, costs: str) -> dict[str, Any]:
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Markdown; with ratios to ours where vLLM's are there."""
     names = list(dict.fromkeys(name for row in results for name in row if name != "tokens"))
-    rivals = [name for name in names if name.startswith("vllm")]
+    rivals = [name for name in names if name.startswith("vllm") and OURS in names]
     head = ["tokens", *names, *(f"{name} / ours" for name in rivals)]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for row in results:
         cells = [str(row["tokens"]), *(f"{row[n]:.2f}" if n in row else "-" for n in names)]
-        cells += [f"{row[n] / row['ours']:.2f}" if n in row else "-" for n in rivals]
+        cells += [f"{row[n] / row[OURS]:.2f}" if n in row else "-" for n in rivals]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -346,7 +392,7 @@ def write(folder: Path, name: str, facts: dict[str, Any], results: list[dict[str
     text = "\n".join([f"# {name}, microseconds a call", "", *lines, "", table(results)]) + "\n"
     (folder / f"{name}.md").write_text(text)
     print(text)
-    if "tune" not in name:
+    if OURS in results[0]:
         plot(results, folder / f"{name}.png")
 
 
@@ -367,10 +413,16 @@ def run_rank(args: argparse.Namespace) -> None:
         dist.init_process_group("gloo", method, limit, args.tp, args.rank)
     group = dist.new_group(backend="gloo")  # between samples no rank is to touch its GPU
     ours = Ours(args.rank, args.tp, group)
-    results = tune(ours, args, group) if args.tune else compare(ours, vllm, args, group)
-    costs = "-" if args.tune else host_costs(ours, vllm, args, group)
+    kind, costs = "", "-"
+    if args.tune:
+        kind, results = "tune_", tune(ours, args, group)
+    elif args.reader:
+        kind, results = "reader_", compare_with_reader(ours, vllm, args, group)
+    else:
+        results = compare(ours, vllm, args, group)
+        costs = host_costs(ours, vllm, args, group)
     if args.rank == 0:
-        name = f"reduce_rms_{'tune_' if args.tune else ''}tp{args.tp}"
+        name = f"reduce_rms_{kind}tp{args.tp}"
         write(args.out, name, about(args.tp, vllm, costs), results)
     dist.barrier(group)
     sys.stdout.flush()
@@ -404,7 +456,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("reduce_rms_results"))
     parser.add_argument("--quick", action="store_true", help="fewer token counts and samples")
     parser.add_argument("--tune", action="store_true", help="time our kernel's tilings instead")
-    parser.add_argument("--tokens", type=int, nargs="+", help="token counts for --tune")
+    parser.add_argument("--reader", action="store_true", help="with what reads Q and K next")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", help="token counts for --tune and --reader"
+    )
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()

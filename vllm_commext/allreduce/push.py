@@ -14,7 +14,6 @@ from vllm_commext.allreduce.backend import Ready
 from vllm_commext.allreduce.message import PACK_BYTES, Message
 from vllm_commext.allreduce.push_layout import EMPTY, PushLayout
 from vllm_commext.gpu import launch
-from vllm_commext.gpu.collective import await_others
 from vllm_commext.gpu.ipc import IpcBuffer
 from vllm_commext.gpu.launch import ELEMENT_CODES
 from vllm_commext.gpu.nvrtc import PRIMITIVES, Program
@@ -74,7 +73,7 @@ class PushBackend(Ready):
     name = names.PUSH
 
     def __init__(self, group: "ProcessGroup", num_bytes: int, lockstep: "Lockstep") -> None:
-        self._group, self._max_bytes = group, num_bytes
+        self._max_bytes = num_bytes
         self._world_size, self._rank = lockstep.world_size, lockstep.rank
         self._layout = PushLayout(self._world_size, num_bytes)
         lockstep.agree(self._load)
@@ -135,6 +134,4 @@ class PushBackend(Ready):
         if buffer is None:
             return
         torch.cuda.synchronize()
-        buffer.close_peers()
-        await_others(self._group, CLEANUP_SECONDS)
-        buffer.cleanup()
+        buffer.cleanup(CLEANUP_SECONDS)

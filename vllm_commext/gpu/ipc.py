@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu.collective import exchange
+from vllm_commext.gpu.collective import await_others, exchange
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -103,6 +103,7 @@ class IpcBuffer:
         fill: int = 0,
     ) -> None:
         self.rank, self.world_size, self.size = rank, world_size, round_up(size)
+        self._group = process_group
         self.local_ptr = 0
         self.peer_ptrs = [0] * world_size
         try:
@@ -138,18 +139,24 @@ class IpcBuffer:
         """The addresses in `peer_ptrs`, as 64-bit integers in the order of ranks."""
         return list(self.peer_ptrs)
 
-    def close_peers(self) -> None:
-        """Give the peers' memory back; the local memory stays."""
+    def _close_peers(self) -> None:
         for rank, address in enumerate(self.peer_ptrs):
             if rank != self.rank and address:
                 with contextlib.suppress(UnsupportedError):
                     check(cuda_runtime().cudaIpcCloseMemHandle(address), "unmapping")
                 self.peer_ptrs[rank] = 0
 
-    def cleanup(self) -> None:
-        """Unmap the peers' memory and free the local one; a second call does nothing."""
-        self.close_peers()
-        if self.local_ptr:
-            with contextlib.suppress(UnsupportedError):
-                check(cuda_runtime().cudaFree(self.local_ptr), "freeing")
+    def cleanup(self, seconds: float = 0) -> None:
+        """Unmap the peers' memory and free the local one; a second call does nothing.
+
+        Args:
+            seconds: how long to wait, between the two, for the peers to unmap this rank's memory.
+        """
+        self._close_peers()
+        if not self.local_ptr:
+            return
+        if seconds > 0:
+            await_others(self._group, seconds)
+        with contextlib.suppress(UnsupportedError):
+            check(cuda_runtime().cudaFree(self.local_ptr), "freeing")
         self.local_ptr = self.peer_ptrs[self.rank] = 0

@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from vllm_commext.errors import CommextError, CommextTimeoutError, ConfigError, ProtocolError
-from vllm_commext.gpu.collective import await_others, exchange
+from vllm_commext.gpu.collective import exchange
 from vllm_commext.gpu.ipc import IpcBuffer, round_up
 from vllm_commext.gpu.launch import current_device
 from vllm_commext.reduce_rms import layout
@@ -162,10 +162,7 @@ class LamportWorkspace(Workspace):
             self.forget()
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(self.device.ordinal)
-        buffer.close_peers()
-        if seconds > 0:
-            await_others(self._group, seconds)
-        buffer.cleanup()
+        buffer.cleanup(seconds)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():

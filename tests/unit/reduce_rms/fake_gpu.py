@@ -174,7 +174,7 @@ def fake_gpus(world_size: int) -> Iterator[tuple[Runtime, Group, HostKernels]]:
         patch.setattr(ipc, "cuda_runtime", lambda: runtime)
         patch.setattr(ipc, "exchange", group.exchange)
         patch.setattr(workspace, "exchange", group.exchange)
-        patch.setattr(workspace, "await_others", lambda *_: None)
+        patch.setattr(ipc, "await_others", lambda *_: None)
         patch.setattr(workspace, "DEVICE", "cpu")
         patch.setattr(workspace, "_pinned_word", lambda: torch.zeros(1, dtype=torch.int64))
         patch.setattr(workspace, "current_device", lambda: GPU)

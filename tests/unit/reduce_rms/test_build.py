@@ -69,6 +69,7 @@ def test_no_form_of_few_tokens_spills_registers(shape: Shape, tmp_path: Path) ->
     for tiling in variants.tilings(shape):
         macros = [f"-D{name}={value}" for name, value in variants.macros(shape, tiling).items()]
         target = ["-arch=sm_90", "-std=c++17", "-cubin", "-o", str(tmp_path / "kernel")]
+        target += [f"-I{header.parent}" for header in PROGRAM.headers]
         command = ["nvcc", *target, "--resource-usage", *macros, str(PROGRAM.main)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
         assert re.search(r"\b0 bytes spill stores", done.stderr), done.stderr
@@ -117,7 +118,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 def test_nothing_of_ours_speaks_of_multicast() -> None:
     folders = [Path(module.__file__).parent for module in (build, nvrtc)]
     files = [path for folder in folders for path in folder.rglob("*.py")]
-    files += PROGRAM.folder.iterdir()
+    files += [*PROGRAM.folder.iterdir(), *PROGRAM.headers]
     assert len(files) > 10
     for path in files:
         text = path.read_text().lower()
