@@ -313,8 +313,9 @@ def compare_with_reader(
         rows = make_rows(tokens, args.tp)
         calls: dict[str, Call] = {}
         for bits, early in enumerate(STREAMING):
+            form = dataclasses.replace(chosen, streaming=bits)
 
-            def call(tiling: Any = dataclasses.replace(chosen, streaming=bits)) -> Any:
+            def call(tiling: Any = form) -> Any:
                 with ours.tiling(tiling):
                     return ours.call(rows)  # noqa: B023 - called in this turn alone
 
