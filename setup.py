@@ -4,13 +4,16 @@ VLLM_COMMEXT_BUILD_NATIVE chooses: ``auto`` (default) leaves the extension out, 
 where it cannot be compiled; ``1`` makes that an error; ``0`` does not try.
 """
 
+import gzip
 import json
 import os
+import tarfile
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 from setuptools.errors import BaseError, CCompilerError
 
 ROOT = Path(__file__).parent
@@ -72,6 +75,39 @@ class BdistWheel(bdist_wheel):
         super().run()
 
 
+class Sdist(sdist):
+    """Under SOURCE_DATE_EPOCH, an archive whose bytes depend on nothing but its files."""
+
+    def make_archive(
+        self,
+        base_name: str,
+        format: str,  # noqa: A002 - setuptools' own name
+        root_dir: str | None = None,
+        base_dir: str | None = None,
+        owner: str | None = None,
+        group: str | None = None,
+    ) -> str:
+        epoch = os.environ.get("SOURCE_DATE_EPOCH")
+        if epoch is None or format != "gztar" or base_dir is None:
+            return super().make_archive(base_name, format, root_dir, base_dir, owner, group)
+        path = f"{base_name}.tar.gz"
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with (
+            open(path, "wb") as raw,
+            gzip.GzipFile("", "wb", fileobj=raw, mtime=int(epoch)) as packed,
+            tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive,
+        ):
+            archive.add(base_dir, filter=lambda member: _anonymous(member, int(epoch)))
+        return path
+
+
+def _anonymous(member: tarfile.TarInfo, epoch: int) -> tarfile.TarInfo:
+    """The member without its owner and time, and with the access rights of any checkout."""
+    member.mtime, member.uid, member.gid, member.uname, member.gname = epoch, 0, 0, "", ""
+    member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+    return member
+
+
 setup(
     ext_modules=[
         Extension(
@@ -79,10 +115,11 @@ setup(
             sources=[SOURCE],
             depends=sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/*.h")),
             define_macros=[("Py_LIMITED_API", "0x030A0000")],
-            extra_compile_args=["-std=c11", "-O2", "-Wall", "-Wextra"],
+            # No debug information: it would hold the path of the folder that it was built in.
+            extra_compile_args=["-std=c11", "-O2", "-g0", "-Wall", "-Wextra"],
             py_limited_api=True,
         )
     ],
-    cmdclass={"build_ext": BuildNative, "bdist_wheel": BdistWheel},
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": BdistWheel, "sdist": Sdist},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -18,7 +18,6 @@
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
 #include <time.h>
@@ -116,9 +115,15 @@ static inline uint64_t ring_process_start(uint32_t pid) {
     return field == NULL ? RING_NEVER : strtoull(field, NULL, 10);
 }
 
+/* Inode of this process's pid namespace, 0 if unknown; read from the link's text, "pid:[inode]",
+ * because stat() would bind the extension to glibc 2.33. */
 static inline uint64_t ring_pid_namespace(void) {
-    struct stat info;
-    return stat("/proc/self/ns/pid", &info) == 0 ? (uint64_t)info.st_ino : 0;
+    char text[64];
+    ssize_t length = readlink("/proc/self/ns/pid", text, sizeof text - 1);
+    if (length < 0) return 0;
+    text[length] = '\0';
+    char *inode = strchr(text, '[');
+    return inode == NULL ? 0 : strtoull(inode + 1, NULL, 10);
 }
 
 /* A stopped or slow process is alive; only one that is gone, or replaced under its pid, is dead. */

@@ -1,0 +1,1 @@
+"""Parts of ``tools/make_wheels.py``."""
