@@ -1,9 +1,14 @@
-"""Fixtures of the unit layer."""
+"""Fixtures of the unit layer, and where its tests find the modules of ``tools/``."""
+
+import sys
+from pathlib import Path
 
 import pytest
 
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import nvrtc
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 
 @pytest.fixture

@@ -22,8 +22,9 @@ SDIST_NEEDS = {
 
 
 def wheel_names(wheel: Path) -> set[str]:
+    """Files, without the entries that auditwheel makes for folders."""
     with zipfile.ZipFile(wheel) as archive:
-        return set(archive.namelist())
+        return {name for name in archive.namelist() if not name.endswith("/")}
 
 
 def sdist_names(sdist: Path) -> set[str]:

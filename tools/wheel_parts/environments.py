@@ -74,8 +74,7 @@ def find_python(version: str) -> Path | None:
 def install(python: Path, artefacts: Artefacts, case: Case) -> None:
     """Let pip install the case's file; its dependencies come as wheels from pip's index."""
     target = artefacts.wheel if case.from_wheel else artefacts.sdist
-    options = ("--quiet", "--no-cache-dir")
-    run(python, "-m", "pip", "install", *options, target, env=clean_environment(**case.env))
+    run(python, "-m", "pip", "install", "--quiet", target, env=clean_environment(**case.env))
 
 
 def check_doctor(command: Path) -> str:
@@ -96,7 +95,8 @@ def check_doctor(command: Path) -> str:
 
 def check_installed(python: Path, case: Case, version: str) -> str:
     """What is wrong in an environment where the package was installed; empty where all is well."""
-    facts = json.loads(run(python, INSTALLED, env=clean_environment(), cwd=python.parent))
+    printed = run(python, INSTALLED, env=clean_environment(), cwd=python.parent)
+    facts = json.loads(printed.splitlines()[-1])  # the plugin's log lines stand before it
     wanted = {
         "version": version,
         "native": case.native,
