@@ -24,7 +24,7 @@ PYTEST := $(BIN)/python -m pytest
 DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
 	--requests $(REQUESTS) $(if $(filter-out 0,$(KEEP)),--keep)
 
-.PHONY: demo test wheels unit contract cpu chaos fuzz lint docs env test-matrix stress-shm sanitize clean help
+.PHONY: demo test wheels unit contract cpu chaos fuzz lint docs env matrix test-matrix stress-shm sanitize clean help
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -72,6 +72,9 @@ contract-%:
 
 wheels: ## The sdist and the manylinux wheel in dist/, reproducible, proven in clean environments; needs no .venv
 	$(PYTHON) tools/make_wheels.py
+
+matrix: env ## One table: every seam against every vLLM of the window, also those that are not installed
+	$(BIN)/python tools/seam_matrix.py
 
 stress-shm: env ## The message queue: 10 million messages, signals and stops, 500 deaths, damage; some minutes
 	$(BIN)/python tests/unit/shm/stress_traffic.py --messages 10000000

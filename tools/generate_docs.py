@@ -59,7 +59,9 @@ refused stops the server with the reason.
 SEAMS_INTRODUCTION = """
 ## Seams
 
-Every place where this package meets vLLM. `vllm-commext doctor` probes each of them.
+Every place where this package meets vLLM. `vllm-commext doctor` probes each of them in the
+installed vLLM, and `make matrix` in every version of the window, installed or not
+([the last run](../benchmarks/results/2026-11-22_seam_matrix.md)).
 """
 
 REBINDINGS_INTRODUCTION = """
@@ -96,8 +98,8 @@ def toggles_page() -> str:
 
 def compatibility_page() -> str:
     versions = [
-        (release.minor, *("yes" if ran else "no" for ran in (release.contract, release.servers)))
-        for release in WINDOW
+        (row.minor, *("yes" if it else "no" for it in (row.seams, row.contract, row.servers)))
+        for row in WINDOW
     ]
     seams = [(f"`{seam.name}`", seam.capability, seam.why, seam.since) for seam in SEAMS]
     rebindings = [
@@ -110,7 +112,10 @@ def compatibility_page() -> str:
     )
     return page(
         COMPATIBILITY_INTRODUCTION,
-        table(("vLLM", "contract tests run on it", "servers run on it"), versions),
+        table(
+            ("vLLM", "all seams are in it", "contract tests run on it", "servers run on it"),
+            versions,
+        ),
         SEAMS_INTRODUCTION,
         table(("seam", "capability", "why", "since vLLM"), seams),
         REBINDINGS_INTRODUCTION,

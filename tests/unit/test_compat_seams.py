@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_commext.compat import seams
+from vllm_commext.compat import seam_probes, seams
 from vllm_commext.compat.seams import Seam, SeamState
 
 MODULE = "commext_seam_example"
@@ -52,30 +52,40 @@ def at(name: str) -> str:
 
 
 HOLD = {
-    "exists": seams.exists(at("Base.load"), at("Color.RED")),
-    "constructor": seams.takes(at("Base.__init__"), "config", "role"),
-    "kwargs beyond": seams.takes(at("Base.load"), "request"),
-    "no arguments": seams.takes(at("Base.save")),
-    "classmethod": seams.takes(at("Base.build"), "data"),
-    "default beyond": seams.takes(at("Base.build")),
-    "fields": seams.has_fields(at("Record"), "second", "first"),
-    "methods": seams.has_methods(at("Base"), {"load": ("request",), "build": ("data",)}),
-    "abstract": seams.abstract_only(at("Base"), {"load": ("request",), "save": (), "build": ()}),
-    "mapping": seams.maps_to_callables(at("table")),
-    "not installed": seams.where_installed("commext_no_such_package", seams.exists(at("gone"))),
+    "exists": seam_probes.exists(at("Base.load"), at("Color.RED")),
+    "constructor": seam_probes.takes(at("Base.__init__"), "config", "role"),
+    "kwargs beyond": seam_probes.takes(at("Base.load"), "request"),
+    "no arguments": seam_probes.takes(at("Base.save")),
+    "classmethod": seam_probes.takes(at("Base.build"), "data"),
+    "default beyond": seam_probes.takes(at("Base.build")),
+    "fields": seam_probes.has_fields(at("Record"), "second", "first"),
+    "methods": seam_probes.has_methods(at("Base"), {"load": ("request",), "build": ("data",)}),
+    "abstract": seam_probes.abstract_only(
+        at("Base"), {"load": ("request",), "save": (), "build": ()}
+    ),
+    "mapping": seam_probes.maps_to_callables(at("table")),
+    "not installed": seam_probes.where_installed(
+        "commext_no_such_package", seam_probes.exists(at("gone"))
+    ),
 }
 BREAK = {
-    "no module": (seams.exists("commext_no_such_module:x"), "ModuleNotFoundError"),
-    "installed": (seams.where_installed("json", seams.exists(at("gone"))), "AttributeError"),
-    "no name": (seams.exists(at("Base.gone")), "AttributeError"),
-    "renamed argument": (seams.takes(at("Base.load"), "req"), "found (request, kwargs)"),
-    "order": (seams.takes(at("Base.__init__"), "role", "config"), "found (config, role)"),
-    "one more needed": (seams.takes(at("Base.__init__"), "config"), "found (config, role)"),
-    "one fewer": (seams.takes(at("Base.save"), "layer"), "expected parameters (layer), found ()"),
-    "field": (seams.has_fields(at("Record"), "first", "third"), "expected fields third"),
-    "method": (seams.has_methods(at("Base"), {"gone": ()}), "gone: it is not there"),
-    "abstract": (seams.abstract_only(at("Base"), {"save": ()}), "beyond ours, found load"),
-    "no dict": (seams.maps_to_callables(at("number")), "expected a dict, found int"),
+    "no module": (seam_probes.exists("commext_no_such_module:x"), "ModuleNotFoundError"),
+    "installed": (
+        seam_probes.where_installed("json", seam_probes.exists(at("gone"))),
+        "AttributeError",
+    ),
+    "no name": (seam_probes.exists(at("Base.gone")), "AttributeError"),
+    "renamed argument": (seam_probes.takes(at("Base.load"), "req"), "found (request, kwargs)"),
+    "order": (seam_probes.takes(at("Base.__init__"), "role", "config"), "found (config, role)"),
+    "one more needed": (seam_probes.takes(at("Base.__init__"), "config"), "found (config, role)"),
+    "one fewer": (
+        seam_probes.takes(at("Base.save"), "layer"),
+        "expected parameters (layer), found ()",
+    ),
+    "field": (seam_probes.has_fields(at("Record"), "first", "third"), "expected fields third"),
+    "method": (seam_probes.has_methods(at("Base"), {"gone": ()}), "gone: it is not there"),
+    "abstract": (seam_probes.abstract_only(at("Base"), {"save": ()}), "beyond ours, found load"),
+    "no dict": (seam_probes.maps_to_callables(at("number")), "expected a dict, found int"),
 }
 
 

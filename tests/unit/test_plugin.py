@@ -39,7 +39,7 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
                 raise problem
 
         capability = Capability("nixl", activate, lambda: calls.append("refuse"), "the fallback")
-        seam = seams_module.Seam("seam", "nixl", "why", lambda: "moved" if broken else "")
+        seam = seams_module.Seam("seam", "nixl", "why", lambda _: "moved" if broken else "")
         monkeypatch.setattr(plugin, "CAPABILITIES", (capability,))
         monkeypatch.setattr(hooks, "vllm_version", lambda: version)
         monkeypatch.setattr(seams_module, "SEAMS", (seam,))

