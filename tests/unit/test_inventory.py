@@ -1,0 +1,83 @@
+"""The inventory of rebound names is complete: nothing of vLLM's is replaced in any other way."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_commext.compat.rebind import INVENTORY, Rebinding
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "vllm_commext"
+HELPER = PACKAGE / "compat" / "rebind.py"
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != HELPER)
+
+
+def imported_from_vllm(tree: ast.AST) -> set[str]:
+    """Names that a module binds to something of vLLM's, at its top or within functions."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            of_vllm = [alias for alias in node.names if alias.name.split(".")[0] == "vllm"]
+            names |= {alias.asname or "vllm" for alias in of_vllm}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def base_of(node: ast.expr) -> str:
+    """``a`` of ``a.b.c``."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def replacements(tree: ast.AST) -> Iterator[str]:
+    """Where a module puts something into an object of vLLM's: assignments and ``setattr``."""
+    of_vllm = imported_from_vllm(tree)
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            targets = [node.target]
+        elif isinstance(node, ast.Delete):
+            targets = node.targets
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            yield ast.unparse(node)
+        for target in targets:
+            if isinstance(target, ast.Attribute) and base_of(target) in of_vllm:
+                yield ast.unparse(node)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_nothing_of_vllms_is_replaced_but_through_the_helper(path: Path) -> None:
+    assert list(replacements(ast.parse(path.read_text(encoding="utf-8")))) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from vllm.a import b\nb.c = 1",
+        "import vllm.a\nvllm.a.b = 1",
+        "def f():\n    from vllm import envs as e\n    e.table.x += 1",
+        "setattr(x, 'y', 1)",
+        "from vllm import a\ndel a.b",
+    ],
+)
+def test_a_replacement_is_found(text: str) -> None:
+    assert len(list(replacements(ast.parse(text)))) == 1
+
+
+def text_of(test: Path) -> str:
+    """A test with the scripts that it starts: ``allreduce_ranks.py`` beside ``test_allreduce.py``."""
+    started = test.parent.glob(f"{test.stem.removeprefix('test_')}_*.py")
+    return "\n".join(path.read_text(encoding="utf-8") for path in (test, *started))
+
+
+@pytest.mark.parametrize("row", INVENTORY, ids=lambda row: row.symbol)
+def test_a_rebound_name_is_in_its_test(row: Rebinding) -> None:
+    names = row.symbol.partition(":")[2].split(".")
+    called = names[-2] if names[-1] == "__init__" else names[-1]
+    assert called in text_of(ROOT / row.test), f"{row.test} never names {called}"
