@@ -71,7 +71,7 @@ def test_a_replacement_is_found(text: str) -> None:
 
 
 def text_of(test: Path) -> str:
-    """A test with the scripts that it starts: ``allreduce_ranks.py`` beside ``test_allreduce.py``."""
+    """A test with the scripts that it starts: ``x_ranks.py`` beside ``test_x.py``."""
     started = test.parent.glob(f"{test.stem.removeprefix('test_')}_*.py")
     return "\n".join(path.read_text(encoding="utf-8") for path in (test, *started))
 
