@@ -65,6 +65,9 @@ COVERAGE: tuple[tuple[str, str], ...] = (
     (r"python benchmarks/", MEASURES),
     (r"python -m vllm_commext.testing.tiny_model ", "tests/unit/test_tiny_model.py"),
     (r"examples/(cpu_demo|hybrid_hetero_tp)/run.sh", DEMO),
+    (r"docker build ", "tests/unit/test_deploy.py"),
+    (r"kubectl apply ", "tests/unit/test_deploy.py::test_a_manifest_fits_the_schema_of_kubernetes"),
+    (r"(kubectl|curl) ", f"{NOT_RUN}needs a cluster"),
     (r"examples/1p1d/run.sh ", f"{NOT_RUN}its steps are those of tests/cpu/test_topologies.py"),
     (r"examples/xpyd/run.sh ", f"{NOT_RUN}six servers; run by hand, see expected_output.txt"),
 )

