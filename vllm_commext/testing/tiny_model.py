@@ -20,6 +20,7 @@ from vllm_commext.testing.tiny_kinds import (
     KINDS,
     MAX_POSITIONS,
     NUM_BYTES,
+    NUM_TOKENS,
     SPECIAL_TOKENS,
     STD,
     Kind,
@@ -29,9 +30,9 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MEMORY_TOKENS = (128, 2048)
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer whose token ``i < 256`` is the byte ``i``; see ``SPECIAL_TOKENS`` for the
-    rest."""
+def write_tokenizer(folder: Path, num_tokens: int = NUM_TOKENS) -> None:
+    """Write a tokenizer whose token ``i < 256`` is the byte ``i``; ``SPECIAL_TOKENS`` come next,
+    and up to ``num_tokens`` such as no text is split into."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -39,6 +40,7 @@ def write_tokenizer(folder: Path) -> None:
     characters: dict[int, str] = bytes_to_unicode()
     vocabulary = {characters[byte]: byte for byte in range(NUM_BYTES)}
     vocabulary |= {token: NUM_BYTES + place for place, token in enumerate(SPECIAL_TOKENS)}
+    vocabulary |= {f"<{place}>": place for place in range(NUM_TOKENS, num_tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

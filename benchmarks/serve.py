@@ -1,0 +1,175 @@
+"""Real servers with everything of ours off and on, side by side, under the same load.
+
+    python benchmarks/serve.py --tp 1 2 --out benchmarks/results/mine
+    python benchmarks/serve.py --device cuda --model dense --tp 2 --gpus 0,1 2,3 --out mine
+    python benchmarks/serve.py --quick
+
+Cells: `single`, one server; `1P1D`, a prefill and a decode server behind our proxy, with vLLM's
+own NixlConnector (off) or ours (on): the same proxy serves both. Off is VLLM_COMMEXT=0, on is our
+queue and connector, with CUDA also our all-reduce and the norm of Q and K; `--on NAME=VALUE`
+changes that. Both are up all the time, and off and on take turns. Measured are the client's times,
+the CPU time of every process under load, and that of silence. Answers of off and on are compared.
+
+`--out mine` writes mine.md, mine.json and, where matplotlib is installed, mine.png. A failed
+request ends the run with the reason.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from serve_parts import cpu, figures, load, report
+from serve_parts.figures import Sample
+from serve_parts.models import MODELS, write_model
+from serve_parts.servers import (
+    CELLS,
+    CONTESTANTS,
+    Contestant,
+    Setup,
+    active,
+    left_in_shared_memory,
+    started,
+)
+
+# A vLLM reader spins for a second after the last message: let it, before anything else is measured.
+SETTLE_SECONDS = 2.0
+
+
+def one_turn(
+    args: argparse.Namespace, contestant: Contestant, prompts: Sequence[Sequence[int]]
+) -> tuple[load.Outcome, list[tuple[str, str, float]]]:
+    """One load on one contestant, and its figures."""
+    time.sleep(SETTLE_SECONDS)
+    before = cpu.snapshot(contestant.servers)
+    outcome = load.run(contestant.url, prompts, args.concurrency, args.output_tokens)
+    spent = cpu.used(before, cpu.snapshot(contestant.servers))
+    num_tokens = len(prompts) * args.output_tokens
+    return outcome, [*figures.of_load(outcome), *figures.of_cpu(spent, num_tokens)]
+
+
+def silence(args: argparse.Namespace, contestant: Contestant) -> list[tuple[str, str, float]]:
+    """Figures of some seconds without any request, long after the last one."""
+    time.sleep(SETTLE_SECONDS)
+    before, started_at = cpu.snapshot(contestant.servers), time.perf_counter()
+    time.sleep(args.idle_seconds)
+    after, seconds = cpu.snapshot(contestant.servers), time.perf_counter() - started_at
+    return figures.of_silence(cpu.used(before, after), seconds)
+
+
+def equal_answers(outcomes: Mapping[str, load.Outcome]) -> str:
+    """How many answers are the same from both."""
+    off, on = (outcomes[name].answers for name in CONTESTANTS)
+    same = sum(a.token_ids == b.token_ids for a, b in zip(off, on, strict=True))
+    return f"{same} of {len(off)}"
+
+
+def run_cell(
+    args: argparse.Namespace, setup: Setup, cell: str, label: str
+) -> tuple[list[Sample], dict[str, str]]:
+    """All rounds of one cell."""
+    samples: list[Sample] = []
+    prompts = load.make_prompts(args.requests, args.prompt_tokens)
+    before = set(os.listdir("/dev/shm"))
+    with started(setup, cell) as contestants:
+        notes = {"active": str(active(contestants))}
+        for contestant in contestants.values():
+            load.run(contestant.url, prompts[: args.warm_up], args.concurrency, args.output_tokens)
+        outcomes: dict[str, load.Outcome] = {}
+        for number in range(args.rounds):
+            for name, contestant in contestants.items():
+                outcomes[name], found = one_turn(args, contestant, prompts)
+                samples += [Sample(label, name, number, *one) for one in found]
+            equal = equal_answers(outcomes)
+            notes[f"equal answers of off and on, round {number + 1}"] = equal
+            print(
+                f"{label}, round {number + 1} of {args.rounds}: {equal} answers equal", flush=True
+            )
+        for number in range(args.rounds if args.idle_seconds else 0):
+            for name, contestant in contestants.items():
+                found = silence(args, contestant)
+                samples += [Sample(label, name, number, *one) for one in found]
+    notes["left in /dev/shm"] = str(left_in_shared_memory(before))
+    return samples, notes
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="one short round with tensor-parallel size 1")
+    add("--model", default="llama", choices=MODELS, help="made here; dense, minimax: for GPUs")
+    add("--tp", type=int, nargs="+", default=[1, 2], help="tensor-parallel sizes")
+    add("--cells", nargs="+", choices=CELLS, default=list(CELLS))
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--gpus", nargs="+", default=["0", "1"], help="of the first and of the decode server")
+    add("--gpu-memory", type=float, default=0.4, help="share of each server; two share a GPU")
+    add("--requests", type=int, default=64)
+    add("--concurrency", type=int, default=8)
+    add("--rounds", type=int, default=5)
+    add("--prompt-tokens", type=int, default=128)
+    add("--output-tokens", type=int, default=64)
+    add("--warm-up", type=int, default=8, metavar="N", help="requests before the first round")
+    add("--idle-seconds", type=float, default=5.0, help="of silence a round; 0: none")
+    add("--on", nargs="*", default=[], metavar="NAME=VALUE", help="environment of what is on")
+    add("--server-args", nargs=argparse.REMAINDER, default=[], help="for every vLLM; the last")
+    add("--start-seconds", type=float, default=300.0, help="for a server to become ready")
+    add("--logs", type=Path, help="keep the servers' logs and models there")
+    add("--out", type=Path, help="write OUT.md, OUT.json and OUT.png")
+    args = parser.parse_args()
+    if args.quick:
+        args.tp, args.rounds, args.requests, args.idle_seconds = [1], 1, 16, 2.0
+    if args.device == "cuda" and "1P1D" in args.cells and len(args.gpus) < 2:
+        parser.error("--gpus: 1P1D needs GPUs for the prefill and for the decode server")
+    return args
+
+
+def run(args: argparse.Namespace, folder: Path) -> tuple[list[Sample], report.Notes]:
+    """All cells; what is there is saved after each."""
+    model, model_args = write_model(args.model, folder / "model", args.device)
+    samples: list[Sample] = []
+    notes: report.Notes = {
+        "machine": report.machine(args.device),
+        "load": os.getloadavg()[0],
+        "rounds": args.rounds,
+        "cells": {},
+    }
+    for tp in args.tp:
+        for cell in args.cells:
+            label = f"{cell}, {args.model}, TP {tp}"
+            place = folder / f"{cell}_tp{tp}"
+            place.mkdir(parents=True, exist_ok=True)
+            setup = Setup(
+                model=model,
+                model_args=model_args,
+                tp=tp,
+                device=args.device,
+                gpus=args.gpus,
+                gpu_memory=args.gpu_memory,
+                max_num_seqs=max(args.concurrency, 16),
+                server_args=args.server_args,
+                changes=dict(one.split("=", 1) for one in args.on),
+                folder=place,
+                ready_seconds=args.start_seconds,
+            )
+            found, notes["cells"][label] = run_cell(args, setup, cell, label)
+            samples += found
+            if args.out:
+                report.save(samples, notes, args.out)
+    return samples, notes
+
+
+def main() -> int:
+    args = arguments()
+    with tempfile.TemporaryDirectory() as folder:
+        samples, notes = run(args, args.logs or Path(folder))
+    print(report.markdown(samples, notes))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

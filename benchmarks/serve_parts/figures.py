@@ -1,0 +1,111 @@
+"""What one round of one contestant gives, as figures; and their comparison. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from serve_parts.cpu import GLOO, INNER
+from serve_parts.load import Outcome
+from serve_parts.servers import OFF, ON
+
+TOKENS_PER_SECOND = "output tokens/s"
+PERCENT = "% of a core"
+
+
+class Sample(NamedTuple):
+    """One figure of one round."""
+
+    cell: str
+    contestant: str
+    number: int
+    figure: str
+    unit: str
+    value: float
+
+
+class Row(NamedTuple):
+    """One figure: medians over the rounds, and how many times better `on` is: the median, the
+    smallest and the largest over rounds."""
+
+    cell: str
+    figure: str
+    unit: str
+    off: float
+    on: float
+    ratios: tuple[float, float, float]
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that ``share`` of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+
+
+def of_load(outcome: Outcome) -> list[tuple[str, str, float]]:
+    """Name, unit and value of each figure that the client sees."""
+    answers = outcome.answers
+    times = {
+        "time to first token": [1e3 * answer.first_seconds for answer in answers],
+        "time per output token": [1e3 * answer.seconds_per_token for answer in answers],
+        "whole request": [1e3 * answer.last_seconds for answer in answers],
+    }
+    found = [
+        (f"{name}, {label}", "ms", quantile(values, share))
+        for name, values in times.items()
+        for label, share in (("p50", 0.5), ("p99", 0.99))
+    ]
+    num_tokens = sum(len(answer.token_ids) for answer in answers)
+    return [*found, ("throughput", TOKENS_PER_SECOND, num_tokens / outcome.seconds)]
+
+
+def of_cpu(spent: Mapping[str, float], num_tokens: int) -> list[tuple[str, str, float]]:
+    """CPU time during the load for each process, a thousand tokens of output."""
+    per_token = {f"CPU, {name}": seconds for name, seconds in sorted(spent.items())}
+    per_token["CPU, all processes"] = sum(spent.values())
+    return [
+        (name, "ms per 1000 tokens", 1e6 * seconds / num_tokens)
+        for name, seconds in per_token.items()
+    ]
+
+
+def of_silence(spent: Mapping[str, float], seconds: float) -> list[tuple[str, str, float]]:
+    """CPU during silence: engines and workers together, and each process."""
+    inner = {name: value for name, value in spent.items() if any(kind in name for kind in INNER)}
+    shown = {
+        "engines and workers": sum(inner.values()),
+        f"engines and workers without {GLOO}": sum(
+            value for name, value in inner.items() if GLOO not in name
+        ),
+        **dict(sorted(spent.items())),
+    }
+    return [(f"idle, {name}", PERCENT, 100 * value / seconds) for name, value in shown.items()]
+
+
+def rows_of(samples: Sequence[Sample]) -> list[Row]:
+    """Figures in the order in which they were measured first."""
+    found: dict[tuple[str, str, str], dict[str, dict[int, float]]] = {}
+    for sample in samples:
+        key = (sample.cell, sample.figure, sample.unit)
+        by_round = found.setdefault(key, {OFF: {}, ON: {}})[sample.contestant]
+        by_round[sample.number] = sample.value
+    return [_row(*key, values[OFF], values[ON]) for key, values in found.items()]
+
+
+def _row(
+    cell: str, figure: str, unit: str, off: Mapping[int, float], on: Mapping[int, float]
+) -> Row:
+    more_is_better = unit == TOKENS_PER_SECOND
+    ratios = [
+        (on[number] / off[number]) if more_is_better else off[number] / max(on[number], 1e-3)
+        for number in sorted(off.keys() & on.keys())
+    ]
+    return Row(
+        cell,
+        figure,
+        unit,
+        statistics.median(off.values()),
+        statistics.median(on.values()),
+        (statistics.median(ratios), min(ratios), max(ratios)),
+    )

@@ -1,0 +1,179 @@
+"""The servers that take turns: `off` is vLLM as it is, `on` has everything of ours."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_commext.testing import cluster
+from vllm_commext.testing.servers import LOOPBACK, ProxyServer, Server, VllmServer, free_port
+
+OFF, ON = "off", "on"
+CONTESTANTS = (OFF, ON)
+SINGLE, PAIR = "single", "1P1D"
+CELLS = (SINGLE, PAIR)
+ACTIVE = re.compile(r"commext: (\w+) active")
+MAX_MODEL_LEN = {"cpu": 1024, "cuda": 4096}
+TOGGLES: Mapping[str, Mapping[str, str]] = {
+    "cpu": {"VLLM_COMMEXT_STRICT": "1", "VLLM_COMMEXT_SHM_QUEUE": "1", "VLLM_COMMEXT_NIXL": "1"},
+    "cuda": {
+        "VLLM_COMMEXT_STRICT": "1",
+        "VLLM_COMMEXT_SHM_QUEUE": "1",
+        "VLLM_COMMEXT_NIXL": "1",
+        "VLLM_COMMEXT_ALLREDUCE": "1",
+        "VLLM_COMMEXT_REDUCE_RMS": "1",
+    },
+}
+# No multicast object for either side: one that is left behind can take a machine's GPUs down.
+CUDA_ENVIRON: Mapping[str, str] = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": LOOPBACK,
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all servers of a run have in common.
+
+    ``gpus``: of the prefill (or single) and of the decode server, as for CUDA_VISIBLE_DEVICES;
+    ``gpu_memory``: share of each GPU's memory for each of the servers that share it; ``changes``:
+    environment of the servers that are on, over ``TOGGLES``.
+    """
+
+    model: Path
+    model_args: Sequence[str]
+    tp: int
+    device: str
+    gpus: Sequence[str]
+    gpu_memory: float
+    max_num_seqs: int
+    server_args: Sequence[str]
+    changes: Mapping[str, str]
+    folder: Path
+    ready_seconds: float
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Servers that serve one cell together; requests go to ``url``."""
+
+    url: str
+    servers: Mapping[str, Server]
+
+
+def engine(setup: Setup, contestant: str, role: str) -> VllmServer:
+    """One server, not started; ``role`` is `single`, `prefill` or `decode`.
+
+    The executor is named so that a message queue is there with one worker, too.
+    """
+    environ: dict[str, str] = {"VLLM_COMMEXT": "0"}
+    if contestant == ON:
+        environ = {**TOGGLES[setup.device], **setup.changes}
+    config = None
+    if role != SINGLE:
+        port = free_port()
+        config = connector_config(setup, contestant, role, port)
+        if contestant == OFF:
+            environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = LOOPBACK
+            environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+    args = ["--distributed-executor-backend", "mp", "--no-enable-prefix-caching"]
+    args += ["--served-model-name", cluster.MODEL_NAME, *setup.model_args]
+    args += ["--max-model-len", str(MAX_MODEL_LEN[setup.device])]
+    args += ["--max-num-seqs", str(setup.max_num_seqs)]
+    if setup.device == "cpu":
+        args += ["--enforce-eager", "--block-size", str(cluster.BLOCK_SIZE)]
+    else:
+        args += ["--gpu-memory-utilization", str(setup.gpu_memory)]
+        environ["CUDA_VISIBLE_DEVICES"] = setup.gpus[1 if role == "decode" else 0]
+    return VllmServer(
+        f"{contestant}-{role}",
+        setup.model,
+        setup.folder,
+        tensor_parallel_size=setup.tp,
+        kv_transfer_config=config,
+        args=[*args, *setup.server_args],
+        environ=environ,
+        base_environ=CUDA_ENVIRON if setup.device == "cuda" else None,
+        ready_seconds=setup.ready_seconds,
+    )
+
+
+def connector_config(setup: Setup, contestant: str, role: str, port: int) -> dict[str, Any]:
+    """``--kv-transfer-config``: our connector, or vLLM's own, otherwise alike."""
+    config: dict[str, Any] = {
+        "kv_connector": cluster.CONNECTOR if contestant == ON else "NixlConnector",
+        "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
+        "kv_load_failure_policy": "fail",
+        "kv_buffer_device": setup.device,
+    }
+    if contestant == ON:
+        config["kv_connector_extra_config"] = {
+            "side_channel_host": LOOPBACK,
+            "side_channel_port": port,
+        }
+    return config
+
+
+@contextmanager
+def started(setup: Setup, cell: str) -> Iterator[dict[str, Contestant]]:
+    """Both contestants of a cell, ready; on GPUs the second starts after the first, for each looks
+    at how much memory is free."""
+    roles = [SINGLE] if cell == SINGLE else ["prefill", "decode"]
+    with ExitStack() as stack:
+        made = {name: {role: engine(setup, name, role) for role in roles} for name in CONTESTANTS}
+        for servers in made.values():
+            for server in servers.values():
+                stack.callback(server.stop)
+                server.start()
+            if setup.device == "cuda":
+                _wait(servers)
+        contestants: dict[str, Contestant] = {}
+        for name, servers in made.items():
+            _wait(servers)
+            front: dict[str, Server] = {**servers}
+            url = servers[roles[0]].url
+            if cell == PAIR:
+                proxy = ProxyServer(
+                    f"{name}-proxy", [servers["prefill"].url], [servers["decode"].url], setup.folder
+                )
+                front["proxy"] = stack.enter_context(proxy)
+                url = proxy.url
+            contestants[name] = Contestant(url, front)
+        yield contestants
+
+
+def _wait(servers: Mapping[str, VllmServer]) -> None:
+    for server in servers.values():
+        seconds = server.wait_ready()
+        print(f"{server.name} ready after {seconds:.0f} s", flush=True)
+
+
+def active(contestants: Mapping[str, Contestant]) -> dict[str, list[str]]:
+    """What of ours runs in each engine, by the server's name, from its log.
+
+    Raises ``SystemExit`` where ours is found off, or nothing of it on: nothing would be compared.
+    """
+    found: dict[str, list[str]] = {}
+    for name, contestant in contestants.items():
+        for role, server in contestant.servers.items():
+            if role == "proxy":
+                continue
+            found[server.name] = sorted(set(ACTIVE.findall(server.log_text())))
+            if bool(found[server.name]) != (name == ON):
+                raise SystemExit(f"{server.name}: of ours is active: {found[server.name]}")
+    return found
+
+
+def left_in_shared_memory(before: set[str]) -> list[str]:
+    """Names in /dev/shm that were not there before."""
+    return sorted(set(os.listdir("/dev/shm")) - before)
