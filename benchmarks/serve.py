@@ -7,8 +7,9 @@
 Cells: `single`, one server; `1P1D`, a prefill and a decode server behind our proxy, with vLLM's
 own NixlConnector (off) or ours (on): the same proxy serves both. Off is VLLM_COMMEXT=0, on is our
 queue and connector, with CUDA also our all-reduce and the norm of Q and K; `--on NAME=VALUE`
-changes that. Both are up all the time, and off and on take turns. Measured are the client's times,
-the CPU time of every process under load, and that of silence. Answers of off and on are compared.
+changes that. Both are up all the time and take turns; the other one's processes are stopped
+meanwhile (SIGSTOP), for vLLM's are busy while idle. Measured are the client's times, the CPU time
+of every process under load, and that of silence. Answers of off and on are compared.
 
 `--out mine` writes mine.md, mine.json and, where matplotlib is installed, mine.png. A failed
 request ends the run with the reason.
@@ -28,31 +29,30 @@ from serve_parts.models import MODELS, write_model
 from serve_parts.servers import (
     CELLS,
     CONTESTANTS,
+    SETTLE_SECONDS,
     Contestant,
     Setup,
     active,
+    alone,
     left_in_shared_memory,
     started,
 )
 
-# A vLLM reader spins for a second after the last message: let it, before anything else is measured.
-SETTLE_SECONDS = 2.0
-
 
 def one_turn(
     args: argparse.Namespace, contestant: Contestant, prompts: Sequence[Sequence[int]]
-) -> tuple[load.Outcome, list[tuple[str, str, float]]]:
-    """One load on one contestant, and its figures."""
-    time.sleep(SETTLE_SECONDS)
+) -> tuple[load.Outcome, list[figures.Figure]]:
+    """One load on one contestant, then silence, and the figures of both."""
     before = cpu.snapshot(contestant.servers)
     outcome = load.run(contestant.url, prompts, args.concurrency, args.output_tokens)
     spent = cpu.used(before, cpu.snapshot(contestant.servers))
-    num_tokens = len(prompts) * args.output_tokens
-    return outcome, [*figures.of_load(outcome), *figures.of_cpu(spent, num_tokens)]
+    found = figures.of_load(outcome)
+    found += figures.of_cpu(spent, len(prompts) * args.output_tokens)
+    return outcome, found + (silence(args, contestant) if args.idle_seconds else [])
 
 
-def silence(args: argparse.Namespace, contestant: Contestant) -> list[tuple[str, str, float]]:
-    """Figures of some seconds without any request, long after the last one."""
+def silence(args: argparse.Namespace, contestant: Contestant) -> list[figures.Figure]:
+    """Figures of some seconds without any request, some time after the last one."""
     time.sleep(SETTLE_SECONDS)
     before, started_at = cpu.snapshot(contestant.servers), time.perf_counter()
     time.sleep(args.idle_seconds)
@@ -76,22 +76,18 @@ def run_cell(
     before = set(os.listdir("/dev/shm"))
     with started(setup, cell) as contestants:
         notes = {"active": str(active(contestants))}
-        for contestant in contestants.values():
-            load.run(contestant.url, prompts[: args.warm_up], args.concurrency, args.output_tokens)
+        for name in contestants:
+            with alone(contestants, name) as one:
+                load.run(one.url, prompts[: args.warm_up], args.concurrency, args.output_tokens)
         outcomes: dict[str, load.Outcome] = {}
         for number in range(args.rounds):
-            for name, contestant in contestants.items():
-                outcomes[name], found = one_turn(args, contestant, prompts)
-                samples += [Sample(label, name, number, *one) for one in found]
+            for name in contestants:
+                with alone(contestants, name) as one:
+                    outcomes[name], found = one_turn(args, one, prompts)
+                samples += [Sample(label, name, number, *figure) for figure in found]
             equal = equal_answers(outcomes)
             notes[f"equal answers of off and on, round {number + 1}"] = equal
-            print(
-                f"{label}, round {number + 1} of {args.rounds}: {equal} answers equal", flush=True
-            )
-        for number in range(args.rounds if args.idle_seconds else 0):
-            for name, contestant in contestants.items():
-                found = silence(args, contestant)
-                samples += [Sample(label, name, number, *one) for one in found]
+            print(f"{label}, round {number + 1}: {equal} answers equal", flush=True)
     notes["left in /dev/shm"] = str(left_in_shared_memory(before))
     return samples, notes
 
@@ -114,10 +110,10 @@ def arguments() -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=128)
     add("--output-tokens", type=int, default=64)
     add("--warm-up", type=int, default=8, metavar="N", help="requests before the first round")
-    add("--idle-seconds", type=float, default=5.0, help="of silence a round; 0: none")
+    add("--idle-seconds", type=float, default=3.0, help="of silence a round; 0: none")
     add("--on", nargs="*", default=[], metavar="NAME=VALUE", help="environment of what is on")
     add("--server-args", nargs=argparse.REMAINDER, default=[], help="for every vLLM; the last")
-    add("--start-seconds", type=float, default=300.0, help="for a server to become ready")
+    add("--start-seconds", type=float, default=600.0, help="for a server to become ready")
     add("--logs", type=Path, help="keep the servers' logs and models there")
     add("--out", type=Path, help="write OUT.md, OUT.json and OUT.png")
     args = parser.parse_args()

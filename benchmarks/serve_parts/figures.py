@@ -14,6 +14,10 @@ TOKENS_PER_SECOND = "output tokens/s"
 PERCENT = "% of a core"
 
 
+# Name, unit and value.
+Figure = tuple[str, str, float]
+
+
 class Sample(NamedTuple):
     """One figure of one round."""
 
@@ -43,8 +47,8 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
-def of_load(outcome: Outcome) -> list[tuple[str, str, float]]:
-    """Name, unit and value of each figure that the client sees."""
+def of_load(outcome: Outcome) -> list[Figure]:
+    """What the client sees."""
     answers = outcome.answers
     times = {
         "time to first token": [1e3 * answer.first_seconds for answer in answers],
@@ -60,7 +64,7 @@ def of_load(outcome: Outcome) -> list[tuple[str, str, float]]:
     return [*found, ("throughput", TOKENS_PER_SECOND, num_tokens / outcome.seconds)]
 
 
-def of_cpu(spent: Mapping[str, float], num_tokens: int) -> list[tuple[str, str, float]]:
+def of_cpu(spent: Mapping[str, float], num_tokens: int) -> list[Figure]:
     """CPU time during the load for each process, a thousand tokens of output."""
     per_token = {f"CPU, {name}": seconds for name, seconds in sorted(spent.items())}
     per_token["CPU, all processes"] = sum(spent.values())
@@ -70,7 +74,7 @@ def of_cpu(spent: Mapping[str, float], num_tokens: int) -> list[tuple[str, str, 
     ]
 
 
-def of_silence(spent: Mapping[str, float], seconds: float) -> list[tuple[str, str, float]]:
+def of_silence(spent: Mapping[str, float], seconds: float) -> list[Figure]:
     """CPU during silence: engines and workers together, and each process."""
     inner = {name: value for name, value in spent.items() if any(kind in name for kind in INNER)}
     shown = {

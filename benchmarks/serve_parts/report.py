@@ -52,8 +52,9 @@ def markdown(samples: Sequence[Sample], notes: Notes) -> str:
     lines += ["    " + shlex.join(["python", "benchmarks/serve.py", *sys.argv[1:]]), ""]
     lines += [
         f"Load of the machine at the start {notes['load']:.1f}. Both sets of servers are up all "
-        f"the time and take turns; {notes['rounds']} rounds, medians over them. `better by`: off / "
-        "on (throughput: on / off), median (smallest to largest) over the rounds' own ratios.",
+        "the time and take turns, the other one stopped meanwhile; medians over "
+        f"{notes['rounds']} rounds. `better by`: off / on (throughput: on / off), median (smallest "
+        "to largest) over the rounds' own ratios.",
     ]
     rows = rows_of(samples)
     for cell in dict.fromkeys(row.cell for row in rows):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_commext.errors import CommextTimeoutError
 from vllm_commext.testing import cluster
 from vllm_commext.testing.servers import LOOPBACK, ProxyServer, Server, VllmServer, free_port
 
@@ -18,6 +21,9 @@ CONTESTANTS = (OFF, ON)
 SINGLE, PAIR = "single", "1P1D"
 CELLS = (SINGLE, PAIR)
 ACTIVE = re.compile(r"commext: (\w+) active")
+# A vLLM reader spins for a second after the last message: let it, before anything is measured.
+SETTLE_SECONDS = 2.0
+HEALTHY_SECONDS = 30.0
 MAX_MODEL_LEN = {"cpu": 1024, "cuda": 4096}
 TOGGLES: Mapping[str, Mapping[str, str]] = {
     "cpu": {"VLLM_COMMEXT_STRICT": "1", "VLLM_COMMEXT_SHM_QUEUE": "1", "VLLM_COMMEXT_NIXL": "1"},
@@ -69,6 +75,22 @@ class Contestant:
 
     url: str
     servers: Mapping[str, Server]
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Send a signal to every process of all servers."""
+        for server in self.servers.values():
+            server.signal_all(number)
+
+    def wait_healthy(self) -> None:
+        """Wait until all servers answer, as after a stop; ``CommextTimeoutError`` otherwise."""
+        deadline = time.monotonic() + HEALTHY_SECONDS
+        while not all(server.healthy() for server in self.servers.values()):
+            if time.monotonic() > deadline:
+                raise CommextTimeoutError(
+                    f"expected 200 from /health of {sorted(self.servers)} within "
+                    f"{HEALTHY_SECONDS:g} s"
+                )
+            time.sleep(0.1)
 
 
 def engine(setup: Setup, contestant: str, role: str) -> VllmServer:
@@ -150,6 +172,23 @@ def started(setup: Setup, cell: str) -> Iterator[dict[str, Contestant]]:
                 url = proxy.url
             contestants[name] = Contestant(url, front)
         yield contestants
+
+
+@contextmanager
+def alone(contestants: Mapping[str, Contestant], name: str) -> Iterator[Contestant]:
+    """The contestant, settled, while all processes of the others are stopped: what vLLM's queue and
+    connector burn while idle would slow it down."""
+    others = [one for other, one in contestants.items() if other != name]
+    for other in others:
+        other.signal_all(signal.SIGSTOP)
+    try:
+        chosen = contestants[name]
+        time.sleep(SETTLE_SECONDS)
+        chosen.wait_healthy()
+        yield chosen
+    finally:
+        for other in others:
+            other.signal_all(signal.SIGCONT)
 
 
 def _wait(servers: Mapping[str, VllmServer]) -> None:
