@@ -18,13 +18,15 @@ CHAOS_REQUESTS ?= 2000
 FAULTS ?= 114
 CHAOS_OUT ?= chaos-report
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
 	--requests $(REQUESTS) $(if $(filter-out 0,$(KEEP)),--keep)
 
-.PHONY: demo test wheels unit contract cpu chaos fuzz lint docs env matrix test-matrix stress-shm sanitize clean help
+.PHONY: demo test wheels unit contract cpu long chaos bench fuzz lint docs env matrix test-matrix stress-shm \
+	sanitize clean help
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -45,8 +47,14 @@ contract: env ## Tests against the installed vLLM, without a model
 cpu: env ## Tests with real servers on CPUs
 	$(PYTEST) tests/cpu $(PYTEST_ARGS)
 
+long: env ## Tests with real servers that `make test` has no time for
+	COMMEXT_TEST_LONG=1 $(PYTEST) tests/cpu -m long $(PYTEST_ARGS)
+
+bench: env ## Every benchmark that this machine can run, short, as one report in benchmarks/results; BENCH_ARGS='--only serve'
+	$(BIN)/python benchmarks/everything.py $(BENCH_ARGS)
+
 chaos: env ## Long chaos run with a report; SEED=1 CHAOS_REQUESTS=2000 FAULTS=114 CHAOS_OUT=chaos-report
-	COMMEXT_TEST_LONG=1 $(PYTEST) tests/chaos/test_chaos.py -k damages
+	COMMEXT_TEST_LONG=1 $(PYTEST) tests/chaos -m long
 	$(BIN)/python tests/chaos/run.py --seed $(SEED) --requests $(CHAOS_REQUESTS) \
 		--faults $(FAULTS) --out $(CHAOS_OUT)
 

@@ -11,6 +11,20 @@ from vllm_commext.plugin import CONNECTOR_NAME
 from vllm_commext.settings import PREFIX
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the mark of tests that `make test` has no time for."""
+    config.addinivalue_line("markers", "long: only with COMMEXT_TEST_LONG=1; `make long` sets it")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip long tests unless they are asked for."""
+    if os.environ.get("COMMEXT_TEST_LONG"):
+        return
+    for item in items:
+        if item.get_closest_marker("long") is not None:
+            item.add_marker(pytest.mark.skip(reason="long; COMMEXT_TEST_LONG=1 runs it"))
+
+
 @pytest.fixture(autouse=True)
 def _no_toggles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith(PREFIX)]:

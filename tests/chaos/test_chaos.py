@@ -1,7 +1,6 @@
 """The short chaos run: real servers, the proxy in front, constant load, and a fault of each kind
 that takes few seconds.  ``make chaos`` is the long one."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,7 @@ def test_service_survives_a_fault_of_each_kind_without_a_wrong_token(tmp_path: P
     assert record.verdicts[RIGHT] >= 30, report
 
 
-@pytest.mark.skipif(not os.environ.get("COMMEXT_TEST_LONG"), reason="`make chaos` runs it")
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("real_servers")
 def test_a_connector_that_damages_what_it_has_read_is_found_out(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What goes wrong with vLLM 0.32's NixlConnector between real servers, one test a defect.
 
-    COMMEXT_TEST_CONNECTOR=vllm pytest tests/cpu/test_defects.py
+    COMMEXT_TEST_CONNECTOR=vllm COMMEXT_TEST_LONG=1 pytest tests/cpu/test_defects.py
 
 runs the same tests with the installed vLLM's own connector, and our plugin off: each fails there.
 Every answer is compared with what the prefill server itself says.  vLLM's policy is `fail`: a load
@@ -283,10 +283,7 @@ def test_a_killed_peer_ends_its_reads_and_the_same_engine_comes_back(pair: Pair)
     assert found[2:] == 3 * [RIGHT]
 
 
-@pytest.mark.skipif(
-    KIND == "ours" and not os.environ.get("COMMEXT_TEST_LONG"),
-    reason="COMMEXT_TEST_LONG=1 runs it; tests/unit/nixl/test_side_channel.py has a quick form",
-)
+@pytest.mark.long  # tests/unit/nixl/test_side_channel.py has a quick form
 def test_a_side_channel_port_in_use_ends_the_start(model: Path, tmp_path: Path) -> None:
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
