@@ -10,14 +10,11 @@ import copyreg
 import pickle
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import _shm_ring
+from .reducers import PROTOCOL, reduce_array, reduce_tensor
 
-if TYPE_CHECKING:
-    import torch
-
-PROTOCOL = 5
 IN_BAND_BYTES = 16 << 10  # below, a part of its own costs more than the copies that it saves
 MAX_BUFFERS = 64  # of one message; more go in band. Fewer than any ring's parts.
 BYPASS_BYTES = 64 << 10  # pickle hands larger bytes to the file as they are
@@ -47,6 +44,13 @@ class _Reducers(dict[Any, Any]):
 
     def __missing__(self, kind: type) -> Any:
         return copyreg.dispatch_table[kind]
+
+    def add_ours(self) -> None:
+        """For what has been imported by now: before, no object could hold any of it."""
+        if "numpy" in sys.modules:
+            self[sys.modules["numpy"].ndarray] = reduce_array
+        if "torch" in sys.modules:
+            self[sys.modules["torch"].Tensor] = reduce_tensor
 
 
 class Encoder:
@@ -83,8 +87,8 @@ class Encoder:
         """
         if self._chunks:  # left by an interrupted message
             self._start()
-        if not self._reducers and "torch" in sys.modules:  # before, no object could hold a tensor
-            self._reducers[sys.modules["torch"].Tensor] = reduce_tensor
+        if len(self._reducers) < 2:
+            self._reducers.add_ours()
         chunks, buffers = self._chunks, self._buffers
         try:
             self._pickler.dump(obj)
@@ -109,16 +113,21 @@ def decode(record: bytes | list[bytes | bytearray]) -> Any:
 
 def _join(chunks: list[Any], buffers: list[tuple[int, Any]]) -> Record:
     """One pickle out of its chunks, with the large bytes among them made buffers of their own."""
+    if len(chunks) == 1:
+        return (chunks[0], *(buffer for _, buffer in buffers))
     parts: list[tuple[int, Any]] = list(buffers)
     stream: list[Any] = []
     for number, chunk in enumerate(chunks):
-        opening = _opening_of(chunk, stream[-1], number == 1) if number else None
-        if opening is None or len(parts) >= 2 * MAX_BUFFERS:
+        opening = None
+        if len(chunk) >= BYPASS_BYTES and number and len(parts) < 2 * MAX_BUFFERS:
+            opening = _opening_of(chunk, stream[-1], number == 1)
+        if opening is None:
             stream.append(chunk)
         else:
             stream[-1] = opening + _NEXT_BUFFER
             parts.append((number, chunk))
-    parts.sort(key=lambda part: part[0])  # as the stream asks for them; it is a stable sort
+    if buffers:
+        parts.sort(key=lambda part: part[0])  # as the stream asks for them; it is a stable sort
     return (b"".join(stream), *(part for _, part in parts))
 
 
@@ -129,7 +138,7 @@ def _opening_of(payload: Any, before: Any, is_first: bool) -> bytes | None:
     file as it is. So the announcement is exactly what follows the last frame of the chunk before
     (or of very few bytes without a frame), and no other chunk looks like that.
     """
-    if len(payload) < BYPASS_BYTES or not isinstance(before, bytes):
+    if not isinstance(before, bytes):
         return None
     at = 2 if is_first and before[0] == _PROTO else 0
     if len(before) > at and before[at] == _FRAME:
@@ -143,33 +152,6 @@ def _opening_of(payload: Any, before: Any, is_first: bool) -> bytes | None:
         if before.endswith(header) and at <= len(opening) <= at + unframed:
             return opening
     return None
-
-
-def reduce_tensor(tensor: "torch.Tensor") -> Any:
-    """Reduce a dense CPU tensor to its memory, of whatever dtype; any other as torch does."""
-    import torch
-
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.requires_grad:
-        return tensor.__reduce_ex__(PROTOCOL)
-    try:
-        memory: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
-    except RuntimeError:  # a conjugate or negative view, whose bytes are not its values
-        return tensor.__reduce_ex__(PROTOCOL)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return rebuild_tensor, (pickle.PickleBuffer(memory), tuple(tensor.shape), dtype)
-
-
-def rebuild_tensor(
-    memory: bytearray | bytes | memoryview, shape: tuple[int, ...], dtype: str
-) -> "torch.Tensor":
-    """The tensor over `memory`, which it keeps; over a copy if `memory` cannot be written to."""
-    import torch
-
-    kind: torch.dtype = getattr(torch, dtype)
-    if not len(memory):
-        return torch.empty(shape, dtype=kind)
-    writable = memory if isinstance(memory, bytearray) else bytearray(memory)
-    return torch.frombuffer(writable, dtype=kind).view(shape)
 
 
 assert 3 * MAX_BUFFERS < _shm_ring.MAX_PARTS
