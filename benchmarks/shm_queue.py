@@ -22,15 +22,15 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from shm_parts.cases import GAPS_SECONDS, SIZES, Cell, groups, one_round
+from shm_parts.cases import GAPS_SECONDS, SIZES, Cell, groups, one_round, pickling_us
 from shm_parts.links import CONTESTANTS, PLACEMENTS, core_of, linked, placed
-from shm_parts.report import markdown, save
+from shm_parts.report import Bottom, Floors, markdown, save
 
 FLOORS = Path(__file__).parent / "shm_parts" / "floors.c"
 
 
-def floors(placement: str) -> tuple[float, float] | None:
-    """Microseconds of a round trip in C: over a cache line, over a futex. None without gcc."""
+def floors(placement: str) -> Floors | None:
+    """Of the machine, in C. None without gcc."""
     gcc = shutil.which("gcc")
     if gcc is None:
         return None
@@ -43,8 +43,7 @@ def floors(placement: str) -> tuple[float, float] | None:
         done = subprocess.run([program, *cores], capture_output=True, text=True, check=False)
     if done.returncode:
         return None
-    line, futex = done.stdout.split()
-    return float(line), float(futex)
+    return Floors(*map(float, done.stdout.split()))
 
 
 def run(args: argparse.Namespace, placement: str, n_readers: int) -> list[Cell]:
@@ -85,14 +84,15 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     found = {placement: floors(placement) for placement in args.placements}
-    bottoms = {placement: pair for placement, pair in found.items() if pair is not None}
+    known = {placement: floor for placement, floor in found.items() if floor is not None}
+    bottom = Bottom(known, pickling_us())
     cells: list[Cell] = []
     for placement in args.placements:
         for n_readers in args.readers:
             cells += run(args, placement, n_readers)
             if args.out:
-                save(cells, bottoms, args.rounds, args.contestants, args.out)
-    print(markdown(cells, bottoms, args.rounds, args.contestants))
+                save(cells, bottom, args.rounds, args.contestants, args.out)
+    print(markdown(cells, bottom, args.rounds, args.contestants))
     return 0
 
 

@@ -1,8 +1,9 @@
 /*
  * What the machine itself takes for a round trip between two processes: over a cache line that both
- * spin on, and over a futex on which each sleeps.
+ * spin on, over a futex on which each sleeps, and over the cache line with 100 KiB that are copied
+ * into shared memory and out of it, both ways.
  *
- * usage: floors <core of one> <core of the other>, -1 for any; prints both medians in microseconds.
+ * usage: floors <core of one> <core of the other>, -1 for any; prints the medians in microseconds.
  */
 #define _GNU_SOURCE
 #include <limits.h>
@@ -12,6 +13,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -21,9 +23,16 @@
 #define MOST_ROUNDS 20000u
 #define LONGEST_US 2e6
 #define END UINT32_MAX
+#define COPIED (100u << 10)
 
 struct line {
     _Alignas(128) _Atomic uint32_t value;
+};
+
+/* One for each direction. */
+struct shared {
+    struct line lines[2];
+    unsigned char data[2][COPIED];
 };
 
 static void use_core(int core) {
@@ -62,22 +71,30 @@ static int ascending(const void *one, const void *other) {
     return (a > b) - (a < b);
 }
 
-static double median_us(struct line *lines, int sleeps, int mine, int others) {
+static double median_us(struct shared *shared, int sleeps, size_t bytes, int mine, int others) {
     static double found[MOST_ROUNDS];
+    static unsigned char own[COPIED];
+    struct line *lines = shared->lines;
     lines[0].value = lines[1].value = 0;
     pid_t child = fork();
     if (child == 0) {
         use_core(others);
         uint32_t seen = 0;
-        while ((seen = await(&lines[0], seen, sleeps)) != END) tell(&lines[1], seen, sleeps);
+        while ((seen = await(&lines[0], seen, sleeps)) != END) {
+            memcpy(own, shared->data[0], bytes);
+            memcpy(shared->data[1], own, bytes);
+            tell(&lines[1], seen, sleeps);
+        }
         _exit(0);
     }
     use_core(mine);
     uint32_t rounds = 0;
     double begin = now_us(), started = begin;
     while (rounds < MOST_ROUNDS && started < begin + LONGEST_US) {
+        memcpy(shared->data[0], own, bytes);
         tell(&lines[0], rounds + 1, sleeps);
         await(&lines[1], rounds, sleeps);
+        memcpy(own, shared->data[1], bytes);
         double ended = now_us();
         found[rounds++] = ended - started;
         started = ended;
@@ -90,9 +107,11 @@ static double median_us(struct line *lines, int sleeps, int mine, int others) {
 
 int main(int argc, char **argv) {
     int mine = argc > 2 ? atoi(argv[1]) : -1, others = argc > 2 ? atoi(argv[2]) : -1;
-    void *memory = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    void *memory = mmap(NULL, sizeof(struct shared), PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) return 1;
-    printf("%.3f", median_us(memory, 0, mine, others));
-    printf(" %.3f\n", median_us(memory, 1, mine, others));
+    printf("%.3f", median_us(memory, 0, 0, mine, others));
+    printf(" %.3f", median_us(memory, 1, 0, mine, others));
+    printf(" %.3f\n", median_us(memory, 0, COPIED, mine, others));
     return 0;
 }

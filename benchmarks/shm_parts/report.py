@@ -9,12 +9,29 @@ import sys
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 from .cases import Cell
 
 Key = tuple[str, int, str, str]
 OURS, VLLM = "ours", "vllm"
 HIGHER_IS_BETTER = "messages/s"
+
+
+class Floors(NamedTuple):
+    """Microseconds of a round trip in C: over a cache line, over a futex, and over a cache line
+    with 100 KiB copied into shared memory and out of it both ways."""
+
+    line: float
+    futex: float
+    copies: float
+
+
+class Bottom(NamedTuple):
+    """What no queue can be faster than: of each placement, and microseconds of pickling alone."""
+
+    floors: dict[str, Floors]
+    pickling: dict[str, float]
 
 
 def medians(cells: list[Cell]) -> dict[Key, dict[str, float]]:
@@ -56,15 +73,16 @@ def machine(rounds: int) -> str:
     )
 
 
-def markdown(
-    cells: list[Cell], floors: dict[str, tuple[float, float]], rounds: int, names: list[str]
-) -> str:
+def markdown(cells: list[Cell], bottom: Bottom, rounds: int, names: list[str]) -> str:
     lines = ["# The message queue", "", machine(rounds), "", "    " + shlex.join(sys.argv), ""]
-    for placement, (line, futex) in floors.items():
+    for placement, floor in bottom.floors.items():
         lines.append(
-            f"Floor in C, {placement}: {line:.2f} us for a round trip over a cache line, "
-            f"{futex:.2f} us over a futex."
+            f"Floor in C, {placement}: {floor.line:.2f} us for a round trip over a cache line, "
+            f"{floor.futex:.2f} us over a futex, {floor.copies:.1f} us over a cache line with "
+            "100 KiB copied into shared memory and out of it both ways."
         )
+    pickling = ", ".join(f"{case} {found:.1f} us" for case, found in bottom.pickling.items())
+    lines += ["", f"Pickling and unpickling for a round trip of ours, alone: {pickling}."]
     lines += ["", f"| placement | readers | case | unit | {' | '.join(names)} | ours better by |"]
     lines.append("|" + "---|" * (len(names) + 5))
     for (placement, n_readers, case, unit), row in medians(cells).items():
@@ -104,14 +122,19 @@ def plot(cells: list[Cell], names: list[str], path: Path) -> None:
 
 def save(
     cells: list[Cell],
-    floors: dict[str, tuple[float, float]],
+    bottom: Bottom,
     rounds: int,
     names: list[str],
     out: Path,
 ) -> None:
     """OUT.md, OUT.json and OUT.png."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".md").write_text(markdown(cells, floors, rounds, names))
-    rows = {"machine": machine(rounds), "floors": floors, "cells": [c._asdict() for c in cells]}
+    out.with_suffix(".md").write_text(markdown(cells, bottom, rounds, names))
+    rows = {
+        "machine": machine(rounds),
+        "floors": {placement: floor._asdict() for placement, floor in bottom.floors.items()},
+        "pickling": bottom.pickling,
+        "cells": [cell._asdict() for cell in cells],
+    }
     out.with_suffix(".json").write_text(json.dumps(rows) + "\n")
     plot(cells, names, out.with_suffix(".png"))
