@@ -94,8 +94,7 @@ class MessageQueue:
 
     def _use(self, ring: RingEnd | None) -> None:
         assert ring is not None
-        self._ring = ring
-        self._core = ring.core
+        self._ring, self._core = ring, ring.core
 
     def export_handle(self) -> Handle:
         """What a reader's process needs for `create_from_handle`."""
@@ -250,7 +249,8 @@ class MessageQueue:
     ) -> Iterator[memoryview]:
         """What `acquire_write` sent."""
         assert self._is_local_reader, "only a local reader can"
-        wait = timeout if indefinite else min(self._interval, timeout or self._interval)
+        is_short = timeout is not None and timeout < self._interval
+        wait = timeout if indefinite or is_short else self._interval
         with self._turn:
             record = self._core.read(wait)
             if isinstance(record, int):

@@ -131,7 +131,8 @@ def test_readiness_is_collective() -> None:
     assert results == [None]
 
 
-def test_broadcast_object_and_raw_access() -> None:
+def test_broadcast_object_and_raw_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_RINGBUFFER_WARNING_INTERVAL", "1000")
     writer, [reader] = make(max_chunk_bytes=64, max_chunks=2)
     assert writer.broadcast_object("obj") == "obj"
     assert reader.broadcast_object() == "obj"
@@ -139,6 +140,8 @@ def test_broadcast_object_and_raw_access() -> None:
         memory[:4] = b"data"
     with reader.acquire_read(timeout=5) as received:
         assert bytes(received) == b"data" + bytes(60)
+    with pytest.raises(TimeoutError), reader.acquire_read(timeout=0):
+        pass
 
 
 def test_a_long_wait_names_who_is_waited_for(
