@@ -1,10 +1,8 @@
-"""The built-in table: what was measured on H200s without multicast, bfloat16 only.
+"""The built-in tables: what was measured on H200s without multicast, bfloat16 only.
 
-Microseconds a call in CUDA graphs of 32 chained calls, the slowest rank. Two ranks: a run of
+Microseconds a call in CUDA graphs of 32 chained calls, the slowest rank: runs of
 ``benchmarks/allreduce.py`` on torch 2.11, vLLM 0.32 and FlashInfer 0.7 (2026-11-22), the backends
-that come first or second somewhere. Four ranks: an earlier measurement by hand on vLLM 0.26 without
-FlashInfer; its symmetric two-shot times are of the form in place, on a buffer that held the message
-already, and the copy into it is added here.
+that come first or second somewhere, and NCCL.
 """
 
 from vllm_commext.allreduce import names
@@ -13,59 +11,51 @@ from vllm_commext.allreduce.tuning import build_table
 
 KIB, MIB = 1 << 10, 1 << 20
 GPU = "NVIDIA H200"
-COPY_MICROSECONDS_PER_BYTE = 2.0 / (4 * MIB)
 DTYPE = "bfloat16"
 ORIGIN = "built in"
 
 _Figures = dict[int, tuple[float, ...]]
-# size: FlashInfer one-shot, our own kernel, vLLM's custom all-reduce, NCCL; 0: above its bound
+_COLUMNS = (names.FLASHINFER_ONE_SHOT, names.PUSH, names.CUSTOM, names.NCCL)
+# size: of each column; 0 where it is above the backend's bound
 _TWO: _Figures = {
-    2 * KIB: (2.2, 3.9, 4.3, 5.9),
-    16 * KIB: (2.4, 5.4, 4.5, 6.7),
-    64 * KIB: (2.5, 5.4, 4.7, 7.0),
-    256 * KIB: (3.2, 6.0, 5.3, 8.3),
-    512 * KIB: (4.0, 6.8, 6.4, 9.8),
-    1 * MIB: (5.6, 8.4, 8.5, 13.6),
-    2 * MIB: (9.8, 11.4, 12.6, 26.7),
-    4 * MIB: (17.1, 17.9, 19.9, 31.9),
-    8 * MIB: (33.4, 29.9, 0, 46.0),
-    16 * MIB: (0, 54.2, 0, 76.5),
-    32 * MIB: (0, 101.7, 0, 136.1),
-    64 * MIB: (0, 196.0, 0, 244.8),
+    2 * KIB: (2.2, 2.7, 4.4, 5.8),
+    16 * KIB: (2.4, 2.9, 4.5, 6.6),
+    64 * KIB: (2.6, 3.1, 4.7, 7.0),
+    128 * KIB: (2.8, 3.2, 4.9, 7.1),
+    256 * KIB: (3.1, 3.6, 5.3, 8.3),
+    512 * KIB: (4.0, 4.3, 6.4, 9.8),
+    1 * MIB: (5.6, 5.8, 8.5, 13.7),
+    2 * MIB: (9.8, 9.3, 12.8, 26.8),
+    4 * MIB: (16.8, 15.1, 20.2, 32.0),
+    8 * MIB: (33.3, 26.5, 0, 46.3),
+    16 * MIB: (0, 50.5, 0, 76.3),
+    32 * MIB: (0, 97.2, 0, 136.7),
+    64 * MIB: (0, 190.2, 0, 245.9),
 }
-_TWO_NAMES = (names.FLASHINFER_ONE_SHOT, names.PUSH, names.CUSTOM, names.NCCL)
-# size: NCCL, vLLM's custom all-reduce (0: above its bound), symmetric one-shot, two-shot
 _FOUR: _Figures = {
-    16 * KIB: (18.7, 6.4, 9.0, 9.0),
-    64 * KIB: (14.8, 5.7, 9.3, 10.5),
-    256 * KIB: (12.7, 8.5, 12.0, 10.6),
-    512 * KIB: (16.1, 10.9, 13.8, 10.5),
-    1 * MIB: (19.0, 13.2, 19.2, 14.4),
-    2 * MIB: (35.3, 19.1, 29.7, 18.9),
-    4 * MIB: (45.6, 35.7, 50.8, 29.2),
-    8 * MIB: (71.2, 0, 95.0, 56.3),
-    16 * MIB: (98.5, 0, 175.1, 97.9),
-    64 * MIB: (331.3, 0, 0, 338.8),
+    2 * KIB: (2.7, 4.1, 4.5, 8.9),
+    16 * KIB: (2.9, 4.3, 4.7, 10.2),
+    64 * KIB: (3.3, 4.5, 5.3, 10.6),
+    128 * KIB: (3.9, 4.7, 5.8, 10.8),
+    256 * KIB: (5.1, 5.1, 7.1, 11.0),
+    512 * KIB: (7.5, 6.2, 10.6, 14.0),
+    1 * MIB: (12.4, 7.9, 12.4, 17.6),
+    2 * MIB: (23.1, 13.5, 18.0, 26.3),
+    4 * MIB: (44.9, 22.2, 29.7, 39.6),
+    8 * MIB: (86.5, 40.6, 0, 59.1),
+    16 * MIB: (0, 78.4, 0, 97.0),
+    32 * MIB: (0, 152.2, 0, 171.8),
+    64 * MIB: (0, 299.1, 0, 319.6),
 }
-_FOUR_NAMES = (names.NCCL, names.CUSTOM, names.SYMM_ONE_SHOT, names.SYMM_TWO_SHOT)
-
-
-_MEASURED = {2: (_TWO_NAMES, _TWO), 4: (_FOUR_NAMES, _FOUR)}
-
-
-def _times(size: int, columns: tuple[str, ...], figures: tuple[float, ...]) -> dict[str, float]:
-    copy = size * COPY_MICROSECONDS_PER_BYTE
-    return {
-        name: time + (copy if name in names.SYMMETRIC else 0)
-        for name, time in zip(columns, figures, strict=True)
-        if time
-    }
+_MEASURED = {2: _TWO, 4: _FOUR}
 
 
 def builtin_table(gpu: str, world_size: int) -> Table | None:
     """The table of that many GPUs of that name, or None where none was measured."""
     if gpu != GPU or world_size not in _MEASURED:
         return None
-    columns, measured = _MEASURED[world_size]
-    times = {size: _times(size, columns, figures) for size, figures in measured.items()}
+    times = {
+        size: {name: time for name, time in zip(_COLUMNS, figures, strict=True) if time}
+        for size, figures in _MEASURED[world_size].items()
+    }
     return build_table({DTYPE: times}, world_size, f"{ORIGIN}, {world_size} x {GPU}")
