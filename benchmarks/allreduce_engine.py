@@ -4,10 +4,13 @@
 
 A dense model with seeded random weights is made on the spot. Engines with the toggle off and on
 share the GPUs, and take turns round after round to serve the same prompts; under ``--both`` there
-are two more, with vLLM's all-reduce fusion pass on; under ``--eager`` none has CUDA graphs. Prints
-throughput, the share of equal tokens and, from an engine's log, which backends serve. Tokens may
-part where two logits are nearly equal, for the sums are added in another order; the first token of
-every prompt is compared by its log probability.
+are two more, with vLLM's all-reduce fusion pass on. Under ``--eager``, without CUDA graphs, one
+engine serves with our dispatcher taken out and put back in turns, so that both sides have the same
+processes: one engine's may be slower than another's by several percent.
+
+Prints throughput, the share of equal tokens and, from an engine's log, which backends serve. Tokens
+may part where two logits are nearly equal, for the sums are added in another order; the first token
+of every prompt is compared by its log probability.
 """
 
 import argparse
@@ -25,8 +28,9 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).parents[1]
-PROMPTS, WORDS, TOKENS, ROUNDS = 16, 64, 256, 9
+PROMPTS, WORDS, TOKENS = 16, 64, 256
 READY, OUTCOME = "READY", "OUTCOME "
+OFF, ON = "off", "on"
 ANSWER_SECONDS = 60.0
 KV_BYTES = 2 << 30
 ENVIRON = {
@@ -93,6 +97,19 @@ def write_model(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def use_ours(worker: Any, wanted: bool) -> None:
+    """In a worker: take our dispatcher out of the communicator, or put it back."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    from vllm_commext.compat.allreduce import ATTRIBUTE
+
+    del worker
+    kept, parts = f"{ATTRIBUTE}_kept", vars(get_tp_group().device_communicator)
+    here, there = (kept, ATTRIBUTE) if wanted else (ATTRIBUTE, kept)
+    if here in parts:
+        parts[there] = parts.pop(here)
+
+
 def serve(args: argparse.Namespace) -> None:
     """One engine: for every line of its input, a line with tokens and seconds."""
     from vllm import LLM, SamplingParams
@@ -121,7 +138,9 @@ def serve(args: argparse.Namespace) -> None:
         temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=1, detokenize=False
     )
     print(f"\n{READY}", flush=True)
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        if args.eager:
+            engine.collective_rpc(use_ours, args=(line.strip() == ON,))
         start = time.perf_counter()
         outputs = engine.generate(prompts, wanted, use_tqdm=False)
         seconds = time.perf_counter() - start
@@ -138,7 +157,8 @@ class Engine:
     """A process that serves; its output is read by a thread."""
 
     def __init__(self, args: argparse.Namespace, model: Path, *, on: bool, fusion: bool) -> None:
-        self.name = f"toggle {'on' if on else 'off'}, fusion pass {'on' if fusion else 'off'}"
+        self.name = f"toggle {ON if on else OFF}, fusion pass {ON if fusion else OFF}"
+        self.fusion = fusion
         python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         toggle = {"VLLM_COMMEXT_ALLREDUCE": "1" if on else "0", "PYTHONPATH": python_path}
         command = [sys.executable, __file__, "--tp", str(args.tp), "--model", str(model)]
@@ -179,10 +199,10 @@ class Engine:
         text = "\n".join(self.lines)[-4000:]
         raise SystemExit(f"{self.name}: expected {mark} within {seconds:.0f} s, got\n{text}")
 
-    def generate(self) -> dict[str, Any]:
-        """The tokens and the rate of one round."""
+    def generate(self, setting: str) -> dict[str, Any]:
+        """The tokens and the rate of one round; without graphs the setting counts."""
         assert self.process.stdin is not None
-        self.process.stdin.write("\n")
+        self.process.stdin.write(f"{setting}\n")
         self.process.stdin.flush()
         return json.loads(self.await_line(OUTCOME, ANSWER_SECONDS))
 
@@ -191,18 +211,28 @@ class Engine:
         return [line for line in self.lines if "commext: allreduce" in line][:12]
 
 
+Pair = tuple[Engine, Engine]
+
+
 @contextlib.contextmanager
-def engines(args: argparse.Namespace, model: Path) -> Iterator[list[Engine]]:
-    """For each setting of the fusion pass one engine with the toggle off, then one with it on."""
-    made = [
-        Engine(args, model, on=on, fusion=fusion)
-        for fusion in ((False, True) if args.both else (False,))
-        for on in (False, True)
-    ]
+def engines(args: argparse.Namespace, model: Path) -> Iterator[list[Pair]]:
+    """For each setting of the fusion pass, the engine that is off and the one that is on."""
+    made: list[Engine] = []
+
+    def start(*, on: bool, fusion: bool) -> Engine:
+        made.append(Engine(args, model, on=on, fusion=fusion))
+        return made[-1]
+
     try:
+        if args.eager:
+            one = start(on=True, fusion=False)
+            pairs = [(one, one)]
+        else:
+            settings = (False, True) if args.both else (False,)
+            pairs = [(start(on=False, fusion=f), start(on=True, fusion=f)) for f in settings]
         for engine in made:
             engine.await_line(READY, args.timeout)
-        yield made
+        yield pairs
     finally:
         for engine in made:
             engine.process.kill()
@@ -218,26 +248,24 @@ def equal_share(one: dict[str, Any], other: dict[str, Any]) -> float:
     return sum(pairs) / len(pairs)
 
 
-def row_of(off: Engine, on: Engine, rounds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Two engines that differ in the toggle alone."""
-    pairs = list(zip(rounds[off.name], rounds[on.name], strict=True))
-    first_off, first_on = pairs[0]
+def row_of(engine: Engine, rounds: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    """What the rounds of two engines, or of two settings of one, come to."""
+    (first_off, first_on), (again, _) = rounds[:2]
     logprobs = zip(first_off["first_logprobs"], first_on["first_logprobs"], strict=True)
-    rates = [statistics.median(pair[index]["rate"] for pair in pairs) for index in (0, 1)]
+    rates = [[answers[index]["rate"] for answers in rounds] for index in (0, 1)]
+    off, on = (statistics.median(of) for of in rates)
+    ratios = sorted(b / a for a, b in zip(*rates, strict=True))
     return {
-        "fusion pass": "fusion pass on" in on.name,
-        "tokens a second, off": round(rates[0], 1),
-        "tokens a second, on": round(rates[1], 1),
-        "on / off, median of rounds": round(
-            statistics.median(b["rate"] / a["rate"] for a, b in pairs), 4
-        ),
+        "fusion pass": engine.fusion,
+        "tokens a second, off": round(off, 1),
+        "tokens a second, on": round(on, 1),
+        "on / off, median of rounds": round(statistics.median(ratios), 4),
+        "on / off, smallest and largest": [round(ratios[0], 4), round(ratios[-1], 4)],
         "equal tokens": round(equal_share(first_off, first_on), 4),
-        "equal tokens, two rounds with the toggle off": round(
-            equal_share(first_off, pairs[1][0]), 4
-        ),
+        "equal tokens, two rounds with the toggle off": round(equal_share(first_off, again), 4),
         "different answers": len({tuple(tokens) for tokens in first_on["tokens"]}),
         "first log probability, largest difference": max(abs(a - b) for a, b in logprobs),
-        "log": on.log(),
+        "log": engine.log(),
     }
 
 
@@ -245,14 +273,15 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
         write_model(model)
-        with engines(args, model) as made:
-            rounds: dict[str, list[dict[str, Any]]] = {engine.name: [] for engine in made}
-            for turn in range(ROUNDS + 1):
-                for engine in made:
-                    answer = engine.generate()
-                    if turn:  # the first warms up
-                        rounds[engine.name].append(answer)
-            return [row_of(off, on, rounds) for off, on in zip(made[::2], made[1::2], strict=True)]
+        with engines(args, model) as pairs:
+            rounds = [
+                [(off.generate(OFF), on.generate(ON)) for off, on in pairs]
+                for _ in range(args.rounds + 1)
+            ][1:]  # the first warms up
+            return [
+                row_of(on, [answers[index] for answers in rounds])
+                for index, (_, on) in enumerate(pairs)
+            ]
 
 
 def main() -> int:
@@ -261,6 +290,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--both", action="store_true", help="also with vLLM's fusion pass on")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--timeout", type=float, default=280.0, help="seconds to start")
     parser.add_argument("--model", default="", help=argparse.SUPPRESS)
     parser.add_argument("--fusion", action="store_true", help=argparse.SUPPRESS)

@@ -77,6 +77,7 @@ def _wishes() -> "Wishes":
         wishes.tune,
         dtype if dtype in ITEM_BYTES else wishes.dtype,
         model.get_hidden_size(),
+        bool(model.enforce_eager),
     )
 
 

@@ -13,6 +13,7 @@ from vllm_commext.allreduce import table as tables
 from vllm_commext.allreduce.machine import Machine, digest
 from vllm_commext.allreduce.message import ITEM_BYTES, Message, message_of_bytes
 from vllm_commext.allreduce.policy import Policy
+from vllm_commext.allreduce.startup import Wishes
 from vllm_commext.allreduce.table import Row, Table
 from vllm_commext.errors import ConfigError
 
@@ -149,6 +150,22 @@ class TestPolicy:
         assert self.policy("fast").candidates(Message((1,), "float32")) == ()
         assert self.policy("absent").candidates(Message((1,), "float32")) == ()
         assert self.policy(names.VLLM).candidates(Message((8,), "bfloat16")) == ()
+
+
+class TestEager:
+    rows = (Row(64, ("flashinfer_one_shot", "push")), Row(128, ("flashinfer_one_shot",)))
+    table = Table(2, {"bfloat16": rows}, "measured")
+
+    def test_flashinfer_makes_way_where_there_is_another(self) -> None:
+        found = Wishes(eager=True).fitted(self.table)
+        assert found is not None
+        assert found.ranking(64, "bfloat16") == ("push",)
+        assert found.ranking(128, "bfloat16") == ("flashinfer_one_shot",)
+        assert found.origin == "measured, eager"
+
+    def test_with_graphs_it_stays(self) -> None:
+        assert Wishes().fitted(self.table) is self.table
+        assert Wishes(eager=True).fitted(None) is None
 
 
 class TestBuiltin:
