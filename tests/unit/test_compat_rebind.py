@@ -6,7 +6,14 @@ import types
 import pytest
 
 from vllm_commext import ConfigError, UnsupportedError
-from vllm_commext.compat.rebind import INVENTORY, Rebinding, is_rebound, rebind, restore
+from vllm_commext.compat.rebind import (
+    INVENTORY,
+    Rebinding,
+    is_rebound,
+    rebind,
+    rebind_all,
+    restore,
+)
 
 MODULE = "commext_rebind_example"
 
@@ -113,3 +120,25 @@ def test_a_malformed_symbol_is_refused(symbol: str) -> None:
 def test_every_row_of_the_inventory_is_complete() -> None:
     for entry in INVENTORY:
         assert all((entry.symbol, entry.why, entry.guard, entry.test, entry.removal))
+
+
+def test_several_names_are_replaced_or_none(
+    module: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tuple(row(name) for name in ("value", "Child.static", "gone"))
+    monkeypatch.setattr("vllm_commext.compat.rebind.INVENTORY", rows)
+    before = module.Child.static
+    with pytest.raises(UnsupportedError, match="gone"):
+        rebind_all({one.symbol: len for one in rows})
+    assert (module.value, module.Child.static) == (None, before)
+    assert not any(is_rebound(one) for one in rows[:2])
+    rebind_all({one.symbol: len for one in rows[:2]})
+    assert module.value is module.Child.static is len
+    for one in rows[:2]:
+        restore(one)
+
+
+def test_only_what_is_in_the_inventory_is_rebound(module: types.ModuleType) -> None:
+    with pytest.raises(ConfigError, match="expected a symbol of the inventory"):
+        rebind_all({f"{MODULE}:value": 1})
+    assert module.value is None

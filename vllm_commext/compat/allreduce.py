@@ -1,6 +1,6 @@
 """Our dispatcher inside vLLM's communicator of the GPUs.
 
-The class stays vLLM's own, for parts of vLLM compare it: three of its methods are rebound. Each
+The class stays vLLM's own, for parts of vLLM compare it: four of its methods are rebound. Each
 tensor-parallel communicator gets a dispatcher when it is made, asks it first in every all-reduce,
 and gives it back before its own parts go. What the dispatcher leaves takes vLLM's own order.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.allreduce import multicast
-from vllm_commext.compat.rebind import INVENTORY, Rebinding, is_rebound, rebind
+from vllm_commext.compat.rebind import is_rebound, rebind_all, row_of
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.settings import read_settings
 
@@ -28,11 +28,6 @@ logger = logging.getLogger("vllm.commext.allreduce")
 COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator"
 ATTRIBUTE = "_commext_allreduce"
 AUTO = "auto"
-
-
-def _row(method: str) -> Rebinding:
-    symbol = f"{COMMUNICATOR}.{method}"
-    return next(row for row in INVENTORY if row.symbol == symbol)
 
 
 def dispatcher_of(communicator: Any) -> "Dispatcher | None":
@@ -186,10 +181,14 @@ def install() -> None:
 
     if not (current_platform.is_cuda() or current_platform.is_cpu()):
         raise UnsupportedError(f"expected an NVIDIA GPU, got {current_platform.device_name}")
-    if is_rebound(_row("all_reduce")):
+    if is_rebound(row_of(f"{COMMUNICATOR}.all_reduce")):
         return
     multicast.keep_off()
     module, _, name = COMMUNICATOR.partition(":")
     communicator = getattr(importlib.import_module(module), name)
-    for method, replace in _METHODS.items():
-        rebind(_row(method), replace(getattr(communicator, method)))
+    rebind_all(
+        {
+            f"{COMMUNICATOR}.{method}": replace(getattr(communicator, method))
+            for method, replace in _METHODS.items()
+        }
+    )

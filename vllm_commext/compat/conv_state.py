@@ -11,12 +11,12 @@ import importlib
 import os
 from typing import Any
 
-from packaging.version import Version
+from vllm_commext.compat.versions import is_at_least
 
 ENVIRONMENT_NAME = "VLLM_SSM_CONV_STATE_LAYOUT"
 DIM_FIRST = "DS"
 # Before, vLLM's kernels for CPUs with bfloat16 instructions took the other order only.
-_CPU_KERNELS_TAKE_BOTH = Version("0.32")
+_CPU_KERNELS_TAKE_BOTH_SINCE = "0.32"
 
 _chosen_by_user: list[str | None] = []
 
@@ -46,7 +46,8 @@ def _kernels_take_it() -> bool:
     import vllm
     from vllm.platforms import current_platform
 
-    return not current_platform.is_cpu() or Version(vllm.__version__) >= _CPU_KERNELS_TAKE_BOTH
+    takes_both = is_at_least(vllm.__version__, _CPU_KERNELS_TAKE_BOTH_SINCE)
+    return takes_both or not current_platform.is_cpu()
 
 
 def _mamba_utils() -> Any:

@@ -7,6 +7,7 @@ of this package in the same process.
 """
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,18 @@ INVENTORY: tuple[Rebinding, ...] = (
 )
 
 
+def row_of(symbol: str) -> Rebinding:
+    """The inventory's row of a symbol.
+
+    Raises:
+        ConfigError: there is none, and so it may not be rebound.
+    """
+    for row in INVENTORY:
+        if row.symbol == symbol:
+            return row
+    raise ConfigError(f"expected a symbol of the inventory in {__name__}, got {symbol!r}")
+
+
 def _locate(symbol: str) -> tuple[Any, str]:
     """The object that owns the symbol, and the symbol's own name."""
     module_name, colon, path = symbol.partition(":")
@@ -115,6 +128,24 @@ def rebind(row: Rebinding, replacement: Any) -> None:
     original = vars(owner).get(name, _INHERITED)
     setattr(owner, SENTINEL, {**_originals(owner), name: (original, replacement)})
     setattr(owner, name, replacement)
+
+
+def rebind_all(replacements: Mapping[str, Any]) -> None:
+    """Put each replacement where its symbol is, or none of them.
+
+    Raises:
+        UnsupportedError, ConfigError: as `rebind`; what was rebound before is restored.
+    """
+    done: list[Rebinding] = []
+    try:
+        for symbol, replacement in replacements.items():
+            row = row_of(symbol)
+            rebind(row, replacement)
+            done.append(row)
+    except Exception:
+        for row in reversed(done):
+            restore(row)
+        raise
 
 
 def restore(row: Rebinding) -> None:

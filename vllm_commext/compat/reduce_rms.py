@@ -9,7 +9,7 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.compat.rebind import INVENTORY, Rebinding, is_rebound, rebind
+from vllm_commext.compat.rebind import is_rebound, rebind_all, row_of
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.settings import read_settings
 
@@ -28,11 +28,6 @@ MAX_TOKENS = 1 << 30  # vLLM's bound for its fused op; ours takes any number, in
 TOKENS_PER_LAUNCH = 16384
 _told: set[str] = set()
 _workspaces: "list[tuple[Any, Workspace]]" = []
-
-
-def row(symbol: str) -> Rebinding:
-    """The inventory's row of a symbol."""
-    return next(row for row in INVENTORY if row.symbol == symbol)
 
 
 def tell_once(what: str) -> None:
@@ -145,13 +140,17 @@ def install() -> None:
     from vllm.model_executor.models import ModelRegistry
 
     norm = f"{MINIMAX}.rms_norm_tp"
-    if is_rebound(row(f"{norm}:_MINIMAX_FUSED_AR_RMS_QK")):
+    if is_rebound(row_of(f"{norm}:_MINIMAX_FUSED_AR_RMS_QK")):
         return
     _check_needs()
     importlib.import_module("vllm_commext.reduce_rms.ops")  # registers the ops
-    rebind(row(f"{MINIMAX}.lamport_workspace:get_allreduce_workspace"), get_allreduce_workspace)
-    rebind(row(f"{norm}:MINIMAX_QK_NORM_MAX_TOKEN_NUM"), MAX_TOKENS)
-    rebind(row(f"{norm}:_MINIMAX_FUSED_AR_RMS_QK"), fused_qk)
+    rebind_all(
+        {
+            f"{MINIMAX}.lamport_workspace:get_allreduce_workspace": get_allreduce_workspace,
+            f"{norm}:MINIMAX_QK_NORM_MAX_TOKEN_NUM": MAX_TOKENS,
+            f"{norm}:_MINIMAX_FUSED_AR_RMS_QK": fused_qk,
+        }
+    )
     ModelRegistry.register_model("OlmoeForCausalLM", OLMOE_OURS)
 
 

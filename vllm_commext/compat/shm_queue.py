@@ -7,14 +7,11 @@ are there.
 
 import sys
 
-from vllm_commext.compat.rebind import INVENTORY, Rebinding, is_rebound, rebind
+from vllm_commext.compat.rebind import INVENTORY, is_rebound, rebind_all, row_of
 from vllm_commext.errors import UnsupportedError
 
 DEFINED_IN = "vllm.distributed.device_communicators.shm_broadcast"
-
-
-def _rows() -> list[Rebinding]:
-    return [row for row in INVENTORY if row.symbol.endswith(":MessageQueue")]
+NAME = "MessageQueue"
 
 
 def install() -> None:
@@ -33,12 +30,12 @@ def install() -> None:
         ) from error
     from vllm.distributed.device_communicators import shm_broadcast
 
-    rows = {row.symbol.partition(":")[0]: row for row in _rows()}
-    if is_rebound(rows[DEFINED_IN]):
+    if is_rebound(row_of(f"{DEFINED_IN}:{NAME}")):
         return
     stock = shm_broadcast.MessageQueue
     if stock.__module__ != DEFINED_IN:
         raise UnsupportedError(f"vLLM's queue was replaced by {stock.__module__} already")
-    for module, row in rows.items():
-        if getattr(sys.modules.get(module), "MessageQueue", None) is stock:
-            rebind(row, MessageQueue)
+    symbols = [row.symbol for row in INVENTORY if row.symbol.endswith(f":{NAME}")]
+    modules = {symbol: sys.modules.get(symbol.partition(":")[0]) for symbol in symbols}
+    bound = [symbol for symbol, module in modules.items() if getattr(module, NAME, None) is stock]
+    rebind_all(dict.fromkeys(bound, MessageQueue))

@@ -8,10 +8,11 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from vllm_commext.compat.rebind import INVENTORY, is_rebound, rebind
+from vllm_commext.compat.rebind import is_rebound, rebind, row_of
 from vllm_commext.errors import UnsupportedError
 
 NCCL_PATH = "VLLM_NCCL_SO_PATH"
+NCCL_BINDING = "vllm.distributed.device_communicators.pynccl_wrapper"
 NCCL_NAME = "libnccl.so.2"
 SLEEP_FUNCTIONS = ("ncclCommSuspend", "ncclCommResume")
 
@@ -52,7 +53,7 @@ def let_vllm_use_nccl() -> tuple[str, ...]:
     except OSError:
         return ()
     missing = tuple(name for name in SLEEP_FUNCTIONS if not hasattr(library, name))
-    row = next(row for row in INVENTORY if row.symbol.endswith(".exported_functions"))
+    row = row_of(f"{NCCL_BINDING}:NCCLLibrary.exported_functions")
     known: list[Any] = NCCLLibrary.exported_functions
     kept = [function for function in known if function.name not in missing]
     if len(kept) < len(known) and not is_rebound(row):
