@@ -68,7 +68,14 @@ COVERAGE: tuple[tuple[str, str], ...] = (
     (r"docker build ", "tests/unit/test_deploy.py"),
     (r"kubectl apply ", "tests/unit/test_deploy.py::test_a_manifest_fits_the_schema_of_kubernetes"),
     (r"(kubectl|curl) ", f"{NOT_RUN}needs a cluster"),
-    (r"examples/1p1d/run.sh ", f"{NOT_RUN}its steps are those of tests/cpu/test_topologies.py"),
+    (
+        r"examples/1p1d/run.sh ",
+        "tests/cpu/test_examples.py::test_one_prefill_and_one_decode_engine",
+    ),
+    (
+        r"examples/multinode/run.sh ",
+        "tests/cpu/test_examples.py::test_two_namespaces_stand_for_two_hosts",
+    ),
     (r"examples/xpyd/run.sh ", f"{NOT_RUN}six servers; run by hand, see expected_output.txt"),
 )
 # Variables of other programs that the documents set.

@@ -1,0 +1,152 @@
+#!/usr/bin/env bash
+# Two network namespaces stand for two hosts: prefill engine in one, decode engine and proxy in the
+# other, one virtual cable between them; see README.md. Run it as root.
+set -euo pipefail
+
+MODEL=${1:?usage: run.sh MODEL}
+TP=${TP:-1}
+DEVICE=${DEVICE:-cuda}
+SUBNET=${SUBNET:-10.214.77}
+KEEP=${KEEP:-0}
+READY_SECONDS=${READY_SECONDS:-900}
+LOGS=${LOGS:-$(mktemp -d)}
+read -r -a EXTRA <<<"${EXTRA_ARGS:-}"
+
+if [ "$(id -u)" != 0 ]; then
+    echo "expected to run as root, which making network namespaces takes" >&2
+    exit 1
+fi
+
+P_HOST=commext-p-$$
+D_HOST=commext-d-$$
+P_ADDRESS=$SUBNET.1
+D_ADDRESS=$SUBNET.2
+
+pids=()
+stop() {
+    trap - EXIT INT TERM
+    for pid in "${pids[@]}"; do kill -TERM -- "-$pid" 2>/dev/null || true; done
+    for pid in "${pids[@]}"; do
+        for _ in $(seq 100); do kill -0 -- "-$pid" 2>/dev/null || break; sleep 0.2; done
+        kill -KILL -- "-$pid" 2>/dev/null || true
+    done
+    for host in "$P_HOST" "$D_HOST"; do ip netns delete "$host" 2>/dev/null || true; done
+    echo "stopped; logs are in $LOGS"
+}
+trap stop EXIT
+trap 'exit 130' INT TERM
+
+# host NAME ADDRESS: a network of its own, with nothing but loopback and its end of the cable.
+host() {
+    ip -n "$1" link set lo up
+    ip -n "$1" address add "$2/24" dev eth0
+    ip -n "$1" link set eth0 up
+}
+
+# on HOST COMMAND...: run it there.
+on() { ip netns exec "$@"; }
+
+# start HOST NAME COMMAND...: in a process group of its own, so that its workers end with it.
+start() {
+    local host=$1 name=$2
+    shift 2
+    setsid ip netns exec "$host" "$@" >"$LOGS/$name.log" 2>&1 &
+    pids+=("$!")
+    echo "$name: on $host, log $LOGS/$name.log"
+}
+
+# wait_for NAME PID URL: until it answers, ends, or the time is up; asked from the decode host.
+wait_for() {
+    local name=$1 pid=$2 url=$3
+    for _ in $(seq "$READY_SECONDS"); do
+        if on "$D_HOST" curl -sf -o /dev/null --max-time 2 "$url"; then
+            echo "$name is ready"
+            return
+        fi
+        if ! kill -0 "$pid" 2>/dev/null; then
+            echo "$name ended before it was ready:" >&2
+            tail -n 20 "$LOGS/$name.log" >&2
+            exit 1
+        fi
+        sleep 1
+    done
+    echo "$name was not ready within $READY_SECONDS s" >&2
+    exit 1
+}
+
+# engine HOST ADDRESS NAME ROLE FIRST_GPU
+engine() {
+    local host=$1 address=$2 name=$3 role=$4 first=$5
+    # Without UCX_TLS, UCX would find out that both "hosts" are one machine and share memory.
+    local environment=("VLLM_NIXL_SIDE_CHANNEL_HOST=$address" "VLLM_HOST_IP=$address"
+        UCX_TLS=tcp UCX_NET_DEVICES=eth0)
+    if [ "$DEVICE" = cpu ]; then
+        environment+=(VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind)
+    else
+        environment+=("CUDA_VISIBLE_DEVICES=$(seq -s, "$first" $((first + TP - 1)))"
+            UCX_TLS=tcp,cuda_copy)
+    fi
+    start "$host" "$name" env "${environment[@]}" \
+        vllm serve "$MODEL" --host "$address" --port 8000 --tensor-parallel-size "$TP" \
+        --served-model-name demo \
+        --kv-transfer-config "{\"kv_connector\": \"CommextNixlConnector\", \"kv_role\": \"$role\"}" \
+        "${EXTRA[@]}"
+}
+
+# received: bytes that have come to the decode host over the cable.
+received() { on "$D_HOST" cat /sys/class/net/eth0/statistics/rx_bytes; }
+
+ip netns add "$P_HOST"
+ip netns add "$D_HOST"
+ip link add eth0 netns "$P_HOST" type veth peer name eth0 netns "$D_HOST"
+host "$P_HOST" "$P_ADDRESS"
+host "$D_HOST" "$D_ADDRESS"
+
+engine "$P_HOST" "$P_ADDRESS" prefill kv_producer 0
+engine "$D_HOST" "$D_ADDRESS" decode kv_consumer "$TP"
+wait_for prefill "${pids[0]}" "http://$P_ADDRESS:8000/health"
+wait_for decode "${pids[1]}" "http://$D_ADDRESS:8000/health"
+start "$D_HOST" proxy vllm-commext proxy --host "$D_ADDRESS" --port 9000 \
+    --prefill "http://$P_ADDRESS:8000" --decode "http://$D_ADDRESS:8000"
+wait_for proxy "${pids[2]}" "http://$D_ADDRESS:9000/health"
+
+PROMPT="prefill means that one host computes the keys and values of a prompt, and that another one reads them over the network and goes on from there, token by token, until the answer is complete."
+
+# ask URL FIRST_WORD: the answer's text and nothing else.
+ask() {
+    on "$D_HOST" curl -sf --max-time 300 "$1/v1/completions" -H 'Content-Type: application/json' \
+        -d "{\"model\": \"demo\", \"prompt\": \"$2 $PROMPT\", \"max_tokens\": 24, \"temperature\": 0}" |
+        python3 -c 'import json, sys; print(json.load(sys.stdin)["choices"][0]["text"])'
+}
+
+# read_so_far: bytes of KV cache that the decode engine says it has read.
+read_so_far() {
+    on "$D_HOST" curl -sf --max-time 30 "http://$D_ADDRESS:8000/metrics" |
+        awk '/^vllm:commext_nixl_bytes_total/ { sum += $NF } END { printf "%d", sum }'
+}
+
+# The first read of a peer is followed by a measurement of the network, which would count as well.
+ask "http://$D_ADDRESS:9000" First >/dev/null
+reference=$(ask "http://$P_ADDRESS:8000" Disaggregated)
+read_before=$(read_so_far)
+came_before=$(received)
+answer=$(ask "http://$D_ADDRESS:9000" Disaggregated)
+came=$(($(received) - came_before))
+read=$(($(read_so_far) - read_before))
+
+echo "bytes of KV cache that the decode engine read: $read"
+echo "bytes that came over the cable meanwhile: $came"
+if [ "$answer" != "$reference" ]; then
+    echo "FAIL: the answer differs from the prefill engine's own"
+    exit 1
+fi
+if [ "$read" -eq 0 ] || [ "$came" -lt "$read" ]; then
+    echo "FAIL: the KV cache did not come over the cable"
+    exit 1
+fi
+echo "ok: the answer is the prefill engine's own, and its KV cache came over the cable"
+
+if [ "$KEEP" = 1 ]; then
+    echo "everything stays up until Ctrl-C; ip netns exec $D_HOST curl http://$D_ADDRESS:9000/v1/models"
+    wait
+fi
