@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from vllm_commext.compat.rebind import INVENTORY
-from vllm_commext.compat.seams import SEAMS
+from vllm_commext.compat.seam_table import SEAMS
 from vllm_commext.compat.versions import NEWEST, OLDEST, WINDOW
 from vllm_commext.settings import TOGGLES
 

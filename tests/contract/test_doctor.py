@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from vllm_commext.compat.seams import SEAMS
+from vllm_commext.compat.seam_table import SEAMS
 
 
 @pytest.mark.timeout(600)

@@ -7,7 +7,7 @@ import pytest
 import vllm
 
 from vllm_commext.compat import seams
-from vllm_commext.compat.seams import SEAMS, Seam
+from vllm_commext.compat.seam_table import SEAMS, Seam
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 SITE = Path(vllm.__file__).parents[1]

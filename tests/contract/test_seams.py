@@ -4,7 +4,9 @@ import pytest
 import vllm
 
 from vllm_commext.compat import seams, versions
-from vllm_commext.compat.seams import ABSTRACT_METHODS, HOOKS, SEAMS, Seam, SeamState
+from vllm_commext.compat.seam_signatures import ABSTRACT_METHODS, HOOKS
+from vllm_commext.compat.seam_table import SEAMS, Seam
+from vllm_commext.compat.seams import SeamState
 
 
 @pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.name)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from vllm_commext.compat.rebind import INVENTORY
 from vllm_commext.compat.seam_probes import View, exists
-from vllm_commext.compat.seams import SEAMS, Seam, SeamState, check, guarded
+from vllm_commext.compat.seam_table import SEAMS, Seam
+from vllm_commext.compat.seams import SeamState, check, guarded
 
 from .source_view import SourceView
 

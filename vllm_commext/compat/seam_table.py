@@ -1,0 +1,297 @@
+"""The table of seams: every place where vLLM and this package meet, with what is expected there.
+
+Nothing of vLLM's is imported when this module is; a probe does it, when it runs.
+"""
+
+from dataclasses import dataclass
+
+from vllm_commext.compat.seam_probes import (
+    Probe,
+    abstract_only,
+    exists,
+    has_fields,
+    has_methods,
+    maps_to_callables,
+    takes,
+    where_installed,
+)
+from vllm_commext.compat.seam_signatures import (
+    ABSTRACT_METHODS,
+    HOOKS,
+    PROM_PARAMETERS,
+    QUEUE_METHODS,
+)
+from vllm_commext.compat.versions import OLDEST
+
+CONNECTORS = "vllm.distributed.kv_transfer.kv_connector"
+BASE = f"{CONNECTORS}.v1.base"
+METRICS = f"{CONNECTORS}.v1.metrics"
+MINIMAX_NORM = "vllm.model_executor.layers.minimax_rms_norm"
+OLMOE = "vllm.model_executor.models.olmoe"
+MAMBA_UTILS = "vllm.model_executor.layers.mamba.mamba_utils"
+SPECS = "vllm.v1.kv_cache_interface"
+COMMUNICATORS = "vllm.distributed.device_communicators"
+QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One place where we rely on vLLM.
+
+    Attributes:
+        name: short and unique; what the log and ``vllm-commext doctor`` print.
+        capability: the capability that cannot run without it.
+        why: what we use it for.
+        probe: says what is wrong, or returns an empty string where all is well.
+        since: first minor release that has it; we do without on an older one.
+    """
+
+    name: str
+    capability: str
+    why: str
+    probe: Probe
+    since: str = OLDEST
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "environment_variables",
+        "toggles",
+        "our toggles are known names to vLLM and part of its compile-cache key",
+        maps_to_callables("vllm.envs:environment_variables"),
+    ),
+    Seam(
+        "register_connector",
+        "nixl",
+        "the connector is registered under its name",
+        takes(
+            f"{CONNECTORS}.factory:KVConnectorFactory.register_connector",
+            *("name", "module_path", "class_name"),
+        ),
+    ),
+    Seam(
+        "connector_registry",
+        "nixl",
+        "a second registration in one process must not raise",
+        maps_to_callables(f"{CONNECTORS}.factory:KVConnectorFactory._registry"),
+    ),
+    Seam(
+        "connector_constructor",
+        "nixl",
+        "the connector is built with the configuration, its role and the KV cache configuration",
+        takes(f"{BASE}:KVConnectorBase_V1.__init__", *("vllm_config", "role", "kv_cache_config")),
+    ),
+    Seam(
+        "connector_abstract_methods",
+        "nixl",
+        "we implement every abstract method, called as we expect",
+        abstract_only(f"{BASE}:KVConnectorBase_V1", ABSTRACT_METHODS),
+    ),
+    Seam(
+        "connector_hooks",
+        "nixl",
+        "the methods that we override are those that vLLM calls",
+        has_methods(f"{BASE}:KVConnectorBase_V1", HOOKS),
+    ),
+    Seam(
+        "connector_roles_and_metadata",
+        "nixl",
+        "scheduler side and worker side are told apart and exchange metadata",
+        exists(
+            f"{BASE}:KVConnectorRole.SCHEDULER",
+            f"{BASE}:KVConnectorRole.WORKER",
+            f"{BASE}:KVConnectorMetadata",
+            f"{BASE}:KVConnectorHandshakeMetadata",
+            f"{BASE}:KVConnectorWorkerMetadata",
+        ),
+    ),
+    Seam(
+        "supports_hma",
+        "nixl",
+        "vLLM keeps its hybrid cache manager on, and frees all groups through one call",
+        abstract_only(
+            f"{BASE}:SupportsHMA", {"request_finished_all_groups": ("request", "block_ids")}
+        ),
+    ),
+    Seam(
+        "transfer_results",
+        "nixl",
+        "a failed load of a model with several cache groups is reported request by request",
+        has_fields(
+            f"{BASE}:KVConnectorTransferResults",
+            *("finished_sending", "finished_recving", "failed_recving"),
+        ),
+        since="0.30",
+    ),
+    Seam(
+        "transfer_results_hook",
+        "nixl",
+        "finished and failed transfers are asked for in one call",
+        has_methods(f"{BASE}:KVConnectorBase_V1", {"get_transfer_results": ("finished_req_ids",)}),
+        since="0.30",
+    ),
+    Seam(
+        "loaded_cache_groups",
+        "nixl",
+        "vLLM asks which cache groups a load restores",
+        has_methods(f"{BASE}:KVConnectorBase_V1", {"get_loaded_kv_cache_group_ids": ("request",)}),
+        since="0.32",
+    ),
+    Seam(
+        "cache_hit_source",
+        "nixl",
+        "tokens that came from a peer are counted as such",
+        exists("vllm.v1.metrics.cache_hit_source:CacheHitSource.P2P"),
+        since="0.32",
+    ),
+    Seam(
+        "connector_stats",
+        "nixl",
+        "transfer statistics travel from the workers to the logger",
+        has_fields(f"{METRICS}:KVConnectorStats", "data"),
+    ),
+    Seam(
+        "connector_prometheus",
+        "nixl",
+        "transfer statistics become Prometheus metrics",
+        has_methods(
+            f"{METRICS}:KVConnectorPromMetrics",
+            {"__init__": PROM_PARAMETERS, "observe": ("transfer_stats_data", "engine_idx")},
+        ),
+    ),
+    Seam(
+        "kv_transfer_config",
+        "nixl",
+        "role, engine id, options and failure policy come from the user's configuration",
+        has_fields(
+            "vllm.config:KVTransferConfig",
+            *("kv_connector", "engine_id", "kv_role", "kv_buffer_device"),
+            *("kv_connector_extra_config", "kv_load_failure_policy"),
+        ),
+    ),
+    Seam(
+        "conv_state_layout",
+        "nixl",
+        "state-space layers take the order of their convolution state from the environment, once",
+        exists(
+            f"{MAMBA_UTILS}:get_conv_state_layout.cache_clear",
+            f"{MAMBA_UTILS}:is_conv_state_dim_first",
+        ),
+    ),
+    Seam(
+        "state_spec",
+        "nixl",
+        "a state's tensors follow one another in its block, in the order of their shapes",
+        has_fields(
+            f"{SPECS}:MambaSpec", "shapes", "dtypes", "mamba_type", "mamba_cache_mode", "block_size"
+        ),
+    ),
+    Seam(
+        "attention_spec",
+        "nixl",
+        "an attention cache's specification says how many heads a rank holds",
+        has_fields(f"{SPECS}:AttentionSpec", "block_size", "num_kv_heads", "dtype"),
+    ),
+    Seam(
+        "queue_constructor",
+        "shm_queue",
+        "queues are built with the arguments that ours takes",
+        takes(
+            f"{QUEUES}:MessageQueue.__init__",
+            *("n_reader", "n_local_reader", "local_reader_ranks", "max_chunk_bytes", "max_chunks"),
+            "connect_ip",
+        ),
+    ),
+    Seam(
+        "queue_methods",
+        "shm_queue",
+        "our queue has every method that vLLM calls on its own",
+        has_methods(f"{QUEUES}:MessageQueue", QUEUE_METHODS),
+    ),
+    Seam(
+        "queue_handle",
+        "shm_queue",
+        "a queue's handle has the fields that vLLM's executor looks at",
+        has_fields(f"{QUEUES}:Handle", "local_reader_ranks", "remote_subscribe_addr"),
+    ),
+    Seam(
+        "minimax_fused_norm",
+        "reduce_rms",
+        "MiniMax-M2's norm looks up its fused op and that op's bound when it is called",
+        exists(
+            f"{MINIMAX_NORM}.rms_norm_tp:_MINIMAX_FUSED_AR_RMS_QK",
+            f"{MINIMAX_NORM}.rms_norm_tp:MINIMAX_QK_NORM_MAX_TOKEN_NUM",
+        ),
+    ),
+    Seam(
+        "minimax_norm_arguments",
+        "reduce_rms",
+        "the fused op is called with the packed row, both weights and a workspace",
+        takes(
+            f"{MINIMAX_NORM}.rms_norm_tp:_minimax_qk_norm_fusion",
+            *("qkv", "q_weight", "k_weight", "q_size", "kv_size", "tp_rank", "tp_world", "eps"),
+            "workspace",
+        ),
+    ),
+    Seam(
+        "minimax_workspace",
+        "reduce_rms",
+        "the norm asks for its workspace with the arguments that ours takes",
+        where_installed(
+            "cuda",
+            takes(
+                f"{MINIMAX_NORM}.lamport_workspace:get_allreduce_workspace",
+                *("rank", "world_size", "comm_size", "max_tokens", "process_group"),
+            ),
+        ),
+    ),
+    Seam(
+        "olmoe_norm",
+        "reduce_rms",
+        "OLMoE's norm of Q and K is a method of its own",
+        has_methods(f"{OLMOE}:OlmoeAttention", {"_apply_qk_norm": ("q", "k")}),
+    ),
+    Seam(
+        "register_model",
+        "reduce_rms",
+        "a model is registered by the name of a class that is imported when it is loaded",
+        takes("vllm.model_executor.models:ModelRegistry.register_model", "model_arch", "model_cls"),
+    ),
+    Seam(
+        "communicator_constructor",
+        "allreduce",
+        "a communicator gets its dispatcher when it is made, from the groups that it is made of",
+        takes(
+            f"{COMMUNICATORS}.cuda_communicator:CudaCommunicator.__init__",
+            *("cpu_group", "device", "device_group", "unique_name", "global_ranks"),
+            *("global_world_size", "tcp_store_group", "use_all2all"),
+        ),
+    ),
+    Seam(
+        "communicator_methods",
+        "allreduce",
+        "the dispatcher is asked in every all-reduce, and given back before vLLM's own parts go",
+        has_methods(
+            f"{COMMUNICATORS}.cuda_communicator:CudaCommunicator",
+            {"all_reduce": ("input_",), "destroy": (), "checkpoint_prepare": ()},
+        ),
+    ),
+    Seam(
+        "custom_all_reduce",
+        "allreduce",
+        "vLLM's own kernel is one of the backends, and registers its buffers after a capture",
+        has_methods(
+            f"{COMMUNICATORS}.custom_all_reduce:CustomAllreduce",
+            {"custom_all_reduce": ("input",), "capture": ()},
+        ),
+    ),
+    Seam(
+        "nccl_all_reduce",
+        "allreduce",
+        "NCCL is one of the backends, through vLLM's own binding",
+        has_methods(
+            f"{COMMUNICATORS}.pynccl:PyNcclCommunicator",
+            {"all_reduce": ("in_tensor", "out_tensor", "op", "stream")},
+        ),
+    ),
+)
