@@ -172,10 +172,6 @@ class Settings:
     def enabled(self) -> bool:
         return self["enabled"] == "1"
 
-    @property
-    def strict(self) -> bool:
-        return self["strict"] == "1"
-
 
 def unknown_names(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Names in `environ` that begin with our prefix and belong to no toggle, sorted."""

@@ -10,7 +10,6 @@ def test_defaults_without_any_variable() -> None:
     settings = read_settings({})
     assert dict(settings.values) == {toggle.field: toggle.default for toggle in TOGGLES}
     assert settings.enabled
-    assert not settings.strict
     assert settings.from_environment == frozenset()
     assert settings.unknown == ()
 

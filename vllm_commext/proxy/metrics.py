@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from vllm_commext.proxy.engines import EnginePool
+from vllm_commext.proxy.two_step import LOCAL_PREFILL_REASONS
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -29,6 +30,8 @@ class ProxyMetrics:
             ("reason",),
             registry=registry,
         )
+        for reason in LOCAL_PREFILL_REASONS:
+            self.local_prefills.labels(reason)  # a rate needs the 0 before the first one
         self.retries = Counter(
             "commext_proxy_retries",
             "Engines asked after the first one had failed.",
