@@ -1,4 +1,5 @@
-"""`register` as vLLM calls it, in processes of their own: what it leaves in vLLM, and what not."""
+"""`register` as vLLM calls it, in processes that have just imported vLLM: what it leaves there, and
+what not."""
 
 import json
 import os
@@ -8,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from vllm_process import python
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
 pytestmark = pytest.mark.timeout(600)
@@ -49,18 +51,6 @@ if "ask" in sys.argv:
     KVConnectorFactory.get_connector_class_by_name({NAME!r})
 """
 WITHOUT_NIXL = "import sys; sys.modules['nixl'] = None\n"
-
-
-def python(code: str, *args: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
-    return subprocess.run(
-        [sys.executable, "-c", code, *args],
-        env={**clean, **environ},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
 
 
 @cache
@@ -144,7 +134,15 @@ def test_strict_stops_vllm_where_a_capability_is_refused() -> None:
 
 def test_the_command_line_of_vllm_works_with_the_plugin() -> None:
     code = "import sys; from vllm.entrypoints.cli.main import main; sys.argv[0] = 'vllm'; main()"
-    done = python(code, "serve", "--help", VLLM_COMMEXT_NIXL="auto")
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "serve", "--help"],
+        env={**clean, "VLLM_COMMEXT_NIXL": "auto"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "usage: vllm serve" in done.stdout
     assert "commext: nixl active" in done.stdout + done.stderr

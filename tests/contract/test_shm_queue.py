@@ -3,10 +3,7 @@
 import importlib
 import json
 import multiprocessing
-import os
 import socket
-import subprocess
-import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -15,6 +12,7 @@ import pytest
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
 import torch
+from vllm_process import python
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.shm.codec import Encoder, decode
@@ -45,15 +43,7 @@ print(json.dumps({{
 
 
 def look(*args: str, **environ: str) -> dict[str, Any]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
-    done = subprocess.run(
-        [sys.executable, "-c", LOOK, *args],
-        env={**clean, **environ},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
+    done = python(LOOK, *args, **environ)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
