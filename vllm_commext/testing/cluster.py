@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from vllm_commext.shm.segment import NAME as SEGMENT_NAME
 from vllm_commext.testing.parity import Completion, complete, prefill
-from vllm_commext.testing.servers import LOOPBACK, VllmServer, free_port
+from vllm_commext.testing.servers import LOOPBACK, Server, VllmServer, free_port
 
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 1024
@@ -118,6 +121,21 @@ def engine_server(
         args=[*ENGINE_ARGS, *_names(model), *args],
         environ={**QUEUE_ENVIRON, **(environ or {})},
     )
+
+
+def queue_segments(server: Server) -> set[str]:
+    """Names of our message queues that at least two processes of the server have mapped."""
+    count: Counter[str] = Counter()
+    for pid in server.pids():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            count.update({match[0] for match in SEGMENT_NAME.finditer(maps)})
+    return {name for name, num_processes in count.items() if num_processes > 1}
+
+
+def num_queues(tensor_parallel_size: int) -> int:
+    """Message queues of a server on CPUs: to its workers, from each, and between several."""
+    return 1 + tensor_parallel_size + (tensor_parallel_size > 1)
 
 
 def disaggregated(
