@@ -62,7 +62,7 @@ COVERAGE: tuple[tuple[str, str], ...] = (
     (r"openssl rand ", f"{NOT_RUN}openssl's own; tests/unit/nixl/test_seal.py reads such a file"),
     (r"python -m pytest tests/gpu", GPUS),
     (r"pytest tests/unit/shm/test_defects.py", "tests/unit/shm/test_defects.py"),
-    (r"python benchmarks/", MEASURES),
+    (r"(make bench$|python benchmarks/)", MEASURES),
     (r"python -m vllm_commext.testing.tiny_model ", "tests/unit/test_tiny_model.py"),
     (r"examples/(cpu_demo|hybrid_hetero_tp)/run.sh", DEMO),
     (r"docker build ", "tests/unit/test_deploy.py"),
