@@ -75,7 +75,7 @@ def run_cell(
     prompts = load.make_prompts(args.requests, args.prompt_tokens)
     before = set(os.listdir("/dev/shm"))
     with started(setup, cell) as contestants:
-        notes = {"active": str(active(contestants))}
+        notes = {"active": str(active(contestants)), "load average, ready": report.load_average()}
         for name in contestants:
             with alone(contestants, name) as one:
                 load.run(one.url, prompts[: args.warm_up], args.concurrency, args.output_tokens)
@@ -88,6 +88,7 @@ def run_cell(
             equal = equal_answers(outcomes)
             notes[f"equal answers of off and on, round {number + 1}"] = equal
             print(f"{label}, round {number + 1}: {equal} answers equal", flush=True)
+        notes["load average, measured"] = report.load_average()
     notes["left in /dev/shm"] = str(left_in_shared_memory(before))
     return samples, notes
 
@@ -130,7 +131,6 @@ def run(args: argparse.Namespace, folder: Path) -> tuple[list[Sample], report.No
     samples: list[Sample] = []
     notes: report.Notes = {
         "machine": report.machine(args.device),
-        "load": os.getloadavg()[0],
         "rounds": args.rounds,
         "cells": {},
     }

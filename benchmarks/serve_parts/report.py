@@ -35,6 +35,11 @@ def machine(device: str) -> str:
     return ", ".join([*parts, *([_gpus()] if device == "cuda" else [])])
 
 
+def load_average() -> str:
+    """How busy the machine has been for 1, 5 and 15 minutes, whoever made it so."""
+    return ", ".join(f"{value:.1f}" for value in os.getloadavg())
+
+
 def _gpus() -> str:
     done = subprocess.run(
         ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
@@ -51,10 +56,9 @@ def markdown(samples: Sequence[Sample], notes: Notes) -> str:
     lines = ["# Serving, with everything of ours off and on", "", notes["machine"], ""]
     lines += ["    " + shlex.join(["python", "benchmarks/serve.py", *sys.argv[1:]]), ""]
     lines += [
-        f"Load of the machine at the start {notes['load']:.1f}. Both sets of servers are up all "
-        "the time and take turns, the other one stopped meanwhile; medians over "
-        f"{notes['rounds']} rounds. `better by`: off / on (throughput: on / off), median (smallest "
-        "to largest) over the rounds' own ratios.",
+        "Both sets of servers are up all the time and take turns, the other one stopped meanwhile; "
+        f"medians over {notes['rounds']} rounds. `better by`: off / on (throughput: on / off), "
+        "median (smallest to largest) over the rounds' own ratios.",
     ]
     rows = rows_of(samples)
     for cell in dict.fromkeys(row.cell for row in rows):
