@@ -1,14 +1,12 @@
 """Our dispatcher inside vLLM's own communicator, made by two real processes over gloo."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm_process import python_at_once
 
 from vllm_commext.allreduce import names
 from vllm_commext.compat import tp_group
@@ -17,7 +15,6 @@ from vllm_commext.settings import TOGGLES
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
 pytestmark = pytest.mark.timeout(600)
-TIMEOUT_SECONDS = 250
 WORLD = 2
 SCRIPT = Path(__file__).with_name("allreduce_ranks.py")
 TOGGLE = "VLLM_COMMEXT_ALLREDUCE"
@@ -26,26 +23,11 @@ FORCED = "VLLM_COMMEXT_ALLREDUCE_BACKEND"
 
 def run_ranks(folder: Path, **environ: str) -> list[dict[str, Any]]:
     """What each rank found, under these toggles."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
     more = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "VLLM_HOST_IP": "127.0.0.1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(WORLD), str(folder / "store")],
-            env={**clean, **more, **environ},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        texts = [process.communicate(timeout=TIMEOUT_SECONDS) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(30)
-    assert [process.returncode for process in processes] == [0] * WORLD, texts
-    return [json.loads(out.splitlines()[-1]) for out, _ in texts]
+    args = [[str(rank), str(WORLD), str(folder / "store")] for rank in range(WORLD)]
+    done = python_at_once(SCRIPT.read_text(), args, **more, **environ)
+    assert [one.returncode for one in done] == [0] * WORLD, done
+    return [json.loads(one.stdout.splitlines()[-1]) for one in done]
 
 
 SUM = [[1.0, 3.0, 5.0], [7.0, 9.0, 11.0]]

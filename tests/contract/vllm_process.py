@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -24,22 +24,37 @@ IMPORTS = ("vllm.plugins", "vllm.envs", "vllm.distributed.kv_transfer.kv_connect
 def python(code: str, *args: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run ``code`` with ``args`` as its ``sys.argv[1:]``; of vLLM's variables only ``environ`` are
     set."""
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder) / "out", Path(folder) / "err"
-        request = {"code": code, "args": args, "environ": environ, "out": str(out), "err": str(err)}
-        status = _ask(request)
-        return subprocess.CompletedProcess(code, status, out.read_text(), err.read_text())
+    return python_at_once(code, [args], **environ)[0]
 
 
-def _ask(request: Mapping[str, Any]) -> int:
+def python_at_once(
+    code: str, all_args: Sequence[Sequence[str]], **environ: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run ``code`` in as many processes at the same time as there are lists of arguments."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        jobs: list[dict[str, Any]] = [
+            {"args": args, "out": str(folder / f"out{i}"), "err": str(folder / f"err{i}")}
+            for i, args in enumerate(all_args)
+        ]
+        statuses = _ask({"code": code, "environ": environ, "jobs": jobs})
+        return [
+            subprocess.CompletedProcess(
+                job["args"], status, Path(job["out"]).read_text(), Path(job["err"]).read_text()
+            )
+            for job, status in zip(jobs, statuses, strict=True)
+        ]
+
+
+def _ask(request: Mapping[str, Any]) -> list[int]:
     parent = _parent()
     assert parent.stdin is not None
     assert parent.stdout is not None
     parent.stdin.write(json.dumps(request) + "\n")
     parent.stdin.flush()
     answer = parent.stdout.readline()
-    assert answer.startswith("{"), f"the process that imports vLLM has ended: {parent.poll()}"
-    return json.loads(answer)["status"]
+    assert answer.startswith("["), f"the process that imports vLLM has ended: {parent.poll()}"
+    return json.loads(answer)
 
 
 @cache
@@ -57,22 +72,24 @@ def _parent() -> subprocess.Popen[str]:
 
 def _serve(requests: IO[str], answers: int) -> None:
     for line in requests:
-        child = os.fork()
-        if child == 0:
-            os.close(answers)
-            _run(json.loads(line))
-        _, status = os.waitpid(child, 0)
-        text = json.dumps({"status": os.waitstatus_to_exitcode(status)})
-        os.write(answers, text.encode() + b"\n")
+        request = json.loads(line)
+        children: list[int] = []
+        for job in request["jobs"]:
+            children.append(os.fork())
+            if children[-1] == 0:
+                os.close(answers)
+                _run(request, job)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        os.write(answers, json.dumps(statuses).encode() + b"\n")
 
 
-def _run(request: Mapping[str, Any]) -> NoReturn:
+def _run(request: Mapping[str, Any], job: Mapping[str, Any]) -> NoReturn:
     """In the child: the code, as the main program, and then the end."""
     signal.alarm(SECONDS)
     for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT, 0o600), number)
+        os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT, 0o600), number)
     os.environ.update(request["environ"])
-    sys.argv = ["-c", *request["args"]]
+    sys.argv = ["-c", *job["args"]]
     exec(request["code"], {"__name__": "__main__"})
     raise SystemExit
 
