@@ -2,7 +2,6 @@
 side: the tokens are those of vLLM's queue.
 """
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +14,7 @@ from vllm_commext.testing.parity import complete
 from vllm_commext.testing.prompts import prompt_set
 from vllm_commext.testing.servers import VllmServer
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("COMMEXT_TEST_LONG"), reason="COMMEXT_TEST_LONG=1 runs it: four servers"
-)
+pytestmark = pytest.mark.long  # four servers
 PROMPTS = prompt_set(6, seed=5, block_size=cluster.BLOCK_SIZE)
 
 # On a CPU, vLLM 0.32 makes the tensors between pipeline stages in the run that warms compiled code
@@ -27,7 +24,6 @@ UNCOMPILED = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_USE_AOT_COMPILE": "0",
 }
-
 
 WORKERS = re.compile(r"^\(VllmWorker-\d+ pid=(\d+)\).*commext: shm_queue active", re.MULTILINE)
 
