@@ -116,8 +116,7 @@ def fused_qk(
     Raises:
         UnsupportedError: the weights are not those of the row's Q and K.
     """
-    import torch
-
+    from vllm_commext.reduce_rms import ops
     from vllm_commext.reduce_rms.handles import find_tensor
 
     del rank, world_size
@@ -128,7 +127,7 @@ def fused_qk(
         )
     tell_once("MiniMax-M2")
     handle = find_tensor(workspace).handle
-    return torch.ops.vllm_commext.qk_rms_norm(qkv, q_weight, k_weight, handle, eps)
+    return ops.qk_rms_norm(qkv, q_weight, k_weight, handle, eps)
 
 
 def install() -> None:

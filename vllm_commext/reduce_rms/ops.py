@@ -123,12 +123,13 @@ def _launch(workspace: LamportWorkspace, parts: Parts, weights: Parts, eps: floa
     with torch.cuda.device(workspace.device.ordinal):
         kernel = _kernels.get(shape, left, workspace.device)
         stream = torch.cuda.current_stream().cuda_stream
-        while left:
+        while True:
             arguments.num_tokens = min(left, workspace.max_tokens_per_launch)
             kernel.launch(arguments, stream)
             left -= arguments.num_tokens
+            if left == 0:
+                return outs
             _advance(arguments, parts, outs, arguments.num_tokens)
-    return outs
 
 
 def _normalize(parts: Parts, weights: Parts, handle: int, eps: float) -> Parts:
@@ -140,13 +141,32 @@ def _normalize(parts: Parts, weights: Parts, handle: int, eps: float) -> Parts:
     return reference.normalize(parts, weights, workspace.world_size, eps, workspace.sum_over_ranks)
 
 
-def _qk_rms_norm(
+def qk_rms_norm(
     qkv: torch.Tensor,
     q_weight: torch.Tensor,
     k_weight: torch.Tensor,
     workspace: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``torch.ops.vllm_commext.qk_rms_norm`` does, without what torch's dispatcher costs.
+
+    For callers that no compiler traces.
+
+    Args:
+        qkv: [tokens, Q + K or more], rows with any stride.
+        q_weight: [Q], this rank's shard.
+        k_weight: [K], this rank's shard.
+        workspace: handle of a workspace.
+        eps: added to the mean square.
+
+    Returns:
+        [tokens, Q] and [tokens, K], new and contiguous.
+
+    Raises:
+        ConfigError: a shape is wrong, or the handle is of no live workspace.
+        CommextTimeoutError: an earlier call waited in vain for a peer.
+        ProtocolError: two earlier calls used the workspace at the same time.
+    """
     q_size, k_size = q_weight.shape[0], k_weight.shape[0]
     _check(qkv, q_size + k_size, (q_weight, k_weight))
     parts = (qkv[:, :q_size], qkv[:, q_size : q_size + k_size])
@@ -211,7 +231,7 @@ _OPS = (
     (
         "qk_rms_norm(Tensor qkv, Tensor q_weight, Tensor k_weight, int workspace, float eps)"
         " -> (Tensor, Tensor)",
-        _qk_rms_norm,
+        qk_rms_norm,
         _qk_rms_norm_fake,
     ),
     (
