@@ -95,47 +95,54 @@ def test_the_difference_is_named(servers: dict[str, VllmServer], kind: str) -> N
         assert_own_answers(server)
 
 
+@pytest.fixture(scope="module")
+def refused(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, VllmServer]]:
+    """Servers that must end while they start, started at the same time."""
+    folder = tmp_path_factory.mktemp("refused")
+    # A package called nixl that does not load, as a broken installation's.
+    package = folder / "site" / "nixl"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('libucp.so.0 is not there')\n")
+    config = cluster.kv_transfer_config("kv_producer")
+    misspelt = cluster.kv_transfer_config("kv_producer", extra={"kv_lease_duraton": 5})
+    environ = {"no-nixl": {"PYTHONPATH": str(package.parent)}, "off": {"VLLM_COMMEXT": "0"}}
+    made = {
+        name: cluster.engine_server(
+            name,
+            model,
+            folder,
+            misspelt if name == "misspelt" else config,
+            environ=environ.get(name),
+        )
+        for name in ("misspelt", "off", "no-nixl")
+    }
+    with ExitStack() as stack:
+        for server in made.values():
+            stack.callback(server.stop)
+            server.start()
+        yield made
+
+
 def test_an_unknown_setting_ends_the_server_with_the_known_ones(
-    model: Path, tmp_path: Path
+    refused: dict[str, VllmServer],
 ) -> None:
-    config = cluster.kv_transfer_config("kv_producer", extra={"kv_lease_duraton": 5})
-    server = cluster.engine_server("misspelt", model, tmp_path, config)
     with pytest.raises(ServerEndedError):
-        server.__enter__()
-    line = server.wait_for_log("unknown keys ['kv_lease_duraton']", 0)
+        refused["misspelt"].wait_ready()
+    line = refused["misspelt"].wait_for_log("unknown keys ['kv_lease_duraton']", 0)
     assert "'kv_lease_duration'" in line
 
 
-def test_switched_off_the_connector_is_unknown(model: Path, tmp_path: Path) -> None:
-    config = cluster.kv_transfer_config("kv_producer")
-    server = VllmServer(
-        "off",
-        model,
-        tmp_path,
-        kv_transfer_config=config,
-        args=cluster.ENGINE_ARGS,
-        environ={"VLLM_COMMEXT": "0"},
-    )
+def test_switched_off_the_connector_is_unknown(refused: dict[str, VllmServer]) -> None:
     with pytest.raises(ServerEndedError):
-        server.__enter__()
-    assert "CommextNixlConnector" in server.wait_for_log("Unsupported connector type", 0)
+        refused["off"].wait_ready()
+    assert "CommextNixlConnector" in refused["off"].wait_for_log("Unsupported connector type", 0)
 
 
-def test_a_missing_nixl_ends_the_server_with_the_remedy(model: Path, tmp_path: Path) -> None:
-    """The start imports a package called nixl that does not load, as a broken installation's."""
-    package = tmp_path / "site" / "nixl"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise ImportError('libucp.so.0 is not there')\n")
-    server = VllmServer(
-        "no-nixl",
-        model,
-        tmp_path,
-        kv_transfer_config=cluster.kv_transfer_config("kv_producer"),
-        args=cluster.ENGINE_ARGS,
-        environ={"PYTHONPATH": str(package.parent)},
-    )
+def test_a_missing_nixl_ends_the_server_with_the_remedy(refused: dict[str, VllmServer]) -> None:
     with pytest.raises(ServerEndedError):
-        server.__enter__()
-    line = server.wait_for_log("CommextNixlConnector needs NIXL", 0)
+        refused["no-nixl"].wait_ready()
+    line = refused["no-nixl"].wait_for_log("CommextNixlConnector needs NIXL", 0)
     assert "libucp.so.0 is not there" in line
     assert "pip install" in line

@@ -1,5 +1,6 @@
-"""Our message queue between a real engine and its workers: same tokens, idle when idle, and the
-death of a worker ends the server with a line that says which.
+"""Our message queue between a real engine and its workers: same tokens, idle when idle, the same
+between prefill and decode engines, and the death of a worker ends the server with a line that says
+which. The servers have our connector, one with vLLM's queue, one with ours.
 
 COMMEXT_TEST_TP is the tensor-parallel size, 2 unless it is set. COMMEXT_TEST_EXECUTOR is the
 executor of the server with our queue, which then goes without the toggle.
@@ -15,13 +16,17 @@ from pathlib import Path
 import pytest
 
 from vllm_commext.testing import cluster
-from vllm_commext.testing.parity import complete
-from vllm_commext.testing.prompts import prompt_set
-from vllm_commext.testing.servers import Server, VllmServer
+from vllm_commext.testing.metrics import scrape
+from vllm_commext.testing.parity import compare, complete
+from vllm_commext.testing.prompts import equal_prompts
+from vllm_commext.testing.servers import Server
 
 TP = int(os.environ.get("COMMEXT_TEST_TP", "2"))
-PROMPTS = prompt_set(6, seed=5, block_size=cluster.BLOCK_SIZE)
+NUM_PROMPTS, PROMPT_TOKENS = 4, 130
+PROMPTS = equal_prompts(NUM_PROMPTS, PROMPT_TOKENS, seed=5)
 IDLE_SECONDS = 5.0
+# NIXL's progress thread is not what is measured.
+PROGRESS_SECONDS = 0.01
 END_SECONDS = 60
 EXECUTOR = os.environ.get("COMMEXT_TEST_EXECUTOR", "")
 
@@ -31,20 +36,22 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
     """One with vLLM's queue, one with ours."""
     folder = tmp_path_factory.mktemp("queue")
     made: dict[str, Server] = {
-        kind: VllmServer(
+        kind: cluster.engine_server(
             kind,
             model,
             folder,
+            cluster.kv_transfer_config("kv_both", extra={"progress_interval": PROGRESS_SECONDS}),
             tensor_parallel_size=TP,
+            # The last token by itself, as it is where the others have been read.
             args=[
-                *(*cluster.ENGINE_ARGS, "--served-model-name", cluster.MODEL_NAME),
-                *("--distributed-executor-backend", executor),
+                *("--max-num-batched-tokens", str(PROMPT_TOKENS - 1)),
+                *("--no-enable-prefix-caching", "--distributed-executor-backend", executor),
             ],
-            environ=environ,
+            environ={"VLLM_COMMEXT_SHM_QUEUE": toggle},
         )
-        for kind, executor, environ in (
-            ("theirs", "mp", {"VLLM_COMMEXT": "0"}),
-            ("ours", EXECUTOR or "mp", {"VLLM_COMMEXT_SHM_QUEUE": "0" if EXECUTOR else "1"}),
+        for kind, executor, toggle in (
+            ("theirs", "mp", "0"),
+            ("ours", EXECUTOR or "mp", "0" if EXECUTOR else "1"),
         )
     }
     with ExitStack() as stack:
@@ -76,8 +83,23 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 def test_the_tokens_are_those_of_vllms_queue(servers: dict[str, Server]) -> None:
-    assert "commext: shm_queue active" in servers["ours"].log_text()
+    assert len(cluster.queue_segments(servers["ours"])) == cluster.num_queues(TP)
+    assert cluster.queue_segments(servers["theirs"]) == set()
     assert tokens(servers["ours"]) == tokens(servers["theirs"])
+
+
+@pytest.mark.parametrize("kinds", [("theirs", "ours"), ("ours", "theirs")])
+def test_answers_after_a_transfer_are_the_engines_own(
+    servers: dict[str, Server], kinds: tuple[str, str]
+) -> None:
+    source, target = (servers[kind].url for kind in kinds)
+    before = scrape(target)
+    for prompt in PROMPTS:
+        got = cluster.disaggregated(source, target, cluster.MODEL_NAME, prompt)
+        assert compare(complete(target, cluster.MODEL_NAME, prompt), got).equal
+    moved = scrape(target).minus(before)
+    assert moved.total("vllm:commext_nixl_transfer_seconds_count") >= NUM_PROMPTS
+    assert moved.total("vllm:commext_nixl_failures_total") == 0
 
 
 def test_engine_and_workers_do_nothing_when_idle(servers: dict[str, Server]) -> None:
