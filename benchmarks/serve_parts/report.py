@@ -105,7 +105,7 @@ def _plot(rows: Sequence[Row], path: Path) -> None:
         places = range(len(chosen))
         axis.bar([place - 0.2 for place in places], [row.off for row in chosen], 0.4, label="off")
         axis.bar([place + 0.2 for place in places], [row.on for row in chosen], 0.4, label="on")
-        axis.set_xticks(list(places), [row.cell for row in chosen])
+        axis.set_xticks(list(places), [row.cell.replace(", ", "\n") for row in chosen])
         unit = chosen[0].unit if chosen else TOKENS_PER_SECOND
         axis.set_title(f"{name}, {unit}")
         axis.legend()
