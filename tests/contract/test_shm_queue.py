@@ -2,9 +2,8 @@
 
 import importlib
 import json
-import multiprocessing
 import socket
-from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
 import torch
-from vllm_process import python
+from vllm_process import python, python_at_once
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.shm.codec import Encoder, decode
@@ -20,7 +19,6 @@ from vllm_commext.shm.queue import MessageQueue
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
 pytestmark = pytest.mark.timeout(600)
-TIMEOUT_SECONDS = 250
 STOCK = "vllm.distributed.device_communicators.shm_broadcast"
 TOGGLE = "VLLM_COMMEXT_SHM_QUEUE"
 
@@ -85,52 +83,14 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def in_a_group(rank: int, ports: tuple[int, int], result: Connection) -> None:
-    """Rank 1 writes to the others, in a torch group and in a stateless one; then all to rank 0."""
-    from torch import distributed as dist
-    from vllm.distributed.utils import StatelessProcessGroup
-
-    address = f"tcp://127.0.0.1:{ports[0]}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=3)
-    stateless = StatelessProcessGroup.create("127.0.0.1", ports[1], rank, 3)
-    received = []
-    for group in (dist.group.WORLD, stateless):
-        queue = MessageQueue.create_from_process_group(group, 1 << 16, 4, writer_rank=1)
-        sent = {"array": torch.arange(100_000)} if rank == 1 else None
-        received.append(int(queue.broadcast_object(sent)["array"].sum()))
-    queue, handles = MessageQueue.create_from_process_group_single_reader(
-        dist.group.WORLD, 1 << 16, 4, reader_rank=0
-    )
-    readers = [MessageQueue.create_from_handle(handle, 0) for handle in handles]
-    queue.wait_until_ready()
-    for reader in readers:
-        reader.wait_until_ready()
-    queue.enqueue(f"from {rank}")
-    received.append([reader.dequeue(timeout=60) for reader in readers])
-    result.send(received)
-    dist.barrier()
-
-
-def test_groups_of_both_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = multiprocessing.get_context("spawn")
-    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
-    ports = (free_port(), free_port())
-    pipes = [context.Pipe(duplex=False) for _ in range(3)]
-    ranks = [
-        context.Process(target=in_a_group, args=(rank, ports, pipes[rank][1])) for rank in range(3)
-    ]
-    for process in ranks:
-        process.start()
-    try:
-        results = []
-        for receiver, _ in pipes:
-            assert receiver.poll(120)
-            results.append(receiver.recv())
-        for process in ranks:
-            process.join(60)
-    finally:
-        for process in ranks:
-            process.kill()
+def test_groups_of_both_kinds() -> None:
+    script = Path(__file__).with_name("queue_group_rank.py")
+    ports = (str(free_port()), str(free_port()))
+    environ = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    args = [(str(rank), *ports) for rank in range(3)]
+    done = python_at_once(script.read_text(), args, **environ)
+    assert [one.returncode for one in done] == [0] * 3, done
+    results = [json.loads(one.stdout.splitlines()[-1]) for one in done]
     total = sum(range(100_000))
     everyone = ["from 0", "from 1", "from 2"]
     assert results == [[total, total, everyone], [total, total, []], [total, total, []]]

@@ -1,0 +1,46 @@
+"""One of three ranks whose queues are made of process groups; test_shm_queue.py starts it.
+
+    python tests/contract/queue_group_rank.py RANK PORT OTHER_PORT
+
+Rank 1 writes to the others, in a torch group and in a stateless one; then all write to rank 0.
+Prints as JSON the sums that arrived, and the messages.
+"""
+
+import json
+import sys
+
+import torch
+from torch import distributed as dist
+from vllm.distributed.utils import StatelessProcessGroup
+
+from vllm_commext.shm.queue import MessageQueue
+
+WORLD = 3
+NUM_ELEMENTS = 100_000
+
+
+def main() -> None:
+    rank, port, other_port = map(int, sys.argv[1:])
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=WORLD)
+    stateless = StatelessProcessGroup.create("127.0.0.1", other_port, rank, WORLD)
+    received: list[object] = []
+    for group in (dist.group.WORLD, stateless):
+        queue = MessageQueue.create_from_process_group(group, 1 << 16, 4, writer_rank=1)
+        sent = {"array": torch.arange(NUM_ELEMENTS)} if rank == 1 else None
+        received.append(int(queue.broadcast_object(sent)["array"].sum()))
+    queue, handles = MessageQueue.create_from_process_group_single_reader(
+        dist.group.WORLD, 1 << 16, 4, reader_rank=0
+    )
+    readers = [MessageQueue.create_from_handle(handle, 0) for handle in handles]
+    queue.wait_until_ready()
+    for reader in readers:
+        reader.wait_until_ready()
+    queue.enqueue(f"from {rank}")
+    received.append([reader.dequeue(timeout=60) for reader in readers])
+    dist.barrier()
+    sys.stdout.write(f"\n{json.dumps(received)}\n")
+
+
+if __name__ == "__main__":
+    main()
