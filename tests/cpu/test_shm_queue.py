@@ -1,6 +1,7 @@
 """Our message queue between a real engine and its workers: same tokens, idle when idle, the same
 between prefill and decode engines, and the death of a worker ends the server with a line that says
-which. The servers have our connector, one with vLLM's queue, one with ours.
+which. Both servers have our connector. The one with vLLM's queue has its peers read and write a
+copy of its cache in host memory, although NIXL reaches the cache itself here.
 
 COMMEXT_TEST_TP is the tensor-parallel size, 2 unless it is set. COMMEXT_TEST_EXECUTOR is the
 executor of the server with our queue, which then goes without the toggle.
@@ -40,9 +41,13 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
             kind,
             model,
             folder,
-            cluster.kv_transfer_config("kv_both", extra={"progress_interval": PROGRESS_SECONDS}),
+            cluster.kv_transfer_config(
+                "kv_both",
+                extra={"progress_interval": PROGRESS_SECONDS, "host_copy": kind == "theirs"},
+            ),
             tensor_parallel_size=TP,
-            # The last token by itself, as it is where the others have been read.
+            # Two steps a prompt, both to be copied: the last token by itself, as it is where the
+            # others have been read.
             args=[
                 *("--max-num-batched-tokens", str(PROMPT_TOKENS - 1)),
                 *("--no-enable-prefix-caching", "--distributed-executor-backend", executor),
