@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from vllm_commext.testing.servers import free_port
+from vllm_commext.testing.gpu_ranks import Outcome, run_ranks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 NUM_GPUS = torch.cuda.device_count()
-ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("allreduce_ranks.py")
 TIMEOUT_SECONDS = 400
 CHECKS = (
     *("every_backend", "odd_tensors", "many_calls", "graphs", "unprepared_capture"),
     *("missing_flashinfer", "in_vllm", "create_and_destroy", "no_multicast"),
 )
-ENVIRON = {
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
-    "VLLM_HOST_IP": "127.0.0.1",
-}
 
 pytestmark = [
     pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 GPUs, this machine has {NUM_GPUS}"),
@@ -39,51 +27,22 @@ pytestmark = [
 ]
 
 
-def _run_ranks(world: int) -> tuple[dict[str, Any], str]:
-    """Each check's line, and what the ranks wrote to standard error."""
-    environ = {**os.environ, **ENVIRON}
-    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    port = str(free_port())
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(world), port, *CHECKS],
-            env=environ,
-            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-            stderr=subprocess.STDOUT if rank == 0 else subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        text = ranks[0].communicate(timeout=TIMEOUT_SECONDS)[0]
-    except subprocess.TimeoutExpired:
-        ranks[0].kill()
-        text = ranks[0].communicate()[0]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait(30)
-    lines = [json.loads(line) for line in text.splitlines() if line.startswith('{"check"')]
-    return {line["check"]: line for line in lines}, text
-
-
 @pytest.fixture(scope="module", params=[2, 4])
-def outcomes(request: pytest.FixtureRequest) -> tuple[dict[str, Any], str]:
+def outcomes(request: pytest.FixtureRequest) -> Outcome:
     world: int = request.param
     if world > NUM_GPUS:
         pytest.skip(f"needs {world} GPUs, this machine has {NUM_GPUS}")
-    return _run_ranks(world)
+    return run_ranks(SCRIPT, world, CHECKS, TIMEOUT_SECONDS)
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_check(
-    outcomes: tuple[dict[str, Any], str],
+    outcomes: Outcome,
     check: str,
     record_property: Callable[[str, object], None],
 ) -> None:
-    lines, text = outcomes
-    assert check in lines, f"the ranks ended before this check:\n{text[-3000:]}"
-    line = lines[check]
+    assert check in outcomes.lines, f"they ended before this check:\n{outcomes.text[-3000:]}"
+    line = outcomes.lines[check]
     sys.stdout.write(json.dumps(line) + "\n")
     record_property("figures", line["figures"])
     assert not line["errors"], "\n".join(line["errors"].values())

@@ -1,0 +1,84 @@
+"""Runs a script as the ranks of a group, a process a GPU, without NVLink multicast."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_commext.testing.servers import free_port
+
+GRACE_SECONDS = 30.0
+CHECK_LINE = '{"check"'
+ENVIRON: Mapping[str, str] = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+ROOT = Path(__file__).parents[2]
+
+
+class Outcome(NamedTuple):
+    """What the ranks came to.
+
+    Attributes:
+        lines: each check's line of JSON, by the check's name.
+        text: all that rank 0 wrote.
+        codes: exit statuses in the order of ranks; negative for those that had to be killed.
+    """
+
+    lines: dict[str, Any]
+    text: str
+    codes: list[int]
+
+
+def run_ranks(
+    script: Path, world_size: int, checks: Sequence[str], seconds: float, under: Sequence[str] = ()
+) -> Outcome:
+    """Run ``script RANK WORLD_SIZE PORT CHECK ...`` on every rank, and leave no process behind.
+
+    Args:
+        script: prints a line of JSON a check on rank 0.
+        world_size: ranks.
+        checks: names for the script.
+        seconds: for rank 0; the others have `GRACE_SECONDS` more.
+        under: a command that is to run each rank, such as a sanitizer's.
+    """
+    python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, **ENVIRON, "PYTHONPATH": python_path}
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [*under, sys.executable, str(script), str(rank), str(world_size), port, *checks],
+            env=environ,
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            stderr=subprocess.STDOUT if rank == 0 else subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        text = ranks[0].communicate(timeout=seconds)[0]
+        _await(ranks[1:])
+    except subprocess.TimeoutExpired:
+        ranks[0].kill()
+        text = ranks[0].communicate()[0]
+    finally:
+        for process in ranks:
+            process.kill()
+        codes = [process.wait(GRACE_SECONDS) for process in ranks]
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith(CHECK_LINE)]
+    return Outcome({line["check"]: line for line in lines}, text, codes)
+
+
+def _await(processes: Sequence["subprocess.Popen[str]"]) -> None:
+    """Until all have ended, or the grace is over."""
+    end = time.monotonic() + GRACE_SECONDS
+    while any(process.poll() is None for process in processes) and time.monotonic() < end:
+        time.sleep(0.05)
