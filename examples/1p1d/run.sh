@@ -10,50 +10,9 @@ DECODE_PORT=${DECODE_PORT:-8200}
 PROXY_PORT=${PROXY_PORT:-8000}
 SIDE_CHANNEL_PORT=${SIDE_CHANNEL_PORT:-5600}
 KEEP=${KEEP:-0}
-READY_SECONDS=${READY_SECONDS:-900}
-LOGS=${LOGS:-$(mktemp -d)}
 read -r -a EXTRA <<<"${EXTRA_ARGS:-}"
 
-pids=()
-stop() {
-    trap - EXIT INT TERM
-    for pid in "${pids[@]}"; do kill -TERM -- "-$pid" 2>/dev/null || true; done
-    for pid in "${pids[@]}"; do
-        for _ in $(seq 100); do kill -0 -- "-$pid" 2>/dev/null || break; sleep 0.2; done
-        kill -KILL -- "-$pid" 2>/dev/null || true
-    done
-    echo "stopped; logs are in $LOGS"
-}
-trap stop EXIT
-trap 'exit 130' INT TERM
-
-# start NAME COMMAND...: in a process group of its own, so that its workers end with it.
-start() {
-    local name=$1
-    shift
-    setsid "$@" >"$LOGS/$name.log" 2>&1 &
-    pids+=("$!")
-    echo "$name: pid $!, log $LOGS/$name.log"
-}
-
-# wait_for NAME PID URL: until it answers, ends, or the time is up.
-wait_for() {
-    local name=$1 pid=$2 url=$3
-    for _ in $(seq "$READY_SECONDS"); do
-        if curl -sf -o /dev/null --max-time 2 "$url"; then
-            echo "$name is ready"
-            return
-        fi
-        if ! kill -0 "$pid" 2>/dev/null; then
-            echo "$name ended before it was ready:" >&2
-            tail -n 20 "$LOGS/$name.log" >&2
-            exit 1
-        fi
-        sleep 1
-    done
-    echo "$name was not ready within $READY_SECONDS s" >&2
-    exit 1
-}
+. "$(dirname "${BASH_SOURCE[0]}")/../servers.sh"
 
 # engine NAME ROLE HTTP_PORT SIDE_CHANNEL_PORT FIRST_GPU
 engine() {

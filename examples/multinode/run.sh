@@ -8,8 +8,6 @@ TP=${TP:-1}
 DEVICE=${DEVICE:-cuda}
 SUBNET=${SUBNET:-10.214.77}
 KEEP=${KEEP:-0}
-READY_SECONDS=${READY_SECONDS:-900}
-LOGS=${LOGS:-$(mktemp -d)}
 read -r -a EXTRA <<<"${EXTRA_ARGS:-}"
 
 if [ "$(id -u)" != 0 ]; then
@@ -22,56 +20,17 @@ D_HOST=commext-d-$$
 P_ADDRESS=$SUBNET.1
 D_ADDRESS=$SUBNET.2
 
-pids=()
-stop() {
-    trap - EXIT INT TERM
-    for pid in "${pids[@]}"; do kill -TERM -- "-$pid" 2>/dev/null || true; done
-    for pid in "${pids[@]}"; do
-        for _ in $(seq 100); do kill -0 -- "-$pid" 2>/dev/null || break; sleep 0.2; done
-        kill -KILL -- "-$pid" 2>/dev/null || true
-    done
+. "$(dirname "${BASH_SOURCE[0]}")/../servers.sh"
+ask_from=(ip netns exec "$D_HOST")
+clean_up() {
     for host in "$P_HOST" "$D_HOST"; do ip netns delete "$host" 2>/dev/null || true; done
-    echo "stopped; logs are in $LOGS"
 }
-trap stop EXIT
-trap 'exit 130' INT TERM
 
 # host NAME ADDRESS: a network of its own, with nothing but loopback and its end of the cable.
 host() {
     ip -n "$1" link set lo up
     ip -n "$1" address add "$2/24" dev eth0
     ip -n "$1" link set eth0 up
-}
-
-# on HOST COMMAND...: run it there.
-on() { ip netns exec "$@"; }
-
-# start HOST NAME COMMAND...: in a process group of its own, so that its workers end with it.
-start() {
-    local host=$1 name=$2
-    shift 2
-    setsid ip netns exec "$host" "$@" >"$LOGS/$name.log" 2>&1 &
-    pids+=("$!")
-    echo "$name: on $host, log $LOGS/$name.log"
-}
-
-# wait_for NAME PID URL: until it answers, ends, or the time is up; asked from the decode host.
-wait_for() {
-    local name=$1 pid=$2 url=$3
-    for _ in $(seq "$READY_SECONDS"); do
-        if on "$D_HOST" curl -sf -o /dev/null --max-time 2 "$url"; then
-            echo "$name is ready"
-            return
-        fi
-        if ! kill -0 "$pid" 2>/dev/null; then
-            echo "$name ended before it was ready:" >&2
-            tail -n 20 "$LOGS/$name.log" >&2
-            exit 1
-        fi
-        sleep 1
-    done
-    echo "$name was not ready within $READY_SECONDS s" >&2
-    exit 1
 }
 
 # engine HOST ADDRESS NAME ROLE FIRST_GPU
@@ -86,7 +45,7 @@ engine() {
         environment+=("CUDA_VISIBLE_DEVICES=$(seq -s, "$first" $((first + TP - 1)))"
             UCX_TLS=tcp,cuda_copy)
     fi
-    start "$host" "$name" env "${environment[@]}" \
+    start "$name" ip netns exec "$host" env "${environment[@]}" \
         vllm serve "$MODEL" --host "$address" --port 8000 --tensor-parallel-size "$TP" \
         --served-model-name demo \
         --kv-transfer-config "{\"kv_connector\": \"CommextNixlConnector\", \"kv_role\": \"$role\"}" \
@@ -94,7 +53,7 @@ engine() {
 }
 
 # received: bytes that have come to the decode host over the cable.
-received() { on "$D_HOST" cat /sys/class/net/eth0/statistics/rx_bytes; }
+received() { "${ask_from[@]}" cat /sys/class/net/eth0/statistics/rx_bytes; }
 
 ip netns add "$P_HOST"
 ip netns add "$D_HOST"
@@ -106,7 +65,7 @@ engine "$P_HOST" "$P_ADDRESS" prefill kv_producer 0
 engine "$D_HOST" "$D_ADDRESS" decode kv_consumer "$TP"
 wait_for prefill "${pids[0]}" "http://$P_ADDRESS:8000/health"
 wait_for decode "${pids[1]}" "http://$D_ADDRESS:8000/health"
-start "$D_HOST" proxy vllm-commext proxy --host "$D_ADDRESS" --port 9000 \
+start proxy ip netns exec "$D_HOST" vllm-commext proxy --host "$D_ADDRESS" --port 9000 \
     --prefill "http://$P_ADDRESS:8000" --decode "http://$D_ADDRESS:8000"
 wait_for proxy "${pids[2]}" "http://$D_ADDRESS:9000/health"
 
@@ -114,14 +73,14 @@ PROMPT="prefill means that one host computes the keys and values of a prompt, an
 
 # ask URL FIRST_WORD: the answer's text and nothing else.
 ask() {
-    on "$D_HOST" curl -sf --max-time 300 "$1/v1/completions" -H 'Content-Type: application/json' \
+    "${ask_from[@]}" curl -sf --max-time 300 "$1/v1/completions" -H 'Content-Type: application/json' \
         -d "{\"model\": \"demo\", \"prompt\": \"$2 $PROMPT\", \"max_tokens\": 24, \"temperature\": 0}" |
         python3 -c 'import json, sys; print(json.load(sys.stdin)["choices"][0]["text"])'
 }
 
 # read_so_far: bytes of KV cache that the decode engine says it has read.
 read_so_far() {
-    on "$D_HOST" curl -sf --max-time 30 "http://$D_ADDRESS:8000/metrics" |
+    "${ask_from[@]}" curl -sf --max-time 30 "http://$D_ADDRESS:8000/metrics" |
         awk '/^vllm:commext_nixl_bytes_total/ { sum += $NF } END { printf "%d", sum }'
 }
 
