@@ -18,115 +18,25 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vllm_commext.testing.tiny_minimax import VOCABULARY, write_minimax
+
 ROOT = Path(__file__).parents[2]
 TOGGLE = "VLLM_COMMEXT_REDUCE_RMS"
-HIDDEN = 256
-HEADS, KV_HEADS, HEAD_DIM = 48, 8, 128  # the real model's: vLLM's own op is right for these alone
-LAYERS, EXPERTS, EXPERTS_USED, INTERMEDIATE, VOCABULARY = 3, 8, 2, 128, 512
 PROMPT_LENGTHS = (3, 9, 17, 40, 120, 300, 7, 5)
 NEW_TOKENS = 16
 CHILD_SECONDS = 200
 MARK = "RESULT "
 
 
-def on_gpu() -> bool:
+def device() -> str:
     import torch
 
-    return torch.cuda.is_available()
-
-
-def config() -> dict[str, Any]:
-    """As MiniMax-M2's own config.json has it; vLLM's CPU experts know softmax alone."""
-    return {
-        "architectures": ["MiniMaxM2ForCausalLM"],
-        "model_type": "minimax_m2",
-        "hidden_size": HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "rotary_dim": HEAD_DIM,
-        "intermediate_size": INTERMEDIATE,
-        "num_local_experts": EXPERTS,
-        "num_experts_per_tok": EXPERTS_USED,
-        "scoring_func": "sigmoid" if on_gpu() else "softmax",
-        "use_routing_bias": on_gpu(),
-        "use_qk_norm": True,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 1024,
-        "vocab_size": VOCABULARY,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": "bfloat16",
-    }
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def say(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
-
-
-def shapes() -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a MiniMax-M2 checkpoint."""
-    found: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        "lm_head.weight": (VOCABULARY, HIDDEN),
-    }
-    q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    for layer in range(LAYERS):
-        name = f"model.layers.{layer}"
-        attention, moe = f"{name}.self_attn", f"{name}.block_sparse_moe"
-        found |= {
-            f"{name}.input_layernorm.weight": (HIDDEN,),
-            f"{name}.post_attention_layernorm.weight": (HIDDEN,),
-            f"{attention}.q_proj.weight": (q, HIDDEN),
-            f"{attention}.k_proj.weight": (kv, HIDDEN),
-            f"{attention}.v_proj.weight": (kv, HIDDEN),
-            f"{attention}.o_proj.weight": (HIDDEN, q),
-            f"{attention}.q_norm.weight": (q,),
-            f"{attention}.k_norm.weight": (kv,),
-            f"{moe}.gate.weight": (EXPERTS, HIDDEN),
-            f"{moe}.e_score_correction_bias": (EXPERTS,),
-        }
-        for expert in range(EXPERTS):
-            found |= {
-                f"{moe}.experts.{expert}.w1.weight": (INTERMEDIATE, HIDDEN),
-                f"{moe}.experts.{expert}.w2.weight": (HIDDEN, INTERMEDIATE),
-                f"{moe}.experts.{expert}.w3.weight": (INTERMEDIATE, HIDDEN),
-            }
-    return found
-
-
-def write_model(folder: Path) -> None:
-    """Weights that keep the size of what goes through them, so the logits depend on the prompt."""
-    import torch
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(0)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, shape in shapes().items():
-        drawn = torch.randn(*shape, generator=generator)
-        if name.endswith("correction_bias"):
-            if not on_gpu():
-                continue
-            tensors[name] = torch.zeros(shape)
-        elif len(shape) == 1:
-            tensors[name] = 1.0 + 0.3 * drawn
-        else:
-            width = 1.0 if "embed" in name else 1.5 / math.sqrt(shape[-1])
-            tensors[name] = drawn * width
-    dtypes = {name: torch.float32 if "bias" in name else torch.bfloat16 for name in tensors}
-    save_file(
-        {name: tensor.to(dtypes[name]).contiguous() for name, tensor in tensors.items()},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    (folder / "config.json").write_text(json.dumps(config(), indent=1))
 
 
 def prompts() -> list[list[int]]:
@@ -139,13 +49,13 @@ def by_transformers(folder: Path) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
+    place = device()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(place)
     tokens: list[list[int]] = []
     spreads: list[float] = []
     with torch.no_grad():
         for prompt in prompts():
-            ids = torch.tensor([prompt], device=device)
+            ids = torch.tensor([prompt], device=place)
             logits = model(ids).logits[0, -1].float()
             assert bool(logits.isfinite().all()), "transformers' logits are not finite"
             spreads.append(float(logits.std()))
@@ -239,7 +149,7 @@ def compare(name: str, mine: list[list[int]], theirs: list[list[int]], needed: i
 def run_all(args: argparse.Namespace) -> int:
     args.out = args.out.resolve()
     folder = args.out / "model"
-    write_model(folder)
+    write_minimax(folder, device())
     reference = by_transformers(folder)
     say(f"transformers: {reference['tokens'][:3]}, std of logits {reference['spreads'][:3]}")
     distinct = len({tuple(tokens[:2]) for tokens in reference["tokens"]})
@@ -250,7 +160,7 @@ def run_all(args: argparse.Namespace) -> int:
         say(f"{name}: our op ran with the toggle off: {stock['ran']}, on: {ours['ran']}")
         good &= ours["ran"] and not stock["ran"]
         good &= compare(f"{name}, on and off", ours["tokens"], stock["tokens"], NEW_TOKENS)
-        if on_gpu():
+        if device() == "cuda":
             wanted = reference["tokens"]
             good &= compare(f"{name}, on and transformers", ours["tokens"], wanted, 1)
         worst = max(

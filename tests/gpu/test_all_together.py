@@ -1,0 +1,238 @@
+"""All four at once: prefill on two GPUs, decode on two others, CUDA graphs, a MiniMax-M2 whose
+norm is ours, our all-reduce, queue and connector, behind the proxy, many requests at a time.
+
+The oracle is a server of two GPUs without anything of ours.  Which requests share a step decides
+over the last bits of bfloat16 and, by the choice of experts, over more: so the oracle is asked
+twice under the same load, and we may differ from it as much as it differs from itself.  One at a
+time there is no such excuse: then the answers are the decode server's own, to the bit.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_commext.testing.cluster import MODEL_NAME, disaggregated
+from vllm_commext.testing.metrics import scrape
+from vllm_commext.testing.parity import Completion, compare, complete
+from vllm_commext.testing.servers import LOOPBACK, ProxyServer, Server, VllmServer, free_port
+from vllm_commext.testing.tiny_minimax import VOCABULARY, write_minimax
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+NUM_GPUS = torch.cuda.device_count()
+CONCURRENCY = 32
+NUM_REQUESTS = 500
+MAX_TOKENS = 16
+LENGTHS = range(40, 300)
+ALONE_TOKENS = 257  # of each prompt that is asked alone
+NUM_ALONE = 8
+PREFIX = "vllm:commext_nixl_"
+ALL_ON = {
+    "VLLM_COMMEXT_STRICT": "1",
+    "VLLM_COMMEXT_SHM_QUEUE": "1",
+    "VLLM_COMMEXT_NIXL": "1",
+    "VLLM_COMMEXT_ALLREDUCE": "1",
+    "VLLM_COMMEXT_REDUCE_RMS": "1",
+}
+ACTIVE = re.compile(r"commext: (\w+) active")
+CAPABILITIES = {"nixl", "shm_queue", "allreduce", "reduce_rms"}
+# What no server writes as long as it serves, and what none of ours writes ever: vLLM itself kills
+# its engine at the end, and may call that an error.
+BAD = re.compile(r"\bERROR\b|illegal memory|Segmentation")
+NEVER = re.compile(r"leaked shared_memory|illegal memory|Segmentation")
+BASE_ENVIRON = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": LOOPBACK,
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}
+
+pytestmark = [
+    pytest.mark.skipif(NUM_GPUS < 4, reason=f"needs 4 GPUs, this machine has {NUM_GPUS}"),
+    pytest.mark.timeout(900),
+]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The servers: ``plain`` without ours, ``prefill``, ``decode``, ``proxy``."""
+
+    servers: Mapping[str, Server]
+    side_channels: Sequence[int]
+
+    def ask(self, name: str, prompts: Sequence[Sequence[int]]) -> list[Completion]:
+        """Answers of one server, many requests at a time."""
+        url = self.servers[name].url
+
+        def one(prompt: Sequence[int]) -> Completion:
+            return complete(url, MODEL_NAME, prompt, max_tokens=MAX_TOKENS)
+
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
+            return list(pool.map(one, prompts))
+
+
+def draw(number: int, seed: int, lengths: Sequence[int]) -> list[list[int]]:
+    numbers = random.Random(seed)
+    return [
+        [numbers.randrange(VOCABULARY) for _ in range(numbers.choice(lengths))]
+        for _ in range(number)
+    ]
+
+
+def engine(name: str, gpus: str, model: Path, side_channel: int | None) -> VllmServer:
+    config: dict[str, Any] | None = None
+    environ = {"VLLM_COMMEXT": "0"}
+    if side_channel is not None:
+        environ = ALL_ON
+        config = {
+            "kv_connector": "CommextNixlConnector",
+            "kv_role": "kv_producer" if name == "prefill" else "kv_consumer",
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {
+                "side_channel_host": LOOPBACK,
+                "side_channel_port": side_channel,
+                "handshake_timeout": 60,
+            },
+        }
+    return VllmServer(
+        name,
+        model,
+        model.parent,
+        tensor_parallel_size=2,
+        kv_transfer_config=config,
+        args=[
+            *("--dtype", "bfloat16", "--max-model-len", "1024", "--no-enable-prefix-caching"),
+            *("--gpu-memory-utilization", "0.2", "--max-num-seqs", str(CONCURRENCY)),
+            *("--max-num-batched-tokens", str(ALONE_TOKENS - 1)),
+            *("--served-model-name", MODEL_NAME),
+        ],
+        environ={**environ, "CUDA_VISIBLE_DEVICES": gpus},
+        base_environ=BASE_ENVIRON,
+        ready_seconds=400,
+    )
+
+
+def start(folder: Path, stack: ExitStack) -> Cluster:
+    """The oracle shares its GPUs with the prefill server, so that one starts after the other: each
+    looks at how much memory is free."""
+    model = write_minimax(folder / "model", "cuda")
+    ports = [free_port(), free_port()]
+    servers: dict[str, Server] = {
+        "plain": engine("plain", "0,1", model, None),
+        "decode": engine("decode", "2,3", model, ports[1]),
+        "prefill": engine("prefill", "0,1", model, ports[0]),
+    }
+    for group in (("plain", "decode"), ("prefill",)):
+        for name in group:
+            stack.callback(servers[name].stop)
+            servers[name].start()
+        for name in group:
+            servers[name].wait_ready()
+    front = ProxyServer("proxy", [servers["prefill"].url], [servers["decode"].url], model.parent)
+    servers["proxy"] = stack.enter_context(front)
+    return Cluster(servers, ports)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("all_together")
+
+
+@pytest.fixture(scope="module")
+def before() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path, before: set[str]) -> Iterator[Cluster]:
+    assert before is not None
+    with ExitStack() as stack:
+        yield start(folder, stack)
+
+
+def test_all_four_are_active(cluster: Cluster) -> None:
+    for name in ("prefill", "decode"):
+        assert set(ACTIVE.findall(cluster.servers[name].log_text())) == CAPABILITIES
+    assert not ACTIVE.findall(cluster.servers["plain"].log_text())
+
+
+def test_one_at_a_time_the_answers_are_the_decode_servers_own(cluster: Cluster) -> None:
+    prefill, decode = (cluster.servers[name].url for name in ("prefill", "decode"))
+    before = scrape(decode)
+    answers: list[Completion] = []
+    for prompt in draw(NUM_ALONE, 1, [ALONE_TOKENS]):
+        own = complete(decode, MODEL_NAME, prompt, max_tokens=MAX_TOKENS)
+        got = disaggregated(prefill, decode, MODEL_NAME, prompt, max_tokens=MAX_TOKENS)
+        assert compare(own, got).equal
+        answers.append(got)
+    assert len({answer.token_ids for answer in answers}) == NUM_ALONE
+    assert scrape(decode).minus(before).total(f"{PREFIX}bytes_total") > 0
+
+
+def test_many_at_a_time(cluster: Cluster, record_property: Callable[[str, object], None]) -> None:
+    prompts = draw(NUM_REQUESTS, 2, LENGTHS)
+    first, second = (cluster.ask("plain", prompts) for _ in range(2))
+    decode = cluster.servers["decode"].url
+    before = scrape(decode)
+    got = cluster.ask("proxy", prompts)
+    moved = scrape(decode).minus(before)
+    noise, ours = agreement(first, second), agreement(first, got)
+    shifted = agreement(first, [*first[1:], first[0]])  # the negative control
+    figures = {
+        "plain_with_itself": noise,
+        "ours_with_plain": ours,
+        "with_another_prompts_answer": shifted,
+        "bytes": moved.total(f"{PREFIX}bytes_total"),
+        "transfers": moved.total(f"{PREFIX}transfer_seconds_count"),
+    }
+    for name, value in figures.items():
+        record_property(name, value)
+    assert moved.total(f"{PREFIX}failures_total") == 0
+    assert moved.total(f"{PREFIX}transfer_seconds_count") >= NUM_REQUESTS
+    assert shifted["first tokens"] < 0.2 < noise["first tokens"]
+    for name, share in noise.items():
+        assert ours[name] > share - 0.05, name
+
+
+def agreement(expected: Sequence[Completion], got: Sequence[Completion]) -> dict[str, float]:
+    """Shares of requests whose first token, and all of whose tokens, are the same."""
+    pairs = list(zip(expected, got, strict=True))
+    return {
+        "first tokens": sum(a.token_ids[0] == b.token_ids[0] for a, b in pairs) / len(pairs),
+        "all tokens": sum(a.token_ids == b.token_ids for a, b in pairs) / len(pairs),
+    }
+
+
+def test_nothing_is_left_behind(cluster: Cluster, before: set[str]) -> None:
+    servers = cluster.servers
+    ours = ("proxy", "prefill", "decode")
+    assert {name: lines_with(BAD, servers[name]) for name in ours} == {name: [] for name in ours}
+    pids = [pid for server in servers.values() for pid in server.pids()]
+    assert len(pids) > 2 * len(servers)
+    for name in (*ours, "plain"):
+        assert servers[name].stop() == 0, name  # raises if a process outlives it
+    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+    assert set(os.listdir("/dev/shm")) - before == set()
+    for port in [server.port for server in servers.values()] + [*cluster.side_channels]:
+        with socket.create_server((LOOPBACK, port)):
+            pass
+    assert {name: lines_with(NEVER, servers[name]) for name in ours} == {name: [] for name in ours}
+
+
+def lines_with(pattern: re.Pattern[str], server: Server) -> list[str]:
+    return [line for line in server.log_text().splitlines() if pattern.search(line)]
