@@ -24,7 +24,7 @@ static PyObject *wait_for(RingObject *self, struct ring_wish wish, PyObject *tim
         status = ring_wait(&self->end.waiter, &wish, &self->end.wait_started, deadline);
         Py_END_ALLOW_THREADS
         if (status == RING_INTERRUPTED && self->end.rank == RING_WRITER &&
-            ring_lost_reader(&self->end)) {
+            ring_find_lost_reader(&self->end, UINT64_MAX)) {
             self->end.culprit = self->end.lost_reader;
             status = RING_PEER_DEAD;
         }

@@ -51,7 +51,8 @@ struct ring_end {
     struct ring_part parts[RING_MAX_PARTS]; /* where the caller wants the parts */
     int culprit;            /* after RING_PEER_*: which reader, or RING_WRITER */
     const char *why;        /* after RING_CORRUPT, which is final */
-    uint64_t looked_ns;     /* writer: when it last looked after all readers */
+    uint64_t looked_ns;     /* writer: when it last looked after all readers ... */
+    uint64_t looked_position; /* ... and where it was then */
     int lost_reader;        /* writer: which one it then found dead */
     uint64_t wait_started;
     struct ring_waiter waiter;

@@ -6,19 +6,28 @@
 
 #include "shm_ring_core.h"
 
-/* Whether a reader is known to be dead. Looks once a second, because a writer that has room need not
- * wait for anybody. What it finds after a record has been written ends the next. */
-static inline int ring_lost_reader(struct ring_end *end) {
-    uint64_t now = ring_now();
-    if (now - end->looked_ns < RING_SLICE_NS) return end->lost_reader != RING_NOBODY;
-    end->looked_ns = now;
+/* Look for dead ones among the readers that have not read up to `position`. */
+static inline int ring_find_lost_reader(struct ring_end *end, uint64_t position) {
     for (uint32_t rank = 0; rank < end->n_readers; rank++) {
-        const struct ring_identity *who = &end->readers[rank].identity;
-        if (atomic_load(&who->state) == RING_ATTACHED &&
-            ring_is_dead(who, end->waiter.pid_namespace))
+        const struct ring_reader *reader = &end->readers[rank];
+        if (atomic_load(&reader->identity.state) == RING_ATTACHED &&
+            atomic_load(&reader->cursor.position) < position &&
+            ring_is_dead(&reader->identity, end->waiter.pid_namespace))
             end->lost_reader = (int)rank;
     }
     return end->lost_reader != RING_NOBODY;
+}
+
+/* Whether a reader is known to be dead. Looks twice a second, because a writer that has room need
+ * not wait for anybody, and asks the kernel only about those who have not read what was there at the
+ * last look: the question takes longer than a message. What it finds after a record has been written
+ * ends the next. */
+static inline int ring_lost_reader(struct ring_end *end) {
+    uint64_t now = ring_now(), seen = end->looked_position;
+    if (now - end->looked_ns < RING_LOOK_NS) return end->lost_reader != RING_NOBODY;
+    end->looked_ns = now;
+    end->looked_position = end->position;
+    return ring_find_lost_reader(end, seen);
 }
 
 /* Read all readers' cursors. The slowest one's rank goes to *slowest. */
