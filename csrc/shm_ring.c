@@ -8,7 +8,10 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
-static void ring_after_fork(void) { ring_generation++; }
+static void ring_after_fork(void) {
+    ring_generation++;
+    ring_forget_places();
+}
 
 /* ---- the meeting of writer and readers ---- */
 
@@ -93,11 +96,12 @@ static PyObject *Ring_counters(PyObject *op, PyObject *Py_UNUSED(ignored)) {
             slowest = rank;
         }
     }
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:I}", "messages", (unsigned long long)end->sequence,
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:I}", "messages", (unsigned long long)end->sequence,
                          "bytes", (unsigned long long)end->bytes, "waits",
                          (unsigned long long)end->waiter.waits, "parks",
                          (unsigned long long)end->waiter.parks, "wake_ups",
-                         (unsigned long long)end->waiter.wake_ups, "high_water_bytes",
+                         (unsigned long long)end->waiter.wake_ups, "moves",
+                         (unsigned long long)end->waiter.mover.moves, "high_water_bytes",
                          (unsigned long long)high_water, "slowest_reader", slowest);
 }
 
@@ -145,12 +149,16 @@ static int open_end(RingObject *self, int fd, unsigned long long map_bytes,
     self->process = ring_generation;
     if (rank == RING_WRITER) {
         ring_format(&self->end, nonce);
+        ring_add_place(&self->end.place);
         return 0;
     }
     const char *why =
         ring_bad_header(&self->end.segment->header, capacity, n_readers, map_bytes, nonce);
     if (why == NULL && !ring_claim(&self->end)) why = "this reader's place is taken already";
-    if (why == NULL) return 0;
+    if (why == NULL) {
+        ring_add_place(&self->end.place);
+        return 0;
+    }
     munmap(map, (size_t)map_bytes);
     self->end.segment = NULL;
     PyErr_SetString(PyExc_ValueError, why);
@@ -186,7 +194,10 @@ static void Ring_dealloc(PyObject *op) {
     PyTypeObject *type = Py_TYPE(op);
     Py_CLEAR(self->received);
     if (self->end.segment != NULL) {
-        if (self->process == ring_generation) ring_leave(&self->end);
+        if (self->process == ring_generation) {
+            ring_leave(&self->end);
+            ring_remove_place(&self->end.place);
+        }
         munmap(self->end.segment, (size_t)self->end.map_bytes);
     }
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);

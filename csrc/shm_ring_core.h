@@ -56,6 +56,7 @@ struct ring_end {
     int lost_reader;        /* writer: which one it then found dead */
     uint64_t wait_started;
     struct ring_waiter waiter;
+    struct ring_place place;
 };
 
 static inline int ring_corrupt(struct ring_end *end, const char *why) {
@@ -102,6 +103,8 @@ static inline void ring_open(struct ring_end *end, void *map, uint64_t map_bytes
     end->limit = rank == RING_WRITER ? capacity : 0;
     end->culprit = end->lost_reader = RING_NOBODY;
     end->waiter.pid_namespace = ring_pid_namespace();
+    end->place.core =
+        rank == RING_WRITER ? &end->segment->head.core : &end->readers[rank].cursor.core;
 }
 
 /* The segment is fresh from the kernel, all zero. */

@@ -13,8 +13,9 @@
 
 #define RING_SPIN_MIN_NS UINT64_C(1500)
 #define RING_SPIN_MAX_NS UINT64_C(500000)
-#define RING_SPIN_SLACK_NS UINT64_C(8000)
-#define RING_MOST_FAILED 9u
+#define RING_SPIN_MOVED_NS UINT64_C(200000) /* once it has left its peer's core */
+#define RING_SPIN_SLACK_NS UINT64_C(20000)
+#define RING_MOST_FAILED 7u
 #define RING_HISTORIES 8u /* of the last three waits: which of them were short */
 
 /* How waits of one kind went: `score` of 2 or 3 expects the next to be short, about usual_ns. */
@@ -35,13 +36,20 @@ struct ring_bet {
 struct ring_guess {
     struct ring_habit habits[RING_KINDS];
     uint32_t history;       /* of the last waits between records, a bit each: it was short */
-    uint32_t spins_failed;  /* more than succeeded, lately */
+    uint32_t spins_failed;  /* one more for each, halved by one that succeeds */
     uint32_t spins_to_skip; /* before the next one that is longer than the least */
 };
 
+static inline int ring_expects_short(const struct ring_habit *habit) { return habit->score >= 2; }
+
+/* The peer has gone to another core: what failed before says nothing any more. */
+static inline void ring_forgive(struct ring_guess *guess) {
+    guess->spins_failed = guess->spins_to_skip = 0;
+}
+
 static inline uint64_t ring_spin_budget(struct ring_guess *guess,
                                         const struct ring_habit *habit) {
-    if (habit->score < 2) return RING_SPIN_MIN_NS;
+    if (!ring_expects_short(habit)) return RING_SPIN_MIN_NS;
     if (guess->spins_to_skip > 0) {
         guess->spins_to_skip--;
         return RING_SPIN_MIN_NS;
@@ -74,7 +82,7 @@ static inline void ring_learn(struct ring_guess *guess, const struct ring_bet *b
         guess->history = (guess->history * 2 + (uint32_t)is_short) % RING_HISTORIES;
     if (bet->budget <= RING_SPIN_MIN_NS) return;
     if (spun) {
-        if (guess->spins_failed > 0) guess->spins_failed--;
+        guess->spins_failed /= 2;
     } else if (waited < 2 * RING_SPIN_MAX_NS) {
         if (guess->spins_failed < RING_MOST_FAILED) guess->spins_failed++;
         guess->spins_to_skip = (1u << guess->spins_failed) - 1;

@@ -26,7 +26,7 @@ _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "64-bit atomics must be lock-free ac
 _Static_assert(ATOMIC_INT_LOCK_FREE == 2, "32-bit atomics must be lock-free across processes");
 
 #define RING_MAGIC UINT64_C(0x31474e5258434356) /* "VCCXRNG1" */
-#define RING_VERSION 2u
+#define RING_VERSION 3u
 #define RING_LINE 128u
 #define RING_READERS_AT (8u * RING_LINE)
 #define RING_PAGE 4096u
@@ -69,6 +69,7 @@ struct ring_cursor {
     _Atomic uint64_t wanted;     /* readers: where the writer wants to be woken */
     _Atomic uint64_t high_water; /* readers: the most bytes ever found waiting */
     ring_event room;             /* readers: what the writer sleeps on */
+    _Atomic uint32_t core;       /* that its owner was on when it last advanced, from 1; or 0 */
 };
 
 struct ring_reader {

@@ -23,6 +23,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "shm_ring_core_sharing.h"
 #include "shm_ring_guess.h"
 #include "shm_ring_layout.h"
 
@@ -52,6 +53,7 @@ struct ring_waiter {
     _Atomic uint32_t cancelled;
     uint64_t pid_namespace;
     struct ring_guess guess;
+    struct ring_mover mover;
     uint64_t checked_ns; /* when the peer was last known to live */
     uint64_t waits, parks, wake_ups;
 };
@@ -65,6 +67,7 @@ struct ring_wish {
     uint64_t lenient;         /* what to say in the first millisecond, >= target: fewer switches */
     const struct ring_identity *peer; /* who has to advance it; NULL: nobody in particular */
     int in_record;                    /* the peer is busy with a record's rest */
+    _Atomic uint32_t *peer_core;      /* where the peer was last */
 };
 
 static inline uint64_t ring_now(void) {
@@ -212,6 +215,31 @@ static inline int ring_park(struct ring_waiter *waiter, const struct ring_wish *
     }
 }
 
+/* How long to spin for a wish. For room hardly: the reader runs faster unwatched, and has made much
+ * room when it wakes a sleeper. Where the peer needs this very core not at all, unless this thread
+ * can leave it; while the peer is on its way to another core as long as that may take. */
+static inline struct ring_bet ring_place_bet(struct ring_waiter *waiter,
+                                             const struct ring_wish *wish, uint64_t now) {
+    struct ring_guess *guess = &waiter->guess;
+    uint32_t kind = wish->in_record ? RING_IN_RECORD : guess->history;
+    struct ring_bet bet = {&guess->habits[kind], now, RING_SPIN_MIN_NS};
+    if (wish->lenient > wish->target && !wish->in_record) return bet;
+    uint32_t theirs = RING_CORE_UNKNOWN, mine;
+    if (wish->peer_core != NULL) {
+        theirs = atomic_load_explicit(wish->peer_core, memory_order_relaxed);
+        if (theirs == RING_CORE_UNKNOWN) ring_forgive(guess);
+    }
+    bet = ring_bet_on(guess, kind, now);
+    if (wish->peer_core == NULL || !ring_expects_short(bet.habit)) return bet;
+    if (theirs == RING_CORE_UNKNOWN) {
+        bet.budget = RING_SPIN_MAX_NS;
+    } else if (theirs == (mine = ring_core())) { /* one of the two moves, not both */
+        int moved = wish->peer->pid < (uint32_t)getpid() && ring_move(&waiter->mover, mine, now);
+        bet.budget = moved ? RING_SPIN_MOVED_NS : 0;
+    }
+    return bet;
+}
+
 /* Wait until the wish is fulfilled. Call without the interpreter's lock. `*started`: 0 for a new
  * wait, kept by the caller while it goes on after RING_INTERRUPTED. That is also returned once a
  * slice, because a signal may have arrived just before the sleep began. */
@@ -224,14 +252,14 @@ static inline int ring_wait(struct ring_waiter *waiter, const struct ring_wish *
     if (*started == 0) {
         *started = ring_now();
         waiter->waits++;
-        uint32_t kind = wish->in_record ? RING_IN_RECORD : waiter->guess.history;
-        bet = ring_bet_on(&waiter->guess, kind, *started);
+        bet = ring_place_bet(waiter, wish, *started);
         spun = ring_spin(wish, ring_earlier(*started + bet.budget, deadline));
     }
     if (!spun) status = ring_park(waiter, wish, *started, deadline);
     atomic_store(&waiter->waiting_on, NULL);
     if (status != RING_OK) return status;
     ring_learn(&waiter->guess, &bet, ring_now(), spun);
+    ring_count_wait(&waiter->mover, spun);
     *started = 0;
     return RING_OK;
 }

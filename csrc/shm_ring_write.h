@@ -62,7 +62,7 @@ static inline int ring_need_room(struct ring_end *end, uint64_t bytes, uint64_t 
             .cursor = &reader->cursor.position, .event = &reader->cursor.room,
             .target = target, .wanted = &reader->cursor.wanted,
             .lenient = target > half ? target : half, .peer = &reader->identity,
-            .in_record = end->at.active};
+            .in_record = end->at.active, .peer_core = &reader->cursor.core};
         status = ring_wait(&end->waiter, &wish, &end->wait_started, deadline);
         if (status != RING_OK) {
             end->culprit = (int)slowest;
@@ -82,6 +82,7 @@ static inline void ring_put_fragment(struct ring_end *end, uint32_t bytes, uint3
 static inline void ring_publish(struct ring_end *end, uint64_t span) {
     struct ring_segment *segment = end->segment;
     end->position += span;
+    ring_show_core(&end->place);
     ring_advance(&end->waiter, &segment->head.position, end->position, &segment->news, NULL);
 }
 

@@ -34,6 +34,16 @@ def pattern(number: int) -> bytes:
     return number.to_bytes(8, "little") + bytes([number % 251]) * length
 
 
+def echo(address: RingAddress) -> None:
+    """Answer each record with itself, and `moves` with how often this process has moved."""
+    requests, answers = RingReader.attach(address, 0), RingWriter.create(1, 4096)
+    say(pickle.dumps(answers.address).hex())
+    while (record := requests.read(timeout=60)) != b"end":
+        assert isinstance(record, bytes)
+        moves = str(requests.counters()["moves"]).encode()
+        answers.write(moves if record == b"moves" else record, timeout=20)
+
+
 def hang_reading(address: RingAddress, rank: int) -> None:
     reader = RingReader.attach(address, rank)
     say("attached")

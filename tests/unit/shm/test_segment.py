@@ -67,7 +67,7 @@ def test_an_address_that_is_not_the_segments_is_refused() -> None:
         (replace(address, n_readers=1), "number of readers"),
         (replace(address, nonce=b"n" * 16), "another queue"),
         (replace(address, nonce=b"n"), "16 bytes"),
-        (replace(address, version=1), "layout version 1, this process's 2"),
+        (replace(address, version=1), "layout version 1, this process's 3"),
         (replace(address, name="../../etc/passwd"), "not the name"),
         (replace(address, name=address.name[:-1] + "g"), "not the name"),
         (replace(address, capacity_bytes=5000), "power of two"),

@@ -1,0 +1,90 @@
+"""Two processes on one core while another one is free: one of them moves, and stays free to."""
+
+import os
+import pickle
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
+
+from vllm_commext.shm.ring import RingReader, RingWriter
+
+Child = subprocess.Popen[str]
+ROUND_TRIPS = 2000
+TRIES = 20
+
+pytestmark = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="needs two cores that this process may run on"
+)
+
+
+@dataclass
+class Pair:
+    """This process and one that answers."""
+
+    child: Child
+    requests: RingWriter
+    answers: RingReader
+
+    def talk(self) -> None:
+        for _ in range(ROUND_TRIPS):
+            self.requests.write(b"x", timeout=20)
+            self.answers.read(timeout=20)
+
+    def confine(self, cores: set[int]) -> None:
+        for pid in (0, self.child.pid):
+            os.sched_setaffinity(pid, cores)
+
+    def moves(self) -> int:
+        """Of both processes so far, whichever is the one that moves."""
+        self.requests.write(b"moves", timeout=20)
+        record = self.answers.read(timeout=20)
+        assert isinstance(record, bytes)
+        return int(record) + self.answers.counters()["moves"]
+
+    def allowed(self) -> list[set[int]]:
+        return [os.sched_getaffinity(pid) for pid in (0, self.child.pid)]
+
+
+@pytest.fixture
+def pair(start: Callable[..., Child], said: Callable[[Child], str]) -> Iterator[Pair]:
+    before = os.sched_getaffinity(0)
+    requests = RingWriter.create(1, 4096)
+    child = start("echo", requests.address)
+    yield Pair(child, requests, RingReader.attach(pickle.loads(bytes.fromhex(said(child))), 0))
+    os.sched_setaffinity(0, before)
+    requests.close()
+
+
+def test_one_of_the_two_moves_and_both_may_still_run_everywhere(pair: Pair) -> None:
+    cores = set(sorted(os.sched_getaffinity(0))[:2])
+    for _ in range(TRIES):
+        pair.confine({min(cores)})
+        pair.talk()
+        assert pair.moves() == 0
+        pair.confine(cores)  # this by itself moves nobody
+        pair.talk()
+        assert pair.allowed() == [cores, cores]
+        if pair.moves():
+            return
+    pytest.fail(f"nobody has moved in {TRIES} tries")
+
+
+def test_who_may_run_on_one_core_only_stays_there(pair: Pair) -> None:
+    core = {max(os.sched_getaffinity(0))}
+    pair.confine(core)
+    pair.talk()
+    assert (pair.moves(), pair.allowed()) == (0, [core, core])
+
+
+def test_messages_that_are_seldom_move_nobody(pair: Pair) -> None:
+    import time
+
+    for _ in range(20):
+        pair.requests.write(b"x", timeout=20)
+        pair.answers.read(timeout=20)
+        time.sleep(0.01)
+    assert pair.requests.counters()["moves"] == 0
