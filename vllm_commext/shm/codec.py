@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _shm_ring
+from .plain import IN_BAND_BYTES, PlainEncoder, build
 from .reducers import PROTOCOL, reduce_array, reduce_tensor
 
-IN_BAND_BYTES = 16 << 10  # below, a part of its own costs more than the copies that it saves
 MAX_BUFFERS = 64  # of one message; more go in band. Fewer than any ring's parts.
 BYPASS_BYTES = 64 << 10  # pickle hands larger bytes to the file as they are
 
@@ -57,6 +57,7 @@ class Encoder:
     """Turns objects into records. Kept between messages; one thread at a time."""
 
     def __init__(self) -> None:
+        self._plain = PlainEncoder()
         self._start()
 
     def _start(self) -> None:
@@ -89,6 +90,10 @@ class Encoder:
             self._start()
         if len(self._reducers) < 2:
             self._reducers.add_ours()
+            self._plain.add_types()
+        plain = self._plain.by_type.get(type(obj))
+        if plain is not None and (record := plain(obj)) is not None:
+            return record
         chunks, buffers = self._chunks, self._buffers
         try:
             self._pickler.dump(obj)
@@ -108,7 +113,10 @@ def decode(record: bytes | list[bytes | bytearray]) -> Any:
     """The object of a record as `RingReader.read` returns it. It owns all its memory."""
     if isinstance(record, bytes):
         return pickle.loads(record)
-    return pickle.loads(record[0], buffers=record[1:])
+    head = record[0]
+    if head[0] != _PROTO:
+        return build(bytes(head), record[1])
+    return pickle.loads(head, buffers=record[1:])
 
 
 def _join(chunks: list[Any], buffers: list[tuple[int, Any]]) -> Record:

@@ -32,8 +32,8 @@ LARGE = bytes(range(256)) * 400
     [
         (None, 1),
         ({"a": [1, 2.5, "text"], (1, 2): {3}}, 1),
-        (b"x" * (BYPASS_BYTES - 1), 1),
-        (b"x" * BYPASS_BYTES, 2),
+        ([b"x" * (BYPASS_BYTES - 1)], 1),
+        ([b"x" * BYPASS_BYTES], 2),
         (bytearray(LARGE), 2),
         ([LARGE, [LARGE * 2, "between", bytearray(LARGE)], LARGE * 3], 5),
         ((LARGE, LARGE), 2),  # twice the same object

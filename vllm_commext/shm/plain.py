@@ -1,0 +1,108 @@
+"""Large `bytes`, arrays and tensors that are a message of their own: their memory behind a few
+words, without pickle.
+
+Pickling and unpickling such an object takes longer than copying 100 KiB of it. The words say what
+the memory is and are the same for all alike, so both ends keep what they made of them. The first of
+them is never that of a pickle.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .reducers import NUMBERS, NUMPYS_OWN, SHARED_DTYPES
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+IN_BAND_BYTES = 16 << 10  # below, a part of its own costs more than the copies that it saves
+BYTES, BYTEARRAY, ARRAY, TENSOR = b"b", b"a", b"n", b"t"
+MOST_KEPT = 1024  # of what either end made of words
+
+PlainRecord = tuple[bytes, Any]
+Builder = Callable[[Any], Any]
+
+
+class PlainEncoder:
+    """`by_type`: what to try with an object of exactly this type. It returns None for one that has
+    to be pickled."""
+
+    def __init__(self) -> None:
+        self.by_type: dict[type, Callable[[Any], PlainRecord | None]] = {
+            bytes: _of_bytes,
+            bytearray: _of_bytearray,
+        }
+        self._heads: dict[Any, bytes | None] = {}
+
+    def add_types(self) -> None:
+        """For what has been imported by now: before, no object could be any of it."""
+        if "numpy" in sys.modules:
+            self.by_type[sys.modules["numpy"].ndarray] = self._of_array
+        if "torch" in sys.modules:
+            self.by_type[sys.modules["torch"].Tensor] = self._of_tensor
+
+    def _of_array(self, array: "np.ndarray[Any, Any]") -> PlainRecord | None:
+        if array.nbytes < IN_BAND_BYTES or not array.flags.c_contiguous:
+            return None
+        head = self._head(ARRAY, array.dtype, array.shape)
+        return None if head is None else (head, array)
+
+    def _of_tensor(self, tensor: "torch.Tensor") -> PlainRecord | None:
+        if tensor.nbytes < IN_BAND_BYTES or not tensor.is_contiguous():
+            return None
+        try:
+            array = tensor.numpy()
+        except (RuntimeError, TypeError):  # it has a gradient, or a dtype or a device of its own
+            return None
+        head = self._head(TENSOR, array.dtype, array.shape)
+        return None if head is None else (head, array)
+
+    def _head(self, kind: bytes, dtype: "np.dtype[Any]", shape: tuple[int, ...]) -> bytes | None:
+        key = kind, dtype, shape
+        try:
+            return self._heads[key]
+        except KeyError:
+            pass
+        if len(self._heads) >= MOST_KEPT:
+            self._heads.clear()
+        simple = dtype.kind in NUMBERS and dtype.isbuiltin == NUMPYS_OWN
+        known = simple and (kind == ARRAY or dtype.name in SHARED_DTYPES)
+        words = ",".join([dtype.str, *map(str, shape)])
+        self._heads[key] = head = kind + words.encode() if known else None
+        return head
+
+
+def _of_bytes(obj: bytes) -> PlainRecord | None:
+    return (BYTES, obj) if len(obj) >= IN_BAND_BYTES else None
+
+
+def _of_bytearray(obj: bytearray) -> PlainRecord | None:
+    return (BYTEARRAY, obj) if len(obj) >= IN_BAND_BYTES else None
+
+
+_builders: dict[bytes, Builder] = {}
+
+
+def build(head: bytes, memory: Any) -> Any:
+    """The object of a plain record. It owns `memory`: `bytes` if it was, else a `bytearray`."""
+    if head in (BYTES, BYTEARRAY):
+        return memory
+    builder = _builders.get(head)
+    if builder is None:
+        if len(_builders) >= MOST_KEPT:
+            _builders.clear()
+        builder = _builders[head] = _builder(head)
+    return builder(memory)
+
+
+def _builder(head: bytes) -> Builder:
+    import numpy as np
+
+    name, *lengths = head[1:].decode().split(",")
+    dtype, shape, array = np.dtype(name), tuple(map(int, lengths)), np.ndarray
+    if head[:1] == ARRAY:
+        return lambda memory: array(shape, dtype, memory)
+    from torch import from_numpy
+
+    return lambda memory: from_numpy(array(shape, dtype, memory))
