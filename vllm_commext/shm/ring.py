@@ -98,8 +98,9 @@ class RingEnd:
 
     def counters(self) -> dict[str, int]:
         """Of this end: messages, bytes (headers not included), waits, parks (times it slept),
-        wake_ups (system calls that woke others). Of the queue: high_water_bytes (the most that any
-        reader ever found waiting), slowest_reader (its rank).
+        wake_ups (system calls that woke others), moves (to another core than the peer's). Of the
+        queue: high_water_bytes (the most that any reader ever found waiting), slowest_reader (its
+        rank).
         """
         return self.core.counters()
 
