@@ -28,8 +28,20 @@ class _Prefixed(_Adapter):
 logger = _Prefixed(logging.getLogger("vllm.commext.nixl"), {})
 
 
+def on_one_line(text: str) -> str:
+    """The text with what cannot be printed written as an escape sequence: a peer's names and errors
+    must not look like lines of this process, or break a handler."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
 class RateLimitedLog:
     """Warnings, at most ``burst`` a period for each key; the next one tells how many were left out.
+    Each is one line, whatever a peer's text in it holds.
 
     Keys are a fixed set of reasons in the code, never text from the network, so the record stays
     small.
@@ -52,4 +64,4 @@ class RateLimitedLog:
         left_out = self._left_out.pop(key, 0)
         suffix = f" ({left_out} more like this were left out)" if left_out else ""
         # Past the adapter: how it counts stack levels differs between versions of Python.
-        logger.logger.warning("%s%s%s", PREFIX, message, suffix, stacklevel=2)
+        logger.logger.warning("%s%s%s", PREFIX, on_one_line(message), suffix, stacklevel=2)

@@ -58,3 +58,14 @@ def test_the_line_names_its_caller_and_percent_signs_survive(
     (record,) = log_lines.records
     assert record.getMessage() == "commext nixl: 100 %s of it"
     assert record.filename == "test_log.py"
+
+
+def test_a_peers_text_stays_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    names = "host\nERROR all is lost\x1b[2J", "half\ud800", "Zürich 東京"
+    with caplog.at_level("WARNING", "vllm.commext.nixl"):
+        for name in names:
+            RateLimitedLog().warning("key", f"at {name}")
+    expected = [r"at host\nERROR all is lost\x1b[2J", r"at half\ud800", "at Zürich 東京"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"commext nixl: {line}" for line in expected
+    ]
