@@ -19,6 +19,8 @@ FAULTS ?= 114
 CHAOS_OUT ?= chaos-report
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+# Tests of tests/cpu that start no servers, and need no core to themselves.
+SIDE_BY_SIDE := tests/cpu/nixl_agents tests/cpu/test_tiny_model.py
 
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
@@ -36,7 +38,8 @@ demo: env ## Prefill and decode servers here, proven equal to one server; MODEL=
 
 test: env lint ## Lint, then unit, contract, cpu tests and a short chaos run
 	$(PYTEST) -n 2 tests/unit tests/contract $(PYTEST_ARGS)
-	$(PYTEST) tests/cpu tests/chaos $(PYTEST_ARGS)
+	$(PYTEST) -n 2 --dist loadfile $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+	$(PYTEST) tests/cpu tests/chaos $(SIDE_BY_SIDE:%=--ignore %) $(PYTEST_ARGS)
 
 unit: env ## Tests that need no vLLM
 	$(PYTEST) -n 2 tests/unit $(PYTEST_ARGS)

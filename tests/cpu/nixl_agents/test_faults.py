@@ -161,7 +161,7 @@ def test_nothing_but_silence(make_engine: MakeEngine, log_lines: Lines) -> None:
         assert_fails(decode, load, "handshake", log_lines, f"127.0.0.1:{port}", "within 1 s")
 
 
-@pytest.mark.parametrize("host", ["a b", "half\ud800"])
+@pytest.mark.parametrize("host", ["a b", "half\ud800"], ids=["space", "surrogate"])
 def test_an_impossible_host(make_engine: MakeEngine, log_lines: Lines, host: str) -> None:
     prefill = make_engine("p", serve=True)
     decode = make_engine("d", seed=2)
