@@ -25,7 +25,7 @@ from .waiting import warning_interval
 logger = logging.getLogger("vllm.commext.shm")
 
 HEADER = struct.Struct("<4sIQ")  # magic, version, number of the message; then a byte a part
-MAGIC, VERSION = b"VCXQ", 1
+MAGIC, VERSION = b"VCXQ", 2
 RETRY_MS = 2  # between two attempts to queue a message while a reader's queue is full
 LINGER_MS = 1000  # for what is still on its way when the queue is collected
 

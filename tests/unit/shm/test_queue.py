@@ -213,7 +213,7 @@ def make_remote(host: str = LOCAL, n_local: int = 0) -> tuple[MessageQueue, list
 @pytest.mark.parametrize("n_local", [0, 2])
 def test_remote_readers_get_the_same(host: str, n_local: int) -> None:
     writer, readers = make_remote(host, n_local)
-    array = np.arange(200_000)
+    array = np.arange(200_000).reshape(2, 100, 1000)
     for obj in ("text", b"y" * 200_000, array):
         writer.enqueue(obj, timeout=5)
     array[:] = 0
@@ -221,7 +221,7 @@ def test_remote_readers_get_the_same(host: str, n_local: int) -> None:
         assert reader.dequeue(timeout=5) == "text"
         assert reader.dequeue(timeout=5) == b"y" * 200_000
         received = reader.dequeue(timeout=5)
-        assert received[-1] == 199_999
+        assert (received.shape, received[-1, -1, -1]) == (array.shape, 199_999)
         received[0] = 1
 
 
