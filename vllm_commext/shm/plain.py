@@ -49,11 +49,11 @@ class PlainEncoder:
         return None if head is None else (head, array)
 
     def _of_tensor(self, tensor: "torch.Tensor") -> PlainRecord | None:
-        if tensor.nbytes < IN_BAND_BYTES or not tensor.is_contiguous():
-            return None
         try:
             array = tensor.numpy()
-        except (RuntimeError, TypeError):  # it has a gradient, or a dtype or a device of its own
+        except (RuntimeError, TypeError):  # of another device, layout or dtype, or with a gradient
+            return None
+        if array.nbytes < IN_BAND_BYTES or not array.flags.c_contiguous:
             return None
         head = self._head(TENSOR, array.dtype, array.shape)
         return None if head is None else (head, array)

@@ -99,10 +99,14 @@ def test_tensors_arrive() -> None:
         (dense[:, 0, 0], False),
     ):
         back, without_pickle = travel(tensor)
-        assert without_pickle == is_plain, tensor.dtype
+        assert without_pickle == is_plain, (tensor.dtype, tensor.shape)
         assert (type(back), back.dtype, back.shape) == (type(tensor), tensor.dtype, tensor.shape)
         assert back.requires_grad == tensor.requires_grad
         assert torch.equal(back, tensor)
+    sparse = dense.to(torch.float32).to_sparse()
+    back, without_pickle = travel(sparse)
+    assert (back.layout, without_pickle) == (sparse.layout, False)
+    assert torch.equal(back.to_dense(), sparse.to_dense())
 
 
 def test_what_either_end_keeps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
