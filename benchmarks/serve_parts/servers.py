@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,13 +13,19 @@ from typing import Any
 
 from vllm_commext.errors import CommextTimeoutError
 from vllm_commext.testing import cluster
-from vllm_commext.testing.servers import LOOPBACK, ProxyServer, Server, VllmServer, free_port
+from vllm_commext.testing.servers import (
+    CUDA_ENVIRON,
+    LOOPBACK,
+    ProxyServer,
+    Server,
+    VllmServer,
+    free_port,
+)
 
 OFF, ON = "off", "on"
 CONTESTANTS = (OFF, ON)
 SINGLE, PAIR = "single", "1P1D"
 CELLS = (SINGLE, PAIR)
-ACTIVE = re.compile(r"commext: (\w+) active")
 # A vLLM reader spins for a second after the last message: let it, before anything is measured.
 SETTLE_SECONDS = 2.0
 HEALTHY_SECONDS = 30.0
@@ -34,16 +39,6 @@ TOGGLES: Mapping[str, Mapping[str, str]] = {
         "VLLM_COMMEXT_ALLREDUCE": "1",
         "VLLM_COMMEXT_REDUCE_RMS": "1",
     },
-}
-# No multicast object for either side: one that is left behind can take a machine's GPUs down.
-CUDA_ENVIRON: Mapping[str, str] = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": LOOPBACK,
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
 }
 
 
@@ -207,7 +202,7 @@ def active(contestants: Mapping[str, Contestant]) -> dict[str, list[str]]:
         for role, server in contestant.servers.items():
             if role == "proxy":
                 continue
-            found[server.name] = sorted(set(ACTIVE.findall(server.log_text())))
+            found[server.name] = sorted(server.active())
             if bool(found[server.name]) != (name == ON):
                 raise SystemExit(f"{server.name}: of ours is active: {found[server.name]}")
     return found

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vllm_commext.testing.servers import NO_MULTICAST
 from vllm_commext.testing.tiny_minimax import VOCABULARY, write_minimax
 
 ROOT = Path(__file__).parents[2]
@@ -104,10 +105,7 @@ def run_child(name: str, folder: Path, args: argparse.Namespace, toggle: str) ->
         TOGGLE: toggle,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "VLLM_CACHE_ROOT": str(args.out / "cache"),
-        "NCCL_NVLS_ENABLE": "0",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-        "NVSHMEM_DISABLE_NVLS": "1",
-        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        **NO_MULTICAST,
         "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a process less to start
         "VLLM_HOST_IP": "127.0.0.1",

@@ -25,7 +25,14 @@ import pytest
 from vllm_commext.testing.cluster import MODEL_NAME, disaggregated
 from vllm_commext.testing.metrics import scrape
 from vllm_commext.testing.parity import Completion, compare, complete
-from vllm_commext.testing.servers import LOOPBACK, ProxyServer, Server, VllmServer, free_port
+from vllm_commext.testing.servers import (
+    CUDA_ENVIRON,
+    LOOPBACK,
+    ProxyServer,
+    Server,
+    VllmServer,
+    free_port,
+)
 from vllm_commext.testing.tiny_minimax import VOCABULARY, write_minimax
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -46,21 +53,11 @@ ALL_ON = {
     "VLLM_COMMEXT_ALLREDUCE": "1",
     "VLLM_COMMEXT_REDUCE_RMS": "1",
 }
-ACTIVE = re.compile(r"commext: (\w+) active")
 CAPABILITIES = {"nixl", "shm_queue", "allreduce", "reduce_rms"}
 # What no server writes as long as it serves, and what none of ours writes ever: vLLM itself kills
 # its engine at the end, and may call that an error.
 BAD = re.compile(r"\bERROR\b|illegal memory|Segmentation")
 NEVER = re.compile(r"leaked shared_memory|illegal memory|Segmentation")
-BASE_ENVIRON = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": LOOPBACK,
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-}
 
 pytestmark = [
     pytest.mark.skipif(NUM_GPUS < 4, reason=f"needs 4 GPUs, this machine has {NUM_GPUS}"),
@@ -122,7 +119,7 @@ def engine(name: str, gpus: str, model: Path, side_channel: int | None) -> VllmS
             *("--served-model-name", MODEL_NAME),
         ],
         environ={**environ, "CUDA_VISIBLE_DEVICES": gpus},
-        base_environ=BASE_ENVIRON,
+        base_environ=CUDA_ENVIRON,
         ready_seconds=400,
     )
 
@@ -149,26 +146,21 @@ def start(folder: Path, stack: ExitStack) -> Cluster:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("all_together")
-
-
-@pytest.fixture(scope="module")
 def before() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
 @pytest.fixture(scope="module")
-def cluster(folder: Path, before: set[str]) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, before: set[str]) -> Iterator[Cluster]:
     assert before is not None
     with ExitStack() as stack:
-        yield start(folder, stack)
+        yield start(tmp_path_factory.mktemp("all_together"), stack)
 
 
 def test_all_four_are_active(cluster: Cluster) -> None:
     for name in ("prefill", "decode"):
-        assert set(ACTIVE.findall(cluster.servers[name].log_text())) == CAPABILITIES
-    assert not ACTIVE.findall(cluster.servers["plain"].log_text())
+        assert cluster.servers[name].active() == CAPABILITIES
+    assert not cluster.servers["plain"].active()
 
 
 def test_one_at_a_time_the_answers_are_the_decode_servers_own(cluster: Cluster) -> None:

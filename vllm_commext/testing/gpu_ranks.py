@@ -9,16 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vllm_commext.allreduce import multicast
 from vllm_commext.testing.servers import free_port
 
 GRACE_SECONDS = 30.0
 CHECK_LINE = '{"check"'
 ENVIRON: Mapping[str, str] = {
     "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
+    **multicast.DEFAULTS,
     "VLLM_HOST_IP": "127.0.0.1",
 }
 ROOT = Path(__file__).parents[2]

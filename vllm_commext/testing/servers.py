@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -51,6 +52,22 @@ CPU_ENVIRON: dict[str, str] = {
     "UCX_TLS": "tcp",
     "UCX_NET_DEVICES": "lo",
 }
+
+# No multicast object, neither ours nor vLLM's: one that is left behind can take a machine's GPUs
+# down.
+NO_MULTICAST: Mapping[str, str] = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}
+CUDA_ENVIRON: Mapping[str, str] = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": LOOPBACK,
+    **NO_MULTICAST,
+}
+ACTIVE = re.compile(r"commext: (\w+) active")
 
 _handed_out: set[int] = set()
 
@@ -197,6 +214,10 @@ class Server:
     def log_text(self) -> str:
         """Everything the server has written so far."""
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    def active(self) -> set[str]:
+        """The capabilities of ours that are on, by what the log says."""
+        return set(ACTIVE.findall(self.log_text()))
 
     def log_tail(self, num_lines: int = TAIL_LINES) -> str:
         """The last lines the server has written."""
