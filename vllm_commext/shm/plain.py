@@ -33,7 +33,7 @@ class PlainEncoder:
             bytes: _of_bytes,
             bytearray: _of_bytearray,
         }
-        self._heads: dict[Any, bytes | None] = {}
+        self._heads: dict[Any, bytes] = {}
 
     def add_types(self) -> None:
         """For what has been imported by now: before, no object could be any of it."""
@@ -43,34 +43,33 @@ class PlainEncoder:
             self.by_type[sys.modules["torch"].Tensor] = self._of_tensor
 
     def _of_array(self, array: "np.ndarray[Any, Any]") -> PlainRecord | None:
-        if array.nbytes < IN_BAND_BYTES or not array.flags.c_contiguous:
-            return None
-        head = self._head(ARRAY, array.dtype, array.shape)
-        return None if head is None else (head, array)
+        return self._record(ARRAY, array)
 
     def _of_tensor(self, tensor: "torch.Tensor") -> PlainRecord | None:
         try:
             array = tensor.numpy()
         except (RuntimeError, TypeError):  # of another device, layout or dtype, or with a gradient
             return None
+        return self._record(TENSOR, array)
+
+    def _record(self, kind: bytes, array: "np.ndarray[Any, Any]") -> PlainRecord | None:
         if array.nbytes < IN_BAND_BYTES or not array.flags.c_contiguous:
             return None
-        head = self._head(TENSOR, array.dtype, array.shape)
-        return None if head is None else (head, array)
+        key = kind, array.dtype, array.shape
+        head = self._heads.get(key)
+        if head is None:
+            if len(self._heads) >= MOST_KEPT:
+                self._heads.clear()
+            head = self._heads[key] = _head(*key)
+        return (head, array) if head else None
 
-    def _head(self, kind: bytes, dtype: "np.dtype[Any]", shape: tuple[int, ...]) -> bytes | None:
-        key = kind, dtype, shape
-        try:
-            return self._heads[key]
-        except KeyError:
-            pass
-        if len(self._heads) >= MOST_KEPT:
-            self._heads.clear()
-        simple = dtype.kind in NUMBERS and dtype.isbuiltin == NUMPYS_OWN
-        known = simple and (kind == ARRAY or dtype.name in SHARED_DTYPES)
-        words = ",".join([dtype.str, *map(str, shape)])
-        self._heads[key] = head = kind + words.encode() if known else None
-        return head
+
+def _head(kind: bytes, dtype: "np.dtype[Any]", shape: tuple[int, ...]) -> bytes:
+    """The words for such an array; empty where it has to be pickled."""
+    simple = dtype.kind in NUMBERS and dtype.isbuiltin == NUMPYS_OWN
+    if not simple or (kind == TENSOR and dtype.name not in SHARED_DTYPES):
+        return b""
+    return kind + ",".join([dtype.str, *map(str, shape)]).encode()
 
 
 def _of_bytes(obj: bytes) -> PlainRecord | None:
