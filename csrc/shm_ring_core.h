@@ -25,6 +25,7 @@ struct ring_progress {
     int active;           /* a fragment of this record has been published, or received */
     uint32_t n_parts;     /* as the user counts them */
     uint64_t total, done; /* bytes of the record, and how many of them have passed */
+    uint64_t begun;       /* writer: where its first fragment is */
     uint32_t part;        /* the next byte belongs to this part ... */
     uint64_t offset;      /* ... at this place */
 };
@@ -40,6 +41,7 @@ struct ring_end {
     uint64_t limit;     /* writer: may write up to here; reader: has been published up to here */
     uint64_t sequence;  /* records completed at this end */
     uint64_t bytes;     /* of these records */
+    uint64_t skipped;   /* bytes of `position` that held nothing */
     struct ring_progress at;
     int abort_pending;      /* writer: the record in progress was given up */
     /* the rest of the record in progress is the reader's */

@@ -10,7 +10,8 @@
  *   (page aligned)    data            `capacity` bytes, a power of two
  *
  * Positions are 64-bit byte counts that never wrap in practice; the place in the ring is
- * position & (capacity - 1). Every line has one process that writes it while data flows, and sits
+ * position & (capacity - 1). While readers keep up the writer skips all but the first quarter (the
+ * window), whose memory is then in the caches whenever it is used again. Every line has one process that writes it while data flows, and sits
  * alone on 128 bytes: two cache lines, because x86 prefetches neighbours and some Arm cores have
  * lines of 128.
  */
@@ -26,7 +27,7 @@ _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "64-bit atomics must be lock-free ac
 _Static_assert(ATOMIC_INT_LOCK_FREE == 2, "32-bit atomics must be lock-free across processes");
 
 #define RING_MAGIC UINT64_C(0x31474e5258434356) /* "VCCXRNG1" */
-#define RING_VERSION 3u
+#define RING_VERSION 4u
 #define RING_LINE 128u
 #define RING_READERS_AT (8u * RING_LINE)
 #define RING_PAGE 4096u
@@ -70,6 +71,7 @@ struct ring_cursor {
     _Atomic uint64_t high_water; /* readers: the most bytes ever found waiting */
     ring_event room;             /* readers: what the writer sleeps on */
     _Atomic uint32_t core;       /* that its owner was on when it last advanced, from 1; or 0 */
+    _Atomic uint64_t skipped;    /* writer: how much of its position holds nothing */
 };
 
 struct ring_reader {
@@ -94,7 +96,8 @@ struct ring_segment {
 _Static_assert(sizeof(struct ring_reader) == 2 * RING_LINE, "two lines a reader");
 _Static_assert(sizeof(struct ring_segment) <= RING_READERS_AT, "fixed lines overlap the readers");
 
-enum ring_flags { RING_FIRST = 1, RING_LAST = 2, RING_ABORT = 4 };
+/* RING_SKIP: nothing follows up to the end of the ring; the next fragment is at its beginning. */
+enum ring_flags { RING_FIRST = 1, RING_LAST = 2, RING_ABORT = 4, RING_SKIP = 8 };
 
 /* In front of every fragment of a record. A record is one fragment unless it is long: then it is
  * streamed, so that it may exceed the ring and readers copy while the writer still writes. */
@@ -125,6 +128,14 @@ static inline uint64_t ring_segment_bytes(uint64_t capacity, uint32_t n_readers)
 /* Room that a fragment of `bytes` takes, header and padding included. */
 static inline uint64_t ring_span(uint64_t bytes) {
     return RING_ALIGN + ring_round_up(bytes, RING_ALIGN);
+}
+
+/* How much of the ring is used while readers keep up. */
+static inline uint64_t ring_window(uint64_t capacity) { return capacity / 4; }
+
+/* Where the ring begins again after `position`. */
+static inline uint64_t ring_next_lap(uint64_t position, uint64_t capacity) {
+    return (position | (capacity - 1)) + 1;
 }
 
 /* A quarter of the ring: the writer fills one while readers empty the others. */

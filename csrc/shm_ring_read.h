@@ -6,6 +6,16 @@
 
 #include "shm_ring_core.h"
 
+/* How much there is to read, for whoever observes the queue. */
+static inline void ring_note_waiting(struct ring_end *end, uint64_t waiting) {
+    _Atomic uint64_t *high = &end->readers[end->rank].cursor.high_water;
+    uint64_t skipped = atomic_load_explicit(&end->segment->head.skipped, memory_order_relaxed);
+    uint64_t empty = skipped - end->skipped;
+    waiting -= empty < waiting ? empty : waiting;
+    if (waiting > atomic_load_explicit(high, memory_order_relaxed))
+        atomic_store_explicit(high, waiting, memory_order_relaxed);
+}
+
 static inline int ring_need_data(struct ring_end *end, uint64_t deadline, int may_wait) {
     struct ring_segment *segment = end->segment;
     while (end->limit == end->position) {
@@ -15,9 +25,7 @@ static inline int ring_need_data(struct ring_end *end, uint64_t deadline, int ma
             return ring_corrupt(end, "the writer's cursor is outside the ring");
         end->limit = head;
         if (waiting > 0) {
-            _Atomic uint64_t *high = &end->readers[end->rank].cursor.high_water;
-            if (waiting > atomic_load_explicit(high, memory_order_relaxed))
-                atomic_store_explicit(high, waiting, memory_order_relaxed);
+            ring_note_waiting(end, waiting);
             return RING_OK;
         }
         if (!may_wait) return RING_WOULD_BLOCK;
@@ -42,7 +50,7 @@ static inline const char *ring_bad_fragment(const struct ring_end *end,
     if (fragment->bytes > end->capacity ||
         ring_span(fragment->bytes) > end->limit - end->position)
         return "a record reaches beyond what was published";
-    if (fragment->flags == RING_ABORT) return NULL;
+    if (fragment->flags == RING_ABORT || fragment->flags == RING_SKIP) return NULL;
     if (((fragment->flags & RING_FIRST) != 0) == (end->at.active != 0))
         return "a record begins or goes on in the wrong place";
     if (!end->at.active) {
@@ -91,12 +99,22 @@ static inline void ring_drop_record(struct ring_end *end) {
     ring_release_fragment(end);
 }
 
+/* The writer went on at the beginning of the ring. It says so together with what it wrote there. */
+static inline int ring_follow_skip(struct ring_end *end) {
+    uint64_t begin = ring_next_lap(end->position, end->capacity);
+    if (begin >= end->limit) return ring_corrupt(end, "the ring begins again before it is written");
+    end->skipped += begin - end->position;
+    end->position = begin;
+    return RING_OK;
+}
+
 static inline int ring_open_fragment(struct ring_end *end) {
     struct ring_fragment fragment;
     struct ring_progress *at = &end->at;
     ring_copy_out(end, end->position, &fragment, sizeof fragment);
     const char *why = ring_bad_fragment(end, &fragment);
     if (why != NULL) return ring_corrupt(end, why);
+    if (fragment.flags == RING_SKIP) return ring_follow_skip(end);
     end->fragment_end = end->position + ring_span(fragment.bytes);
     if (fragment.flags == RING_ABORT) {
         ring_drop_record(end);

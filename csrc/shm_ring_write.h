@@ -79,6 +79,28 @@ static inline void ring_put_fragment(struct ring_end *end, uint32_t bytes, uint3
     ring_copy_in(end, end->position, &fragment, sizeof fragment);
 }
 
+/* Go on at the beginning of the ring if the fragment would leave the window, the readers have read
+ * half of it, and are at this record already if it is longer. Where they lag the rest of the ring
+ * takes what they have not read: a long record need not wait for readers that wait for a core. */
+static inline int ring_stay_in_window(struct ring_end *end, uint64_t span) {
+    uint64_t window = ring_window(end->capacity), offset = end->position & (end->capacity - 1);
+    int is_long = end->at.total > window;
+    if (offset + span <= window || (is_long && !end->at.active)) return RING_OK;
+    uint64_t begin = ring_next_lap(end->position, end->capacity);
+    uint64_t upto = begin + (span > window / 2 ? span : window / 2);
+    if (is_long && upto <= end->at.begun + end->capacity) upto = end->at.begun + end->capacity + 1;
+    if (end->limit < upto) {
+        uint32_t slowest;
+        int status = ring_refresh_limit(end, &slowest);
+        if (status != RING_OK || end->limit < upto) return status;
+    }
+    ring_put_fragment(end, 0, RING_SKIP);
+    end->skipped += begin - end->position;
+    atomic_store_explicit(&end->segment->head.skipped, end->skipped, memory_order_relaxed);
+    end->position = begin;
+    return RING_OK;
+}
+
 static inline void ring_publish(struct ring_end *end, uint64_t span) {
     struct ring_segment *segment = end->segment;
     end->position += span;
@@ -143,11 +165,13 @@ static inline int ring_write(struct ring_end *end, const struct ring_part *parts
     do {
         uint64_t left = at->total - at->done;
         uint32_t bytes = left > end->max_fragment ? end->max_fragment : (uint32_t)left;
-        int status = ring_need_room(end, ring_span(bytes), deadline, may_wait);
+        int status = ring_stay_in_window(end, ring_span(bytes));
+        if (status == RING_OK) status = ring_need_room(end, ring_span(bytes), deadline, may_wait);
         if (status != RING_OK) return status;
         uint32_t flags = (at->active ? 0 : RING_FIRST) | (bytes == left ? RING_LAST : 0);
         ring_put_fragment(end, bytes, flags);
         ring_copy_fragment_in(end, parts, bytes);
+        if (!at->active) at->begun = end->position;
         at->active = 1;
         if (flags & RING_LAST) {
             end->sequence++;

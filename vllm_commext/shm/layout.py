@@ -12,7 +12,7 @@ MIN_CAPACITY_BYTES = 4 << 10
 MAX_CAPACITY_BYTES = 1 << 30
 MAX_READERS = 4096
 SMALLEST_QUEUE_BYTES = 64 << 10
-LARGEST_QUEUE_BYTES = 4 << 20
+LARGEST_QUEUE_BYTES = 16 << 20
 
 
 def round_up(num_bytes: int, multiple: int) -> int:
@@ -37,9 +37,10 @@ def segment_bytes(capacity_bytes: int, n_readers: int) -> int:
 def capacity_for(nominal_bytes: int, free_bytes: int) -> int:
     """The ring's capacity for a queue that was asked to hold `nominal_bytes`.
 
-    A power of two of 64 KiB to 4 MiB: enough for streaming at full speed, small enough to stay in
-    the cores' caches, and no more than a sixteenth of what is free in /dev/shm, so that all the
-    queues of a server find room in a small one.
+    A power of two of 64 KiB to 16 MiB: the quarter of it that is used while readers keep up is
+    enough for streaming at full speed and small enough for the cores' caches; the rest takes a long
+    message whole where readers wait for a core. And no more than a sixteenth of what is free in
+    /dev/shm, so that all the queues of a server find room in a small one.
     """
     wanted = max(nominal_bytes, SMALLEST_QUEUE_BYTES)
     limit = min(LARGEST_QUEUE_BYTES, max(free_bytes // 16, SMALLEST_QUEUE_BYTES))

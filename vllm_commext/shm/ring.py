@@ -56,7 +56,8 @@ class Peer:
     """One end as anybody sees it. `rank` is -1 for the writer.
 
     `sequence`: records written or read to the end; `position`: the same in bytes of the ring,
-    headers included; `high_water_bytes`: the most that this reader ever found waiting.
+    headers and what was skipped included; `high_water_bytes`: the most that this reader ever
+    found waiting.
     """
 
     rank: int
