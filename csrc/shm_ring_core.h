@@ -107,6 +107,9 @@ static inline void ring_open(struct ring_end *end, void *map, uint64_t map_bytes
     end->waiter.pid_namespace = ring_pid_namespace();
     end->place.core =
         rank == RING_WRITER ? &end->segment->head.core : &end->readers[rank].cursor.core;
+    end->place.segment = end->segment;
+    end->place.readers = end->readers;
+    end->place.n_readers = n_readers;
 }
 
 /* The segment is fresh from the kernel, all zero. */

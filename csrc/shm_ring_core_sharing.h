@@ -21,6 +21,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "shm_ring_layout.h"
+
 #define RING_CORE_UNKNOWN 0u
 #define RING_FIRST_PAUSE_NS UINT64_C(500000)
 #define RING_LAST_PAUSE_NS UINT64_C(1000000000)
@@ -37,6 +39,9 @@ struct ring_mover {
 struct ring_place {
     _Atomic uint32_t *core;   /* in shared memory, beside the end's own cursor */
     _Atomic uintptr_t thread; /* that used this end last */
+    const struct ring_segment *segment;
+    const struct ring_reader *readers;
+    uint32_t n_readers;
     struct ring_place *next, **link;
 };
 
@@ -83,6 +88,23 @@ static inline void ring_show_core_everywhere(uint32_t core) {
         if (atomic_load_explicit(&place->thread, memory_order_relaxed) == self)
             atomic_store_explicit(place->core, core, memory_order_relaxed);
     pthread_mutex_unlock(&ring_places_lock);
+}
+
+/* Whether a reader of one of this process's queues was last on this core and has something to read:
+ * it may be waiting for the core. A reader that waits has itself nothing to read. */
+static inline int ring_core_is_wanted(uint32_t core) {
+    int wanted = 0;
+    pthread_mutex_lock(&ring_places_lock);
+    for (struct ring_place *place = ring_places; place != NULL && !wanted; place = place->next) {
+        uint64_t head = atomic_load_explicit(&place->segment->head.position, memory_order_relaxed);
+        for (uint32_t rank = 0; rank < place->n_readers && !wanted; rank++) {
+            const struct ring_cursor *cursor = &place->readers[rank].cursor;
+            wanted = atomic_load_explicit(&cursor->core, memory_order_relaxed) == core &&
+                     atomic_load_explicit(&cursor->position, memory_order_relaxed) < head;
+        }
+    }
+    pthread_mutex_unlock(&ring_places_lock);
+    return wanted;
 }
 
 static inline void ring_count_wait(struct ring_mover *mover, int spun) {

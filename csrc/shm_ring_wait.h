@@ -217,7 +217,8 @@ static inline int ring_park(struct ring_waiter *waiter, const struct ring_wish *
 
 /* How long to spin for a wish. For room hardly: the reader runs faster unwatched, and has made much
  * room when it wakes a sleeper. Where the peer needs this very core not at all, unless this thread
- * can leave it; while the peer is on its way to another core as long as that may take. */
+ * can leave it, and neither where a reader does; while the peer is on its way to another core as
+ * long as that may take. */
 static inline struct ring_bet ring_place_bet(struct ring_waiter *waiter,
                                              const struct ring_wish *wish, uint64_t now) {
     struct ring_guess *guess = &waiter->guess;
@@ -236,6 +237,8 @@ static inline struct ring_bet ring_place_bet(struct ring_waiter *waiter,
     } else if (theirs == (mine = ring_core())) { /* one of the two moves, not both */
         int moved = wish->peer->pid < (uint32_t)getpid() && ring_move(&waiter->mover, mine, now);
         bet.budget = moved ? RING_SPIN_MOVED_NS : 0;
+    } else if (bet.budget > RING_SPIN_MIN_NS && ring_core_is_wanted(mine)) {
+        bet.budget = 0;
     }
     return bet;
 }

@@ -34,9 +34,9 @@ def pattern(number: int) -> bytes:
     return number.to_bytes(8, "little") + bytes([number % 251]) * length
 
 
-def echo(address: RingAddress) -> None:
+def echo(address: RingAddress, rank: int) -> None:
     """Answer each record with itself, and `moves` with how often this process has moved."""
-    requests, answers = RingReader.attach(address, 0), RingWriter.create(1, 4096)
+    requests, answers = RingReader.attach(address, rank), RingWriter.create(1, 4096)
     say(pickle.dumps(answers.address).hex())
     while (record := requests.read(timeout=60)) != b"end":
         assert isinstance(record, bytes)

@@ -60,7 +60,7 @@ class Pair:
 def pair(start: Callable[..., Child], said: Callable[[Child], str]) -> Iterator[Pair]:
     before = os.sched_getaffinity(0)
     requests = RingWriter.create(1, 4096)
-    child = start("echo", requests.address)
+    child = start("echo", requests.address, 0)
     yield Pair(child, requests, RingReader.attach(pickle.loads(bytes.fromhex(said(child))), 0))
     os.sched_setaffinity(0, before)
     requests.close()
@@ -105,3 +105,28 @@ def test_messages_that_are_seldom_move_nobody(pair: Pair) -> None:
         pair.answers.read(timeout=20)
         time.sleep(0.01)
     assert (pair.child_moves(), pair.requests.counters()["moves"]) == (0, 0)
+
+
+def test_nobody_spins_on_the_core_of_a_reader_that_has_something_to_read(
+    start: Callable[..., Child], said: Callable[[Child], str]
+) -> None:
+    """The first reader answers from a core of its own, soon enough to spin for. The second one
+    cannot run as long as this process does."""
+    before = os.sched_getaffinity(0)
+    first, second = sorted(before)[:2]
+    requests = RingWriter.create(2, 4096)
+    children = [start("echo", requests.address, rank) for rank in (0, 1)]
+    answers = [RingReader.attach(pickle.loads(bytes.fromhex(said(child))), 0) for child in children]
+    for pid, core in zip(
+        (0, children[0].pid, children[1].pid), (first, second, first), strict=True
+    ):
+        os.sched_setaffinity(pid, {core})
+    try:
+        for _ in range(ROUND_TRIPS):
+            requests.write(b"x", timeout=20)
+            for answer in answers:
+                answer.read(timeout=20)
+    finally:
+        os.sched_setaffinity(0, before)
+        requests.close()
+    assert answers[0].counters()["parks"] > 0.3 * answers[0].counters()["waits"]
