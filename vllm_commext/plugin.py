@@ -70,6 +70,12 @@ def _activate_shm_queue() -> None:
     shm_queue.install()
 
 
+def _activate_gloo() -> None:
+    from vllm_commext.compat import gloo
+
+    gloo.install()
+
+
 def _activate_reduce_rms() -> None:
     from vllm_commext.compat import reduce_rms
 
@@ -89,6 +95,7 @@ def _leave_as_it_is() -> None:
 CAPABILITIES: tuple[Capability, ...] = (
     Capability("nixl", _activate_nixl, _refuse_nixl, "vLLM's own connectors remain"),
     Capability("shm_queue", _activate_shm_queue, _leave_as_it_is, "vLLM's own queue remains"),
+    Capability("gloo", _activate_gloo, _leave_as_it_is, "a device for each group remains"),
     Capability("reduce_rms", _activate_reduce_rms, _leave_as_it_is, "vLLM's own norm remains"),
     Capability("allreduce", _activate_allreduce, _leave_as_it_is, "vLLM's own order remains"),
 )

@@ -1,7 +1,8 @@
-"""Our message queue between a real engine and its workers: same tokens, idle when idle, the same
-between prefill and decode engines, and the death of a worker ends the server with a line that says
-which. Both servers have our connector. The one with vLLM's queue has its peers read and write a
-copy of its cache in host memory, although NIXL reaches the cache itself here.
+"""Our message queue between a real engine and its workers, whose process groups share one device:
+same tokens, idle when idle, the same between prefill and decode engines, and the death of a worker
+ends the server with a line that says which. Both servers have our connector. The one with vLLM's
+queue has its peers read and write a copy of its cache in host memory, although NIXL reaches the
+cache itself here.
 
 COMMEXT_TEST_TP is the tensor-parallel size, 2 unless it is set. COMMEXT_TEST_EXECUTOR is the
 executor of the server with our queue, which then goes without the toggle.
@@ -26,7 +27,7 @@ TP = int(os.environ.get("COMMEXT_TEST_TP", "2"))
 NUM_PROMPTS, PROMPT_TOKENS = 4, 130
 PROMPTS = equal_prompts(NUM_PROMPTS, PROMPT_TOKENS, seed=5)
 IDLE_SECONDS = 5.0
-# NIXL's progress thread and those of torch's gloo are not what is measured.
+# NIXL's progress thread is not what is measured.
 PROGRESS_SECONDS = 0.01
 GLOO_THREAD = "gloo_tcp_loop"
 END_SECONDS = 60
@@ -53,7 +54,10 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
                 *("--max-num-batched-tokens", str(PROMPT_TOKENS - 1)),
                 *("--no-enable-prefix-caching", "--distributed-executor-backend", executor),
             ],
-            environ={"VLLM_COMMEXT_SHM_QUEUE": toggle},
+            environ={
+                "VLLM_COMMEXT_SHM_QUEUE": toggle,
+                "VLLM_COMMEXT_GLOO": "1" if kind == "ours" else "0",
+            },
         )
         for kind, executor, toggle in (
             ("theirs", "mp", "0"),
@@ -80,12 +84,11 @@ def named(server: Server, name: str) -> list[int]:
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """What all threads of these processes but gloo's have run so far."""
+    """What all threads of these processes have run so far."""
     nanoseconds = 0
     for pid in pids:
         for task in Path(f"/proc/{pid}/task").iterdir():
-            if (task / "comm").read_text().strip() != GLOO_THREAD:
-                nanoseconds += int((task / "schedstat").read_text().split()[0])
+            nanoseconds += int((task / "schedstat").read_text().split()[0])
     return nanoseconds / 1e9
 
 
@@ -107,6 +110,21 @@ def test_answers_after_a_transfer_are_the_engines_own(
     moved = scrape(target).minus(before)
     assert moved.total("vllm:commext_nixl_transfer_seconds_count") >= NUM_PROMPTS
     assert moved.total("vllm:commext_nixl_failures_total") == 0
+
+
+def test_the_groups_of_a_worker_share_one_device(servers: dict[str, Server]) -> None:
+    """Whose thread looks a hundred times a second whether something has come."""
+    assert gloo_threads(servers["ours"]) == [1] * TP
+    assert min(gloo_threads(servers["theirs"])) > 1
+
+
+def gloo_threads(server: Server) -> list[int]:
+    """How many each worker has."""
+    found: list[int] = []
+    for pid in named(server, "VLLM::Worker"):
+        names = [path.read_text().strip() for path in Path(f"/proc/{pid}/task").glob("*/comm")]
+        found.append(names.count(GLOO_THREAD))
+    return found
 
 
 def test_engine_and_workers_do_nothing_when_idle(servers: dict[str, Server]) -> None:

@@ -61,6 +61,13 @@ INVENTORY: tuple[Rebinding, ...] = (
     Rebinding("vllm.distributed.device_communicators.shm_broadcast:MessageQueue", **_QUEUE),
     Rebinding("vllm.v1.executor.multiproc_executor:MessageQueue", **_QUEUE),
     Rebinding("vllm.v1.executor.ray_executor_v2:MessageQueue", **_QUEUE),
+    Rebinding(
+        "torch.distributed.distributed_c10d:ProcessGroupGloo",
+        why="all groups share one device, which torch takes from nobody but its own constructor",
+        guard="torch has Gloo, and the options of its groups hold devices",
+        test="tests/contract/test_gloo.py",
+        removal="torch shares a device between groups, or lets init_process_group be given one",
+    ),
     Rebinding(f"{_MINIMAX}.lamport_workspace:get_allreduce_workspace", **_NORM),
     Rebinding(f"{_MINIMAX}.rms_norm_tp:MINIMAX_QK_NORM_MAX_TOKEN_NUM", **_NORM),
     Rebinding(f"{_MINIMAX}.rms_norm_tp:_MINIMAX_FUSED_AR_RMS_QK", **_NORM),

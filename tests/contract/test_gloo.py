@@ -1,0 +1,80 @@
+"""Process groups on one device of Gloo's: real ranks, and vLLM's own processes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from vllm_process import python
+
+from vllm_commext.testing.servers import free_port
+
+# A process that imports vLLM takes seconds, and much longer on a busy machine.
+pytestmark = pytest.mark.timeout(600)
+TOGGLE = "VLLM_COMMEXT_GLOO"
+RANK = Path(__file__).with_name("gloo_rank.py")
+LOOK = """
+import json
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from torch.distributed import distributed_c10d
+from vllm_commext import status
+from vllm_commext.compat import gloo, rebind
+print(json.dumps({
+    "rebound": rebind.is_rebound(rebind.row_of(gloo.SYMBOL)),
+    "lines": [outcome.line() for outcome in status.recorded()],
+}))
+"""
+NO_DEVICES = """
+from torch.distributed import distributed_c10d
+class ProcessGroupGloo:
+    class _Options: _timeout = None
+distributed_c10d.ProcessGroupGloo = ProcessGroupGloo
+"""
+
+
+def look(code: str = LOOK, **environ: str) -> tuple[bool, str]:
+    """Whether torch's class is rebound, and the line about it."""
+    done = python(code, **environ)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    (line,) = (line for line in found["lines"] if "commext: gloo" in line)
+    return found["rebound"], line
+
+
+def test_all_groups_of_a_rank_share_one_device() -> None:
+    ports = [str(free_port()), str(free_port())]
+    commands = [[sys.executable, str(RANK), rank, *ports] for rank in ("0", "1")]
+    ranks = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in commands]
+    try:
+        for rank in ranks:
+            found = json.loads(rank.communicate(timeout=300)[0].splitlines()[-1])
+            assert found == {  # the last group was made without us
+                "threads": [1, 1, 1, 2],
+                "sums": [2.0],
+                "timeouts": [True],
+                "stateless": 2,
+                "class": "ProcessGroupGloo",
+            }
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def test_the_toggle_puts_it_in_place() -> None:
+    assert look(**{TOGGLE: "1"}) == (True, "commext: gloo active")
+    assert look() == (False, f"commext: gloo off ({TOGGLE}=0)")
+
+
+def test_a_torch_whose_groups_tell_no_devices_is_left_alone() -> None:
+    rebound, line = look(NO_DEVICES + LOOK, **{TOGGLE: "1"})
+    assert not rebound
+    assert line == (
+        "commext: gloo refused (the options of torch's Gloo groups have no _devices, _threads; "
+        "a device for each group remains)"
+    )

@@ -1,0 +1,74 @@
+"""One device of Gloo's for all process groups of a process, in place of one for each.
+
+Every Gloo group that torch makes has a device of its own, whose thread looks for events a hundred
+times a second for as long as the group lives, and vLLM makes half a dozen groups in each worker. A
+device can serve any number of groups: each pair of ranks has an address of its own on it.
+"""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+from vllm_commext.compat.rebind import is_rebound, rebind_all, row_of
+from vllm_commext.errors import UnsupportedError
+
+SYMBOL = "torch.distributed.distributed_c10d:ProcessGroupGloo"
+INTERFACES = "GLOO_SOCKET_IFNAME"  # torch looks at it whenever it makes a device
+DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's, where none is given
+
+
+def sharing(stock: Any) -> Any:
+    """Torch's class `stock` in every respect but one: of groups that are made with a timeout, or
+    with nothing, all but the first take the first one's device."""
+    devices: dict[tuple[int, str], list[Any]] = {}
+
+    class Sharing(type):
+        def __call__(
+            cls, store: Any, rank: int, size: int, timeout: Any = DEFAULT_TIMEOUT, **given: Any
+        ) -> Any:
+            if given or not isinstance(timeout, timedelta):  # options of the caller's own
+                return stock(store, rank, size, timeout, **given)
+            place = (os.getpid(), os.environ.get(INTERFACES, ""))  # a fork keeps no thread
+            if place not in devices:
+                group = stock(store, rank, size, timeout)
+                devices[place] = list(group.options._devices)
+                return group
+            options = stock._Options()
+            options._timeout = timeout
+            options._devices = devices[place]
+            options._threads = 2 * len(devices[place])
+            return stock(store, rank, size, options)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, stock)
+
+        def __getattr__(cls, name: str) -> Any:
+            return getattr(stock, name)
+
+    return Sharing(stock.__name__, (), {"__module__": stock.__module__, "__doc__": stock.__doc__})
+
+
+def install() -> None:
+    """Rebind torch's class in this process; a second call changes nothing.
+
+    Groups that are there already keep their devices.
+
+    Raises:
+        UnsupportedError: torch has no Gloo, or its groups do not tell their devices.
+    """
+    from torch.distributed import distributed_c10d
+
+    row = row_of(SYMBOL)
+    stock: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
+    if stock is None:
+        raise UnsupportedError("this torch is built without Gloo")
+    if is_rebound(row):
+        return
+    missing = [name for name in ("_devices", "_threads", "_timeout") if not _has(stock, name)]
+    if missing:
+        raise UnsupportedError(f"the options of torch's Gloo groups have no {', '.join(missing)}")
+    rebind_all({SYMBOL: sharing(stock)})
+
+
+def _has(stock: Any, name: str) -> bool:
+    return hasattr(getattr(stock, "_Options", None), name)
