@@ -16,6 +16,7 @@ pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not b
 from vllm_commext.shm.ring import RingReader, RingWriter
 
 Child = subprocess.Popen[str]
+Echoes = Callable[[int], tuple[RingWriter, list[Child], list[RingReader]]]
 ROUND_TRIPS = 2000
 TRIES = 20
 
@@ -56,14 +57,35 @@ class Pair:
         return [os.sched_getaffinity(pid) for pid in (0, self.child.pid)]
 
 
-@pytest.fixture
-def pair(start: Callable[..., Child], said: Callable[[Child], str]) -> Iterator[Pair]:
+@pytest.fixture(autouse=True)
+def allowed() -> Iterator[list[int]]:
+    """The cores that this process may run on, and may again afterwards."""
     before = os.sched_getaffinity(0)
-    requests = RingWriter.create(1, 4096)
-    child = start("echo", requests.address, 0)
-    yield Pair(child, requests, RingReader.attach(pickle.loads(bytes.fromhex(said(child))), 0))
+    yield sorted(before)
     os.sched_setaffinity(0, before)
-    requests.close()
+
+
+@pytest.fixture
+def echoes(start: Callable[..., Child], said: Callable[[Child], str]) -> Iterator[Echoes]:
+    """So many processes that answer: the queue of the requests, they, and their answers."""
+    made: list[RingWriter] = []
+
+    def make(count: int) -> tuple[RingWriter, list[Child], list[RingReader]]:
+        requests = RingWriter.create(count, 4096)
+        made.append(requests)
+        children = [start("echo", requests.address, rank) for rank in range(count)]
+        addresses = [pickle.loads(bytes.fromhex(said(child))) for child in children]
+        return requests, children, [RingReader.attach(address, 0) for address in addresses]
+
+    yield make
+    for requests in made:
+        requests.close()
+
+
+@pytest.fixture
+def pair(echoes: Echoes) -> Pair:
+    requests, [child], [answers] = echoes(1)
+    return Pair(child, requests, answers)
 
 
 @contextlib.contextmanager
@@ -77,8 +99,10 @@ def busy(core: int) -> Iterator[None]:
             process.kill()
 
 
-def test_one_of_the_two_moves_and_both_may_still_run_everywhere(pair: Pair) -> None:
-    first, second = sorted(os.sched_getaffinity(0))[:2]
+def test_one_of_the_two_moves_and_both_may_still_run_everywhere(
+    allowed: list[int], pair: Pair
+) -> None:
+    first, second = allowed[:2]
     with busy(second):  # else the kernel may take one of the two there itself
         for _ in range(TRIES):
             pair.confine({first})
@@ -108,25 +132,19 @@ def test_messages_that_are_seldom_move_nobody(pair: Pair) -> None:
 
 
 def test_nobody_spins_on_the_core_of_a_reader_that_has_something_to_read(
-    start: Callable[..., Child], said: Callable[[Child], str]
+    allowed: list[int],
+    echoes: Echoes,
 ) -> None:
     """The first reader answers from a core of its own, soon enough to spin for. The second one
     cannot run as long as this process does."""
-    before = os.sched_getaffinity(0)
-    first, second = sorted(before)[:2]
-    requests = RingWriter.create(2, 4096)
-    children = [start("echo", requests.address, rank) for rank in (0, 1)]
-    answers = [RingReader.attach(pickle.loads(bytes.fromhex(said(child))), 0) for child in children]
+    first, second = allowed[:2]
+    requests, children, answers = echoes(2)
     for pid, core in zip(
         (0, children[0].pid, children[1].pid), (first, second, first), strict=True
     ):
         os.sched_setaffinity(pid, {core})
-    try:
-        for _ in range(ROUND_TRIPS):
-            requests.write(b"x", timeout=20)
-            for answer in answers:
-                answer.read(timeout=20)
-    finally:
-        os.sched_setaffinity(0, before)
-        requests.close()
+    for _ in range(ROUND_TRIPS):
+        requests.write(b"x", timeout=20)
+        for answer in answers:
+            answer.read(timeout=20)
     assert answers[0].counters()["parks"] > 0.3 * answers[0].counters()["waits"]
