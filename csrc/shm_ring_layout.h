@@ -11,9 +11,9 @@
  *
  * Positions are 64-bit byte counts that never wrap in practice; the place in the ring is
  * position & (capacity - 1). While readers keep up the writer skips all but the first quarter (the
- * window), whose memory is then in the caches whenever it is used again. Every line has one process that writes it while data flows, and sits
- * alone on 128 bytes: two cache lines, because x86 prefetches neighbours and some Arm cores have
- * lines of 128.
+ * window), whose memory is then in the caches whenever it is used again. Every line has one process
+ * that writes it while data flows, and sits alone on 128 bytes: two cache lines, because x86
+ * prefetches neighbours and some Arm cores have lines of 128.
  */
 #ifndef VLLM_COMMEXT_SHM_RING_LAYOUT_H
 #define VLLM_COMMEXT_SHM_RING_LAYOUT_H
@@ -130,7 +130,7 @@ static inline uint64_t ring_span(uint64_t bytes) {
     return RING_ALIGN + ring_round_up(bytes, RING_ALIGN);
 }
 
-/* How much of the ring is used while readers keep up. */
+/* How much of the ring is used while readers keep up: a quarter. */
 static inline uint64_t ring_window(uint64_t capacity) { return capacity / 4; }
 
 /* Where the ring begins again after `position`. */
@@ -138,10 +138,10 @@ static inline uint64_t ring_next_lap(uint64_t position, uint64_t capacity) {
     return (position | (capacity - 1)) + 1;
 }
 
-/* A quarter of the ring: the writer fills one while readers empty the others. */
+/* None is longer than the window: the writer fills a quarter while readers empty the others. */
 static inline uint32_t ring_max_fragment(uint64_t capacity) {
-    uint64_t quarter = capacity / 4 - RING_ALIGN;
-    return (uint32_t)(quarter < RING_MAX_FRAGMENT ? quarter : RING_MAX_FRAGMENT);
+    uint64_t most = ring_window(capacity) - RING_ALIGN;
+    return (uint32_t)(most < RING_MAX_FRAGMENT ? most : RING_MAX_FRAGMENT);
 }
 
 /* The table of part lengths lies in the first fragment. */
