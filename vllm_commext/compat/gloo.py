@@ -20,7 +20,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's, where none is given
 def sharing(stock: Any) -> Any:
     """Torch's class `stock` in every respect but one: of groups that are made with a timeout, or
     with nothing, all but the first take the first one's device."""
-    devices: dict[tuple[int, str], list[Any]] = {}
+    first: dict[tuple[int, str], Any] = {}  # of the first group in each place, its options
 
     class Sharing(type):
         def __call__(
@@ -29,14 +29,14 @@ def sharing(stock: Any) -> Any:
             if given or not isinstance(timeout, timedelta):  # options of the caller's own
                 return stock(store, rank, size, timeout, **given)
             place = (os.getpid(), os.environ.get(INTERFACES, ""))  # a fork keeps no thread
-            if place not in devices:
+            if place not in first:
                 group = stock(store, rank, size, timeout)
-                devices[place] = list(group.options._devices)
+                first[place] = group.options
                 return group
             options = stock._Options()
             options._timeout = timeout
-            options._devices = devices[place]
-            options._threads = 2 * len(devices[place])
+            options._devices = first[place]._devices
+            options._threads = first[place]._threads
             return stock(store, rank, size, options)
 
         def __instancecheck__(cls, instance: Any) -> bool:
@@ -64,11 +64,8 @@ def install() -> None:
         raise UnsupportedError("this torch is built without Gloo")
     if is_rebound(row):
         return
-    missing = [name for name in ("_devices", "_threads", "_timeout") if not _has(stock, name)]
+    options = getattr(stock, "_Options", None)
+    missing = [name for name in ("_devices", "_threads", "_timeout") if not hasattr(options, name)]
     if missing:
         raise UnsupportedError(f"the options of torch's Gloo groups have no {', '.join(missing)}")
     rebind_all({SYMBOL: sharing(stock)})
-
-
-def _has(stock: Any, name: str) -> bool:
-    return hasattr(getattr(stock, "_Options", None), name)
