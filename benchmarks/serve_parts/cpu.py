@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from vllm_commext.testing.servers import Server
+from vllm_commext.testing.servers import GLOO_THREAD, Server
 
 API_SERVER, ENGINE, WORKER, PROXY = "API server", "engine", "worker", "proxy"
 # torch's own: each process group polls a hundred times a second, whatever uses it.
-GLOO, GLOO_THREAD = "gloo's threads", "gloo_tcp_loop"
+GLOO = "gloo's threads"
 INNER = (ENGINE, WORKER)
 _TITLES = {"VLLM::EngineCore": ENGINE, "VLLM::Worker": WORKER}
 

@@ -30,21 +30,15 @@ CELLS = (SINGLE, PAIR)
 SETTLE_SECONDS = 2.0
 HEALTHY_SECONDS = 30.0
 MAX_MODEL_LEN = {"cpu": 1024, "cuda": 4096}
+ANYWHERE: Mapping[str, str] = {
+    "VLLM_COMMEXT_STRICT": "1",
+    "VLLM_COMMEXT_SHM_QUEUE": "1",
+    "VLLM_COMMEXT_GLOO": "1",
+    "VLLM_COMMEXT_NIXL": "1",
+}
 TOGGLES: Mapping[str, Mapping[str, str]] = {
-    "cpu": {
-        "VLLM_COMMEXT_STRICT": "1",
-        "VLLM_COMMEXT_SHM_QUEUE": "1",
-        "VLLM_COMMEXT_GLOO": "1",
-        "VLLM_COMMEXT_NIXL": "1",
-    },
-    "cuda": {
-        "VLLM_COMMEXT_STRICT": "1",
-        "VLLM_COMMEXT_SHM_QUEUE": "1",
-        "VLLM_COMMEXT_GLOO": "1",
-        "VLLM_COMMEXT_NIXL": "1",
-        "VLLM_COMMEXT_ALLREDUCE": "1",
-        "VLLM_COMMEXT_REDUCE_RMS": "1",
-    },
+    "cpu": ANYWHERE,
+    "cuda": {**ANYWHERE, "VLLM_COMMEXT_ALLREDUCE": "1", "VLLM_COMMEXT_REDUCE_RMS": "1"},
 }
 
 

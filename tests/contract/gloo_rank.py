@@ -10,7 +10,6 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 from torch import distributed as dist
@@ -18,6 +17,7 @@ from torch.distributed import distributed_c10d
 from vllm.distributed.utils import stateless_init_torch_distributed_process_group
 
 from vllm_commext.compat import gloo, rebind
+from vllm_commext.testing.servers import GLOO_THREAD, thread_names
 
 WORLD, NUM_GROUPS, NUM_SUMS = 2, 6, 50
 LIMIT = timedelta(seconds=60)
@@ -25,8 +25,7 @@ LIMIT = timedelta(seconds=60)
 
 def num_threads() -> int:
     """Of Gloo's devices in this process."""
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    return names.count("gloo_tcp_loop")
+    return thread_names("self").count(GLOO_THREAD)
 
 
 def sums(group: object, size: int) -> set[float]:

@@ -21,7 +21,7 @@ from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import scrape
 from vllm_commext.testing.parity import compare, complete
 from vllm_commext.testing.prompts import equal_prompts
-from vllm_commext.testing.servers import Server
+from vllm_commext.testing.servers import GLOO_THREAD, Server, thread_names
 
 TP = int(os.environ.get("COMMEXT_TEST_TP", "2"))
 NUM_PROMPTS, PROMPT_TOKENS = 4, 130
@@ -29,7 +29,6 @@ PROMPTS = equal_prompts(NUM_PROMPTS, PROMPT_TOKENS, seed=5)
 IDLE_SECONDS = 5.0
 # NIXL's progress thread is not what is measured.
 PROGRESS_SECONDS = 0.01
-GLOO_THREAD = "gloo_tcp_loop"
 END_SECONDS = 60
 EXECUTOR = os.environ.get("COMMEXT_TEST_EXECUTOR", "")
 
@@ -120,11 +119,7 @@ def test_the_groups_of_a_worker_share_one_device(servers: dict[str, Server]) -> 
 
 def gloo_threads(server: Server) -> list[int]:
     """How many each worker has."""
-    found: list[int] = []
-    for pid in named(server, "VLLM::Worker"):
-        names = [path.read_text().strip() for path in Path(f"/proc/{pid}/task").glob("*/comm")]
-        found.append(names.count(GLOO_THREAD))
-    return found
+    return [thread_names(pid).count(GLOO_THREAD) for pid in named(server, "VLLM::Worker")]
 
 
 def test_engine_and_workers_do_nothing_when_idle(servers: dict[str, Server]) -> None:

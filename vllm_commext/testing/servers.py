@@ -68,12 +68,18 @@ CUDA_ENVIRON: Mapping[str, str] = {
     **NO_MULTICAST,
 }
 ACTIVE = re.compile(r"commext: (\w+) active")
+GLOO_THREAD = "gloo_tcp_loop"  # what the thread of a device of Gloo's is called
 
 _handed_out: set[int] = set()
 
 
 class ServerEndedError(CommextError, RuntimeError):
     """A server ended before it was ready, or something of it could not be ended."""
+
+
+def thread_names(pid: int | str) -> list[str]:
+    """Of all threads of a process, ``self`` for this one."""
+    return [path.read_text().strip() for path in Path(f"/proc/{pid}/task").glob("*/comm")]
 
 
 def free_port() -> int:
