@@ -21,7 +21,7 @@ from .codec import Encoder, Record, decode
 from .handle import MIXED, Handle, ShmRingBuffer
 from .remote import RemoteReader, RemoteWriter, parse
 from .ring import TIMEOUT, RingEnd, RingReader, RingWriter
-from .waiting import SpinCondition, warning_interval
+from .waiting import SpinCondition, next_steps, warning_interval
 
 logger = logging.getLogger("vllm.commext.shm")
 
@@ -177,13 +177,11 @@ class MessageQueue:
 
     def _write_on(self, status: int, record: Record, timeout: float | None) -> None:
         """Go on after the first long wait: a line in the log after each."""
-        waited = interval = self._interval
-        while status == TIMEOUT and (timeout is None or waited < timeout):
+        for waited, step, is_last in next_steps(self._interval, self._interval, timeout):
+            if status != TIMEOUT:
+                break
             self._tell("has not read", waited)
-            step = interval if timeout is None else min(interval, timeout - waited)
-            waited += step
-            keep = timeout is None or waited < timeout
-            status = self._core.write(record, step, keep, True)
+            status = self._core.write(record, step, not is_last, True)
         assert self._ring is not None
         self._ring.check(status)
 
@@ -215,11 +213,11 @@ class MessageQueue:
         self, status: int, waited: float | None, timeout: float | None
     ) -> "bytes | list[bytes | bytearray]":
         record: bytes | list[bytes | bytearray] | int = status
-        while record == TIMEOUT and waited is not None and (timeout is None or waited < timeout):
-            self._tell("has not written", waited)
-            step = self._interval if timeout is None else min(timeout - waited, self._interval)
+        for so_far, step, _ in next_steps(waited, self._interval, timeout):
+            if record != TIMEOUT:
+                break
+            self._tell("has not written", so_far)
             record = self._core.read(step)
-            waited += step
         if isinstance(record, int):
             assert self._ring is not None
             self._ring.fail(record)

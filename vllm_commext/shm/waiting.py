@@ -1,11 +1,29 @@
-"""What of vLLM's ways to wait is visible to others."""
+"""Long waits go on in steps, with a line in the log before each; and what of vLLM's ways to wait is
+visible to others."""
 
 import os
+from collections.abc import Iterator
 
 
 def warning_interval() -> float:
     """Seconds after which, and between, the lines about a long wait."""
     return float(os.environ.get("VLLM_RINGBUFFER_WARNING_INTERVAL", "60"))
+
+
+def next_steps(
+    waited: float | None, interval: float, limit: float | None
+) -> Iterator[tuple[float, float, bool]]:
+    """What follows on a wait in vain: how long it has been, how long to go on, and whether that is
+    the last time.
+
+    All in seconds. ``waited``: so far; None for ever, then nothing follows. ``interval``: of the
+    longest step. ``limit``: of the whole wait, None for none.
+    """
+    while waited is not None and (limit is None or waited < limit):
+        step = interval if limit is None else min(interval, limit - waited)
+        is_last = limit is not None and waited + step >= limit
+        yield waited, step, is_last
+        waited += step
 
 
 class SpinCondition:
