@@ -1,5 +1,6 @@
 """Fixtures for every layer: no toggle of the shell reaches a test, no outcome outlives one."""
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -12,8 +13,15 @@ from vllm_commext.settings import PREFIX
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the mark of tests that `make test` has no time for."""
+    """Declare the mark of tests that `make test` has no time for; no example of a property test
+    fails for taking long on a busy machine."""
     config.addinivalue_line("markers", "long: only with COMMEXT_TEST_LONG=1; `make long` sets it")
+    if importlib.util.find_spec("hypothesis") is not None:  # the GPU layer does without
+        from hypothesis import HealthCheck, settings
+
+        patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.register_profile("patient", patient)
+        settings.load_profile("patient")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -35,7 +35,7 @@ def answer(completion: Completion | None, seconds: float = 1.0) -> Answer:
     st.integers(1, 80),
     st.lists(st.sampled_from(sorted(KINDS)), min_size=1, unique=True),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_round_of_a_schedule_holds_every_kind(
     seed: int, num_faults: int, kinds: list[str]
 ) -> None:

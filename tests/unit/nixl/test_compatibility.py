@@ -20,7 +20,7 @@ def test_equal_facts_pass() -> None:
 
 
 @given(SETS, SETS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_differences_are_exactly_those_and_the_digest_agrees(
     local: dict[str, str], remote: dict[str, str]
 ) -> None:
@@ -39,7 +39,7 @@ def test_a_missing_fact_reads_unknown_on_its_side() -> None:
 
 
 @given(SETS, SETS, st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_refused_exactly_where_it_must_be(
     local: dict[str, str], remote: dict[str, str], enforce: bool
 ) -> None:

@@ -34,7 +34,7 @@ def expanded(rows: list[Row]) -> list[tuple[int, ...]]:
 
 
 @given(ROWS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_expanded_rows_are_the_descriptors_one_by_one(rows: list[Row]) -> None:
     assert expanded(rows) == written_out(rows)
 

@@ -47,7 +47,7 @@ def test_a_layout_knows_its_rank_regions_and_splits() -> None:
 
 
 @given(cases())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_block_bytes_are_those_that_have_a_meaning(case: Case) -> None:
     for cache in (case.prefill, case.decode):
         rank = cache.engine.tp_size - 1
@@ -59,7 +59,7 @@ def test_block_bytes_are_those_that_have_a_meaning(case: Case) -> None:
 
 
 @given(cases())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_whatever_an_engine_has_is_accepted_and_survives_the_network(case: Case) -> None:
     for cache in (case.prefill, case.decode):
         layout = describe(cache, 0)

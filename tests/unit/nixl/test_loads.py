@@ -111,7 +111,7 @@ class Expected:
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_random_histories_end_every_load_once(data: st.DataObject) -> None:
     book, open_loads, ended = LoadBook(), dict[str, Expected](), dict[str, Ended]()
     for number in range(data.draw(st.integers(1, 4))):

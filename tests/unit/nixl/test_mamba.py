@@ -111,7 +111,7 @@ def label(one: OneRank, part: StatePart, unit: int, run: int, byte: int) -> tupl
 
 
 @given(st.data(), SIZES, st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_parts_name_every_byte_of_a_state_on_every_rank(
     data: st.DataObject, size: int, dim_first: bool
 ) -> None:

@@ -65,7 +65,7 @@ def test_roles() -> None:
         fence_nonce=st.integers(0, (1 << 64) - 1),
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_round_trip_through_json(remote: RemoteRequest) -> None:
     carried = json.loads(json.dumps(write_params(remote), allow_nan=False))
     assert read_params(carried, num_prompt_tokens=7) == remote
@@ -166,7 +166,7 @@ ANYTHING: st.SearchStrategy[Any] = st.recursive(
     st.dictionaries(st.sampled_from(sorted(write_params(REMOTE))), ANYTHING, max_size=3),
     st.dictionaries(st.text(), ANYTHING, max_size=2),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_anything_reads_or_is_refused(changes: dict[str, Any], more: dict[str, Any]) -> None:
     try:
         remote = read_params({**write_params(REMOTE), **more, **changes}, 40)

@@ -19,7 +19,7 @@ from vllm_commext.nixl.topology import Sources
 
 
 @given(cases())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_every_byte_arrives_once_and_nothing_else_is_touched(case: Case) -> None:
     assert faults(case) == []
 

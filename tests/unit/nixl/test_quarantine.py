@@ -103,7 +103,7 @@ def test_without_a_pool_a_late_load_goes_on() -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_random_histories_give_every_block_back(num_workers: int, data: st.DataObject) -> None:
     pool = Pool()
     quarantine = quarantine_over(pool, num_workers)

@@ -112,7 +112,7 @@ def test_a_gauge_is_taken_where_it_has_changed() -> None:
 
 
 @given(RECORDS, RECORDS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_merge_adds_key_by_key_and_leaves_the_second_alone(
     first: dict[str, Any], second: dict[str, Any]
 ) -> None:

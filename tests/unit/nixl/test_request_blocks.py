@@ -65,7 +65,7 @@ def _first_kept(draw: st.DrawFn, kind: str, count: int, num_local: int) -> int:
 
 
 @given(cases())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_is_filled_is_what_is_missing(case: Case) -> None:
     found = blocks_to_fill(
         case.groups,
@@ -87,7 +87,7 @@ def test_what_is_filled_is_what_is_missing(case: Case) -> None:
 
 
 @given(cases())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_is_offered_ends_with_the_block_of_the_last_token(case: Case) -> None:
     offered = blocks_to_offer(case.groups, case.block_ids, case.num_tokens)
     for group, block_of, ids in zip(case.groups, case.block_of, offered, strict=True):

@@ -120,7 +120,7 @@ def test_a_refusal_need_not_be_proven() -> None:
 
 
 @given(st.binary(max_size=300), st.integers(0, 400), st.integers(0, 255))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_altered_frame_passes(noise: bytes, place: int, byte: int) -> None:
     frame = bytearray(sealed())
     frame[place % len(frame)] = byte

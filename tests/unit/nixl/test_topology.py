@@ -36,7 +36,7 @@ def splits(draw: st.DrawFn, *sizes: int) -> Split:
 
 
 @given(st.data(), SIZES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_intervals_are_the_dealt_units(data: st.DataObject, size: int) -> None:
     split = data.draw(splits(size))
     for rank, units in enumerate(dealt(split, size)):
@@ -68,7 +68,7 @@ def test_only_even_splits_are_accepted(size: int) -> None:
 
 
 @given(st.data(), SIZES, SIZES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_each_unit_is_read_once_from_a_rank_that_holds_it(
     data: st.DataObject, num_sources: int, num_readers: int
 ) -> None:
@@ -84,7 +84,7 @@ def test_each_unit_is_read_once_from_a_rank_that_holds_it(
 
 
 @given(st.data(), SIZES, SIZES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_readers_spread_over_the_holders_of_a_unit(
     data: st.DataObject, num_sources: int, num_readers: int
 ) -> None:
@@ -105,7 +105,7 @@ def test_readers_spread_over_the_holders_of_a_unit(
 
 
 @given(st.data(), SIZES, SIZES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_prefill_rank_waits_for_those_that_come(
     data: st.DataObject, num_sources: int, num_readers: int
 ) -> None:

@@ -60,14 +60,14 @@ def test_frames_of_another_kind_are_refused(decode: Decode) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_random_bytes_are_refused(frame: bytes) -> None:
     assert all(is_refused(decode, frame) for decode in DECODERS)
     assert is_refused(wire.open_description, _unopened(frame))
 
 
 @given(st.sampled_from(FRAMES), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_altered_frames_decode_or_are_refused(
     pair: tuple[Decode, wire.Frame], data: st.DataObject
 ) -> None:
@@ -93,7 +93,7 @@ PLAIN: st.SearchStrategy[Any] = st.recursive(
     ),
     st.sampled_from(["describe", "described", "refused", "released"]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_well_formed_msgpack_of_other_shapes_decodes_or_is_refused(
     fields: dict[str, Any], kind: str
 ) -> None:

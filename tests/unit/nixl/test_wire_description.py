@@ -120,7 +120,7 @@ def test_a_description_with_a_part_left_out_is_refused(path: str) -> None:
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_description_with_any_number_changed_opens_or_is_refused(data: st.DataObject) -> None:
     """What opens can be planned with: no number in it is beyond what arithmetic takes."""
     plain = msgspec.msgpack.decode(ENCODED)

@@ -95,7 +95,7 @@ def test_every_type_and_tiling_is_exact(dtype: str, weight_dtype: str, tiling: s
     assert all(ranks.failure(rank) is None for rank in ranks.ranks)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.sampled_from(
         [(2, "a warp a token"), (3, "two warps a token"), (8, "a block a token")],

@@ -107,7 +107,7 @@ def test_many_buffers_go_in_band_in_the_end() -> None:
     assert back[1][299] == LARGE + bytes([299 % 256])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.recursive(
         st.one_of(

@@ -41,7 +41,7 @@ def test_bytes_arrive_as_they_were(kind: type) -> None:
         assert (type(back), back, without_pickle) == (kind, kind(length), is_plain)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 70), min_size=0, max_size=4).map(tuple),
     st.sampled_from(DTYPES),

@@ -21,7 +21,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(STEPS)
 def test_any_order_of_writes_and_reads_behaves_like_a_list(steps: list[tuple[str, object]]) -> None:
     writer = RingWriter.create(2, CAPACITY)

@@ -59,7 +59,7 @@ def test_records_that_nobody_reads_fill_the_whole_ring() -> None:
     assert [reader.read(timeout=0) for _ in records] == records
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 2 * WINDOW), max_size=12))
 def test_a_record_as_long_as_the_ring_has_room_wherever_the_last_one_ended(
     sizes: list[int],
@@ -71,7 +71,7 @@ def test_a_record_as_long_as_the_ring_has_room_wherever_the_last_one_ended(
         assert [reader.read(timeout=0) for reader in readers] == [record, record]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 6 * CAPACITY), min_size=1, max_size=12))
 def test_streamed_records_arrive_whole_however_far_the_readers_lag(sizes: list[int]) -> None:
     writer, readers = make(2)
