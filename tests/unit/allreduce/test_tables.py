@@ -17,7 +17,7 @@ from vllm_commext.allreduce.startup import Wishes
 from vllm_commext.allreduce.table import Row, Table
 from vllm_commext.errors import ConfigError
 
-bounded = settings(max_examples=60, deadline=None)
+bounded = settings(max_examples=60)
 MIB = 1 << 20
 MACHINE = Machine("NVIDIA H200", "NV18", "580.1", "2.11.0", "2.28.3", "0.7.0", "0.32.0")
 SIZES = st.integers(1, 64 * MIB)

@@ -162,7 +162,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger: Any = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestLedger.settings = settings(max_examples=40, stateful_step_count=25)
 
 
 def test_the_lease_ends_at_its_deadline_and_not_before() -> None:

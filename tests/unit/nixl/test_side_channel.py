@@ -339,6 +339,7 @@ def test_close_is_bounded_ends_the_thread_and_frees_the_port(context: Any) -> No
     before = threading.active_count()
     server, port = start()
     dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)  # the server may close before it has taken the request
     dealer.connect(endpoint(HOST, port))
     dealer.send(wire.encode(REQUEST))
     closing = threading.Thread(target=server.close)

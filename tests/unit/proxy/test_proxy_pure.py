@@ -17,7 +17,7 @@ from vllm_commext.proxy.failures import ProxyError
 from vllm_commext.proxy.sse import EventCutter
 from vllm_commext.proxy.two_step import CHAT, COMPLETIONS
 
-quick = settings(max_examples=50, deadline=None)
+quick = settings(max_examples=50)
 # A small alphabet of awkward characters: building the table of all of Unicode takes seconds.
 texts = st.text(alphabet='a"\\\n\0é\u2028\U0001f600', max_size=4)
 json_values = st.recursive(

@@ -34,13 +34,17 @@ def pattern(number: int) -> bytes:
     return number.to_bytes(8, "little") + bytes([number % 251]) * length
 
 
-def echo(address: RingAddress, rank: int) -> None:
-    """Answer each record with itself, and `moves` with how often this process has moved."""
+def echo(address: RingAddress, rank: int, work_s: float = 0) -> None:
+    """Answer each record with itself, after so much work, and `moves` with how often this process
+    has moved."""
     requests, answers = RingReader.attach(address, rank), RingWriter.create(1, 4096)
     say(pickle.dumps(answers.address).hex())
     while (record := requests.read(timeout=60)) != b"end":
         assert isinstance(record, bytes)
         moves = str(requests.counters()["moves"]).encode()
+        end = time.perf_counter() + work_s
+        while time.perf_counter() < end:
+            pass
         answers.write(moves if record == b"moves" else record, timeout=20)
 
 

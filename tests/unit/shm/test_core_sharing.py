@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not b
 from vllm_commext.shm.ring import RingReader, RingWriter
 
 Child = subprocess.Popen[str]
-Echoes = Callable[[int], tuple[RingWriter, list[Child], list[RingReader]]]
+Echoes = Callable[..., tuple[RingWriter, list[Child], list[RingReader]]]
 ROUND_TRIPS = 2000
 TRIES = 20
 
@@ -67,13 +68,14 @@ def allowed() -> Iterator[list[int]]:
 
 @pytest.fixture
 def echoes(start: Callable[..., Child], said: Callable[[Child], str]) -> Iterator[Echoes]:
-    """So many processes that answer: the queue of the requests, they, and their answers."""
+    """So many processes that answer: the queue of the requests, they, and their answers. The queue
+    has room for all requests of a test."""
     made: list[RingWriter] = []
 
-    def make(count: int) -> tuple[RingWriter, list[Child], list[RingReader]]:
-        requests = RingWriter.create(count, 4096)
+    def make(count: int, work_s: float = 0) -> tuple[RingWriter, list[Child], list[RingReader]]:
+        requests = RingWriter.create(count, 1 << 20)
         made.append(requests)
-        children = [start("echo", requests.address, rank) for rank in range(count)]
+        children = [start("echo", requests.address, rank, work_s) for rank in range(count)]
         addresses = [pickle.loads(bytes.fromhex(said(child))) for child in children]
         return requests, children, [RingReader.attach(address, 0) for address in addresses]
 
@@ -135,16 +137,21 @@ def test_nobody_spins_on_the_core_of_a_reader_that_has_something_to_read(
     allowed: list[int],
     echoes: Echoes,
 ) -> None:
-    """The first reader answers from a core of its own, soon enough to spin for. The second one
-    cannot run as long as this process does."""
+    """The first reader answers from a core of its own, soon enough to spin for. The second one was
+    last on this process's core, and is stopped: it has something to read all the time."""
     first, second = allowed[:2]
-    requests, children, answers = echoes(2)
+    requests, children, answers = echoes(2, 50e-6)
     for pid, core in zip(
         (0, children[0].pid, children[1].pid), (first, second, first), strict=True
     ):
         os.sched_setaffinity(pid, {core})
+    for answer in answers:
+        requests.write(b"x", timeout=20)
+        answer.read(timeout=20)
+    children[1].send_signal(signal.SIGSTOP)
+    before = answers[0].counters()
     for _ in range(ROUND_TRIPS):
         requests.write(b"x", timeout=20)
-        for answer in answers:
-            answer.read(timeout=20)
-    assert answers[0].counters()["parks"] > 0.3 * answers[0].counters()["waits"]
+        answers[0].read(timeout=20)
+    parks, waits = (answers[0].counters()[name] - before[name] for name in ("parks", "waits"))
+    assert parks > 0.9 * waits > 0

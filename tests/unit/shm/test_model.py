@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
@@ -117,10 +117,12 @@ class QueueMachine(RuleBasedStateMachine):
         while self.pending[place]:
             self.take(place, timeout=20)
 
-    @precondition(lambda self: self.num_sent > 10)
     @rule(place=st.integers(0, 1))
     def shut_a_reader_down(self, place: int) -> None:
-        """It still gets what is there."""
+        """It still gets what is there. Not before some messages; and that is no precondition, for
+        what has had room depends on how far two threads have read, and Hypothesis must not."""
+        if self.num_sent <= 10:
+            return
         self.readers[place].shutdown()
         self.shut_down[place] = True
 
@@ -131,5 +133,5 @@ class QueueMachine(RuleBasedStateMachine):
             assert reader.counters()["messages"] == self.num_sent - len(pending)
 
 
-QueueMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+QueueMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestQueue = QueueMachine.TestCase

@@ -156,7 +156,9 @@ def test_a_long_wait_names_who_is_waited_for(
             reader.dequeue(timeout=0.12, indefinite=True)
         record = os.urandom(300_000)
         thread, results = in_thread(lambda: writer.enqueue(record))
-        time.sleep(0.15)
+        deadline = time.monotonic() + 10
+        while "has not read" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert reader.dequeue(timeout=10) == record  # begun before the lines, and not begun again
         thread.join(10)
     assert results == [None]
