@@ -26,7 +26,9 @@ BUSY_WAIT_SECONDS = 50e-6
 """First wait between two looks at reads under way; doubles while nothing changes."""
 PENDING_WAIT_SECONDS = 1e-3
 LEASED_WAIT_SECONDS = 2e-3
-IDLE_WAIT_SECONDS = 0.1
+DUTY_WAIT_SECONDS = 0.1
+IDLE_WAIT_SECONDS = 1.0
+"""Each look of an idle thread costs some 0.2 ms: its core has to wake up for it."""
 GAUGE_SECONDS = 0.1
 STOP_SECONDS = 5.0
 
@@ -113,12 +115,12 @@ class TransferThread:
         self._holder.end_leases()
         self._wait_seconds = self._next_wait(progressed)
         self._note_gauges()
-        if self._wait_seconds == IDLE_WAIT_SECONDS:
+        if self._wait_seconds >= DUTY_WAIT_SECONDS:
             ucx_log.flush()
 
     def _note_gauges(self) -> None:
         now = time.monotonic()
-        if now >= self._next_gauges or self._wait_seconds == IDLE_WAIT_SECONDS:
+        if now >= self._next_gauges or self._wait_seconds >= DUTY_WAIT_SECONDS:
             self._next_gauges = now + GAUGE_SECONDS
             gauges = {**self._loader.gauges(), "held_requests": len(self._holder)}
             self._recorder.gauges(self._source, gauges)
@@ -130,7 +132,9 @@ class TransferThread:
             return min(2 * self._wait_seconds, PENDING_WAIT_SECONDS)
         if self._loader.num_handshakes:
             return PENDING_WAIT_SECONDS
-        return LEASED_WAIT_SECONDS if len(self._holder) else IDLE_WAIT_SECONDS
+        if len(self._holder):
+            return LEASED_WAIT_SECONDS
+        return DUTY_WAIT_SECONDS if self._loader.has_duties else IDLE_WAIT_SECONDS
 
     def _take_commands(self) -> bool:
         """Wait for a command, then take all there are; False where the thread is to end."""

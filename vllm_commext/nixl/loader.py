@@ -67,6 +67,11 @@ class Loader:
         """Peers that have been asked and have not answered yet."""
         return self._peers.num_pending
 
+    @property
+    def has_duties(self) -> bool:
+        """Whether heartbeats or sweeps will be due although nothing is under way."""
+        return len(self._keep_alive) > 0 or self._peers.has_sweeps_due
+
     def poll(self) -> bool:
         """One look at everything under way; whether anything has moved on."""
         answered = self._poll_handshakes()

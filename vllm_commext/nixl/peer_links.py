@@ -41,6 +41,11 @@ class PeerLinks:
         """Whether a read of the sweeper's is under way."""
         return self._sweeper.is_reading
 
+    @property
+    def has_sweeps_due(self) -> bool:
+        """Whether the sweeper is to read, from a peer that there is."""
+        return self._sweeper.is_due and bool(self._live)
+
     def connect(
         self, key: PeerKey, incarnation: str, described: wire.WorkerDescription, plan: ReadPlan
     ) -> Peer:

@@ -130,6 +130,11 @@ class PeerTable:
         """Whether a peer is read on behalf of removed ones."""
         return self._links.is_sweeping
 
+    @property
+    def has_sweeps_due(self) -> bool:
+        """Whether a peer is to be read on behalf of removed ones."""
+        return self._links.has_sweeps_due
+
     def sweep(self) -> None:
         """Let NIXL go on with what removals of peers have begun."""
         broken = self._links.sweep()

@@ -22,7 +22,7 @@ from vllm_commext.nixl.connection import ConnectionWatch, bound_waits
 from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.seal import Caller, Gate
 
-_POLL_MS = 200
+_RETRY_SECONDS = 0.2
 
 
 def endpoint(host: str, port: int) -> str:
@@ -85,6 +85,7 @@ class SideChannelServer:
         self._stop = threading.Event()
         self._context = zmq.Context()
         self._socket = self._bind(host, port)
+        self._bell, self._ear = self._bell_and_ear()
         self._thread = threading.Thread(
             target=self._serve, name="commext-side-channel", daemon=True
         )
@@ -96,8 +97,11 @@ class SideChannelServer:
         return new
 
     def close(self) -> None:
-        """Stop serving; returns within a second."""
+        """Stop serving; returns within a second. Safe to repeat."""
+        if self._stop.is_set():
+            return
         self._stop.set()
+        self._bell.send(b"")
         self._thread.join(timeout=1.0)
         self._context.destroy(linger=0)
 
@@ -107,7 +111,6 @@ class SideChannelServer:
         bound.setsockopt(zmq.LINGER, 0)
         bound.setsockopt(zmq.IPV6, int(":" in address))
         bound.setsockopt(zmq.MAXMSGSIZE, wire.MAX_REQUEST_BYTES)
-        bound.setsockopt(zmq.RCVTIMEO, _POLL_MS)
         bound.setsockopt(zmq.SNDTIMEO, 0)
         bound_waits(bound)
         try:
@@ -121,17 +124,28 @@ class SideChannelServer:
             ) from error
         return bound
 
+    def _bell_and_ear(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """Two ends of a connection by which the thread is told to stop."""
+        bell, ear = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        ear.bind("inproc://stop")
+        bell.connect("inproc://stop")
+        return bell, ear
+
     def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._ear, zmq.POLLIN)
         while not self._stop.is_set():
             try:
-                frames = self._socket.recv_multipart()
+                poller.poll()
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 continue
             except zmq.ZMQError as error:
                 if self._stop.is_set():
                     return
                 self._log.warning("receive", f"side channel: receiving failed: {error}")
-                self._stop.wait(_POLL_MS / 1000)
+                self._stop.wait(_RETRY_SECONDS)
                 continue
             self._reply(frames)
 

@@ -56,6 +56,11 @@ class Sweeper:
         """Whether a read is under way."""
         return self._peer is not None
 
+    @property
+    def is_due(self) -> bool:
+        """Whether there are rounds to go."""
+        return self._num_due > 0
+
     def note_removal(self) -> None:
         """A peer was removed."""
         self._num_due = NUM_ROUNDS if self._count else 0

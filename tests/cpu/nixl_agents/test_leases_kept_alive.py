@@ -9,6 +9,7 @@ import pytest
 from nixl_agents_harness import SlowReads, expected_after, load_of, same, wait_until
 
 from vllm_commext.nixl import wire
+from vllm_commext.nixl.io_thread import DUTY_WAIT_SECONDS, IDLE_WAIT_SECONDS
 from vllm_commext.nixl.requests import Hold, Wait
 
 pytestmark = pytest.mark.timeout(300)
@@ -81,6 +82,21 @@ def test_heartbeats_that_fit_nothing_are_counted_and_ignored(make_engine: MakeEn
     # The first load may have taken long enough for a heartbeat of its own.
     prefill.wait(lambda: prefill.collect() is not None and _beats(prefill)[1] >= 8)
     assert _beats(prefill)[0] == 1
+
+
+def test_who_has_no_duties_looks_once_a_second(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = make_engine("p", serve=True), make_engine("d", seed=2)
+    remote = prefill.remote("x", [9])
+    decode.thread.submit(Wait("r", remote))
+    wait_until(lambda: decode.thread._wait_seconds == DUTY_WAIT_SECONDS, "the handshake's end")
+    decode.load(load_of("r", remote, [7]))
+    wait_until(lambda: decode.thread._wait_seconds == IDLE_WAIT_SECONDS, "the load's end")
+    looks: list[int] = []
+    monkeypatch.setattr(decode.agent, "notifications", lambda: looks.append(1) or [])
+    time.sleep(2.5 * IDLE_WAIT_SECONDS)
+    assert 1 <= len(looks) <= 8  # 25 where it looks as often as for its duties
 
 
 def _beats(prefill: Any) -> tuple[int, int]:
