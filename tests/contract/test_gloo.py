@@ -1,16 +1,18 @@
 """Process groups on one device of Gloo's: real ranks, and vLLM's own processes."""
 
 import json
-import subprocess
-import sys
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("torch")
 
-from vllm_process import python
+from vllm_process import python, two_ranks
 
+from vllm_commext.compat import gloo
+from vllm_commext.compat.timer_slack import timer_slack
 from vllm_commext.testing.servers import free_port
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
@@ -47,23 +49,31 @@ def look(code: str = LOOK, **environ: str) -> tuple[bool, str]:
 
 
 def test_all_groups_of_a_rank_share_one_device() -> None:
-    ports = [str(free_port()), str(free_port())]
-    commands = [[sys.executable, str(RANK), rank, *ports] for rank in ("0", "1")]
-    ranks = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in commands]
-    try:
-        for rank in ranks:
-            found = json.loads(rank.communicate(timeout=300)[0].splitlines()[-1])
-            assert found == {  # the last group was made without us
-                "threads": [1, 1, 1, 2],
-                "sums": [2.0],
-                "timeouts": [True],
-                "stateless": 2,
-                "class": "ProcessGroupGloo",
-            }
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    for found in two_ranks(RANK, str(free_port()), str(free_port())):
+        assert found == {  # the last group was made without us
+            "threads": [1, 1, 1, 2],
+            "sums": [2.0],
+            "timeouts": [True],
+            "stateless": 2,
+            "class": "ProcessGroupGloo",
+        }
+
+
+def test_only_threads_of_the_first_group_which_makes_the_device_are_patient() -> None:
+    slacks: list[float] = []
+
+    class Stock:
+        _Options = SimpleNamespace
+
+        def __init__(self, *_: object) -> None:
+            slacks.append(timer_slack())
+            self.options = SimpleNamespace(_devices=[], _threads=2)
+
+    before = timer_slack()
+    groups = gloo.sharing(Stock)
+    for rank in range(2):
+        groups(None, rank, 2, timedelta(seconds=1))
+    assert [*slacks, timer_slack()] == pytest.approx([gloo.LOOK_SLACK_SECONDS, before, before])
 
 
 def test_the_toggle_puts_it_in_place() -> None:

@@ -46,6 +46,28 @@ def python_at_once(
         ]
 
 
+def two_ranks(script: Path, *args: str, **environ: str) -> list[Any]:
+    """Run ``script RANK args`` as two processes of their own; what each prints as JSON at its
+    end."""
+    made = [
+        subprocess.Popen(
+            [sys.executable, str(script), rank, *args],
+            env={**os.environ, **environ},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        texts = [rank.communicate(timeout=300)[0] for rank in made]
+    finally:
+        for rank in made:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in made] == [0, 0], texts
+    return [json.loads(text.splitlines()[-1]) for text in texts]
+
+
 def _ask(request: Mapping[str, Any]) -> list[int]:
     parent = _parent()
     assert parent.stdin is not None

@@ -2,7 +2,9 @@
 
 Every Gloo group that torch makes has a device of its own, whose thread looks for events a hundred
 times a second for as long as the group lives, and vLLM makes half a dozen groups in each worker. A
-device can serve any number of groups: each pair of ranks has an address of its own on it.
+device can serve any number of groups: each pair of ranks has an address of its own on it. And its
+thread may look later, together with other timers of its core: what arrives wakes it at once, and a
+look is only for the end of the device, which therefore takes so much longer.
 """
 
 import os
@@ -10,16 +12,18 @@ from datetime import timedelta
 from typing import Any
 
 from vllm_commext.compat.rebind import is_rebound, rebind_all, row_of
+from vllm_commext.compat.timer_slack import slack_of_new_threads
 from vllm_commext.errors import UnsupportedError
 
 SYMBOL = "torch.distributed.distributed_c10d:ProcessGroupGloo"
 INTERFACES = "GLOO_SOCKET_IFNAME"  # torch looks at it whenever it makes a device
+LOOK_SLACK_SECONDS = 0.04
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's, where none is given
 
 
 def sharing(stock: Any) -> Any:
     """Torch's class `stock` in every respect but one: of groups that are made with a timeout, or
-    with nothing, all but the first take the first one's device."""
+    with nothing, all but the first take the first one's device, whose thread is patient."""
     first: dict[tuple[int, str], Any] = {}  # of the first group in each place, its options
 
     class Sharing(type):
@@ -30,7 +34,8 @@ def sharing(stock: Any) -> Any:
                 return stock(store, rank, size, timeout, **given)
             place = (os.getpid(), os.environ.get(INTERFACES, ""))  # a fork keeps no thread
             if place not in first:
-                group = stock(store, rank, size, timeout)
+                with slack_of_new_threads(LOOK_SLACK_SECONDS):
+                    group = stock(store, rank, size, timeout)
                 first[place] = group.options
                 return group
             options = stock._Options()
