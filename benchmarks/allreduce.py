@@ -18,7 +18,6 @@ import dataclasses
 import importlib.metadata
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -27,20 +26,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from vllm_commext.testing.gpu_ranks import ENVIRON, end_together
+from vllm_commext.testing.servers import free_port
+
 ROOT = Path(__file__).parents[1]
 OURS, VLLM = "ours", "vllm"
 HOST_CALLS = 1000
 MAX_REGRET, MIN_RATIO = 0.03, 0.97
-ENVIRON = {
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
-    "VLLM_COMMEXT_ALLREDUCE": "0",
-    "VLLM_HOST_IP": "127.0.0.1",
-}
+STOCK = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_COMMEXT_ALLREDUCE": "0"}
 Row = dict[str, Any]
 
 
@@ -287,26 +280,13 @@ def run_rank(args: argparse.Namespace) -> None:
 
 
 def run_all(args: argparse.Namespace, arguments: list[str]) -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environ = {**os.environ, **ENVIRON, "PYTHONPATH": python_path}
-    command = [sys.executable, __file__, *arguments, "--port", str(port)]
+    environ = {**os.environ, **ENVIRON, **STOCK, "PYTHONPATH": python_path}
+    command = [sys.executable, __file__, *arguments, "--port", str(free_port())]
     ranks = [
         subprocess.Popen([*command, "--rank", str(rank)], env=environ) for rank in range(args.tp)
     ]
-    end = time.monotonic() + 420 + 3 * args.seconds
-    try:
-        while all(rank.poll() is None for rank in ranks) and time.monotonic() < end:
-            time.sleep(0.2)
-        if any(rank.poll() for rank in ranks) or time.monotonic() >= end:
-            return 1
-        return max(rank.wait(60) for rank in ranks)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait(30)
+    return int(any(end_together(ranks, 420 + 3 * args.seconds)))
 
 
 def main() -> int:

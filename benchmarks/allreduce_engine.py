@@ -27,6 +27,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from vllm_commext.testing import gpu_ranks
+
 ROOT = Path(__file__).parents[1]
 PROMPTS, WORDS, TOKENS = 16, 64, 256
 READY, OUTCOME = "READY", "OUTCOME "
@@ -34,13 +36,8 @@ OFF, ON = "off", "on"
 ANSWER_SECONDS = 60.0
 KV_BYTES = 2 << 30
 ENVIRON = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
+    **gpu_ranks.ENVIRON,
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a process less to start
 }
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, VOCABULARY = 4096, 11008, 8, 32, 8, 32000

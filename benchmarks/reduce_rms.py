@@ -17,7 +17,6 @@ import dataclasses
 import importlib.metadata
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,9 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+
+from vllm_commext.testing.gpu_ranks import ENVIRON, end_together
+from vllm_commext.testing.servers import free_port
 
 ROOT = Path(__file__).parents[1]
 EPS = 1e-6
@@ -44,15 +46,7 @@ VLLM_FUSED_TOKENS = 2048  # vLLM's own bound for its fused op
 SAMPLES, QUICK_SAMPLES, REPLAYS = 31, 15, 5
 TOTAL_SECONDS, QUICK_SECONDS = 540, 150
 HOST_CALLS = 2000
-ENVIRON = {
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-    "VLLM_HOST_IP": "127.0.0.1",
-}
+UNUSED = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 Call = Callable[[], Any]
 
 
@@ -431,22 +425,13 @@ def run_rank(args: argparse.Namespace) -> None:
 
 
 def run_all(args: argparse.Namespace, arguments: list[str]) -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environ = {**os.environ, **ENVIRON, "PYTHONPATH": python_path}
-    command = [sys.executable, __file__, *arguments, "--port", str(port)]
+    environ = {**os.environ, **ENVIRON, **UNUSED, "PYTHONPATH": python_path}
+    command = [sys.executable, __file__, *arguments, "--port", str(free_port())]
     ranks = [
         subprocess.Popen([*command, "--rank", str(rank)], env=environ) for rank in range(args.tp)
     ]
-    deadline = time.monotonic() + (QUICK_SECONDS if args.quick else TOTAL_SECONDS)
-    try:
-        codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    return max(map(abs, codes))
+    return int(any(end_together(ranks, QUICK_SECONDS if args.quick else TOTAL_SECONDS)))
 
 
 def main() -> int:

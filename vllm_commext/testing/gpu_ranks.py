@@ -1,4 +1,5 @@
-"""Runs a script as the ranks of a group, a process a GPU, without NVLink multicast."""
+"""Runs a script as the ranks of a group, for the most part a process a GPU, without NVLink
+multicast."""
 
 import json
 import os
@@ -63,20 +64,28 @@ def run_ranks(
     ]
     try:
         text = ranks[0].communicate(timeout=seconds)[0]
-        _await(ranks[1:])
     except subprocess.TimeoutExpired:
         ranks[0].kill()
         text = ranks[0].communicate()[0]
     finally:
-        for process in ranks:
-            process.kill()
-        codes = [process.wait(GRACE_SECONDS) for process in ranks]
+        codes = end_together(ranks, GRACE_SECONDS)
     lines = [json.loads(line) for line in text.splitlines() if line.startswith(CHECK_LINE)]
     return Outcome({line["check"]: line for line in lines}, text, codes)
 
 
-def _await(processes: Sequence["subprocess.Popen[str]"]) -> None:
-    """Until all have ended, or the grace is over."""
-    end = time.monotonic() + GRACE_SECONDS
-    while any(process.poll() is None for process in processes) and time.monotonic() < end:
-        time.sleep(0.05)
+def end_together(ranks: Sequence["subprocess.Popen[Any]"], seconds: float) -> list[int]:
+    """Wait until all ranks have ended, one has failed, or the time is over; then kill who is left.
+
+    Returns:
+        Exit statuses in the order of ranks; negative for those that had to be killed.
+    """
+    end = time.monotonic() + seconds
+    try:
+        codes = [process.poll() for process in ranks]
+        while None in codes and not any(codes) and time.monotonic() < end:
+            time.sleep(0.05)
+            codes = [process.poll() for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    return [process.wait(GRACE_SECONDS) for process in ranks]
