@@ -52,6 +52,7 @@ def commands(gpus: int) -> dict[str, list[str]]:
     top."""
     found = {
         "queue": ["shm_queue.py", "--quick", "--contestants", "ours", "vllm"],
+        "cpu_collectives": ["cpu_collectives.py", "--quick"],
         "nixl": ["nixl.py", "--quick"],
         "serve": ["serve.py", "--tp", "1", "--rounds", "3", "--requests", "32"],
     }

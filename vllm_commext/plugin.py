@@ -76,6 +76,12 @@ def _activate_gloo() -> None:
     gloo.install()
 
 
+def _activate_cpu_collectives() -> None:
+    from vllm_commext.compat import cpu_collectives
+
+    cpu_collectives.install()
+
+
 def _activate_reduce_rms() -> None:
     from vllm_commext.compat import reduce_rms
 
@@ -96,6 +102,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("nixl", _activate_nixl, _refuse_nixl, "vLLM's own connectors remain"),
     Capability("shm_queue", _activate_shm_queue, _leave_as_it_is, "vLLM's own queue remains"),
     Capability("gloo", _activate_gloo, _leave_as_it_is, "a device for each group remains"),
+    Capability("cpu_collectives", _activate_cpu_collectives, _leave_as_it_is, "vLLM's own remain"),
     Capability("reduce_rms", _activate_reduce_rms, _leave_as_it_is, "vLLM's own norm remains"),
     Capability("allreduce", _activate_allreduce, _leave_as_it_is, "vLLM's own order remains"),
 )

@@ -87,6 +87,17 @@ TOGGLES: tuple[Toggle, ...] = (
         ),
     ),
     Toggle(
+        name="VLLM_COMMEXT_CPU_COLLECTIVES",
+        field="cpu_collectives",
+        choices=("auto", "0", "1"),
+        default="0",
+        meaning=(
+            "Sums and gathers among the tensor-parallel CPU workers of one host. `auto` and `1` "
+            "take shared memory where vLLM would take Gloo, `1` logs an error where the native "
+            "extension is not built, `0` leaves vLLM's."
+        ),
+    ),
+    Toggle(
         name="VLLM_COMMEXT_REDUCE_RMS",
         field="reduce_rms",
         choices=("auto", "0", "1"),

@@ -1,8 +1,8 @@
-"""Our message queue between a real engine and its workers, whose process groups share one device:
-same tokens, idle when idle, the same between prefill and decode engines, and the death of a worker
-ends the server with a line that says which. Both servers have our connector. The one with vLLM's
-queue has its peers read and write a copy of its cache in host memory, although NIXL reaches the
-cache itself here.
+"""Our message queue between a real engine and its workers, which sum through shared memory and
+whose process groups share one device: same tokens, idle when idle, the same between prefill and
+decode engines, and the death of a worker ends the server with a line that says which. Both servers
+have our connector. The one with vLLM's queue has its peers read and write a copy of its cache in
+host memory, although NIXL reaches the cache itself here.
 
 COMMEXT_TEST_TP is the tensor-parallel size, 2 unless it is set. COMMEXT_TEST_EXECUTOR is the
 executor of the server with our queue, which then goes without the toggle.
@@ -30,6 +30,7 @@ IDLE_SECONDS = 5.0
 # NIXL's progress thread is not what is measured.
 PROGRESS_SECONDS = 0.01
 END_SECONDS = 60
+RINGS = "cpu_collectives: rings serve group tp:0"
 EXECUTOR = os.environ.get("COMMEXT_TEST_EXECUTOR", "")
 
 
@@ -56,6 +57,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
             environ={
                 "VLLM_COMMEXT_SHM_QUEUE": toggle,
                 "VLLM_COMMEXT_GLOO": "1" if kind == "ours" else "0",
+                "VLLM_COMMEXT_CPU_COLLECTIVES": "1" if kind == "ours" else "0",
             },
         )
         for kind, executor, toggle in (
@@ -92,8 +94,10 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 def test_the_tokens_are_those_of_vllms_queue(servers: dict[str, Server]) -> None:
-    assert len(cluster.queue_segments(servers["ours"])) == cluster.num_queues(TP)
+    rings = TP if TP > 1 else 0  # of sums
+    assert len(cluster.queue_segments(servers["ours"])) == cluster.num_queues(TP) + rings
     assert cluster.queue_segments(servers["theirs"]) == set()
+    assert (RINGS in servers["ours"].log_text()) == (TP > 1)
     assert tokens(servers["ours"]) == tokens(servers["theirs"])
 
 

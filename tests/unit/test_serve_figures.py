@@ -60,3 +60,8 @@ def test_threads_count_from_their_start_and_those_of_gloo_apart() -> None:
         ("idle, engines and workers", PERCENT, 17.5),
         ("idle, engines and workers without gloo's threads", PERCENT, 15.0),
     ]
+
+
+def test_where_torch_does_not_name_gloos_threads_nothing_is_said_of_them() -> None:
+    found = figures.of_silence({"single worker": 1.5}, seconds=10.0)
+    assert [name for name, _, _ in found] == ["idle, engines and workers", "idle, single worker"]

@@ -68,6 +68,13 @@ INVENTORY: tuple[Rebinding, ...] = (
         test="tests/contract/test_gloo.py",
         removal="torch shares a device between groups, or lets init_process_group be given one",
     ),
+    Rebinding(
+        "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator.__init__",
+        why="a tensor-parallel group on CPUs gets our rings where it would get Gloo; no hook",
+        guard="seams of `cpu_collectives`; the native extension is built",
+        test="tests/contract/test_cpu_collectives.py",
+        removal="vLLM's own shared memory serves every CPU, not only those with AVX-512",
+    ),
     Rebinding(f"{_MINIMAX}.lamport_workspace:get_allreduce_workspace", **_NORM),
     Rebinding(f"{_MINIMAX}.rms_norm_tp:MINIMAX_QK_NORM_MAX_TOKEN_NUM", **_NORM),
     Rebinding(f"{_MINIMAX}.rms_norm_tp:_MINIMAX_FUSED_AR_RMS_QK", **_NORM),

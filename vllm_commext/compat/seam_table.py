@@ -258,6 +258,21 @@ SEAMS: tuple[Seam, ...] = (
         takes("vllm.model_executor.models:ModelRegistry.register_model", "model_arch", "model_cls"),
     ),
     Seam(
+        "cpu_communicator",
+        "cpu_collectives",
+        "a communicator of CPUs gets its rings when it is made, and sums and gathers through them",
+        has_methods(
+            f"{COMMUNICATORS}.cpu_communicator:CpuCommunicator",
+            {"all_reduce": ("input_",), "all_gather": ("input_", "dim")},
+        ),
+    ),
+    Seam(
+        "same_node",
+        "cpu_collectives",
+        "only ranks of one host get rings",
+        takes("vllm.distributed.parallel_state:in_the_same_node_as", "pg", "source_rank"),
+    ),
+    Seam(
         "communicator_constructor",
         "allreduce",
         "a communicator gets its dispatcher when it is made, from the groups that it is made of",

@@ -7,6 +7,7 @@ are there.
 
 import sys
 
+from vllm_commext.compat.native import needing_the_extension
 from vllm_commext.compat.rebind import INVENTORY, is_rebound, rebind_all, row_of
 from vllm_commext.errors import UnsupportedError
 
@@ -21,13 +22,8 @@ def install() -> None:
         UnsupportedError: the native extension was not built, or somebody else has replaced vLLM's
             class already.
     """
-    try:
+    with needing_the_extension():
         from vllm_commext.shm.queue import MessageQueue
-    except ImportError as error:
-        raise UnsupportedError(
-            f"the native extension vllm_commext.shm._shm_ring cannot be imported ({error}); "
-            "install a wheel of vllm-commext, or build it with a C compiler at hand"
-        ) from error
     from vllm.distributed.device_communicators import shm_broadcast
 
     if is_rebound(row_of(f"{DEFINED_IN}:{NAME}")):

@@ -3,14 +3,15 @@
 import contextlib
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm_commext.errors import UnsupportedError
+from vllm_commext.errors import CommextError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Value = TypeVar("Value")
+Swap = Callable[[Any], list[Any]]  # a collective call: everybody's objects, in the order of ranks
 
 
 def exchange(
@@ -24,20 +25,36 @@ def exchange(
     Raises:
         UnsupportedError: the step failed on some rank; the message names each and why.
     """
+    return agree(step, swap_over(world_size, process_group))
+
+
+def swap_over(world_size: int, process_group: "ProcessGroup | None") -> Swap:
+    """What `agree` takes, over a process group."""
     from torch import distributed
 
+    def swap(mine: Any) -> list[Any]:
+        everybody: list[Any] = [mine] * world_size
+        if world_size > 1:
+            distributed.all_gather_object(everybody, mine, group=process_group)
+        return everybody
+
+    return swap
+
+
+def agree(
+    step: Callable[[], Value], swap: Swap, failure: type[CommextError] = UnsupportedError
+) -> list[Value]:
+    """As `exchange`, however the ranks swap objects; raises ``failure``."""
     value: Value | None = None
     error = ""
     try:
         value = step()
     except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         error = f"{type(caught).__name__}: {caught}"
-    outcomes: list[tuple[Value, str]] = [(value, error)] * world_size  # pyright: ignore[reportAssignmentType]
-    if world_size > 1:
-        distributed.all_gather_object(outcomes, (value, error), group=process_group)
+    outcomes = swap((value, error))
     failed = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(outcomes) if why]
     if failed:
-        raise UnsupportedError("; ".join(failed))
+        raise failure("; ".join(failed))
     return [outcome for outcome, _ in outcomes]
 
 

@@ -30,8 +30,8 @@ class ConnectorConfig:
         kv_lease_duration: how long a prefill engine keeps the blocks of a request after the last
             sign of a reader; decode engines that wait or read give one each sixth of it.
         kv_lease_max_duration: how long it keeps them at most, whatever the readers say.
-        progress_interval: pause between two turns of NIXL's progress thread, which would
-            otherwise keep a core busy.
+        progress_interval: longest pause between two turns of NIXL's progress thread, which would
+            otherwise keep a core busy. What arrives wakes it, save where UCX misses an event.
         handshake_timeout: bound on the exchange with a peer that is new to this worker.
         peer_idle_timeout: a prefill worker that no request has needed for as long is forgotten.
         max_peers: prefill workers that one worker knows at a time; the one that was needed least
@@ -54,7 +54,7 @@ class ConnectorConfig:
     require_fence: bool = True
     kv_lease_duration: float = 60.0
     kv_lease_max_duration: float = 600.0
-    progress_interval: float = 0.0005
+    progress_interval: float = 0.02
     handshake_timeout: float = 10.0
     peer_idle_timeout: float = 1800.0
     max_peers: int = 128

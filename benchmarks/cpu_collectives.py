@@ -1,0 +1,174 @@
+"""Sums of CPU tensors among processes of this machine: torch's Gloo and our rings, in turns.
+
+    python benchmarks/cpu_collectives.py --out benchmarks/results/mine
+    python benchmarks/cpu_collectives.py --quick
+
+Each rank is a process with one thread, free to run on any core. Every round measures both, one
+after the other, at every size; a figure is the median over rounds of the median time of one call at
+rank 0. Before the first round the sums of both are compared, to the bit.
+`--out mine` writes mine.md and mine.json.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from serve_parts.report import load_average, machine
+from torch import distributed as dist
+
+from vllm_commext.allreduce.selection import size_text
+from vllm_commext.gpu.collective import swap_over
+from vllm_commext.shm.collectives import RingGroup, is_worth_it
+from vllm_commext.testing.gpu_ranks import end_together
+from vllm_commext.testing.servers import LOOPBACK, free_port
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (512, 2 * KIB, 8 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, 2 * MIB, 8 * MIB, 32 * MIB)
+CONTESTANTS = ("gloo", "rings")
+RANK_SECONDS = 600.0
+
+
+class Cell(NamedTuple):
+    """Microseconds that one sum took at rank 0, the median of one round."""
+
+    num_ranks: int
+    num_bytes: int
+    number: int
+    contestant: str
+    median_us: float
+
+
+def microseconds(call: Callable[[torch.Tensor], Any], num_bytes: int, seconds: float) -> float:
+    """Median of as many calls as rank 0 makes in that time, five at least."""
+    tensor = torch.zeros(num_bytes // 2, dtype=torch.bfloat16)
+    more, times = torch.ones(1), []
+    until = time.perf_counter() + seconds
+    while more:
+        for _ in range(5):
+            started = time.perf_counter()
+            call(tensor)
+            times.append(time.perf_counter() - started)
+        more.fill_(time.perf_counter() < until)
+        dist.broadcast(more, 0)
+    return median(times) * 1e6
+
+
+def run_rank(rank: int, num_ranks: int, port: int, args: argparse.Namespace) -> list[Cell]:
+    """All rounds of one rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://{LOOPBACK}:{port}", rank=rank, world_size=num_ranks)
+    rings = RingGroup.connect(rank, num_ranks, swap_over(num_ranks, None))
+    calls: dict[str, Callable[[torch.Tensor], Any]] = {
+        "gloo": dist.all_reduce,
+        "rings": rings.all_reduce,
+    }
+    for num_bytes in args.sizes:
+        sums = [torch.full((num_bytes // 2,), rank + 1).bfloat16() for _ in calls]
+        for call, tensor in zip(calls.values(), sums, strict=True):
+            call(tensor)
+        assert torch.equal(*sums)
+    cells = [
+        Cell(num_ranks, num_bytes, number, name, microseconds(calls[name], num_bytes, args.seconds))
+        for number in range(args.rounds)
+        for num_bytes in args.sizes
+        for name in CONTESTANTS
+    ]
+    dist.barrier()
+    return cells
+
+
+def measure(num_ranks: int, args: argparse.Namespace) -> list[Cell]:
+    """Start all ranks, and take what rank 0 has measured."""
+    port = str(free_port())
+    options = ["--rounds", str(args.rounds), "--seconds", str(args.seconds)]
+    options += ["--sizes", *map(str, args.sizes)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cells.json"
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, *options, "--as-rank"]
+                + [str(rank), str(num_ranks), port, str(path)],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            )
+            for rank in range(num_ranks)
+        ]
+        codes = end_together(ranks, RANK_SECONDS)
+        if any(codes):
+            raise SystemExit(f"the ranks ended with {codes}")
+        return [Cell(*fields) for fields in json.loads(path.read_text())]
+
+
+def markdown(cells: list[Cell], load: str) -> str:
+    """One table for all numbers of ranks."""
+    lines = ["# Sums among CPU processes: Gloo and our rings", "", machine("cpu"), ""]
+    lines += ["    " + shlex.join(["python", "benchmarks/cpu_collectives.py", *sys.argv[1:]]), ""]
+    lines += [f"Load average before and after: {load}. us a sum; better by: Gloo / rings, median "]
+    lines[-1] += "(smallest to largest) over the rounds. *: within vLLM left to Gloo."
+    lines += ["", "| ranks | bytes | Gloo | rings | better by |", "|---|---|---|---|---|"]
+    for num_ranks, num_bytes in dict.fromkeys((cell.num_ranks, cell.num_bytes) for cell in cells):
+        chosen = [cell for cell in cells if cell[:2] == (num_ranks, num_bytes)]
+        gloo, rings = (
+            [cell.median_us for cell in chosen if cell.contestant == name] for name in CONTESTANTS
+        )
+        ratios = [a / b for a, b in zip(gloo, rings, strict=True)]
+        mark = "" if is_worth_it(torch.bfloat16, num_bytes, num_ranks) else " *"
+        lines.append(
+            f"| {num_ranks} | {size_text(num_bytes)}{mark} | "
+            f"{median(gloo):,.0f} | {median(rings):,.0f} | "
+            f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="two ranks, four sizes, three short rounds")
+    add("--ranks", type=int, nargs="+", default=[2, 4], help="processes that sum")
+    add("--sizes", type=int, nargs="+", default=list(SIZES), help="bytes of bfloat16")
+    add("--rounds", type=int, default=5)
+    add("--seconds", type=float, default=0.5, help="of each contestant, size and round")
+    add("--out", type=Path, help="write OUT.md and OUT.json")
+    add("--as-rank", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.quick:
+        args.ranks, args.rounds, args.seconds = [2], 3, 0.2
+        args.sizes = [512, 8 * KIB, 512 * KIB, 8 * MIB]
+    return args
+
+
+def main() -> int:
+    args = arguments()
+    if args.as_rank:
+        rank, num_ranks, port = map(int, args.as_rank[:3])
+        cells = run_rank(rank, num_ranks, port, args)
+        if rank == 0:
+            Path(args.as_rank[3]).write_text(json.dumps(cells))
+        return 0
+    before = load_average()
+    cells = [cell for num_ranks in args.ranks for cell in measure(num_ranks, args)]
+    text = markdown(cells, f"{before}; {load_average()}")
+    print(text)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.with_suffix(".md").write_text(text)
+        found = {"machine": machine("cpu"), "command": sys.argv}
+        found["cells"] = [cell._asdict() for cell in cells]
+        args.out.with_suffix(".json").write_text(json.dumps(found) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

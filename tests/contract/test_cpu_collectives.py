@@ -1,0 +1,79 @@
+"""Rings in vLLM's own communicator of the CPUs: real ranks, and what is left alone."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from torch import distributed
+from vllm_process import python, two_ranks
+
+from vllm_commext.compat.cpu_collectives import why_not
+from vllm_commext.testing.servers import free_port
+
+# A process that imports vLLM takes seconds, and much longer on a busy machine.
+pytestmark = pytest.mark.timeout(600)
+TOGGLE = "VLLM_COMMEXT_CPU_COLLECTIVES"
+RANK = Path(__file__).with_name("cpu_collectives_rank.py")
+LOOK = """
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm_commext import status
+print([one.line() for one in status.recorded() if one.name == "cpu_collectives"][0])
+"""
+NO_EXTENSION = """
+import sys
+sys.modules["vllm_commext.shm._shm_ring"] = None
+"""
+
+
+def run_ranks(**environ: str) -> list[dict[str, Any]]:
+    """What each rank found."""
+    return two_ranks(RANK, str(free_port()), GLOO_SOCKET_IFNAME="lo", **environ)
+
+
+def test_sums_and_gathers_have_the_bits_of_gloos() -> None:
+    found = run_ranks(**{TOGGLE: "1", "VLLM_COMMEXT_STRICT": "1"})
+    assert [each.pop("gathered") for each in found] == [[0, 0, 1, 1], None]
+    first, second = found
+    assert first == second
+    assert first["communicator"] == "CpuCommunicator"
+    assert (first["served_by"], first["rebound"]) == ("RingModule", True)
+    assert all(first["sums"])
+    assert all(first["gathers"])
+    assert (len(first["sums"]), len(first["gathers"])) == (21, 18)
+    assert first["odd"] == [True, False]
+
+
+def test_without_the_toggle_vllm_is_as_it_is() -> None:
+    found = run_ranks(**{TOGGLE: "0"})
+    assert (found[0]["served_by"], found[0]["rebound"]) == ("module", False)
+
+
+def communicator(**changes: Any) -> Any:
+    fields = {"unique_name": "tp:0", "world_size": 2, "dist_module": distributed}
+    return SimpleNamespace(**{**fields, "cpu_group": None, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"unique_name": "pp:0"}, "no tensor-parallel group"),
+        ({"world_size": 1}, "no tensor-parallel group"),
+        ({"dist_module": object()}, "vLLM's own shared memory serves it"),
+        ({}, "its ranks may come and go"),
+    ],
+)
+def test_what_keeps_what_it_has(changes: dict[str, Any], reason: str) -> None:
+    assert reason in why_not(communicator(**changes))
+
+
+def test_without_the_extension_vllm_keeps_its_own() -> None:
+    line = python(NO_EXTENSION + LOOK, **{TOGGLE: "auto"}).stdout.splitlines()[-1]
+    assert line.startswith(
+        "commext: cpu_collectives refused (the native extension vllm_commext.shm"
+    )
+    assert line.endswith("vLLM's own remain)")

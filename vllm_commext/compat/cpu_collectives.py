@@ -1,0 +1,125 @@
+"""Sums and gathers through shared memory in vLLM's communicator of the CPUs.
+
+vLLM has shared memory of its own for that only in its build for AVX-512; everywhere else a sum goes
+through Gloo: TCP, and several threads that wake one another. The communicator takes both from an
+object with torch.distributed's functions, and that object is what it gets from us.
+"""
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_commext.compat.native import needing_the_extension
+from vllm_commext.compat.rebind import is_rebound, rebind_all, row_of
+from vllm_commext.errors import CommextError, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_commext.shm.collectives import RingGroup
+
+logger = logging.getLogger("vllm.commext.cpu_collectives")
+
+COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator"
+SYMBOL = f"{COMMUNICATOR}.__init__"
+
+
+class RingModule:
+    """In place of torch.distributed, for the tensors of one group; what rings do not serve goes to
+    the group that is given."""
+
+    def __init__(self, rings: "RingGroup") -> None:
+        from torch import distributed
+
+        self.rings = rings
+        self.stock = distributed
+
+    def all_reduce(self, tensor: "torch.Tensor", group: Any = None) -> None:
+        from vllm_commext.shm.collectives import is_worth_it
+
+        if is_worth_it(tensor.dtype, tensor.nbytes, self.rings.world_size):
+            self.rings.all_reduce(tensor)
+        else:
+            self.stock.all_reduce(tensor, group=group)
+
+    def all_gather_into_tensor(
+        self, output: "torch.Tensor", tensor: "torch.Tensor", group: Any = None
+    ) -> None:
+        self.rings.all_gather(output, tensor)
+
+    def gather(
+        self,
+        tensor: "torch.Tensor",
+        gather_list: "list[torch.Tensor] | None" = None,
+        dst: int = 0,
+        group: Any = None,
+    ) -> None:
+        self.stock.gather(tensor, gather_list, dst=dst, group=group)
+
+
+def why_not(communicator: Any) -> str:
+    """Why a communicator keeps what it has; empty where it gets rings. Collective in a group of
+    several tensor-parallel ranks, and the same on all of them."""
+    from torch import distributed
+    from vllm.distributed.parallel_state import in_the_same_node_as
+
+    if communicator.unique_name.split(":")[0] != "tp" or communicator.world_size < 2:
+        return "it is no tensor-parallel group of several ranks"
+    if communicator.dist_module is not distributed:
+        return "vLLM's own shared memory serves it"
+    if not isinstance(communicator.cpu_group, distributed.ProcessGroup):
+        return "its ranks may come and go"
+    if not all(in_the_same_node_as(communicator.cpu_group, source_rank=0)):
+        return "its ranks are on several hosts"
+    return ""
+
+
+def attach(communicator: Any) -> None:
+    """Give a communicator its rings, or say in one line why not; collective."""
+    from vllm_commext.gpu.collective import swap_over
+    from vllm_commext.shm.collectives import RingGroup
+
+    name = communicator.unique_name or "unnamed"
+    if reason := why_not(communicator):
+        logger.debug("commext: cpu_collectives: not for group %s: %s", name, reason)
+        return
+    size = communicator.world_size
+    swap = swap_over(size, communicator.cpu_group)
+    try:
+        rings = RingGroup.connect(communicator.rank_in_group, size, swap)
+    except CommextError as error:
+        logger.warning("commext: cpu_collectives: Gloo serves group %s: %s", name, error)
+        return
+    communicator.dist_module = RingModule(rings)
+    if communicator.rank_in_group == 0:
+        logger.info("commext: cpu_collectives: rings serve group %s of %d ranks", name, size)
+
+
+def _init(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - vLLM's name
+        original(self, *args, **kwargs)
+        attach(self)
+
+    return __init__
+
+
+def install() -> None:
+    """Rebind in this process; a second call changes nothing.
+
+    Raises:
+        UnsupportedError: this is no CPU platform, or the native extension was not built.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise UnsupportedError(f"expected vLLM for CPUs, got {current_platform.device_name}")
+    with needing_the_extension():
+        importlib.import_module("vllm_commext.shm._shm_ring")
+    if is_rebound(row_of(SYMBOL)):
+        return
+    module, _, name = COMMUNICATOR.partition(":")
+    communicator = getattr(importlib.import_module(module), name)
+    rebind_all({SYMBOL: _init(communicator.__init__)})
