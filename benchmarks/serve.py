@@ -20,7 +20,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from serve_parts import cpu, figures, load, report
@@ -68,10 +68,14 @@ def equal_answers(outcomes: Mapping[str, load.Outcome]) -> str:
 
 
 def run_cell(
-    args: argparse.Namespace, setup: Setup, cell: str, label: str
-) -> tuple[list[Sample], dict[str, str]]:
-    """All rounds of one cell."""
-    samples: list[Sample] = []
+    args: argparse.Namespace,
+    setup: Setup,
+    cell: str,
+    label: str,
+    samples: list[Sample],
+    save: Callable[[dict[str, str]], None],
+) -> None:
+    """All rounds of one cell, added to ``samples``; ``save`` gets the notes after each."""
     prompts = load.make_prompts(args.requests, args.prompt_tokens)
     before = set(os.listdir("/dev/shm"))
     with started(setup, cell) as contestants:
@@ -88,9 +92,10 @@ def run_cell(
             equal = equal_answers(outcomes)
             notes[f"equal answers of off and on, round {number + 1}"] = equal
             print(f"{label}, round {number + 1}: {equal} answers equal", flush=True)
-        notes["load average, measured"] = report.load_average()
+            notes["load average, measured"] = report.load_average()
+            save(notes)
     notes["left in /dev/shm"] = str(left_in_shared_memory(before))
-    return samples, notes
+    save(notes)
 
 
 def arguments() -> argparse.Namespace:
@@ -126,7 +131,7 @@ def arguments() -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, folder: Path) -> tuple[list[Sample], report.Notes]:
-    """All cells; what is there is saved after each."""
+    """All cells; what is there is saved after each round."""
     model, model_args = write_model(args.model, folder / "model", args.device)
     samples: list[Sample] = []
     notes: report.Notes = {
@@ -152,10 +157,13 @@ def run(args: argparse.Namespace, folder: Path) -> tuple[list[Sample], report.No
                 folder=place,
                 ready_seconds=args.start_seconds,
             )
-            found, notes["cells"][label] = run_cell(args, setup, cell, label)
-            samples += found
-            if args.out:
-                report.save(samples, notes, args.out)
+
+            def save(remarks: dict[str, str], label: str = label) -> None:
+                notes["cells"][label] = remarks
+                if args.out:
+                    report.save(samples, notes, args.out)
+
+            run_cell(args, setup, cell, label, samples, save)
     return samples, notes
 
 

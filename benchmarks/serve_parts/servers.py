@@ -37,7 +37,7 @@ ANYWHERE: Mapping[str, str] = {
     "VLLM_COMMEXT_NIXL": "1",
 }
 TOGGLES: Mapping[str, Mapping[str, str]] = {
-    "cpu": ANYWHERE,
+    "cpu": {**ANYWHERE, "VLLM_COMMEXT_CPU_COLLECTIVES": "1"},
     "cuda": {**ANYWHERE, "VLLM_COMMEXT_ALLREDUCE": "1", "VLLM_COMMEXT_REDUCE_RMS": "1"},
 }
 
