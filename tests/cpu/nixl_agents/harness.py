@@ -275,6 +275,15 @@ def assert_works(decode: Any, prefill: Any, request_id: str = "works") -> None:
     assert same(decode.memory, expected)
 
 
+def wait_for_back_off(decode: Any) -> None:
+    """Wait until every peer that could not be asked may be asked again."""
+    peers = decode.thread._loader._peers._entries
+    wait_until(
+        lambda: all(peer.retry_at <= time.monotonic() for peer in list(peers.values())),
+        "the back-off to end",
+    )
+
+
 class SlowReads:
     """NIXL as on a slow network: its reads are real, and their ends are told when ``end`` is
     called."""

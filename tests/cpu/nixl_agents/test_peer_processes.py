@@ -5,7 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from nixl_agents_harness import assert_fails, assert_works, expected_after, load_of, same
+from nixl_agents_harness import (
+    assert_fails,
+    assert_works,
+    expected_after,
+    load_of,
+    same,
+    wait_for_back_off,
+)
 from nixl_agents_ranks import PeerProcess
 
 from vllm_commext.nixl.io_thread import GiveUp
@@ -29,6 +36,7 @@ def test_a_killed_peer_and_its_successor(
         load = load_of("r", first.remote("x", [1], **told), [1])
         assert_fails(decode, load, "handshake", log_lines, "'p'")
         with PeerProcess("p", seed=5, port=first.port) as second:
+            wait_for_back_off(decode)
             expected = expected_after(decode.memory, second.memory, [(7, 9)])
             decode.load(load_of("next", second.remote("y", [9], **told), [7]))
             assert "next" not in decode.outcomes.failed

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from nixl_agents_harness import FACTS, load_of, same, wait_until
+from nixl_agents_harness import FACTS, load_of, same, wait_for_back_off
 from nixl_agents_ranks import MODEL_HEADS, Ranks, expected_heads, untouched_but
 
 from vllm_commext.nixl.io_thread import GiveUp
@@ -58,15 +58,6 @@ def assert_works(decode: Any, prefill: Ranks, request_id: str) -> None:
     decode.load(load_of(request_id, prefill.remote(f"p-{request_id}", [4]), [1]))
     assert request_id not in decode.outcomes.failed
     assert same(decode.memory, expected)
-
-
-def wait_for_back_off(decode: Any) -> None:
-    """Wait until every peer that could not be asked may be asked again."""
-    peers = decode.thread._loader._peers._entries
-    wait_until(
-        lambda: all(peer.retry_at <= time.monotonic() for peer in list(peers.values())),
-        "the back-off to end",
-    )
 
 
 def assert_failed_once(decode: Any, before: Any, reason: str, lines: Lines) -> None:
