@@ -62,5 +62,5 @@ def write_model(kind: str, folder: Path, device: str) -> tuple[Path, list[str]]:
         (folder / "config.json").write_text(json.dumps({**_COMMON, **LARGE[kind]}, indent=1))
         write_tokenizer(folder, NUM_TOKENS)
         return folder, ["--load-format", "dummy", "--dtype", "bfloat16"]
-    dtype = "bfloat16" if device == "cuda" else KINDS[kind].cpu_dtype
-    return write_tiny_model(folder, kind), ["--dtype", dtype]
+    options = ["--dtype", "bfloat16"] if device == "cuda" else KINDS[kind].cpu_options
+    return write_tiny_model(folder, kind), options

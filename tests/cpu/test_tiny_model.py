@@ -35,9 +35,10 @@ asked = json.load(sys.stdin)
 prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
 sampling = SamplingParams(temperature=0, max_tokens=asked["tokens"], logprobs=5, ignore_eos=True)
 answers = {}
-for kind, (folder, dtype) in asked["kinds"].items():
-    engine = LLM(folder, dtype=dtype, block_size=asked["block_size"], enforce_eager=True,
-                 max_model_len=1024, max_num_seqs=4, enable_prefix_caching=False, seed=0)
+for kind, (folder, dtype, backend) in asked["kinds"].items():
+    engine = LLM(folder, dtype=dtype, attention_backend=backend or None, enforce_eager=True,
+                 block_size=asked["block_size"], max_model_len=1024, max_num_seqs=4,
+                 enable_prefix_caching=False, seed=0)
     answers[kind] = []
     for prompt in prompts:
         output = engine.generate(prompt, sampling, use_tqdm=False)[0].outputs[0]
@@ -89,7 +90,10 @@ def ask(folder: Path, prompts: list[list[int]]) -> dict[str, list[Answer]]:
     """Answers of a fresh engine of each kind, one prompt at a time."""
     folders = {kind: write_tiny_model(folder / kind, kind) for kind in KINDS}
     asked = {
-        "kinds": {kind: (str(folders[kind]), KINDS[kind].cpu_dtype) for kind in KINDS},
+        "kinds": {
+            kind: (str(folders[kind]), KINDS[kind].cpu_dtype, KINDS[kind].cpu_attention)
+            for kind in KINDS
+        },
         "prompts": prompts,
         "tokens": NUM_GENERATED,
         "block_size": BLOCK_SIZE,

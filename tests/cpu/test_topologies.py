@@ -81,7 +81,7 @@ def start(name: str, kind: str, model: Path, folder: Path) -> VllmServer:
         folder,
         cluster.kv_transfer_config("kv_both"),
         tensor_parallel_size=int(name[1]),
-        args=["--dtype", KINDS[kind].cpu_dtype, "--no-enable-prefix-caching", *split],
+        args=[*KINDS[kind].cpu_options, "--no-enable-prefix-caching", *split],
     )
     server.start()
     return server

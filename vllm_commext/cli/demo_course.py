@@ -124,12 +124,12 @@ class Course(ABC):
             options.folder,
             config,
             tensor_parallel_size=options.prefill_tp if is_prefill else options.decode_tp,
-            args=[*self.dtype_args(), *(self.prefill_args if is_prefill else self.decode_args)],
+            args=[*self.model_args(), *(self.prefill_args if is_prefill else self.decode_args)],
         )
 
-    def dtype_args(self) -> list[str]:
-        """What the model is to be computed in."""
-        return ["--dtype", KINDS[self.options.kind].cpu_dtype]
+    def model_args(self) -> list[str]:
+        """What the model is to be computed with."""
+        return KINDS[self.options.kind].cpu_options
 
     def start_proxy(self, stack: ExitStack, prefill: Server, decode: Server) -> Server:
         """A ready proxy in front of both."""

@@ -83,7 +83,7 @@ class SplitScenario(Course):
             args=[
                 *cluster.ENGINE_ARGS,
                 *("--served-model-name", cluster.MODEL_NAME),
-                *self.dtype_args(),
+                *self.model_args(),
                 *self.decode_args,
             ],
             environ={"VLLM_COMMEXT": "0"},

@@ -44,7 +44,8 @@ class Kind:
     attention; all other matrices have ``STD``. Attention averages over the prompt: where few layers
     have it, one token of many would not show at that width. Vectors (norms, biases) keep what the
     architecture's own initialisation gives them. ``cpu_dtype`` is the ``--dtype`` that vLLM's CPU
-    kernels compute the architecture in.
+    kernels compute the architecture in, and ``cpu_attention`` the ``--attention-backend`` where
+    vLLM's choice depends on the processor.
     """
 
     model_type: str
@@ -52,6 +53,13 @@ class Kind:
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
     attention_out_std: float = STD
     cpu_dtype: str = "float32"
+    cpu_attention: str = ""
+
+    @property
+    def cpu_options(self) -> list[str]:
+        """What an engine on CPUs is to be given."""
+        backend = ["--attention-backend", self.cpu_attention] if self.cpu_attention else []
+        return ["--dtype", self.cpu_dtype, *backend]
 
 
 def _granite(num_groups: int) -> Kind:
@@ -127,6 +135,8 @@ KINDS: Mapping[str, Kind] = {
                 "mscale_all_dim": 1.0,
             },
         },
+        # Where the processor has AMX, vLLM takes kernels that have no float32.
+        cpu_attention="CPU_MLA",
     ),
     "granite": _granite(num_groups=2),
     "granite1": _granite(num_groups=1),
