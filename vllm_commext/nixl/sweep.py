@@ -9,6 +9,7 @@ worker gets a share.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -19,10 +20,12 @@ from vllm_commext.nixl.posting import Posting
 
 SPLIT_DESCRIPTORS = 1024
 """Descriptors of a read from which on NIXL shares it out, where ``split_batch_size`` is not set."""
-NUM_ROUNDS = 3
-"""Reads after a removal: idle workers take shares as they wake up, so that one may miss a round."""
+NUM_ROUNDS = 7
+"""Reads after a removal: idle workers take shares as they wake up, and where cores are busy one may
+miss several rounds while the others take its shares."""
 ROUND_SECONDS = 0.1
-"""Between the beginnings of two rounds, so that loads do not wait for several of them."""
+"""From one round to the next at least, so that loads do not wait for several of them; twice as long
+after each round since the removal, so that some come when the cores are less busy."""
 
 
 def num_descriptors(config: ConnectorConfig) -> int:
@@ -45,7 +48,7 @@ class Sweeper:
         self._agent = agent
         self._count = count
         self._num_due = 0
-        self._next_round = 0.0
+        self._last_round = -math.inf
         self._peer: Peer | None = None
         self._posting: Posting | None = None
         # A cell of its own for good: reads that have failed may write late.
@@ -75,8 +78,9 @@ class Sweeper:
             The peer of a read that has ended, and what went wrong with it, "" where nothing did.
         """
         now = time.monotonic()
-        if self._peer is None and self._num_due and now >= self._next_round:
-            self._next_round = now + ROUND_SECONDS
+        wait = ROUND_SECONDS * 2 ** (NUM_ROUNDS - self._num_due)
+        if self._peer is None and self._num_due and now >= self._last_round + wait:
+            self._last_round = now
             self._begin(peers)
         if self._peer is None:
             return None
