@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 from torch import distributed
 from vllm_process import python, two_ranks
 
-from vllm_commext.compat.cpu_collectives import why_not
+from vllm_commext.compat.cpu_collectives import is_meant, why_not
 from vllm_commext.testing.servers import free_port
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
@@ -59,10 +59,16 @@ def communicator(**changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, True), ({"unique_name": "pp:0"}, False), ({"world_size": 1}, False)],
+)
+def test_whom_it_is_meant_for(changes: dict[str, Any], expected: bool) -> None:
+    assert is_meant(communicator(**changes)) == expected
+
+
+@pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"unique_name": "pp:0"}, "no tensor-parallel group"),
-        ({"world_size": 1}, "no tensor-parallel group"),
         ({"dist_module": object()}, "vLLM's own shared memory serves it"),
         ({}, "its ranks may come and go"),
     ],

@@ -59,14 +59,17 @@ class RingModule:
         self.stock.gather(tensor, gather_list, dst=dst, group=group)
 
 
+def is_meant(communicator: Any) -> bool:
+    """Whether it is one of several tensor-parallel ranks."""
+    return communicator.unique_name.split(":")[0] == "tp" and communicator.world_size > 1
+
+
 def why_not(communicator: Any) -> str:
-    """Why a communicator keeps what it has; empty where it gets rings. Collective in a group of
-    several tensor-parallel ranks, and the same on all of them."""
+    """Why a communicator keeps what it has; empty where it gets rings. Collective, and the same on
+    all ranks."""
     from torch import distributed
     from vllm.distributed.parallel_state import in_the_same_node_as
 
-    if communicator.unique_name.split(":")[0] != "tp" or communicator.world_size < 2:
-        return "it is no tensor-parallel group of several ranks"
     if communicator.dist_module is not distributed:
         return "vLLM's own shared memory serves it"
     if not isinstance(communicator.cpu_group, distributed.ProcessGroup):
@@ -77,15 +80,18 @@ def why_not(communicator: Any) -> str:
 
 
 def attach(communicator: Any) -> None:
-    """Give a communicator its rings, or say in one line why not; collective."""
+    """Give a communicator its rings where it is meant to have them, or say in one line why not;
+    collective."""
     from vllm_commext.gpu.collective import swap_over
     from vllm_commext.shm.collectives import RingGroup
 
-    name = communicator.unique_name or "unnamed"
-    if reason := why_not(communicator):
-        logger.debug("commext: cpu_collectives: not for group %s: %s", name, reason)
+    if not is_meant(communicator):
         return
-    size = communicator.world_size
+    name, size = communicator.unique_name, communicator.world_size
+    if reason := why_not(communicator):
+        if communicator.rank_in_group == 0:
+            logger.info("commext: cpu_collectives: not for group %s: %s", name, reason)
+        return
     swap = swap_over(size, communicator.cpu_group)
     try:
         rings = RingGroup.connect(communicator.rank_in_group, size, swap)
