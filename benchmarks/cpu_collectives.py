@@ -1,11 +1,12 @@
-"""Sums of CPU tensors among processes of this machine: torch's Gloo and our rings, in turns.
+"""Sums of CPU tensors among processes of this machine: torch's Gloo, our rings, and vLLM's own
+shared memory where the processor has AVX-512, in turns.
 
     python benchmarks/cpu_collectives.py --out benchmarks/results/mine
     python benchmarks/cpu_collectives.py --quick
 
-Each rank is a process with one thread, free to run on any core. Every round measures both, one
+Each rank is a process with one thread, free to run on any core. Every round measures all, one
 after the other, at every size; a figure is the median over rounds of the median time of one call at
-rank 0. Before the first round the sums of both are compared, to the bit.
+rank 0. Before the first round their sums are compared, to the bit.
 `--out mine` writes mine.md and mine.json.
 """
 
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +36,7 @@ from vllm_commext.testing.servers import LOOPBACK, free_port
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (512, 2 * KIB, 8 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, 2 * MIB, 8 * MIB, 32 * MIB)
-CONTESTANTS = ("gloo", "rings")
+OURS = "rings"
 RANK_SECONDS = 600.0
 
 
@@ -63,6 +65,24 @@ def microseconds(call: Callable[[torch.Tensor], Any], num_bytes: int, seconds: f
     return median(times) * 1e6
 
 
+def vllm_shared_memory(rank: int, num_ranks: int) -> dict[str, Callable[[torch.Tensor], Any]]:
+    """What vLLM takes where its build for this processor has it; collective."""
+    from vllm.distributed.device_communicators import cpu_communicator
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    if not hasattr(torch.ops._C, "init_shm_manager"):
+        return {}
+    group = SimpleNamespace(
+        unique_name="tp",
+        ranks=range(num_ranks),
+        rank=rank,
+        world_size=num_ranks,
+        device_group=dist.group.WORLD,
+    )
+    return {"vllm": cpu_communicator._CPUSHMDistributed(group).all_reduce}
+
+
 def run_rank(rank: int, num_ranks: int, port: int, args: argparse.Namespace) -> list[Cell]:
     """All rounds of one rank."""
     torch.set_num_threads(1)
@@ -70,18 +90,19 @@ def run_rank(rank: int, num_ranks: int, port: int, args: argparse.Namespace) -> 
     rings = RingGroup.connect(rank, num_ranks, swap_over(num_ranks, None))
     calls: dict[str, Callable[[torch.Tensor], Any]] = {
         "gloo": dist.all_reduce,
-        "rings": rings.all_reduce,
+        OURS: rings.all_reduce,
+        **vllm_shared_memory(rank, num_ranks),
     }
     for num_bytes in args.sizes:
         sums = [torch.full((num_bytes // 2,), rank + 1).bfloat16() for _ in calls]
         for call, tensor in zip(calls.values(), sums, strict=True):
             call(tensor)
-        assert torch.equal(*sums)
+        assert all(torch.equal(sums[0], each) for each in sums)
     cells = [
         Cell(num_ranks, num_bytes, number, name, microseconds(calls[name], num_bytes, args.seconds))
         for number in range(args.rounds)
         for num_bytes in args.sizes
-        for name in CONTESTANTS
+        for name in calls
     ]
     dist.barrier()
     return cells
@@ -92,13 +113,14 @@ def measure(num_ranks: int, args: argparse.Namespace) -> list[Cell]:
     port = str(free_port())
     options = ["--rounds", str(args.rounds), "--seconds", str(args.seconds)]
     options += ["--sizes", *map(str, args.sizes)]
+    environ = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_DIST_IDENT": port}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cells.json"
         ranks = [
             subprocess.Popen(
                 [sys.executable, __file__, *options, "--as-rank"]
                 + [str(rank), str(num_ranks), port, str(path)],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+                env={**os.environ, **environ},
             )
             for rank in range(num_ranks)
         ]
@@ -110,23 +132,24 @@ def measure(num_ranks: int, args: argparse.Namespace) -> list[Cell]:
 
 def markdown(cells: list[Cell], load: str) -> str:
     """One table for all numbers of ranks."""
-    lines = ["# Sums among CPU processes: Gloo and our rings", "", machine("cpu"), ""]
+    others = [name for name in dict.fromkeys(cell.contestant for cell in cells) if name != OURS]
+    lines = ["# Sums among CPU processes: our rings and others", "", machine("cpu"), ""]
     lines += ["    " + shlex.join(["python", "benchmarks/cpu_collectives.py", *sys.argv[1:]]), ""]
-    lines += [f"Load average before and after: {load}. us a sum; better by: Gloo / rings, median "]
-    lines[-1] += "(smallest to largest) over the rounds. *: within vLLM left to Gloo."
-    lines += ["", "| ranks | bytes | Gloo | rings | better by |", "|---|---|---|---|---|"]
+    lines += [f"Load average before and after: {load}. us a sum; better by: theirs / rings, "]
+    lines[-1] += "median (smallest to largest) over the rounds. *: within vLLM left to Gloo."
+    head = ["ranks", "bytes", OURS, *(f"{name} | better by" for name in others)]
+    lines += ["", f"| {' | '.join(head)} |", "|---" * (3 + 2 * len(others)) + "|"]
     for num_ranks, num_bytes in dict.fromkeys((cell.num_ranks, cell.num_bytes) for cell in cells):
         chosen = [cell for cell in cells if cell[:2] == (num_ranks, num_bytes)]
-        gloo, rings = (
-            [cell.median_us for cell in chosen if cell.contestant == name] for name in CONTESTANTS
-        )
-        ratios = [a / b for a, b in zip(gloo, rings, strict=True)]
+        ours = [cell.median_us for cell in chosen if cell.contestant == OURS]
         mark = "" if is_worth_it(torch.bfloat16, num_bytes, num_ranks) else " *"
-        lines.append(
-            f"| {num_ranks} | {size_text(num_bytes)}{mark} | "
-            f"{median(gloo):,.0f} | {median(rings):,.0f} | "
-            f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
-        )
+        row = [str(num_ranks), size_text(num_bytes) + mark, f"{median(ours):,.0f}"]
+        for name in others:
+            theirs = [cell.median_us for cell in chosen if cell.contestant == name]
+            ratios = [a / b for a, b in zip(theirs, ours, strict=True)]
+            better = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            row += [f"{median(theirs):,.0f}", better]
+        lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines) + "\n"
 
 
