@@ -64,6 +64,10 @@ class Sweeper:
         """Whether there are rounds to go."""
         return self._num_due > 0
 
+    @property
+    def _next_round(self) -> float:
+        return self._last_round + ROUND_SECONDS * 2 ** (NUM_ROUNDS - self._num_due)
+
     def note_removal(self) -> None:
         """A peer was removed."""
         self._num_due = NUM_ROUNDS if self._count else 0
@@ -78,8 +82,7 @@ class Sweeper:
             The peer of a read that has ended, and what went wrong with it, "" where nothing did.
         """
         now = time.monotonic()
-        wait = ROUND_SECONDS * 2 ** (NUM_ROUNDS - self._num_due)
-        if self._peer is None and self._num_due and now >= self._last_round + wait:
+        if self._peer is None and self._num_due and now >= self._next_round:
             self._last_round = now
             self._begin(peers)
         if self._peer is None:
