@@ -33,13 +33,14 @@ class RingModule:
     def __init__(self, rings: "RingGroup") -> None:
         from torch import distributed
 
-        self.rings = rings
-        self.stock = distributed
-
-    def all_reduce(self, tensor: "torch.Tensor", group: Any = None) -> None:
         from vllm_commext.shm.collectives import is_worth_it
 
-        if is_worth_it(tensor.dtype, tensor.nbytes, self.rings.world_size):
+        self.rings = rings
+        self.stock = distributed
+        self._is_worth_it = is_worth_it
+
+    def all_reduce(self, tensor: "torch.Tensor", group: Any = None) -> None:
+        if self._is_worth_it(tensor.dtype, tensor.nbytes, self.rings.world_size):
             self.rings.all_reduce(tensor)
         else:
             self.stock.all_reduce(tensor, group=group)
