@@ -17,7 +17,7 @@ from setuptools.command.sdist import sdist
 from setuptools.errors import BaseError, CCompilerError
 
 ROOT = Path(__file__).parent
-SOURCE = "csrc/shm_ring.c"
+SOURCE = "csrc/shm/ring.c"
 CHOICES = ("auto", "0", "1")
 
 
@@ -113,7 +113,7 @@ setup(
         Extension(
             "vllm_commext.shm._shm_ring",
             sources=[SOURCE],
-            depends=sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/*.h")),
+            depends=sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/shm/*.h")),
             define_macros=[("Py_LIMITED_API", "0x030A0000")],
             # No debug information: it would hold the path of the folder that it was built in.
             extra_compile_args=["-std=c11", "-O2", "-g0", "-Wall", "-Wextra"],

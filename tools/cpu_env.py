@@ -40,7 +40,7 @@ def digest_of_base(vllm: str) -> str:
 
 def digest_of_project(extras: str) -> str:
     """What the editable installation of this project depends on; its Python files need none."""
-    sources = [ROOT / "pyproject.toml", ROOT / "setup.py", *sorted(ROOT.glob("csrc/*"))]
+    sources = [ROOT / "pyproject.toml", ROOT / "setup.py", *sorted(ROOT.glob("csrc/*/*"))]
     parts = [path.read_bytes() for path in sources if path.is_file()]
     return _digest([*parts, str(ROOT).encode(), extras.encode()])
 

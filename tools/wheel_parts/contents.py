@@ -16,7 +16,7 @@ WHEEL_TAGS = re.compile(r"-cp310-abi3-(?:manylinux[0-9a-z_]+\.?)+\.whl$")
 ENTRY_POINTS = ("commext = vllm_commext.plugin:register", "vllm-commext = ")
 SDIST_NEEDS = {
     *("setup.py", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
-    *("SECURITY.md", "Makefile", "csrc/shm_ring.c", "tests/conftest.py", "tools/cpu_env.py"),
+    *("SECURITY.md", "Makefile", "csrc/shm/ring.c", "tests/conftest.py", "tools/cpu_env.py"),
     *("deploy/Dockerfile", "docs/architecture.md", "examples/1p1d/run.sh"),
 }
 

@@ -1,7 +1,7 @@
 """Sizes of a ring and its segment, in bytes. Pure arithmetic; the C code checks what it is given.
 
 The segment is a page with the fixed lines (header, writer, cursors), two lines of 128 bytes a
-reader, padding to a page, and the ring itself. `csrc/shm_ring_layout.h` draws the map.
+reader, padding to a page, and the ring itself. `csrc/shm/layout.h` draws the map.
 """
 
 LINE_BYTES = 128

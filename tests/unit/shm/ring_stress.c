@@ -7,8 +7,8 @@
  */
 #include <pthread.h>
 
-#include "shm_ring_read.h"
-#include "shm_ring_write.h"
+#include "read.h"
+#include "write.h"
 
 #define READERS 3u
 #define CAPACITY 8192u

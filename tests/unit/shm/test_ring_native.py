@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SOURCES = ROOT / "csrc"
+SOURCES = ROOT / "csrc" / "shm"
 STRESS = Path(__file__).with_name("ring_stress.c")
 STRICT = ["-std=c11", "-Wall", "-Wextra", "-Werror"]
 GCC = shutil.which("gcc")
@@ -43,5 +43,5 @@ def test_the_extension_compiles_without_a_warning() -> None:
     if not (Path(include) / "Python.h").exists():
         pytest.skip("Python's headers are not installed")
     flags = ["-DPy_LIMITED_API=0x030A0000", "-fsyntax-only", f"-I{include}"]
-    result = compiled([*flags, str(SOURCES / "shm_ring.c")])
+    result = compiled([*flags, str(SOURCES / "ring.c")])
     assert result.returncode == 0, result.stderr

@@ -5,17 +5,17 @@
  * bytearray, and PyObject_AsReadBuffer, whose symbol is part of the stable ABI, on a memoryview
  * that keeps the exporter from moving it.
  */
-#ifndef VLLM_COMMEXT_SHM_RING_RECORDS_H
-#define VLLM_COMMEXT_SHM_RING_RECORDS_H
+#ifndef VLLM_COMMEXT_SHM_RECORDS_H
+#define VLLM_COMMEXT_SHM_RECORDS_H
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <math.h>
 
-#include "shm_ring_core.h"
-#include "shm_ring_read.h"
-#include "shm_ring_write.h"
+#include "core.h"
+#include "read.h"
+#include "write.h"
 
 #define RING_SMALL_BYTES (64u << 10) /* copying more than this releases the interpreter's lock */
 

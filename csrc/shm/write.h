@@ -1,10 +1,10 @@
 /*
- * The writer's side. See shm_ring_core.h.
+ * The writer's side. See core.h.
  */
-#ifndef VLLM_COMMEXT_SHM_RING_WRITE_H
-#define VLLM_COMMEXT_SHM_RING_WRITE_H
+#ifndef VLLM_COMMEXT_SHM_WRITE_H
+#define VLLM_COMMEXT_SHM_WRITE_H
 
-#include "shm_ring_core.h"
+#include "core.h"
 
 /* Look for dead ones among the readers that have not read up to `position`. */
 static inline int ring_find_lost_reader(struct ring_end *end, uint64_t position) {

@@ -10,8 +10,8 @@
  * that. It is tried again only after a pause that doubles, up to a second, as long as it does not
  * help: all cores may be busy.
  */
-#ifndef VLLM_COMMEXT_SHM_RING_CORE_SHARING_H
-#define VLLM_COMMEXT_SHM_RING_CORE_SHARING_H
+#ifndef VLLM_COMMEXT_SHM_CORE_SHARING_H
+#define VLLM_COMMEXT_SHM_CORE_SHARING_H
 
 #include <pthread.h>
 #include <sched.h>
@@ -21,7 +21,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "shm_ring_layout.h"
+#include "layout.h"
 
 #define RING_CORE_UNKNOWN 0u
 #define RING_FIRST_PAUSE_NS UINT64_C(500000)

@@ -15,8 +15,8 @@
  * that writes it while data flows, and sits alone on 128 bytes: two cache lines, because x86
  * prefetches neighbours and some Arm cores have lines of 128.
  */
-#ifndef VLLM_COMMEXT_SHM_RING_LAYOUT_H
-#define VLLM_COMMEXT_SHM_RING_LAYOUT_H
+#ifndef VLLM_COMMEXT_SHM_LAYOUT_H
+#define VLLM_COMMEXT_SHM_LAYOUT_H
 
 #include <stdatomic.h>
 #include <stddef.h>

@@ -1,9 +1,9 @@
 /*
- * vllm_commext.shm._shm_ring: the byte ring of shm_ring_core.h as a Python type.
+ * vllm_commext.shm._shm_ring: the byte ring of core.h as a Python type.
  *
  * Limited API of Python 3.10, so one binary serves every later Python.
  */
-#include "shm_ring_records.h"
+#include "records.h"
 
 #include <pthread.h>
 #include <sys/mman.h>

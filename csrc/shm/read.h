@@ -1,10 +1,10 @@
 /*
- * A reader's side. See shm_ring_core.h.
+ * A reader's side. See core.h.
  */
-#ifndef VLLM_COMMEXT_SHM_RING_READ_H
-#define VLLM_COMMEXT_SHM_RING_READ_H
+#ifndef VLLM_COMMEXT_SHM_READ_H
+#define VLLM_COMMEXT_SHM_READ_H
 
-#include "shm_ring_core.h"
+#include "core.h"
 
 /* How much there is to read, for whoever observes the queue. */
 static inline void ring_note_waiting(struct ring_end *end, uint64_t waiting) {

@@ -7,10 +7,10 @@
  * have of it. Nothing read from the segment is used before it has been checked against what this
  * process knows.
  */
-#ifndef VLLM_COMMEXT_SHM_RING_CORE_H
-#define VLLM_COMMEXT_SHM_RING_CORE_H
+#ifndef VLLM_COMMEXT_SHM_CORE_H
+#define VLLM_COMMEXT_SHM_CORE_H
 
-#include "shm_ring_wait.h"
+#include "wait.h"
 
 #define RING_WRITER (-1)
 #define RING_NOBODY (-2)

@@ -6,8 +6,8 @@
  * expected to be long is not spun for, so that a reader of rare messages costs nothing. Process-local
  * arithmetic: no clock, no shared memory.
  */
-#ifndef VLLM_COMMEXT_SHM_RING_GUESS_H
-#define VLLM_COMMEXT_SHM_RING_GUESS_H
+#ifndef VLLM_COMMEXT_SHM_GUESS_H
+#define VLLM_COMMEXT_SHM_GUESS_H
 
 #include <stdint.h>
 

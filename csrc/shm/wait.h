@@ -8,8 +8,8 @@
  * puts anyone to sleep. The slices in which a sleeper wakes by itself serve liveness and signals,
  * not correctness.
  */
-#ifndef VLLM_COMMEXT_SHM_RING_WAIT_H
-#define VLLM_COMMEXT_SHM_RING_WAIT_H
+#ifndef VLLM_COMMEXT_SHM_WAIT_H
+#define VLLM_COMMEXT_SHM_WAIT_H
 
 #include <errno.h>
 #include <fcntl.h>
@@ -23,9 +23,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "shm_ring_core_sharing.h"
-#include "shm_ring_guess.h"
-#include "shm_ring_layout.h"
+#include "core_sharing.h"
+#include "guess.h"
+#include "layout.h"
 
 #define RING_NEVER UINT64_MAX
 #define RING_SLEEPER 1u /* of a ring_event */
