@@ -7,6 +7,7 @@ where it cannot be compiled; ``1`` makes that an error; ``0`` does not try.
 import gzip
 import json
 import os
+import sysconfig
 import tarfile
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
-from setuptools.errors import BaseError, CCompilerError
+from setuptools.errors import BaseError, CCompilerError, SetupError
 
 ROOT = Path(__file__).parent
 SOURCE = "csrc/shm/ring.c"
 CHOICES = ("auto", "0", "1")
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 
 def native_choice() -> str:
@@ -46,6 +48,11 @@ class BuildNative(build_ext):
         choice = native_choice()
         if choice == "0":
             return "VLLM_COMMEXT_BUILD_NATIVE=0"
+        if FREE_THREADED:
+            reason = "free-threaded Python has no limited API; take one with the GIL for the queue"
+            if choice == "1":
+                raise SetupError(reason)
+            return reason
         try:
             super().run()
         except (BaseError, CCompilerError, OSError) as error:
@@ -117,9 +124,9 @@ setup(
             define_macros=[("Py_LIMITED_API", "0x030A0000")],
             # No debug information: it would hold the path of the folder that it was built in.
             extra_compile_args=["-std=c11", "-O2", "-g0", "-Wall", "-Wextra"],
-            py_limited_api=True,
+            py_limited_api=not FREE_THREADED,
         )
     ],
     cmdclass={"build_ext": BuildNative, "bdist_wheel": BdistWheel, "sdist": Sdist},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    options={} if FREE_THREADED else {"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -79,6 +79,30 @@ def test_without_a_compiler_it_is_an_error_where_it_was_asked_for(tree: Path) ->
     assert "/bin/false" in done.stderr
 
 
+FREE_THREADED = """
+import sysconfig
+asked = sysconfig.get_config_var
+sysconfig.get_config_var = lambda name: 1 if name == "Py_GIL_DISABLED" else asked(name)
+"""
+
+
+def test_free_threaded_python_gets_a_wheel_without_it(tree: Path) -> None:
+    (tree / "fake").mkdir()
+    (tree / "fake" / "sitecustomize.py").write_text(FREE_THREADED)
+    done = setup(tree, "bdist_wheel", PYTHONPATH=str(tree / "fake"))
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tree / "dist").iterdir()
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        record = json.loads(archive.read("vllm_commext/shm/_native_build.json"))
+    assert record["built"] is False
+    assert "free-threaded" in record["reason"]
+    asked_for = {"PYTHONPATH": str(tree / "fake"), "VLLM_COMMEXT_BUILD_NATIVE": "1"}
+    refused = setup(tree, *BUILD, **asked_for)
+    assert refused.returncode != 0
+    assert "free-threaded" in refused.stderr
+
+
 def test_it_can_be_skipped(tree: Path) -> None:
     done = setup(tree, *BUILD, VLLM_COMMEXT_BUILD_NATIVE="0")
     assert done.returncode == 0, done.stderr
