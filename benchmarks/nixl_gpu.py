@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_commext.nixl.agent import DONE, IN_PROGRESS, NixlAgent, ucx_log
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.descriptors import strided_row
+from vllm_commext.nixl.geometry.descriptors import strided_row
+from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS, NixlAgent, ucx_log
 
 CUDART = ctypes.CDLL("libcudart.so.13")
 NUM_BYTES = 1 << 31

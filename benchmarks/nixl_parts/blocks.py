@@ -13,8 +13,8 @@ from nixl_parts.churn import Service
 from nixl_parts.counting import Counter
 from nixl_parts.samples import OURS, VLLM, Sample
 from nixl_parts.shapes import BLOCK_SIZE, Shape, kv_cache_config, make_caches, our_layout
-from vllm_commext.nixl.plan import Blocks
-from vllm_commext.nixl.topology import Rank
+from vllm_commext.nixl.geometry.plan import Blocks
+from vllm_commext.nixl.geometry.topology import Rank
 
 UNIT = "descriptors for 100 blocks"
 

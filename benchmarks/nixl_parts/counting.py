@@ -10,10 +10,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from nixl_parts import in_tree
 from nixl_parts.shapes import Caches
-from vllm_commext.nixl.agent import DONE
-from vllm_commext.nixl.layout import CacheLayout
-from vllm_commext.nixl.plan import Blocks
-from vllm_commext.nixl.planner import plan_read
+from vllm_commext.nixl.geometry.layout import CacheLayout
+from vllm_commext.nixl.geometry.plan import Blocks, plan_read
+from vllm_commext.nixl.transport.agent import DONE
 
 PREFILL = "prefill"
 Groups = list[list[int]]

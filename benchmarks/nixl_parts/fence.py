@@ -18,17 +18,17 @@ import zmq
 from nixl_parts import peer
 from nixl_parts.samples import OURS, VLLM, Sample
 from nixl_parts.shapes import BLOCK_SIZE, Shape, make_caches, memory_ranges, our_layout
-from vllm_commext.nixl import wire
-from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.io_thread import TransferThread
-from vllm_commext.nixl.peer import LocalSide
-from vllm_commext.nixl.plan import Blocks
-from vllm_commext.nixl.posting import Posting
-from vllm_commext.nixl.recorder import TransferRecorder
+from vllm_commext.nixl.decode.peer import LocalSide
+from vllm_commext.nixl.geometry.plan import Blocks
+from vllm_commext.nixl.geometry.topology import Rank
+from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.requests import Load
-from vllm_commext.nixl.side_channel import Inquiry
-from vllm_commext.nixl.topology import Rank
+from vllm_commext.nixl.transfer_thread import TransferThread
+from vllm_commext.nixl.transport.agent import NixlAgent
+from vllm_commext.nixl.transport.posting import Posting
+from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.inquiry import Inquiry
 from vllm_commext.testing.servers import LOOPBACK
 
 COLUMNS = ("with", "without")

@@ -14,16 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_parts.samples import SPAWN
-from vllm_commext.nixl import wire
-from vllm_commext.nixl.agent import NixlAgent, load_nixl
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.fence import NUM_SLOTS
-from vllm_commext.nixl.io_thread import TransferThread
-from vllm_commext.nixl.layout import CacheLayout
-from vllm_commext.nixl.peer import LocalSide
-from vllm_commext.nixl.recorder import TransferRecorder
+from vllm_commext.nixl.decode.peer import LocalSide
+from vllm_commext.nixl.geometry.layout import CacheLayout
+from vllm_commext.nixl.metrics.recorder import TransferRecorder
+from vllm_commext.nixl.prefill.fence import NUM_SLOTS
+from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import RemoteRequest
-from vllm_commext.nixl.side_channel import SideChannelServer
+from vllm_commext.nixl.transfer_thread import TransferThread
+from vllm_commext.nixl.transport.agent import NixlAgent, load_nixl
+from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.testing.servers import LOOPBACK, free_port
 
 PREFILL = "prefill"

@@ -27,12 +27,11 @@ from nixl_parts.shapes import (
     memory_ranges,
     our_layout,
 )
-from vllm_commext.nixl.agent import DONE, NixlAgent
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.fence import NUM_SLOTS
-from vllm_commext.nixl.plan import Blocks, ReadPlan
-from vllm_commext.nixl.planner import plan_read
-from vllm_commext.nixl.topology import Rank
+from vllm_commext.nixl.geometry.plan import Blocks, ReadPlan, plan_read
+from vllm_commext.nixl.geometry.topology import Rank
+from vllm_commext.nixl.prefill.fence import NUM_SLOTS
+from vllm_commext.nixl.transport.agent import DONE, NixlAgent
 from vllm_commext.testing.servers import LOOPBACK
 
 FIRST_PEER = "a new peer, local and remote list"

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from vllm_commext.nixl.cache_layout import ModelFacts, cache_layout
-from vllm_commext.nixl.layout import CacheLayout
-from vllm_commext.nixl.topology import Rank
+from vllm_commext.nixl.geometry.layout import CacheLayout
+from vllm_commext.nixl.geometry.topology import Rank
+from vllm_commext.nixl.vllm_cache import ModelFacts, cache_layout
 
 BLOCK_SIZE = 32
 NUM_KV_HEADS = 4

@@ -31,13 +31,13 @@ from nixl_parts.shapes import (
     memory_ranges,
     our_layout,
 )
-from vllm_commext.nixl.agent import NixlAgent
-from vllm_commext.nixl.io_thread import TransferThread
-from vllm_commext.nixl.peer import LocalSide
-from vllm_commext.nixl.plan import Blocks
-from vllm_commext.nixl.recorder import TransferRecorder
+from vllm_commext.nixl.decode.peer import LocalSide
+from vllm_commext.nixl.geometry.plan import Blocks
+from vllm_commext.nixl.geometry.topology import Rank
+from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.requests import Load
-from vllm_commext.nixl.topology import Rank
+from vllm_commext.nixl.transfer_thread import TransferThread
+from vllm_commext.nixl.transport.agent import NixlAgent
 
 STEP_SECONDS = 0.005
 READ_SECONDS = 120.0

@@ -20,10 +20,10 @@ from vllm.v1.kv_cache_interface import (
 from nixl_parts.counting import Counter
 from nixl_parts.samples import OURS, VLLM, Sample
 from nixl_parts.shapes import ATTENTION_BACKEND, CACHE_LAYOUT, NUM_KV_HEADS, Caches
-from vllm_commext.nixl.cache_layout import ModelFacts, cache_layout
-from vllm_commext.nixl.layout import CacheLayout
-from vllm_commext.nixl.plan import Blocks
-from vllm_commext.nixl.topology import Rank
+from vllm_commext.nixl.geometry.layout import CacheLayout
+from vllm_commext.nixl.geometry.plan import Blocks
+from vllm_commext.nixl.geometry.topology import Rank
+from vllm_commext.nixl.vllm_cache import ModelFacts, cache_layout
 
 UNIT = "descriptors a state"
 NUM_BLOCKS = 64

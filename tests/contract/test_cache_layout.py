@@ -18,15 +18,15 @@ from vllm.v1.kv_cache_interface import (
 from vllm_caches import HAS_LAYOUTS, make_caches
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.cache_layout import ModelFacts, cache_layout
-from vllm_commext.nixl.layout import (
+from vllm_commext.nixl.geometry.layout import (
     AttentionGeometry,
     CacheLayout,
     Family,
     block_bytes,
     check_layout,
 )
-from vllm_commext.nixl.topology import Rank
+from vllm_commext.nixl.geometry.topology import Rank
+from vllm_commext.nixl.vllm_cache import ModelFacts, cache_layout
 
 ALONE = Rank(1, 0)
 NUM_HEADS = 4

@@ -17,12 +17,11 @@ from vllm_caches import HAS_LAYOUTS, make_caches, state_views
 
 from vllm_commext.compat import conv_state
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.cache_layout import ModelFacts, cache_layout
-from vllm_commext.nixl.descriptors import expand_rows
-from vllm_commext.nixl.layout import CacheLayout, StateGeometry, block_bytes, check_layout
-from vllm_commext.nixl.plan import Blocks
-from vllm_commext.nixl.planner import plan_read
-from vllm_commext.nixl.topology import Rank, interval, sources
+from vllm_commext.nixl.geometry.descriptors import expand_rows
+from vllm_commext.nixl.geometry.layout import CacheLayout, StateGeometry, block_bytes, check_layout
+from vllm_commext.nixl.geometry.plan import Blocks, plan_read
+from vllm_commext.nixl.geometry.topology import Rank, interval, sources
+from vllm_commext.nixl.vllm_cache import ModelFacts, cache_layout
 
 MAX_LENGTH = 4096
 DTYPES = (torch.bfloat16, torch.float32)

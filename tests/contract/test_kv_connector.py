@@ -32,11 +32,11 @@ from vllm_commext import plugin
 from vllm_commext.compat import kv_connector as compat
 from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.nixl import engine_facts
-from vllm_commext.nixl.cache_layout import groups_of
 from vllm_commext.nixl.config import ConnectorConfig, parse_config
 from vllm_commext.nixl.connector import CommextNixlConnector
-from vllm_commext.nixl.recorder import TransferRecorder
-from vllm_commext.nixl.stats import CommextNixlStats
+from vllm_commext.nixl.metrics.prometheus import CommextNixlStats
+from vllm_commext.nixl.metrics.recorder import TransferRecorder
+from vllm_commext.nixl.vllm_cache import groups_of
 
 VLLM = Version(vllm.__version__.split("+")[0])
 SINCE = {

@@ -23,8 +23,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.connector import CommextNixlConnector
-from vllm_commext.nixl.fence import KEY_BYTES, first_nonces
 from vllm_commext.nixl.metadata import StepMetadata, WorkerMetadata
+from vllm_commext.nixl.prefill.fence import KEY_BYTES, first_nonces
 from vllm_commext.nixl.requests import Hold
 
 BLOCK = 4

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from vllm_commext.nixl.stats import CommextNixlPromMetrics
+from vllm_commext.nixl.metrics.prometheus import CommextNixlPromMetrics
 from vllm_commext.proxy.metrics import ProxyMetrics
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,9 +10,9 @@ import zmq
 
 from vllm_commext.errors import ConfigError
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.layout import FULL, Group
+from vllm_commext.nixl.geometry.layout import FULL, Group
 from vllm_commext.nixl.scheduler import SchedulerSide
-from vllm_commext.nixl.side_channel import endpoint
+from vllm_commext.nixl.wire.connection import endpoint
 
 HOST = "127.0.0.1"
 BOUND_SECONDS = 20

@@ -12,8 +12,8 @@ import time
 import msgspec
 import zmq
 
-from vllm_commext.nixl import wire
-from vllm_commext.nixl.agent import load_nixl
+from vllm_commext.nixl.transport.agent import load_nixl
+from vllm_commext.nixl.wire import messages as wire
 
 ANSWER_SECONDS = 20.0
 SPREAD_SECONDS = 1.0

@@ -1,7 +1,13 @@
 """The NIXL KV connector: a decode engine pulls the KV cache of a prompt from a prefill engine.
 
-Pure (numpy only, no I/O): ``topology``, ``regions``, ``descriptors``, ``plan``, ``leases``,
-``compatibility``. I/O: ``agent`` (NIXL), ``side_channel`` (ZMQ), ``io_thread`` (the one thread
-that touches both). vLLM's interface: ``connector`` (the facade), ``scheduler``, ``worker``,
-``metadata``, ``stats``.
+connector, scheduler, worker   vLLM's interface: the facade and its two sides
+metadata, requests             what the two sides tell each other
+transfer_thread                the one thread that owns a worker's NIXL agent
+vllm_cache, engine_facts       from vLLM's tensors and settings to layouts and facts
+geometry/                      pure: layouts, lanes, plans, block lists
+decode/                        remote requests, their reads, and the peers they come from
+prefill/                       held requests, leases, fences, the side channel's server
+wire/                          messages, request parameters, seals, the side channel's client
+transport/                     the care that NIXL and UCX need
+metrics/                       counters, and their Prometheus form
 """

@@ -19,10 +19,10 @@ from vllm_commext.compat import conv_state
 from vllm_commext.compat.kv_connector import peer_cache_hit_source, transfer_results_class
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl import engine_facts
-from vllm_commext.nixl.cache_layout import groups_of
 from vllm_commext.nixl.config import parse_config
+from vllm_commext.nixl.metrics.prometheus import CommextNixlPromMetrics, CommextNixlStats
 from vllm_commext.nixl.scheduler import SchedulerSide
-from vllm_commext.nixl.stats import CommextNixlPromMetrics, CommextNixlStats
+from vllm_commext.nixl.vllm_cache import groups_of
 from vllm_commext.nixl.worker import WorkerSide, metadata_of
 
 if TYPE_CHECKING:

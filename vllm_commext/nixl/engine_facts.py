@@ -17,10 +17,10 @@ from vllm_commext.compat.kv_connector import (
     transfer_results_class,
 )
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.cache_layout import SERVED_SPECS, ModelFacts, groups_of, specs_of
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.layout import STATE
-from vllm_commext.nixl.topology import Rank
+from vllm_commext.nixl.geometry.layout import STATE
+from vllm_commext.nixl.geometry.topology import Rank
+from vllm_commext.nixl.vllm_cache import SERVED_SPECS, ModelFacts, groups_of, specs_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

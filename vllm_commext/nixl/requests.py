@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm_commext.nixl.plan import Blocks
+from vllm_commext.nixl.geometry.plan import Blocks
 
 
 @dataclass(frozen=True)

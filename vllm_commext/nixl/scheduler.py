@@ -12,23 +12,23 @@ from vllm.v1.request import RequestStatus
 from vllm_commext.compat.kv_connector import drop_last_prompt_token
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.fence import FenceSlots, new_key
-from vllm_commext.nixl.log import RateLimitedLog, logger
-from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
-from vllm_commext.nixl.params import is_for_decode, is_for_prefill, read_params, write_params
-from vllm_commext.nixl.plan import Blocks
-from vllm_commext.nixl.prompt_tracker import PromptTracker
-from vllm_commext.nixl.quarantine import Quarantine
-from vllm_commext.nixl.recorder import TransferRecorder
-from vllm_commext.nixl.request_blocks import (
+from vllm_commext.nixl.decode.quarantine import Quarantine
+from vllm_commext.nixl.geometry.plan import Blocks
+from vllm_commext.nixl.geometry.request_blocks import (
     blocks_to_fill,
     blocks_to_offer,
     has_state,
     is_at_block_boundary,
 )
+from vllm_commext.nixl.log import RateLimitedLog, logger
+from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
+from vllm_commext.nixl.metrics.recorder import TransferRecorder
+from vllm_commext.nixl.prefill.fence import FenceSlots, new_key
+from vllm_commext.nixl.prefill.prompt_tracker import PromptTracker
+from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Hold, Load, RemoteRequest, Wait
-from vllm_commext.nixl.seal import read_secret
-from vllm_commext.nixl.side_channel import SideChannelServer
+from vllm_commext.nixl.wire.params import is_for_decode, is_for_prefill, read_params, write_params
+from vllm_commext.nixl.wire.seal import read_secret
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from vllm_commext.nixl.layout import Group
+    from vllm_commext.nixl.geometry.layout import Group
 
 _FINISHED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 

@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl import probe, wire
-from vllm_commext.nixl.agent import NixlAgent, ucx_log
-from vllm_commext.nixl.cache_layout import ModelFacts, cache_layout
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.fence import NUM_SLOTS
-from vllm_commext.nixl.host_buffer import HostBuffer
-from vllm_commext.nixl.io_thread import GiveUp, TransferThread
-from vllm_commext.nixl.layout import block_bytes
+from vllm_commext.nixl.decode.peer import LocalSide, Peer
+from vllm_commext.nixl.geometry.layout import block_bytes
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
-from vllm_commext.nixl.peer import LocalSide, Peer
-from vllm_commext.nixl.recorder import TransferRecorder
+from vllm_commext.nixl.metrics.recorder import TransferRecorder
+from vllm_commext.nixl.prefill.fence import NUM_SLOTS
+from vllm_commext.nixl.prefill.host_buffer import HostBuffer
 from vllm_commext.nixl.requests import Load, Outcomes
+from vllm_commext.nixl.transfer_thread import GiveUp, TransferThread
+from vllm_commext.nixl.transport import probe
+from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
+from vllm_commext.nixl.vllm_cache import ModelFacts, cache_layout
+from vllm_commext.nixl.wire import messages as wire
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

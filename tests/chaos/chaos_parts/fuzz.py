@@ -13,16 +13,17 @@ import zmq
 
 from chaos_parts.census import take_own_census
 from chaos_parts.garbage import mutations, notifications, requests
-from vllm_commext.nixl import wire
-from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.holder import Holder
-from vllm_commext.nixl.layout import CacheLayout, Family, Group, StateGeometry, StatePart
+from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
+from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.outcomes import OutcomeBox
-from vllm_commext.nixl.recorder import TransferRecorder
+from vllm_commext.nixl.prefill.holder import Holder
+from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Hold
-from vllm_commext.nixl.seal import Caller
-from vllm_commext.nixl.side_channel import SideChannelServer, endpoint
+from vllm_commext.nixl.transport.agent import NixlAgent
+from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.connection import endpoint
+from vllm_commext.nixl.wire.seal import Caller
 from vllm_commext.testing.servers import LOOPBACK, free_port
 
 ENGINE = "prefill-0"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from vllm_commext.nixl import wire
+from vllm_commext.nixl.wire import messages as wire
 
 MAX_RANDOM_BYTES = 300
 HTTP = (

@@ -16,7 +16,7 @@ import httpx
 import zmq
 
 from chaos_parts.garbage import BODIES, HTTP, mutations, requests
-from vllm_commext.nixl.side_channel import endpoint
+from vllm_commext.nixl.wire.connection import endpoint
 from vllm_commext.testing.cluster import MODEL_NAME
 from vllm_commext.testing.servers import CPU_ENVIRON
 

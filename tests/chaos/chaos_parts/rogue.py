@@ -13,10 +13,10 @@ import time
 import zmq
 
 from chaos_parts.garbage import mutations, notifications
-from vllm_commext.nixl import wire
-from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.side_channel import Inquiry
+from vllm_commext.nixl.transport.agent import NixlAgent
+from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.inquiry import Inquiry
 
 ANSWER_SECONDS = 10.0
 SPREAD_SECONDS = 0.5

@@ -16,18 +16,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_commext.nixl import wire
-from vllm_commext.nixl.agent import DONE, IN_PROGRESS, NixlAgent
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.fence import NUM_SLOTS
-from vllm_commext.nixl.io_thread import TransferThread
-from vllm_commext.nixl.layout import FULL, TOKENS, AttentionGeometry, CacheLayout, Family, Group
-from vllm_commext.nixl.peer import LocalSide
-from vllm_commext.nixl.plan import Blocks
-from vllm_commext.nixl.recorder import TransferRecorder, empty_data, merge
+from vllm_commext.nixl.decode.peer import LocalSide
+from vllm_commext.nixl.geometry.layout import (
+    FULL,
+    TOKENS,
+    AttentionGeometry,
+    CacheLayout,
+    Family,
+    Group,
+)
+from vllm_commext.nixl.geometry.plan import Blocks
+from vllm_commext.nixl.geometry.topology import Rank
+from vllm_commext.nixl.metrics.recorder import TransferRecorder, empty_data, merge
+from vllm_commext.nixl.prefill.fence import NUM_SLOTS
+from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Load, Outcomes, RemoteRequest
-from vllm_commext.nixl.side_channel import SideChannelServer
-from vllm_commext.nixl.topology import Rank
+from vllm_commext.nixl.transfer_thread import TransferThread
+from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS, NixlAgent
+from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.testing.servers import free_port
 
 HOST = "127.0.0.1"

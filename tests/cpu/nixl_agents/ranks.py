@@ -27,9 +27,9 @@ from nixl_agents_harness import (
     wait_until,
 )
 
+from vllm_commext.nixl.geometry.topology import Rank, Split, interval
+from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Hold
-from vllm_commext.nixl.side_channel import SideChannelServer
-from vllm_commext.nixl.topology import Rank, Split, interval
 from vllm_commext.testing.servers import free_port
 
 PROGRAM = str(Path(__file__).with_name("harness.py"))

@@ -15,16 +15,16 @@ from reference_cache import Cache
 from reference_layout import describe
 from reference_meaning import Int64Array, as_bytes, differences
 
-from vllm_commext.nixl import wire
-from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.fence import NUM_SLOTS
-from vllm_commext.nixl.io_thread import TransferThread
-from vllm_commext.nixl.peer import LocalSide
-from vllm_commext.nixl.plan import Blocks
-from vllm_commext.nixl.recorder import TransferRecorder, empty_data, merge
+from vllm_commext.nixl.decode.peer import LocalSide
+from vllm_commext.nixl.geometry.plan import Blocks
+from vllm_commext.nixl.metrics.recorder import TransferRecorder, empty_data, merge
+from vllm_commext.nixl.prefill.fence import NUM_SLOTS
+from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Hold, Load, Outcomes, RemoteRequest
-from vllm_commext.nixl.side_channel import SideChannelServer
+from vllm_commext.nixl.transfer_thread import TransferThread
+from vllm_commext.nixl.transport.agent import NixlAgent
+from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.testing.servers import free_port
 
 LEASE_SECONDS = 600.0

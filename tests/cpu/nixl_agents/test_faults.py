@@ -17,11 +17,11 @@ from nixl_agents_harness import (
 )
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl import wire
-from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.io_thread import GiveUp
 from vllm_commext.nixl.requests import Hold, Load
+from vllm_commext.nixl.transfer_thread import GiveUp
+from vllm_commext.nixl.transport.agent import NixlAgent
+from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.testing.servers import free_port
 
 pytestmark = pytest.mark.timeout(300)

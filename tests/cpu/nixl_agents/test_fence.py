@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from nixl_agents_harness import assert_fails, expected_after, load_of, same
 
-from vllm_commext.nixl.fence import KEY_BYTES, NUM_SLOTS, FenceSlots
+from vllm_commext.nixl.prefill.fence import KEY_BYTES, NUM_SLOTS, FenceSlots
 from vllm_commext.nixl.requests import Hold
 
 pytestmark = pytest.mark.timeout(300)

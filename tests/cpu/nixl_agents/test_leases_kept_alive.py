@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from nixl_agents_harness import SlowReads, expected_after, load_of, same, wait_until
 
-from vllm_commext.nixl import wire
-from vllm_commext.nixl.io_thread import DUTY_WAIT_SECONDS, IDLE_WAIT_SECONDS
 from vllm_commext.nixl.requests import Hold, Wait
+from vllm_commext.nixl.transfer_thread import DUTY_WAIT_SECONDS, IDLE_WAIT_SECONDS
+from vllm_commext.nixl.wire import messages as wire
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -25,7 +25,9 @@ def test_a_read_slower_than_the_lease(
     prefill = make_engine("p", serve=True, kv_lease_duration=LEASE_SECONDS)
     decode = make_engine("d", seed=2)
     if not beats:
-        monkeypatch.setattr("vllm_commext.nixl.keep_alive.KeepAlive.send_due", lambda self: None)
+        monkeypatch.setattr(
+            "vllm_commext.nixl.decode.keep_alive.KeepAlive.send_due", lambda self: None
+        )
     slow = SlowReads(decode.agent, monkeypatch)
     expected = expected_after(decode.memory, prefill.memory, [(7, 9)])
     prefill.thread.submit(Hold("x", LEASE_SECONDS, 3, 0))

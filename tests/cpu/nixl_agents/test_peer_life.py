@@ -14,8 +14,8 @@ from nixl_agents_harness import (
 )
 from nixl_agents_ranks import PeerProcess
 
-from vllm_commext.nixl.io_thread import GiveUp
-from vllm_commext.nixl.sweep import NUM_ROUNDS
+from vllm_commext.nixl.transfer_thread import GiveUp
+from vllm_commext.nixl.transport.sweep import NUM_ROUNDS
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -15,8 +15,8 @@ from nixl_agents_harness import (
 )
 from nixl_agents_ranks import PeerProcess
 
-from vllm_commext.nixl.io_thread import GiveUp
 from vllm_commext.nixl.requests import Hold
+from vllm_commext.nixl.transfer_thread import GiveUp
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from nixl_agents_harness import HOST, expected_after, load_of, same, wait_until
 
-from vllm_commext.nixl import posting
-from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.descriptors import strided_row
-from vllm_commext.nixl.plan import Pairs
-from vllm_commext.nixl.posting import Posting, pieces_of_read
+from vllm_commext.nixl.geometry.descriptors import strided_row
+from vllm_commext.nixl.geometry.plan import Pairs
+from vllm_commext.nixl.transport import posting
+from vllm_commext.nixl.transport.agent import NixlAgent
+from vllm_commext.nixl.transport.posting import Posting, pieces_of_read
 
 pytestmark = pytest.mark.timeout(300)
 NUM_BLOCKS = 100

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from nixl_agents_harness import BLOCK_BYTES, expected_after, load_of, same
 
-from vllm_commext.nixl import wire
 from vllm_commext.nixl.requests import Hold
+from vllm_commext.nixl.wire import messages as wire
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -21,7 +21,7 @@ MakeEngine = Callable[..., Any]
 def descriptor_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both forms of NIXL's descriptor lists; older NIXL takes the second only."""
     strided = request.param == "strided"
-    monkeypatch.setattr("vllm_commext.nixl.agent.takes_strided_lists", lambda: strided)
+    monkeypatch.setattr("vllm_commext.nixl.transport.agent.takes_strided_lists", lambda: strided)
     return request.param
 
 

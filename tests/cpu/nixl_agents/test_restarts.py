@@ -27,8 +27,8 @@ from nixl_agents_harness import (
     wait_until,
 )
 
+from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.requests import Hold
-from vllm_commext.nixl.topology import Rank
 
 pytestmark = pytest.mark.timeout(300)
 

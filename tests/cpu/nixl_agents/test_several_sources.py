@@ -10,9 +10,9 @@ import pytest
 from nixl_agents_harness import FACTS, load_of, same, wait_for_back_off
 from nixl_agents_ranks import MODEL_HEADS, Ranks, expected_heads, untouched_but
 
-from vllm_commext.nixl.io_thread import GiveUp
+from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.requests import Hold
-from vllm_commext.nixl.topology import Rank
+from vllm_commext.nixl.transfer_thread import GiveUp
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -129,7 +129,7 @@ def test_a_reader_that_never_comes_is_waited_for_until_the_lease_ends(
     first.load(load_of("r", remote, LOCAL))
     assert first.outcomes.failed == set()
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + 600)
-    monkeypatch.setattr("vllm_commext.nixl.holder.time", later)
+    monkeypatch.setattr("vllm_commext.nixl.prefill.holder.time", later)
     prefill.wait_sent("x", [0])
     second.load(load_of("r", remote, LOCAL))
     assert second.outcomes.failed == {"r"}

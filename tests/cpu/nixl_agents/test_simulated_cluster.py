@@ -46,7 +46,7 @@ def cluster_case(model: Model, sizes: tuple[int, int], num_requests: int = 3) ->
 def descriptor_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both forms of NIXL's descriptor lists; older NIXL takes the second only."""
     strided = request.param == "strided"
-    monkeypatch.setattr("vllm_commext.nixl.agent.takes_strided_lists", lambda: strided)
+    monkeypatch.setattr("vllm_commext.nixl.transport.agent.takes_strided_lists", lambda: strided)
     return request.param
 
 

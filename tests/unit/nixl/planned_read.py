@@ -11,11 +11,10 @@ from reference_cache import Cache
 from reference_layout import describe
 from reference_meaning import Int64Array, differences
 
-from vllm_commext.nixl.descriptors import UInt64Array, expand_rows
-from vllm_commext.nixl.layout import CacheLayout
-from vllm_commext.nixl.plan import Blocks, Pairs
-from vllm_commext.nixl.planner import plan_read
-from vllm_commext.nixl.topology import Rank, Sources, sources
+from vllm_commext.nixl.geometry.descriptors import UInt64Array, expand_rows
+from vllm_commext.nixl.geometry.layout import CacheLayout
+from vllm_commext.nixl.geometry.plan import Blocks, Pairs, plan_read
+from vllm_commext.nixl.geometry.topology import Rank, Sources, sources
 
 LOCAL_ADDRESS, REMOTE_ADDRESS = 1 << 32, 1 << 20
 Describe = Callable[[Cache, int, int], CacheLayout]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reference_cache import Attention, Cache, Region, State
 
-from vllm_commext.nixl.layout import (
+from vllm_commext.nixl.geometry.layout import (
     TOKENS,
     AttentionGeometry,
     CacheLayout,
@@ -13,7 +13,7 @@ from vllm_commext.nixl.layout import (
     Group,
     StateGeometry,
 )
-from vllm_commext.nixl.mamba import StateTensor, state_parts
+from vllm_commext.nixl.geometry.mamba import StateTensor, state_parts
 
 DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32"}
 

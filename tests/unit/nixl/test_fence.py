@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_commext.nixl.fence import (
+from vllm_commext.nixl.prefill.fence import (
     KEY_BYTES,
     NUM_CELLS,
     NUM_SLOTS,

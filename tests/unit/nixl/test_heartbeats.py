@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.nixl import heartbeats
-from vllm_commext.nixl.heartbeats import MAX_IDS, MAX_IDS_BYTES, Heartbeats, batches
+from vllm_commext.nixl.decode import heartbeats
+from vllm_commext.nixl.decode.heartbeats import MAX_IDS, MAX_IDS_BYTES, Heartbeats, batches
 
 PEERS = [("p", "host", 1, rank) for rank in range(2)]
 IDS = st.text(st.characters(codec="utf-8"), max_size=40)

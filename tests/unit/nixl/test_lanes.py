@@ -10,9 +10,9 @@ from reference_cache import Attention, Cache, Engine, Group, State
 from reference_layout import geometry_of
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.lanes import Grid, Lanes, lanes_between
-from vllm_commext.nixl.layout import AttentionGeometry, Geometry, StateGeometry
-from vllm_commext.nixl.topology import Rank
+from vllm_commext.nixl.geometry.lanes import Grid, Lanes, lanes_between
+from vllm_commext.nixl.geometry.layout import AttentionGeometry, Geometry, StateGeometry
+from vllm_commext.nixl.geometry.topology import Rank
 
 ENGINE = Engine(1, 4, (8,), (1,))
 HEADS = Attention(4, 2)

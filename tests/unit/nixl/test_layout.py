@@ -15,7 +15,7 @@ from reference_layout import describe
 from reference_meaning import held
 
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.layout import (
+from vllm_commext.nixl.geometry.layout import (
     MAX_COUNT,
     AttentionGeometry,
     CacheLayout,
@@ -24,7 +24,7 @@ from vllm_commext.nixl.layout import (
     block_bytes,
     check_layout,
 )
-from vllm_commext.nixl.topology import Rank, Split
+from vllm_commext.nixl.geometry.topology import Rank, Split
 
 MODEL = (
     Group("full", (Attention(4, 2),) * 2),

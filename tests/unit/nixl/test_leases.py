@@ -13,8 +13,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from vllm_commext.nixl import leases
-from vllm_commext.nixl.leases import Beat, LeaseLedger
+from vllm_commext.nixl.prefill import leases
+from vllm_commext.nixl.prefill.leases import Beat, LeaseLedger
 
 EARLY_SECONDS = 30.0
 MAX_AGE = 90

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.loads import Ended, Failure, LoadBook, Part
+from vllm_commext.nixl.decode.loads import Ended, Failure, LoadBook, Part
 from vllm_commext.nixl.requests import Load, RemoteRequest
 
 REMOTE = RemoteRequest("p", "", "h", 5600, 4, "there", ((1,),), 16)

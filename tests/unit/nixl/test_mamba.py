@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from reference_cache import State, units_held
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.layout import StatePart
-from vllm_commext.nixl.mamba import (
+from vllm_commext.nixl.geometry.layout import StatePart
+from vllm_commext.nixl.geometry.mamba import (
     GATED_DELTA_NET,
     MAMBA1,
     MAMBA2,
@@ -23,7 +23,7 @@ from vllm_commext.nixl.mamba import (
     derive_mamba_conv_split,
     state_parts,
 )
-from vllm_commext.nixl.topology import Rank, interval
+from vllm_commext.nixl.geometry.topology import Rank, interval
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
 

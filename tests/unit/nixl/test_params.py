@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.params import (
+from vllm_commext.nixl.requests import RemoteRequest
+from vllm_commext.nixl.wire.params import (
     MAX_RANKS,
     is_for_decode,
     is_for_prefill,
     read_params,
     write_params,
 )
-from vllm_commext.nixl.requests import RemoteRequest
 
 REMOTE = RemoteRequest(
     engine_id="p",
@@ -143,7 +143,7 @@ def test_groups_are_kept_apart_and_in_order() -> None:
 
 
 def test_the_blocks_of_all_groups_count_towards_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_commext.nixl.params.MAX_BLOCKS", 5)
+    monkeypatch.setattr("vllm_commext.nixl.wire.params.MAX_BLOCKS", 5)
     most = {**write_params(REMOTE), "remote_block_ids": [[1, 2, 3], [4, 5]]}
     assert read_params(most, 40).block_ids == ((1, 2, 3), (4, 5))
     with pytest.raises(ProtocolError, match="blocks in remote_block_ids from 0 to 5, got 6"):

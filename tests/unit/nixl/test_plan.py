@@ -14,8 +14,8 @@ from planned_read import Describe, faults, release_faults, sources_of
 from reference_cache import Attention, Cache, Engine, Group
 from reference_layout import describe
 
-from vllm_commext.nixl.layout import AttentionGeometry, CacheLayout, Family, StateGeometry
-from vllm_commext.nixl.topology import Sources
+from vllm_commext.nixl.geometry.layout import AttentionGeometry, CacheLayout, Family, StateGeometry
+from vllm_commext.nixl.geometry.topology import Sources
 
 
 @given(cases())

@@ -14,8 +14,7 @@ from reference_cache import Attention, Cache, Engine, Group, State
 from reference_layout import describe
 
 from vllm_commext.errors import ProtocolError, UnsupportedError
-from vllm_commext.nixl.plan import Blocks, ReadPlan, num_blocks_for
-from vllm_commext.nixl.planner import plan_read
+from vllm_commext.nixl.geometry.plan import Blocks, ReadPlan, num_blocks_for, plan_read
 
 Ids = Sequence[Sequence[int]]
 ONE = Engine(1, 5, (8,), (1,))

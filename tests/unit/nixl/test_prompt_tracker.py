@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_commext.nixl.prompt_tracker import PromptTracker
+from vllm_commext.nixl.prefill.prompt_tracker import PromptTracker
 
 
 def step(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_commext.nixl.quarantine import Quarantine
+from vllm_commext.nixl.decode.quarantine import Quarantine
 
 
 @dataclass(eq=False)

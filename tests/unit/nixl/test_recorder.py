@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_commext.nixl.recorder import (
+from vllm_commext.nixl.metrics.recorder import (
     FAILURE_REASONS,
     TransferRecorder,
     empty_data,

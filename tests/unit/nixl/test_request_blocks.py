@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_commext.nixl.layout import FULL, STATE, WINDOW, Group
-from vllm_commext.nixl.request_blocks import (
+from vllm_commext.nixl.geometry.layout import FULL, STATE, WINDOW, Group
+from vllm_commext.nixl.geometry.request_blocks import (
     NULL_BLOCK,
     blocks_to_fill,
     blocks_to_offer,

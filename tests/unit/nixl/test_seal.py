@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from vllm_commext.errors import ConfigError, ProtocolError
-from vllm_commext.nixl import seal, wire
-from vllm_commext.nixl.seal import Caller, Gate, read_secret
-from vllm_commext.nixl.side_channel import Inquiry, SideChannelServer
+from vllm_commext.nixl.prefill.side_channel import SideChannelServer
+from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire import seal
+from vllm_commext.nixl.wire.inquiry import Inquiry
+from vllm_commext.nixl.wire.seal import Caller, Gate, read_secret
 
 SECRET = b"0123456789abcdef"
 OTHER = b"another secret of the same kind"

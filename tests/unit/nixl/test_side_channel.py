@@ -11,9 +11,11 @@ import pytest
 import zmq
 
 from vllm_commext.errors import ConfigError, ProtocolError
-from vllm_commext.nixl import wire
-from vllm_commext.nixl.layout import CacheLayout, Family, Group, StateGeometry, StatePart
-from vllm_commext.nixl.side_channel import Inquiry, SideChannelServer, endpoint, resolve
+from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
+from vllm_commext.nixl.prefill.side_channel import SideChannelServer, resolve
+from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.connection import endpoint
+from vllm_commext.nixl.wire.inquiry import Inquiry
 
 BOUND_SECONDS = 20.0
 HOST = "127.0.0.1"

@@ -8,7 +8,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.topology import Rank, Split, check_even, interval, sources, units_from
+from vllm_commext.nixl.geometry.topology import (
+    Rank,
+    Split,
+    check_even,
+    interval,
+    sources,
+    units_from,
+)
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
 UNITS = st.integers(1, 48)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl import wire
+from vllm_commext.nixl.wire import messages as wire
 
 REQUEST = wire.DescribeRequest(engine_id="engine-ä", tp_rank=3)
 RELEASED = wire.Released(request_id="r1", consumer="d/0", num_consumers=2)

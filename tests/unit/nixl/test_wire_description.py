@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from vllm_commext.errors import CommextError, ProtocolError
-from vllm_commext.nixl import wire
-from vllm_commext.nixl.layout import (
+from vllm_commext.nixl.geometry.layout import (
     AttentionGeometry,
     CacheLayout,
     Family,
@@ -21,7 +20,8 @@ from vllm_commext.nixl.layout import (
     StateGeometry,
     StatePart,
 )
-from vllm_commext.nixl.planner import plan_read
+from vllm_commext.nixl.geometry.plan import plan_read
+from vllm_commext.nixl.wire import messages as wire
 
 ATTENTION = AttentionGeometry(
     num_rows=14,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.topology import Rank, Split, interval
+from vllm_commext.nixl.geometry.topology import Rank, Split, interval
 
 TOKENS = "tokens"
 """Content of an attention cache in which every token's bytes of a head are one run."""

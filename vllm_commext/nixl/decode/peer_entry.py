@@ -6,11 +6,11 @@ import random
 from dataclasses import dataclass, field
 
 from vllm_commext.errors import CommextError
-from vllm_commext.nixl.heartbeats import PeerKey
-from vllm_commext.nixl.loads import Part
-from vllm_commext.nixl.peer import Peer
-from vllm_commext.nixl.peer_states import BackOff, PeerEvent, PeerState, next_state
-from vllm_commext.nixl.side_channel import Inquiry
+from vllm_commext.nixl.decode.heartbeats import PeerKey
+from vllm_commext.nixl.decode.loads import Part
+from vllm_commext.nixl.decode.peer import Peer
+from vllm_commext.nixl.decode.peer_states import BackOff, PeerEvent, PeerState, next_state
+from vllm_commext.nixl.wire.inquiry import Inquiry
 
 BACK_OFF = BackOff()
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError, UnsupportedError
-from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.failures import describe_source, handshake_failure, restarted
-from vllm_commext.nixl.keep_alive import KeepAlive
-from vllm_commext.nixl.loads import Failure, LoadBook, Part
+from vllm_commext.nixl.decode.failures import describe_source, handshake_failure, restarted
+from vllm_commext.nixl.decode.keep_alive import KeepAlive
+from vllm_commext.nixl.decode.loads import Failure, LoadBook, Part
+from vllm_commext.nixl.decode.peer import LocalSide, Peer, peer_key
+from vllm_commext.nixl.decode.peers import PeerTable
+from vllm_commext.nixl.decode.reads import Read, ReadSet, release_notification
+from vllm_commext.nixl.geometry.topology import Sources, check_even, sources
 from vllm_commext.nixl.log import RateLimitedLog, logger
+from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.outcomes import OutcomeBox
-from vllm_commext.nixl.peer import LocalSide, Peer, peer_key
-from vllm_commext.nixl.peers import PeerTable
-from vllm_commext.nixl.reads import Read, ReadSet, release_notification
-from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.requests import Load, RemoteRequest, Wait
-from vllm_commext.nixl.topology import Sources, check_even, sources
+from vllm_commext.nixl.transport.agent import NixlAgent
 
 
 class Loader:

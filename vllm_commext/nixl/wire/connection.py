@@ -17,6 +17,11 @@ KEEPALIVE_SECONDS = (5, 2, 3)
 """TCP keepalive: seconds before the first probe, seconds between two, and how many."""
 
 
+def endpoint(host: str, port: int) -> str:
+    """ZMQ address of a host and port, brackets around IPv6."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
 def bound_waits(socket: zmq.Socket[bytes]) -> None:
     """Let a vanished host close the socket's connections.  Call it before ``connect``."""
     idle, interval, count = KEEPALIVE_SECONDS

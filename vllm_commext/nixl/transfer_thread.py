@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_commext.nixl.agent import NixlAgent, ucx_log
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.holder import Holder
-from vllm_commext.nixl.loader import Loader
+from vllm_commext.nixl.decode.loader import Loader
+from vllm_commext.nixl.decode.peer import LocalSide, Peer
 from vllm_commext.nixl.log import logger
+from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.outcomes import OutcomeBox
-from vllm_commext.nixl.peer import LocalSide, Peer
-from vllm_commext.nixl.recorder import TransferRecorder
+from vllm_commext.nixl.prefill.holder import Holder
 from vllm_commext.nixl.requests import Hold, Load, Outcomes, Wait
+from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
 
 BUSY_WAIT_SECONDS = 50e-6
 """First wait between two looks at reads under way; doubles while nothing changes."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl import wire
-from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.leases import Beat, LeaseLedger
 from vllm_commext.nixl.log import RateLimitedLog
+from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.outcomes import OutcomeBox
-from vllm_commext.nixl.recorder import TransferRecorder
+from vllm_commext.nixl.prefill.leases import Beat, LeaseLedger
 from vllm_commext.nixl.requests import Hold
+from vllm_commext.nixl.transport.agent import NixlAgent
+from vllm_commext.nixl.wire import messages as wire
 
 EARLY_RELEASE_SECONDS = 60.0
 """How long a release may come before the scheduler's word that the request has finished."""

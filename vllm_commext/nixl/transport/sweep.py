@@ -13,10 +13,10 @@ import math
 import time
 from collections.abc import Sequence
 
-from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.peer import Peer
-from vllm_commext.nixl.posting import Posting
+from vllm_commext.nixl.decode.peer import Peer
+from vllm_commext.nixl.transport.agent import NixlAgent
+from vllm_commext.nixl.transport.posting import Posting
 
 SPLIT_DESCRIPTORS = 1024
 """Descriptors of a read from which on NIXL shares it out, where ``split_batch_size`` is not set."""

@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.layout import CacheLayout, check_layout
+from vllm_commext.nixl.geometry.layout import CacheLayout, check_layout
 
 MAGIC = "commext-nixl"
 PROTOCOL_VERSION = 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_commext.errors import CommextError, ProtocolError, UnsupportedError
-from vllm_commext.nixl.loads import Failure
+from vllm_commext.nixl.decode.loads import Failure
 from vllm_commext.nixl.requests import RemoteRequest
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from vllm_commext.nixl.agent import DONE, IN_PROGRESS, NixlAgent
+from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.log import logger
-from vllm_commext.nixl.pauses import in_pieces, pause
-from vllm_commext.nixl.plan import Pairs
+from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS, NixlAgent
+from vllm_commext.nixl.transport.pauses import in_pieces, pause
 
 MAX_DESCRIPTORS = 4096
 """In one piece of a read."""

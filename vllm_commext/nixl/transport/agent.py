@@ -16,9 +16,9 @@ from packaging.version import Version
 
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.descriptors import Int32Array, UInt64Array, expand_rows, strided_row
-from vllm_commext.nixl.fence import NONCE_BYTES, NUM_CELLS, FenceBoard
-from vllm_commext.nixl.ucx_log import UcxLog
+from vllm_commext.nixl.geometry.descriptors import Int32Array, UInt64Array, expand_rows, strided_row
+from vllm_commext.nixl.prefill.fence import NONCE_BYTES, NUM_CELLS, FenceBoard
+from vllm_commext.nixl.transport.ucx_log import UcxLog
 
 STRIDED_SINCE = (1, 5)
 MAX_EXPANDED = 1 << 26

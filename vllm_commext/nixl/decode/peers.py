@@ -9,21 +9,21 @@ from collections import Counter
 import zmq
 
 from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError
-from vllm_commext.nixl import wire
-from vllm_commext.nixl.agent import NixlAgent
-from vllm_commext.nixl.compatibility import check_facts, digest
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.heartbeats import PeerKey
-from vllm_commext.nixl.loads import Part
+from vllm_commext.nixl.decode.heartbeats import PeerKey
+from vllm_commext.nixl.decode.loads import Part
+from vllm_commext.nixl.decode.peer import LocalSide, Peer, peer_key
+from vllm_commext.nixl.decode.peer_entry import PeerEntry
+from vllm_commext.nixl.decode.peer_links import PeerLinks, log_ready
+from vllm_commext.nixl.decode.peer_states import PeerEvent, PeerState
+from vllm_commext.nixl.geometry.plan import plan_read
 from vllm_commext.nixl.log import RateLimitedLog, logger
-from vllm_commext.nixl.peer import LocalSide, Peer, peer_key
-from vllm_commext.nixl.peer_entry import PeerEntry
-from vllm_commext.nixl.peer_links import PeerLinks, log_ready
-from vllm_commext.nixl.peer_states import PeerEvent, PeerState
-from vllm_commext.nixl.planner import plan_read
-from vllm_commext.nixl.recorder import TransferRecorder
-from vllm_commext.nixl.seal import read_secret
-from vllm_commext.nixl.side_channel import Inquiry
+from vllm_commext.nixl.metrics.recorder import TransferRecorder
+from vllm_commext.nixl.transport.agent import NixlAgent
+from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.compatibility import check_facts, digest
+from vllm_commext.nixl.wire.inquiry import Inquiry
+from vllm_commext.nixl.wire.seal import read_secret
 
 CHECK_SECONDS = 0.1
 """Between two looks at connections and at what is not needed any more."""

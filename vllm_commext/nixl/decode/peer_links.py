@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from vllm_commext.nixl import wire
-from vllm_commext.nixl.agent import NixlAgent
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.descriptors import UInt64Array
-from vllm_commext.nixl.heartbeats import PeerKey
+from vllm_commext.nixl.decode.heartbeats import PeerKey
+from vllm_commext.nixl.decode.peer import LocalSide, Peer
+from vllm_commext.nixl.geometry.descriptors import UInt64Array
+from vllm_commext.nixl.geometry.plan import ReadPlan
 from vllm_commext.nixl.log import logger
-from vllm_commext.nixl.peer import LocalSide, Peer
-from vllm_commext.nixl.plan import ReadPlan
-from vllm_commext.nixl.sweep import Sweeper, num_descriptors
+from vllm_commext.nixl.transport.agent import NixlAgent
+from vllm_commext.nixl.transport.sweep import Sweeper, num_descriptors
+from vllm_commext.nixl.wire import messages as wire
 
 
 class PeerLinks:

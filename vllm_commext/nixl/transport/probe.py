@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_commext.nixl.agent import DONE, IN_PROGRESS, NixlAgent
-from vllm_commext.nixl.descriptors import UInt64Array, strided_row
-from vllm_commext.nixl.layout import CacheLayout
+from vllm_commext.nixl.geometry.descriptors import UInt64Array, strided_row
+from vllm_commext.nixl.geometry.layout import CacheLayout
+from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS, NixlAgent
 
 PIECE_BYTES = 1 << 20
 PROBE_BYTES = (1 << 21, 1 << 26)

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl import wire
-from vllm_commext.nixl.agent import NixlAgent
-from vllm_commext.nixl.loads import Part
-from vllm_commext.nixl.pauses import pause
-from vllm_commext.nixl.peer import LocalSide, Peer
-from vllm_commext.nixl.plan import Pairs
-from vllm_commext.nixl.posting import Posting, pieces_of_read
-from vllm_commext.nixl.recorder import TransferRecorder
+from vllm_commext.nixl.decode.loads import Part
+from vllm_commext.nixl.decode.peer import LocalSide, Peer
+from vllm_commext.nixl.geometry.plan import Pairs
+from vllm_commext.nixl.metrics.recorder import TransferRecorder
+from vllm_commext.nixl.transport.agent import NixlAgent
+from vllm_commext.nixl.transport.pauses import pause
+from vllm_commext.nixl.transport.posting import Posting, pieces_of_read
+from vllm_commext.nixl.wire import messages as wire
 
 
 @dataclass

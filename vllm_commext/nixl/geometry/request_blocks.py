@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_commext.nixl.layout import STATE, Group
-from vllm_commext.nixl.plan import Blocks, num_blocks_for
+from vllm_commext.nixl.geometry.layout import STATE, Group
+from vllm_commext.nixl.geometry.plan import Blocks, num_blocks_for
 
 NULL_BLOCK = 0
 

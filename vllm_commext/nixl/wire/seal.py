@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from vllm_commext.errors import ConfigError, ProtocolError
-from vllm_commext.nixl import wire
+from vllm_commext.nixl.wire import messages as wire
 
 SECRET_VARIABLE = "COMMEXT_NIXL_SECRET"
 """Not called ``VLLM_...``: vLLM hands such variables on to other processes and writes them into its

@@ -12,8 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-from vllm_commext.nixl import recorder
-from vllm_commext.nixl.recorder import FAILURE_REASONS, empty_data, is_empty, merge
+from vllm_commext.nixl.metrics import recorder
+from vllm_commext.nixl.metrics.recorder import FAILURE_REASONS, empty_data, is_empty, merge
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

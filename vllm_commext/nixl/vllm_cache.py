@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.layout import (
+from vllm_commext.nixl.geometry.layout import (
     FULL,
     STATE,
     TOKENS,
@@ -32,7 +32,7 @@ from vllm_commext.nixl.layout import (
     StateGeometry,
     block_bytes,
 )
-from vllm_commext.nixl.mamba import (
+from vllm_commext.nixl.geometry.mamba import (
     GATED_DELTA_NET,
     MAMBA1,
     MAMBA2,
@@ -41,7 +41,7 @@ from vllm_commext.nixl.mamba import (
     compute_mamba_phys_ratio,
     state_parts,
 )
-from vllm_commext.nixl.topology import Rank, check_even
+from vllm_commext.nixl.geometry.topology import Rank, check_even
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.layout import (
+from vllm_commext.nixl.geometry.layout import (
     TOKENS,
     AttentionGeometry,
     Geometry,
     StateGeometry,
     StatePart,
 )
-from vllm_commext.nixl.topology import Rank, Split, interval, units_from
+from vllm_commext.nixl.geometry.topology import Rank, Split, interval, units_from
 
 Int64Array = npt.NDArray[np.int64]
 

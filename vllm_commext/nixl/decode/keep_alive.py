@@ -6,13 +6,13 @@ import itertools
 import time
 
 from vllm_commext.errors import CommextError
-from vllm_commext.nixl import wire
-from vllm_commext.nixl.agent import NixlAgent
-from vllm_commext.nixl.heartbeats import Heartbeats, PeerKey, batches, interval_of
-from vllm_commext.nixl.loads import Part
+from vllm_commext.nixl.decode.heartbeats import Heartbeats, PeerKey, batches, interval_of
+from vllm_commext.nixl.decode.loads import Part
+from vllm_commext.nixl.decode.peer import Peer, peer_key
+from vllm_commext.nixl.decode.peers import PeerTable
 from vllm_commext.nixl.log import logger
-from vllm_commext.nixl.peer import Peer, peer_key
-from vllm_commext.nixl.peers import PeerTable
+from vllm_commext.nixl.transport.agent import NixlAgent
+from vllm_commext.nixl.wire import messages as wire
 
 RETRY_SECONDS = 0.1
 """Until a peer that is not ready is looked at again."""

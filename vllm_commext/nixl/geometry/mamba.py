@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.layout import StatePart
+from vllm_commext.nixl.geometry.layout import StatePart
 
 MAMBA1, MAMBA2, GATED_DELTA_NET, SHORT_CONV = "mamba1", "mamba2", "gdn", "short_conv"
 KINDS = (MAMBA1, MAMBA2, GATED_DELTA_NET, SHORT_CONV)

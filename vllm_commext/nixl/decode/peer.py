@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_commext.nixl.heartbeats import PeerKey
-from vllm_commext.nixl.layout import CacheLayout
-from vllm_commext.nixl.loads import Part
-from vllm_commext.nixl.plan import ReadPlan
+from vllm_commext.nixl.decode.heartbeats import PeerKey
+from vllm_commext.nixl.decode.loads import Part
+from vllm_commext.nixl.geometry.layout import CacheLayout
+from vllm_commext.nixl.geometry.plan import ReadPlan
 
 
 @dataclass(frozen=True)

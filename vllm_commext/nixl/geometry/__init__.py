@@ -1,0 +1,1 @@
+"""Pure arithmetic: cache layouts, head and state intervals, plans, descriptors, block lists."""

@@ -1,0 +1,1 @@
+"""What is counted and timed, and how vLLM and Prometheus get it."""

@@ -1,0 +1,1 @@
+"""The prefill side: finished prefills that wait for readers, and the side channel's server."""

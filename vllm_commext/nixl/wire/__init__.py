@@ -1,0 +1,1 @@
+"""What crosses between engines: messages, request parameters, seals, the side channel's client."""

@@ -1,0 +1,88 @@
+"""The decode worker's half of the side channel: one question to one prefill rank."""
+
+from __future__ import annotations
+
+import zmq
+
+from vllm_commext.errors import ProtocolError
+from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.connection import ConnectionWatch, bound_waits, endpoint
+from vllm_commext.nixl.wire.seal import Caller
+
+
+class Inquiry:
+    """A decode worker's question to one prefill rank; never blocks.
+
+    Its connection may be kept open after the answer: it closes with the prefill engine's process.
+
+    Args:
+        context: ZMQ context of the asking thread.
+        host: the prefill engine's side-channel host.
+        port: its port.
+        request: what to ask.
+        secret: the prefill engine's secret, see ``seal``; None where it has none.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        port: int,
+        request: wire.DescribeRequest,
+        secret: bytes | None = None,
+    ) -> None:
+        self.address = endpoint(host, port)
+        self._caller = Caller(secret)
+        self._watch: ConnectionWatch | None = None
+        try:
+            self._socket = context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise ProtocolError(f"no socket is left to ask {self.address!r}: {error}") from error
+        try:
+            self._watch = ConnectionWatch(self._socket)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ProtocolError(f"no socket is left to ask {self.address!r}: {error}") from error
+        bound_waits(self._socket)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, int(":" in host))
+        self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_REPLY_BYTES)
+        try:
+            self._socket.connect(self.address)
+            self._socket.send(self._caller.prove(wire.encode(request)), zmq.NOBLOCK)
+        except Exception as error:  # a request may name any host and engine
+            self.close()
+            raise ProtocolError(f"{self.address!r} is not an address to ask: {error}") from error
+
+    def poll(self) -> wire.Described | None:
+        """The answer, or None where there is none yet.
+
+        Raises:
+            ProtocolError: the prefill engine cannot be reached or refused, or the answer is not
+                valid.
+        """
+        try:
+            frame = self._socket.recv_multipart(zmq.NOBLOCK)[-1]
+        except zmq.Again:
+            if self.is_connected():
+                return None
+            raise ProtocolError(
+                f"nothing takes connections at the prefill engine's side channel {self.address}, "
+                "or it has closed the connection: is the engine up, and does this host reach the "
+                "address, which VLLM_NIXL_SIDE_CHANNEL_HOST names on the prefill host?"
+            ) from None
+        reply = wire.decode_reply(self._caller.check(frame))
+        if isinstance(reply, wire.Refused):
+            raise ProtocolError(f"the prefill engine refused the handshake: {reply.reason}")
+        return reply
+
+    def is_connected(self) -> bool:
+        """False once the connection was refused or has closed."""
+        return self._watch is not None and not self._watch.has_failed()
+
+    def close(self) -> None:
+        """Close the socket; safe to repeat."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        self._socket.close(linger=0)
