@@ -4,17 +4,22 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
+from tests.kit.forked import fork_servers, forking
 from vllm_commext import status
 from vllm_commext.plugin import CONNECTOR_NAME
 from vllm_commext.settings import PREFIX
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the mark of tests that `make test` has no time for; no example of a property test
-    fails for taking long on a busy machine."""
+    """The processes of a run share their fork servers; tests that `make test` has no time for have
+    a mark; no example of a property test fails for taking long on a busy machine."""
+    stack = ExitStack()
+    stack.enter_context(fork_servers())
+    config.add_cleanup(stack.close)
     config.addinivalue_line("markers", "long: only with COMMEXT_TEST_LONG=1; `make long` sets it")
     if importlib.util.find_spec("hypothesis") is not None:  # the GPU layer does without
         from hypothesis import HealthCheck, settings
@@ -31,6 +36,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("long") is not None:
             item.add_marker(pytest.mark.skip(reason="long; COMMEXT_TEST_LONG=1 runs it"))
+
+
+@pytest.fixture(scope="session")
+def forked_servers() -> Iterator[None]:
+    """Real servers start without importing vLLM anew."""
+    with forking():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ NEEDED = ("vllm", "nixl", "httpx", "aiohttp")
 
 
 @pytest.fixture(scope="session")
-def real_servers() -> None:
+def real_servers(forked_servers: None) -> None:
     """Skip where real servers cannot run."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:

@@ -20,7 +20,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -28,6 +30,17 @@ POLL_SECONDS = 0.05
 LEFTOVER_SECONDS = 3.0
 KILL_SECONDS = 20.0
 STATUS_OF_LEFTOVERS = 70
+
+
+class Child(Protocol):
+    """What is needed of a ``subprocess.Popen``."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """The exit status, None while it runs."""
+        ...
 
 
 def descendants(pid: int) -> list[int]:
@@ -51,7 +64,8 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
+    """Linux's prctl(2) for this process; raises ``OSError``."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
@@ -85,7 +99,7 @@ def _wait_for_all(seconds: float) -> bool:
     return True
 
 
-def _watch(server: subprocess.Popen[bytes], asked_to_stop: list[int]) -> None:
+def _watch(server: Child, asked_to_stop: list[int]) -> None:
     """Return when the server ended, the asking process let go, or SIGTERM came."""
     while server.poll() is None and not asked_to_stop:
         readable, _, _ = select.select([sys.stdin], [], [], POLL_SECONDS)
@@ -93,7 +107,7 @@ def _watch(server: subprocess.Popen[bytes], asked_to_stop: list[int]) -> None:
             return
 
 
-def _end(server: subprocess.Popen[bytes], grace_seconds: float) -> bool:
+def _end(server: Child, grace_seconds: float) -> bool:
     """End the server and all below it; False when something outlived even SIGKILL."""
     if server.returncode is None:
         _send(server.pid, signal.SIGTERM)
@@ -108,20 +122,14 @@ def _end(server: subprocess.Popen[bytes], grace_seconds: float) -> bool:
     return False
 
 
-def main() -> int:
-    """The server's exit status (128 + N after signal N), or 70 when something of it could not be
-    ended."""
-    grace_seconds, command = float(sys.argv[1]), sys.argv[2:]
+def guard(grace_seconds: float, start: Callable[[], Child]) -> int:
+    """Start the server and see to its end; its exit status (128 + N after signal N), or 70 when
+    something of it could not be ended."""
     asked_to_stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked_to_stop.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    server = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
-    )
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    server = start()
     _watch(server, asked_to_stop)
     status = server.returncode
     if not _end(server, grace_seconds):
@@ -134,6 +142,20 @@ def main() -> int:
     if status is None:
         return 0
     return status if status >= 0 else 128 - status
+
+
+def main() -> int:
+    """Guard the command of the arguments."""
+    grace_seconds, command = float(sys.argv[1]), sys.argv[2:]
+    return guard(
+        grace_seconds,
+        lambda: subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, Protocol
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -71,6 +71,45 @@ ACTIVE = re.compile(r"commext: (\w+) active")
 GLOO_THREAD = "gloo_tcp_loop"  # what the thread of a device of Gloo's is called
 
 _handed_out: set[int] = set()
+
+
+class Guardian(Protocol):
+    """A server's guardian process: of ``subprocess.Popen``, what is needed here. The server ends
+    when ``stdin`` is closed."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        ...
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """A pipe that nothing is written to."""
+        ...
+
+    def poll(self) -> int | None:
+        """The exit status, None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status; raises ``subprocess.TimeoutExpired``."""
+        ...
+
+
+def start_program(command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> Guardian:
+    """Start the guardian of a new process."""
+    return subprocess.Popen(
+        [sys.executable, str(Path(guardian.__file__)), str(GRACE_SECONDS), *command],
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=environ,
+        start_new_session=True,
+    )
+
+
+launch = start_program
+"""How servers are started; the tests fork theirs from a process that has imported vLLM."""
 
 
 class ServerEndedError(CommextError, RuntimeError):
@@ -130,7 +169,7 @@ class Server:
                 self._environ.pop(key, None)
             else:
                 self._environ[key] = value
-        self._guardian: subprocess.Popen[bytes] | None = None
+        self._guardian: Guardian | None = None
         self._started = 0.0
 
     def start(self) -> None:
@@ -139,14 +178,7 @@ class Server:
             raise ServerEndedError(f"{self.name}: already started")
         self._started = time.monotonic()
         with self.log_path.open("wb") as log:
-            self._guardian = subprocess.Popen(
-                [sys.executable, str(Path(guardian.__file__)), str(GRACE_SECONDS), *self.command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._environ,
-                start_new_session=True,
-            )
+            self._guardian = launch(self.command, self._environ, log)
 
     def wait_ready(self) -> float:
         """Wait until ``/health`` answers 200; return the seconds since ``start()``.

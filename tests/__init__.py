@@ -1,0 +1,1 @@
+"""The tests, as packages: what several of them share is imported by its whole name."""

@@ -1,0 +1,248 @@
+"""A process that has imported vLLM, and forks servers and pieces of code from itself.
+
+    python -m tests.kit.fork_server SOCKET OWNER_PID MODULE ...
+
+Importing vLLM takes ten seconds of a core, and a server with one worker does it three times. Here
+it is done once. What is forked runs as a program of its own: arguments, environment, standard
+streams and session are new, and ``multiprocessing`` with the start method "spawn", by which vLLM
+makes its engine and its workers, forks them from a copy of this process in which nothing has run.
+Whoever asks is told the process id, and the exit status when it ends. The fork server ends with the
+process whose id is OWNER_PID.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import fcntl
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing import util
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vllm_commext.testing import guardian
+
+MAX_REQUEST_BYTES = 1 << 20
+MAX_DESCRIPTORS = 64
+
+
+def send(channel: socket.socket, message: Any, descriptors: Sequence[int] = ()) -> None:
+    """One JSON message with open file descriptors, over a SOCK_SEQPACKET socket."""
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+    channel.sendmsg([json.dumps(message).encode()], [rights] if descriptors else [])
+
+
+def receive(channel: socket.socket) -> tuple[Any, list[int]]:
+    """The next message and its descriptors; (None, []) when the other side has closed."""
+    found = array.array("i")
+    space = socket.CMSG_SPACE(MAX_DESCRIPTORS * found.itemsize)
+    data, rights, _, _ = channel.recvmsg(MAX_REQUEST_BYTES, space)
+    for level, kind, content in rights:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(content[: len(content) - len(content) % found.itemsize])
+    return (json.loads(data) if data else None), list(found)
+
+
+def serve(listener: socket.socket, owner_pid: int) -> None:
+    """Fork for each connection, until the owner has ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what is forked here
+    owner = os.pidfd_open(owner_pid)
+    while True:
+        readable, _, _ = select.select([listener, owner], [], [])
+        if owner in readable:
+            return
+        channel, _ = listener.accept()
+        if os.fork() == 0:
+            _end(_answer, listener, owner, channel)
+        channel.close()
+
+
+def _answer(listener: socket.socket, owner: int, channel: socket.socket) -> int:
+    """In the child: what one connection asks for."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    listener.close()
+    os.close(owner)
+    request, descriptors = receive(channel)
+    os.setsid()
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    status = guardian.guard(request["grace"], lambda: Forked(request, channel))
+    send(channel, {"status": status})
+    return status
+
+
+class Forked:
+    """The program that was asked for, as a child: what the guardian needs of a ``Popen``."""
+
+    def __init__(self, request: dict[str, Any], channel: socket.socket) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            channel.close()
+            _end(_run, request, as_program=True)
+        send(channel, {"pid": os.getpid()})
+
+    def poll(self) -> int | None:
+        """The exit status, None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+def _run(request: dict[str, Any]) -> int:
+    """``python -m MODULE ARGUMENTS`` or ``python -c CODE ARGUMENTS``, as the request has it."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.setsid()
+    guardian.prctl(guardian.PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    serve_spawns()
+    _become(request["environ"], ["-c", *request["arguments"]], request["folder"])
+    if "code" in request:
+        exec(request["code"], {"__name__": "__main__"})
+        return 0
+    with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    return 0
+
+
+def _become(environ: dict[str, str], arguments: list[str], folder: str) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(folder)
+    sys.argv = arguments
+
+
+def serve_spawns() -> None:
+    """From now on ``multiprocessing`` spawns by forking a copy of this process as it is here.
+
+    The copy forks twice, and this process is made the reaper of its orphans: what is spawned is a
+    child of this process, as it would be otherwise.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        _end(_fork_spawned, theirs)
+    theirs.close()
+    os.set_inheritable(ours.fileno(), False)
+    guardian.prctl(guardian.PR_SET_CHILD_SUBREAPER, 1)
+    execute = util.spawnv_passfds
+
+    def spawn(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+        if "--multiprocessing-fork" not in arguments:
+            return execute(path, arguments, descriptors)
+        code = arguments[arguments.index("-c") + 1]
+        numbers = sorted({1, 2, *descriptors})
+        request = {
+            "code": code,
+            "arguments": list(arguments[arguments.index("-c") + 2 :]),
+            "environ": dict(os.environ),
+            "folder": os.getcwd(),
+            "numbers": numbers,
+        }
+        send(ours, request, numbers)
+        return receive(ours)[0]["pid"]
+
+    util.spawnv_passfds = spawn
+
+
+def _fork_spawned(channel: socket.socket) -> int:
+    """In the copy: fork for each request, until the process that asks has ended."""
+    while True:
+        request, descriptors = receive(channel)
+        if request is None:
+            return 0
+        reader, writer = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            channel.close()
+            _end(_fork_again, writer, request, descriptors)
+        os.waitpid(middle, 0)
+        send(channel, {"pid": int(os.read(reader, 32))})
+        for descriptor in (reader, writer, *descriptors):
+            os.close(descriptor)
+
+
+def _fork_again(writer: int, request: dict[str, Any], descriptors: list[int]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        os.close(writer)
+        _end(_run_spawned, request, descriptors, as_program=True)
+    os.write(writer, str(pid).encode())
+    return 0
+
+
+def _run_spawned(request: dict[str, Any], descriptors: list[int]) -> int:
+    """What ``python -c CODE`` would run, with the descriptors under the numbers it expects."""
+    _place(descriptors, request["numbers"])
+    serve_spawns()
+    _become(request["environ"], ["-c", *request["arguments"]], request["folder"])
+    exec(request["code"], {"__name__": "__main__"})
+    return 0
+
+
+def _place(descriptors: list[int], numbers: list[int]) -> None:
+    """Give each descriptor its number; first all go out of the way of all numbers."""
+    above = max(numbers) + 1
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, above) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, number in zip(moved, numbers, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
+def _end(run: Callable[..., int], *arguments: Any, as_program: bool = False) -> NoReturn:
+    """Run in a forked child and leave it; a program waits for its threads and says good-bye."""
+    status = 1
+    try:
+        status = run(*arguments)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - the end of a process
+        traceback.print_exc()
+    finally:
+        if as_program:
+            threading._shutdown()
+            atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main() -> None:
+    """Import, listen, serve."""
+    path, owner_pid, *modules = sys.argv[1:]
+    for module in modules:
+        importlib.import_module(module)
+    if importlib.util.find_spec("setproctitle") is not None:
+        importlib.import_module("setproctitle").getproctitle()  # finds its place while it is there
+    gc.collect()
+    gc.freeze()  # no collection writes to pages that the children share
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        unnamed = Path(path).with_suffix(".new")
+        listener.bind(str(unnamed))
+        listener.listen(16)
+        unnamed.rename(path)  # whoever finds it can connect
+        serve(listener, int(owner_pid))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""vLLM servers forked from a process that has imported vLLM (see ``fork_server.py``)."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from tests.kit import fork_server
+from vllm_commext.testing import servers
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = "COMMEXT_TEST_FORK_SERVERS"
+OWNER = "COMMEXT_TEST_OWNER"
+VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+# What every process of a server imports before it is ready.
+SERVER_MODULES = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.cli.serve",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+)
+# Variables that are read after the imports; others, of libraries, as they are loaded.
+LATE = ("VLLM_COMMEXT", "UCX_", "PYTEST_")
+START_SECONDS = 120.0
+POLL_SECONDS = 0.05
+
+
+class Forked:
+    """A forked guardian: as much of a ``Popen`` as ``Server`` needs."""
+
+    def __init__(self, channel: socket.socket, stdin: IO[bytes]) -> None:
+        self.stdin = stdin
+        self._channel = channel
+        self._status: int | None = None
+        self.pid: int = fork_server.receive(channel)[0]["pid"]
+
+    def poll(self) -> int | None:
+        """The exit status, None while it runs."""
+        try:
+            return self.wait(0.0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status; raises ``subprocess.TimeoutExpired``."""
+        if self._status is None:
+            self._channel.settimeout(timeout)
+            try:
+                message, _ = fork_server.receive(self._channel)
+            except (TimeoutError, BlockingIOError) as error:
+                raise subprocess.TimeoutExpired("a forked server", timeout or 0.0) from error
+            self._status = 137 if message is None else int(message["status"])
+            self._channel.close()
+        return self._status
+
+
+def launch(command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> servers.Guardian:
+    """Fork ``vllm`` where the fork server can be what the command would start; else start it."""
+    if list(command[:3]) != VLLM or "PYTHONPATH" in environ:
+        return servers.start_program(command, environ, log)
+    program = {"module": VLLM[2], "arguments": list(command[3:])}
+    return start(program, environ, SERVER_MODULES, (log.fileno(), log.fileno()))
+
+
+def start(
+    program: Mapping[str, Any],
+    environ: Mapping[str, str],
+    modules: Sequence[str],
+    outputs: tuple[int, int],
+) -> Forked:
+    """Fork a program with these descriptors as standard output and error."""
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel.connect(str(_fork_server(modules, environ)))
+    reader, writer = os.pipe()
+    request = {
+        **program,
+        "environ": dict(environ),
+        "folder": os.getcwd(),
+        "grace": servers.GRACE_SECONDS,
+    }
+    fork_server.send(channel, request, [reader, *outputs])
+    os.close(reader)
+    return Forked(channel, os.fdopen(writer, "wb"))
+
+
+def _fork_server(modules: Sequence[str], environ: Mapping[str, str]) -> Path:
+    """The socket of the one with these modules and variables, which is started first if need be."""
+    early = {key: value for key, value in environ.items() if not key.startswith(LATE)}
+    folder = Path(os.environ[FOLDER])
+    key = json.dumps([list(modules), sorted(early.items())])
+    path = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _begin(path, modules, early)
+    return path
+
+
+def _begin(path: Path, modules: Sequence[str], environ: Mapping[str, str]) -> None:
+    command = [sys.executable, "-m", "tests.kit.fork_server", str(path), os.environ[OWNER]]
+    with path.with_suffix(".log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, *modules],
+            env=environ,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + START_SECONDS
+    while not path.exists():
+        assert process.poll() is None, path.with_suffix(".log").read_text()
+        assert time.monotonic() < deadline, f"imports took longer than {START_SECONDS:.0f} s"
+        time.sleep(POLL_SECONDS)
+
+
+@contextmanager
+def fork_servers() -> Iterator[None]:
+    """Fork servers for this process and those below it, unless one above has them."""
+    if FOLDER in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="commext-fork-") as folder:
+        os.environ.update({FOLDER: folder, OWNER: str(os.getpid())})
+        yield
+        del os.environ[FOLDER], os.environ[OWNER]
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """Servers are forked; ``COMMEXT_TEST_FORK=0`` starts each from nothing, as a user does."""
+    if os.environ.get("COMMEXT_TEST_FORK") == "0":
+        yield
+        return
+    with fork_servers():
+        servers.launch = launch
+        yield
+        servers.launch = servers.start_program
