@@ -1,4 +1,5 @@
-"""Builds the optional native queue; everything else stands in pyproject.toml.
+"""Builds the optional native queue and installs the CUDA sources inside the package; everything
+else stands in pyproject.toml.
 
 VLLM_COMMEXT_BUILD_NATIVE chooses: ``auto`` (default) leaves the extension out, and says so,
 where it cannot be compiled; ``1`` makes that an error; ``0`` does not try.
@@ -14,11 +15,13 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 from setuptools.errors import BaseError, CCompilerError, SetupError
 
 ROOT = Path(__file__).parent
 SOURCE = "csrc/shm/ring.c"
+CUDA_SOURCES = "csrc/cuda/*"
 CHOICES = ("auto", "0", "1")
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
@@ -67,6 +70,27 @@ class BuildNative(build_ext):
         folder.mkdir(parents=True, exist_ok=True)
         record = json.dumps({"built": built, "reason": reason})
         (folder / "_native_build.json").write_text(record + "\n")
+
+
+class BuildPackage(build_py):
+    """Brings the CUDA sources along; an editable install finds them in the checkout."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for source, target in self._cuda_sources().items():
+            self.mkpath(str(Path(target).parent))
+            self.copy_file(source, target)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        return [*super().get_outputs(include_bytecode), *self._cuda_sources().values()]
+
+    def _cuda_sources(self) -> dict[str, str]:
+        """Each file's place in the checkout, and in what is installed."""
+        folder = Path(self.build_lib) / "vllm_commext"
+        names = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(CUDA_SOURCES))
+        return {name: str(folder / name) for name in names}
 
 
 class BdistWheel(bdist_wheel):
@@ -127,6 +151,11 @@ setup(
             py_limited_api=not FREE_THREADED,
         )
     ],
-    cmdclass={"build_ext": BuildNative, "bdist_wheel": BdistWheel, "sdist": Sdist},
+    cmdclass={
+        "build_ext": BuildNative,
+        "build_py": BuildPackage,
+        "bdist_wheel": BdistWheel,
+        "sdist": Sdist,
+    },
     options={} if FREE_THREADED else {"bdist_wheel": {"py_limited_api": "cp310"}},
 )

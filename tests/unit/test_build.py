@@ -140,4 +140,7 @@ def test_a_wheel_without_it_is_for_every_platform(tree: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         reason = json.loads(archive.read("vllm_commext/shm/_native_build.json"))["reason"]
+        names = archive.namelist()
+    kernels = [path.name for path in (tree / "csrc" / "cuda").iterdir()]
+    assert {f"vllm_commext/csrc/cuda/{name}" for name in kernels} <= set(names)
     assert reason == "VLLM_COMMEXT_BUILD_NATIVE=0"

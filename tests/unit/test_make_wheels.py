@@ -15,9 +15,9 @@ from wheel_parts import contents, environments
 import vllm_commext
 
 ROOT = Path(__file__).resolve().parents[2]
-SDIST = contents.SDIST_NEEDS | {"vllm_commext/__init__.py", "vllm_commext/gpu/cuda/k.cu"}
+SDIST = contents.SDIST_NEEDS | {"vllm_commext/__init__.py", "csrc/cuda/k.cu"}
 WHEEL = {
-    *("vllm_commext/__init__.py", "vllm_commext/gpu/cuda/k.cu", *contents.BUILT),
+    *("vllm_commext/__init__.py", "vllm_commext/csrc/cuda/k.cu", *contents.BUILT),
     "vllm_commext-1.0.dist-info/METADATA",
 }
 
@@ -32,7 +32,8 @@ def test_right_contents_have_no_problem() -> None:
         ({"tests/conftest.py"}, set(), "the wheel has tests/conftest.py, which is not ours"),
         (set(), {"vllm_commext/__init__.py"}, "the wheel lacks vllm_commext/__init__.py"),
         (set(), contents.BUILT, "the wheel lacks vllm_commext/shm/_shm_ring.abi3.so"),
-        (set(), {"vllm_commext/gpu/cuda/k.cu"}, "the wheel has no CUDA source"),
+        (set(), {"vllm_commext/csrc/cuda/k.cu"}, "the wheel has no CUDA source"),
+        (set(), {"vllm_commext/csrc/cuda/k.cu"}, "the wheel lacks vllm_commext/csrc/cuda/k.cu"),
     ],
 )
 def test_a_wrong_file_in_the_wheel_is_named(more: set[str], less: set[str], problem: str) -> None:

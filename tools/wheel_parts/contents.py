@@ -36,6 +36,7 @@ def sdist_names(sdist: Path) -> set[str]:
 def problems_of_names(in_wheel: set[str], in_sdist: set[str]) -> list[str]:
     """What is missing from either, and what is in the wheel and should not be."""
     expected = {name for name in in_sdist if name.startswith(f"{PACKAGE}/")} | BUILT
+    expected |= {f"{PACKAGE}/{name}" for name in in_sdist if name.startswith("csrc/cuda/")}
     packaged = {name for name in in_wheel if ".dist-info/" not in name}
     found = [f"the wheel lacks {name}" for name in sorted(expected - packaged)]
     found += [f"the wheel has {name}, which is not ours" for name in sorted(packaged - expected)]

@@ -1,12 +1,11 @@
-"""All-reduce kernels of our own for large messages; see ``cuda/push_all_reduce.cu`` for two ranks
-and ``cuda/push_two_shot.cu`` for more.
+"""All-reduce kernels of our own for large messages; see ``csrc/cuda/push_all_reduce.cu`` for two
+ranks and ``csrc/cuda/push_two_shot.cu`` for more.
 
 They push the message over the links and add what arrives at the same time, so that they need no
 copy into memory that peers can read, which all other kernels that take a plain tensor make first.
 """
 
 import ctypes
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_commext.allreduce import limits, names
@@ -16,7 +15,7 @@ from vllm_commext.allreduce.push_layout import EMPTY, PushLayout
 from vllm_commext.gpu import launch
 from vllm_commext.gpu.ipc import IpcBuffer
 from vllm_commext.gpu.launch import ELEMENT_CODES
-from vllm_commext.gpu.nvrtc import PRIMITIVES, Program
+from vllm_commext.gpu.nvrtc import Program
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
     from vllm_commext.allreduce.lockstep import Lockstep
 
-FOLDER = Path(__file__).parent / "cuda"
-HEADERS = (PRIMITIVES, FOLDER / "push_parts.h")
 BLOCKS_PER_MULTIPROCESSOR = 2
 MAX_MESSAGE_BYTES = 64 << 20
 CLEANUP_SECONDS = 5.0
@@ -34,7 +31,7 @@ TIMEOUT_SECONDS = 600.0  # as NCCL's: a rank may be compiling
 
 def program(layout: PushLayout) -> Program:
     """The kernel's source."""
-    return Program(layout.kernel, FOLDER, HEADERS)
+    return Program(layout.kernel)
 
 
 def arguments_type(world_size: int) -> type[ctypes.Structure]:

@@ -18,7 +18,10 @@ from typing import Any
 from vllm_commext.errors import UnsupportedError
 
 OLDEST_ARCHITECTURE = 80
-PRIMITIVES = Path(__file__).parent / "cuda" / "device_primitives.h"  # for kernels to include
+_PACKAGE = Path(__file__).parents[1]
+_INSTALLED = _PACKAGE / "csrc" / "cuda"
+# A wheel carries the sources inside the package; a checkout has them beside it.
+SOURCES = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "csrc" / "cuda"
 
 
 def nvrtc() -> Any:
@@ -77,18 +80,21 @@ class Program:
 
     Attributes:
         name: of the kernel, of its file without ``.cu``, and of its folder in the cache.
-        folder: where the files are.
-        headers: files that the kernel includes, by their names alone.
+        folder: where the file is, and the headers that it includes by their names alone.
     """
 
     name: str
-    folder: Path
-    headers: tuple[Path, ...] = ()
+    folder: Path = SOURCES
 
     @property
     def main(self) -> Path:
         """The kernel's own file."""
         return self.folder / f"{self.name}.cu"
+
+    @property
+    def headers(self) -> tuple[Path, ...]:
+        """All headers of the folder."""
+        return tuple(sorted(self.folder.glob("*.h")))
 
     def sources(self) -> tuple[bytes, tuple[bytes, ...]]:
         """The kernel's file and the headers."""

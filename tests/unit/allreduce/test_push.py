@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from vllm_commext.allreduce import push, push_layout
 from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.allreduce.push_layout import CHUNK_PACKS, HALVES, PushLayout
+from vllm_commext.gpu import nvrtc
 from vllm_commext.gpu.launch import ELEMENT_CODES, WARP
 
 ARCHITECTURES = (80, 90, 100, 120)
@@ -66,7 +67,7 @@ def test_the_largest_message_is_counted_in_32_bits() -> None:
 
 
 def test_the_kernels_arguments_are_as_the_source_has_them() -> None:
-    source = (push.FOLDER / "push_parts.h").read_text()
+    source = (nvrtc.SOURCES / "push_args.h").read_text()
     body = source.partition("struct Args {")[2].partition("};")[0]
     names = [
         line.split("//")[0].rstrip(" ;\n").split()[-1].partition("[")[0]

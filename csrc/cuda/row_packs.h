@@ -1,19 +1,10 @@
 // Packs: 16 bytes of a row, and the weights that belong to them. All arithmetic is in float.
 #pragma once
 
+#include "packs.h"
+
 #define STREAM_LOADS 1
 #define STREAM_STORES 2
-
-constexpr int FLOAT = 0, HALF = 1;  // else bfloat16
-
-template <int TYPE>
-struct Storage {
-  typedef unsigned short Type;
-};
-template <>
-struct Storage<FLOAT> {
-  typedef float Type;
-};
 
 typedef Storage<ELEMENT>::Type Element;
 typedef Storage<WEIGHT>::Type Weight;
@@ -21,25 +12,9 @@ typedef Storage<WEIGHT>::Type Weight;
 constexpr u32 PACK = 16 / sizeof(Element);  // elements
 constexpr u32 WEIGHT_WORDS = PACK * sizeof(Weight) / 4;
 
-struct alignas(16) Pack {
-  u32 words[4];
-};
 struct alignas(WEIGHT_WORDS >= 4 ? 16 : 8) WeightPack {
   u32 words[WEIGHT_WORDS];
 };
-
-template <int TYPE>
-DEVICE float element(const u32* words, u32 index) {
-  if (TYPE == FLOAT) return from_bits(words[index]);
-  const u32 word = words[index / 2];
-  if (TYPE == HALF) return half_to_float(index % 2 ? word >> 16 : word & 0xffffu);
-  return from_bits(index % 2 ? word & 0xffff0000u : word << 16);
-}
-
-template <int TYPE>
-DEVICE u32 pair(float first, float second) {
-  return TYPE == HALF ? floats_to_halves(first, second) : floats_to_bfloats(first, second);
-}
 
 // An address that is aligned only to its elements is read element by element.
 template <typename P, typename T>
@@ -95,13 +70,5 @@ DEVICE Pack scale(const Pack& pack, float factor, const WeightPack& weights) {
 #pragma unroll
   for (u32 i = 0; i < PACK; ++i)
     scaled[i] = element<ELEMENT>(pack.words, i) * factor * element<WEIGHT>(weights.words, i);
-  Pack out;
-#pragma unroll
-  for (u32 i = 0; i < 4; ++i) {
-    if (ELEMENT == FLOAT)
-      out.words[i] = as_bits(scaled[i % PACK]);
-    else
-      out.words[i] = pair<ELEMENT>(scaled[(2 * i) % PACK], scaled[(2 * i + 1) % PACK]);
-  }
-  return out;
+  return pack_of<ELEMENT>(scaled);
 }

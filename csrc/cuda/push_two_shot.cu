@@ -17,15 +17,7 @@
 //   RANK          this one
 //   SHARE         chunks of every rank that a block handles at a time
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-#ifdef HOST_EMULATION
-#include "host_emulation.h"
-#else
-#include "device_primitives.h"
-#endif
-#include "push_parts.h"
+#include "push_args.h"
 
 constexpr u32 PUSHERS = SHARE * PEERS;  // warps of a block; as many receive
 constexpr u32 THREADS = (2 * PUSHERS + SHARE) * WARP;
@@ -60,8 +52,7 @@ DEVICE void add(const Args& args, u32 own, u32 index, u32 call) {
   for (u32 source = 0; source < WORLD_SIZE; ++source) {
     if (source != RANK) {
       Pack* staged = here + place(source, RANK) * stride;
-      if (!has_arrived(packs[source])) packs[source] = take(staged, args.timeout_ns);
-      empty(staged);
+      packs[source] = take_after_look(staged, packs[source], args.timeout_ns);
     }
     sum.add(packs[source], source == 0);
   }
@@ -94,5 +85,6 @@ extern "C" KERNEL(THREADS, 2) push_two_shot(const ARGUMENT Args args) {
     else
       receive(args, index, call);
   }
+  block_barrier();
   end_call(args.state, call);
 }

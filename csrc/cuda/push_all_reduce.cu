@@ -15,15 +15,7 @@
 //   WORLD_SIZE    2
 //   RANK          this one
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-#ifdef HOST_EMULATION
-#include "host_emulation.h"
-#else
-#include "device_primitives.h"
-#endif
-#include "push_parts.h"
+#include "push_args.h"
 
 static_assert(WORLD_SIZE == 2, "push_two_shot.cu is for more ranks");
 
@@ -58,5 +50,6 @@ extern "C" KERNEL(THREADS, 2) push_all_reduce(const ARGUMENT Args args) {
     else
       add(args, index, call);
   }
+  block_barrier();
   end_call(args.state, call);
 }

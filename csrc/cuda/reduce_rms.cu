@@ -29,24 +29,15 @@
 //   MIN_BLOCKS    blocks that a multiprocessor must have registers for
 //   STREAMING     bits: 1 rows are loaded, 2 outputs are stored as what is not wanted again soon
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-#ifdef HOST_EMULATION
-#include "host_emulation.h"
-#else
-#include "device_primitives.h"
-#endif
-#include "numeric.h"
+#include "row_packs.h"
 
 constexpr u32 SENTINEL = 0x80000000u;  // -0.0f
-constexpr u64 EMPTY = (u64(SENTINEL) << 32) | SENTINEL;
+constexpr u64 EMPTY_WORD = (u64(SENTINEL) << 32) | SENTINEL;
 constexpr u32 BUSY = 1;  // low bit of a state word; the slot stands above it
 constexpr u32 NUM_SLOTS = 3;
-constexpr u32 SPINS_PER_CHECK = 64;
+constexpr u32 SPINS_PER_LOOK = 64;  // at the clock and at whether the workspace has failed
 constexpr u64 MISSING_PEER = 1, CONCURRENT_USE = 2;  // kinds of failure, as in layout.py
 
-constexpr u32 WARP = 32;
 constexpr u32 TEAM_THREADS = TEAM_WARPS * WARP;
 constexpr u32 BLOCK_THREADS = TEAM_THREADS * BLOCK_TEAMS;
 constexpr u32 Q_PACKS = Q_SIZE / PACK;
@@ -129,7 +120,7 @@ DEVICE Sums await_sums(const Peer& peer, const u64* word, u32 rank, u32 token, u
   for (u32 spins = 1;; ++spins) {
     const u64 value = load_system(word);
     if (arrived(value)) return unpack_sums(value);
-    if (spins % SPINS_PER_CHECK != 0) continue;
+    if (spins % SPINS_PER_LOOK != 0) continue;
     if (load_device(peer.failure) != 0) return not_a_number();
     const u64 now = nanoseconds();
     if (deadline == 0) deadline = now + timeout_ns;
@@ -181,7 +172,8 @@ DEVICE Sums receive(const Peer& peer, u32 lane, u32 slot, u32 token, Sums mine, 
 DEVICE void end(const Peer& peer, u32 lane, u32 slot, u32 token) {
   const u32 before = (slot + NUM_SLOTS - 1) % NUM_SLOTS;
   if (lane < WORLD_SIZE)
-    store_system(peer.my_slots + before * peer.slot_words + u64(token) * WORLD_SIZE + lane, EMPTY);
+    store_system(peer.my_slots + before * peer.slot_words + u64(token) * WORLD_SIZE + lane,
+                 EMPTY_WORD);
   if (lane == 0) peer.states[token] = ((slot + 1) % NUM_SLOTS) << 1;
 }
 
