@@ -4,44 +4,58 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import ECONNREFUSED
 from typing import Any
 
 import aiohttp
 
 from vllm_commext.proxy.config import MIB
+from vllm_commext.proxy.deadline import EngineLostError
 from vllm_commext.proxy.engines import PREFILL, Engine, EnginePool
 from vllm_commext.proxy.failures import EngineAnswer, ProxyError
 
 MAX_ANSWER_BYTES = 64 * MIB
 _CANNOT_CONNECT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-_LOST = (aiohttp.ClientError, OSError)
+_LOST = (aiohttp.ClientError, OSError, EngineLostError)
 
 
 @contextmanager
 def failures_of(engine: Engine, timeout_seconds: float) -> Iterator[None]:
     """Raise `ProxyError` for whatever goes wrong inside with *engine*.
 
-    A prefill may be repeated after a lost connection, a decode may not: it may have read the
-    blocks, which the prefill engine then has freed.
+    A prefill may be repeated after a lost connection. A decode may not with the parameters that
+    it was given: it may have read the blocks, which the prefill engine then has freed.
     """
-    side, name = engine.role, engine.name
     try:
         yield
-    except _CANNOT_CONNECT as error:
-        engine.suspect(f"a request could not connect: {error}")
+    except (*_CANNOT_CONNECT, asyncio.TimeoutError, *_LOST) as error:
+        raise failure_of(engine, error, timeout_seconds) from error
+
+
+def failure_of(engine: Engine, error: BaseException, timeout_seconds: float) -> ProxyError:
+    """What *error* means for a request; the engine is noted as suspect where it is."""
+    side, name = engine.role, engine.name
+    if isinstance(error, _CANNOT_CONNECT):
         message = f"could not connect to {name}: {error}"
-        raise ProxyError(
-            502, "unreachable", message, side=side, engine=name, can_retry=True
-        ) from error
-    except asyncio.TimeoutError as error:
+        if isinstance(error, aiohttp.ClientConnectorError) and error.errno == ECONNREFUSED:
+            engine.refuse(f"a request {message}")
+        else:
+            engine.suspect()
+        return ProxyError(
+            502, "unreachable", message, side=side, engine=name, can_retry=True, can_restart=True
+        )
+    if isinstance(error, asyncio.TimeoutError):
         message = f"{name} did not answer within {timeout_seconds} s"
-        raise ProxyError(504, "timeout", message, side=side, engine=name) from error
-    except _LOST as error:
-        engine.suspect(f"a request lost its connection: {error!r}")
+        return ProxyError(504, "timeout", message, side=side, engine=name)
+    if isinstance(error, EngineLostError):
+        message = f"{name} can no longer be reached, and its answer was not complete"
+    else:
+        engine.suspect()
         message = f"{name} closed the connection before its answer was complete: {error!r}"
-        raise ProxyError(
-            502, "lost", message, side=side, engine=name, can_retry=side == PREFILL
-        ) from error
+    can_retry = side == PREFILL
+    return ProxyError(
+        502, "lost", message, side=side, engine=name, can_retry=can_retry, can_restart=True
+    )
 
 
 async def read_answer(engine: Engine, response: aiohttp.ClientResponse) -> EngineAnswer:
@@ -57,16 +71,7 @@ async def read_answer(engine: Engine, response: aiohttp.ClientResponse) -> Engin
 def kv_transfer_params(engine: Engine, status: int, answer: EngineAnswer) -> dict[str, Any] | None:
     """The parameters in a prefill engine's answer, or None if it holds none."""
     if status >= 400:
-        message = f"{engine.name} answered {status}"
-        raise ProxyError(
-            status,
-            "engine_error",
-            message,
-            side=engine.role,
-            engine=engine.name,
-            can_retry=status >= 500,
-            answer=answer,
-        )
+        raise engine_error(engine, status, answer)
     try:
         content = json.loads(answer.body)
     except (ValueError, RecursionError) as error:
@@ -77,13 +82,26 @@ def kv_transfer_params(engine: Engine, status: int, answer: EngineAnswer) -> dic
     return params or None
 
 
+def engine_error(engine: Engine, status: int, answer: EngineAnswer) -> ProxyError:
+    """An engine's own error, to be passed on unless another attempt goes well."""
+    failed = status >= 500
+    return ProxyError(
+        status,
+        "engine_error",
+        f"{engine.name} answered {status}",
+        side=engine.role,
+        engine=engine.name,
+        can_retry=failed and engine.role == PREFILL,
+        can_restart=failed,
+        answer=answer,
+    )
+
+
 def bad_answer(engine: Engine, got: str) -> ProxyError:
     message = f"{engine.name}: expected a completion as a vLLM server sends it, got {got}"
     return ProxyError(502, "bad_answer", message, side=engine.role, engine=engine.name)
 
 
 def no_engine(pool: EnginePool) -> ProxyError:
-    message = (
-        f"no healthy {pool.role} engine among {len(pool.engines)}; the proxy's /health says why"
-    )
+    message = f"no usable {pool.role} engine among {len(pool.engines)}; the proxy's log says why"
     return ProxyError(503, "no_engine", message, side=pool.role)

@@ -4,30 +4,27 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from aiohttp import web
 
-from vllm_commext.proxy import two_step
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engines import DECODE, PREFILL, EnginePool
+from vllm_commext.proxy.errors import answer_errors
 from vllm_commext.proxy.failures import SIDE_PROXY, ClientGoneError, ProxyError
 from vllm_commext.proxy.health import HealthMonitor
+from vllm_commext.proxy.intake import BodyBudget
 from vllm_commext.proxy.metrics import CONTENT_TYPE, ProxyMetrics
-from vllm_commext.proxy.relay import Relay
-from vllm_commext.proxy.upstream import Prefilled, Upstream, open_session
+from vllm_commext.proxy.outcome import Outcome
+from vllm_commext.proxy.serving import DIRECT_ENDPOINTS, ENDPOINTS, Service
+from vllm_commext.proxy.upstream import Upstream, open_session
 
 logger = logging.getLogger("vllm.commext.proxy")
 
-ENDPOINTS = {
-    "/v1/completions": two_step.COMPLETIONS,
-    "/v1/chat/completions": two_step.CHAT,
-}
+_ALL_ENDPOINTS = {**ENDPOINTS, **DIRECT_ENDPOINTS}
 REQUEST_ID = "X-Request-Id"
-SIDE = "X-Commext-Side"
 # A data-parallel rank is not among them: it cannot be right for both engines.
 _TO_ENGINES = (
     "Authorization",
@@ -48,6 +45,7 @@ class ProxyApp:
         self.decode_pool = EnginePool(DECODE, config.decode)
         self.pools = (self.prefill_pool, self.decode_pool)
         self.metrics = ProxyMetrics(self.pools)
+        self.budget = BodyBudget(config.max_buffered_bytes)
         self.num_in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -59,19 +57,22 @@ class ProxyApp:
             middlewares=[answer_errors], client_max_size=self.config.max_body_bytes
         )
         app.cleanup_ctx.append(self._resources)
-        for path in ENDPOINTS:
+        for path in _ALL_ENDPOINTS:
             app.router.add_post(path, self.generate)
         app.router.add_get("/v1/models", self.models)
-        app.router.add_get("/health", self.health)
+        app.router.add_get("/live", self.live)
+        for path in ("/health", "/ready"):
+            app.router.add_get(path, self.ready)
         app.router.add_get("/metrics", self.render_metrics)
         return app
 
     async def _resources(self, _: web.Application) -> AsyncIterator[None]:
-        async with open_session() as session:
-            self._upstream = Upstream(
-                session, self.config, self.prefill_pool, self.decode_pool, self.metrics
-            )
-            async with HealthMonitor(session, self.config, self.pools).running():
+        async with open_session(self.config) as session:
+            pools = {pool.role: pool for pool in self.pools}
+            self._upstream = Upstream(session, self.config, *self.pools, self.metrics)
+            self._service = Service(self.config, self._upstream, pools, self.metrics, self.budget)
+            engines = [engine for pool in self.pools for engine in pool.engines]
+            async with HealthMonitor(session, self.config).running(engines):
                 yield
 
     async def drain(self) -> bool:
@@ -84,13 +85,18 @@ class ProxyApp:
             return False
         return True
 
-    async def health(self, _: web.Request) -> web.Response:
-        """200 if a request can take the two steps now, else 503; details of every engine."""
-        is_up = all(pool.num_healthy for pool in self.pools) and not self._draining
-        detail: dict[str, Any] = {"status": "ok" if is_up else "unavailable"}
-        for pool in self.pools:
-            detail[pool.role] = [engine.as_json() for engine in pool.engines]
-        return web.json_response(detail, status=200 if is_up else 503)
+    async def live(self, _: web.Request) -> web.Response:
+        """200 while the process serves at all."""
+        return web.json_response({"status": "ok"})
+
+    async def ready(self, _: web.Request) -> web.Response:
+        """200 if requests can be served now: "ok", or "degraded" by decode engines alone."""
+        status = "ok" if self.prefill_pool.num_usable else "degraded"
+        if self._draining or not self.decode_pool.num_usable:
+            status = "draining" if self._draining else "unavailable"
+        counts = {pool.role: pool.num_usable for pool in self.pools}
+        is_up = status in ("ok", "degraded")
+        return web.json_response({"status": status, **counts}, status=200 if is_up else 503)
 
     async def render_metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
@@ -103,87 +109,20 @@ class ProxyApp:
         )
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Both endpoints that generate: the two steps, or a decode engine alone."""
-        with self._admitted(request) as outcome:
-            headers = _engine_headers(request)
-            body = two_step.parse_body(await self._read_body(request))
-            prefilled = await self._prefill(request.path, body, headers)
-            try:
-                return await self._decode(request, body, prefilled, headers, outcome)
-            except (ProxyError, asyncio.CancelledError):
-                if prefilled is not None and not outcome.reached_decode:
-                    _log_unread_blocks(prefilled, headers[REQUEST_ID])
-                raise
-
-    async def _prefill(
-        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
-    ) -> Prefilled | None:
-        """Step 1, or None (counted, with the reason) if the request goes without it."""
-        reason = two_step.local_prefill_reason(ENDPOINTS[path], body)
-        if reason is None:
-            payload = two_step.encode(two_step.prefill_body(body))
-            prefilled = await self._upstream.prefill(path, payload, headers)
-            if prefilled.kv_transfer_params is not None:
-                return prefilled
-            reason = two_step.NO_PARAMETERS
-            logger.info(
-                "%s returned no kv_transfer_params; does it run with a KV connector as producer?",
-                prefilled.engine.name,
-            )
-        self.metrics.local_prefills.labels(reason).inc()
-        return None
-
-    async def _decode(
-        self,
-        request: web.Request,
-        body: Mapping[str, Any],
-        prefilled: Prefilled | None,
-        headers: Mapping[str, str],
-        outcome: "Outcome",
-    ) -> web.StreamResponse:
-        told = {REQUEST_ID: headers[REQUEST_ID], "X-Commext-Path": "local-prefill"}
-        if prefilled is not None and prefilled.kv_transfer_params is not None:
-            body = two_step.decode_body(body, prefilled.kv_transfer_params)
-            told |= {"X-Commext-Path": "two-step", "X-Commext-Prefill": prefilled.engine.name}
-        payload = two_step.encode(body)
-        async with self._upstream.decode(request.path, payload, headers) as (engine, response):
-            outcome.reached_decode = True
-            told["X-Commext-Decode"] = engine.name
-            if response.status >= 400:
-                told[SIDE] = DECODE
-                outcome.set("engine_error", DECODE)
-            relayed = await Relay(request, engine, response, self.config).run(told)
-        if relayed.failure is not None:
-            outcome.set(relayed.failure.kind, relayed.failure.side)
-            logger.warning("request %s broke: %s", headers[REQUEST_ID], relayed.failure)
-        return relayed.response
-
-    async def _read_body(self, request: web.Request) -> bytes:
-        if request.content_type != "application/json":
-            raise ProxyError(
-                415,
-                "bad_request",
-                f"expected Content-Type: application/json, got {request.content_type!r}",
-            )
-        seconds = self.config.client_timeout_seconds
-        try:
-            with Deadline(seconds):
-                return await request.read()
-        except asyncio.TimeoutError as error:
-            message = f"the request's body did not arrive within {seconds} s"
-            raise ProxyError(408, "bad_request", message) from error
-        except web.HTTPRequestEntityTooLarge as error:
-            message = f"expected a body of at most {self.config.max_body_bytes} bytes"
-            raise ProxyError(413, "bad_request", message) from error
+        """Every endpoint that an engine answers."""
+        outcome = Outcome(_request_id(request))
+        with self._admitted(request, outcome):
+            headers = _passed_headers(request)
+            headers |= {REQUEST_ID: outcome.request_id, "Content-Type": "application/json"}
+            return await self._service.serve(request, headers, outcome)
 
     @contextmanager
-    def _admitted(self, request: web.Request) -> Iterator["Outcome"]:
+    def _admitted(self, request: web.Request, outcome: Outcome) -> Iterator[None]:
         """Count a request in and, whatever becomes of it, out again."""
-        outcome = Outcome()
         try:
             self._enter()
             try:
-                yield outcome
+                yield
             finally:
                 self._leave()
         except ProxyError as error:
@@ -196,7 +135,7 @@ class ProxyApp:
             outcome.set("internal", SIDE_PROXY)
             raise
         finally:
-            endpoint = ENDPOINTS[request.path]
+            endpoint = _ALL_ENDPOINTS[request.path]
             self.metrics.requests.labels(endpoint, outcome.kind, outcome.side).inc()
 
     def _enter(self) -> None:
@@ -216,17 +155,6 @@ class ProxyApp:
             self._idle.set()
 
 
-class Outcome:
-    """What became of one request, for the count and the log."""
-
-    def __init__(self) -> None:
-        self.reached_decode = False
-        self.set("ok", SIDE_PROXY)
-
-    def set(self, kind: str, side: str) -> None:
-        self.kind, self.side = kind, side
-
-
 def _passed_headers(request: web.Request) -> dict[str, str]:
     headers = {name: request.headers[name] for name in _TO_ENGINES if name in request.headers}
     for name, value in headers.items():
@@ -235,48 +163,6 @@ def _passed_headers(request: web.Request) -> dict[str, str]:
     return headers
 
 
-def _engine_headers(request: web.Request) -> dict[str, str]:
-    headers = _passed_headers(request)
+def _request_id(request: web.Request) -> str:
     given = request.headers.get(REQUEST_ID, "")
-    headers[REQUEST_ID] = given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
-    headers["Content-Type"] = "application/json"
-    return headers
-
-
-def _log_unread_blocks(prefilled: Prefilled, request_id: str) -> None:
-    logger.warning(
-        "request %s ended before a decode engine answered: unless one has read them, "
-        "%s keeps its KV blocks until their lease expires",
-        request_id,
-        prefilled.engine.name,
-    )
-
-
-@web.middleware
-async def answer_errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Every error as a JSON object that names the side at fault."""
-    try:
-        return await handler(request)
-    except ProxyError as error:
-        return _error_response(error)
-    except web.HTTPException as error:
-        message = f"{error.reason}: {request.method} {request.path} is none of this proxy's routes"
-        return _error_response(ProxyError(error.status, "bad_request", message))
-    except ClientGoneError as gone:
-        logger.info("%s", gone)
-        return web.Response(status=499)  # nobody reads it
-    except Exception:
-        logger.exception("unexpected error in the proxy")
-        return _error_response(ProxyError(500, "internal", "unexpected error; see the log"))
-
-
-def _error_response(error: ProxyError) -> web.Response:
-    headers = {SIDE: error.side}
-    if error.status == 503:
-        headers["Retry-After"] = "1"
-    if error.answer is None:
-        return web.json_response(error.as_json(), status=error.status, headers=headers)
-    headers["Content-Type"] = error.answer.content_type
-    return web.Response(status=error.status, body=error.answer.body, headers=headers)
+    return given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex

@@ -21,7 +21,8 @@ class ProxyConfig:
 
     prefill, decode: base URLs of the engines, ``http://HOST:PORT`` with an optional path prefix.
     Fields that end in ``_seconds`` are bounds on waits, in seconds, all above zero; the other
-    numbers are counts or bytes, at least 1. Raises `ConfigError` naming the field otherwise.
+    numbers are counts or bytes, at least 1 unless their default is 0. Raises `ConfigError` naming
+    the field otherwise.
     """
 
     prefill: tuple[str, ...]
@@ -31,7 +32,7 @@ class ProxyConfig:
     connect_timeout_seconds: float = _option(5.0, "to connect to an engine")
     prefill_timeout_seconds: float = _option(300.0, "for one whole prefill step")
     decode_timeout_seconds: float = _option(
-        600.0, "for the decode engine's headers (without streaming: its answer) and first bytes"
+        600.0, "for the first event of a streamed answer; one in a piece may take its time"
     )
     decode_idle_timeout_seconds: float = _option(
         120.0, "between two pieces of a streamed answer; never longer than --decode-timeout"
@@ -43,10 +44,25 @@ class ProxyConfig:
     health_timeout_seconds: float = _option(5.0, "for an engine to answer a health check")
     health_fall: int = _option(2, "failed checks in a row that make an engine unhealthy")
     health_rise: int = _option(1, "passed checks in a row that make it healthy again")
-    engine_wait_seconds: float = _option(3.0, "for a healthy engine, while a role has none")
+    engine_lost_seconds: float = _option(
+        30.0, "that an engine answers no check, before requests stop waiting for it"
+    )
+    engine_wait_seconds: float = _option(3.0, "for a healthy decode engine, while there is none")
+    keep_alive_seconds: float = _option(
+        2.0, "that an idle connection to an engine is kept; must be below the engine's own (5)"
+    )
+    request_attempts: int = _option(
+        2, "times that a request is served, while an engine has failed it before its first token"
+    )
+    min_prompt_tokens: int = _option(
+        0, "about how many tokens a prompt needs to take two steps; a shorter one goes to decode"
+    )
     prefill_attempts: int = _option(2, "prefill engines tried for one request")
     decode_attempts: int = _option(2, "decode engines tried, while none could be connected to")
     max_body_bytes: int = _option(32 * MIB, "largest request body")
+    max_buffered_bytes: int = _option(
+        512 * MIB, "of request bodies at a time; one more is refused with 503"
+    )
     max_in_flight: int = _option(1024, "requests at a time; one more is refused with 503")
     drain_timeout_seconds: float = _option(30.0, "for running requests to end after SIGTERM")
 
@@ -55,7 +71,7 @@ class ProxyConfig:
             raise ConfigError(f"port: expected 0 (any free port) to 65535, got {self.port}")
         for option in fields(self):
             if "help" in option.metadata:
-                _check_positive(option.name, getattr(self, option.name))
+                _check_number(option.name, getattr(self, option.name), option.default)
         object.__setattr__(self, "prefill", _engine_urls("prefill", self.prefill))
         object.__setattr__(self, "decode", _engine_urls("decode", self.decode))
         if both := set(self.prefill) & set(self.decode):
@@ -65,9 +81,10 @@ class ProxyConfig:
             )
 
 
-def _check_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name}: expected a finite number above zero, got {value}")
+def _check_number(name: str, value: float, default: Any) -> None:
+    if math.isfinite(value) and (value > 0 or value == default == 0):
+        return
+    raise ConfigError(f"{name}: expected a finite number above zero, got {value}")
 
 
 def _engine_urls(role: str, urls: Sequence[str]) -> tuple[str, ...]:

@@ -1,32 +1,130 @@
-"""A bound on a wait, inside one task and with no task of its own."""
+"""Bounds on waits, inside one task and with no task of their own."""
 
 import asyncio
 import sys
 from types import TracebackType
 
+from vllm_commext.proxy.engines import Engine
 
-class Deadline:
-    """`with Deadline(seconds): await ...` raises `asyncio.TimeoutError` when time is up.
+
+class EngineLostError(Exception):
+    """The engine that was waited for has not been reachable for too long."""
+
+
+class Interruption:
+    """Cancels its task from outside and turns that cancellation into an exception of its own.
 
     Python 3.10 has no `asyncio.timeout`, and its `wait_for` may swallow a cancellation, which
     is how this proxy learns that a client has gone.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._expired = False
+    def __init__(self) -> None:
+        self._raised: type[Exception] | None = None
 
-    def __enter__(self) -> None:
+    def begin(self) -> None:
         task = asyncio.current_task()
         if task is None:
-            raise RuntimeError("Deadline needs a running asyncio task, and there is none")
+            raise RuntimeError("a deadline needs a running asyncio task, and there is none")
         self._task = task
         self._num_cancels_before = task.cancelling() if sys.version_info >= (3, 11) else 0
-        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._expire)
+
+    def interrupt(self, kind: type[Exception]) -> None:
+        if self._raised is None:
+            self._raised = kind
+            self._task.cancel()
+
+    def end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
+        """Raise what `interrupt` was given, if that is why the block ends."""
+        if self._raised is None or kind is None or not issubclass(kind, asyncio.CancelledError):
+            return
+        # A cancellation of someone else's that came as well must stay one.
+        if sys.version_info >= (3, 11) and self._task.uncancel() > self._num_cancels_before:
+            return
+        raise self._raised from error
+
+
+class Deadline:
+    """`with Deadline(seconds): await ...` raises `asyncio.TimeoutError` when time is up.
+
+    With an *engine* it raises `EngineLostError` when that is lost; *seconds* may then be None:
+    as long as the engine can be reached.
+    """
+
+    def __init__(self, seconds: float | None, engine: Engine | None = None) -> None:
+        self._seconds = seconds
+        self._engine = engine
+        self._interruption = Interruption()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> None:
+        self._interruption.begin()
+        if self._seconds is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._seconds, self._expire)
+        if self._engine is not None:
+            self._engine.on_lost.add(self._lose)
 
     def _expire(self) -> None:
-        self._expired = True
-        self._task.cancel()
+        self._interruption.interrupt(asyncio.TimeoutError)
+
+    def _lose(self) -> None:
+        self._interruption.interrupt(EngineLostError)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._engine is not None:
+            self._engine.on_lost.discard(self._lose)
+        self._interruption.end(kind, error)
+
+
+class ClientStalledError(Exception):
+    """The client takes no data."""
+
+
+class StreamWatch:
+    """The bounds on a stream's waits, by one timer for all of it.
+
+    Call `reading` before each wait for the engine and `writing` before each wait for the
+    client; *since* is the loop's time of the last call. `asyncio.TimeoutError`,
+    `EngineLostError` or `ClientStalledError` ends the block.
+    """
+
+    def __init__(self, engine: Engine, read_seconds: float, write_seconds: float) -> None:
+        self._engine = engine
+        self._limits = {False: read_seconds, True: write_seconds}
+        self._interruption = Interruption()
+
+    def __enter__(self) -> "StreamWatch":
+        self._interruption.begin()
+        self._loop = asyncio.get_running_loop()
+        self.writing()
+        self._timer = self._loop.call_later(min(self._limits.values()), self._look)
+        self._engine.on_lost.add(self._lose)
+        return self
+
+    def reading(self) -> None:
+        self._is_writing, self.since = False, self._loop.time()
+
+    def writing(self) -> None:
+        self._is_writing, self.since = True, self._loop.time()
+
+    def _look(self) -> None:
+        left = self._limits[self._is_writing] - (self._loop.time() - self.since)
+        if left <= 0:
+            kind = ClientStalledError if self._is_writing else asyncio.TimeoutError
+            self._interruption.interrupt(kind)
+            return
+        self._timer = self._loop.call_later(min(left, *self._limits.values()), self._look)
+
+    def _lose(self) -> None:
+        if not self._is_writing:
+            self._interruption.interrupt(EngineLostError)
 
     def __exit__(
         self,
@@ -35,9 +133,5 @@ class Deadline:
         trace: TracebackType | None,
     ) -> None:
         self._timer.cancel()
-        if not self._expired or kind is None or not issubclass(kind, asyncio.CancelledError):
-            return
-        # A cancellation of someone else's that came as well must stay one.
-        if sys.version_info >= (3, 11) and self._task.uncancel() > self._num_cancels_before:
-            return
-        raise asyncio.TimeoutError from error
+        self._engine.on_lost.discard(self._lose)
+        self._interruption.end(kind, error)

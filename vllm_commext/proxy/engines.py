@@ -1,82 +1,157 @@
-"""The engines of one role: which of them are healthy, and which takes the next request."""
+"""The engines of one role: which of them may take work, and which takes the next request."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 PREFILL = "prefill"
 DECODE = "decode"
+ROLES = (PREFILL, DECODE)
+# What a request weighs besides its tokens: answering it costs an engine something even so.
+REQUEST_TOKENS = 64
 
 
 @dataclass(eq=False)
 class Engine:
     """One vLLM server. Unhealthy until a check has passed.
 
-    in_flight: requests of this proxy that the engine works on now. detail: the last reason why
-    it is unhealthy, for people.
+    in_flight, tokens: requests of this proxy that the engine works on now, and what they weigh.
+    suspected: a request lost its connection since the last check; others are asked first.
+    draining: it gets no new work; what runs goes on. detail: the last reason why it is
+    unhealthy, for people. on_lost: called when the engine has not been reachable for so long
+    that nobody should wait for it any more.
     """
 
     role: str
     idx: int
     url: str
     healthy: bool = False
+    draining: bool = False
+    suspected: bool = False
     in_flight: int = 0
+    tokens: int = 0
     detail: str = "not checked yet"
     num_passed: int = 0
     num_failed: int = 0
+    on_lost: set[Callable[[], None]] = field(default_factory=set[Callable[[], None]])
+    on_suspect: Callable[[], None] | None = None
 
     @property
     def name(self) -> str:
         return f"{self.role}{self.idx}"
 
+    @property
+    def usable(self) -> bool:
+        """It may be given new work."""
+        return self.healthy and not self.draining
+
     def passed_check(self, rise: int) -> None:
         """Note a passed check; *rise* of them in a row make the engine healthy."""
-        self.num_failed = 0
+        self.num_failed, self.suspected = 0, False
         self.num_passed = min(self.num_passed + 1, rise)
         if self.num_passed >= rise:
             self.healthy, self.detail = True, "ok"
 
     def failed_check(self, fall: int, detail: str) -> None:
-        """Note a failed check; *fall* of them in a row make the engine unhealthy."""
+        """Note a failed check; *fall* of them in a row make the engine unhealthy, and one alone
+        if a request has lost its connection before."""
         self.num_passed = 0
         self.num_failed = min(self.num_failed + 1, fall)
-        if self.num_failed >= fall:
+        if self.num_failed >= fall or self.suspected:
             self.healthy = False
         if not self.healthy:
             self.detail = detail
 
-    def suspect(self, detail: str) -> None:
-        """A request could not reach the engine: send it none until a check passes again."""
+    def suspect(self) -> None:
+        """A request lost its connection: have the engine checked now, and ask others first."""
+        self.suspected = True
+        if self.on_suspect is not None:
+            self.on_suspect()
+
+    def refuse(self, detail: str) -> None:
+        """Nobody can connect to the engine: send it none until a check passes again."""
         self.healthy, self.detail, self.num_passed = False, detail, 0
+        self.suspect()
+
+    def lose(self) -> None:
+        """Let go whoever waits for an answer."""
+        for called in tuple(self.on_lost):
+            called()
+
+    @contextmanager
+    def working(self, tokens: int) -> Iterator[None]:
+        """Count a request of *tokens* in, and out again."""
+        weight = REQUEST_TOKENS + tokens
+        self.in_flight += 1
+        self.tokens += weight
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            self.tokens -= weight
 
     def as_json(self) -> dict[str, str | int | bool]:
         return {
             "name": self.name,
+            "role": self.role,
             "url": self.url,
             "healthy": self.healthy,
+            "draining": self.draining,
             "in_flight": self.in_flight,
+            "tokens": self.tokens,
             "detail": self.detail,
         }
 
 
 class EnginePool:
-    """All engines of one role, in the order given."""
+    """All engines of one role, in the order in which they came."""
 
-    def __init__(self, role: str, urls: Sequence[str]) -> None:
+    def __init__(self, role: str, urls: Sequence[str] = ()) -> None:
         self.role = role
-        self.engines = tuple(Engine(role, idx, url) for idx, url in enumerate(urls))
+        self.engines: tuple[Engine, ...] = ()
         self._next_idx = 0
+        for url in urls:
+            self.add(url)
+
+    def add(self, url: str) -> Engine:
+        """A new engine, under the lowest number that is free."""
+        taken = {engine.idx for engine in self.engines}
+        idx = next(idx for idx in range(len(taken) + 1) if idx not in taken)
+        engine = Engine(self.role, idx, url)
+        self.engines = (*self.engines, engine)
+        return engine
+
+    def remove(self, engine: Engine) -> None:
+        self.engines = tuple(one for one in self.engines if one is not engine)
+
+    def find(self, url: str) -> Engine | None:
+        return next((engine for engine in self.engines if engine.url == url), None)
 
     @property
     def num_healthy(self) -> int:
         return sum(engine.healthy for engine in self.engines)
 
-    def pick(self, exclude: Collection[Engine] = ()) -> Engine | None:
-        """The healthy engine with the fewest requests in flight; round robin among equals."""
+    @property
+    def num_usable(self) -> int:
+        return sum(engine.usable for engine in self.engines)
+
+    def pick(
+        self, exclude: Collection[Engine] = (), cached_tokens: Mapping[str, int] | None = None
+    ) -> Engine | None:
+        """The usable engine that is soonest through: round robin among equals.
+
+        An engine's cost is the tokens that it has under way, less what it holds already of
+        this request (*cached_tokens*, by URL). One under suspicion comes after all others.
+        """
         count = len(self.engines)
         in_turn = [self.engines[(self._next_idx + step) % count] for step in range(count)]
-        usable = [engine for engine in in_turn if engine.healthy and engine not in exclude]
-        if not usable:
+        candidates = [engine for engine in in_turn if engine.usable and engine not in exclude]
+        if not candidates:
             return None
-        chosen = min(usable, key=lambda engine: engine.in_flight)  # the first of equals
-        self._next_idx = (chosen.idx + 1) % count
+        cached = cached_tokens or {}
+        chosen = min(  # the first of equals
+            candidates,
+            key=lambda engine: (engine.suspected, engine.tokens - cached.get(engine.url, 0)),
+        )
+        self._next_idx = (self.engines.index(chosen) + 1) % count
         return chosen

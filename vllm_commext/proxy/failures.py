@@ -20,8 +20,10 @@ class ProxyError(CommextError):
     """A request ends here: HTTP *status*, a short *kind*, and the *side* at fault.
 
     kind: one of a fixed set of words (it is a metric label). side: ``proxy``, ``prefill`` or
-    ``decode``. can_retry: another engine may be asked, since this one has done nothing that
-    a second attempt would repeat to the client's harm.
+    ``decode``. can_retry: another engine may be asked the same, since this one has done nothing
+    that a second attempt would repeat to the client's harm. can_restart: the request may be
+    served anew from its first step, since the engine has failed it and not refused it, and the
+    client has seen nothing.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class ProxyError(CommextError):
         side: str = SIDE_PROXY,
         engine: str | None = None,
         can_retry: bool = False,
+        can_restart: bool = False,
         answer: EngineAnswer | None = None,
     ) -> None:
         super().__init__(message)
@@ -41,6 +44,7 @@ class ProxyError(CommextError):
         self.side = side
         self.engine = engine
         self.can_retry = can_retry
+        self.can_restart = can_restart
         self.answer = answer
 
     def as_json(self) -> dict[str, Any]:

@@ -8,42 +8,73 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.engines import Engine, EnginePool
+from vllm_commext.proxy.engines import Engine
 
 logger = logging.getLogger("vllm.commext.proxy")
+
+# After a suspicion the engine is checked at once; so soon is it not checked for another one.
+_MIN_INTERVAL_SECONDS = 0.05
 
 
 class HealthMonitor:
     """Keeps `Engine.healthy` true to what the engines say of themselves."""
 
-    def __init__(
-        self, session: aiohttp.ClientSession, config: ProxyConfig, pools: Iterable[EnginePool]
-    ) -> None:
+    def __init__(self, session: aiohttp.ClientSession, config: ProxyConfig) -> None:
         self._session = session
         self._config = config
-        self._engines = [engine for pool in pools for engine in pool.engines]
         self._timeout = aiohttp.ClientTimeout(total=config.health_timeout_seconds)
+        self._watches: dict[Engine, asyncio.Task[None]] = {}
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Check every engine once, then go on checking in the background."""
-        await asyncio.gather(*(self._check(engine) for engine in self._engines))
-        watches = [asyncio.create_task(self._watch(engine)) for engine in self._engines]
+    async def running(self, engines: Iterable[Engine]) -> AsyncIterator[None]:
+        """Check each of *engines* once, then go on checking in the background."""
+        engines = tuple(engines)
+        await asyncio.gather(*(self._check(engine) for engine in engines))
+        for engine in engines:
+            self.watch(engine)
         try:
             yield
         finally:
-            for watch in watches:
-                watch.cancel()
+            watches = list(self._watches.values())
+            for engine in list(self._watches):
+                self.forget(engine)
             await asyncio.gather(*watches, return_exceptions=True)
 
-    async def _watch(self, engine: Engine) -> None:
-        while True:
-            await asyncio.sleep(self._config.health_interval_seconds)
-            await self._check(engine)
+    def watch(self, engine: Engine) -> None:
+        """Check *engine* from now on."""
+        woken = asyncio.Event()
+        engine.on_suspect = woken.set
+        self._watches[engine] = asyncio.create_task(self._watch(engine, woken))
 
-    async def _check(self, engine: Engine) -> None:
+    def forget(self, engine: Engine) -> None:
+        """Check *engine* no more."""
+        engine.on_suspect = None
+        self._watches.pop(engine).cancel()
+
+    async def _watch(self, engine: Engine, woken: asyncio.Event) -> None:
+        loop = asyncio.get_running_loop()
+        last_answered = loop.time()
+        if engine.num_passed == 0 and engine.num_failed == 0:
+            woken.set()
+        while True:
+            try:
+                await asyncio.wait_for(woken.wait(), self._config.health_interval_seconds)
+            except asyncio.TimeoutError:
+                pass
+            else:
+                await asyncio.sleep(
+                    min(_MIN_INTERVAL_SECONDS, self._config.health_interval_seconds)
+                )
+            woken.clear()
+            if await self._check(engine):
+                last_answered = loop.time()
+            elif loop.time() - last_answered >= self._config.engine_lost_seconds:
+                engine.lose()
+
+    async def _check(self, engine: Engine) -> bool:
+        """Whether *engine* answered, well or not."""
         was_healthy = engine.healthy
-        failure = await self._failure(engine)
+        status, failure = await self._ask(engine)
         if failure is None:
             engine.passed_check(self._config.health_rise)
         else:
@@ -52,14 +83,17 @@ class HealthMonitor:
             state = "healthy" if engine.healthy else f"unhealthy: {engine.detail}"
             level = logging.INFO if engine.healthy else logging.WARNING
             logger.log(level, "%s (%s) is now %s", engine.name, engine.url, state)
+        return status is not None
 
-    async def _failure(self, engine: Engine) -> str | None:
+    async def _ask(self, engine: Engine) -> tuple[int | None, str | None]:
+        """The status of /health if there was one, and what is wrong with it if anything is."""
         try:
             async with self._session.get(
                 f"{engine.url}/health", timeout=self._timeout, allow_redirects=False
             ) as response:
-                return None if response.status == 200 else f"/health answered {response.status}"
+                failure = None if response.status == 200 else f"/health answered {response.status}"
+                return response.status, failure
         except asyncio.TimeoutError:
-            return f"/health did not answer within {self._config.health_timeout_seconds} s"
+            return None, f"/health did not answer within {self._config.health_timeout_seconds} s"
         except (aiohttp.ClientError, OSError) as error:
-            return f"/health failed: {error}"
+            return None, f"/health failed: {error}"

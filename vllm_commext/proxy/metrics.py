@@ -10,6 +10,7 @@ from vllm_commext.proxy.two_step import LOCAL_PREFILL_REASONS
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_GAP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 5, 30)
 
 
 class ProxyMetrics:
@@ -38,6 +39,12 @@ class ProxyMetrics:
             ("role",),
             registry=registry,
         )
+        self.restarts = Counter(
+            "commext_proxy_restarts",
+            "Requests served anew because a decode engine failed them before the first token.",
+            ("outcome",),
+            registry=registry,
+        )
         self.in_flight = Gauge(
             "commext_proxy_requests_in_flight", "Requests being served now.", registry=registry
         )
@@ -64,7 +71,28 @@ class ProxyMetrics:
         )
         self.decode_headers_seconds = Histogram(
             "commext_proxy_decode_headers_seconds",
-            "Time until the decode engine's status line (streaming: before its first token).",
+            "Time until the decode engine's first token (without streaming: its answer).",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.first_token_seconds = Histogram(
+            "commext_proxy_first_token_seconds",
+            "From a request's arrival to its first token, of streamed answers, by decode engine.",
+            ("engine",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.inter_token_seconds = Histogram(
+            "commext_proxy_inter_token_seconds",
+            "Between two pieces of a streamed answer, by decode engine.",
+            ("engine",),
+            buckets=_GAP_SECONDS,
+            registry=registry,
+        )
+        self.request_seconds = Histogram(
+            "commext_proxy_request_seconds",
+            "From a request's arrival to the end of its answer, by decode engine.",
+            ("engine",),
             buckets=_SECONDS,
             registry=registry,
         )

@@ -1,18 +1,18 @@
 """Passing a decode engine's response to the client as it arrives."""
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import aiohttp
 from aiohttp import web
 
-from vllm_commext.proxy.answers import failures_of
+from vllm_commext.proxy.answers import failure_of
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.deadline import Deadline
-from vllm_commext.proxy.engines import Engine
+from vllm_commext.proxy.deadline import ClientStalledError, Deadline, EngineLostError, StreamWatch
 from vllm_commext.proxy.failures import ClientGoneError, ProxyError
-from vllm_commext.proxy.sse import EventCutter, error_event
+from vllm_commext.proxy.opening import Opened
+from vllm_commext.proxy.sse import error_event
 
 # These describe one connection, or are set anew by whoever writes the response.
 _NOT_PASSED_ON = frozenset(
@@ -40,80 +40,98 @@ class Relayed:
 
 
 class Relay:
-    """One response on its way from *engine* to the client of *request*."""
+    """One answer on its way to the client of *request*.
+
+    What a token costs the proxy is spent here, so one timer watches over the whole stream, and
+    failures are told apart outside of the loop. *on_gap* gets the seconds between two pieces.
+    """
 
     def __init__(
         self,
         request: web.Request,
-        engine: Engine,
-        upstream: aiohttp.ClientResponse,
+        opened: Opened,
         config: ProxyConfig,
+        on_gap: Callable[[float], object],
     ) -> None:
         self._request = request
-        self._engine = engine
-        self._upstream = upstream
+        self._opened = opened
         self._config = config
-        self._cutter = EventCutter() if upstream.content_type == "text/event-stream" else None
+        self._on_gap = on_gap
+        self._is_engines_turn = False
 
     async def run(self, extra_headers: Mapping[str, str]) -> Relayed:
-        """Send everything. Raises `ClientGoneError`, or `ProxyError` before the first byte."""
-        piece = await self._read(self._config.decode_timeout_seconds)
+        """Send everything. Raises `ClientGoneError`."""
         response = self._begin(extra_headers)
+        idle_seconds = min(
+            self._config.decode_idle_timeout_seconds, self._config.decode_timeout_seconds
+        )
         try:
-            await self._to_client(response.prepare(self._request))
-            idle_seconds = min(
-                self._config.decode_idle_timeout_seconds, self._config.decode_timeout_seconds
-            )
-            while piece:
-                await self._send(response, piece)
-                piece = await self._read(idle_seconds)
-            if self._cutter is not None:
-                await self._write(response, self._cutter.rest())
-            await self._to_client(response.write_eof())
-        except ProxyError as failure:
-            await self._end_broken(response, failure)
-            return Relayed(response, failure)
-        return Relayed(response)
+            with StreamWatch(
+                self._opened.engine, idle_seconds, self._config.client_timeout_seconds
+            ) as watch:
+                await self._pass_on(response, watch)
+        except (ConnectionError, aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            if not self._is_engines_turn:
+                raise ClientGoneError("the client closed its connection") from error
+            failure = failure_of(self._opened.engine, error, idle_seconds)
+        except EngineLostError as error:
+            failure = failure_of(self._opened.engine, error, idle_seconds)
+        except ClientStalledError as error:
+            self._cut()
+            seconds = self._config.client_timeout_seconds
+            raise ClientGoneError(f"the client took no data for {seconds} s") from error
+        else:
+            return Relayed(response)
+        await self._end_broken(response, failure)
+        return Relayed(response, failure)
+
+    async def _pass_on(self, response: web.StreamResponse, watch: StreamWatch) -> None:
+        read, cutter = self._opened.response.content.readany, self._opened.cutter
+        await response.prepare(self._request)
+        piece = ready = self._opened.first
+        arrived = watch.since
+        while piece or ready:
+            if ready:
+                await response.write(ready)
+            self._is_engines_turn = True
+            watch.reading()
+            piece = await read()
+            self._is_engines_turn = False
+            watch.writing()
+            if cutter is None:
+                ready = piece
+            elif piece:
+                ready = cutter.feed(piece)
+                self._on_gap(watch.since - arrived)
+                arrived = watch.since
+            else:
+                ready = cutter.rest()
+        await response.write_eof()
 
     def _begin(self, extra_headers: Mapping[str, str]) -> web.StreamResponse:
-        response = web.StreamResponse(status=self._upstream.status)
-        for name, value in self._upstream.headers.items():
+        upstream = self._opened.response
+        response = web.StreamResponse(status=upstream.status)
+        for name, value in upstream.headers.items():
             if name.lower() not in _NOT_PASSED_ON:
                 response.headers.add(name, value)
         response.headers.update(extra_headers)
-        if self._cutter is None:  # a stream may get an event more than the engine announced
-            response.content_length = self._upstream.content_length
+        if self._opened.cutter is None:  # a stream may get an event more than was announced
+            response.content_length = upstream.content_length
         return response
-
-    async def _read(self, seconds: float) -> bytes:
-        with failures_of(self._engine, seconds), Deadline(seconds):
-            return await self._upstream.content.readany()
-
-    async def _send(self, response: web.StreamResponse, piece: bytes) -> None:
-        await self._write(response, piece if self._cutter is None else self._cutter.feed(piece))
-
-    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
-        if data:
-            await self._to_client(response.write(data))
-
-    async def _to_client(self, sending: Awaitable[object]) -> None:
-        seconds = self._config.client_timeout_seconds
-        try:
-            with Deadline(seconds):
-                await sending
-        except asyncio.TimeoutError as error:
-            self._cut()
-            raise ClientGoneError(f"the client took no data for {seconds} s") from error
-        except ConnectionError as error:
-            raise ClientGoneError("the client closed its connection") from error
 
     async def _end_broken(self, response: web.StreamResponse, failure: ProxyError) -> None:
         """Tell the client of *failure*, when the status line has been sent long ago."""
-        if self._cutter is None:
+        if self._opened.cutter is None:
             self._cut()  # a body shorter than announced is the only sign there is
             return
-        await self._write(response, error_event(failure.as_json()))
-        await self._to_client(response.write_eof())
+        seconds = self._config.client_timeout_seconds
+        try:
+            with Deadline(seconds):
+                await response.write(error_event(failure.as_json()))
+                await response.write_eof()
+        except (ConnectionError, asyncio.TimeoutError) as error:
+            self._cut()
+            raise ClientGoneError("the client closed its connection") from error
 
     def _cut(self) -> None:
         if self._request.transport is not None:

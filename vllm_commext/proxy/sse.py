@@ -21,6 +21,8 @@ class EventCutter:
 
     def feed(self, data: bytes) -> bytes:
         """Add *data*; return what may be sent on now, perhaps nothing."""
+        if not self._held and data.endswith(b"\n\n"):
+            return data
         self._held += data
         end = _end_of_last_event(self._held)
         if end == 0 and len(self._held) > self._max_held_bytes:
@@ -44,3 +46,48 @@ def _end_of_last_event(held: bytearray) -> int:
 def error_event(error: Mapping[str, Any]) -> bytes:
     """*error* as one event, for a stream that has begun and cannot change its status."""
     return b"data: " + json.dumps(error).encode() + b"\n\n"
+
+
+def opening_error(events: bytes) -> tuple[int, bytes] | None:
+    """The first event's status and error object, if all that *events* tell is a failure."""
+    for content in _contents(events):
+        error = content.get("error")
+        if isinstance(error, dict):
+            code = error.get("code")
+            return (code if isinstance(code, int) else 500), json.dumps(content).encode()
+    return None
+
+
+def says_nothing(events: bytes) -> bool:
+    """Whether *events* are only what vLLM sends before a chat's first token: the role."""
+    contents = _contents(events)
+    return bool(contents) and all(map(_is_role_alone, contents))
+
+
+def _contents(events: bytes) -> list[dict[str, Any]]:
+    """The JSON objects of *events*; none at all once there is anything else."""
+    contents: list[dict[str, Any]] = []
+    for line in events.split(b"\n"):
+        if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
+            continue
+        try:
+            content = json.loads(line[5:])
+        except (ValueError, RecursionError):
+            return []
+        if not isinstance(content, dict):
+            return []
+        contents.append(content)
+    return contents
+
+
+def _is_role_alone(content: dict[str, Any]) -> bool:
+    choices = content.get("choices")
+    if not isinstance(choices, list) or not choices:
+        return False
+    return all(
+        isinstance(choice, dict)
+        and isinstance(delta := choice.get("delta"), dict)
+        and choice.get("finish_reason") is None
+        and not any(value for name, value in delta.items() if name != "role")
+        for choice in choices
+    )

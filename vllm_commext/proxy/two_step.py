@@ -14,16 +14,20 @@ prompt tokens), or mean another prompt once ``max_tokens`` is 1 (truncation to w
 the context). All of these go to a decode engine as they are, which prefills for itself.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_commext.proxy.body import RawJson, num_tokens
 from vllm_commext.proxy.failures import ProxyError
 
 COMPLETIONS = "completions"
 CHAT = "chat"
 
 NO_PARAMETERS = "no_kv_transfer_params"
+PREFILL_AWAY = "prefill_away"
+PREFILL_FAILED = "prefill_failed"
+AFTER_FAILURE = "after_failure"
+SHORT_PROMPT = "short_prompt"
 SEVERAL_SAMPLES = "several_samples"
 BEAM_SEARCH = "beam_search"
 NOT_ONE_PROMPT = "not_one_prompt"
@@ -32,6 +36,10 @@ TRUNCATION = "truncation"
 NO_GENERATION = "no_generation"
 LOCAL_PREFILL_REASONS = (
     NO_PARAMETERS,
+    PREFILL_AWAY,
+    PREFILL_FAILED,
+    AFTER_FAILURE,
+    SHORT_PROMPT,
     SEVERAL_SAMPLES,
     BEAM_SEARCH,
     NOT_ONE_PROMPT,
@@ -53,31 +61,25 @@ KEEP_FOR_DECODE: Mapping[str, Any] = {
 _NOT_FOR_PREFILL = ("stream_options", "stop_token_ids")
 
 
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
-def parse_body(raw: bytes) -> dict[str, Any]:
-    """The request's JSON object. Raises `ProxyError` 400 when *raw* is anything else."""
-    try:
-        body = json.loads(raw, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise _bad_request(f"the body is not valid JSON: {error}") from error
+def checked_body(body: Any) -> dict[str, Any]:
+    """*body* if it is a request of a client's. Raises `ProxyError` 400 when it is anything else."""
     if not isinstance(body, dict):
-        raise _bad_request(f"expected a JSON object as body, got {type(body).__name__}")
+        raise bad_body(f"expected a JSON object as body, got {type(body).__name__}")
     if body.get("kv_transfer_params") is not None:
-        raise _bad_request(
+        raise bad_body(
             "kv_transfer_params is what this proxy sets to bring the two engines together; "
             "remove it from the request, or talk to the engines directly"
         )
     return body
 
 
-def _bad_request(message: str) -> ProxyError:
+def bad_body(message: str) -> ProxyError:
     return ProxyError(400, "bad_request", message)
 
 
-def local_prefill_reason(endpoint: str, body: Mapping[str, Any]) -> str | None:
+def local_prefill_reason(
+    endpoint: str, body: Mapping[str, Any], min_prompt_tokens: int = 0
+) -> str | None:
     """Why *body* cannot take the two steps (one of `LOCAL_PREFILL_REASONS`), or None if it can.
 
     Values of an unexpected type count as a reason: the decode engine then judges them itself.
@@ -94,6 +96,8 @@ def local_prefill_reason(endpoint: str, body: Mapping[str, Any]) -> str | None:
         return TRUNCATION
     if any(body.get(name) == 0 for name in ("max_tokens", "max_completion_tokens")):
         return NO_GENERATION
+    if num_tokens(body) < min_prompt_tokens:
+        return SHORT_PROMPT
     return None
 
 
@@ -101,6 +105,8 @@ def _is_one_prompt(body: Mapping[str, Any]) -> bool:
     prompt = body.get("prompt")
     if body.get("prompt_embeds") is not None:
         return False
+    if isinstance(prompt, RawJson):
+        return prompt.kind == '"' or prompt.num_items == 1 or prompt.item_kind.isdigit()
     if isinstance(prompt, str):
         return True
     if not isinstance(prompt, list) or not prompt:
@@ -139,8 +145,3 @@ def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
 def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:
     """*body* for the decode engine: the client's request and the prefill engine's answer."""
     return {**body, "kv_transfer_params": kv_transfer_params}
-
-
-def encode(body: Mapping[str, Any]) -> bytes:
-    """*body* as JSON, so that an engine reads exactly what was judged here."""
-    return json.dumps(body, separators=(",", ":")).encode()

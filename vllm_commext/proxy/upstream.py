@@ -4,8 +4,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import aiohttp
@@ -16,11 +16,14 @@ from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engines import Engine, EnginePool
 from vllm_commext.proxy.failures import EngineAnswer, ProxyError
 from vllm_commext.proxy.metrics import ProxyMetrics
+from vllm_commext.proxy.opening import Opened, read_opening
 
 logger = logging.getLogger("vllm.commext.proxy")
 
 T = TypeVar("T")
 PICK_INTERVAL_SECONDS = 0.05
+MAX_JOINED_BYTES = 256 << 10
+_WINDOW_BYTES = 128 << 10
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,43 @@ class Prefilled:
     kv_transfer_params: dict[str, Any] | None
 
 
-def open_session() -> aiohttp.ClientSession:
-    """A session of one connection a request.
+@dataclass(frozen=True)
+class Payload:
+    """What is posted to an engine, in pieces. tokens: about how many the prompt has. is_stream:
+    the answer is asked for in pieces too. cached_tokens: by URL, how many of the prompt's tokens
+    an engine probably has computed before."""
 
-    Closing the connection is how an abort reaches an engine, and a kept one that the engine
-    closes at the wrong moment would lose a request that must not be sent twice.
+    path: str
+    headers: Mapping[str, str]
+    pieces: Sequence[bytes | memoryview]
+    tokens: int = 0
+    is_stream: bool = False
+    cached_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def content(self) -> bytes | AsyncIterator[bytes]:
+        """For one sending: the bytes, or windows of them where they are many."""
+        if self.num_bytes <= MAX_JOINED_BYTES:
+            return b"".join(self.pieces)
+        return self._windows()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.pieces))
+
+    async def _windows(self) -> AsyncIterator[bytes]:
+        for piece in self.pieces:
+            for start in range(0, len(piece), _WINDOW_BYTES):
+                yield bytes(piece[start : start + _WINDOW_BYTES])
+                await asyncio.sleep(0)
+
+
+def open_session(config: ProxyConfig) -> aiohttp.ClientSession:
+    """A session whose connections are kept for less long than an engine keeps them.
+
+    So the engine hardly ever closes one at the moment when a request is on its way. An answer
+    that is given up takes its connection along, which is how an abort reaches the engine.
     """
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=config.keep_alive_seconds)
     headers = {"Accept-Encoding": "identity"}
     return aiohttp.ClientSession(connector=connector, headers=headers, auto_decompress=False)
 
@@ -59,39 +92,38 @@ class Upstream:
         self._decode_pool = decode
         self._metrics = metrics
 
-    async def prefill(self, path: str, payload: bytes, headers: Mapping[str, str]) -> Prefilled:
-        """Step 1 on the best prefill engine; on another one if that cannot be reached or
-        answers 5xx. Raises `ProxyError`."""
+    async def prefill(self, payload: Payload, failed: Sequence[Engine]) -> Prefilled:
+        """Step 1 on the best prefill engine, none of *failed*; on another one if that cannot be
+        reached or answers 5xx. Raises `ProxyError`, at once if there is no engine."""
 
         async def ask(engine: Engine) -> Prefilled:
-            return await self._prefill_on(engine, path, payload, headers)
+            return await self._prefill_on(engine, payload)
 
         began = time.monotonic()
-        result = await self._ask(self._prefill_pool, self._config.prefill_attempts, ask)
+        tried = list(failed)
+        num_attempts = self._config.prefill_attempts
+        result = await self._ask(self._prefill_pool, num_attempts, payload, ask, tried, 0.0)
         self._metrics.prefill_seconds.observe(time.monotonic() - began)
         return result
 
-    @asynccontextmanager
-    async def decode(
-        self, path: str, payload: bytes, headers: Mapping[str, str]
-    ) -> AsyncIterator[tuple[Engine, aiohttp.ClientResponse]]:
-        """Step 2: a decode engine and its response, headers read and body not.
+    async def decode(self, payload: Payload, failed: Sequence[Engine]) -> Opened:
+        """Step 2: an answer that has begun, to be closed by the caller. Raises `ProxyError`.
 
-        Another engine is asked only while none could be connected to. Leaving the context
-        closes the connection, which makes the engine abort what it has not finished.
+        Another engine is asked only while none could be connected to; one of *failed* only if
+        there is no other.
         """
 
-        async def ask(engine: Engine) -> tuple[Engine, aiohttp.ClientResponse]:
-            return engine, await self._open_decode(engine, path, payload, headers)
+        async def ask(engine: Engine) -> Opened:
+            return await self._open_decode(engine, payload)
 
+        pool, config = self._decode_pool, self._config
+        others = [engine for engine in pool.engines if engine.usable and engine not in failed]
+        tried = list(failed) if others else []
         began = time.monotonic()
-        engine, response = await self._ask(self._decode_pool, self._config.decode_attempts, ask)
-        try:
-            self._metrics.decode_headers_seconds.observe(time.monotonic() - began)
-            yield engine, response
-        finally:
-            engine.in_flight -= 1
-            response.close()
+        wait = config.engine_wait_seconds
+        opened = await self._ask(pool, config.decode_attempts, payload, ask, tried, wait)
+        self._metrics.decode_headers_seconds.observe(time.monotonic() - began)
+        return opened
 
     async def get(self, path: str, headers: Mapping[str, str]) -> tuple[int, EngineAnswer]:
         """*path* from a decode engine, or from a prefill engine if none is healthy."""
@@ -107,11 +139,19 @@ class Upstream:
                 return response.status, await read_answer(engine, response)
 
     async def _ask(
-        self, pool: EnginePool, num_attempts: int, ask: Callable[[Engine], Awaitable[T]]
+        self,
+        pool: EnginePool,
+        num_attempts: int,
+        payload: Payload,
+        ask: Callable[[Engine], Awaitable[T]],
+        tried: list[Engine],
+        wait_seconds: float,
     ) -> T:
-        tried: list[Engine] = []
         failure: ProxyError | None = None
-        while len(tried) < num_attempts and (engine := await self._pick(pool, tried)):
+        for _ in range(num_attempts):
+            engine = await self._pick(pool, payload, tried, 0.0 if failure else wait_seconds)
+            if engine is None:
+                break
             if failure is not None:
                 self._metrics.retries.labels(pool.role).inc()
             tried.append(engine)
@@ -125,54 +165,49 @@ class Upstream:
                 failure = error
         raise failure or no_engine(pool)
 
-    async def _pick(self, pool: EnginePool, tried: Sequence[Engine]) -> Engine | None:
+    async def _pick(
+        self, pool: EnginePool, payload: Payload, tried: Sequence[Engine], wait_seconds: float
+    ) -> Engine | None:
         """An engine not tried yet. A role without any is given a moment: after an outage, the
         engine is back before the next check tells."""
-        end = time.monotonic() + self._config.engine_wait_seconds
-        while (engine := pool.pick(exclude=tried)) is None and not tried:
+        end = time.monotonic() + wait_seconds
+        while (engine := pool.pick(tried, payload.cached_tokens)) is None:
             if time.monotonic() >= end:
                 break
             await asyncio.sleep(PICK_INTERVAL_SECONDS)
         return engine
 
-    async def _prefill_on(
-        self, engine: Engine, path: str, payload: bytes, headers: Mapping[str, str]
-    ) -> Prefilled:
-        bound = self._config.connect_timeout_seconds
-        timeout = aiohttp.ClientTimeout(
-            total=self._config.prefill_timeout_seconds, connect=bound, sock_connect=bound
-        )
-        engine.in_flight += 1
-        try:
-            with failures_of(engine, self._config.prefill_timeout_seconds):
-                async with self._session.post(
-                    engine.url + path,
-                    data=payload,
-                    headers=headers,
-                    timeout=timeout,
-                    allow_redirects=False,
-                ) as response:
-                    answer = await read_answer(engine, response)
-                    return Prefilled(engine, kv_transfer_params(engine, response.status, answer))
-        finally:
-            engine.in_flight -= 1
+    async def _prefill_on(self, engine: Engine, payload: Payload) -> Prefilled:
+        seconds = self._config.prefill_timeout_seconds
+        with (
+            engine.working(payload.tokens),
+            failures_of(engine, seconds),
+            Deadline(seconds, engine),
+        ):
+            response = await self._post(engine, payload)
+            try:
+                answer = await read_answer(engine, response)
+            finally:
+                response.close()
+            return Prefilled(engine, kv_transfer_params(engine, response.status, answer))
 
-    async def _open_decode(
-        self, engine: Engine, path: str, payload: bytes, headers: Mapping[str, str]
-    ) -> aiohttp.ClientResponse:
+    async def _open_decode(self, engine: Engine, payload: Payload) -> Opened:
+        seconds = self._config.decode_timeout_seconds
+        bound = seconds if payload.is_stream else None
+        with ExitStack() as work:
+            work.enter_context(engine.working(payload.tokens))
+            with failures_of(engine, seconds), Deadline(bound, engine):
+                response = await self._post(engine, payload)
+                work.callback(response.close)
+                first, cutter = await read_opening(engine, response)
+            return Opened(engine, response, first, cutter, time.monotonic(), work.pop_all())
+
+    async def _post(self, engine: Engine, payload: Payload) -> aiohttp.ClientResponse:
         bound = self._config.connect_timeout_seconds
-        timeout = aiohttp.ClientTimeout(total=None, connect=bound, sock_connect=bound)
-        engine.in_flight += 1
-        try:
-            seconds = self._config.decode_timeout_seconds
-            with failures_of(engine, seconds), Deadline(seconds):
-                return await self._session.post(
-                    engine.url + path,
-                    data=payload,
-                    headers=headers,
-                    timeout=timeout,
-                    allow_redirects=False,
-                )
-        except BaseException:
-            engine.in_flight -= 1
-            raise
+        return await self._session.post(
+            engine.url + payload.path,
+            data=payload.content(),
+            headers={**payload.headers, "Content-Length": str(payload.num_bytes)},
+            timeout=aiohttp.ClientTimeout(total=None, connect=bound, sock_connect=bound),
+            allow_redirects=False,
+        )

@@ -43,6 +43,7 @@ class Call:
     raw: bytes
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    complete: bool = False
 
     @property
     def body(self) -> Any:
@@ -54,6 +55,7 @@ class Call:
 
     async def answer(self, status: int, content: bytes, kind: str = "application/json") -> None:
         head = f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}"
+        self.complete = True
         await self.send(head.encode() + b"\r\n\r\n" + content)
 
     async def begin_stream(self) -> None:
@@ -64,6 +66,7 @@ class Call:
         await self.send(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
     async def end_stream(self) -> None:
+        self.complete = True
         await self.send(b"0\r\n\r\n")
 
 
@@ -99,6 +102,11 @@ async def dropping(call: Call) -> None:
 async def hanging(call: Call) -> None:
     """Read the request, then keep the connection and say nothing."""
     await asyncio.Event().wait()
+
+
+async def _left(reader: asyncio.StreamReader) -> None:
+    while not reader.at_eof() and reader.exception() is None:
+        await asyncio.sleep(0.005)
 
 
 @dataclass
@@ -142,8 +150,11 @@ class EngineServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            await self._answer(await self._read(reader, writer))
-        except (ConnectionError, asyncio.IncompleteReadError):
+            while await self._answer(await self._read(reader, writer)):
+                pass
+        except asyncio.IncompleteReadError as error:
+            self.num_left += bool(error.partial)
+        except ConnectionError:
             self.num_left += 1
         finally:
             writer.close()
@@ -155,19 +166,21 @@ class EngineServer:
         raw = await reader.readexactly(int(headers.get("content-length", "0")))
         return Call(head[0].split()[1], headers, raw, reader, writer)
 
-    async def _answer(self, call: Call) -> None:
+    async def _answer(self, call: Call) -> bool:
+        """Whether the connection can carry another request."""
         if call.path == "/health":
-            await call.answer(self.health_status, b"")
+            await (call.answer(self.health_status, b"") if self.health_status else hanging(call))
         elif call.path == "/v1/models":
             await call.answer(200, b'{"object": "list", "data": []}')
         else:
             self.calls.append(call)
             await self._until_left(call)
+        return call.complete
 
     async def _until_left(self, call: Call) -> None:
         """Behave, unless the proxy closes the connection first."""
         behaving = asyncio.ensure_future(self.behave(call))
-        leaving = asyncio.ensure_future(call.reader.read())
+        leaving = asyncio.ensure_future(_left(call.reader))
         try:
             await asyncio.wait((behaving, leaving), return_when=asyncio.FIRST_COMPLETED)
             if behaving.done():

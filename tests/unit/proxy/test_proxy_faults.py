@@ -37,29 +37,68 @@ def test_a_refused_prefill_goes_to_another_engine_and_the_first_is_left_alone(ki
             assert "commext_proxy_retries_total" in (text := await cluster.metrics())
             assert 'retries_total{role="prefill"} 1.0' in text
             assert 'commext_proxy_engines_healthy{role="prefill"} 1.0' in text
-            async with cluster.session.get(cluster.url + "/health") as response:
-                assert response.status == 200
-                first = (await response.json())["prefill"][0]
-            assert first["healthy"] is False
-            assert "could not connect" in first["detail"]
+            first = cluster.proxy.prefill_pool.engines[0]
+            assert first.healthy is False
+            await kit.until(lambda: "/health failed" in first.detail, "the check that follows")
 
     asyncio.run(scenario())
 
 
-def test_without_any_prefill_engine_the_request_fails_and_health_says_so(kit: Any) -> None:
+def local_prefills(reason: str, count: int) -> str:
+    return f'commext_proxy_local_prefills_total{{reason="{reason}"}} {count:.1f}'
+
+
+async def expect_decode_alone(cluster: Any, body: Any = BODY) -> None:
+    async with cluster.post(body) as response:
+        assert (response.status, response.headers["X-Commext-Path"]) == (200, "local-prefill")
+        assert "X-Commext-Prefill" not in response.headers
+
+
+def test_without_any_prefill_engine_decode_engines_answer_alone_and_at_once(kit: Any) -> None:
+    async def scenario() -> None:
+        waits = {"health_interval_seconds": 60, "engine_wait_seconds": 3600}
+        async with kit.cluster(**waits) as cluster:
+            await cluster.prefill[0].stop()
+            for _ in range(3):
+                await expect_decode_alone(cluster)
+            assert [call.body for call in cluster.decode[0].calls] == [BODY] * 3
+            assert local_prefills("prefill_away", 3) in await cluster.metrics()
+            async with cluster.session.get(cluster.url + "/health") as response:
+                assert response.status == 200
+                assert (await response.json())["status"] == "degraded"
+
+    asyncio.run(scenario())
+
+
+def test_without_any_decode_engine_the_request_fails_and_health_says_so(kit: Any) -> None:
     async def scenario() -> None:
         waits = {"health_interval_seconds": 60, "engine_wait_seconds": 0.1}
         async with kit.cluster(**waits) as cluster:
-            await cluster.prefill[0].stop()
-            assert "could not connect to prefill0" in await expect_error(
-                cluster, 502, "unreachable", "prefill"
-            )
-            assert "no healthy prefill engine among 1" in await expect_error(
-                cluster, 503, "no_engine", "prefill"
+            await cluster.decode[0].stop()
+            assert "no usable decode engine among 1" in await expect_error(
+                cluster, 503, "no_engine", "decode"
             )
             async with cluster.session.get(cluster.url + "/health") as response:
                 assert response.status == 503
-            assert cluster.decode[0].calls == []
+                assert (await response.json())["status"] == "unavailable"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("step", ["prefill", "decode"])
+def test_one_lost_connection_takes_no_engine_from_the_others(kit: Any, step: str) -> None:
+    async def scenario() -> None:
+        async with kit.cluster(health_interval_seconds=60, health_fall=1000) as cluster:
+            server = getattr(cluster, step)[0]
+            server.behave = kit.dropping
+            async with cluster.post(BODY) as response:
+                await response.read()
+            (engine,) = getattr(cluster.proxy, f"{step}_pool").engines
+            assert engine.usable
+            await kit.until(lambda: not engine.suspected, "the check that clears it")
+            server.behave = kit.prefill_ok if step == "prefill" else kit.decode_ok
+            async with cluster.post(BODY) as response:
+                assert (response.status, response.headers["X-Commext-Path"]) == (200, "two-step")
 
     asyncio.run(scenario())
 
@@ -95,16 +134,14 @@ def test_a_retry_goes_to_a_busier_engine_rather_than_to_the_failed_one(kit: Any)
     asyncio.run(scenario())
 
 
-def test_prefill_attempts_are_bounded_and_the_last_answer_is_passed_on(kit: Any) -> None:
+def test_prefill_attempts_are_bounded_and_then_a_decode_engine_answers(kit: Any) -> None:
     async def scenario() -> None:
         async with kit.cluster(num_prefill=3) as cluster:
             for engine in cluster.prefill:
                 engine.behave = kit.answering(503, b'{"error": "engine is tired"}')
-            async with cluster.post(BODY) as response:
-                assert (response.status, response.headers["X-Commext-Side"]) == (503, "prefill")
-                assert await response.read() == b'{"error": "engine is tired"}'
+            await expect_decode_alone(cluster)
             assert sum(len(engine.calls) for engine in cluster.prefill) == 2
-            assert cluster.decode[0].calls == []
+            assert local_prefills("prefill_failed", 1) in await cluster.metrics()
 
     asyncio.run(scenario())
 
@@ -123,25 +160,24 @@ def test_a_prefill_engines_refusal_is_final_and_passed_on(kit: Any) -> None:
 
 
 @pytest.mark.parametrize("content", [b"no json", b"[1]", b'{"kv_transfer_params": 7}'])
-def test_a_prefill_answer_of_another_kind_is_refused(kit: Any, content: bytes) -> None:
+def test_a_prefill_answer_of_another_kind_is_not_passed_on(
+    kit: Any, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario() -> None:
         async with kit.cluster() as cluster:
             cluster.prefill[0].behave = kit.answering(200, content)
-            assert "expected a completion" in await expect_error(
-                cluster, 502, "bad_answer", "prefill"
-            )
-            assert cluster.decode[0].calls == []
+            await expect_decode_alone(cluster)
+            assert cluster.decode[0].calls[0].body == BODY
 
     asyncio.run(scenario())
+    assert "expected a completion as a vLLM server sends it" in caplog.text
 
 
 def test_a_prefill_that_takes_too_long_is_aborted_and_not_repeated(kit: Any) -> None:
     async def scenario() -> None:
         async with kit.cluster(num_prefill=2, prefill_timeout_seconds=0.1) as cluster:
             cluster.prefill[0].behave = kit.hanging
-            assert "did not answer within 0.1 s" in await expect_error(
-                cluster, 504, "timeout", "prefill"
-            )
+            await expect_decode_alone(cluster)
             await kit.until(lambda: cluster.prefill[0].num_left == 1, "the abort to arrive")
             assert cluster.prefill[1].calls == []
 
@@ -164,44 +200,180 @@ def test_unread_blocks_are_reported_when_no_decode_engine_can_be_reached(
     kit: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        async with kit.cluster(health_interval_seconds=60) as cluster:
+        waits = {"health_interval_seconds": 60, "engine_wait_seconds": 0.1}
+        async with kit.cluster(**waits) as cluster:
             await cluster.decode[0].stop()
-            await expect_error(cluster, 502, "unreachable", "decode")
+            await expect_error(cluster, 503, "no_engine", "decode")
             assert len(cluster.prefill[0].calls) == 1
 
     asyncio.run(scenario())
     assert "prefill0 keeps its KV blocks until their lease expires" in caplog.text
 
 
-def test_a_decode_that_may_have_begun_is_never_repeated(kit: Any) -> None:
+def failing_stream(*events: bytes) -> Any:
+    """A stream as vLLM ends it when the request fails in the engine: with status 200."""
+
+    async def behave(call: Any) -> None:
+        await call.begin_stream()
+        for event in (*events, b'data: {"error": {"message": "x", "code": 500}}\n\n'):
+            await call.chunk(event)
+        await call.chunk(b"data: [DONE]\n\n")
+        await call.end_stream()
+
+    return behave
+
+
+ROLE = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
+FAILED_DECODES = {
+    "lost": lambda kit: kit.dropping,
+    "status": lambda kit: kit.answering(500, b'{"error": "load failed"}'),
+    "event": lambda kit: failing_stream(),
+    "event after the role": lambda kit: failing_stream(ROLE),
+}
+
+
+@pytest.mark.parametrize("failing", list(FAILED_DECODES))
+def test_a_failed_decode_is_served_anew_from_its_first_step(kit: Any, failing: str) -> None:
     async def scenario() -> None:
-        async with kit.cluster(num_decode=2) as cluster:
-            cluster.decode[0].behave = kit.dropping
-            assert "closed the connection" in await expect_error(cluster, 502, "lost", "decode")
-            assert cluster.decode[1].calls == []
+        async with kit.cluster(num_prefill=2, num_decode=2) as cluster:
+            cluster.decode[0].behave = FAILED_DECODES[failing](kit)
+            async with cluster.post(STREAM) as response:
+                assert (response.status, response.headers["X-Commext-Path"]) == (200, "two-step")
+                assert response.headers["X-Commext-Decode"] == "decode1"
+                assert response.headers["X-Commext-Prefill"] == "prefill1"
+                assert (await response.read()).endswith(b"data: [DONE]\n\n")
+            assert [len(engine.calls) for engine in cluster.prefill + cluster.decode] == [1] * 4
+            kind = "lost" if failing == "lost" else "engine_error"
+            text = await cluster.metrics()
+            assert f'commext_proxy_restarts_total{{outcome="{kind}"}} 1.0' in text
 
     asyncio.run(scenario())
 
 
-def test_a_decode_engines_error_is_passed_on(kit: Any) -> None:
+def test_after_a_failed_load_a_lone_decode_engine_computes_the_prompt(kit: Any) -> None:
+    async def fail_loads(call: Any) -> None:
+        behave = kit.answering(500, b"x") if "kv_transfer_params" in call.body else kit.decode_ok
+        await behave(call)
+
     async def scenario() -> None:
-        async with kit.cluster(num_decode=2) as cluster:
-            cluster.decode[0].behave = kit.answering(500, b'{"error": "load failed"}')
+        async with kit.cluster() as cluster:
+            cluster.decode[0].behave = fail_loads
+            await expect_decode_alone(cluster)
+            assert [len(cluster.prefill[0].calls), len(cluster.decode[0].calls)] == [1, 2]
+            assert local_prefills("after_failure", 1) in await cluster.metrics()
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_fails_again_ends_with_the_engines_error(kit: Any) -> None:
+    async def scenario() -> None:
+        async with kit.cluster(num_decode=3) as cluster:
+            for engine in cluster.decode:
+                engine.behave = kit.answering(500, b'{"error": "load failed"}')
             async with cluster.post(STREAM) as response:
                 assert (response.status, response.headers["X-Commext-Side"]) == (500, "decode")
                 assert await response.read() == b'{"error": "load failed"}'
-            assert cluster.decode[1].calls == []
+            assert sum(len(engine.calls) for engine in cluster.decode) == 2
             assert outcome("engine_error", "decode") in await cluster.metrics()
 
     asyncio.run(scenario())
 
 
-def test_a_decode_that_never_answers_is_aborted(kit: Any) -> None:
+@pytest.mark.parametrize("status", [400, 429])
+def test_what_a_decode_engine_refuses_is_not_tried_again(kit: Any, status: int) -> None:
+    async def scenario() -> None:
+        async with kit.cluster(num_decode=2) as cluster:
+            cluster.decode[0].behave = kit.answering(status, b'{"error": "no"}')
+            async with cluster.post(STREAM) as response:
+                assert (response.status, response.headers["X-Commext-Side"]) == (status, "decode")
+                assert await response.read() == b'{"error": "no"}'
+            assert cluster.decode[1].calls == []
+
+    asyncio.run(scenario())
+
+
+def test_an_error_after_the_first_token_is_the_clients_to_see(kit: Any) -> None:
+    client_has = asyncio.Event()
+
+    async def fail_late(call: Any) -> None:
+        await call.begin_stream()
+        await call.chunk(EVENT)
+        await client_has.wait()
+        await call.chunk(b'data: {"error": {"code": 500}}\n\n')
+        await call.end_stream()
+
+    async def scenario() -> None:
+        async with kit.cluster(num_decode=2) as cluster:
+            cluster.decode[0].behave = fail_late
+            async with cluster.post(STREAM) as response:
+                assert await response.content.readany() == EVENT
+                client_has.set()
+                assert (await response.read()).startswith(b'data: {"error"')
+            assert cluster.decode[1].calls == []
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_whose_first_token_never_comes_is_aborted(kit: Any) -> None:
     async def scenario() -> None:
         async with kit.cluster(decode_timeout_seconds=0.1) as cluster:
             cluster.decode[0].behave = kit.hanging
-            await expect_error(cluster, 504, "timeout", "decode")
+            async with cluster.post(STREAM) as response:
+                assert response.status == 504
             await kit.until(lambda: cluster.decode[0].num_left == 1, "the abort to arrive")
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_in_one_piece_may_take_as_long_as_its_engine_lives(kit: Any) -> None:
+    async def slow(call: Any) -> None:
+        await asyncio.sleep(0.5)
+        await kit.decode_ok(call)
+
+    async def scenario() -> None:
+        short = {"decode_timeout_seconds": 0.05, "decode_idle_timeout_seconds": 0.05}
+        async with kit.cluster(**short, engine_lost_seconds=0.2) as cluster:
+            cluster.decode[0].behave = slow
+            async with cluster.post(BODY) as response:
+                assert response.status == 200
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_answers_nothing_any_more_is_given_up(kit: Any) -> None:
+    checks = {"health_interval_seconds": 0.02, "health_timeout_seconds": 0.05}
+
+    async def scenario() -> None:
+        async with kit.cluster(num_decode=2, **checks, engine_lost_seconds=0.3) as cluster:
+            first = cluster.decode[0]
+            first.behave = kit.hanging
+            asking = asyncio.ensure_future(status_of(cluster))
+            await kit.until(lambda: bool(first.calls), "the decode step")
+            first.health_status = 0
+            assert await asyncio.wait_for(asking, 10) == 200
+            assert len(cluster.decode[1].calls) == 1
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_only_says_that_it_is_unwell_is_waited_for(kit: Any) -> None:
+    release = asyncio.Event()
+
+    async def held(call: Any) -> None:
+        await release.wait()
+        await kit.decode_ok(call)
+
+    async def scenario() -> None:
+        checks = {"health_interval_seconds": 0.02, "engine_lost_seconds": 0.1}
+        async with kit.cluster(**checks) as cluster:
+            cluster.decode[0].behave = held
+            asking = asyncio.ensure_future(status_of(cluster))
+            await kit.until(lambda: bool(cluster.decode[0].calls), "the decode step")
+            cluster.decode[0].health_status = 503
+            await asyncio.sleep(0.4)
+            assert not asking.done()
+            release.set()
+            assert await asking == 200
 
     asyncio.run(scenario())
 
@@ -214,7 +386,9 @@ def test_headers_without_a_first_token_are_a_timeout_too(kit: Any) -> None:
     async def scenario() -> None:
         async with kit.cluster(decode_timeout_seconds=0.1) as cluster:
             cluster.decode[0].behave = silent_stream
-            await expect_error(cluster, 504, "timeout", "decode")
+            async with cluster.post(STREAM) as response:
+                assert response.status == 504
+            assert outcome("timeout", "decode") in await cluster.metrics()
 
     asyncio.run(scenario())
 
@@ -368,14 +542,14 @@ async def status_of(cluster: Any) -> int:
 def test_a_request_waits_a_moment_for_an_engine_to_be_well_again(kit: Any) -> None:
     async def scenario() -> None:
         async with kit.cluster(health_interval_seconds=0.02, engine_wait_seconds=30) as cluster:
-            cluster.prefill[0].health_status = 503
-            pool = cluster.proxy.prefill_pool
+            cluster.decode[0].health_status = 503
+            pool = cluster.proxy.decode_pool
             await kit.until(lambda: pool.num_healthy == 0, "the sick engine to be noticed")
             request = asyncio.create_task(status_of(cluster))
             await asyncio.sleep(0.1)
             assert not request.done()
-            assert cluster.prefill[0].calls == []
-            cluster.prefill[0].health_status = 200
+            assert cluster.decode[0].calls == []
+            cluster.decode[0].health_status = 200
             assert await asyncio.wait_for(request, 20) == 200
 
     asyncio.run(scenario())

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from vllm_commext.cli import proxy as proxy_cli
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy import two_step
+from vllm_commext.proxy.body import encode, members_of
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines import Engine, EnginePool
 from vllm_commext.proxy.failures import ProxyError
@@ -33,6 +34,18 @@ FIELDS = (
     "max_tokens", "max_completion_tokens", "min_tokens", "stream", "stream_options", "stop",
     "stop_token_ids", "n", "logprobs", "temperature", "seed", "ignore_eos", "anything",
 )  # fmt: skip
+
+
+def taken_apart(raw: bytes | bytearray) -> Any:
+    """What `members_of` returns."""
+    taking_apart = members_of(raw)
+    while True:
+        try:
+            next(taking_apart)
+        except StopIteration as end:
+            return end.value
+
+
 bodies = st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=6).map(
     lambda b: {"prompt": "p", **b}
 )
@@ -63,7 +76,7 @@ def test_prefill_step_makes_one_token_of_the_same_prompt(body: dict[str, Any]) -
 def test_decode_step_is_the_clients_request_and_the_unchanged_parameters(
     body: dict[str, Any], params: dict[str, Any]
 ) -> None:
-    sent = json.loads(two_step.encode(two_step.decode_body(body, params)))
+    sent = json.loads(b"".join(encode(two_step.decode_body(body, params))))
     assert sent.pop("kv_transfer_params") == params
     assert sent == body
 
@@ -71,7 +84,7 @@ def test_decode_step_is_the_clients_request_and_the_unchanged_parameters(
 @quick
 @given(bodies)
 def test_a_body_survives_parsing_and_encoding(body: dict[str, Any]) -> None:
-    assert two_step.parse_body(two_step.encode(body)) == body
+    assert taken_apart(b"".join(encode(body))) == body
 
 
 @pytest.mark.parametrize(
@@ -121,20 +134,31 @@ def test_chat_options_that_do_not_hinder_two_steps(body: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"", "not valid JSON"),
-        (b'{"prompt": ', "not valid JSON"),
-        (b"\xff\xfe{}", "not valid JSON"),
+        (b"", "Expecting value"),
+        (b'{"prompt": ', "Expecting value"),
+        (b"\xff\xfe{}", "Expecting value"),
         (b'{"temperature": NaN}', "NaN is not JSON"),
-        (b"[" * 100_000, "not valid JSON"),
-        (b'{"seed": ' + b"9" * 5000 + b"}", "not valid JSON"),
-        (b"[1]", "expected a JSON object as body, got list"),
-        (b'{"kv_transfer_params": {"remote_host": "elsewhere"}}', "remove it from the request"),
+        (b"[" * 100_000, "recursion"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "Exceeds the limit"),
+        (b'{"temperature": 1e999}', "1e999 is beyond what a number can hold"),
     ],
-    ids=["empty", "cut", "not-utf8", "nan", "deep", "huge-int", "list", "own-params"],
+    ids=["empty", "cut", "not-utf8", "nan", "deep", "huge-int", "huge-float"],
 )
-def test_bad_bodies_are_refused_with_the_reason(raw: bytes, message: str) -> None:
+def test_what_is_no_json_is_refused_with_the_reason(raw: bytes, message: str) -> None:
+    with pytest.raises((ValueError, RecursionError), match=message):
+        taken_apart(raw)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ([1], "expected a JSON object as body, got list"),
+        ({"kv_transfer_params": {"remote_host": "elsewhere"}}, "remove it from the request"),
+    ],
+)
+def test_bodies_that_are_no_request_are_refused(body: Any, message: str) -> None:
     with pytest.raises(ProxyError, match=message) as caught:
-        two_step.parse_body(raw)
+        two_step.checked_body(body)
     assert (caught.value.status, caught.value.side) == (400, "proxy")
 
 
@@ -175,7 +199,7 @@ def _pool(*in_flight: int) -> EnginePool:
     pool = EnginePool("decode", [f"http://h:{idx + 1}" for idx in range(len(in_flight))])
     for engine, count in zip(pool.engines, in_flight, strict=True):
         engine.passed_check(rise=1)
-        engine.in_flight = count
+        engine.tokens = count
     return pool
 
 
@@ -200,7 +224,7 @@ def test_pick_takes_a_least_loaded_healthy_engine(
         assert chosen is None
     else:
         assert chosen in usable
-        assert chosen.in_flight == min(engine.in_flight for engine in usable)
+        assert chosen.tokens == min(engine.tokens for engine in usable)
 
 
 def test_health_needs_checks_in_a_row() -> None:
@@ -218,13 +242,37 @@ def test_health_needs_checks_in_a_row() -> None:
     assert (engine.healthy, engine.detail) == (False, "twice")
 
 
-def test_a_suspect_engine_needs_new_checks() -> None:
-    engine = Engine("prefill", 0, "http://h:1")
-    engine.passed_check(rise=1)
-    engine.suspect("refused")
+def test_an_engine_under_suspicion_is_asked_last_until_a_check_clears_or_ends_it() -> None:
+    pool = _pool(0, 100)
+    suspect, busy = pool.engines
+    suspect.suspect()
+    assert (suspect.usable, pool.pick()) == (True, busy)
+    suspect.passed_check(rise=1)
+    assert pool.pick() is suspect
+    suspect.suspect()
+    suspect.failed_check(fall=2, detail="gone")
+    assert (suspect.usable, suspect.detail) == (False, "gone")
+
+
+def test_an_engine_that_refuses_connections_needs_new_checks() -> None:
+    engine = _pool(0).engines[0]
+    engine.refuse("refused")
     assert (engine.healthy, engine.detail) == (False, "refused")
     engine.passed_check(rise=1)
     assert engine.healthy
+
+
+def test_a_draining_engine_gets_nothing_new() -> None:
+    pool = _pool(0, 7)
+    pool.engines[0].draining = True
+    assert (pool.pick(), pool.num_healthy, pool.num_usable) == (pool.engines[1], 2, 1)
+
+
+def test_numbers_of_engines_are_used_again() -> None:
+    pool = _pool(0, 0, 0)
+    pool.remove(pool.engines[1])
+    assert [engine.name for engine in pool.engines] == ["decode0", "decode2"]
+    assert [pool.add(f"http://n:{idx}").name for idx in (1, 2)] == ["decode1", "decode3"]
 
 
 P, D = ("http://h:1",), ("http://h:2",)

@@ -1,0 +1,151 @@
+"""Large bodies: taken apart as json would, in short steps, and sent on as they came."""
+
+import json
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_commext.proxy import body as body_module
+from vllm_commext.proxy import two_step
+from vllm_commext.proxy.body import RawJson, encode, members_of, num_tokens, prefix_text
+from vllm_commext.proxy.two_step import COMPLETIONS
+
+awkward = st.text(alphabet='a"\\\n{[,:]}é\U0001f600', max_size=40)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | awkward,
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(awkward, inner, max_size=4),
+    max_leaves=20,
+)  # fmt: skip
+objects = st.dictionaries(awkward, values, max_size=5)
+
+
+@pytest.fixture
+def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small examples take the way of large bodies, in windows of a few bytes."""
+    monkeypatch.setattr(body_module, "LARGE_BODY_BYTES", 0)
+    monkeypatch.setattr(body_module, "MAX_DECODED_BYTES", 12)
+    monkeypatch.setattr(body_module, "WINDOW_BYTES", 7)
+
+
+def run(taking_apart: Generator[None, None, Any]) -> tuple[Any, int]:
+    """What it returns, and how often it let others run."""
+    num_yields = 0
+    while True:
+        try:
+            next(taking_apart)
+        except StopIteration as end:
+            return end.value, num_yields
+        num_yields += 1
+
+
+def decoded(members: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: json.loads(bytes(value.text)) if isinstance(value, RawJson) else value
+        for name, value in members.items()
+    }
+
+
+@pytest.mark.usefixtures("everything_is_large")
+@settings(max_examples=200)
+@given(objects, st.booleans(), st.sampled_from([None, 1]))
+def test_the_members_are_those_that_json_finds(
+    content: dict[str, Any], ascii_only: bool, indent: int | None
+) -> None:
+    raw = json.dumps(content, ensure_ascii=ascii_only, indent=indent).encode()
+    members, _ = run(members_of(bytearray(raw)))
+    assert decoded(members) == content
+    assert json.loads(b"".join(encode(members))) == content
+    for name, value in members.items():
+        if isinstance(value, RawJson) and isinstance(content[name], list):
+            assert value.num_items == len(content[name])
+
+
+@pytest.mark.usefixtures("everything_is_large")
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"[1]", b'{"a": 1', b'{"a": "x', b'{"a": [1, {"b": "]"}', b'{"a" 1}', b'{a: 1}',
+        b'{"a": 1} x', b'{"a": 1,}', b'{"a": }', b'{"a": NaN}', b'{"a": 1e999}', b'{"a": "\\"}',
+    ],
+)  # fmt: skip
+def test_what_is_no_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        run(members_of(raw))
+
+
+@pytest.mark.usefixtures("everything_is_large")
+def test_the_last_of_equal_names_counts_for_judgement_and_engine_alike() -> None:
+    members, _ = run(members_of(b'{"n": 1, "prompt": "0123456789abcdef", "n": 2}'))
+    assert members["n"] == 2
+    assert json.loads(b"".join(encode(members)))["n"] == 2
+
+
+LONG = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "reason"),
+    [
+        ([7] * LONG, LONG, None),
+        ([[7] * LONG], None, None),
+        (["x" * LONG], None, None),
+        ("x" * LONG, LONG // 4, None),
+        (["x" * LONG, "y"], None, two_step.NOT_ONE_PROMPT),
+        ([[7] * LONG, [7]], None, two_step.NOT_ONE_PROMPT),
+    ],
+    ids=["ids", "list of ids", "list of text", "text", "two texts", "two lists of ids"],
+)
+def test_a_long_prompt_stays_text_and_is_judged_all_the_same(
+    prompt: Any, tokens: int | None, reason: str | None
+) -> None:
+    raw = json.dumps({"prompt": prompt, "max_tokens": 3}).encode()
+    members, num_yields = run(members_of(raw))
+    assert isinstance(members["prompt"], RawJson)
+    assert members["max_tokens"] == 3
+    assert num_yields >= len(raw) // body_module.WINDOW_BYTES - 1
+    assert two_step.local_prefill_reason(COMPLETIONS, members) == reason
+    assert tokens is None or num_tokens(members) == tokens
+    sent = json.loads(b"".join(encode(two_step.prefill_body(members))))
+    assert (sent["prompt"], sent["max_tokens"]) == (prompt, 1)
+
+
+def test_backslashes_without_end_take_linear_time_and_count_right() -> None:
+    for num in (2 * LONG, 2 * LONG + 1):
+        raw = b'{"prompt": "' + b"\\" * num + b'", "n": 1}'
+        if num % 2:
+            with pytest.raises(ValueError, match="expected ',' at byte"):
+                run(members_of(raw))
+        else:
+            assert run(members_of(raw))[0]["n"] == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [
+        ({"prompt": "12345"}, 2),
+        ({"prompt": [1, 2, 3]}, 3),
+        ({"prompt": [[1, 2, 3]]}, 3),
+        ({"messages": [{"role": "user", "content": "12345678"}]}, 3),
+        ({"messages": 7}, 0),
+    ],
+)
+def test_tokens_are_counted_or_estimated(body: dict[str, Any], tokens: int) -> None:
+    assert num_tokens(body) == tokens
+
+
+def test_a_short_prompt_is_not_worth_two_steps() -> None:
+    body = {"prompt": "x" * 80}
+    assert two_step.local_prefill_reason(COMPLETIONS, body, 20) is None
+    assert two_step.local_prefill_reason(COMPLETIONS, body, 21) == two_step.SHORT_PROMPT
+
+
+@pytest.mark.parametrize("prompt", ["abcdef" * 9, list(range(50)), ["text", "b"]], ids=repr)
+def test_bodies_that_begin_alike_have_the_same_prefix(prompt: Any) -> None:
+    longer = prompt + ("zz" if isinstance(prompt, str) else [9, 9])
+    first, second = (prefix_text({"prompt": each}, 8) for each in (prompt, longer))
+    assert first == second
+    assert len(first) == 8

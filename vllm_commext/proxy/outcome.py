@@ -1,0 +1,39 @@
+"""What became of one request: for the counts, the access log and the answer's headers."""
+
+import time
+from dataclasses import dataclass, field
+
+from vllm_commext.proxy.failures import SIDE_PROXY
+
+TWO_STEP = "two-step"
+LOCAL_PREFILL = "local-prefill"
+DIRECT = "direct"
+
+
+@dataclass
+class Outcome:
+    """Filled in while the request is served. kind, side: labels of the count. path: how it went,
+    one of `TWO_STEP`, `LOCAL_PREFILL` and `DIRECT`. first_token_seconds: None before it came."""
+
+    request_id: str
+    kind: str = "ok"
+    side: str = SIDE_PROXY
+    path: str = ""
+    prefill: str = ""
+    decode: str = ""
+    status: int = 0
+    began: float = field(default_factory=time.monotonic)
+    first_token_seconds: float | None = None
+
+    def set(self, kind: str, side: str) -> None:
+        self.kind, self.side = kind, side
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def headers(self) -> dict[str, str]:
+        """What the client is told of the engines that answered."""
+        told = {"X-Request-Id": self.request_id, "X-Commext-Path": self.path}
+        told |= {"X-Commext-Decode": self.decode}
+        return told | ({"X-Commext-Prefill": self.prefill} if self.path == TWO_STEP else {})

@@ -1,0 +1,185 @@
+"""One request's way through the engines: two steps, or a decode engine alone."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from vllm_commext.proxy import two_step
+from vllm_commext.proxy.body import encode, num_tokens
+from vllm_commext.proxy.config import ProxyConfig
+from vllm_commext.proxy.engines import DECODE, Engine, EnginePool
+from vllm_commext.proxy.errors import SIDE
+from vllm_commext.proxy.failures import ProxyError
+from vllm_commext.proxy.intake import BodyBudget, Intake
+from vllm_commext.proxy.metrics import ProxyMetrics
+from vllm_commext.proxy.opening import Opened
+from vllm_commext.proxy.outcome import DIRECT, LOCAL_PREFILL, TWO_STEP, Outcome
+from vllm_commext.proxy.relay import Relay
+from vllm_commext.proxy.upstream import Payload, Prefilled, Upstream
+
+logger = logging.getLogger("vllm.commext.proxy")
+
+ENDPOINTS = {
+    "/v1/completions": two_step.COMPLETIONS,
+    "/v1/chat/completions": two_step.CHAT,
+}
+# Passed to a decode engine as they are: no completion, or an object that stays at that engine.
+DIRECT_ENDPOINTS = {
+    "/v1/responses": "responses",
+    "/v1/embeddings": "embeddings",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
+}
+
+
+class Service:
+    """Serves requests that have been admitted."""
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        upstream: Upstream,
+        pools: Mapping[str, EnginePool],
+        metrics: ProxyMetrics,
+        budget: BodyBudget,
+    ) -> None:
+        self._config = config
+        self._upstream = upstream
+        self._pools = pools
+        self._metrics = metrics
+        self._budget = budget
+
+    async def serve(
+        self, request: web.Request, headers: Mapping[str, str], outcome: Outcome
+    ) -> web.StreamResponse:
+        """Answer *request*. Raises `ProxyError` and `ClientGoneError`."""
+        opened = await self._open(request, headers, outcome)
+        try:
+            return await self._relay(request, opened, outcome)
+        finally:
+            opened.close()
+
+    async def _open(
+        self, request: web.Request, headers: Mapping[str, str], outcome: Outcome
+    ) -> Opened:
+        """An answer that has begun. The body is held no longer than until then."""
+        intake = Intake(self._budget, self._config)
+        try:
+            attempts = _Attempts(request.path, await intake.read(request), headers)
+            while True:
+                try:
+                    return await self._attempt(attempts, outcome)
+                except ProxyError as error:
+                    attempts.num_failed += 1
+                    gave_up = attempts.num_failed >= self._config.request_attempts
+                    if gave_up or not error.can_restart or error.side != DECODE:
+                        raise
+                    attempts.note(error, self._pools[DECODE])
+                    self._metrics.restarts.labels(error.kind).inc()
+                    logger.warning("request %s is served anew: %s", outcome.request_id, error)
+        finally:
+            intake.release()
+
+    async def _attempt(self, attempts: "_Attempts", outcome: Outcome) -> Opened:
+        prefilled, body = None, attempts.body
+        if attempts.path in ENDPOINTS:
+            prefilled = await self._prefill(attempts)
+            outcome.path = LOCAL_PREFILL
+        else:
+            outcome.path = DIRECT
+        if prefilled is not None and prefilled.kv_transfer_params is not None:
+            outcome.path, outcome.prefill = TWO_STEP, prefilled.engine.name
+            body = two_step.decode_body(body, prefilled.kv_transfer_params)
+            attempts.prefilled_by = prefilled.engine
+        try:
+            opened = await self._upstream.decode(attempts.payload(body), attempts.failed_decode)
+        except BaseException:
+            if prefilled is not None:
+                _log_unread_blocks(prefilled, outcome.request_id)
+            raise
+        outcome.decode = opened.engine.name
+        outcome.first_token_seconds = opened.opened_at - outcome.began
+        return opened
+
+    async def _prefill(self, attempts: "_Attempts") -> Prefilled | None:
+        """Step 1, or None (counted, with the reason) if the request goes without it."""
+        endpoint, body = ENDPOINTS[attempts.path], attempts.body
+        reason = two_step.local_prefill_reason(endpoint, body, self._config.min_prompt_tokens)
+        if reason is None:
+            payload = attempts.payload(two_step.prefill_body(body), is_stream=False)
+            try:
+                prefilled = await self._upstream.prefill(payload, attempts.failed_prefill)
+            except ProxyError as error:
+                if error.status < 500:
+                    raise
+                away = error.kind in ("no_engine", "unreachable", "lost")
+                reason = two_step.PREFILL_AWAY if away else two_step.PREFILL_FAILED
+                reason = two_step.AFTER_FAILURE if attempts.failed_prefill else reason
+            else:
+                if prefilled.kv_transfer_params is not None:
+                    return prefilled
+                reason = two_step.NO_PARAMETERS
+                logger.info(
+                    "%s returned no kv_transfer_params; has it a KV connector as producer?",
+                    prefilled.engine.name,
+                )
+        self._metrics.local_prefills.labels(reason).inc()
+        return None
+
+    async def _relay(
+        self, request: web.Request, opened: Opened, outcome: Outcome
+    ) -> web.StreamResponse:
+        metrics, engine = self._metrics, opened.engine.name
+        told = outcome.headers()
+        outcome.status = opened.response.status
+        if opened.response.status >= 400:
+            told[SIDE] = DECODE
+            outcome.set("engine_error", DECODE)
+        elif opened.cutter is not None and outcome.first_token_seconds is not None:
+            metrics.first_token_seconds.labels(engine).observe(outcome.first_token_seconds)
+        on_gap = metrics.inter_token_seconds.labels(engine).observe
+        relayed = await Relay(request, opened, self._config, on_gap).run(told)
+        if relayed.failure is not None:
+            outcome.set(relayed.failure.kind, relayed.failure.side)
+            logger.warning("request %s broke: %s", outcome.request_id, relayed.failure)
+        elif opened.response.status < 400:
+            metrics.request_seconds.labels(engine).observe(outcome.seconds)
+        return relayed.response
+
+
+class _Attempts:
+    """A request's body, and the engines that have failed it so far."""
+
+    def __init__(self, path: str, body: Any, headers: Mapping[str, str]) -> None:
+        self.path = path
+        self.body = two_step.checked_body(body)
+        self.num_failed = 0
+        self.failed_prefill: list[Engine] = []
+        self.failed_decode: list[Engine] = []
+        self.prefilled_by: Engine | None = None
+        self._headers = headers
+        self._tokens = num_tokens(self.body)
+
+    def payload(self, body: Mapping[str, Any], is_stream: bool | None = None) -> Payload:
+        """*body* on its way to an engine; by default the answer streams if the client's does."""
+        streams = bool(body.get("stream")) if is_stream is None else is_stream
+        return Payload(self.path, self._headers, encode(body), self._tokens, streams)
+
+    def note(self, error: ProxyError, decode: EnginePool) -> None:
+        """Next time, others shall do it: a load fails because of either side."""
+        self.failed_decode += [one for one in decode.engines if one.name == error.engine]
+        if self.prefilled_by is not None:
+            self.failed_prefill.append(self.prefilled_by)
+            self.prefilled_by = None
+
+
+def _log_unread_blocks(prefilled: Prefilled, request_id: str) -> None:
+    if prefilled.kv_transfer_params is not None:
+        logger.warning(
+            "request %s ended before a decode engine answered: unless one has read them, "
+            "%s keeps its KV blocks until their lease expires",
+            request_id,
+            prefilled.engine.name,
+        )
