@@ -10,9 +10,9 @@
 #ifndef VLLM_COMMEXT_SHM_CORE_H
 #define VLLM_COMMEXT_SHM_CORE_H
 
+#include "spill.h"
 #include "wait.h"
 
-#define RING_WRITER (-1)
 #define RING_NOBODY (-2)
 
 struct ring_part {
@@ -26,6 +26,7 @@ struct ring_progress {
     uint32_t n_parts;     /* as the user counts them */
     uint64_t total, done; /* bytes of the record, and how many of them have passed */
     uint64_t begun;       /* writer: where its first fragment is */
+    uint64_t waited_ns;   /* writer: for room, in all */
     uint32_t part;        /* the next byte belongs to this part ... */
     uint64_t offset;      /* ... at this place */
 };
@@ -35,6 +36,7 @@ struct ring_end {
     struct ring_reader *readers;
     unsigned char *data;
     uint64_t map_bytes, capacity;
+    uint64_t reserve; /* writer: of the ring's room, for what is spilled */
     uint32_t n_readers, max_fragment;
     int rank;           /* of this reader, or RING_WRITER */
     uint64_t position;  /* of the next byte to write or read */
@@ -48,6 +50,7 @@ struct ring_end {
     int fragment_open, has_memory;
     uint32_t fragment_flags;
     uint64_t copy_at, copy_end; /* payload of the open fragment that is still to be copied */
+    int fragment_spilled;       /* ... and it is in the file, not in the ring */
     uint64_t fragment_end;      /* where the next fragment starts */
     uint64_t lengths[RING_MAX_PARTS]; /* the record's table */
     struct ring_part parts[RING_MAX_PARTS]; /* where the caller wants the parts */
@@ -56,9 +59,12 @@ struct ring_end {
     uint64_t looked_ns;     /* writer: when it last looked after all readers ... */
     uint64_t looked_position; /* ... and where it was then */
     int lost_reader;        /* writer: which one it then found dead */
+    uint64_t stalled_at, stalled_until; /* writer: the slowest reader's cursor, when it last waited */
     uint64_t wait_started;
+    struct ring_spills spills; /* writer */
     struct ring_waiter waiter;
     struct ring_place place;
+    struct ring_end *next_open; /* of this process's */
 };
 
 static inline int ring_corrupt(struct ring_end *end, const char *why) {
@@ -66,10 +72,9 @@ static inline int ring_corrupt(struct ring_end *end, const char *why) {
     return RING_CORRUPT;
 }
 
-static inline void ring_identify(struct ring_identity *who, uint64_t pid_namespace) {
+static inline void ring_identify(struct ring_end *end, struct ring_identity *who) {
     who->pid = (uint32_t)getpid();
-    who->start_time = ring_process_start(who->pid);
-    who->pid_namespace = pid_namespace;
+    who->locked = ring_lock(end->waiter.fd, end->rank) == 0;
     atomic_store(&who->state, RING_ATTACHED);
 }
 
@@ -91,7 +96,8 @@ static inline void ring_copy_out(struct ring_end *end, uint64_t position, void *
 
 /* ---- creating and attaching ---- */
 
-static inline void ring_open(struct ring_end *end, void *map, uint64_t map_bytes,
+/* `fd`: of the file that is mapped, kept by this end; -1 for memory without one. */
+static inline void ring_open(struct ring_end *end, int fd, void *map, uint64_t map_bytes,
                              uint64_t capacity, uint32_t n_readers, int rank) {
     memset(end, 0, sizeof *end);
     end->segment = map;
@@ -104,12 +110,20 @@ static inline void ring_open(struct ring_end *end, void *map, uint64_t map_bytes
     end->rank = rank;
     end->limit = rank == RING_WRITER ? capacity : 0;
     end->culprit = end->lost_reader = RING_NOBODY;
-    end->waiter.pid_namespace = ring_pid_namespace();
+    end->waiter.fd = fd;
+    end->stalled_at = RING_NEVER;
+    end->spills.next = end->spills.freed = end->spills.punched = end->spills.high = map_bytes;
     end->place.core =
         rank == RING_WRITER ? &end->segment->head.core : &end->readers[rank].cursor.core;
     end->place.segment = end->segment;
     end->place.readers = end->readers;
     end->place.n_readers = n_readers;
+}
+
+/* The writer may have so many bytes behind the ring at once. */
+static inline void ring_set_budget(struct ring_end *end, uint64_t budget) {
+    end->spills.budget = budget;
+    end->reserve = budget > 0 ? ring_reserve(end->capacity) : 0;
 }
 
 /* The segment is fresh from the kernel, all zero. */
@@ -120,7 +134,7 @@ static inline void ring_format(struct ring_end *end, const unsigned char *nonce)
     header->capacity = end->capacity;
     header->map_bytes = end->map_bytes;
     memcpy(header->nonce, nonce, RING_NONCE_BYTES);
-    ring_identify(&end->segment->writer, end->waiter.pid_namespace);
+    ring_identify(end, &end->segment->writer);
     atomic_store_explicit(&header->magic, RING_MAGIC, memory_order_release);
 }
 
@@ -130,7 +144,7 @@ static inline int ring_claim(struct ring_end *end) {
     struct ring_meeting *meeting = &end->segment->meeting;
     uint32_t expected = RING_FREE;
     if (!atomic_compare_exchange_strong(&mine->state, &expected, RING_CLAIMED)) return 0;
-    ring_identify(mine, end->waiter.pid_namespace);
+    ring_identify(end, mine);
     atomic_fetch_add(&meeting->attached, 1);
     ring_wake(&meeting->event);
     return 1;

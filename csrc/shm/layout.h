@@ -8,6 +8,7 @@
  *   4 * RING_LINE     meeting         readers attached, "everyone is here", what both sleep on
  *   RING_READERS_AT   per reader: cursor line, identity line
  *   (page aligned)    data            `capacity` bytes, a power of two
+ *   map_bytes         spilled data    read and written by the file's descriptor, not mapped
  *
  * Positions are 64-bit byte counts that never wrap in practice; the place in the ring is
  * position & (capacity - 1). While readers keep up the writer skips all but the first quarter (the
@@ -27,7 +28,7 @@ _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "64-bit atomics must be lock-free ac
 _Static_assert(ATOMIC_INT_LOCK_FREE == 2, "32-bit atomics must be lock-free across processes");
 
 #define RING_MAGIC UINT64_C(0x31474e5258434356) /* "VCCXRNG1" */
-#define RING_VERSION 4u
+#define RING_VERSION 5u
 #define RING_LINE 128u
 #define RING_READERS_AT (8u * RING_LINE)
 #define RING_PAGE 4096u
@@ -38,6 +39,7 @@ _Static_assert(ATOMIC_INT_LOCK_FREE == 2, "32-bit atomics must be lock-free acro
 #define RING_MAX_READERS 4096u
 #define RING_MAX_PARTS 1024u
 #define RING_MAX_FRAGMENT (256u << 10)
+#define RING_MAX_SPILLS 1024u /* under way at once */
 #define RING_MAX_RECORD (UINT64_C(1) << 40)
 #define RING_IMMUTABLE (UINT64_C(1) << 63) /* in the table: this part was, and becomes, `bytes` */
 
@@ -52,12 +54,11 @@ struct ring_header {
     unsigned char nonce[RING_NONCE_BYTES];
 };
 
-/* Who holds an end. The start time tells a process from a later one with the same pid. */
+/* Who holds an end. It lives as long as its byte of the file is locked: see file.h. */
 struct ring_identity {
     _Atomic uint32_t state;
-    uint32_t pid;
-    uint64_t start_time;    /* clock ticks since boot, field 22 of /proc/<pid>/stat */
-    uint64_t pid_namespace; /* inode; a pid of another namespace says nothing here */
+    uint32_t pid;    /* in its own pid namespace, for messages */
+    uint32_t locked; /* the kernel has given it the lock */
 };
 
 /* A word to sleep on. Bit 0: somebody sleeps, or is about to. Every wake-up changes the rest. */
@@ -96,8 +97,9 @@ struct ring_segment {
 _Static_assert(sizeof(struct ring_reader) == 2 * RING_LINE, "two lines a reader");
 _Static_assert(sizeof(struct ring_segment) <= RING_READERS_AT, "fixed lines overlap the readers");
 
-/* RING_SKIP: nothing follows up to the end of the ring; the next fragment is at its beginning. */
-enum ring_flags { RING_FIRST = 1, RING_LAST = 2, RING_ABORT = 4, RING_SKIP = 8 };
+/* RING_SKIP: nothing follows up to the end of the ring; the next fragment is at its beginning.
+ * RING_SPILL: a struct ring_spill says where the rest of the record is. */
+enum ring_flags { RING_FIRST = 1, RING_LAST = 2, RING_ABORT = 4, RING_SKIP = 8, RING_SPILL = 16 };
 
 /* In front of every fragment of a record. A record is one fragment unless it is long: then it is
  * streamed, so that it may exceed the ring and readers copy while the writer still writes. */
@@ -111,6 +113,11 @@ struct ring_fragment {
 };
 
 _Static_assert(sizeof(struct ring_fragment) == RING_ALIGN, "headers must not wrap");
+
+/* Bytes of the file behind the ring. */
+struct ring_spill {
+    uint64_t offset, bytes;
+};
 
 static inline uint64_t ring_round_up(uint64_t bytes, uint64_t to) {
     return (bytes + to - 1) / to * to;
@@ -128,6 +135,12 @@ static inline uint64_t ring_segment_bytes(uint64_t capacity, uint32_t n_readers)
 /* Room that a fragment of `bytes` takes, header and padding included. */
 static inline uint64_t ring_span(uint64_t bytes) {
     return RING_ALIGN + ring_round_up(bytes, RING_ALIGN);
+}
+
+/* Room that is kept for the places of what is spilled, so that a full ring can still refer to it. */
+static inline uint64_t ring_reserve(uint64_t capacity) {
+    uint64_t most = RING_MAX_SPILLS * ring_span(sizeof(struct ring_spill));
+    return most < capacity / 4 ? most : capacity / 4;
 }
 
 /* How much of the ring is used while readers keep up: a quarter. */

@@ -31,7 +31,7 @@ static inline int ring_need_data(struct ring_end *end, uint64_t deadline, int ma
         if (!may_wait) return RING_WOULD_BLOCK;
         struct ring_wish wish = {
             .cursor = &segment->head.position, .event = &segment->news,
-            .target = end->position + 1, .peer = &segment->writer,
+            .target = end->position + 1, .peer = &segment->writer, .peer_rank = RING_WRITER,
             .in_record = end->at.active, .peer_core = &segment->head.core};
         int status = ring_wait(&end->waiter, &wish, &end->wait_started, deadline);
         if (status != RING_OK) {
@@ -71,6 +71,34 @@ static inline void ring_release_fragment(struct ring_end *end) {
     ring_advance(&end->waiter, &cursor->position, end->position, &cursor->room, &cursor->wanted);
 }
 
+/* The next bytes of the open fragment, wherever they are. */
+static inline int ring_take(struct ring_end *end, void *to, uint64_t bytes) {
+    if (!end->fragment_spilled)
+        ring_copy_out(end, end->copy_at, to, bytes);
+    else if (ring_read_file(end->waiter.fd, to, bytes, end->copy_at) < 0)
+        return ring_corrupt(end, "what was written behind the ring cannot be read");
+    end->copy_at += bytes;
+    return RING_OK;
+}
+
+/* Where a fragment's payload is, and how much. */
+static inline const char *ring_find_payload(struct ring_end *end,
+                                            const struct ring_fragment *fragment) {
+    end->copy_at = end->position + RING_ALIGN;
+    end->copy_end = end->copy_at + fragment->bytes;
+    end->fragment_spilled = (fragment->flags & RING_SPILL) != 0;
+    if (!end->fragment_spilled) return NULL;
+    struct ring_spill spill;
+    if (fragment->bytes != sizeof spill) return "a record's place behind the ring is damaged";
+    ring_copy_out(end, end->copy_at, &spill, sizeof spill);
+    if (spill.offset < end->map_bytes || spill.bytes > RING_MAX_RECORD ||
+        !ring_file_holds(end->waiter.fd, spill.offset, spill.bytes))
+        return "a record's place behind the ring is damaged";
+    end->copy_at = spill.offset;
+    end->copy_end = spill.offset + spill.bytes;
+    return NULL;
+}
+
 /* The lengths of the parts into end->lengths: from the table, or the record itself. */
 static inline const char *ring_read_table(struct ring_end *end) {
     struct ring_progress *at = &end->at;
@@ -80,8 +108,8 @@ static inline const char *ring_read_table(struct ring_end *end) {
         return NULL;
     }
     if (table > end->copy_end - end->copy_at) return "a record's table is cut short";
-    ring_copy_out(end, end->copy_at, end->lengths, table);
-    end->copy_at += table;
+    int status = ring_take(end, end->lengths, table);
+    if (status != RING_OK) return end->why;
     at->done = table;
     uint64_t left = at->total - table;
     for (uint32_t i = 0; i < at->n_parts; i++) {
@@ -120,13 +148,14 @@ static inline int ring_open_fragment(struct ring_end *end) {
         ring_drop_record(end);
         return RING_OK;
     }
-    uint64_t upto = at->done + fragment.bytes; /* `at` is all zero before the first fragment */
+    why = ring_find_payload(end, &fragment);
+    if (why != NULL) return ring_corrupt(end, why);
+    /* `at` is all zero before the first fragment */
+    uint64_t upto = at->done + (end->copy_end - end->copy_at);
     int is_last = (fragment.flags & RING_LAST) != 0;
     if (upto > fragment.record_bytes || is_last != (upto == fragment.record_bytes))
         return ring_corrupt(end, "a record's fragments do not add up");
     end->fragment_flags = fragment.flags;
-    end->copy_at = end->position + RING_ALIGN;
-    end->copy_end = end->copy_at + fragment.bytes;
     end->fragment_open = 1;
     if (at->active) return RING_OK;
     at->active = 1;
@@ -136,21 +165,22 @@ static inline int ring_open_fragment(struct ring_end *end) {
     return why == NULL ? RING_OK : ring_corrupt(end, why);
 }
 
-static inline void ring_copy_fragment_out(struct ring_end *end) {
+static inline int ring_copy_fragment_out(struct ring_end *end) {
     struct ring_progress *at = &end->at;
     at->done += end->copy_end - end->copy_at;
     while (end->copy_at < end->copy_end) {
         struct ring_part *part = &end->parts[at->part];
         uint64_t take = part->bytes - at->offset, left = end->copy_end - end->copy_at;
         if (take > left) take = left;
-        if (take > 0) ring_copy_out(end, end->copy_at, part->data + at->offset, take);
-        end->copy_at += take;
+        if (take > 0 && ring_take(end, part->data + at->offset, take) != RING_OK)
+            return RING_CORRUPT;
         at->offset += take;
         if (at->offset == part->bytes) {
             at->part++;
             at->offset = 0;
         }
     }
+    return RING_OK;
 }
 
 static inline void ring_finish_fragment(struct ring_end *end) {
@@ -179,7 +209,7 @@ static inline int ring_read(struct ring_end *end, uint64_t deadline, int may_wai
             if (!end->fragment_open) continue;
         }
         if (!end->has_memory) return RING_NEED_MEMORY;
-        ring_copy_fragment_out(end);
+        if (ring_copy_fragment_out(end) != RING_OK) return RING_CORRUPT;
         uint32_t is_last = end->fragment_flags & RING_LAST;
         ring_finish_fragment(end);
         if (is_last) return RING_OK;

@@ -8,9 +8,25 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
+static struct ring_end *open_ends; /* of this process; changed under the interpreter's lock */
+
+static void remember_end(struct ring_end *end) {
+    end->next_open = open_ends;
+    open_ends = end;
+}
+
+static void forget_end(struct ring_end *end) {
+    struct ring_end **link = &open_ends;
+    while (*link != end) link = &(*link)->next_open;
+    *link = end->next_open;
+    close(end->waiter.fd);
+}
+
+/* The child owns none of the ends, and must not keep the parent's alive. */
 static void ring_after_fork(void) {
     ring_generation++;
     ring_forget_places();
+    for (; open_ends != NULL; open_ends = open_ends->next_open) close(open_ends->waiter.fd);
 }
 
 /* ---- the meeting of writer and readers ---- */
@@ -59,7 +75,7 @@ static PyObject *Ring_wait_ready(PyObject *op, PyObject *timeout) {
     if (check_usable(self, 0) < 0) return NULL;
     struct ring_meeting *meeting = &self->end.segment->meeting;
     struct ring_wish wish = {.cursor = &meeting->ready, .event = &meeting->event, .target = 1,
-                             .peer = &self->end.segment->writer};
+                             .peer = &self->end.segment->writer, .peer_rank = RING_WRITER};
     return wait_for(self, wish, timeout);
 }
 
@@ -86,6 +102,7 @@ static PyObject *Ring_counters(PyObject *op, PyObject *Py_UNUSED(ignored)) {
     struct ring_end *end = &((RingObject *)op)->end;
     uint64_t high_water = 0, least = UINT64_MAX;
     unsigned slowest = 0;
+    if (((RingObject *)op)->process != ring_generation) return PyDict_New();
     for (uint32_t rank = 0; rank < end->n_readers; rank++) {
         struct ring_cursor *cursor = &end->readers[rank].cursor;
         uint64_t position = atomic_load_explicit(&cursor->position, memory_order_relaxed);
@@ -96,12 +113,13 @@ static PyObject *Ring_counters(PyObject *op, PyObject *Py_UNUSED(ignored)) {
             slowest = rank;
         }
     }
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:I}", "messages", (unsigned long long)end->sequence,
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:I}", "messages", (unsigned long long)end->sequence,
                          "bytes", (unsigned long long)end->bytes, "waits",
                          (unsigned long long)end->waiter.waits, "parks",
                          (unsigned long long)end->waiter.parks, "wake_ups",
                          (unsigned long long)end->waiter.wake_ups, "moves",
-                         (unsigned long long)end->waiter.mover.moves, "high_water_bytes",
+                         (unsigned long long)end->waiter.mover.moves, "spilled_bytes",
+                         (unsigned long long)end->spills.bytes, "high_water_bytes",
                          (unsigned long long)high_water, "slowest_reader", slowest);
 }
 
@@ -111,7 +129,8 @@ static PyObject *describe(const struct ring_end *end, int rank) {
     const struct ring_cursor *cursor =
         rank == RING_WRITER ? &end->segment->head : &end->readers[rank].cursor;
     unsigned state = atomic_load_explicit(&who->state, memory_order_acquire);
-    int dead = state == RING_ATTACHED && ring_is_dead(who, end->waiter.pid_namespace);
+    int dead = state == RING_ATTACHED && rank != end->rank &&
+               ring_is_dead(end->waiter.fd, who, rank);
     return Py_BuildValue(
         "(iIINKKK)", rank, state, (unsigned)who->pid, PyBool_FromLong(!dead),
         (unsigned long long)atomic_load_explicit(&cursor->sequence, memory_order_relaxed),
@@ -121,6 +140,7 @@ static PyObject *describe(const struct ring_end *end, int rank) {
 
 static PyObject *Ring_peers(PyObject *op, PyObject *Py_UNUSED(ignored)) {
     struct ring_end *end = &((RingObject *)op)->end;
+    if (((RingObject *)op)->process != ring_generation) return PyList_New(0);
     PyObject *list = PyList_New((Py_ssize_t)end->n_readers + 1);
     for (int i = 0; list != NULL && i <= (int)end->n_readers; i++) {
         PyObject *peer = describe(end, i - 1);
@@ -139,42 +159,48 @@ static PyObject *Ring_failure(PyObject *op, PyObject *Py_UNUSED(ignored)) {
 static int open_end(RingObject *self, int fd, unsigned long long map_bytes,
                     unsigned long long capacity, unsigned n_readers, int rank,
                     const unsigned char *nonce) {
-    int protection = PROT_READ | PROT_WRITE;
-    void *map = mmap(NULL, (size_t)map_bytes, protection, MAP_SHARED | MAP_POPULATE, fd, 0);
+    int protection = PROT_READ | PROT_WRITE, own_fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    void *map = MAP_FAILED;
+    if (own_fd >= 0)
+        map = mmap(NULL, (size_t)map_bytes, protection, MAP_SHARED | MAP_POPULATE, own_fd, 0);
     if (map == MAP_FAILED) {
         PyErr_SetFromErrno(PyExc_OSError);
+        if (own_fd >= 0) close(own_fd);
         return -1;
     }
-    ring_open(&self->end, map, map_bytes, capacity, n_readers, rank);
+    /* A mapping keeps the file open, and so the lock: a child must not have it. */
+    madvise(map, (size_t)map_bytes, MADV_DONTFORK);
+    ring_open(&self->end, own_fd, map, map_bytes, capacity, n_readers, rank);
     self->process = ring_generation;
-    if (rank == RING_WRITER) {
+    const char *why = NULL;
+    if (rank == RING_WRITER)
         ring_format(&self->end, nonce);
-        ring_add_place(&self->end.place);
-        return 0;
-    }
-    const char *why =
-        ring_bad_header(&self->end.segment->header, capacity, n_readers, map_bytes, nonce);
-    if (why == NULL && !ring_claim(&self->end)) why = "this reader's place is taken already";
+    else
+        why = ring_bad_header(&self->end.segment->header, capacity, n_readers, map_bytes, nonce);
+    if (why == NULL && rank != RING_WRITER && !ring_claim(&self->end))
+        why = "this reader's place is taken already";
     if (why == NULL) {
+        remember_end(&self->end);
         ring_add_place(&self->end.place);
         return 0;
     }
     munmap(map, (size_t)map_bytes);
+    close(own_fd);
     self->end.segment = NULL;
     PyErr_SetString(PyExc_ValueError, why);
     return -1;
 }
 
-/* Ring(fd, map_bytes, capacity, n_readers, rank, nonce): rank -1 formats the segment as its writer,
- * any other claims that reader's place. The descriptor may be closed afterwards. */
+/* Ring(fd, map_bytes, capacity, n_readers, rank, nonce, budget): rank -1 formats the segment as its
+ * writer, any other claims that reader's place. The end keeps a duplicate of the descriptor. */
 static PyObject *Ring_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     int fd, rank;
-    unsigned long long map_bytes, capacity;
+    unsigned long long map_bytes, capacity, budget;
     unsigned n_readers;
     const char *nonce;
     Py_ssize_t nonce_bytes;
-    if (!PyArg_ParseTuple(args, "iKKIiy#", &fd, &map_bytes, &capacity, &n_readers, &rank, &nonce,
-                          &nonce_bytes))
+    if (!PyArg_ParseTuple(args, "iKKIiy#K", &fd, &map_bytes, &capacity, &n_readers, &rank, &nonce,
+                          &nonce_bytes, &budget))
         return NULL;
     const char *why = ring_bad_shape(capacity, n_readers, map_bytes);
     if (why == NULL && (rank < RING_WRITER || rank >= (int)n_readers))
@@ -186,6 +212,8 @@ static PyObject *Ring_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     if (self == NULL) return NULL;
     if (open_end(self, fd, map_bytes, capacity, n_readers, rank, (const unsigned char *)nonce) < 0)
         Py_CLEAR(self);
+    else if (rank == RING_WRITER)
+        ring_set_budget(&self->end, budget);
     return (PyObject *)self;
 }
 
@@ -193,11 +221,10 @@ static void Ring_dealloc(PyObject *op) {
     RingObject *self = (RingObject *)op;
     PyTypeObject *type = Py_TYPE(op);
     Py_CLEAR(self->received);
-    if (self->end.segment != NULL) {
-        if (self->process == ring_generation) {
-            ring_leave(&self->end);
-            ring_remove_place(&self->end.place);
-        }
+    if (self->end.segment != NULL && self->process == ring_generation) {
+        ring_leave(&self->end);
+        ring_remove_place(&self->end.place);
+        forget_end(&self->end);
         munmap(self->end.segment, (size_t)self->end.map_bytes);
     }
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
@@ -207,17 +234,19 @@ static void Ring_dealloc(PyObject *op) {
 
 /* ---- module ---- */
 
-static PyObject *module_process_start(PyObject *Py_UNUSED(module), PyObject *pid) {
-    unsigned long number = PyLong_AsUnsignedLong(pid);
-    if (PyErr_Occurred()) return NULL;
-    uint64_t start = number == 0 || number > INT_MAX ? 0 : ring_process_start((uint32_t)number);
-    if (start == RING_NEVER) return PyErr_SetString(PyExc_OSError, "cannot read /proc"), NULL;
-    if (start == 0) Py_RETURN_NONE;
-    return PyLong_FromUnsignedLongLong(start);
+/* create_file(path, bytes) -> descriptor */
+static PyObject *module_create_file(PyObject *Py_UNUSED(module), PyObject *args) {
+    const char *path;
+    unsigned long long bytes;
+    if (!PyArg_ParseTuple(args, "sK", &path, &bytes)) return NULL;
+    int fd = ring_create_file(path, bytes);
+    return fd < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLong(fd);
 }
 
-static PyObject *module_pid_namespace(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
-    return PyLong_FromUnsignedLongLong(ring_pid_namespace());
+static PyObject *module_remove_abandoned(PyObject *Py_UNUSED(module), PyObject *args) {
+    const char *path;
+    if (!PyArg_ParseTuple(args, "s", &path)) return NULL;
+    return PyBool_FromLong(ring_remove_abandoned(path));
 }
 
 #define FAST(name) ((PyCFunction)(void (*)(void))(name))
@@ -232,7 +261,8 @@ static PyMethodDef ring_methods[] = {
     {"leave", Ring_leave, METH_NOARGS, "leave(): tell the others that this end is gone"},
     {"counters", Ring_counters, METH_NOARGS, "counters() -> dict, of this end"},
     {"peers", Ring_peers, METH_NOARGS,
-     "peers() -> [(rank, state, pid, alive, sequence, position, high_water)], the writer first"},
+     "peers() -> [(rank, state, pid, alive, sequence, position, high_water)], the writer first; like "
+     "counters() empty in a forked child"},
     {"failure", Ring_failure, METH_NOARGS, "failure() -> (rank of the culprit, what is corrupt)"},
     {NULL, NULL, 0, NULL},
 };
@@ -253,9 +283,10 @@ static PyType_Spec ring_spec = {
 };
 
 static PyMethodDef module_methods[] = {
-    {"process_start", module_process_start, METH_O,
-     "process_start(pid) -> start time in clock ticks since boot, None if it is gone"},
-    {"pid_namespace", module_pid_namespace, METH_NOARGS, "pid_namespace() -> inode, 0 if unknown"},
+    {"create_file", module_create_file, METH_VARARGS,
+     "create_file(path, num_bytes) -> descriptor of a new file, reserved and locked as its writer's"},
+    {"remove_abandoned", module_remove_abandoned, METH_VARARGS,
+     "remove_abandoned(path) -> whether no writer had locked it, and it is gone"},
     {NULL, NULL, 0, NULL},
 };
 

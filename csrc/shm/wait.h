@@ -12,18 +12,14 @@
 #define VLLM_COMMEXT_SHM_WAIT_H
 
 #include <errno.h>
-#include <fcntl.h>
 #include <limits.h>
 #include <linux/futex.h>
-#include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <sys/syscall.h>
-#include <sys/types.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "core_sharing.h"
+#include "file.h"
 #include "guess.h"
 #include "layout.h"
 
@@ -45,13 +41,14 @@ enum ring_status {
     RING_INTERRUPTED = 6, /* a signal came: let the interpreter handle it, then go on */
     RING_WOULD_BLOCK = 7,
     RING_NEED_MEMORY = 8, /* a record has begun: say where its parts shall go, then go on */
+    RING_SPILLED = 9,     /* inside of a write: the rest went behind the ring */
 };
 
 /* What one end counts and keeps about waiting. Process-local, never in the segment. */
 struct ring_waiter {
     _Atomic(ring_event *) waiting_on; /* non-NULL exactly while inside a wait */
     _Atomic uint32_t cancelled;
-    uint64_t pid_namespace;
+    int fd; /* of the segment's file, -1 if there is none */
     struct ring_guess guess;
     struct ring_mover mover;
     uint64_t checked_ns; /* when the peer was last known to live */
@@ -66,6 +63,7 @@ struct ring_wish {
     _Atomic uint64_t *wanted; /* where to say from which position on to be woken; NULL: any news */
     uint64_t lenient;         /* what to say in the first millisecond, >= target: fewer switches */
     const struct ring_identity *peer; /* who has to advance it; NULL: nobody in particular */
+    int peer_rank;
     int in_record;                    /* the peer is busy with a record's rest */
     _Atomic uint32_t *peer_core;      /* where the peer was last */
 };
@@ -97,55 +95,15 @@ static inline void ring_wake(ring_event *event) {
     syscall(SYS_futex, event, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-/* Start time of a live process in clock ticks since boot; 0 if it is gone or a zombie;
- * RING_NEVER if the kernel does not tell. */
-static inline uint64_t ring_process_start(uint32_t pid) {
-    char path[32], text[1024];
-    snprintf(path, sizeof path, "/proc/%u/stat", pid);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return errno == ENOENT && kill((pid_t)pid, 0) < 0 && errno == ESRCH ? 0 : RING_NEVER;
-    ssize_t length = read(fd, text, sizeof text - 1);
-    close(fd);
-    if (length <= 0) return 0; /* it went between open and read */
-    text[length] = '\0';
-    char *field = strrchr(text, ')'); /* the command's name may hold anything, also ')' */
-    if (field == NULL || field[1] != ' ') return RING_NEVER;
-    field += 2;
-    if (*field == 'Z' || *field == 'X') return 0;
-    for (int number = 3; number < 22 && field != NULL; number++) {
-        field = strchr(field, ' ');
-        if (field != NULL) field++;
-    }
-    return field == NULL ? RING_NEVER : strtoull(field, NULL, 10);
-}
-
-/* Inode of this process's pid namespace, 0 if unknown; read from the link's text, "pid:[inode]",
- * because stat() would bind the extension to glibc 2.33. */
-static inline uint64_t ring_pid_namespace(void) {
-    char text[64];
-    ssize_t length = readlink("/proc/self/ns/pid", text, sizeof text - 1);
-    if (length < 0) return 0;
-    text[length] = '\0';
-    char *inode = strchr(text, '[');
-    return inode == NULL ? 0 : strtoull(inode + 1, NULL, 10);
-}
-
-/* A stopped or slow process is alive; only one that is gone, or replaced under its pid, is dead. */
-static inline int ring_is_dead(const struct ring_identity *who, uint64_t pid_namespace) {
-    if (who->pid_namespace != pid_namespace || pid_namespace == 0) return 0;
-    uint64_t start = ring_process_start(who->pid);
-    return start != RING_NEVER && start != who->start_time;
-}
-
 /* `look` allows to ask the kernel, once a second. */
-static inline int ring_peer_status(struct ring_waiter *waiter, const struct ring_identity *peer,
+static inline int ring_peer_status(struct ring_waiter *waiter, const struct ring_wish *wish,
                                    uint64_t now, int look) {
-    if (peer == NULL) return RING_OK;
-    uint32_t state = atomic_load(&peer->state);
+    if (wish->peer == NULL) return RING_OK;
+    uint32_t state = atomic_load(&wish->peer->state);
     if (state == RING_CLOSED) return RING_PEER_CLOSED;
     if (!look || state != RING_ATTACHED || now - waiter->checked_ns < RING_SLICE_NS) return RING_OK;
     waiter->checked_ns = now;
-    return ring_is_dead(peer, waiter->pid_namespace) ? RING_PEER_DEAD : RING_OK;
+    return ring_is_dead(waiter->fd, wish->peer, wish->peer_rank) ? RING_PEER_DEAD : RING_OK;
 }
 
 /* Move an own cursor and wake who waits for it: one system call however many sleep, else none. */
@@ -204,7 +162,7 @@ static inline int ring_park(struct ring_waiter *waiter, const struct ring_wish *
         if (ring_reached(wish)) return RING_OK;
         if (atomic_load(&waiter->cancelled)) return RING_CANCELLED;
         int look = now >= deadline || now - start >= RING_FIRST_SLICE_NS; /* short waits go first */
-        int peer = ring_peer_status(waiter, wish->peer, now, look);
+        int peer = ring_peer_status(waiter, wish, now, look);
         if (peer != RING_OK) return ring_reached(wish) ? RING_OK : peer;
         if (now >= deadline) return RING_TIMEOUT;
         waiter->parks++;

@@ -5,7 +5,15 @@ MAX_PARTS: int
 
 class Ring:
     def __new__(
-        cls, fd: int, map_bytes: int, capacity: int, n_readers: int, rank: int, nonce: bytes, /
+        cls,
+        fd: int,
+        map_bytes: int,
+        capacity: int,
+        n_readers: int,
+        rank: int,
+        nonce: bytes,
+        budget: int,  # the writer's, of bytes behind the ring
+        /,
     ) -> Ring: ...
     def write(
         self,
@@ -25,5 +33,5 @@ class Ring:
     def peers(self) -> list[tuple[int, int, int, bool, int, int, int]]: ...
     def failure(self) -> tuple[int, str | None]: ...
 
-def process_start(pid: int, /) -> int | None: ...
-def pid_namespace() -> int: ...
+def create_file(path: str, num_bytes: int, /) -> int: ...
+def remove_abandoned(path: str, /) -> bool: ...

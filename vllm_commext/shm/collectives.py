@@ -18,7 +18,7 @@ import torch
 
 from ..errors import CommextError, ProtocolError
 from ..gpu.collective import Swap, agree
-from .layout import LARGEST_QUEUE_BYTES, capacity_for
+from .layout import LARGEST_RING_BYTES, capacity_for
 from .ring import TIMEOUT, RingAddress, RingReader, RingWriter
 from .segment import free_shm_bytes
 from .waiting import next_steps, warning_interval
@@ -90,7 +90,7 @@ class RingGroup:
         self._tags: dict[tuple[str, torch.dtype], bytes] = {}
 
     def _create(self) -> RingAddress:
-        capacity = capacity_for(LARGEST_QUEUE_BYTES, free_shm_bytes())
+        capacity = capacity_for(LARGEST_RING_BYTES, free_shm_bytes(), LARGEST_RING_BYTES)
         self._writer = RingWriter.create(self.world_size - 1, capacity)
         return self._writer.address
 

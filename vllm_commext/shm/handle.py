@@ -55,8 +55,8 @@ class Handle:
 class ShmRingBuffer:
     """The memory of a queue's local readers: created, or opened by its handle. Picklable.
 
-    `max_chunk_bytes` and `max_chunks` are what vLLM would reserve for; here they only bound the
-    ring's size, which is much smaller, because messages of any length are streamed through it.
+    `max_chunk_bytes` and `max_chunks` are what vLLM would reserve. Here their product is what may
+    be under way at once; the ring, through which messages are streamed, is much smaller.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ def _create(n_reader: int, nominal_bytes: int) -> RingWriter:
     capacity = capacity_for(nominal_bytes, free_shm_bytes())
     while True:
         try:
-            return RingWriter.create(n_reader, capacity)
+            return RingWriter.create(n_reader, capacity, nominal_bytes)
         except MemoryError:  # others have taken what was free a moment ago
             if capacity <= SMALLEST_QUEUE_BYTES:
                 raise

@@ -12,7 +12,8 @@ MIN_CAPACITY_BYTES = 4 << 10
 MAX_CAPACITY_BYTES = 1 << 30
 MAX_READERS = 4096
 SMALLEST_QUEUE_BYTES = 64 << 10
-LARGEST_QUEUE_BYTES = 16 << 20
+LARGEST_QUEUE_BYTES = 2 << 20
+LARGEST_RING_BYTES = 16 << 20
 
 
 def round_up(num_bytes: int, multiple: int) -> int:
@@ -34,15 +35,17 @@ def segment_bytes(capacity_bytes: int, n_readers: int) -> int:
     return round_up(FIXED_BYTES + n_readers * READER_BYTES, PAGE_BYTES) + capacity_bytes
 
 
-def capacity_for(nominal_bytes: int, free_bytes: int) -> int:
+def capacity_for(
+    nominal_bytes: int, free_bytes: int, largest_bytes: int = LARGEST_QUEUE_BYTES
+) -> int:
     """The ring's capacity for a queue that was asked to hold `nominal_bytes`.
 
-    A power of two of 64 KiB to 16 MiB: the quarter of it that is used while readers keep up is
-    enough for streaming at full speed and small enough for the cores' caches; the rest takes a long
-    message whole where readers wait for a core. And no more than a sixteenth of what is free in
-    /dev/shm, so that all the queues of a server find room in a small one.
+    A power of two of 64 KiB to `largest_bytes`: the quarter of it that is used while readers keep
+    up is enough for streaming and small enough for the cores' caches; what busy readers have not
+    taken goes beyond the ring. And no more than a sixteenth of what is free in /dev/shm, so that
+    all the queues of a server find room in a small one.
     """
     wanted = max(nominal_bytes, SMALLEST_QUEUE_BYTES)
-    limit = min(LARGEST_QUEUE_BYTES, max(free_bytes // 16, SMALLEST_QUEUE_BYTES))
+    limit = min(largest_bytes, max(free_bytes // 16, SMALLEST_QUEUE_BYTES))
     above = 1 << (wanted - 1).bit_length()
     return min(above, 1 << (limit.bit_length() - 1))

@@ -99,9 +99,10 @@ class RingEnd:
 
     def counters(self) -> dict[str, int]:
         """Of this end: messages, bytes (headers not included), waits, parks (times it slept),
-        wake_ups (system calls that woke others), moves (to another core than the peer's). Of the
-        queue: high_water_bytes (the most that any reader ever found waiting), slowest_reader (its
-        rank).
+        wake_ups (system calls that woke others), moves (to another core than the peer's),
+        spilled_bytes (that went beyond the ring because a reader was busy). Of the queue:
+        high_water_bytes (the most that any reader ever found waiting), slowest_reader (its rank).
+        Empty in a forked child.
         """
         return self.core.counters()
 
@@ -150,15 +151,18 @@ class RingWriter(RingEnd):
     """The writing end. Make it with `create`."""
 
     @classmethod
-    def create(cls, n_readers: int, capacity_bytes: int) -> "RingWriter":
+    def create(cls, n_readers: int, capacity_bytes: int, budget_bytes: int = 0) -> "RingWriter":
         """A new ring of `capacity_bytes` (a power of two, 4 KiB to 1 GiB), reserved at once.
+
+        `budget_bytes`: so much may be under way beyond that, in memory that is taken when readers
+        are busy; a longer record goes alone. Without it the writer waits for room.
 
         Raises ValueError for an impossible shape, MemoryError if /dev/shm has no room.
         """
         num_bytes, nonce = segment_bytes(capacity_bytes, n_readers), secrets.token_bytes(16)
         segment = create_segment(num_bytes)
         try:
-            core = _open(segment, capacity_bytes, n_readers, WRITER, nonce)
+            core = _open(segment, capacity_bytes, n_readers, WRITER, nonce, budget_bytes)
         except BaseException:
             unlink_segment(segment.name)
             raise
@@ -172,7 +176,8 @@ class RingWriter(RingEnd):
         """Write one record: a buffer, or a tuple of up to 1024 of them (128 bytes of ring each).
 
         Returns as soon as all of it is in the ring: at once if there is room, else as readers make
-        room. If it raises, no reader gets any of it and the ring stays in order.
+        room, or, within the budget, after a moment in which they do not. If it raises, no reader
+        gets any of it and the ring stays in order.
         """
         self.check(self.core.write(parts, timeout, False, False))
 
@@ -244,10 +249,11 @@ class RingReader(RingEnd):
 
 
 def _open(
-    segment: Segment, capacity_bytes: int, n_readers: int, rank: int, nonce: bytes
+    segment: Segment, capacity_bytes: int, n_readers: int, rank: int, nonce: bytes, budget: int = 0
 ) -> _shm_ring.Ring:
+    shape = segment.num_bytes, capacity_bytes, n_readers
     try:
-        return _shm_ring.Ring(segment.fd, segment.num_bytes, capacity_bytes, n_readers, rank, nonce)
+        return _shm_ring.Ring(segment.fd, *shape, rank, nonce, budget)
     finally:
         os.close(segment.fd)
 

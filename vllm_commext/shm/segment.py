@@ -1,7 +1,7 @@
 """Named shared memory: reserved when created, refused if foreign, gone when its owner is.
 
-A name carries its creator's pid namespace, pid and start time, so that whoever creates the next
-segment can remove those whose creator died before everyone had attached.
+Its writer keeps the file locked as long as it lives (`csrc/shm/file.h`), so that whoever creates
+the next segment can remove those whose writer died before everyone had attached.
 """
 
 import errno
@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +20,9 @@ logger = logging.getLogger("vllm.commext.shm")
 
 SHM_FOLDER = Path("/dev/shm")
 PREFIX = "vllm_commext"
-NAME = re.compile(rf"{PREFIX}-(\d+)-(\d+)-(\d+)-[0-9a-f]{{32}}")
+NAME = re.compile(rf"{PREFIX}-(\d+)-[0-9a-f]{{32}}")
 MIB = 1 << 20
+ATTEMPTS = 5  # others may take a new file for abandoned before it is locked, hardly twice
 
 
 class Segment(NamedTuple):
@@ -37,26 +39,24 @@ def create_segment(num_bytes: int) -> Segment:
     Raises MemoryError if /dev/shm has no room for it.
     """
     remove_abandoned()
-    pid = os.getpid()
-    namespace, start = _shm_ring.pid_namespace(), _shm_ring.process_start(pid)
-    name = f"{PREFIX}-{namespace}-{pid}-{start}-{secrets.token_hex(16)}"
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    fd = os.open(SHM_FOLDER / name, flags, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, num_bytes)
-    except BaseException as error:
-        os.close(fd)
-        unlink_segment(name)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM):
-            raise MemoryError(_no_room(num_bytes)) from error
-        raise
-    return Segment(name, fd, num_bytes)
+    for attempt in range(ATTEMPTS):
+        name = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(16)}"
+        try:
+            fd = _shm_ring.create_file(str(SHM_FOLDER / name), num_bytes)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise MemoryError(_no_room(num_bytes)) from error
+            if error.errno != errno.EAGAIN or attempt == ATTEMPTS - 1:
+                raise
+        else:
+            return Segment(name, fd, num_bytes)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def free_shm_bytes() -> int:
-    """What this user can still take of /dev/shm."""
+    """What this user can still take of /dev/shm; very much where it was given no limit."""
     info = os.statvfs(SHM_FOLDER)
-    return info.f_bavail * info.f_frsize
+    return info.f_bavail * info.f_frsize if info.f_blocks else sys.maxsize
 
 
 def _no_room(num_bytes: int) -> str:
@@ -89,7 +89,7 @@ def _check_file(name: str, info: os.stat_result, num_bytes: int) -> None:
             f"{SHM_FOLDER / name}: expected a regular file of user {os.geteuid()} with mode 0600, "
             f"got mode {info.st_mode:o} of user {info.st_uid}; it was not made by this queue"
         )
-    if info.st_size != num_bytes:
+    if info.st_size < num_bytes:  # it is longer while the writer has spilled something
         raise ValueError(
             f"{SHM_FOLDER / name}: expected {num_bytes} bytes, got {info.st_size}; the handle and "
             "the segment do not belong together"
@@ -102,20 +102,8 @@ def unlink_segment(name: str) -> None:
 
 
 def remove_abandoned() -> None:
-    """Remove the segments of this user whose creators died before everyone had attached."""
-    namespace, user = _shm_ring.pid_namespace(), os.geteuid()
+    """Remove the segments of this user whose writers died before everyone had attached."""
     for entry in os.scandir(SHM_FOLDER):
         match = NAME.fullmatch(entry.name)
-        if match is None or int(match[1]) != namespace:
-            continue
-        try:
-            if entry.stat(follow_symlinks=False).st_uid != user or _is_running(match):
-                continue
-        except OSError:  # it went while we looked, or /proc does not tell: not ours to remove
-            continue
-        unlink_segment(entry.name)
-        logger.info("removed %s, whose creator (pid %s) is dead", entry.name, match[2])
-
-
-def _is_running(match: re.Match[str]) -> bool:
-    return _shm_ring.process_start(int(match[2])) == int(match[3])
+        if match is not None and _shm_ring.remove_abandoned(entry.path):
+            logger.info("removed %s, whose creator (pid %s) is dead", entry.name, match[1])

@@ -3,6 +3,7 @@
 It prints one line when it has come to the point that the test waits for, and a result at the end.
 """
 
+import os
 import pickle
 import signal
 import sys
@@ -60,6 +61,23 @@ def hang_reading(address: RingAddress, rank: int) -> None:
 def attach_and_sleep(address: RingAddress, rank: int) -> None:
     reader = RingReader.attach(address, rank)
     say("attached")
+    time.sleep(30)
+    reader.close()
+
+
+def attach_and_exec(address: RingAddress, rank: int) -> None:
+    reader = RingReader.attach(address, rank)
+    say("attached")
+    program = "import time; print('another program', flush=True); time.sleep(30)"
+    os.execv(sys.executable, [sys.executable, "-c", program])
+    reader.close()
+
+
+def attach_and_fork(address: RingAddress, rank: int) -> None:
+    reader = RingReader.attach(address, rank)
+    say("attached")
+    if (child := os.fork()) > 0:
+        say(child)
     time.sleep(30)
     reader.close()
 

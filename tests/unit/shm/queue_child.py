@@ -82,6 +82,8 @@ def write_large_slowly(dies: bool) -> None:
     queue = make(**SMALL)
     if KIND == "vllm":
         queue.local_socket = Delayed(queue.local_socket, dies)
+    else:
+        queue.enqueue(LARGE)  # all that may be under way
     queue.enqueue(LARGE)
     queue.enqueue("small")
     time.sleep(120)

@@ -43,12 +43,13 @@ def damaged_address(rng: random.Random, address: RingAddress) -> RingAddress:
 
 def one_round(rng: random.Random) -> bool:
     """Whether the damage was noticed."""
-    writer = RingWriter.create(2, CAPACITY)
+    budget = rng.choice((0, 1 << 20))
+    writer = RingWriter.create(2, CAPACITY, budget)
     address, before = writer.address, rng.random() < 0.5
     try:
         with (Path("/dev/shm") / address.name).open("r+b") as file:
             memory = mmap.mmap(file.fileno(), 0)
-        for size in rng.choices((0, 5, 100, 900), k=3):
+        for size in rng.choices((0, 5, 100, 6000 if budget else 900), k=3):
             writer.write((b"a" * size, b"b" * size) if size % 2 else b"c" * size)
         if rng.random() < 0.2:
             address = damaged_address(rng, address)

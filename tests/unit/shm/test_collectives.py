@@ -188,7 +188,7 @@ def test_a_gather_has_all_ranks_tensors_in_order(
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_long_tensors_go_through_small_rings(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "LARGEST_QUEUE_BYTES", 64 << 10)
+    monkeypatch.setattr(collectives, "LARGEST_RING_BYTES", 64 << 10)
     values = [torch.randn(300_000) for _ in range(size)]
     expected = oracle_sum(values)
     with ranks_of(size) as ranks:

@@ -139,6 +139,7 @@ def test_3_a_large_message_that_takes_long_is_not_lost(start: Callable[..., Chil
     if KIND == "ours":
         time.sleep(0.3)  # nobody reads, so it stops in the midst of the message
         os.kill(child.process.pid, signal.SIGSTOP)
+        assert reader.dequeue(timeout=20) == LARGE  # there is another one
     for _ in range(2):
         with pytest.raises(TimeoutError):
             reader.dequeue(timeout=0.2)
@@ -153,6 +154,7 @@ def test_4_a_writer_that_dies_in_a_large_message_is_named(start: Callable[..., C
     if KIND == "ours":
         time.sleep(0.3)
         child.kill()
+        assert reader.dequeue(timeout=20) == LARGE  # there was another one
     assert f"writer (pid {child.process.pid}, dead" in str(outcome(reader.dequeue))
 
 

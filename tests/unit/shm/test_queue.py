@@ -1,5 +1,6 @@
 """The queue in one process and between processes, without vLLM."""
 
+import gc
 import logging
 import os
 import pickle
@@ -89,8 +90,10 @@ def test_timeouts_shutdown_and_the_wrong_end() -> None:
     writer, [reader] = make(max_chunk_bytes=1024, max_chunks=1)
     with pytest.raises(TimeoutError):
         reader.dequeue(timeout=0)
+    writer.enqueue(b"x" * 200_000, timeout=0.01)  # alone it may go, whatever its length
     with pytest.raises(TimeoutError, match="reader 0"):
         writer.enqueue(b"x" * 200_000, timeout=0.01)
+    assert reader.dequeue(timeout=5) == b"x" * 200_000
     with pytest.raises(RuntimeError, match="only the writer"):
         reader.enqueue(1)
     with pytest.raises(RuntimeError, match="only a reader"):
@@ -154,11 +157,13 @@ def test_a_long_wait_names_who_is_waited_for(
             reader.dequeue(timeout=0.12)
         with pytest.raises(TimeoutError):
             reader.dequeue(timeout=0.12, indefinite=True)
+        writer.enqueue(b"x" * 200_000)  # all that may be under way
         record = os.urandom(300_000)
         thread, results = in_thread(lambda: writer.enqueue(record))
         deadline = time.monotonic() + 10
         while "has not read" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.01)
+        assert reader.dequeue(timeout=10) == b"x" * 200_000
         assert reader.dequeue(timeout=10) == record  # begun before the lines, and not begun again
         thread.join(10)
     assert results == [None]
@@ -191,11 +196,15 @@ def test_a_queue_of_another_kind_is_refused_in_plain_words() -> None:
         MessageQueue.create_from_handle(object(), 0)  # pyright: ignore[reportArgumentType]
 
 
-def test_local_traffic_needs_no_thread_and_no_descriptor() -> None:
+def test_local_traffic_needs_no_thread_and_a_descriptor_an_end() -> None:
+    gc.collect()
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
     ends = make(4)
     ends[0].enqueue(1)
     assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors + 1 + 4
+    del ends
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 

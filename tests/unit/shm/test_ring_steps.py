@@ -10,6 +10,7 @@ from vllm_commext.errors import CommextTimeoutError
 from vllm_commext.shm.ring import RingReader, RingWriter
 
 CAPACITY = 4096
+ENOUGH = 1 << 30  # to go behind the ring, so that no write waits
 SIZES = st.one_of(st.integers(0, 400), st.integers(0, 3 * CAPACITY))
 STEPS = st.lists(
     st.one_of(
@@ -21,10 +22,12 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60)
-@given(STEPS)
-def test_any_order_of_writes_and_reads_behaves_like_a_list(steps: list[tuple[str, object]]) -> None:
-    writer = RingWriter.create(2, CAPACITY)
+@settings(max_examples=150)
+@given(STEPS, st.sampled_from([0, 1, 5000, 64 << 10, ENOUGH]))
+def test_any_order_of_writes_and_reads_behaves_like_a_list(
+    steps: list[tuple[str, object]], budget: int
+) -> None:
+    writer = RingWriter.create(2, CAPACITY, budget)
     readers = [RingReader.attach(writer.address, rank) for rank in (0, 1)]
     sent: list[object] = []
     seen = [0, 0]
@@ -44,6 +47,7 @@ def test_any_order_of_writes_and_reads_behaves_like_a_list(steps: list[tuple[str
         try:
             writer.write(record, timeout=0)
         except CommextTimeoutError:
+            assert budget < ENOUGH
             continue
         sent.append(list(record) if isinstance(record, tuple) else record)
     for rank, reader in enumerate(readers):

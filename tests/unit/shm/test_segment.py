@@ -67,7 +67,7 @@ def test_an_address_that_is_not_the_segments_is_refused() -> None:
         (replace(address, n_readers=1), "number of readers"),
         (replace(address, nonce=b"n" * 16), "another queue"),
         (replace(address, nonce=b"n"), "16 bytes"),
-        (replace(address, version=1), "layout version 1, this process's 4"),
+        (replace(address, version=1), "layout version 1, this process's 5"),
         (replace(address, name="../../etc/passwd"), "not the name"),
         (replace(address, name=address.name[:-1] + "g"), "not the name"),
         (replace(address, capacity_bytes=5000), "power of two"),
@@ -91,9 +91,9 @@ def test_c_and_python_agree_on_every_size() -> None:
     os.truncate(fd, segment_bytes(CAPACITY, 300))
     for n_readers in range(1, 300):
         num_bytes = segment_bytes(CAPACITY, n_readers)
-        _shm_ring.Ring(fd, num_bytes, CAPACITY, n_readers, -1, b"n" * 16)
+        _shm_ring.Ring(fd, num_bytes, CAPACITY, n_readers, -1, b"n" * 16, 0)
         with pytest.raises(ValueError, match="shorter than its ring"):
-            _shm_ring.Ring(fd, num_bytes - 1, CAPACITY, n_readers, -1, b"n" * 16)
+            _shm_ring.Ring(fd, num_bytes - 1, CAPACITY, n_readers, -1, b"n" * 16, 0)
     os.close(fd)
 
 
@@ -133,9 +133,22 @@ def test_a_damaged_readers_cursor_stops_the_writer() -> None:
         writer.write(b"x" * 2 * CAPACITY, timeout=5)
 
 
+def in_a_small_dev_shm(size: str, code: str) -> list[str]:
+    """The lines that a process prints whose /dev/shm is so small."""
+    unshare = shutil.which("unshare")
+    may_mount = unshare and subprocess.run([unshare, "-rm", "true"], check=False).returncode == 0
+    if not may_mount:
+        pytest.skip("this machine does not let us mount a /dev/shm of our own")
+    mount = f"import subprocess\nwords = 'mount -t tmpfs -o size={size} tmpfs /dev/shm'.split()\n"
+    program = f"{mount}subprocess.run(words, check=True)\n{code}"
+    command = [str(unshare), "-rm", sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
 FULL = """
-import os, subprocess
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm"], check=True)
+import os
 from vllm_commext.shm.ring import RingWriter
 try:
     RingWriter.create(1, 1 << 20)
@@ -148,13 +161,7 @@ print(len(os.listdir("/dev/shm")))
 
 
 def test_a_full_dev_shm_is_an_exception_with_a_remedy() -> None:
-    unshare = shutil.which("unshare")
-    may_mount = unshare and subprocess.run([unshare, "-rm", "true"], check=False).returncode == 0
-    if not may_mount:
-        pytest.skip("this machine does not let us mount a /dev/shm of our own")
-    command = [str(unshare), "-rm", sys.executable, "-c", FULL]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    error, left = result.stdout.splitlines()
+    error, left = in_a_small_dev_shm("1m", FULL)
     assert "1.00 MiB needed, 1.00 MiB free" in error
     assert "--shm-size" in error
     assert left == "1"

@@ -1,0 +1,205 @@
+"""Within its budget a writer waits for nobody: what busy readers leave goes behind the ring."""
+
+import os
+import struct
+import threading
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
+
+from vllm_commext.errors import CommextTimeoutError, ProtocolError
+from vllm_commext.shm.layout import capacity_for, segment_bytes
+from vllm_commext.shm.queue import MessageQueue
+from vllm_commext.shm.ring import RingReader, RingWriter
+
+from .test_segment import in_a_small_dev_shm, overwrite, path_of
+
+CAPACITY = 4096
+BUDGET = 64 << 10
+MIB = 1 << 20
+
+
+def make(budget: int, n_readers: int = 1) -> tuple[RingWriter, list[RingReader]]:
+    writer = RingWriter.create(n_readers, CAPACITY, budget)
+    return writer, [RingReader.attach(writer.address, rank) for rank in range(n_readers)]
+
+
+def test_two_that_write_to_each_other_first_do_not_wait_for_each_other() -> None:
+    """The executor writes the next batch while a worker writes the answer to the last one."""
+    there, back = (MessageQueue(1, 1, max_chunk_bytes=4 << 20, max_chunks=10) for _ in range(2))
+    large = os.urandom(4 << 20)
+    errors: list[BaseException] = []
+
+    def work(mine: MessageQueue, theirs: MessageQueue) -> None:
+        reader = MessageQueue.create_from_handle(theirs.export_handle(), 0)
+        try:
+            for number in range(10):
+                mine.enqueue((number, large), timeout=20)
+            for number in range(10):
+                assert reader.dequeue(timeout=20) == (number, large)
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=work, args=ends, daemon=True)
+        for ends in ((there, back), (back, there))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+
+
+def test_a_large_message_needs_no_reader() -> None:
+    writer = MessageQueue(1, 1, max_chunk_bytes=16 << 20, max_chunks=10)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    image = os.urandom(23 << 20)
+    writer.enqueue(image, timeout=10)
+    assert reader.dequeue(timeout=10) == image
+
+
+def test_small_records_go_on_when_the_ring_is_full() -> None:
+    writer, [reader] = make(BUDGET)
+    records = [bytes([number]) * 1000 for number in range(20)]
+    for record in records:
+        writer.write(record, timeout=0)
+    assert writer.counters()["spilled_bytes"] > 10_000
+    assert [reader.read(timeout=0) for _ in records] == records
+
+
+def test_the_budget_is_kept_and_freed_by_the_slowest_reader() -> None:
+    writer, readers = make(BUDGET, 2)
+    record = b"x" * (BUDGET // 4)
+    sent = 0
+    with pytest.raises(CommextTimeoutError):  # noqa: PT012
+        while True:
+            writer.write(record, timeout=0)
+            sent += 1
+    assert BUDGET // len(record) <= sent <= BUDGET // len(record) + 1
+    for _ in range(sent):
+        readers[0].read(timeout=0)
+    with pytest.raises(CommextTimeoutError):
+        writer.write(record, timeout=0)
+    for _ in range(sent):
+        readers[1].read(timeout=0)
+    writer.write(record, timeout=0)
+
+
+def test_one_that_is_longer_than_the_budget_goes_alone() -> None:
+    writer, [reader] = make(BUDGET)
+    record = os.urandom(3 * BUDGET)
+    writer.write(record, timeout=0)
+    with pytest.raises(CommextTimeoutError):
+        writer.write(record, timeout=0)
+    assert reader.read(timeout=0) == record
+    writer.write(record, timeout=0)
+    assert reader.read(timeout=0) == record
+
+
+def test_a_record_that_was_begun_in_the_ring_ends_behind_it() -> None:
+    writer, [reader] = make(BUDGET)
+    parts = (b"a" * 1500, bytearray(b"b" * 5000), b"")
+    writer.write(parts, timeout=0)
+    assert 0 < writer.counters()["spilled_bytes"] < 6500
+    assert reader.read(timeout=0) == list(parts)
+
+
+def test_memory_of_what_was_read_is_given_back_while_others_still_wait() -> None:
+    writer = RingWriter.create(1, CAPACITY, 1 << 30)
+    fd = os.open(path_of(writer), os.O_RDONLY)
+    reader = RingReader.attach(writer.address, 0)
+    before = os.fstat(fd).st_blocks * 512
+    record = bytes(MIB)
+    writer.write(record, timeout=0)
+    for _ in range(60):  # one is always under way
+        writer.write(record, timeout=0)
+        assert reader.read(timeout=0) == record
+    assert os.fstat(fd).st_size > 60 * MIB
+    assert os.fstat(fd).st_blocks * 512 - before < 20 * MIB
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("offset", "content", "complaint"),
+    [
+        (0, struct.pack("<Q", 1), "place behind the ring is damaged"),
+        (0, struct.pack("<Q", 1 << 40), "place behind the ring is damaged"),
+        (8, struct.pack("<Q", 1 << 39), "place behind the ring is damaged"),
+        (8, struct.pack("<Q", 2000), "do not add up"),
+        (-32 + 16, struct.pack("<I", 8), "place behind the ring is damaged"),
+    ],
+)
+def test_a_damaged_place_is_never_followed(offset: int, content: bytes, complaint: str) -> None:
+    writer = RingWriter.create(2, CAPACITY, BUDGET)
+    reader = RingReader.attach(writer.address, 0)
+    writer.write(b"a" * 6000, timeout=0)
+    data_at = segment_bytes(CAPACITY, 2) - CAPACITY
+    used = path_of(writer).read_bytes()[data_at:]
+    place = next(
+        at for at in range(0, CAPACITY, 32) if struct.unpack_from("<I", used, at + 24)[0] & 16
+    )
+    overwrite(writer, data_at + place + 32 + offset, content)
+    with pytest.raises(ProtocolError, match=complaint):
+        reader.read(timeout=5)
+
+
+FULL = """
+from vllm_commext.errors import CommextTimeoutError
+from vllm_commext.shm.ring import RingReader, RingWriter
+writer = RingWriter.create(1, 1 << 18, 1 << 30)
+reader = RingReader.attach(writer.address, 0)
+try:
+    writer.write(b"x" * (4 << 20), timeout=0.2)
+except CommextTimeoutError:
+    print("waits")
+writer.write(b"y" * (600 << 10), timeout=5)
+print(reader.read(timeout=5) == b"y" * (600 << 10))
+"""
+
+
+def test_without_memory_behind_the_ring_the_writer_waits_as_without_a_budget() -> None:
+    assert in_a_small_dev_shm("1m", FULL) == ["waits", "True"]
+
+
+DOCKER = """
+import os
+from vllm_commext.shm.queue import MessageQueue
+shapes = [(8, 16, 10)] + [(1, 24, 10)] * 8 + [(7, 4, 6)]
+def queue(n, chunk, chunks):
+    return MessageQueue(n, n, max_chunk_bytes=chunk << 20, max_chunks=chunks)
+writers = [queue(*shape) for shape in shapes]
+info = os.statvfs("/dev/shm")
+print((info.f_blocks - info.f_bavail) * info.f_frsize >> 20)
+readers = [
+    [MessageQueue.create_from_handle(w.export_handle(), rank) for rank in range(n)]
+    for w, (n, _, _) in zip(writers, shapes)
+]
+image = os.urandom(20 << 20)
+writers[0].enqueue(image, timeout=5)
+writers[1].enqueue(image, timeout=5)
+ends = readers[0] + readers[1]
+print(all(reader.dequeue(timeout=5) == image for reader in ends))
+"""
+
+
+def test_eight_workers_fit_dockers_dev_shm_and_send_large_messages_both_ways() -> None:
+    reserved, arrived = in_a_small_dev_shm("64m", DOCKER)
+    assert int(reserved) < 40
+    assert arrived == "True"
+
+
+def test_eight_workers_reserve_less_than_40_mib_where_there_is_enough() -> None:
+    nominal = [160 * MIB, *[240 * MIB] * 8, 24 * MIB]
+    assert sum(segment_bytes(capacity_for(size, 1 << 40), 8) for size in nominal) < 40 * MIB
+
+
+def test_a_dev_shm_without_a_limit_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_commext.shm import segment
+
+    unlimited = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: unlimited)
+    assert capacity_for(240 * MIB, segment.free_shm_bytes()) == 2 * MIB
+    assert Path("/dev/shm") == segment.SHM_FOLDER
