@@ -19,6 +19,8 @@ from vllm_commext.nixl.geometry.request_blocks import (
     blocks_to_offer,
     has_state,
     is_at_block_boundary,
+    is_complete,
+    keeps_every_token,
 )
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
@@ -72,6 +74,7 @@ class SchedulerSide:
         self._config = config
         self._groups = groups
         self._has_state = has_state(groups)
+        self._leaves_last_token = not keeps_every_token(groups)
         self._cut: set[str] = set()
         self._prompts = PromptTracker() if saves else None
         self._tp_size = tp_size
@@ -125,11 +128,12 @@ class SchedulerSide:
             self._server = None
 
     def note_arrival(self, request: Request) -> None:
-        """A request came in: cut its prompt where a state is to be handed over, and say so where it
-        asks for what this engine's role does not do.
+        """A request came in: cut its prompt where a state or a window is to be handed over, and say
+        so where it asks for what this engine's role does not do.
 
-        A state cannot be taken back by a token, and the decode engine has to compute the last token
-        for its logits: the prefill engine must stop one token early.
+        The decode engine has to compute the last token for its logits. A state cannot be taken back
+        by a token, and after the last token a window no longer holds all that this one attends to:
+        the prefill engine must stop one token early.
         """
         params = request.kv_transfer_params
         if is_for_prefill(params) and self._produces and self._can_be_cut(request):
@@ -199,10 +203,10 @@ class SchedulerSide:
         self._cut.discard(request.request_id)
         if not (is_for_prefill(request.kv_transfer_params) and self._produces):
             return False, None
-        if request.status not in _FINISHED or (self._has_state and not was_cut):
+        if request.status not in _FINISHED or (self._leaves_last_token and not was_cut):
             return False, None
         offered = blocks_to_offer(self._groups, block_ids, request.num_computed_tokens)
-        if not all(offered):
+        if not is_complete(self._groups, offered):
             return False, None
         return self._hold(request, offered)
 
@@ -281,11 +285,12 @@ class SchedulerSide:
     def _can_be_cut(self, request: Request) -> bool:
         sampling = request.sampling_params
         wants_all_logprobs = sampling is not None and sampling.prompt_logprobs is not None
-        return self._has_state and request.num_prompt_tokens > 1 and not wants_all_logprobs
+        return self._leaves_last_token and request.num_prompt_tokens > 1 and not wants_all_logprobs
 
     def _most_tokens(self, request: Request) -> int:
-        """Prompt tokens that a load may bring: the last one is computed here after a state."""
-        return request.num_prompt_tokens - (1 if self._has_state else 0)
+        """Prompt tokens that a load may bring: the last one is computed here after a state or a
+        window."""
+        return request.num_prompt_tokens - (1 if self._leaves_last_token else 0)
 
     def _num_tokens(self, request: Request, remote: RemoteRequest) -> int:
         """Prompt tokens that the load brings.

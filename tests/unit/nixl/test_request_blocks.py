@@ -13,6 +13,8 @@ from vllm_commext.nixl.geometry.request_blocks import (
     blocks_to_offer,
     has_state,
     is_at_block_boundary,
+    is_complete,
+    keeps_every_token,
 )
 
 MAX_LENGTH = 4096
@@ -120,6 +122,13 @@ def test_a_window_that_is_gone_is_not_offered() -> None:
     assert blocks_to_offer([Group(WINDOW, 4)], [[0, 0]], 8) == ((),)
 
 
+@pytest.mark.parametrize(("kind", "expected"), [(FULL, False), (WINDOW, True), (STATE, False)])
+def test_only_a_window_can_be_offered_without_blocks(kind: str, expected: bool) -> None:
+    groups = [Group(FULL, 4), Group(kind, 4)]
+    assert is_complete(groups, [[5, 6], []]) is expected
+    assert is_complete(groups, [[5, 6], [7]])
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "expected"), [(0, True), (6, False), (8, False), (12, True), (24, True)]
 )
@@ -131,3 +140,8 @@ def test_the_boundary_is_that_of_every_group_with_tokens(num_tokens: int, expect
 def test_only_states_count_as_states() -> None:
     assert has_state([Group(FULL, 4), Group(STATE, 4)])
     assert not has_state([Group(FULL, 4), Group(WINDOW, 4)])
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(FULL, True), (WINDOW, False), (STATE, False)])
+def test_only_full_attention_keeps_every_token(kind: str, expected: bool) -> None:
+    assert keeps_every_token([Group(FULL, 4), Group(kind, 4)]) is expected

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_commext.nixl.geometry.layout import STATE, Group
+from vllm_commext.nixl.geometry.layout import FULL, STATE, WINDOW, Group
 from vllm_commext.nixl.geometry.plan import Blocks, num_blocks_for
 
 NULL_BLOCK = 0
@@ -17,6 +17,12 @@ NULL_BLOCK = 0
 def has_state(groups: Sequence[Group]) -> bool:
     """Whether some layers keep a state, which cannot be cut back to fewer tokens."""
     return any(group.kind == STATE for group in groups)
+
+
+def keeps_every_token(groups: Sequence[Group]) -> bool:
+    """Whether the last token can be computed again from the cache after it: a state cannot go back,
+    and a window may have dropped the block of the first token that the last one attends to."""
+    return all(group.kind == FULL for group in groups)
 
 
 def blocks_to_fill(
@@ -52,6 +58,14 @@ def blocks_to_offer(
     token; the arguments are those of ``blocks_to_fill``."""
     filled = blocks_to_fill(groups, block_ids, num_local_tokens=0, num_tokens=num_tokens)
     return tuple(tuple(blocks.block_ids) for blocks in filled)
+
+
+def is_complete(groups: Sequence[Group], offered: Sequence[Sequence[int]]) -> bool:
+    """Whether nothing that a reader needs is missing; only a window can be empty, where the next
+    token begins a new one."""
+    return all(
+        len(ids) > 0 or group.kind == WINDOW for group, ids in zip(groups, offered, strict=True)
+    )
 
 
 def is_at_block_boundary(groups: Sequence[Group], num_tokens: int) -> bool:

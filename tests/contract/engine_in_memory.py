@@ -1,0 +1,285 @@
+"""Two engines without a model: vLLM's own requests, cache manager and block pool, our scheduler
+side and planner, and a memory in which every token's place holds a tag.
+
+The oracle: whatever a layer of an engine would read to compute a token must hold the tags that a
+single engine would have written there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_commext.nixl.connector import CommextNixlConnector
+from vllm_commext.nixl.geometry.descriptors import UInt64Array, expand_rows
+from vllm_commext.nixl.geometry.layout import (
+    STATE,
+    TOKENS,
+    AttentionGeometry,
+    CacheLayout,
+    Family,
+    Geometry,
+    Group,
+    StateGeometry,
+    StatePart,
+)
+from vllm_commext.nixl.geometry.plan import plan_read
+from vllm_commext.nixl.metadata import StepMetadata
+from vllm_commext.nixl.requests import Load
+from vllm_commext.nixl.vllm_cache import groups_of
+
+BLOCK = 4
+NUM_BLOCKS = 60
+MAX_TOKENS = 128
+TAG_BYTES = 8
+BASE = 1 << 20
+TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+_ATTENTION: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "dtype": torch.float32}
+FULL_SPEC = FullAttentionSpec(**_ATTENTION, head_size=8)
+LATENT_SPEC = MLAAttentionSpec(**_ATTENTION, head_size=8)
+# One block a request, as vLLM keeps a state without prefix caching.
+STATE_SPEC = MambaSpec(
+    block_size=MAX_TOKENS, shapes=((8, 3), (2, 4, 8)), dtypes=(torch.float32,) * 2
+)
+
+
+def sliding(window: int) -> SlidingWindowSpec:
+    """Attention to the last ``window`` tokens."""
+    return SlidingWindowSpec(**_ATTENTION, head_size=8, sliding_window=window)
+
+
+def chunked(chunk: int) -> ChunkedLocalAttentionSpec:
+    """Attention to the tokens of the same ``chunk`` tokens."""
+    return ChunkedLocalAttentionSpec(**_ATTENTION, head_size=8, attention_chunk_size=chunk)
+
+
+def first_attended(spec: KVCacheSpec, token: int) -> int:
+    """The first token that attention reads to compute ``token``."""
+    if isinstance(spec, SlidingWindowSpec):
+        return max(0, token - spec.sliding_window + 1)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return token - token % spec.attention_chunk_size
+    return 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """The specifications of a model's groups, and how many tokens vLLM keeps blocks for at once."""
+
+    specs: Sequence[KVCacheSpec]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a group keeps states."""
+        return any(isinstance(spec, MambaSpec) for spec in self.specs)
+
+    @property
+    def keeps_every_token(self) -> bool:
+        """Whether no group drops or overwrites what it has."""
+        return all(type(spec) in (FullAttentionSpec, MLAAttentionSpec) for spec in self.specs)
+
+    def layout(self) -> CacheLayout:
+        """Every group has one layer; all lie over one another, as vLLM lays a hybrid model's."""
+        cache = self.cache()
+        groups = groups_of(cache)
+        families = [
+            Family(number, [f"layer{number}"], [BASE], _geometry(group))
+            for number, group in enumerate(groups)
+        ]
+        return CacheLayout(1, 0, NUM_BLOCKS, groups, families)
+
+    def cache(self) -> KVCacheConfig:
+        """vLLM's description of the same."""
+        groups = [KVCacheGroupSpec([f"layer{n}"], spec) for n, spec in enumerate(self.specs)]
+        return KVCacheConfig(NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def _geometry(group: Group) -> Geometry:
+    stride = BLOCK * TAG_BYTES
+    if group.kind == STATE:
+        part = StatePart("ssm", "int64", 0, 1, False, TAG_BYTES)
+        return StateGeometry(NUM_BLOCKS, stride, (part,))
+    return AttentionGeometry(
+        num_rows=NUM_BLOCKS,
+        rows_per_block=1,
+        row_stride=stride,
+        row_tokens=BLOCK,
+        num_heads=1,
+        replicated=False,
+        num_planes=1,
+        head_stride=stride,
+        token_stride=TAG_BYTES,
+        token_bytes=TAG_BYTES,
+        content=TOKENS,
+        dtype="int64",
+    )
+
+
+class Engine:
+    """One engine, driven in the order of vLLM's scheduler.
+
+    Attributes:
+        memory: ``[blocks, tokens]`` tags, of all groups: a block belongs to one of them.
+        faults: what was computed from other tags than a single engine's.
+    """
+
+    def __init__(self, model: Model, role: str) -> None:
+        transfer = KVTransferConfig(
+            kv_connector="CommextNixlConnector",
+            kv_connector_module_path="vllm_commext.nixl.connector",
+            kv_role=role,
+            engine_id="e",
+            kv_buffer_device=current_platform.device_type,
+            kv_connector_extra_config={"side_channel_host": "h", "side_channel_port": 7000},
+        )
+        self.model = model
+        self.memory = np.full((NUM_BLOCKS, BLOCK), -1, dtype=np.int64)
+        self.faults: list[str] = []
+        self.connector = CommextNixlConnector(
+            VllmConfig(kv_transfer_config=transfer), KVConnectorRole.SCHEDULER, model.cache()
+        )
+        self.manager = KVCacheManager(
+            model.cache(),
+            max_model_len=MAX_TOKENS,
+            scheduler_block_size=MAX_TOKENS if model.has_state else BLOCK,
+            hash_block_size=BLOCK,
+            enable_caching=not model.has_state,
+        )
+
+    def prefill(self, request: Request, tokens_a_step: int) -> Mapping[str, Any] | None:
+        """Compute a prompt for another engine, finish, and say what the router is told."""
+        self.connector.on_new_request(request)
+        end = request.num_prompt_tokens
+        while request.num_computed_tokens < end:
+            self.compute(request, min(tokens_a_step, end - request.num_computed_tokens))
+        request.append_output_token_ids(1)
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        self.manager.remove_skipped_blocks(request.request_id, request.num_computed_tokens)
+        block_ids = self.manager.get_block_ids(request.request_id)
+        return self.connector.request_finished_all_groups(request, block_ids)[1]
+
+    def load(self, request: Request, prefill: Engine) -> tuple[int, int]:
+        """Read what the request's parameters offer; tokens had here, tokens loaded."""
+        self.connector.on_new_request(request)
+        hit, num_hit = self.manager.get_computed_blocks(request)[:2]
+        num_external, is_async = self.connector.get_num_new_matched_tokens(request, num_hit)
+        assert num_external is not None
+        if not is_async:
+            return num_hit, 0
+        self.manager.allocate_slots(
+            request,
+            0,
+            num_new_computed_tokens=num_hit,
+            new_computed_blocks=hit,
+            num_external_computed_tokens=num_external,
+            delay_cache_blocks=True,
+        )
+        blocks = self.manager.get_blocks(request.request_id)
+        self.connector.update_state_after_alloc(request, blocks, num_external)
+        step = self.connector.build_connector_meta(None)  # pyright: ignore[reportArgumentType]
+        assert isinstance(step, StepMetadata)
+        (load,) = step.loads
+        self._read(load, prefill)
+        request.num_computed_tokens = num_hit + num_external
+        self.manager.cache_blocks(request, request.num_computed_tokens)
+        if request.num_computed_tokens == request.num_tokens:
+            request.num_computed_tokens -= 1
+        return num_hit, num_external
+
+    def _read(self, load: Load, prefill: Engine) -> None:
+        assert load.remote is not None, load.refusal
+        plan = plan_read(
+            self.model.layout(), prefill.model.layout(), local_device=0, remote_device=0
+        )
+        pairs = plan.pairs(
+            load.blocks,
+            load.remote.block_ids,
+            num_tokens=load.num_tokens,
+            num_remote_tokens=load.remote.num_tokens,
+        )
+        own = list(_places(expand_rows(plan.local_rows)[pairs.local]))
+        theirs = list(_places(expand_rows(plan.remote_rows)[pairs.remote]))
+        self.memory.reshape(-1)[own] = prefill.memory.reshape(-1)[theirs]
+
+    def compute(self, request: Request, num_tokens: int) -> None:
+        """One step of a request."""
+        first = request.num_computed_tokens
+        allocated = self.manager.allocate_slots(request, num_tokens)
+        assert allocated is not None
+        tables = self.manager.get_block_ids(request.request_id)
+        for number, spec in enumerate(self.model.specs):
+            step = self._state_step if isinstance(spec, MambaSpec) else self._attention_step
+            step(number, tables[number], first, first + num_tokens)
+        request.num_computed_tokens += num_tokens
+
+    def forget(self, request: Request) -> None:
+        """Free a request, and everything that was ever computed."""
+        self.manager.free(request)
+        self.manager.reset_prefix_cache()
+        self.memory.fill(-1)
+
+    def _state_step(self, number: int, table: Sequence[int], first: int, end: int) -> None:
+        (block,) = table
+        if first and self.memory[block, 0] != _tag(number, first - 1):
+            self.faults.append(f"group {number}: token {first} goes on from another state")
+        self.memory[block, 0] = _tag(number, end - 1)
+
+    def _attention_step(self, number: int, table: Sequence[int], first: int, end: int) -> None:
+        spec = self.model.specs[number]
+        blocks = np.asarray(table)
+        for token in range(first, end):
+            assert blocks[token // BLOCK] != 0, "a token is written to the null block"
+            self.memory[blocks[token // BLOCK], token % BLOCK] = _tag(number, token)
+            read = np.arange(first_attended(spec, token), token + 1)
+            found = self.memory[blocks[read // BLOCK], read % BLOCK]
+            wrong = read[(found != _tag(number, read)) | (blocks[read // BLOCK] == 0)]
+            self.faults += [f"group {number}: token {token} misses {one}" for one in wrong]
+
+
+def _tag(group: int, token: Any) -> Any:
+    return group * 10_000 + token
+
+
+def _places(rows: UInt64Array) -> Iterator[int]:
+    """Places of the tags that descriptors cover."""
+    for address, num_bytes, _ in rows.astype(np.int64):
+        begin = (address - BASE) // TAG_BYTES
+        yield from range(begin, begin + num_bytes // TAG_BYTES)
+
+
+def request_of(
+    request_id: str, num_tokens: int, params: Mapping[str, Any] | None = None
+) -> Request:
+    """A prompt whose token ids are 0, 1, 2 and so on."""
+    hasher: Callable[[Request], Any] = get_request_block_hasher(BLOCK, sha256)
+    return Request(
+        request_id,
+        list(range(num_tokens)),
+        SamplingParams(
+            max_tokens=1, extra_args={"kv_transfer_params": dict(params)} if params else None
+        ),
+        None,
+        block_hasher=hasher,
+    )

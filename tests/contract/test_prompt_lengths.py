@@ -1,0 +1,95 @@
+"""Every kind of group, every length of prompt from one block to four and around the window: what
+the decode engine computes from after a load is what a single engine computes from."""
+
+from collections.abc import Iterator
+
+import pytest
+from engine_in_memory import (
+    BLOCK,
+    FULL_SPEC,
+    LATENT_SPEC,
+    STATE_SPEC,
+    TO_PREFILL,
+    Engine,
+    Model,
+    chunked,
+    request_of,
+    sliding,
+)
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+
+from vllm_commext.compat.kv_connector import transfer_results_class
+
+MODELS = {
+    "full": Model([FULL_SPEC]),
+    "latent": Model([LATENT_SPEC]),
+    **{f"window of {size}": Model([FULL_SPEC, sliding(size)]) for size in (2, 5, 7, 8, 9, 12)},
+    "window alone": Model([sliding(8)]),
+    "two windows": Model([FULL_SPEC, sliding(6), sliding(11)]),
+    "chunks of 8": Model([FULL_SPEC, chunked(8)]),
+    "chunks of 12": Model([FULL_SPEC, chunked(12)]),
+    "state": Model([FULL_SPEC, STATE_SPEC]),
+    "state and window": Model([FULL_SPEC, sliding(8), STATE_SPEC]),
+}
+LENGTHS = range(2, 6 * BLOCK + 2)
+TOKENS_A_STEP = (1000, 3)
+MORE_TOKENS = 3 * BLOCK
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> Model:
+    """A model that the installed vLLM serves with this connector."""
+    init_none_hash(sha256)
+    chosen = MODELS[request.param]
+    if len(chosen.specs) > 1 and transfer_results_class() is None:
+        pytest.skip("vLLM before 0.30 serves one KV cache group with this connector")
+    return chosen
+
+
+@pytest.fixture
+def engines(model: Model) -> Iterator[tuple[Engine, Engine]]:
+    """A prefill and a decode engine."""
+    both = Engine(model, "kv_producer"), Engine(model, "kv_consumer")
+    yield both
+    for engine in both:
+        engine.connector.shutdown()
+
+
+@pytest.mark.parametrize("num_cached", [0, BLOCK, 3 * BLOCK])
+@pytest.mark.parametrize("tokens_a_step", TOKENS_A_STEP)
+def test_what_is_computed_after_a_load_starts_from_what_a_single_engine_has(
+    engines: tuple[Engine, Engine], tokens_a_step: int, num_cached: int
+) -> None:
+    prefill, decode = engines
+    for length in LENGTHS:
+        check_length(prefill, decode, length, tokens_a_step, min(num_cached, length))
+
+
+def check_length(
+    prefill: Engine, decode: Engine, length: int, tokens_a_step: int, num_cached: int
+) -> None:
+    """One prompt, of which the decode engine may have cached some, and some tokens after it."""
+    warm_up(decode, num_cached)
+    first = request_of(f"p{length}", length, TO_PREFILL)
+    params = prefill.prefill(first, tokens_a_step)
+    assert params is not None, f"{length} tokens: nothing is offered"
+    request = request_of(f"d{length}", length, params)
+    num_hit, num_loaded = decode.load(request, prefill)
+    most = length if decode.model.keeps_every_token else length - 1
+    assert num_loaded == max(0, most - num_hit)
+    for more in range(MORE_TOKENS):
+        decode.compute(request, request.num_tokens - request.num_computed_tokens)
+        request.append_output_token_ids(more)
+    assert prefill.faults == []
+    assert decode.faults == [], f"{length} tokens"
+    for engine, one in ((prefill, first), (decode, request)):
+        engine.forget(one)
+
+
+def warm_up(engine: Engine, num_tokens: int) -> None:
+    """Leave the prompt's first tokens in the prefix cache, where there is one."""
+    if num_tokens:
+        request = request_of("warm", num_tokens)
+        engine.compute(request, num_tokens)
+        engine.manager.free(request)
