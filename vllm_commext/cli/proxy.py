@@ -23,13 +23,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             action="append",
             default=[],
             metavar="URL",
-            help=f"a {role} engine, http://HOST:PORT; repeat it for several",
+            help=f"a {role} engine, http://HOST:PORT; repeat it for several; dns+http://NAME:PORT: "
+            "one at each address of NAME",
         )
     parser.add_argument("--host", default=ProxyConfig.host, help="default: %(default)s")
     parser.add_argument(
         "--port", type=int, default=ProxyConfig.port, help="0: any free port; default: %(default)s"
     )
+    parser.add_argument("--admin-host", default=ProxyConfig.admin_host, help="default: %(default)s")
+    parser.add_argument(
+        "--admin-port",
+        type=int,
+        default=None,
+        help="port on which engines are added, removed and drained; 0: any free one; default: none",
+    )
     for option in fields(ProxyConfig):
+        if "file" in option.metadata:
+            name = "--" + option.name.replace("_", "-")
+            parser.add_argument(name, default="", metavar="FILE", help=option.metadata["file"])
         if "help" in option.metadata:
             parser.add_argument(
                 "--" + option.name.removesuffix(_UNIT).replace("_", "-"),

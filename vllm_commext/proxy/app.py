@@ -6,9 +6,11 @@ import re
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from aiohttp import web
 
+from vllm_commext.proxy.admin import AdminState
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engines import DECODE, PREFILL, EnginePool
@@ -18,7 +20,9 @@ from vllm_commext.proxy.health import HealthMonitor
 from vllm_commext.proxy.intake import BodyBudget
 from vllm_commext.proxy.metrics import CONTENT_TYPE, ProxyMetrics
 from vllm_commext.proxy.outcome import Outcome
+from vllm_commext.proxy.registry import Registry
 from vllm_commext.proxy.serving import DIRECT_ENDPOINTS, ENDPOINTS, Service
+from vllm_commext.proxy.sources import ADMIN, Sources
 from vllm_commext.proxy.upstream import Upstream, open_session
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -41,9 +45,11 @@ class ProxyApp:
 
     def __init__(self, config: ProxyConfig) -> None:
         self.config = config
-        self.prefill_pool = EnginePool(PREFILL, config.prefill)
-        self.decode_pool = EnginePool(DECODE, config.decode)
+        self.prefill_pool = EnginePool(PREFILL)
+        self.decode_pool = EnginePool(DECODE)
         self.pools = (self.prefill_pool, self.decode_pool)
+        self.registry = Registry({pool.role: pool for pool in self.pools})
+        self._sources = Sources(config, self.registry)
         self.metrics = ProxyMetrics(self.pools)
         self.budget = BodyBudget(config.max_buffered_bytes)
         self.num_in_flight = 0
@@ -71,9 +77,15 @@ class ProxyApp:
             pools = {pool.role: pool for pool in self.pools}
             self._upstream = Upstream(session, self.config, *self.pools, self.metrics)
             self._service = Service(self.config, self._upstream, pools, self.metrics, self.budget)
-            engines = [engine for pool in self.pools for engine in pool.engines]
-            async with HealthMonitor(session, self.config).running(engines):
+            await self._sources.look()
+            monitor = HealthMonitor(session, self.config)
+            async with monitor.running(self.registry.engines):
+                self.registry.on_added = monitor.watch
+                self.registry.on_removed = monitor.forget
+                watching = asyncio.create_task(self._sources.watch())
                 yield
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
 
     async def drain(self) -> bool:
         """Refuse new requests and wait for the running ones; True if all have ended in time."""
@@ -84,6 +96,15 @@ class ProxyApp:
         except asyncio.TimeoutError:
             return False
         return True
+
+    def apply(self, state: AdminState) -> None:
+        """Do what the admin port asks for. Raises `ConfigError`, and then changes nothing."""
+        self.registry.name(ADMIN, sorted(state.places))
+        self.registry.drain(state.drained)
+
+    async def engines(self) -> list[dict[str, Any]]:
+        """Every engine, for the admin port."""
+        return [engine.as_json() for engine in self.registry.engines]
 
     async def live(self, _: web.Request) -> web.Response:
         """200 while the process serves at all."""

@@ -3,12 +3,18 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from vllm_commext.errors import ConfigError
 
 MIB = 1 << 20
+DNS_SCHEME = "dns+"
+
+
+def _file(meaning: str) -> Any:
+    return field(default="", metadata={"file": meaning})
 
 
 def _option(default: Any, meaning: str) -> Any:
@@ -19,7 +25,9 @@ def _option(default: Any, meaning: str) -> Any:
 class ProxyConfig:
     """What one proxy process serves and for how long it waits.
 
-    prefill, decode: base URLs of the engines, ``http://HOST:PORT`` with an optional path prefix.
+    prefill, decode: base URLs of the engines, ``http://HOST:PORT`` with an optional path prefix;
+    ``dns+http://NAME:PORT`` stands for every address that NAME resolves to. Both may be empty if
+    engines can come from elsewhere. Fields that end in ``_file`` are paths, or empty.
     Fields that end in ``_seconds`` are bounds on waits, in seconds, all above zero; the other
     numbers are counts or bytes, at least 1 unless their default is 0. Raises `ConfigError` naming
     the field otherwise.
@@ -64,6 +72,13 @@ class ProxyConfig:
         512 * MIB, "of request bodies at a time; one more is refused with 503"
     )
     max_in_flight: int = _option(1024, "requests at a time; one more is refused with 503")
+    refresh_interval_seconds: float = _option(
+        2.0, "between two readings of --engines-file and two resolutions of dns+http names"
+    )
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None
+    engines_file: str = _file("engines as JSON, {prefill: [URL], decode: [URL]}; watched")
+    admin_token_file: str = _file("holds the admin port's token")
     drain_timeout_seconds: float = _option(30.0, "for running requests to end after SIGTERM")
 
     def __post_init__(self) -> None:
@@ -72,8 +87,12 @@ class ProxyConfig:
         for option in fields(self):
             if "help" in option.metadata:
                 _check_number(option.name, getattr(self, option.name), option.default)
-        object.__setattr__(self, "prefill", _engine_urls("prefill", self.prefill))
-        object.__setattr__(self, "decode", _engine_urls("decode", self.decode))
+        if self.admin_port is not None and not self.admin_token_file:
+            raise ConfigError("the admin port needs a token: expected --admin-token-file FILE")
+        may_be_empty = bool(self.engines_file) or self.admin_port is not None
+        for role in ("prefill", "decode"):
+            urls = _engine_urls(role, getattr(self, role), may_be_empty)
+            object.__setattr__(self, role, urls)
         if both := set(self.prefill) & set(self.decode):
             raise ConfigError(
                 f"{sorted(both)[0]} is given as a prefill and as a decode engine: an engine "
@@ -87,9 +106,20 @@ def _check_number(name: str, value: float, default: Any) -> None:
     raise ConfigError(f"{name}: expected a finite number above zero, got {value}")
 
 
-def _engine_urls(role: str, urls: Sequence[str]) -> tuple[str, ...]:
-    checked = tuple(_engine_url(role, url) for url in urls)
-    if not checked:
+def read_secret(path: str) -> str:
+    """The one line of a file that holds a secret. Raises `ConfigError`."""
+    try:
+        secret = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: expected a file with a secret, got {error}") from error
+    if not secret or not secret.isascii() or len(secret.split()) > 1:
+        raise ConfigError(f"{path}: expected one line of ASCII without spaces")
+    return secret
+
+
+def _engine_urls(role: str, urls: Sequence[str], may_be_empty: bool) -> tuple[str, ...]:
+    checked = tuple(_named_url(role, url) for url in urls)
+    if not checked and not may_be_empty:
         raise ConfigError(
             f"no {role} engine given: expected at least one --{role} http://HOST:PORT"
         )
@@ -98,7 +128,13 @@ def _engine_urls(role: str, urls: Sequence[str]) -> tuple[str, ...]:
     return checked
 
 
-def _engine_url(role: str, url: str) -> str:
+def _named_url(role: str, url: str) -> str:
+    prefix = DNS_SCHEME if url.startswith(DNS_SCHEME + "http://") else ""
+    return prefix + engine_url(role, url.removeprefix(prefix))
+
+
+def engine_url(role: str, url: str) -> str:
+    """*url* as engines are known by, without a slash at its end. Raises `ConfigError`."""
     expected = f"--{role}: expected http://HOST:PORT or https://HOST:PORT, got {url!r}"
     try:
         parts = urlsplit(url)

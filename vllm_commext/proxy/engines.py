@@ -17,9 +17,9 @@ class Engine:
 
     in_flight, tokens: requests of this proxy that the engine works on now, and what they weigh.
     suspected: a request lost its connection since the last check; others are asked first.
-    draining: it gets no new work; what runs goes on. detail: the last reason why it is
-    unhealthy, for people. on_lost: called when the engine has not been reachable for so long
-    that nobody should wait for it any more.
+    draining: it gets no new work; what runs goes on. leaving: it is to go when nothing runs.
+    detail: the last reason why it is unhealthy, for people. on_lost: called when the engine has
+    not been reachable for so long that nobody should wait for it any more.
     """
 
     role: str
@@ -27,6 +27,7 @@ class Engine:
     url: str
     healthy: bool = False
     draining: bool = False
+    leaving: bool = False
     suspected: bool = False
     in_flight: int = 0
     tokens: int = 0

@@ -3,13 +3,15 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from aiohttp import web
 
 from vllm_commext.errors import ConfigError
+from vllm_commext.proxy.admin import AdminApp, Control
 from vllm_commext.proxy.app import ProxyApp
-from vllm_commext.proxy.config import ProxyConfig
+from vllm_commext.proxy.config import ProxyConfig, read_secret
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -29,19 +31,48 @@ async def serve(config: ProxyConfig, announce: Callable[[str], None]) -> None:
     stopped = _on_signal()
     await runner.setup()
     try:
-        site = await _listen(runner, config)
-        for pool in proxy.pools:
-            for engine in pool.engines:
-                state = "healthy" if engine.healthy else f"not healthy yet: {engine.detail}"
-                announce(f"{engine.name} {engine.url} {state}")
-        announce(f"listening on {_url(runner)}")
-        await stopped.wait()
-        await site.stop()
-        announce(f"stopping: {proxy.num_in_flight} requests in flight")
-        if not await proxy.drain():
-            logger.warning("%d requests did not end in time and are cut", proxy.num_in_flight)
+        async with admin_port(proxy, config, announce):
+            await _serve_until(stopped, proxy, runner, announce)
     finally:
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def admin_port(
+    control: Control, config: ProxyConfig, announce: Callable[[str], None]
+) -> AsyncIterator[None]:
+    """The admin port while the block runs, if there is to be one."""
+    if config.admin_port is None:
+        yield
+        return
+    app = AdminApp(control, read_secret(config.admin_token_file)).build()
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_SECONDS)
+    await runner.setup()
+    try:
+        await _listen(runner, config.admin_host, config.admin_port, "admin-")
+        announce(f"admin port on {_url(runner)}")
+        yield
+    finally:
+        await runner.cleanup()
+
+
+async def _serve_until(
+    stopped: asyncio.Event,
+    proxy: ProxyApp,
+    runner: web.AppRunner,
+    announce: Callable[[str], None],
+) -> None:
+    site = await _listen(runner, proxy.config.host, proxy.config.port)
+    for pool in proxy.pools:
+        for engine in pool.engines:
+            state = "healthy" if engine.healthy else f"not healthy yet: {engine.detail}"
+            announce(f"{engine.name} {engine.url} {state}")
+    announce(f"listening on {_url(runner)}")
+    await stopped.wait()
+    await site.stop()
+    announce(f"stopping: {proxy.num_in_flight} requests in flight")
+    if not await proxy.drain():
+        logger.warning("%d requests did not end in time and are cut", proxy.num_in_flight)
 
 
 def make_runner(proxy: ProxyApp) -> web.AppRunner:
@@ -55,13 +86,16 @@ def make_runner(proxy: ProxyApp) -> web.AppRunner:
     )
 
 
-async def _listen(runner: web.AppRunner, config: ProxyConfig) -> web.TCPSite:
-    site = web.TCPSite(runner, config.host, config.port)
+async def _listen(
+    runner: web.AppRunner, host: str, port: int, option_prefix: str = ""
+) -> web.TCPSite:
+    site = web.TCPSite(runner, host, port)
     try:
         await site.start()
     except OSError as error:
-        message = f"cannot listen on {config.host} port {config.port}: {error}"
-        raise ConfigError(f"{message}; choose another --host or --port, or --port 0") from error
+        message = f"cannot listen on {host} port {port}: {error}; choose another "
+        options = f"--{option_prefix}host or --{option_prefix}port, or --{option_prefix}port 0"
+        raise ConfigError(message + options) from error
     return site
 
 

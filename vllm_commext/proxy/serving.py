@@ -67,7 +67,8 @@ class Service:
         """An answer that has begun. The body is held no longer than until then."""
         intake = Intake(self._budget, self._config)
         try:
-            attempts = _Attempts(request.path, await intake.read(request), headers)
+            body = await intake.read(request)
+            attempts = _Attempts(request.path, body, headers, self._pools[DECODE])
             while True:
                 try:
                     return await self._attempt(attempts, outcome)
@@ -76,7 +77,7 @@ class Service:
                     gave_up = attempts.num_failed >= self._config.request_attempts
                     if gave_up or not error.can_restart or error.side != DECODE:
                         raise
-                    attempts.note(error, self._pools[DECODE])
+                    attempts.note(error)
                     self._metrics.restarts.labels(error.kind).inc()
                     logger.warning("request %s is served anew: %s", outcome.request_id, error)
         finally:
@@ -94,7 +95,7 @@ class Service:
             body = two_step.decode_body(body, prefilled.kv_transfer_params)
             attempts.prefilled_by = prefilled.engine
         try:
-            opened = await self._upstream.decode(attempts.payload(body), attempts.failed_decode)
+            opened = await self._upstream.decode(attempts.payload(body), attempts.avoided())
         except BaseException:
             if prefilled is not None:
                 _log_unread_blocks(prefilled, outcome.request_id)
@@ -152,7 +153,10 @@ class Service:
 class _Attempts:
     """A request's body, and the engines that have failed it so far."""
 
-    def __init__(self, path: str, body: Any, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, path: str, body: Any, headers: Mapping[str, str], decode: EnginePool
+    ) -> None:
+        self._decode = decode
         self.path = path
         self.body = two_step.checked_body(body)
         self.num_failed = 0
@@ -167,9 +171,16 @@ class _Attempts:
         streams = bool(body.get("stream")) if is_stream is None else is_stream
         return Payload(self.path, self._headers, encode(body), self._tokens, streams)
 
-    def note(self, error: ProxyError, decode: EnginePool) -> None:
+    def avoided(self) -> list[Engine]:
+        """Decode engines that had better not answer: an engine cannot read from itself, which
+        matters while one changes its role."""
+        source = self.prefilled_by.url if self.prefilled_by else None
+        itself = [one for one in self._decode.engines if one.url == source]
+        return self.failed_decode + itself
+
+    def note(self, error: ProxyError) -> None:
         """Next time, others shall do it: a load fails because of either side."""
-        self.failed_decode += [one for one in decode.engines if one.name == error.engine]
+        self.failed_decode += [one for one in self._decode.engines if one.name == error.engine]
         if self.prefilled_by is not None:
             self.failed_prefill.append(self.prefilled_by)
             self.prefilled_by = None

@@ -223,9 +223,8 @@ async def _proxy_before(stack: AsyncExitStack, urls: dict[str, list[str]], optio
     from vllm_commext.proxy.config import ProxyConfig
     from vllm_commext.proxy.server import make_runner
 
-    config = ProxyConfig(
-        prefill=tuple(urls["prefill"]), decode=tuple(urls["decode"]), port=0, **options
-    )
+    engines = {role: tuple(of_role) for role, of_role in urls.items()}
+    config = ProxyConfig(**{"port": 0, **engines, **options})
     proxy = ProxyApp(config)
     runner = make_runner(proxy)
     await runner.setup()

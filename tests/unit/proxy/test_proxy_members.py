@@ -1,0 +1,308 @@
+"""Engines that come, go, drain and change their role while requests run."""
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_commext.errors import ConfigError
+from vllm_commext.proxy.config import ProxyConfig
+from vllm_commext.proxy.engines import EnginePool
+from vllm_commext.proxy.registry import Place, Registry
+from vllm_commext.proxy.sources import read_places
+
+BODY = {"prompt": "hello", "max_tokens": 20}
+QUICK = {"health_interval_seconds": 0.05, "refresh_interval_seconds": 0.05}
+TOKEN = "secret-token"
+P1 = Place("prefill", "http://p:1")
+D1, D2 = Place("decode", "http://d:1"), Place("decode", "http://d:2")
+
+
+def registry() -> tuple[Registry, dict[str, EnginePool]]:
+    pools = {role: EnginePool(role) for role in ("prefill", "decode")}
+    return Registry(pools), pools
+
+
+def test_the_engines_are_the_union_of_all_sources() -> None:
+    one, pools = registry()
+    one.name("file", [P1, D1])
+    one.name("DNS", [D1, D2])
+    assert {engine.url for engine in one.engines} == {P1.url, D1.url, D2.url}
+    one.name("file", [P1])
+    assert [engine.url for engine in pools["decode"].engines] == [D1.url, D2.url]
+    one.name("DNS", [])
+    assert pools["decode"].engines == ()
+
+
+def test_an_engine_that_nobody_names_goes_when_its_last_request_has_ended() -> None:
+    one, pools = registry()
+    one.name("file", [D1])
+    (engine,) = pools["decode"].engines
+    engine.passed_check(rise=1)
+    removed: list[Any] = []
+    one.on_removed = removed.append
+    with engine.working(10):
+        one.name("file", [])
+        one.sweep()
+        assert (engine.usable, engine.leaving, removed) == (False, True, [])
+    one.sweep()
+    assert (pools["decode"].engines, removed) == ((), [engine])
+
+
+def test_an_engine_that_is_named_again_while_it_leaves_stays() -> None:
+    one, pools = registry()
+    one.name("file", [D1])
+    (engine,) = pools["decode"].engines
+    engine.passed_check(rise=1)
+    with engine.working(10):
+        one.name("file", [])
+        one.name("file", [D1])
+    one.sweep()
+    assert pools["decode"].engines == (engine,)
+    assert engine.usable
+
+
+def test_a_role_changes_while_the_old_ones_requests_run() -> None:
+    one, pools = registry()
+    one.name("admin", [Place("prefill", D1.url)])
+    (old,) = pools["prefill"].engines
+    with old.working(1):
+        one.name("admin", [D1])
+        assert (old.leaving, pools["decode"].engines[0].url) == (True, D1.url)
+    one.sweep()
+    assert pools["prefill"].engines == ()
+
+
+def test_two_roles_at_once_are_refused_and_change_nothing() -> None:
+    one, _ = registry()
+    one.name("file", [D1])
+    with pytest.raises(ConfigError, match="give each engine one role"):
+        one.name("admin", [Place("prefill", D1.url)])
+    assert [engine.role for engine in one.engines] == ["decode"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "expected {"),
+        ("[]", r"got \[\]"),
+        ('{"decoder": []}', "decoder"),
+        ('{"decode": "http://d:1"}', "for decode"),
+        ('{"decode": ["d:1"]}', "expected http://HOST:PORT"),
+    ],
+)
+def test_a_file_that_names_no_engines_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "engines.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_places(path)
+
+
+def write(path: Path, **engines: list[Any]) -> None:
+    urls = {role: [engine.url for engine in servers] for role, servers in engines.items()}
+    path.with_suffix(".new").write_text(json.dumps(urls))
+    path.with_suffix(".new").rename(path)
+
+
+async def answered_by(cluster: Any) -> tuple[str, str]:
+    async with cluster.post(BODY) as response:
+        assert response.status == 200
+        await response.read()
+        return response.headers.get("X-Commext-Prefill", ""), response.headers["X-Commext-Decode"]
+
+
+def test_a_watched_file_adds_and_removes_engines_and_a_broken_one_changes_nothing(
+    kit: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "engines.json"
+
+    async def scenario() -> None:
+        async with (
+            kit.engine(kit.prefill_ok).running() as prefill,
+            kit.engine(kit.decode_ok).running() as first,
+            kit.engine(kit.decode_ok).running() as second,
+        ):
+            write(path, prefill=[prefill], decode=[first])
+            options = {**QUICK, "engines_file": str(path)}
+            async with kit.cluster(num_prefill=0, num_decode=0, **options) as cluster:
+                pool = cluster.proxy.decode_pool
+                assert await answered_by(cluster) == ("prefill0", "decode0")
+                write(path, prefill=[prefill], decode=[second])
+                await kit.until(lambda: [e.url for e in pool.engines] == [second.url], "the change")
+                await kit.until(lambda: pool.num_usable == 1, "its first check")
+                path.write_text("{")
+                await kit.until(lambda: "engines from file stay" in caplog.text, "the complaint")
+                await answered_by(cluster)
+                assert (len(first.calls), len(second.calls)) == (1, 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_name_stands_for_an_engine_at_each_of_its_addresses(
+    kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = ["127.0.0.1"]
+
+    async def scenario() -> None:
+        async with (
+            kit.engine(kit.prefill_ok).running() as prefill,
+            kit.engine(kit.decode_ok).running() as decode,
+        ):
+            loop = asyncio.get_running_loop()
+            real = loop.getaddrinfo
+
+            async def getaddrinfo(host: Any, port: Any, **options: Any) -> Any:
+                if host != "engines.test":
+                    return await real(host, port, **options)
+                if not addresses:
+                    raise socket.gaierror(socket.EAI_NONAME, "no such name")
+                return [(2, 1, 6, "", (address, port)) for address in addresses]
+
+            monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+            options = {
+                **QUICK, "prefill": (prefill.url,),
+                "decode": (f"dns+http://engines.test:{decode.port}",),
+            }  # fmt: skip
+            async with kit.cluster(num_prefill=0, num_decode=0, **options) as cluster:
+                pool = cluster.proxy.decode_pool
+                assert await answered_by(cluster) == ("prefill0", "decode0")
+                addresses[:] = ["127.0.0.1", "127.0.0.2"]
+                await kit.until(lambda: len(pool.engines) == 2, "the second address")
+                assert pool.engines[1].url == f"http://127.0.0.2:{decode.port}"
+                addresses.clear()
+                await asyncio.sleep(0.2)
+                assert len(pool.engines) == 2, "a name server that fails takes no engine away"
+                addresses[:] = ["127.0.0.1"]
+                await kit.until(lambda: len(pool.engines) == 1, "the second address to go")
+
+    asyncio.run(scenario())
+
+
+class Admin:
+    """Requests to the admin port of a cluster's proxy."""
+
+    def __init__(self, cluster: Any, url: str) -> None:
+        self._session, self._url = cluster.session, url
+
+    async def ask(self, method: str, path: str, body: Any = None, token: str = TOKEN) -> Any:
+        headers = {"Authorization": f"Bearer {token}"}
+        request = self._session.request(method, self._url + path, json=body, headers=headers)
+        async with request as response:
+            return response.status, await response.json()
+
+
+async def admin_of(kit: Any, stack: Any, tmp_path: Path, cluster: Any) -> Admin:
+    from vllm_commext.proxy.server import admin_port
+
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    options = {"admin_port": 0, "admin_token_file": str(tmp_path / "token")}
+    lines: list[str] = []
+    config = ProxyConfig(prefill=(), decode=(), **options)
+    await stack.enter_async_context(admin_port(cluster.proxy, config, lines.append))
+    return Admin(cluster, lines[0].removeprefix("admin port on "))
+
+
+def test_the_admin_port_adds_drains_and_removes_engines_and_nothing_is_lost(
+    kit: Any, tmp_path: Path
+) -> None:
+    from contextlib import AsyncExitStack
+
+    release = asyncio.Event()
+
+    async def held(call: Any) -> None:
+        await release.wait()
+        await kit.decode_ok(call)
+
+    async def scenario() -> None:
+        async with (
+            kit.engine(held).running() as added,
+            kit.cluster(**QUICK) as cluster,
+            AsyncExitStack() as stack,
+        ):
+            admin = await admin_of(kit, stack, tmp_path, cluster)
+            pool, first = cluster.proxy.decode_pool, cluster.decode[0]
+            status, told = await admin.ask(
+                "POST", "/engines", {"role": "decode", "url": added.url + "/"}
+            )
+            assert (status, told["engines"][-1]["url"]) == (200, added.url)
+            await kit.until(lambda: pool.num_usable == 2, "the new engine's first check")
+            assert (await admin.ask("POST", "/drain", {"url": first.url}))[0] == 200
+            running = asyncio.ensure_future(answered_by(cluster))
+            await kit.until(lambda: bool(added.calls), "a request at the new engine")
+            assert (await admin.ask("POST", "/undrain", {"url": first.url}))[0] == 200
+            assert (await admin.ask("DELETE", "/engines", {"url": added.url}))[0] == 200
+            assert await answered_by(cluster) == ("prefill0", "decode0")
+            assert len(pool.engines) == 2, "it still has work"
+            release.set()
+            assert await running == ("prefill0", "decode1")
+            await kit.until(lambda: len(pool.engines) == 1, "the engine to go")
+
+    asyncio.run(scenario())
+
+
+def test_draining_can_be_waited_for(kit: Any, tmp_path: Path) -> None:
+    from contextlib import AsyncExitStack
+
+    release = asyncio.Event()
+
+    async def held(call: Any) -> None:
+        await release.wait()
+        await kit.decode_ok(call)
+
+    async def scenario() -> None:
+        async with kit.cluster(**QUICK) as cluster, AsyncExitStack() as stack:
+            admin = await admin_of(kit, stack, tmp_path, cluster)
+            cluster.decode[0].behave = held
+            running = asyncio.ensure_future(answered_by(cluster))
+            await kit.until(lambda: bool(cluster.decode[0].calls), "the request")
+            wanted = {"url": cluster.decode[0].url, "wait_seconds": 0}
+            _, told = await admin.ask("POST", "/drain", wanted)
+            assert [e["in_flight"] for e in told["engines"] if e["role"] == "decode"] == [1]
+            waiting = asyncio.ensure_future(
+                admin.ask("POST", "/drain", {**wanted, "wait_seconds": 30})
+            )
+            await asyncio.sleep(0.3)
+            assert not waiting.done()
+            release.set()
+            _, told = await waiting
+            assert [e["in_flight"] for e in told["engines"] if e["role"] == "decode"] == [0]
+            await running
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "message"),
+    [
+        ("POST", "/engines", {"role": "decode"}, "expected a JSON object with the strings"),
+        ("POST", "/engines", {"role": "x", "url": "http://h:1"}, "role: expected one of"),
+        ("POST", "/engines", {"role": "decode", "url": "file:///"}, "expected http://HOST:PORT"),
+        ("DELETE", "/engines", {"url": "http://h:1"}, "was not added here"),
+        ("POST", "/drain", {"url": "http://h:1"}, "is none of the engines"),
+        ("POST", "/drain", {"url": "http://h:1", "wait_seconds": -1}, "wait_seconds: expected"),
+    ],
+)
+def test_what_the_admin_port_cannot_do_it_refuses(
+    kit: Any, tmp_path: Path, method: str, path: str, body: Any, message: str
+) -> None:
+    from contextlib import AsyncExitStack
+
+    async def scenario() -> None:
+        async with kit.cluster() as cluster, AsyncExitStack() as stack:
+            admin = await admin_of(kit, stack, tmp_path, cluster)
+            status, told = await admin.ask(method, path, body)
+            assert (status, message in told["error"]["message"]) == (400, True), told
+            assert (await admin.ask(method, path, body, token="wrong"))[0] == 401
+            assert (await admin.ask("GET", "/engines"))[0] == 200
+            async with cluster.session.get(cluster.url + "/engines") as response:
+                assert response.status == 404, "it is not on the clients' port"
+
+    asyncio.run(scenario())
+
+
+def test_an_admin_port_needs_a_token() -> None:
+    with pytest.raises(ConfigError, match="--admin-token-file"):
+        ProxyConfig(prefill=(), decode=(), admin_port=0)

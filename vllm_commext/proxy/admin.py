@@ -1,0 +1,152 @@
+"""The admin port: engines added, removed, drained and shown, for whoever has the token."""
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from vllm_commext.errors import ConfigError
+from vllm_commext.proxy.config import engine_url
+from vllm_commext.proxy.engines import ROLES
+from vllm_commext.proxy.errors import answer_errors
+from vllm_commext.proxy.failures import ProxyError
+from vllm_commext.proxy.registry import Place
+
+MAX_ADMIN_BODY_BYTES = 64 << 10
+MAX_WAIT_SECONDS = 3600
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class AdminState:
+    """What was asked for at the admin port so far: engines added there, and those drained."""
+
+    places: frozenset[Place] = field(default_factory=frozenset[Place])
+    drained: frozenset[str] = field(default_factory=frozenset[str])
+
+    def as_json(self) -> dict[str, Any]:
+        places = [[place.role, place.url] for place in sorted(self.places)]
+        return {"places": places, "drained": sorted(self.drained)}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "AdminState":
+        places = frozenset(Place(role, url) for role, url in content["places"])
+        return cls(places, frozenset(content["drained"]))
+
+
+class Control(Protocol):
+    """What the admin port acts on: this process's registry, or all workers'."""
+
+    def apply(self, state: AdminState) -> None:
+        """Raises `ConfigError`, and changes nothing, if that cannot be."""
+        ...
+
+    async def engines(self) -> list[dict[str, Any]]: ...
+
+
+class AdminApp:
+    """Routes of the admin port.
+
+    GET /engines shows them all. POST /engines with ``role`` and ``url`` adds one, or gives one
+    added here its other role; DELETE /engines with ``url`` takes it away once its requests have
+    ended. POST /drain and POST /undrain with ``url`` stop and resume new work for any engine; the
+    former with ``wait_seconds`` answers when the engine's requests have ended, or that time has.
+    """
+
+    def __init__(self, control: Control, token: str) -> None:
+        self._control = control
+        self._token = token.encode()
+        self._state = AdminState()
+
+    def build(self) -> web.Application:
+        app = web.Application(
+            middlewares=[answer_errors, self._check_token], client_max_size=MAX_ADMIN_BODY_BYTES
+        )
+        app.router.add_get("/engines", self._show)
+        app.router.add_post("/engines", self._add)
+        app.router.add_delete("/engines", self._remove)
+        app.router.add_post("/drain", self._drain)
+        app.router.add_post("/undrain", self._undrain)
+        return app
+
+    @web.middleware
+    async def _check_token(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, b"Bearer " + self._token):
+            raise ProxyError(401, "unauthorized", "expected Authorization: Bearer <admin token>")
+        return await handler(request)
+
+    async def _show(self, _: web.Request) -> web.Response:
+        return web.json_response({"engines": await self._control.engines()})
+
+    async def _add(self, request: web.Request) -> web.Response:
+        fields = await _fields(request, "role", "url")
+        if fields["role"] not in ROLES:
+            raise _refusal(f"role: expected one of {', '.join(ROLES)}, got {fields['role']!r}")
+        others = frozenset(p for p in self._state.places if p.url != fields["url"])
+        return await self._change(places=others | {Place(fields["role"], fields["url"])})
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        url = (await _fields(request, "url"))["url"]
+        others = frozenset(place for place in self._state.places if place.url != url)
+        if others == self._state.places:
+            message = f"{url} was not added here; what the command line, a file or DNS names is "
+            raise _refusal(message + "removed there, or drained here")
+        return await self._change(places=others, drained=self._state.drained - {url})
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        fields = await _fields(request, "url")
+        url, wait_seconds = fields["url"], fields.get("wait_seconds", 0)
+        if not isinstance(wait_seconds, int | float) or not 0 <= wait_seconds <= MAX_WAIT_SECONDS:
+            message = f"wait_seconds: expected 0 to {MAX_WAIT_SECONDS}, got {wait_seconds!r}"
+            raise _refusal(message)
+        if await self._num_in_flight(url) is None:
+            raise _refusal(f"{url} is none of the engines")
+        answer = await self._change(drained=self._state.drained | {url})
+        end = time.monotonic() + wait_seconds
+        while await self._num_in_flight(url) and time.monotonic() < end:
+            await asyncio.sleep(POLL_SECONDS)
+            answer = await self._show(request)
+        return answer
+
+    async def _num_in_flight(self, url: str) -> int | None:
+        """Requests at *url*, None if there is no such engine."""
+        found = [one["in_flight"] for one in await self._control.engines() if one["url"] == url]
+        return sum(found) if found else None
+
+    async def _undrain(self, request: web.Request) -> web.Response:
+        url = (await _fields(request, "url"))["url"]
+        return await self._change(drained=self._state.drained - {url})
+
+    async def _change(self, **changes: Any) -> web.Response:
+        state = replace(self._state, **changes)
+        try:
+            self._control.apply(state)
+        except ConfigError as error:
+            raise _refusal(str(error)) from error
+        self._state = state
+        return web.json_response({"engines": await self._control.engines()})
+
+
+async def _fields(request: web.Request, *names: str) -> dict[str, Any]:
+    try:
+        content = json.loads(await request.read())
+    except (ValueError, RecursionError) as error:
+        raise _refusal(f"the body is not valid JSON: {error}") from error
+    if not isinstance(content, dict) or not all(isinstance(content.get(n), str) for n in names):
+        raise _refusal(f"expected a JSON object with the strings {', '.join(names)}")
+    try:
+        return {**content, "url": engine_url("url", content["url"])}
+    except ConfigError as error:
+        raise _refusal(str(error)) from error
+
+
+def _refusal(message: str) -> ProxyError:
+    return ProxyError(400, "bad_request", message)

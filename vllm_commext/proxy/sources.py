@@ -1,0 +1,97 @@
+"""Where engines are named besides the command line: a watched file, and DNS."""
+
+import asyncio
+import ipaddress
+import json
+import logging
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from vllm_commext.errors import ConfigError
+from vllm_commext.proxy.config import DNS_SCHEME, ProxyConfig, engine_url
+from vllm_commext.proxy.engines import ROLES
+from vllm_commext.proxy.registry import Place, Registry
+
+logger = logging.getLogger("vllm.commext.proxy")
+
+COMMAND_LINE, FILE, DNS, ADMIN = "command line", "file", "DNS", "admin"
+MAX_FILE_BYTES = 1 << 20
+
+
+def read_places(path: Path) -> list[Place]:
+    """The engines in a file ``{"prefill": [URL, ...], "decode": [URL, ...]}``.
+
+    Raises `ConfigError` if it holds anything else.
+    """
+    expected = f'{path}: expected {{"prefill": [URL, ...], "decode": [URL, ...]}}'
+    try:
+        with path.open("rb") as file:
+            content = json.loads(file.read(MAX_FILE_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{expected}, got {error}") from error
+    if not isinstance(content, dict) or set(content) - set(ROLES):
+        raise ConfigError(f"{expected}, got {str(content)[:80]}")
+    places: list[Place] = []
+    for role, urls in content.items():
+        if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
+            raise ConfigError(f"{expected}, got {str(urls)[:80]} for {role}")
+        places += [Place(role, engine_url(role, url)) for url in urls]
+    return places
+
+
+async def resolve(names: Iterable[Place]) -> list[Place]:
+    """Every address of every name, as an engine. Raises `OSError` if one cannot be resolved."""
+    loop = asyncio.get_running_loop()
+    places: set[Place] = set()
+    for name in names:
+        parts = urlsplit(name.url.removeprefix(DNS_SCHEME))
+        found = await loop.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
+        for address in {str(info[4][0]) for info in found}:
+            host = f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
+            places.add(Place(name.role, f"http://{host}:{parts.port or 80}{parts.path}"))
+    return sorted(places)
+
+
+class Sources:
+    """Reads the file and resolves the names, again and again. A source that fails is left as it
+    was, with a line in the log: engines that still serve are worth more than a name server."""
+
+    def __init__(self, config: ProxyConfig, registry: Registry) -> None:
+        self._config = config
+        self._registry = registry
+        given = [Place(role, url) for role in ROLES for url in getattr(config, role)]
+        self._names = [place for place in given if place.url.startswith(DNS_SCHEME)]
+        self._complaints: dict[str, str] = {}
+        registry.name(COMMAND_LINE, (place for place in given if place not in self._names))
+
+    async def look(self) -> None:
+        """Ask each source once."""
+        if self._config.engines_file:
+            await self._name(FILE)
+        if self._names:
+            await self._name(DNS)
+
+    async def watch(self) -> None:
+        """Ask them again and again, and remove engines that have ended their work."""
+        while True:
+            await asyncio.sleep(self._config.refresh_interval_seconds)
+            await self.look()
+            self._registry.sweep()
+
+    async def _name(self, source: str) -> None:
+        try:
+            if source == FILE:
+                places = await asyncio.to_thread(read_places, Path(self._config.engines_file))
+            else:
+                bound = self._config.health_timeout_seconds
+                places = await asyncio.wait_for(resolve(self._names), bound)
+            self._registry.name(source, places)
+        except (ConfigError, OSError, asyncio.TimeoutError) as error:
+            complaint = f"{error!r}" if isinstance(error, asyncio.TimeoutError) else str(error)
+            if self._complaints.get(source) != complaint:
+                logger.warning("engines from %s stay as they were: %s", source, complaint)
+            self._complaints[source] = complaint
+        else:
+            self._complaints.pop(source, None)
