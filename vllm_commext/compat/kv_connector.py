@@ -7,6 +7,8 @@ too.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +16,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
+_MAX_UNSPLIT_TOKENS = 64
+"""Blocks of up to as many tokens are taken whole by every attention backend for CUDA; vLLM splits
+none whose neighbours in memory belong to other layers."""
 
 
 def transfer_results_class() -> type[Any] | None:
@@ -31,6 +37,36 @@ def peer_cache_hit_source() -> Any:
     except ModuleNotFoundError:
         return None
     return module.CacheHitSource.P2P
+
+
+def required_cache_layout(vllm_config: VllmConfig) -> str | None:
+    """The KV cache layout to ask vLLM for, None for its own choice.
+
+    With blocks outermost (``BLHNC``) the layers of a block lie side by side, so that two engines of
+    one tensor-parallel size move a block as one run of bytes and not as one a layer.  It is asked
+    for where vLLM knows it (0.30 and newer) and the platform's attention backends take it; where a
+    backend does not, vLLM takes the layout that it would have taken otherwise.  The rest gets heads
+    before tokens (``HND``), so that a head's part of a block is one run.  Latent caches have no
+    heads, and their backends choose.
+    """
+    if vllm_config.model_config.use_mla:
+        return None
+    if importlib.util.find_spec("vllm.v1.kv_cache_layout") is None:
+        return "HND"
+    return "BLHNC" if _takes_blocks_outermost(vllm_config) else "LBHNC"
+
+
+def _takes_blocks_outermost(vllm_config: VllmConfig) -> bool:
+    from vllm.platforms import current_platform
+
+    return (
+        current_platform.is_cuda()
+        and not vllm_config.model_config.is_hybrid
+        and vllm_config.cache_config.block_size <= _MAX_UNSPLIT_TOKENS
+        # All connectors of a MultiConnector, the module of which is imported where it is used, must
+        # name one layout, and vLLM's own name this one.
+        and _MULTI not in sys.modules
+    )
 
 
 def attention_backends(vllm_config: VllmConfig) -> dict[str, str]:

@@ -16,7 +16,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_commext.compat import conv_state
-from vllm_commext.compat.kv_connector import peer_cache_hit_source, transfer_results_class
+from vllm_commext.compat.kv_connector import (
+    peer_cache_hit_source,
+    required_cache_layout,
+    transfer_results_class,
+)
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl import engine_facts
 from vllm_commext.nixl.config import parse_config
@@ -109,9 +113,8 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Heads before tokens, so that a head's part of a block is one run; latent caches have no
-        heads."""
-        return None if vllm_config.model_config.use_mla else "HND"
+        """What lets a block be moved in the fewest runs of bytes."""
+        return required_cache_layout(vllm_config)
 
     @classmethod
     def build_kv_connector_stats(

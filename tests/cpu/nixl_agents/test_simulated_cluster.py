@@ -62,6 +62,33 @@ def test_every_byte_arrives_and_every_rank_is_released(
         assert cluster.prefill.is_untouched()
 
 
+LAYERED: Model = (
+    Group("full", (Attention(4, 2),) * 3),
+    Group("window", (Attention(4, 2),) * 2),
+)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)], ids=["1:1", "2:1", "1:2"])
+@pytest.mark.parametrize(
+    "orders",
+    [("BLHNC", "BLHNC"), ("BLHNC", "LBHNC"), ("LBNHC", "BLHNC"), ("BHLNC", "BLHNC")],
+    ids="-".join,
+)
+def test_layers_side_by_side_are_read_into_any_layout(
+    orders: tuple[str, str], sizes: tuple[int, int]
+) -> None:
+    prefill, decode = (
+        Engine(size, 0, (4, 4), (1, 1), order=order)
+        for size, order in zip(sizes, orders, strict=True)
+    )
+    dice = random.Random(f"{orders} {sizes}")
+    spans = [random_span(LAYERED, prefill, decode, dice) for _ in range(3)]
+    with Cluster(case_of(LAYERED, prefill, decode, spans, dice)) as cluster:
+        cluster.run()
+        assert cluster.decode.faults(cluster.requests) == []
+        assert cluster.prefill.is_untouched()
+
+
 def test_the_comparison_notices_one_altered_byte() -> None:
     case = cluster_case(HYBRID, (2, 1), 1)
     with Cluster(case) as cluster:
