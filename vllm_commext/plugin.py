@@ -194,6 +194,22 @@ def _register() -> list[str]:
     return problems
 
 
+def activate(name: str) -> None:
+    """Put one capability in place as its toggle says now, after the same checks as in `register`.
+
+    Raises:
+        UnsupportedError: it is off, or was refused; the reason is in the message.
+    """
+    with _lock:
+        settings = read_settings()
+        capability = next(one for one in CAPABILITIES if one.name == name)
+        outcome = _decide(capability, settings) if settings.enabled else None
+        if outcome is not None:
+            status.record(outcome)
+    if outcome is None or outcome.state is not State.ACTIVE:
+        raise UnsupportedError(outcome.line() if outcome else f"commext: {name} off ({MASTER}=0)")
+
+
 def register() -> None:
     """Register every capability whose toggle is on; vLLM calls this in each process.
 

@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 from vllm.distributed.utils import StatelessProcessGroup
 
-from vllm_commext.shm.queue import MessageQueue
+from vllm_commext.compat.queue_groups import GroupMessageQueue as MessageQueue
 
 WORLD = 3
 NUM_ELEMENTS = 100_000

@@ -48,7 +48,7 @@ def look(*args: str, **environ: str) -> dict[str, Any]:
 
 def test_the_toggle_puts_it_at_every_name() -> None:
     found = look(**{TOGGLE: "1"})
-    assert found["classes"] == ["vllm_commext.shm.queue"] * 2
+    assert found["classes"] == ["vllm_commext.compat.queue_groups"] * 2
     assert "commext: shm_queue active" in found["lines"]
 
 
@@ -138,3 +138,39 @@ def test_other_tensors_travel_as_torch_says(tensor: torch.Tensor) -> None:
     assert type(got) is type(tensor)
     assert got.requires_grad == tensor.requires_grad
     assert torch.equal(got.to_dense(), tensor.to_dense())
+
+
+EXECUTOR = """
+import json, sys
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.v1.executor import multiproc_executor
+multiproc_executor.MultiprocExecutor._init_executor = lambda self: None
+from vllm_commext import status
+from vllm_commext.compat import hooks
+from vllm_commext.compat.executor import CommextMultiprocExecutor
+if "old" in sys.argv:
+    hooks.vllm_version = lambda: "0.11.0"
+problem = ""
+try:
+    object.__new__(CommextMultiprocExecutor)._init_executor()
+except Exception as error:
+    problem = f"{type(error).__name__}: {error}"
+lines = [outcome.line() for outcome in status.recorded() if outcome.name == "shm_queue"]
+print(json.dumps([problem, lines, multiproc_executor.MessageQueue.__module__]))
+"""
+
+
+@pytest.mark.parametrize("version", ["installed", "old"])
+def test_the_executor_checks_vllm_and_tells_what_is_active(version: str) -> None:
+    done = python(EXECUTOR, version)
+    assert done.returncode == 0, done.stderr
+    problem, lines, module = json.loads(done.stdout.splitlines()[-1])
+    if version == "installed":
+        assert (problem, lines) == ("", ["commext: shm_queue active"])
+        assert module == "vllm_commext.compat.queue_groups"
+    else:
+        assert problem.startswith("UnsupportedError: commext: shm_queue refused")
+        assert "0.11.0" in problem
+        assert [line in problem for line in lines] == [True]
+        assert module == STOCK

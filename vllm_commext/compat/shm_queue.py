@@ -23,7 +23,7 @@ def install() -> None:
             class already.
     """
     with needing_the_extension():
-        from vllm_commext.shm.queue import MessageQueue
+        from vllm_commext.compat.queue_groups import GroupMessageQueue
     from vllm.distributed.device_communicators import shm_broadcast
 
     if is_rebound(row_of(f"{DEFINED_IN}:{NAME}")):
@@ -34,4 +34,4 @@ def install() -> None:
     symbols = [row.symbol for row in INVENTORY if row.symbol.endswith(f":{NAME}")]
     modules = {symbol: sys.modules.get(symbol.partition(":")[0]) for symbol in symbols}
     bound = [symbol for symbol, module in modules.items() if getattr(module, NAME, None) is stock]
-    rebind_all(dict.fromkeys(bound, MessageQueue))
+    rebind_all(dict.fromkeys(bound, GroupMessageQueue))

@@ -16,11 +16,10 @@ from typing import Any
 import zmq
 
 from ..errors import ProtocolError
-from . import groups
 from .codec import Encoder, Record, decode
 from .handle import MIXED, Handle, ShmRingBuffer
 from .remote import RemoteReader, RemoteWriter, parse
-from .ring import TIMEOUT, RingEnd, RingReader, RingWriter
+from .ring import TIMEOUT, Peer, RingEnd, RingReader, RingWriter
 from .waiting import SpinCondition, next_steps, warning_interval
 
 logger = logging.getLogger("vllm.commext.shm")
@@ -58,7 +57,7 @@ class MessageQueue:
         if n_local_reader > 0:
             buffer = ShmRingBuffer(n_local_reader, max_chunk_bytes, max_chunks)
         if n_reader > n_local_reader:
-            remote = RemoteWriter(n_reader - n_local_reader, connect_ip or groups.own_ip())
+            remote = RemoteWriter(n_reader - n_local_reader, connect_ip or self.own_ip())
         handle = Handle(
             local_reader_ranks=ranks,
             buffer_handle=buffer.handle() if buffer is not None else None,
@@ -101,12 +100,17 @@ class MessageQueue:
         return self.handle
 
     @staticmethod
-    def create_from_handle(handle: Handle, rank: int) -> "MessageQueue":
+    def own_ip() -> str:
+        """The address at which other hosts reach this one."""
+        raise ValueError("connect_ip: expected this host's address for remote readers, got None")
+
+    @classmethod
+    def create_from_handle(cls, handle: Handle, rank: int) -> "MessageQueue":
         """The reading end for `rank`: local if it is one of the handle's ranks, else remote."""
         if not isinstance(handle, Handle):  # pyright: ignore[reportUnnecessaryIsInstance]
             got = f"{type(handle).__module__}.{type(handle).__qualname__}"
             raise ProtocolError(f"expected a handle of vllm_commext's queue, got {got}: {MIXED}")
-        self = MessageQueue.__new__(MessageQueue)
+        self = cls.__new__(cls)
         if rank in handle.local_reader_ranks:
             assert handle.buffer_handle is not None
             buffer = ShmRingBuffer.open(handle.buffer_handle)
@@ -145,7 +149,7 @@ class MessageQueue:
         started = time.monotonic()
         assert self._ring is not None
         while (status := wait(self._interval)) == TIMEOUT:
-            self._tell("has not come", time.monotonic() - started)
+            self._tell("has not come", time.monotonic() - started, self._ring.first_missing())
         self._ring.check(status)
 
     # ---- messages ----
@@ -280,18 +284,14 @@ class MessageQueue:
         """For local traffic: see `RingEnd.counters`."""
         return self._ring.counters() if self._ring is not None else {}
 
-    def _tell(self, what: str, seconds: float) -> None:
+    def _tell(self, what: str, seconds: float, who: Peer | None = None) -> None:
         """The line about a long wait, in place of vLLM's: first who is waited for."""
         assert self._ring is not None
-        who = self._ring.slowest_reader() if self._is_writer else self._ring.peers()[0]
+        if who is None:
+            who = self._ring.slowest_reader() if self._is_writer else self._ring.peers()[0]
         me = "the writer" if self._is_writer else f"reader {self.local_reader_rank}"
         logger.info(
             "%s %s for %.0f s, says %s of queue %s; all: %s; %s",
             *(who, what, seconds, me, self._ring.address.name),
             *(self._ring.describe_peers(), self._ring.counters()),
         )
-
-    create_from_process_group = staticmethod(groups.create_from_process_group)
-    create_from_process_group_single_reader = staticmethod(
-        groups.create_from_process_group_single_reader
-    )

@@ -93,6 +93,10 @@ class RingEnd:
         """The one that has read the fewest bytes; of several the first."""
         return min(self.peers()[1:], key=lambda peer: peer.position)
 
+    def first_missing(self) -> Peer | None:
+        """Of those that have not attached, the first."""
+        return next((peer for peer in self.peers() if peer.state < ATTACHED), None)
+
     def dead_peers(self) -> list[Peer]:
         """Those whose process has gone without a farewell."""
         return [peer for peer in self.peers() if peer.state == ATTACHED and not peer.alive]

@@ -1,21 +1,50 @@
-"""Queues among the ranks of a process group: who writes, who reads, who is on whose host.
+"""The message queue as vLLM meets it: with queues among the ranks of a process group.
 
 The order of the collective calls is vLLM's, because its other code runs between them.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .handle import Handle
-
-if TYPE_CHECKING:
-    from .queue import MessageQueue
+from vllm_commext.shm.handle import Handle
+from vllm_commext.shm.queue import MessageQueue
 
 
-def own_ip() -> str:
-    """The address at which other hosts reach this one, as vLLM chooses it."""
-    from vllm.utils.network_utils import get_ip
+class GroupMessageQueue(MessageQueue):
+    """`MessageQueue` with what only a process of vLLM's can do."""
 
-    return get_ip()
+    @staticmethod
+    def own_ip() -> str:
+        """The address at which other hosts reach this one, as vLLM chooses it."""
+        from vllm.utils.network_utils import get_ip
+
+        return get_ip()
+
+    @staticmethod
+    def create_from_process_group(
+        pg: Any,
+        max_chunk_bytes: int,
+        max_chunks: int,
+        writer_rank: int = 0,
+        external_writer_handle: Handle | None = None,
+        blocking: bool = True,
+    ) -> MessageQueue:
+        """See the function of this name."""
+        return create_from_process_group(
+            pg, max_chunk_bytes, max_chunks, writer_rank, external_writer_handle, blocking
+        )
+
+    @staticmethod
+    def create_from_process_group_single_reader(
+        pg: Any,
+        max_chunk_bytes: int,
+        max_chunks: int,
+        reader_rank: int = 0,
+        blocking: bool = False,
+    ) -> tuple[MessageQueue, list[Handle]]:
+        """See the function of this name."""
+        return create_from_process_group_single_reader(
+            pg, max_chunk_bytes, max_chunks, reader_rank, blocking
+        )
 
 
 def create_from_process_group(
@@ -25,7 +54,7 @@ def create_from_process_group(
     writer_rank: int = 0,
     external_writer_handle: Handle | None = None,
     blocking: bool = True,
-) -> "MessageQueue":
+) -> MessageQueue:
     """A queue from `writer_rank` (of the group) to all other ranks; every rank calls this.
 
     `pg`: a torch ProcessGroup on the CPU, or vLLM's StatelessProcessGroup. With
@@ -34,18 +63,16 @@ def create_from_process_group(
     """
     from vllm.distributed.parallel_state import in_the_same_node_as
 
-    from .queue import MessageQueue
-
     rank, world_size = _place(pg)
     same_node = in_the_same_node_as(pg, source_rank=writer_rank)
     if rank != writer_rank:
-        queue = MessageQueue.create_from_handle(_broadcast(pg, None, writer_rank), rank)
+        queue = GroupMessageQueue.create_from_handle(_broadcast(pg, None, writer_rank), rank)
     elif external_writer_handle is not None:
-        queue = MessageQueue.create_from_handle(external_writer_handle, rank)
+        queue = GroupMessageQueue.create_from_handle(external_writer_handle, rank)
         _broadcast(pg, external_writer_handle, writer_rank)
     else:
         local = [other for other, here in enumerate(same_node) if here and other != rank]
-        queue = MessageQueue(world_size - 1, len(local), local, max_chunk_bytes, max_chunks)
+        queue = GroupMessageQueue(world_size - 1, len(local), local, max_chunk_bytes, max_chunks)
         _broadcast(pg, queue.export_handle(), writer_rank)
     if blocking:
         queue.wait_until_ready()
@@ -58,18 +85,16 @@ def create_from_process_group_single_reader(
     max_chunks: int,
     reader_rank: int = 0,
     blocking: bool = False,
-) -> "tuple[MessageQueue, list[Handle]]":
+) -> tuple[MessageQueue, list[Handle]]:
     """A queue from every rank to one, `reader_rank` (of the world, not of the group).
 
     Returns this rank's queue, to write to, and at `reader_rank` the handles of all, else [].
     """
     import torch.distributed as dist
 
-    from .queue import MessageQueue
-
     rank, per_host = dist.get_rank(), _ranks_per_host()
     n_local = 1 if rank // per_host == reader_rank // per_host else 0
-    queue = MessageQueue(1, n_local, max_chunk_bytes=max_chunk_bytes, max_chunks=max_chunks)
+    queue = GroupMessageQueue(1, n_local, max_chunk_bytes=max_chunk_bytes, max_chunks=max_chunks)
     handles: list[Any] | None = [None] * dist.get_world_size(pg) if rank == reader_rank else None
     dist.gather_object(queue.export_handle(), handles, dst=reader_rank, group=pg)
     if blocking:

@@ -1,6 +1,7 @@
 """vLLM's multiprocess executor with our message queue, to be named where no toggle is set.
 
-    vllm serve ... --distributed-executor-backend vllm_commext.shm.executor.CommextMultiprocExecutor
+    vllm serve ... --distributed-executor-backend \\
+        vllm_commext.compat.executor.CommextMultiprocExecutor
 
 It sets the toggle for the workers that it starts, so all ends of its queues are ours.
 """
@@ -9,7 +10,7 @@ import os
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from ..compat.shm_queue import install
+from vllm_commext.plugin import activate
 
 TOGGLE = "VLLM_COMMEXT_SHM_QUEUE"
 
@@ -19,5 +20,5 @@ class CommextMultiprocExecutor(MultiprocExecutor):
 
     def _init_executor(self) -> None:
         os.environ[TOGGLE] = "1"
-        install()
+        activate("shm_queue")
         super()._init_executor()
