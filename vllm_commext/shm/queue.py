@@ -8,14 +8,14 @@ Local traffic needs no thread, no socket and no file descriptor.
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pickle import loads
 from typing import Any
 
 import zmq
 
-from ..errors import ProtocolError
+from ..errors import CommextTimeoutError, ProtocolError
 from .codec import Encoder, Record, decode
 from .handle import MIXED, Handle, ShmRingBuffer
 from .remote import RemoteReader, RemoteWriter, parse
@@ -23,6 +23,9 @@ from .ring import TIMEOUT, Peer, RingEnd, RingReader, RingWriter
 from .waiting import SpinCondition, next_steps, warning_interval
 
 logger = logging.getLogger("vllm.commext.shm")
+
+LONGEST = threading.TIMEOUT_MAX
+REENTERED = "this end of the queue is in use by the call that a signal handler interrupted"
 
 
 class MessageQueue:
@@ -61,7 +64,7 @@ class MessageQueue:
         handle = Handle(
             local_reader_ranks=ranks,
             buffer_handle=buffer.handle() if buffer is not None else None,
-            remote_subscribe_addr=remote.address if remote is not None else None,
+            remote_subscribe_addr=remote.invitation if remote is not None else None,
             remote_addr_ipv6=remote is not None and remote.is_ipv6,
         )
         self._set_up(handle, buffer, remote)
@@ -89,6 +92,7 @@ class MessageQueue:
         self._encode = Encoder().encode
         self._turn = threading.RLock()
         self._take_turn, self._end_turn = self._turn.acquire, self._turn.release  # 100 ns less
+        self._owns_turn: Callable[[], bool] = self._turn._is_owned  # pyright: ignore
         self._interval = warning_interval()
 
     def _use(self, ring: RingEnd | None) -> None:
@@ -163,8 +167,11 @@ class MessageQueue:
         """
         if not self._is_writer:
             raise RuntimeError("only the writer can enqueue")
-        self._take_turn()
+        if self._owns_turn():
+            raise RuntimeError(REENTERED)
         try:
+            if not self._take_turn(False):
+                timeout = self._wait_for_turn(timeout)
             record = self._encode(obj)
             if self._remote is not None:
                 assert isinstance(self._remote, RemoteWriter)
@@ -177,7 +184,10 @@ class MessageQueue:
             if status := self._core.write(record, wait, is_long, False):
                 self._write_on(status, record, timeout)
         finally:
-            self._end_turn()
+            try:  # noqa: SIM105 - nothing may come between the end of the work and this call
+                self._end_turn()
+            except RuntimeError:  # it was never ours
+                pass
 
     def _write_on(self, status: int, record: Record, timeout: float | None) -> None:
         """Go on after the first long wait: a line in the log after each."""
@@ -196,22 +206,42 @@ class MessageQueue:
         `timeout` seconds without one, RuntimeError after `shutdown` (once what is there has been
         read) and when the writer has died. What unpickling raises consumes the message.
         """
+        if self._owns_turn():
+            raise RuntimeError(REENTERED)
         if self._is_local_reader:
-            wait = timeout
-            if not indefinite and (timeout is None or timeout > self._interval):
-                wait = self._interval
-            self._take_turn()
             try:
+                if not self._take_turn(False):
+                    timeout = self._wait_for_turn(timeout)
+                wait = timeout
+                if not indefinite and (timeout is None or timeout > self._interval):
+                    wait = self._interval
                 record = self._core.read(wait)
                 if isinstance(record, int):
                     record = self._read_on(record, wait, timeout)
             finally:
-                self._end_turn()
+                try:  # noqa: SIM105 - as in enqueue
+                    self._end_turn()
+                except RuntimeError:
+                    pass
             return loads(record) if isinstance(record, bytes) else decode(record)
         if not isinstance(self._remote, RemoteReader):
             raise RuntimeError("only a reader can dequeue")  # noqa: TRY004 - as vLLM's queue does
-        with self._turn:
+        try:
+            if not self._take_turn(False):
+                timeout = self._wait_for_turn(timeout)
             return decode(self._remote.receive(timeout, indefinite))
+        finally:
+            try:  # noqa: SIM105 - as in enqueue
+                self._end_turn()
+            except RuntimeError:
+                pass
+
+    def _wait_for_turn(self, timeout: float | None) -> float | None:
+        """Take the turn from another thread; what of the timeout is left then."""
+        started = time.monotonic()
+        if not self._take_turn(True, -1 if timeout is None else min(max(timeout, 0), LONGEST)):
+            raise CommextTimeoutError("another thread used this end all the time")
+        return None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
 
     def _read_on(
         self, status: int, waited: float | None, timeout: float | None

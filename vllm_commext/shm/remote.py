@@ -1,13 +1,15 @@
 """The queue's readers on other hosts: over ZMQ, with back pressure and numbered messages.
 
-A message that cannot be queued for every reader is queued for none and the writer waits. A reader
-that misses a number, or whose connection breaks, gets an error and never a later message in
-place of a lost one.
+A message that cannot be queued for every reader is queued for none and the writer waits. Readers
+subscribe to the queue's own token, which only its handle tells: whoever else connects gets nothing,
+holds nothing up, and may leave. A reader that misses a number, or whose connection breaks, gets an
+error and never a later message in place of a lost one.
 """
 
 import ipaddress
 import logging
 import os
+import secrets
 import struct
 import time
 import weakref
@@ -24,8 +26,9 @@ from .waiting import warning_interval
 
 logger = logging.getLogger("vllm.commext.shm")
 
-HEADER = struct.Struct("<4sIQ")  # magic, version, number of the message; then a byte a part
-MAGIC, VERSION = b"VCXQ", 2
+HEADER = struct.Struct("<4s16sIQ")  # magic, token, version, the message's number; a byte a part
+MAGIC, VERSION = b"VCXQ", 3
+TOKEN_BYTES = 16
 RETRY_MS = 2  # between two attempts to queue a message while a reader's queue is full
 LINGER_MS = 1000  # for what is still on its way when the queue is collected
 
@@ -100,10 +103,14 @@ class RemoteWriter(RemoteEnd):
         self.is_ipv6 = _is_ipv6(connect_ip)
         super().__init__(zmq.XPUB, self.is_ipv6)
         self.socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # every coming and going, not the first alone
+        self.socket.setsockopt(zmq.XPUB_MANUAL, 1)  # none counts that is not confirmed
         self.socket.setsockopt(zmq.XPUB_NODROP, 1)
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._topic = MAGIC + self._token
         host = f"[{connect_ip}]" if self.is_ipv6 else connect_ip
         port = self.socket.bind_to_random_port(f"tcp://{host}")
         self.address = f"{REMOTE_SCHEME}{host}:{port}"
+        self.invitation = f"{self.address}/{self._token.hex()}"
         self._n_readers, self._attached = n_readers, 0
 
     def wait_attached(self, timeout: float | None) -> None:
@@ -121,7 +128,11 @@ class RemoteWriter(RemoteEnd):
             self._poller.unregister(self.socket)
 
     def _meet(self) -> None:
-        if self.socket.recv().startswith(b"\x01"):
+        news = self.socket.recv()
+        if news[1:] != self._topic:  # not one of ours
+            return
+        if news[0]:
+            self.socket.setsockopt(zmq.SUBSCRIBE, self._topic)
             self._attached += 1
             return
         raise PeerLostError(
@@ -131,7 +142,7 @@ class RemoteWriter(RemoteEnd):
 
     def announce_ready(self) -> None:
         """Message 0: whoever gets it will get all the others."""
-        self._send([HEADER.pack(MAGIC, VERSION, 0)], None)
+        self._send([HEADER.pack(MAGIC, self._token, VERSION, 0)], None)
 
     def send(self, record: Record, timeout: float | None) -> None:
         """Queue the message for every reader, or, if it raises, for none. The first one waits until
@@ -140,7 +151,7 @@ class RemoteWriter(RemoteEnd):
         self.wait_attached(timeout)
         parts = record if isinstance(record, tuple) else (record,)
         kinds = bytes(isinstance(part, bytes) for part in parts)
-        header = HEADER.pack(MAGIC, VERSION, self.number + 1) + kinds
+        header = HEADER.pack(MAGIC, self._token, VERSION, self.number + 1) + kinds
         self._send([header, *parts], None if timeout is None else time.monotonic() + timeout)
         self.number += 1
 
@@ -166,16 +177,17 @@ class RemoteReader(RemoteEnd):
     """Receives every message of a `RemoteWriter`."""
 
     def __init__(self, address: str, is_ipv6: bool) -> None:
-        if not address.startswith(REMOTE_SCHEME):
+        self.address, _, token = address.removeprefix(REMOTE_SCHEME).partition("/")
+        if not address.startswith(REMOTE_SCHEME) or len(token) != 2 * TOKEN_BYTES:
             raise ProtocolError(f"cannot connect to {address}: {MIXED}")
         super().__init__(zmq.SUB, is_ipv6)
-        self.address = address
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._sockets.append(self._monitor)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._poller.register(self.socket, zmq.POLLIN)
-        self.socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self.socket.connect("tcp://" + address.removeprefix(REMOTE_SCHEME))
+        self.socket.setsockopt(zmq.SUBSCRIBE, MAGIC + bytes.fromhex(token))
+        self.socket.connect(f"tcp://{self.address}")
+        self.address = REMOTE_SCHEME + self.address
         self._lost = self._is_ready = False
 
     def wait_ready(self, timeout: float | None) -> None:
@@ -226,7 +238,7 @@ def parse(frames: list[Any], address: str) -> tuple[int, list[bytes | bytearray]
     kinds = header[HEADER.size :]
     if len(header) < HEADER.size or header[:4] != MAGIC or len(kinds) != len(frames) - 1:
         raise ProtocolError(f"{address}: got something else than this queue's messages; {MIXED}")
-    _, version, number = HEADER.unpack_from(header)
+    _, _, version, number = HEADER.unpack_from(header)
     if version != VERSION:
         raise ProtocolError(
             f"{address}: expected version {VERSION} of the messages, got {version}; install the "

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
@@ -287,6 +288,44 @@ def test_a_stalled_remote_reader_holds_the_writer_up_and_loses_nothing() -> None
     assert [reader.dequeue(timeout=5)[0] for _ in range(sent)] == list(range(sent))
     writer.enqueue("after", timeout=5)
     assert reader.dequeue(timeout=5) == "after"
+
+
+def test_a_stranger_that_connects_and_leaves_changes_nothing() -> None:
+    writer, [reader] = make_remote()
+    told = str(writer.handle.remote_subscribe_addr).removeprefix("commext-")
+    address = "/".join(told.split("/")[:3])  # without what only a handle tells
+    for topic in (b"", b"VCXQ"):
+        with zmq.Context() as context, context.socket(zmq.SUB) as stranger:
+            stranger.setsockopt(zmq.LINGER, 0)
+            stranger.setsockopt(zmq.SUBSCRIBE, topic)
+            stranger.connect(address)
+            for number in range(50):
+                writer.enqueue(number)
+                assert reader.dequeue(timeout=5) == number
+                time.sleep(0.002)
+            assert stranger.poll(0) == 0
+    for number in range(50):
+        writer.enqueue(number)
+        assert reader.dequeue(timeout=5) == number
+        time.sleep(0.002)
+
+
+def test_who_has_not_come_is_told_and_not_who_has(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_RINGBUFFER_WARNING_INTERVAL", "0.05")
+    writer = MessageQueue(2, 2)
+    readers = [MessageQueue.create_from_handle(writer.export_handle(), 0)]
+    with caplog.at_level(logging.INFO, "vllm.commext.shm"):
+        thread, results = in_thread(writer.wait_until_ready)
+        deadline = time.monotonic() + 10
+        while "has not come" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+    lines = [entry.getMessage() for entry in caplog.records]
+    assert lines[0].startswith("reader 1 (not attached, at message 0) has not come")
+    readers.append(MessageQueue.create_from_handle(writer.export_handle(), 1))
+    thread.join(10)
+    assert results == [None]
 
 
 def test_the_end_of_a_remote_peer_is_told_to_the_other() -> None:

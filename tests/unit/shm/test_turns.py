@@ -1,0 +1,100 @@
+"""One end between threads and signal handlers: whoever gives up leaves it as it was."""
+
+import dis
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
+
+from vllm_commext.shm.queue import MessageQueue
+
+# Where CPython runs signal handlers within a function: after these.
+AFTER = ("CALL", "RESUME", "JUMP_BACKWARD")
+
+
+class Raised(Exception):
+    pass
+
+
+def raising_after(code: Any, count: int) -> Callable[..., Any]:
+    """A trace function that raises at the `count`th place of `code` where a handler may run."""
+    names = {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
+    last, seen = "", 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal last, seen
+        if frame.f_code is not code:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            before, last = last, names.get(frame.f_lasti, "")
+            if before.startswith(AFTER):
+                seen += 1
+                if seen == count:
+                    raise Raised
+        return trace
+
+    return trace
+
+
+def is_free(queue: MessageQueue, work: Callable[[], object]) -> bool:
+    """Whether another thread can use the end."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(5)
+    return not thread.is_alive()
+
+
+@pytest.mark.parametrize("end", ["writer", "reader"])
+def test_a_handler_that_raises_at_any_point_leaves_the_end_free(end: str) -> None:
+    tried = 0
+    for count in range(1, 100):
+        writer = MessageQueue(1, 1, max_chunk_bytes=1024, max_chunks=2)
+        reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+        writer.enqueue("first")
+        queue = writer if end == "writer" else reader
+        work = partial(writer.enqueue, "x", 1) if end == "writer" else partial(reader.dequeue, 0)
+        before = sys.gettrace()
+        method = MessageQueue.enqueue if end == "writer" else MessageQueue.dequeue
+        try:
+            sys.settrace(raising_after(method.__code__, count))
+            work()
+        except Raised:
+            tried += 1
+        else:
+            break
+        finally:
+            sys.settrace(before)
+        writer.enqueue("second")
+        assert is_free(queue, work), f"the end is held after place {count}"
+    assert tried > 3
+
+
+def test_a_timeout_runs_while_another_thread_uses_the_end() -> None:
+    writer = MessageQueue(1, 1, max_chunk_bytes=1024, max_chunks=2)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    first = threading.Thread(target=reader.dequeue, daemon=True)
+    first.start()
+    while not reader.counters()["waits"]:
+        pass
+    results: list[object] = []
+
+    def second() -> None:
+        try:
+            reader.dequeue(timeout=0.05)
+        except Exception as error:  # noqa: BLE001 - handed to the test
+            results.append(error)
+
+    thread = threading.Thread(target=second, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert [type(result).__name__ for result in results] == ["CommextTimeoutError"]
+    writer.enqueue("for the first")
+    first.join(10)
+    assert not first.is_alive()
