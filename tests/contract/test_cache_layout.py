@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    get_kv_quant_mode,
 )
 from vllm_caches import HAS_LAYOUTS, make_caches
 
@@ -171,6 +172,18 @@ def test_tokens_are_split_only_where_the_backend_keeps_them_apart(
 ) -> None:
     config, caches = make_caches({"a": full()})
     (family,) = describe(caches, config, backend=backend).families
+    assert isinstance(family.geometry, AttentionGeometry)
+    assert family.geometry.content == content
+
+
+@pytest.mark.parametrize(
+    ("dtype", "content"),
+    [("auto", "tokens"), ("fp8_e4m3", "tokens"), ("nvfp4", "pages of NVFP4")],
+)
+def test_a_quantization_with_scales_of_its_own_makes_pages(dtype: str, content: str) -> None:
+    spec = full(kv_quant_mode=get_kv_quant_mode(dtype), dtype=torch.uint8)
+    config, caches = make_caches({"a": spec})
+    (family,) = describe(caches, config, backend="FLASHINFER").families
     assert isinstance(family.geometry, AttentionGeometry)
     assert family.geometry.content == content
 

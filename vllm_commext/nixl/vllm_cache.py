@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.layout import (
     FULL,
+    PAGES,
     STATE,
     TOKENS,
     WINDOW,
@@ -61,6 +62,8 @@ _STATE_KINDS = {
 }
 # Attention backends that keep the keys and values of a token and head side by side.
 _BY_TOKEN = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION")
+# Quantizations that leave them there; others keep scales in parts of a page of their own.
+_IN_PLACE = ("NONE", "FP8_PER_TENSOR")
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,12 @@ def groups_of(kv_cache_config: KVCacheConfig) -> list[Group]:
         Group(SERVED_SPECS[type(specs_of(one.kv_cache_spec)[0])], int(one.kv_cache_spec.block_size))
         for one in kv_cache_config.kv_cache_groups
     ]
+
+
+def needs_zeroed_blocks(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether vLLM zeroes new blocks of attention before it uses them."""
+    has_states = any(group.kind == STATE for group in groups_of(kv_cache_config))
+    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", has_states))
 
 
 def cache_layout(
@@ -201,6 +210,9 @@ def _all_heads(name: str, spec: AttentionSpec, model: ModelFacts) -> int:
 
 def _content(name: str, spec: AttentionSpec, model: ModelFacts) -> str:
     """Whether a token can be moved alone; latent attention has one head and keeps tokens apart."""
+    quantization = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+    if quantization not in _IN_PLACE:
+        return PAGES + quantization
     backend = model.backends.get(name, "an unknown backend")
     if isinstance(spec, MLAAttentionSpec) or backend in _BY_TOKEN:
         return TOKENS

@@ -10,6 +10,7 @@ import torch
 
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.nixl.decode.last_blocks import LastBlocks
 from vllm_commext.nixl.decode.peer import LocalSide, Peer
 from vllm_commext.nixl.geometry.layout import block_bytes
 from vllm_commext.nixl.log import logger
@@ -21,7 +22,12 @@ from vllm_commext.nixl.requests import Load, Outcomes
 from vllm_commext.nixl.transfer_thread import GiveUp, TransferThread
 from vllm_commext.nixl.transport import probe
 from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
-from vllm_commext.nixl.vllm_cache import ModelFacts, cache_layout
+from vllm_commext.nixl.vllm_cache import (
+    ModelFacts,
+    cache_layout,
+    groups_of,
+    needs_zeroed_blocks,
+)
 from vllm_commext.nixl.wire import messages as wire
 
 if TYPE_CHECKING:
@@ -88,16 +94,20 @@ class WorkerSide:
         self._thread: TransferThread | None = None
         self._keeps_host_copy = keeps_host_copy
         self._host: HostBuffer | None = None
+        self._last_blocks: LastBlocks | None = None
         self._loads: dict[str, Load] = {}
         self._outcomes = Outcomes()
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Make the cache readable and start the transfer thread."""
+        layers = [group.layer_names for group in self._kv_cache_config.kv_cache_groups]
         if self._keeps_host_copy:
-            groups = self._kv_cache_config.kv_cache_groups
-            layers = [group.layer_names for group in groups]
             self._host = HostBuffer(caches, self._kv_cache_config.num_blocks, layers)
             caches = self._host.views
+        if needs_zeroed_blocks(self._kv_cache_config):
+            groups = groups_of(self._kv_cache_config)
+            num_blocks = self._kv_cache_config.num_blocks
+            self._last_blocks = LastBlocks(caches, layers, groups, num_blocks)
         device = device_of(caches.values())
         local = LocalSide(
             self._engine_id,
@@ -144,6 +154,8 @@ class WorkerSide:
         for load in step.loads:
             if load.awaited:
                 self._loads[load.request_id] = load
+                if self._last_blocks is not None:
+                    self._last_blocks.clear(load)
             thread.submit(load)
         for hold in step.holds:
             thread.submit(hold)

@@ -11,7 +11,12 @@ from reference_layout import geometry_of
 
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.lanes import Grid, Lanes, lanes_between
-from vllm_commext.nixl.geometry.layout import AttentionGeometry, Geometry, StateGeometry
+from vllm_commext.nixl.geometry.layout import (
+    PAGES,
+    AttentionGeometry,
+    Geometry,
+    StateGeometry,
+)
 from vllm_commext.nixl.geometry.topology import Rank
 
 ENGINE = Engine(1, 4, (8,), (1,))
@@ -123,6 +128,30 @@ def test_packed_rows_are_taken_apart_by_heads_only_where_a_head_is_one_run() -> 
         (geometry(PACKED), by_token(1), (1, 1)),
     ):
         assert "SOME_BACKEND" in refused(local, remote, sizes)
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC"])
+def test_pages_are_moved_whole_or_not_at_all(order: str) -> None:
+    """Data and scales of NVFP4 lie in parts of a page: what is a head's is no run of bytes."""
+
+    def page(tp_size: int = 1, **engine: object) -> Geometry:
+        one = geometry(HEADS, tp_size=tp_size, **{"order": order, **engine})
+        assert isinstance(one, AttentionGeometry)
+        return msgspec.structs.replace(one, content=f"{PAGES}NVFP4")
+
+    for sizes in ((1, 1), (2, 2)):
+        whole = lanes(page(sizes[0]), page(sizes[0], num_blocks=9), sizes)
+        assert whole is not None
+        assert len(whole.lengths) == 1
+    for local, remote, sizes in (
+        (page(2), page(1), (1, 2)),
+        (page(1), page(2), (2, 1)),
+        (page(), page(rows_per_block=(2,)), (1, 1)),
+        (page(order="LBNHC"), page(order="LBHNC"), (1, 1)),
+    ):
+        message = refused(local, remote, sizes)
+        assert "content 'pages of NVFP4'" in message
+        assert "start both engines with the same --tensor-parallel-size, --block-size" in message
 
 
 def test_nothing_to_read_is_no_lanes() -> None:

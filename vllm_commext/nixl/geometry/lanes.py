@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.layout import (
+    PAGES,
     TOKENS,
     AttentionGeometry,
     Geometry,
@@ -206,6 +207,12 @@ def _run_tokens(local: AttentionGeometry, remote: AttentionGeometry, what: str) 
     if local.content == TOKENS:
         return math.gcd(local.row_tokens, remote.row_tokens) if together else 1
     what = f"{what} with content {local.content!r}"
+    if local.content.startswith(PAGES):
+        raise UnsupportedError(
+            f"{what}: a kernel block keeps data and scales of all its heads in parts of its own "
+            "and is moved as a whole: start both engines with the same --tensor-parallel-size, "
+            "--block-size and VLLM_KV_CACHE_LAYOUT"
+        )
     if local.row_tokens != remote.row_tokens:
         raise UnsupportedError(
             f"{what}: the order of tokens in a block is that backend's own, and a block holds "

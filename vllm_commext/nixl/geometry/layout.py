@@ -17,6 +17,8 @@ from vllm_commext.nixl.geometry.topology import Rank, Split, interval
 
 TOKENS = "tokens"
 """Content of an attention cache in which every token's bytes of a head are one run."""
+PAGES = "pages of "
+"""How the content begins where only a whole kernel block has meaning; the form's name follows."""
 
 FULL, WINDOW, STATE = "full", "window", "state"
 """Kinds of groups: attention to all tokens, to the last ones, or a state in place of tokens."""
@@ -42,7 +44,8 @@ class AttentionGeometry(msgspec.Struct, frozen=True, tag="attention"):
         head_stride: bytes between neighbouring heads.
         token_stride: bytes between neighbouring tokens of a head.
         token_bytes: bytes of a token in one head of one plane.
-        content: ``TOKENS``, or the name of a form in which only whole rows of a head have meaning.
+        content: ``TOKENS``, ``PAGES`` and a name, or the name of a form in which only whole rows of
+            a head have meaning.
         dtype: name of the elements' type.
     """
 
