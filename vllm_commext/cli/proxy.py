@@ -1,13 +1,14 @@
 """`vllm-commext proxy`: serve the two-step prefill/decode request."""
 
 import argparse
-import asyncio
+import importlib
 import logging
 import sys
 from dataclasses import fields
 
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import ProxyConfig
+from vllm_commext.proxy.event_loop import run_loop
 
 HELP = "an OpenAI endpoint in front of prefill and decode engines"
 
@@ -61,17 +62,28 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         return _fail(2, str(error))
     try:
-        from vllm_commext.proxy.server import serve
+        importlib.import_module("vllm_commext.proxy.server")
     except ModuleNotFoundError as error:
         return _fail(2, f"{error}; install what the proxy needs: pip install 'vllm-commext[proxy]'")
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
-        asyncio.run(serve(config, _announce))
+        run_loop(_serving(config, args.log_level.upper()))
     except ConfigError as error:
         return _fail(1, str(error))
     return 0
+
+
+async def _serving(config: ProxyConfig, log_level: str) -> None:
+    if config.workers > 1:
+        from vllm_commext.proxy.supervisor import serve_by_workers
+
+        await serve_by_workers(config, log_level, _announce)
+    else:
+        from vllm_commext.proxy.server import serve
+
+        await serve(config, _announce)
 
 
 def _announce(line: str) -> None:

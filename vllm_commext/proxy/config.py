@@ -57,7 +57,7 @@ class ProxyConfig:
     )
     engine_wait_seconds: float = _option(3.0, "for a healthy decode engine, while there is none")
     keep_alive_seconds: float = _option(
-        2.0, "that an idle connection to an engine is kept; must be below the engine's own (5)"
+        4.0, "that an idle connection to an engine is kept; must be below the engine's own (5)"
     )
     request_attempts: int = _option(
         2, "times that a request is served, while an engine has failed it before its first token"
@@ -67,6 +67,7 @@ class ProxyConfig:
     )
     prefill_attempts: int = _option(2, "prefill engines tried for one request")
     decode_attempts: int = _option(2, "decode engines tried, while none could be connected to")
+    workers: int = _option(1, "processes that share the port; the limits below are each one's")
     max_body_bytes: int = _option(32 * MIB, "largest request body")
     max_buffered_bytes: int = _option(
         512 * MIB, "of request bodies at a time; one more is refused with 503"

@@ -1,13 +1,17 @@
 """The proxy's own Prometheus metrics. Every label comes from a fixed set of values."""
 
+import os
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from vllm_commext.proxy.engines import EnginePool
 from vllm_commext.proxy.two_step import LOCAL_PREFILL_REASONS
 
+# prometheus_client then keeps every process's values in files of this folder.
+SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _GAP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 5, 30)
@@ -46,19 +50,27 @@ class ProxyMetrics:
             registry=registry,
         )
         self.in_flight = Gauge(
-            "commext_proxy_requests_in_flight", "Requests being served now.", registry=registry
+            "commext_proxy_requests_in_flight",
+            "Requests being served now.",
+            multiprocess_mode="livesum",
+            registry=registry,
         )
         self._describe_engines(registry)
         self._describe_times(registry)
 
     def _describe_engines(self, registry: CollectorRegistry) -> None:
         self._healthy = Gauge(
-            "commext_proxy_engines_healthy", "Healthy engines.", ("role",), registry=registry
+            "commext_proxy_engines_healthy",
+            "Healthy engines.",
+            ("role",),
+            multiprocess_mode="livemin",
+            registry=registry,
         )
         self._engine_in_flight = Gauge(
             "commext_proxy_engine_requests_in_flight",
             "Requests of this proxy that an engine works on now.",
             ("role", "engine"),
+            multiprocess_mode="livesum",
             registry=registry,
         )
 
@@ -98,9 +110,17 @@ class ProxyMetrics:
         )
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """All metrics in Prometheus' text format; those of all workers if there are several."""
+        self.set_gauges()
+        if SHARED_FOLDER not in os.environ:
+            return generate_latest(self._registry)
+        shared = CollectorRegistry()
+        MultiProcessCollector(shared)
+        return generate_latest(shared)
+
+    def set_gauges(self) -> None:
+        """Have the gauges of the engines say what is so now."""
         for pool in self._pools:
             self._healthy.labels(pool.role).set(pool.num_healthy)
             for engine in pool.engines:
                 self._engine_in_flight.labels(pool.role, engine.name).set(engine.in_flight)
-        return generate_latest(self._registry)

@@ -5,6 +5,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from aiohttp import web
 
@@ -28,7 +29,7 @@ async def serve(config: ProxyConfig, announce: Callable[[str], None]) -> None:
     """
     proxy = ProxyApp(config)
     runner = make_runner(proxy)
-    stopped = _on_signal()
+    stopped = on_signal()
     await runner.setup()
     try:
         async with admin_port(proxy, config, announce):
@@ -63,14 +64,22 @@ async def _serve_until(
     announce: Callable[[str], None],
 ) -> None:
     site = await _listen(runner, proxy.config.host, proxy.config.port)
-    for pool in proxy.pools:
-        for engine in pool.engines:
-            state = "healthy" if engine.healthy else f"not healthy yet: {engine.detail}"
-            announce(f"{engine.name} {engine.url} {state}")
+    for engine in await proxy.engines():
+        announce_engine(engine, announce)
     announce(f"listening on {_url(runner)}")
     await stopped.wait()
     await site.stop()
     announce(f"stopping: {proxy.num_in_flight} requests in flight")
+    await drained(proxy)
+
+
+def announce_engine(engine: dict[str, Any], announce: Callable[[str], None]) -> None:
+    state = "healthy" if engine["healthy"] else f"not healthy yet: {engine['detail']}"
+    announce(f"{engine['name']} {engine['url']} {state}")
+
+
+async def drained(proxy: ProxyApp) -> None:
+    """Wait for the requests that run, as long as they may take."""
     if not await proxy.drain():
         logger.warning("%d requests did not end in time and are cut", proxy.num_in_flight)
 
@@ -93,13 +102,17 @@ async def _listen(
     try:
         await site.start()
     except OSError as error:
-        message = f"cannot listen on {host} port {port}: {error}; choose another "
-        options = f"--{option_prefix}host or --{option_prefix}port, or --{option_prefix}port 0"
-        raise ConfigError(message + options) from error
+        raise cannot_listen(host, port, option_prefix, error) from error
     return site
 
 
-def _on_signal() -> asyncio.Event:
+def cannot_listen(host: str, port: int, option_prefix: str, error: OSError) -> ConfigError:
+    message = f"cannot listen on {host} port {port}: {error}; choose another "
+    options = f"--{option_prefix}host or --{option_prefix}port, or --{option_prefix}port 0"
+    return ConfigError(message + options)
+
+
+def on_signal() -> asyncio.Event:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     signals = (signal.SIGTERM, signal.SIGINT)
@@ -116,4 +129,8 @@ def _on_signal() -> asyncio.Event:
 
 def _url(runner: web.AppRunner) -> str:
     host, port = runner.addresses[0][:2]
+    return url_of(host, port)
+
+
+def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,8 +1,10 @@
 """The proxy as a process: what it prints, and how it ends."""
 
 import asyncio
+import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 RUN = (
@@ -136,3 +138,101 @@ def test_a_taken_port_ends_with_status_1_and_says_what_to_do(kit: Any) -> None:
                 await _end(process)
 
     asyncio.run(scenario())
+
+
+def test_workers_share_the_port_the_metrics_and_what_the_admin_port_asks(
+    kit: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text("t")
+
+    async def scenario() -> None:
+        import aiohttp
+
+        async with (
+            kit.engine(kit.prefill_ok).running() as prefill,
+            kit.engine(kit.decode_ok).running() as decode,
+            kit.engine(kit.decode_ok).running() as added,
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
+        ):
+            process = await _start(
+                "--prefill", prefill.url, "--decode", decode.url, "--port", "0", "--workers", "2",
+                "--admin-port", "0", "--admin-token-file", str(tmp_path / "token"),
+            )  # fmt: skip
+            try:
+                admin = (await _line(process)).removeprefix("admin port on ")
+                assert await _line(process) == f"prefill0 {prefill.url} healthy"
+                assert await _line(process) == f"decode0 {decode.url} healthy"
+                url, by = (await _line(process)).removeprefix("listening on ").split(" ", 1)
+                assert by == "by 2 workers"
+
+                async def ask(num: int) -> None:
+                    for _ in range(num):
+                        async with session.post(
+                            url + "/v1/completions", json={"prompt": "x"}
+                        ) as response:
+                            assert response.status == 200
+
+                await ask(12)
+                async with session.get(url + "/metrics") as response:
+                    text = await response.text()
+                wanted = 'requests_total{endpoint="completions",outcome="ok",side="proxy"} 12.0'
+                assert wanted in text, "whichever worker answers knows of all"
+                headers = {"Authorization": "Bearer t"}
+                body = {"role": "decode", "url": added.url}
+                async with session.post(admin + "/engines", json=body, headers=headers) as response:
+                    assert len((await response.json())["engines"]) == 3
+                body = {"url": decode.url, "wait_seconds": 5}
+                async with session.post(admin + "/drain", json=body, headers=headers) as response:
+                    drained = [e for e in (await response.json())["engines"] if e["draining"]]
+                    assert [(e["url"], e["in_flight"]) for e in drained] == [(decode.url, 0)]
+                num_before = len(decode.calls)
+                await ask(6)
+                assert (len(decode.calls), len(added.calls)) == (num_before, 6)
+                process.send_signal(signal.SIGTERM)
+                assert await _line(process) == "stopping: 0 requests in flight"
+                assert await asyncio.wait_for(process.wait(), BOUND_SECONDS) == 0
+            finally:
+                await _end(process)
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_dies_is_replaced(kit: Any) -> None:
+    async def scenario() -> None:
+        import aiohttp
+
+        async with (
+            kit.engine(kit.prefill_ok).running() as prefill,
+            kit.engine(kit.decode_ok).running() as decode,
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
+        ):
+            process = await _start(
+                "--prefill", prefill.url, "--decode", decode.url, "--port", "0", "--workers", "2"
+            )  # fmt: skip
+            try:
+                lines = [await _line(process) for _ in range(3)]
+                url = lines[-1].removeprefix("listening on ").split()[0]
+                before = _children(process.pid)
+                os.kill(before[0], signal.SIGKILL)
+                await kit.until(
+                    lambda: (
+                        len(_children(process.pid)) == 2 and before[0] not in _children(process.pid)
+                    ),
+                    "another worker",
+                )
+                for _ in range(4):
+                    async with session.post(
+                        url + "/v1/completions", json={"prompt": "x"}
+                    ) as response:
+                        assert response.status == 200
+            finally:
+                process.terminate()
+                await asyncio.wait_for(process.wait(), BOUND_SECONDS)
+                await _end(process)
+                assert not any(Path(f"/proc/{pid}").exists() for pid in before)
+
+    asyncio.run(scenario())
+
+
+def _children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

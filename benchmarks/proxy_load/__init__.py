@@ -1,0 +1,1 @@
+"""What `benchmarks/proxy.py` measures with: paced engines, clients, baselines, processor time."""

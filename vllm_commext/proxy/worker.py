@@ -1,0 +1,96 @@
+"""One of several worker processes: serves the port that all share, and does as it is told.
+
+`python -m vllm_commext.proxy.worker FD`: FD is a socket to the supervisor, over which each side
+sends JSON objects, one a line. The first one brings the configuration.
+"""
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+import sys
+from typing import Any
+
+from aiohttp import web
+
+from vllm_commext.errors import ConfigError
+from vllm_commext.proxy.admin import AdminState
+from vllm_commext.proxy.app import ProxyApp
+from vllm_commext.proxy.config import ProxyConfig
+from vllm_commext.proxy.event_loop import run_loop
+from vllm_commext.proxy.server import drained, make_runner
+
+logger = logging.getLogger("vllm.commext.proxy")
+
+GAUGES_SECONDS = 1.0
+MAX_LINE_BYTES = 4 << 20
+
+
+def message(**content: Any) -> bytes:
+    """*content* as one line."""
+    return json.dumps(content).encode() + b"\n"
+
+
+async def serve_for(supervisor: socket.socket) -> None:
+    """Serve until the supervisor says so or has gone, then drain."""
+    reader, writer = await asyncio.open_connection(sock=supervisor, limit=MAX_LINE_BYTES)
+    first = json.loads(await reader.readline())
+    logging.basicConfig(
+        level=first["log_level"],
+        format="%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s",
+    )
+    config = ProxyConfig(**first["config"])
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, reader.feed_eof)
+    loop.add_signal_handler(signal.SIGINT, lambda: None)  # the supervisor gets it as well
+    proxy = ProxyApp(config)
+    runner = make_runner(proxy)
+    await runner.setup()
+    gauges = asyncio.create_task(_set_gauges(proxy))
+    try:
+        _apply(proxy, first["admin"])
+        site = web.TCPSite(runner, config.host, config.port, reuse_port=True)
+        await site.start()
+        writer.write(message(ready=True))
+        await _obey(proxy, reader, writer)
+        await site.stop()
+        await drained(proxy)
+    finally:
+        gauges.cancel()
+        await runner.cleanup()
+        writer.close()
+
+
+async def _obey(
+    proxy: ProxyApp, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    while line := await reader.readline():
+        told = json.loads(line)
+        if "drain" in told:
+            return
+        if "admin" in told:
+            _apply(proxy, told["admin"])
+        if "report" in told:
+            engines = await proxy.engines()
+            writer.write(
+                message(report=told["report"], engines=engines, in_flight=proxy.num_in_flight)
+            )
+
+
+def _apply(proxy: ProxyApp, state: dict[str, Any]) -> None:
+    try:
+        proxy.apply(AdminState.from_json(state))
+    except ConfigError as error:
+        logger.warning("what the admin port asks for cannot be: %s", error)
+
+
+async def _set_gauges(proxy: ProxyApp) -> None:
+    """Whichever worker is asked for metrics reads the others' gauges from their files."""
+    while True:
+        proxy.metrics.set_gauges()
+        await asyncio.sleep(GAUGES_SECONDS)
+
+
+if __name__ == "__main__":
+    run_loop(serve_for(socket.socket(fileno=int(sys.argv[1]))))
