@@ -130,5 +130,15 @@ DEVICE u32 floats_to_bfloats(float first, float second) {
   return word;
 }
 
+// Two numbers of 8 bits (e4m3), the first in the low byte.
+#if __CUDA_ARCH__ >= 890
+#define NATIVE_FP8
+DEVICE u32 floats_to_fp8(float first, float second) {
+  unsigned short pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+  return pair;
+}
+#endif
+
 // Makes the compiler forget what it has derived from a word, instead of keeping that in registers.
 DEVICE void forget_derived(u32& word) { asm volatile("" : "+r"(word)); }

@@ -58,6 +58,24 @@ DEVICE Pack pack_of(const float* numbers) {
   return pack;
 }
 
+#ifndef NATIVE_FP8
+// The nearest number of 8 bits (e4m3), of two the even one; beyond the largest it is the largest.
+DEVICE u32 float_to_fp8(float value) {
+  constexpr u32 LARGEST = 0x7e, NOT_A_NUMBER = 0x7f, BIAS = (127 - 7) << 3;
+  constexpr float SMALLEST_NORMAL = 0.015625f, STEPS = 512.0f, INTEGERS = 8388608.0f;
+  const u32 bits = as_bits(value) & 0x7fffffffu, sign = as_bits(value) >> 31 << 7;
+  if (bits > 0x7f800000u) return NOT_A_NUMBER;
+  const float size = from_bits(bits);
+  if (size < SMALLEST_NORMAL) return sign | (as_bits(size * STEPS + INTEGERS) & 0xfu);
+  if (size >= 464.0f) return sign | LARGEST;
+  return sign | (((bits + 0x7ffffu + (bits >> 20 & 1)) >> 20) - BIAS);
+}
+
+DEVICE u32 floats_to_fp8(float first, float second) {
+  return float_to_fp8(first) | (float_to_fp8(second) << 8);
+}
+#endif
+
 // As it may be sent.
 DEVICE Pack sendable(Pack pack) {
 #pragma unroll

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from vllm_commext.allreduce import limits, names
 from vllm_commext.allreduce.backend import Ready
 from vllm_commext.allreduce.message import PACK_BYTES, Message
-from vllm_commext.allreduce.push_layout import EMPTY, PushLayout
+from vllm_commext.allreduce.push_layout import PushLayout
+from vllm_commext.allreduce.push_memory import PushMemory
 from vllm_commext.gpu import launch
-from vllm_commext.gpu.ipc import IpcBuffer
 from vllm_commext.gpu.launch import ELEMENT_CODES
 from vllm_commext.gpu.nvrtc import Program
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 BLOCKS_PER_MULTIPROCESSOR = 2
 MAX_MESSAGE_BYTES = 64 << 20
-CLEANUP_SECONDS = 5.0
 TIMEOUT_SECONDS = 600.0  # as NCCL's: a rank may be compiling
 
 
@@ -62,6 +61,9 @@ class PushBackend(Ready):
         num_bytes: of the largest message.
         lockstep: of the group.
 
+    Attributes:
+        memory: which other kernels of ours may use too.
+
     Raises:
         UnsupportedError: a peer's memory cannot be mapped or the kernel not be compiled, on any
             rank; all ranks raise it.
@@ -74,10 +76,13 @@ class PushBackend(Ready):
         self._world_size, self._rank = lockstep.world_size, lockstep.rank
         self._layout = PushLayout(self._world_size, num_bytes)
         lockstep.agree(self._load)
-        self._buffer: IpcBuffer | None = IpcBuffer(
-            self._rank, self._world_size, self._layout.num_bytes, group, fill=EMPTY
-        )
-        lockstep.agree(self._fill_arguments)
+        self.memory = PushMemory(group, self._layout, lockstep)
+        made = arguments_type(self._world_size)()
+        made.state = self.memory.state
+        made.max_packs = self._layout.max_packs
+        made.timeout_ns = int(TIMEOUT_SECONDS * 1e9)
+        made.memory[:] = self.memory.addresses
+        self._arguments = made
 
     def _load(self) -> None:
         device = launch.current_device()
@@ -90,19 +95,6 @@ class PushBackend(Ready):
             )
             for dtype, element in ELEMENT_CODES.items()
         }
-
-    def _fill_arguments(self) -> None:
-        import torch
-
-        assert self._buffer is not None
-        self._state = torch.zeros(2, dtype=torch.int32, device="cuda")
-        torch.cuda.synchronize()
-        made = arguments_type(self._world_size)()
-        made.state = self._state.data_ptr()
-        made.max_packs = self._layout.max_packs
-        made.timeout_ns = int(TIMEOUT_SECONDS * 1e9)
-        made.memory[:] = self._buffer.serialize()
-        self._arguments = made
 
     def takes(self, message: Message) -> bool:
         """Whole packs of 16 bytes, up to the memory's size."""
@@ -125,10 +117,4 @@ class PushBackend(Ready):
 
     def destroy(self) -> None:
         """Unmap and free the memory; a second call changes nothing."""
-        import torch
-
-        buffer, self._buffer = self._buffer, None
-        if buffer is None:
-            return
-        torch.cuda.synchronize()
-        buffer.cleanup(CLEANUP_SECONDS)
+        self.memory.destroy()

@@ -73,6 +73,46 @@ def _open(handle_bytes: bytes, rank: int) -> int:
     )
 
 
+def allocate(num_bytes: int, fill: int = 0) -> int:
+    """The address of new device memory, filled with a 32-bit word.
+
+    It is CUDA's own: no allocator of torch's takes it away, also not while vLLM sleeps.
+
+    Raises:
+        UnsupportedError: CUDA has none left.
+    """
+    runtime = cuda_runtime()
+    address = int(check(runtime.cudaMalloc(num_bytes), f"allocating {num_bytes} bytes"))
+    words = fill.to_bytes(4, "little") * (min(num_bytes, FILL_BYTES) // 4)
+    try:
+        for offset in range(0, num_bytes, FILL_BYTES):
+            write(address + offset, words[: num_bytes - offset])
+        check(runtime.cudaDeviceSynchronize(), "filling the memory")
+    except UnsupportedError:
+        free(address)
+        raise
+    return address
+
+
+def write(address: int, content: bytes) -> None:
+    """Copy from the host into device memory.
+
+    Raises:
+        UnsupportedError: CUDA reports an error.
+    """
+    runtime = cuda_runtime()
+    source = (ctypes.c_char * len(content)).from_buffer_copy(content)
+    kind = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
+    copied = runtime.cudaMemcpy(address, ctypes.addressof(source), len(content), kind)
+    check(copied, "writing to device memory")
+
+
+def free(address: int) -> None:
+    """Give back what `allocate` returned, as far as CUDA lets."""
+    with contextlib.suppress(UnsupportedError):
+        check(cuda_runtime().cudaFree(address), "freeing")
+
+
 class IpcBuffer:
     """Device memory of `size` bytes a rank, each mapped by all ranks.
 
@@ -114,18 +154,7 @@ class IpcBuffer:
             raise
 
     def _allocate(self, fill: int) -> tuple[str, bytes]:
-        runtime = cuda_runtime()
-        self.local_ptr = int(check(runtime.cudaMalloc(self.size), f"allocating {self.size} bytes"))
-        self.peer_ptrs[self.rank] = self.local_ptr
-        piece = min(self.size, FILL_BYTES)
-        words = bytearray(fill.to_bytes(4, "little") * (piece // 4))
-        address = ctypes.addressof((ctypes.c_char * piece).from_buffer(words))
-        kind = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
-        for offset in range(0, self.size, piece):
-            length = min(piece, self.size - offset)
-            target = self.local_ptr + offset
-            check(runtime.cudaMemcpy(target, address, length, kind), "filling the memory")
-        check(runtime.cudaDeviceSynchronize(), "filling the memory")
+        self.local_ptr = self.peer_ptrs[self.rank] = allocate(self.size, fill)
         return host_identity(), _handle_of(self.local_ptr)
 
     def _map(self, offers: list[tuple[str, bytes]]) -> None:
@@ -157,6 +186,5 @@ class IpcBuffer:
             return
         if seconds > 0:
             await_others(self._group, seconds)
-        with contextlib.suppress(UnsupportedError):
-            check(cuda_runtime().cudaFree(self.local_ptr), "freeing")
+        free(self.local_ptr)
         self.local_ptr = self.peer_ptrs[self.rank] = 0

@@ -1,7 +1,11 @@
-// Sequences of calls on all ranks at once, for push_emulation.py. A rank's kernel is compiled for its
-// number, so each rank has a library of its own.
+// Sequences of calls on all ranks at once, for push_emulation.py. On a GPU a rank's kernel is compiled
+// for its number; here all ranks share a library, and each thread knows whose it is.
 
 #define HOST_EMULATION
+namespace {
+thread_local unsigned rank_of_thread;
+}
+#define RANK rank_of_thread
 #include KERNEL_FILE
 
 namespace {
@@ -14,7 +18,7 @@ void body() { KERNEL_NAME(*current_args); }
 
 // As on a GPU, blocks begin in the order of their index and several run at a time.
 extern "C" void run_calls(const Args* calls, const u32* blocks, u32 num_calls, u32 num_workers,
-                          u32 seed) {
+                          u32 seed, u32 rank) {
   std::vector<emulation::Block> workers(num_workers);
   for (u32 i = 0; i < num_workers; ++i)
     emulation::make_block(workers[i], THREADS, 1, seed * 31 + i);
@@ -26,6 +30,7 @@ extern "C" void run_calls(const Args* calls, const u32* blocks, u32 num_calls, u
     for (emulation::Block& worker : workers)
       threads.emplace_back([&] {
         current_args = &calls[i];
+        rank_of_thread = rank;
         worker.count = blocks[i];
         for (u32 index; (index = next++) < blocks[i];) emulation::run_block(worker, index, body);
       });

@@ -15,6 +15,7 @@ from vllm_commext.allreduce import push
 from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.allreduce.push_layout import EMPTY, PushLayout
 from vllm_commext.gpu.launch import ELEMENT_CODES
+from vllm_commext.gpu.nvrtc import Program
 
 HERE = Path(__file__).parent
 EMULATION = HERE.parent / "gpu"
@@ -28,10 +29,16 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 @functools.cache
-def library(layout: PushLayout, dtype: str, rank: int) -> ctypes.CDLL:
-    """One rank's kernel for this CPU."""
-    source = push.program(layout)
-    macros = layout.macros(ELEMENT_CODES[dtype], rank)
+def library(layout: PushLayout, dtype: str) -> ctypes.CDLL:
+    """The kernel of all ranks for this CPU."""
+    loaded = compile_kernel(push.program(layout), layout.macros(ELEMENT_CODES[dtype], rank=0))
+    assert loaded.args_bytes() == ctypes.sizeof(push.arguments_type(layout.world_size))
+    return loaded
+
+
+def compile_kernel(source: Program, macros: dict[str, int]) -> ctypes.CDLL:
+    """A kernel for this CPU, of whichever rank."""
+    macros = {name: value for name, value in macros.items() if name != "RANK"}
     target = Path(_folder().name) / f"{source.name}_{'_'.join(map(str, macros.values()))}.so"
     command = [
         *(str(COMPILER), "-std=c++17", "-O0", "-fPIC", "-shared", "-pthread", "-mf16c"),
@@ -41,9 +48,7 @@ def library(layout: PushLayout, dtype: str, rank: int) -> ctypes.CDLL:
         *("-o", str(target), str(HERE / "emulate_push.cpp")),
     ]
     subprocess.run(command, check=True, timeout=100)
-    loaded = ctypes.CDLL(str(target))
-    assert loaded.args_bytes() == ctypes.sizeof(push.arguments_type(layout.world_size))
-    return loaded
+    return ctypes.CDLL(str(target))
 
 
 class Ranks:
@@ -61,12 +66,12 @@ class Ranks:
     ) -> list[list[torch.Tensor]]:
         """Each rank's outputs, for its inputs one after the other; all ranks at the same time."""
         dtype = str(inputs[0][0].dtype).removeprefix("torch.")
-        kernels = [library(self.layout, dtype, rank) for rank in range(self.layout.world_size)]
+        kernel = library(self.layout, dtype)
         outputs = [[torch.full_like(tensor, 777.0) for tensor in of] for of in inputs]
         threads = [
             threading.Thread(
                 target=self._run_rank,
-                args=(rank, kernels[rank], inputs[rank], outputs[rank], most_blocks, seed),
+                args=(rank, kernel, inputs[rank], outputs[rank], most_blocks, seed),
             )
             for rank in range(self.layout.world_size)
         ]
@@ -96,5 +101,5 @@ class Ranks:
             call.memory[:] = [memory.ctypes.data for memory in self.memories]
         blocks = [self.layout.num_blocks(call.num_packs, most_blocks) for call in calls]
         kernel.run_calls(
-            *(calls, (ctypes.c_uint32 * len(blocks))(*blocks), len(calls), 2, seed + rank)
+            *(calls, (ctypes.c_uint32 * len(blocks))(*blocks), len(calls), 2, seed + rank, rank)
         )

@@ -19,7 +19,7 @@
 #include <thread>
 #include <vector>
 
-#define DEVICE static inline
+#define DEVICE [[maybe_unused]] static inline
 #define DEVICE_MEMBER inline
 #define KERNEL(threads, blocks) void
 #define ARGUMENT

@@ -1,0 +1,85 @@
+// All-reduce, residual and RMSNorm of small messages, in one launch a rank: every rank pushes its
+// rows to all peers, sums each row itself and norms it.
+//
+// A block pushes its next row before it waits for the one at hand, so the links are never idle, and
+// the residual and the weights are loaded while packs travel. It is launched before its predecessor
+// has ended and touches nothing before that has.
+//
+// Progress: a block waits only for the block with the same index on other GPUs, which has pushed the
+// row by then or pushes it before it waits itself. Blocks begin in the order of their index.
+
+#include "fused_rows.h"
+
+// In a half, by source: the rows of the whole message.
+DEVICE u32 staged(const Args& args, u32 place, u32 call) {
+  return (call & 1) * args.half_packs + place * (args.num_rows * ROW_PACKS);
+}
+
+DEVICE void push(const Args& args, u32 number, u32 call) {
+  const u32 member = thread_index(), first = number * ROW_PACKS + member;
+  Pack packs[PACKS];
+#pragma unroll
+  for (u32 j = 0; j < PACKS; ++j)
+    if (in_row(j, member)) packs[j] = sendable(args.input[first + j * TEAM]);
+#pragma unroll
+  for (u32 step = 0; step < PEERS; ++step) {
+    const u32 owner = peer(step);
+    Pack* there = args.memory[owner] + staged(args, place(RANK, owner), call) + first;
+#pragma unroll
+    for (u32 j = 0; j < PACKS; ++j)
+      if (in_row(j, member)) store_to_peer(there + j * TEAM, packs[j]);
+  }
+}
+
+DEVICE Pack sum_pack(const Args& args, u32 index, const Pack& mine, u32 call) {
+  Pack packs[PEERS];
+#pragma unroll
+  for (u32 i = 0; i < PEERS; ++i)
+    packs[i] = load_staged(args.memory[RANK] + staged(args, i, call) + index);
+  Sum sum;
+#pragma unroll
+  for (u32 source = 0; source < WORLD_SIZE; ++source) {
+    if (source == RANK) {
+      sum.add(sendable(mine), source == 0);
+      continue;
+    }
+    const u32 i = place(source, RANK);
+    Pack* there = args.memory[RANK] + staged(args, i, call) + index;
+    sum.add(take_after_look(there, packs[i], args.timeout_ns), source == 0);
+  }
+  return sum.rounded();
+}
+
+DEVICE void sum_row(const Args& args, Row& row, u32 number, u32 call) {
+  const u32 member = thread_index(), first = number * ROW_PACKS + member;
+  Pack mine[PACKS], residual[PACKS];
+#pragma unroll
+  for (u32 j = 0; j < PACKS; ++j) {
+    if (!in_row(j, member)) continue;
+    mine[j] = args.input[first + j * TEAM];
+    if (RESIDUAL) residual[j] = args.residual[first + j * TEAM];
+  }
+#pragma unroll
+  for (u32 j = 0; j < PACKS; ++j) {
+    if (!in_row(j, member)) continue;
+    const Pack summed = sum_pack(args, first + j * TEAM, mine[j], call);
+    row.packs[j] = RESIDUAL ? add_residual(summed, residual[j]) : summed;
+    args.residual_out[first + j * TEAM] = row.packs[j];
+  }
+}
+
+extern "C" KERNEL(THREADS, MIN_BLOCKS) fused_one_phase(const ARGUMENT Args args) {
+  SHARED TeamShared shared;
+  await_previous_grid();
+  release_next_grid();
+  const u32 call = load_relaxed_device(args.state) + 1;
+  u32 number = block_index();
+  push(args, number, call);
+  for (u32 turn = 0; number < args.num_rows; number += num_blocks(), ++turn) {
+    if (number + num_blocks() < args.num_rows) push(args, number + num_blocks(), call);
+    Row row;
+    sum_row(args, row, number, call);
+    finish_row(args, row, number, shared, turn);
+  }
+  end_call(args.state, call);  // the rows' barriers came after every thread's look at the state
+}

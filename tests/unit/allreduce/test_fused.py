@@ -1,0 +1,114 @@
+"""The fused kernels without a GPU: their memory, their arguments, and their compilation."""
+
+import ctypes
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_commext.allreduce import fused
+from vllm_commext.allreduce.fused_layout import (
+    GROUP_FP8,
+    MOST_WARPS,
+    ONE_PHASE,
+    ROW_FP8,
+    STATIC_FP8,
+    TWO_PHASE,
+    Form,
+    FusedShape,
+    warps,
+)
+from vllm_commext.gpu import nvrtc
+from vllm_commext.gpu.launch import WARP
+from vllm_commext.gpu.nvrtc import Program
+
+ARCHITECTURES = (80, 89, 90, 100)
+KERNELS = (ONE_PHASE, TWO_PHASE)
+SHAPES = (
+    FusedShape("bfloat16", "bfloat16", 8192),
+    FusedShape("float16", "float32", 2880, residual=False, epilogue=STATIC_FP8),
+    FusedShape("float32", "float32", 4096, weight_bias=1, epilogue=ROW_FP8),
+    FusedShape("bfloat16", "bfloat16", 7168, epilogue=GROUP_FP8),
+)
+
+
+def pieces_of_a_half(form: Form, shape: FusedShape, rows: int, world: int) -> list[int]:
+    """Where rank 0 keeps rows in a half, in rows, by the kernels' own description."""
+    if form.kernel == ONE_PHASE:
+        return [place * rows + row for place in range(world - 1) for row in range(rows)]
+    turns = -(-rows // world)
+    partial = [
+        part * turns + row // world for part in range(world - 1) for row in range(0, rows, world)
+    ]
+    whole = [
+        (world - 1 + owner - 1) * turns + row // world
+        for owner in range(1, world)
+        for row in range(owner, rows, world)
+    ]
+    return partial + whole
+
+
+@given(st.integers(2, 8), st.integers(1, 100), st.sampled_from(KERNELS))
+def test_every_row_has_its_own_place(world: int, rows: int, kernel: str) -> None:
+    shape, form = SHAPES[0], Form(kernel, 8)
+    pieces = pieces_of_a_half(form, shape, rows, world)
+    assert len(set(pieces)) == len(pieces)
+    assert (max(pieces) + 1) * shape.row_packs <= form.staged_packs(shape, rows, world)
+
+
+@given(st.integers(1, 1 << 17), st.integers(2, 8), st.sampled_from(KERNELS), st.integers(1, 32))
+def test_a_launch_has_a_block_a_row_or_turn_up_to_what_is_resident(
+    rows: int, world: int, kernel: str, num_warps: int
+) -> None:
+    form = Form(kernel, num_warps)
+    blocks = form.num_blocks(rows, world, 132)
+    assert 1 <= blocks <= 132 * form.blocks_per_multiprocessor
+    assert blocks <= rows
+    assert form.blocks_per_multiprocessor * num_warps <= MOST_WARPS
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("packs", [1, 2, 4, 8])
+def test_a_block_has_whole_rows_in_its_registers(shape: FusedShape, packs: int) -> None:
+    found = warps(shape, packs)
+    assert 1 <= found <= MOST_WARPS
+    assert found == MOST_WARPS or found * WARP * packs >= shape.row_packs
+
+
+@pytest.mark.parametrize(
+    ("shape", "problem"),
+    [
+        (FusedShape("int8", "bfloat16", 64), "expected one of float32"),
+        (FusedShape("bfloat16", "bfloat16", 60), "a multiple of 8 elements, got 60"),
+        (FusedShape("bfloat16", "bfloat16", 64, epilogue=GROUP_FP8), "whole groups of 128"),
+        (FusedShape("float32", "float32", 1 << 16), "128 KiB at most"),
+    ],
+)
+def test_what_no_kernel_takes_is_refused_with_the_reason(shape: FusedShape, problem: str) -> None:
+    assert problem in shape.problem()
+
+
+def test_the_kernels_arguments_are_as_the_source_has_them() -> None:
+    source = (nvrtc.SOURCES / "fused_rows.h").read_text()
+    body = source.partition("struct Args {")[2].partition("};")[0]
+    names = [
+        line.split("//")[0].rstrip(" ;\n").split()[-1].partition("[")[0]
+        for line in body.strip().splitlines()
+    ]
+    kind = fused.arguments_type(4)
+    assert names == [name for name, _ in kind._fields_]  # pyright: ignore[reportGeneralTypeIssues]
+    assert ctypes.sizeof(kind) == 8 * 7 + 16 + 8 + 8 * 4
+
+
+@pytest.mark.usefixtures("needs_nvrtc")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_it_compiles_for_every_architecture(
+    kernel: str, shape: FusedShape, architecture: int
+) -> None:
+    macros = Form(kernel, warps(shape, 4)).macros(shape, world_size=4, rank=1)
+    cubin = Program(kernel).compile_cubin(macros, architecture)
+    assert cubin.startswith(b"\x7fELF")
+    assert kernel.encode() in cubin
+    assert b"multimem" not in cubin

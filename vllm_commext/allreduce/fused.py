@@ -1,0 +1,163 @@
+"""All-reduce, residual and RMSNorm in one launch of our own; see ``csrc/cuda/fused_one_phase.cu``
+and ``csrc/cuda/fused_two_phase.cu``.
+
+Both push packs through the memory of the all-reduce kernels, sum the ranks in their order in
+float32, and round the sum before they add the residual, as two kernels would. A row has the same
+bits whichever form serves it.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_commext.allreduce.fused_layout import (
+    GROUP,
+    GROUP_FP8,
+    NORM,
+    ROW_FP8,
+    STATIC_FP8,
+    Form,
+    FusedShape,
+)
+from vllm_commext.errors import UnsupportedError
+from vllm_commext.gpu import launch
+from vllm_commext.gpu.nvrtc import Program
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_commext.allreduce.lockstep import Lockstep
+    from vllm_commext.allreduce.push_memory import PushMemory
+
+TIMEOUT_SECONDS = 600.0  # as NCCL's: a rank may be compiling
+
+
+def arguments_type(world_size: int) -> type[ctypes.Structure]:
+    """``Args`` of the kernels, field by field."""
+
+    class Arguments(ctypes.Structure):
+        _fields_ = (
+            *((name, ctypes.c_uint64) for name in ("input", "residual", "weight", "residual_out")),
+            *((name, ctypes.c_uint64) for name in ("output", "scales", "state")),
+            ("num_rows", ctypes.c_uint32),
+            ("half_packs", ctypes.c_uint32),
+            ("eps", ctypes.c_float),
+            ("unused", ctypes.c_uint32),
+            ("timeout_ns", ctypes.c_uint64),
+            ("memory", ctypes.c_uint64 * world_size),
+        )
+
+    return Arguments
+
+
+class Outputs(NamedTuple):
+    """Of one call.
+
+    Attributes:
+        out: [rows, hidden], the norm in the input's dtype, or in float8_e4m3fn.
+        residual: [rows, hidden], the sum plus the residual, in the input's dtype.
+        scales: float32: of `ROW_FP8` [rows, 1], of `GROUP_FP8` [rows, hidden / 128], the given one
+            of `STATIC_FP8`, else empty.
+    """
+
+    out: "torch.Tensor"
+    residual: "torch.Tensor"
+    scales: "torch.Tensor"
+
+
+def make_outputs(
+    shape: FusedShape, tensor: "torch.Tensor", scale: "torch.Tensor | None"
+) -> Outputs:
+    """Fresh tensors for the outputs of a call with such an input."""
+    import torch
+
+    rows = tensor.shape[0]
+    quantised = shape.epilogue != NORM
+    out = torch.empty_like(tensor, dtype=torch.float8_e4m3fn if quantised else tensor.dtype)
+    columns = {ROW_FP8: 1, GROUP_FP8: shape.hidden // GROUP}.get(shape.epilogue, 0)
+    if shape.epilogue == STATIC_FP8 and scale is not None:
+        scales = scale
+    else:
+        scales = torch.empty((rows, columns), dtype=torch.float32, device=tensor.device)
+    return Outputs(out, torch.empty_like(tensor), scales)
+
+
+class FusedKernels:
+    """A group's kernels, each compiled on all ranks together before its first use.
+
+    Args:
+        memory: the group's; it stays its owner's.
+        lockstep: of the group.
+    """
+
+    def __init__(self, memory: "PushMemory", lockstep: "Lockstep") -> None:
+        self._memory, self._lockstep = memory, lockstep
+        self._device = launch.current_device()
+        self._functions: dict[tuple[FusedShape, Form], launch.Function] = {}
+        made = arguments_type(lockstep.world_size)()
+        made.state, made.half_packs = memory.state, memory.half_packs
+        made.timeout_ns = int(TIMEOUT_SECONDS * 1e9)
+        made.memory[:] = memory.addresses
+        self._arguments = made
+
+    def prepare(self, shape: FusedShape, forms: Sequence[Form]) -> None:
+        """Compile and load; collective, and never while a graph is captured.
+
+        Raises:
+            UnsupportedError: it failed on some rank; all ranks raise it.
+        """
+        self._lockstep.agree(lambda: self._load(shape, forms))
+
+    def _load(self, shape: FusedShape, forms: Sequence[Form]) -> None:
+        if problem := shape.problem():
+            raise UnsupportedError(problem)
+        world_size, rank = self._lockstep.world_size, self._lockstep.rank
+        for form in forms:
+            if (shape, form) in self._functions:
+                continue
+            self._functions[shape, form] = launch.load(
+                Program(form.kernel),
+                form.macros(shape, world_size, rank),
+                form.warps * launch.WARP,
+                self._device,
+                programmatic=True,
+            )
+
+    def fits(self, shape: FusedShape, form: Form, num_rows: int) -> bool:
+        """Whether so many rows find room in the memory."""
+        needed = form.staged_packs(shape, num_rows, self._lockstep.world_size)
+        return 0 < needed <= self._memory.half_packs
+
+    def run(
+        self,
+        shape: FusedShape,
+        form: Form,
+        tensor: "torch.Tensor",
+        residual: "torch.Tensor | None",
+        weight: "torch.Tensor",
+        eps: float,
+        scale: "torch.Tensor | None" = None,
+    ) -> Outputs:
+        """One launch on the current stream, of a form that is prepared and that the rows fit.
+
+        Args:
+            tensor: [rows, hidden], this rank's part of the sum; like `residual` and `weight` it is
+                contiguous and aligned to 16 bytes.
+            weight: [hidden].
+            scale: one float32 on the GPU, for `STATIC_FP8`.
+        """
+        import torch
+
+        outputs = make_outputs(shape, tensor, scale)
+        made = self._arguments
+        made.input, made.weight = tensor.data_ptr(), weight.data_ptr()
+        made.residual = 0 if residual is None else residual.data_ptr()
+        made.residual_out, made.output = outputs.residual.data_ptr(), outputs.out.data_ptr()
+        made.scales = outputs.scales.data_ptr()
+        made.num_rows, made.eps = tensor.shape[0], eps
+        blocks = form.num_blocks(
+            tensor.shape[0], self._lockstep.world_size, self._device.multiprocessors
+        )
+        stream = torch.cuda.current_stream().cuda_stream
+        self._functions[shape, form].launch(made, blocks, stream)
+        return outputs

@@ -1,0 +1,99 @@
+"""All-reduce, residual and RMSNorm in one kernel: its forms, and what each takes; arithmetic."""
+
+from dataclasses import dataclass
+
+from vllm_commext.allreduce.message import ITEM_BYTES, PACK_BYTES
+from vllm_commext.gpu.launch import ELEMENT_CODES, WARP
+
+ONE_PHASE, TWO_PHASE = "fused_one_phase", "fused_two_phase"
+NORM, STATIC_FP8, ROW_FP8, GROUP_FP8 = range(4)  # as the kernels' EPILOGUE has them
+GROUP = 128  # elements that share a scale under `GROUP_FP8`
+MOST_WARPS = 32  # of a block
+WORLD_SIZES = range(2, 9)
+
+
+@dataclass(frozen=True)
+class FusedShape:
+    """What a kernel is compiled for, beside the ranks and its form.
+
+    Attributes:
+        dtype: of input, residual and output, a key of `ELEMENT_CODES`.
+        weight_dtype: of the norm's weights, likewise.
+        hidden: elements of a row.
+        residual: whether one is added.
+        weight_bias: added to each weight: 1 for Gemma's norm, else 0.
+        epilogue: `NORM`, `STATIC_FP8`, `ROW_FP8` or `GROUP_FP8`.
+    """
+
+    dtype: str
+    weight_dtype: str
+    hidden: int
+    residual: bool = True
+    weight_bias: int = 0
+    epilogue: int = NORM
+
+    @property
+    def row_packs(self) -> int:
+        """Packs of 16 bytes in a row."""
+        return self.hidden * ITEM_BYTES[self.dtype] // PACK_BYTES
+
+    def problem(self) -> str:
+        """Why no kernel can be compiled for it; empty where one can."""
+        if self.dtype not in ELEMENT_CODES or self.weight_dtype not in ELEMENT_CODES:
+            return f"expected one of {', '.join(ELEMENT_CODES)}, got {self.dtype}"
+        if self.hidden < 1 or self.hidden % 8:
+            return f"expected rows of a multiple of 8 elements, got {self.hidden}"
+        if self.epilogue == GROUP_FP8 and self.hidden % GROUP:
+            return f"expected rows of whole groups of {GROUP} elements, got {self.hidden}"
+        if self.row_packs > MOST_WARPS * WARP * 8:
+            return f"expected rows of 128 KiB at most, got {self.row_packs * PACK_BYTES} bytes"
+        return ""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A kernel and its block, which takes a row at a time.
+
+    Attributes:
+        kernel: `ONE_PHASE` or `TWO_PHASE`: its name and that of its file.
+        warps: of a block.
+    """
+
+    kernel: str
+    warps: int
+
+    @property
+    def blocks_per_multiprocessor(self) -> int:
+        """With registers for 1024 threads, the most at which no form spills."""
+        return max(1, MOST_WARPS // self.warps)
+
+    def macros(self, shape: FusedShape, world_size: int, rank: int) -> dict[str, int]:
+        """The macros of the kernel."""
+        return {
+            "ELEMENT": ELEMENT_CODES[shape.dtype],
+            "WEIGHT": ELEMENT_CODES[shape.weight_dtype],
+            "WORLD_SIZE": world_size,
+            "RANK": rank,
+            "HIDDEN": shape.hidden,
+            "TEAM_WARPS": self.warps,
+            "MIN_BLOCKS": self.blocks_per_multiprocessor,
+            "RESIDUAL": int(shape.residual),
+            "WEIGHT_BIAS": shape.weight_bias,
+            "EPILOGUE": shape.epilogue,
+        }
+
+    def num_blocks(self, num_rows: int, world_size: int, multiprocessors: int) -> int:
+        """Blocks of a launch: one a row, or a turn of the ranks, but no more than are resident."""
+        work = num_rows if self.kernel == ONE_PHASE else -(-num_rows // world_size)
+        return min(work, multiprocessors * self.blocks_per_multiprocessor)
+
+    def staged_packs(self, shape: FusedShape, num_rows: int, world_size: int) -> int:
+        """Packs of a half of staging memory that so many rows take."""
+        if self.kernel == ONE_PHASE:
+            return (world_size - 1) * num_rows * shape.row_packs
+        return 2 * (world_size - 1) * -(-num_rows // world_size) * shape.row_packs
+
+
+def warps(shape: FusedShape, packs: int) -> int:
+    """Warps of a block in which a thread has at most so many packs, if a block can have as many."""
+    return min(MOST_WARPS, -(-shape.row_packs // (WARP * packs)))
