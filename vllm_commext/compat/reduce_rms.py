@@ -9,6 +9,7 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+from vllm_commext.compat.microbatches import microbatches
 from vllm_commext.compat.rebind import is_rebound, rebind_all, row_of
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.settings import read_settings
@@ -40,15 +41,15 @@ def tell_once(what: str) -> None:
 def _refuse_two_streams() -> None:
     from vllm.config import get_current_vllm_config_or_none
 
-    config = get_current_vllm_config_or_none()
-    if config is not None and getattr(config.parallel_config, "enable_dbo", False):
+    if microbatches(get_current_vllm_config_or_none()):
         raise UnsupportedError(
-            "dual batch overlap runs two streams, and a workspace serves one; turn one of them off"
+            "microbatches run on two streams, and a workspace serves one; turn one of them off"
         )
 
 
 def _make(rank: int, world_size: int, group: "ProcessGroup") -> "Workspace":
     import torch
+    from vllm import envs
 
     from vllm_commext.reduce_rms import handles, watch, workspace
 
@@ -61,6 +62,7 @@ def _make(rank: int, world_size: int, group: "ProcessGroup") -> "Workspace":
         max_tokens=TOKENS_PER_LAUNCH,
         process_group=group,
         timeout_seconds=float(read_settings()["reduce_rms_timeout"]),
+        batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
     )
     made = handles.find_tensor(words)
     watch.end_process_on_failure(made)

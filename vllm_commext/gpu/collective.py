@@ -30,12 +30,15 @@ def exchange(
 
 def swap_over(world_size: int, process_group: "ProcessGroup | None") -> Swap:
     """What `agree` takes, over a process group."""
+    import torch
     from torch import distributed
 
     def swap(mine: Any) -> list[Any]:
         everybody: list[Any] = [mine] * world_size
         if world_size > 1:
-            distributed.all_gather_object(everybody, mine, group=process_group)
+            # Inside inference mode gloo could not write into the tensors that carry the objects.
+            with torch.inference_mode(mode=False):
+                distributed.all_gather_object(everybody, mine, group=process_group)
         return everybody
 
     return swap

@@ -68,20 +68,24 @@ class Kernels:
         self._loaded: dict[tuple[int, Shape], dict[Tiling, Kernel]] = {}
         self._lock = threading.Lock()
 
-    def get(self, shape: Shape, num_tokens: int, device: Device) -> Kernel:
-        """The kernel for a call.
+    def get(
+        self, shape: Shape, num_tokens: int, device: Device, batch_invariant: bool = False
+    ) -> Kernel:
+        """The kernel for a call of a shape that is loaded."""
+        forms = self._loaded[device.ordinal, shape]
+        tiling = variants.choose(shape, num_tokens, device.multiprocessors, batch_invariant)
+        return forms[tiling]
 
-        All forms of a shape are loaded at its first call, for a later one may come while a CUDA
-        graph is captured, when nothing can be loaded.
+    def load(self, shape: Shape, device: Device) -> None:
+        """Load all forms of a shape, for a later call may come while a CUDA graph is captured,
+        when nothing can be loaded.
+
+        Raises:
+            UnsupportedError: as `launch.load`.
         """
-        forms = self._loaded.get((device.ordinal, shape)) or self._load_all(shape, device)
-        return forms[variants.choose(shape, num_tokens, device.multiprocessors)]
-
-    def _load_all(self, shape: Shape, device: Device) -> dict[Tiling, Kernel]:
         with self._lock:
             key = (device.ordinal, shape)
             if key not in self._loaded:
                 variants.check_shape(shape)
                 forms = {tiling: load(shape, tiling, device) for tiling in variants.tilings(shape)}
                 self._loaded[key] = forms
-            return self._loaded[key]

@@ -10,6 +10,8 @@ whole rows, new and contiguous. `workspace` is the handle of a `LamportWorkspace
 the same number of tokens, in the same order.
 """
 
+from dataclasses import replace
+
 import torch
 
 from vllm_commext.errors import ConfigError
@@ -84,7 +86,7 @@ def _arguments(
         k_weight=weights[-1].data_ptr(),
         q_out=outs[0].data_ptr(),
         k_out=outs[-1].data_ptr(),
-        workspace=workspace.workspace.data_ptr(),
+        workspace=workspace.words_ptr,
         states=workspace.states_ptr,
         rank=workspace.rank,
         q_stride=q.stride(0),
@@ -107,6 +109,12 @@ def _advance(arguments: Arguments, parts: Parts, outs: Parts, num_tokens: int) -
     arguments.k_out += num_tokens * out_bytes[1]
 
 
+def _prepare(workspace: LamportWorkspace, shape: Shape) -> None:
+    """Load a shape on all ranks; they may differ in what is aligned, so what is and what is not."""
+    both = [replace(shape, aligned=aligned) for aligned in (True, False)]
+    workspace.prepare(both, lambda: [_kernels.load(each, workspace.device) for each in both])
+
+
 def _launch(workspace: LamportWorkspace, parts: Parts, weights: Parts, eps: float) -> Parts:
     workspace.raise_if_failed()
     parts = tuple(_dense(part) for part in parts)
@@ -121,7 +129,9 @@ def _launch(workspace: LamportWorkspace, parts: Parts, weights: Parts, eps: floa
     shape = _shape(workspace, parts, weights)
     arguments = _arguments(workspace, parts, weights, outs, eps)
     with torch.cuda.device(workspace.device.ordinal):
-        kernel = _kernels.get(shape, left, workspace.device)
+        if shape not in workspace.ready:
+            _prepare(workspace, shape)
+        kernel = _kernels.get(shape, left, workspace.device, workspace.batch_invariant)
         stream = torch.cuda.current_stream().cuda_stream
         while True:
             arguments.num_tokens = min(left, workspace.max_tokens_per_launch)

@@ -99,8 +99,15 @@ def high_throughput(packs: int) -> Tiling:
     return Tiling(team_warps, block_teams=max(1, min(4, 8 // team_warps)), streaming=LOADS)
 
 
-def choose(shape: Shape, num_tokens: int, multiprocessors: int) -> Tiling:
-    """The tiling for `num_tokens` tokens on a GPU with that many multiprocessors."""
+def choose(
+    shape: Shape, num_tokens: int, multiprocessors: int, batch_invariant: bool = False
+) -> Tiling:
+    """The tiling for `num_tokens` tokens on a GPU with that many multiprocessors.
+
+    A row's squares are added in an order that the tiling gives, so one for all is batch-invariant.
+    """
+    if batch_invariant:
+        return balanced(shape.packs)
     if num_tokens <= 2 * multiprocessors:
         return low_latency(shape.packs)
     if num_tokens * shape.packs <= BALANCED_PACKS * multiprocessors:

@@ -5,6 +5,7 @@ import ctypes
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,7 @@ from torch import distributed
 
 from vllm_commext.errors import CommextError, CommextTimeoutError, ConfigError, ProtocolError
 from vllm_commext.gpu.collective import exchange
-from vllm_commext.gpu.ipc import IpcBuffer, round_up
+from vllm_commext.gpu.ipc import IpcBuffer, allocate, free, round_up, write
 from vllm_commext.gpu.launch import current_device
 from vllm_commext.reduce_rms import layout
 from vllm_commext.reduce_rms.handles import Workspace
@@ -40,6 +41,8 @@ class LamportWorkspace(Workspace):
         process_group: None for the default group.
         timeout_seconds: how long a token waits for a peer's sums.
         max_tokens_per_launch: fewer tokens a launch than a slot holds; 0 for as many.
+        batch_invariant: a row has the same bits whatever else is in the batch, which costs the
+            forms of the kernel that are fastest for few tokens and for many.
 
     Raises:
         ConfigError: an argument is out of its range.
@@ -56,6 +59,7 @@ class LamportWorkspace(Workspace):
         *,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         max_tokens_per_launch: int = 0,
+        batch_invariant: bool = False,
     ) -> None:
         if world_size not in layout.WORLD_SIZES or not 0 <= rank < world_size:
             raise ConfigError(f"expected 2 to 8 ranks, got rank {rank} of {world_size}")
@@ -68,7 +72,9 @@ class LamportWorkspace(Workspace):
         self.timeout_ns = int(timeout_seconds * 1e9)
         capacity = layout.slot_capacity(self.comm_size, world_size)
         self.max_tokens_per_launch = min(max_tokens_per_launch or capacity, capacity)
-        self._group = process_group
+        self._group, self.batch_invariant = process_group, batch_invariant
+        self.ready: set[Hashable] = set()
+        self._private = 0
         self._agree(world_size)
         self._buffer: IpcBuffer | None = IpcBuffer(
             rank,
@@ -77,17 +83,33 @@ class LamportWorkspace(Workspace):
             process_group,
             fill=layout.SENTINEL_BITS,
         )
-        exchange(lambda: self._allocate(capacity), world_size, process_group)
-        super().__init__(rank, world_size, self._make_words(self._buffer, rank))
-        torch.cuda.synchronize()
+        try:
+            exchange(lambda: self._allocate(self._buffer, rank, capacity), world_size, self._group)
+        except Exception:
+            self._buffer.cleanup(CLEANUP_SECONDS)
+            self._free_private()
+            raise
+        token = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        super().__init__(rank, world_size, token)
 
-    def _allocate(self, capacity: int) -> None:
-        """What only this rank sees."""
+    def _allocate(self, buffer: IpcBuffer | None, rank: int, capacity: int) -> None:
+        """What only this rank sees: the kernel's words, the failure and the states."""
+        assert buffer is not None
         self.device = current_device()
-        self._states = torch.zeros(capacity, dtype=torch.int32, device=DEVICE)
-        self._failure = torch.zeros(1, dtype=torch.int64, device=DEVICE)
         self._report = _pinned_word()
         self._reported = ctypes.c_uint64.from_address(self._report.data_ptr())
+        num_words = layout.num_words(buffer.world_size)
+        self._private = allocate((num_words + 1) * 8 + round_up(capacity * 4, 8))
+        self._failure_ptr = self._private + num_words * 8
+        self.states_ptr = self._failure_ptr + 8
+        addresses = [self.states_ptr, self._failure_ptr, self._report.data_ptr()]
+        words = [*buffer.serialize(), *addresses, self.comm_size, rank]
+        write(self._private, b"".join(word.to_bytes(8, "little") for word in words))
+
+    def _free_private(self) -> None:
+        if self._private:
+            free(self._private)
+        self._private = 0
 
     def _agree(self, world_size: int) -> None:
         mine = (world_size, self.comm_size, self.max_tokens_per_launch)
@@ -98,10 +120,23 @@ class LamportWorkspace(Workspace):
                 f"got {theirs} in the order of ranks"
             )
 
-    def _make_words(self, buffer: IpcBuffer, rank: int) -> torch.Tensor:
-        addresses = [tensor.data_ptr() for tensor in (self._states, self._failure, self._report)]
-        words = [*buffer.serialize(), *addresses, self.comm_size, rank]
-        return torch.tensor(words, dtype=torch.int64, device=DEVICE)
+    @property
+    def words_ptr(self) -> int:
+        """Address of the words of `layout`; torch, and vLLM when it sleeps, know nothing of it."""
+        return self._private
+
+    def prepare(self, kinds: Iterable[Hashable], step: Callable[[], object]) -> None:
+        """Take a step before the first call of some kinds, on all ranks together; they are `ready`.
+
+        Raises:
+            UnsupportedError: it failed on some rank; all ranks raise it.
+        """
+
+        def silent() -> None:
+            step()
+
+        exchange(silent, self.world_size, self._group)
+        self.ready.update(kinds)
 
     @staticmethod
     def compute_comm_size_for_minimax(
@@ -109,11 +144,6 @@ class LamportWorkspace(Workspace):
     ) -> int:
         """See `layout.compute_comm_size_for_minimax`."""
         return compute_comm_size_for_minimax(max_tokens, world_size, fused_qk)
-
-    @property
-    def states_ptr(self) -> int:
-        """Address of the state words."""
-        return self._states.data_ptr()
 
     @property
     def failure(self) -> Failure | None:
@@ -163,6 +193,7 @@ class LamportWorkspace(Workspace):
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(self.device.ordinal)
         buffer.cleanup(seconds)
+        self._free_private()
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
@@ -194,6 +225,7 @@ def get_allreduce_workspace(
     *,
     name: str = "",
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """The workspace tensor of a group, made at the first call and kept.
 
@@ -205,6 +237,7 @@ def get_allreduce_workspace(
         process_group: None for the default group.
         name: another name gives another workspace, as calls on another stream need.
         timeout_seconds: how long a token waits for a peer's sums; of the first call only.
+        batch_invariant: as `LamportWorkspace` has it; of the first call only.
 
     Raises:
         CommextError: as `LamportWorkspace`.
@@ -220,7 +253,11 @@ def get_allreduce_workspace(
         known, kept = _cache.get(key, (None, None))
         if kept is not None and known is not None and known() is group:
             return kept.workspace
-        made = LamportWorkspace(rank, world_size, comm_size, group, timeout_seconds=timeout_seconds)
+        made = LamportWorkspace(
+            *(rank, world_size, comm_size, group),
+            timeout_seconds=timeout_seconds,
+            batch_invariant=batch_invariant,
+        )
         _cache[key] = (weakref.ref(group), made)
         return made.workspace
 

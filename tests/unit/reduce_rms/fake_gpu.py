@@ -139,7 +139,7 @@ class Group:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(100)
         return results
 
 
@@ -150,8 +150,13 @@ class HostKernels:
         self.launches: list[int] = []
         self._compiling = threading.Lock()
 
-    def get(self, shape: Shape, num_tokens: int, device: Device) -> "HostKernel":
-        tiling = variants.choose(shape, num_tokens, device.multiprocessors)
+    def load(self, shape: Shape, device: Device) -> None:
+        """What is compiled here is compiled by `get`."""
+
+    def get(
+        self, shape: Shape, num_tokens: int, device: Device, batch_invariant: bool = False
+    ) -> "HostKernel":
+        tiling = variants.choose(shape, num_tokens, device.multiprocessors, batch_invariant)
         with self._compiling:
             return HostKernel(library(shape, tiling), self.launches)
 

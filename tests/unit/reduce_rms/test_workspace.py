@@ -1,5 +1,6 @@
 """Workspaces and ops over GPUs that are not there: see fake_gpu.py."""
 
+import ctypes
 import platform
 from typing import Any
 
@@ -9,6 +10,7 @@ from reduce_rms_emulation import COMPILER, EPS, exact
 from reduce_rms_fake_gpu import Group, HostKernels, Runtime, fake_gpus
 
 from vllm_commext.errors import CommextTimeoutError, ConfigError, ProtocolError, UnsupportedError
+from vllm_commext.gpu.launch import Device
 from vllm_commext.reduce_rms import layout
 from vllm_commext.reduce_rms.handles import find, find_tensor
 from vllm_commext.reduce_rms.workspace import LamportWorkspace
@@ -31,10 +33,16 @@ def make(rank: int, **options: Any) -> LamportWorkspace:
     return LamportWorkspace(rank, RANKS, SIZE, **options)
 
 
+def words_of(workspace: LamportWorkspace) -> list[int]:
+    """What the kernel reads."""
+    count = layout.num_words(RANKS)
+    return list((ctypes.c_uint64 * count).from_address(workspace.words_ptr))
+
+
 def test_all_ranks_see_each_others_slots_filled_with_the_sentinel(fakes: Fakes) -> None:
     runtime, group, _ = fakes
     made = group.run(make)
-    words = [workspace.workspace.tolist() for workspace in made]
+    words = [words_of(workspace) for workspace in made]
     assert words[0][:RANKS] == words[1][:RANKS]
     for rank, address in enumerate(words[0][:RANKS]):
         block = bytes(runtime.memory[address])
@@ -159,10 +167,82 @@ def test_ops_from_end_to_end(fakes: Fakes) -> None:
 
 
 @runs_kernel
-def test_a_failed_workspace_is_not_called_again(fakes: Fakes) -> None:
+def test_what_torch_holds_may_lose_its_content(fakes: Fakes) -> None:
+    """As it does when vLLM sleeps: it takes what torch gave while a model was made."""
+    _, group, _ = fakes
+    weight = torch.randn(64).to(torch.bfloat16)
+
+    def body(rank: int) -> torch.Tensor:
+        workspace = make(rank)
+        held = [value for value in vars(workspace).values() if isinstance(value, torch.Tensor)]
+        for tensor in held:
+            if tensor is not workspace._report:  # host memory, which sleep leaves alone
+                tensor.zero_()
+        return torch.ops.vllm_commext.reduce_rms_norm(
+            rows_of(rank, 3, 64), weight, workspace.handle, EPS
+        )
+
+    results = group.run(body)
+    wanted = exact([rows_of(rank, 3, 64) for rank in range(RANKS)], [weight] * RANKS)
+    for rank in range(RANKS):
+        torch.testing.assert_close(results[rank].double(), wanted[rank], rtol=2**-8, atol=1e-30)
+
+
+@runs_kernel
+def test_a_batch_invariant_row_has_the_same_bits_alone_and_among_others(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from reduce_rms_fake_gpu import workspace as made_with
+
+    monkeypatch.setattr(made_with, "current_device", lambda: Device(0, 90, 1))
+    _, group, _ = fakes
+    columns = 2880  # of float32, in which the order of additions shows
+    weight = torch.randn(columns)
+
+    def body(rank: int) -> list[torch.Tensor]:
+        workspace = make(rank, batch_invariant=True)
+        random = torch.Generator().manual_seed(rank)
+        rows = torch.randn(5, columns, generator=random)
+        calls = [rows, *(row[None] for row in rows)]  # 2 a multiprocessor is where the form changes
+        op = torch.ops.vllm_commext.reduce_rms_norm
+        return [op(call, weight, workspace.handle, EPS) for call in calls]
+
+    for whole, *alone in group.run(body):
+        assert torch.equal(whole, torch.cat(alone))
+
+
+def test_a_kernel_that_one_rank_cannot_load_is_an_error_on_all_and_nothing_is_launched(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, group, kernels = fakes
+    ranks = iter(range(RANKS))
+
+    def load(*_: Any) -> None:
+        if next(ranks) == 1:
+            raise OSError("the disk is full")
+
+    monkeypatch.setattr(kernels, "load", load)
+    weight = torch.ones(64, dtype=torch.bfloat16)
+
+    def body(rank: int) -> torch.Tensor:
+        workspace = make(rank)
+        op = torch.ops.vllm_commext.reduce_rms_norm
+        return op(rows_of(rank, 3, 64), weight, workspace.handle, EPS)
+
+    errors = group.run(body)
+    assert [type(error) for error in errors] == [UnsupportedError] * RANKS
+    assert "the disk is full" in str(errors[0])
+    assert kernels.launches == []
+
+
+@runs_kernel
+def test_a_failed_workspace_is_not_called_again(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, group, kernels = fakes
     made = group.run(lambda rank: make(rank, timeout_seconds=0.3))
     workspace = made[0]  # the other stays, for its memory is written to
+    monkeypatch.setattr(workspace, "prepare", lambda *_: None)  # which would need the other
     rows, weight = rows_of(0, 3, 64), torch.ones(64, dtype=torch.bfloat16)
     out = torch.ops.vllm_commext.reduce_rms_norm(rows, weight, workspace.handle, EPS)
     assert bool(out.isnan().all())
