@@ -157,7 +157,7 @@ TOGGLES: tuple[Toggle, ...] = (
         default="0",
         meaning=(
             "`1` allows the all-reduce to use NVLink multicast where no other variable switches it "
-            "off. With `0` it also keeps vLLM, torch and NCCL from it, unless you have set theirs."
+            "off. What vLLM, torch and NCCL do by themselves is left to their own variables."
         ),
     ),
     Toggle(

@@ -17,6 +17,7 @@ from torch import distributed
 
 def main() -> None:
     rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    environ = dict(os.environ)
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
@@ -25,6 +26,7 @@ def main() -> None:
     )
     from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
+    from vllm_commext.allreduce import multicast
     from vllm_commext.compat import allreduce
     from vllm_commext.compat.allreduce import dispatcher_of
 
@@ -64,7 +66,11 @@ def main() -> None:
     ]
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     found["reasons"].append(allreduce.why_not(tp, None))
-    found["environ"] = os.environ.get("VLLM_FLASHINFER_ALLREDUCE_BACKEND", "")
+    found["environ"] = sorted(
+        name
+        for name in (*multicast.DEFAULTS, *multicast.SWITCHES)
+        if os.environ.get(name) != environ.get(name)
+    )
     sys.stdout.write("\n" + json.dumps(found) + "\n")
     sys.stdout.flush()
     os._exit(0)

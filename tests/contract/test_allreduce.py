@@ -44,7 +44,7 @@ def test_a_forced_backend_serves_inside_vllms_communicator(tmp_path: Path) -> No
         assert found["after_destroy"] == [2.0]
         assert found["reasons"][:3] == [True, True, ""]
         assert "one order of sums" in found["reasons"][3]
-        assert found["environ"] == "trtllm"
+        assert found["environ"] == []
 
 
 def test_on_an_unknown_machine_vllms_order_serves(tmp_path: Path) -> None:
@@ -53,13 +53,43 @@ def test_on_an_unknown_machine_vllms_order_serves(tmp_path: Path) -> None:
         assert found["attached"] == [False, False]
         assert found["sums"] == [[SUM, SUM], True, [[2] * 4, [2] * 4], True]
         assert found["checkpoint"] == ["", ""]
+        assert found["environ"] == []
+
+
+TWO_HOSTS = """
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.distributed import parallel_state
+from vllm.distributed.device_communicators import flashinfer_all_reduce as theirs
+for module in (theirs, parallel_state):  # where vLLM of one version or another counts them
+    for name in ("_node_count", "get_node_count"):
+        if hasattr(module, name):
+            setattr(module, name, lambda *_: 2)
+from vllm import envs
+resolve = theirs._resolve_fi_ar_backend
+try:
+    found = resolve(None)
+except TypeError:
+    found = resolve()
+print(envs.VLLM_FLASHINFER_ALLREDUCE_BACKEND, found)
+"""
+
+
+def test_on_two_hosts_vllm_resolves_its_backend_as_without_us() -> None:
+    """A name in the environment would make vLLM insist on it, and end at its start."""
+    plain, ours = (
+        python_at_once(TWO_HOSTS, [[]], VLLM_HOST_IP="127.0.0.1", **{TOGGLE: choice})[0]
+        for choice in ("0", "1")
+    )
+    assert plain.returncode == ours.returncode == 0, (plain, ours)
+    assert ours.stdout.splitlines()[-1] == plain.stdout.splitlines()[-1]
 
 
 def test_without_the_toggle_nothing_is_changed(tmp_path: Path) -> None:
     for found in run_ranks(tmp_path):
         assert found["attached"] == [False, False]
         assert found["sums"] == [[SUM, SUM], True, [[2] * 4, [2] * 4], True]
-        assert found["environ"] == ""
+        assert found["environ"] == []
 
 
 def test_an_nccl_without_sleep_mode_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,3 +113,21 @@ def test_an_nccl_without_sleep_mode_can_be_measured(monkeypatch: pytest.MonkeyPa
 def test_every_backend_can_be_forced_by_its_name() -> None:
     (toggle,) = (toggle for toggle in TOGGLES if toggle.name == FORCED)
     assert set(toggle.choices) == {"auto", names.VLLM, *names.BACKENDS}
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [({}, False), ({"enable_dbo": True}, True), ({"ubatch_size": 2}, True)],
+    ids=str,
+)
+def test_microbatches_are_seen_under_whichever_option(
+    option: dict[str, Any], expected: bool
+) -> None:
+    from vllm.config import ParallelConfig
+
+    from vllm_commext.compat.microbatches import microbatches
+
+    fields = {"enable_dbo": False, "ubatch_size": 0, **option}
+    assert set(fields) <= set(ParallelConfig.__dataclass_fields__)
+    assert microbatches(SimpleNamespace(parallel_config=SimpleNamespace(**fields))) is expected
+    assert microbatches(None) is False

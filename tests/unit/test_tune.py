@@ -162,7 +162,7 @@ def test_a_measured_table_comes_before_the_built_in_one(tmp_path: Path) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     assert selection.find_table(machine, 2, environ=environ) == builtin_table(machine.gpu, 2)
     measured = Table(2, {"bfloat16": (Row(64, ("nccl",)),)}, "measured")
-    cache.save(machine, measured, environ)
+    cache.save(machine, measured, environ=environ)
     assert selection.find_table(machine, 2, environ=environ) == measured
     without = selection.find_table(machine, 2, use_cache=False, environ=environ)
     assert without == builtin_table(machine.gpu, 2)

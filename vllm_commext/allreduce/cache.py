@@ -1,4 +1,6 @@
-"""Tables that were measured here, in the user's cache folder: one file a machine and world size."""
+"""Tables that were measured here, in the user's cache folder: one file for a machine, a world size
+and the elements of a row, with a table of every dtype that was measured.
+"""
 
 import contextlib
 import os
@@ -13,11 +15,14 @@ from vllm_commext.allreduce.machine import Machine, digest
 from vllm_commext.allreduce.table import Table
 from vllm_commext.errors import ConfigError
 
+HIDDEN = 8192  # elements of a row, where nobody says how many
+
 
 class Entry(msgspec.Struct, frozen=True):
     """What a file holds: the table, and the machine in full, for the digest could collide."""
 
     machine: Machine
+    hidden: int
     table: msgspec.Raw
 
 
@@ -27,34 +32,52 @@ def folder(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(base) / "vllm_commext" / "allreduce"
 
 
-def path_of(machine: Machine, world_size: int, environ: Mapping[str, str] = os.environ) -> Path:
-    """The file of that machine and world size."""
-    return folder(environ) / f"tp{world_size}_{digest(machine, world_size)}.json"
+def path_of(
+    machine: Machine,
+    world_size: int,
+    hidden: int = HIDDEN,
+    environ: Mapping[str, str] = os.environ,
+) -> Path:
+    """The file of that machine, world size and row."""
+    return folder(environ) / f"tp{world_size}_{hidden}_{digest(machine, world_size)}.json"
 
 
 def load(
-    machine: Machine, world_size: int, environ: Mapping[str, str] = os.environ
+    machine: Machine,
+    world_size: int,
+    hidden: int = HIDDEN,
+    environ: Mapping[str, str] = os.environ,
 ) -> Table | None:
     """The table that was measured on that machine, or None; one that cannot be read is none."""
-    path = path_of(machine, world_size, environ)
+    path = path_of(machine, world_size, hidden, environ)
     try:
         entry = msgspec.json.decode(path.read_bytes(), type=Entry)
         table = tables.decode(bytes(entry.table))
     except (OSError, msgspec.DecodeError, ConfigError):
         return None
-    matches = entry.machine == machine and table.world_size == world_size
-    return table if matches else None
+    known = (entry.machine, entry.hidden, table.world_size)
+    return table if known == (machine, hidden, world_size) else None
 
 
-def save(machine: Machine, table: Table, environ: Mapping[str, str] = os.environ) -> Path:
+def save(
+    machine: Machine,
+    table: Table,
+    hidden: int = HIDDEN,
+    environ: Mapping[str, str] = os.environ,
+) -> Path:
     """Write the table, whole or not at all; returns the file.
+
+    Dtypes that the table does not have keep what was measured of them before.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    path = path_of(machine, table.world_size, environ)
+    path = path_of(machine, table.world_size, hidden, environ)
+    before = load(machine, table.world_size, hidden, environ)
+    if before is not None:
+        table = Table(table.world_size, {**before.rows, **table.rows}, table.origin)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = msgspec.json.encode(Entry(machine, msgspec.Raw(tables.encode(table))))
+    content = msgspec.json.encode(Entry(machine, hidden, msgspec.Raw(tables.encode(table))))
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".new")
     try:
         with os.fdopen(handle, "wb") as file:

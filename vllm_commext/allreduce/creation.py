@@ -71,16 +71,11 @@ def _flashinfer(
 
 
 def _largest(table: Table | None, family: Sequence[str], otherwise: int) -> int:
-    """The largest message that one of the family may get, in bytes."""
+    """The largest message for which one of the family comes first, in bytes."""
     if table is None:
         return otherwise
-    ranked = [
-        row.max_bytes
-        for rows in table.rows.values()
-        for row in rows
-        if set(family).intersection(row.ranking)
-    ]
-    return min(max(ranked, default=0), otherwise)
+    led = (table.leads_up_to(dtype, tuple(family)) for dtype in table.rows)
+    return min(max(led, default=0), otherwise)
 
 
 def _makers(
@@ -177,13 +172,20 @@ def create_dispatcher(
     chosen = [name for name in chosen if name not in without]
     sized_by = table if named is None and forced is None else None
     backends: list[Backend] = []
-    for what, maker in _makers(parts, lockstep, sized_by, chosen).items():
-        backends += _make_in_lockstep(what, maker, lockstep)
+    try:
+        for what, maker in _makers(parts, lockstep, sized_by, chosen).items():
+            backends += _make_in_lockstep(what, maker, lockstep)
+    except BaseException:
+        for backend in backends:
+            backend.destroy()
+        raise
     return Dispatcher(backends, lockstep.world_size, table, forced)
 
 
 def wanted_backends(table: Table | None, forced: str | None) -> tuple[str, ...]:
-    """The backends that a table ranks or the user forces, in the order of `names.BACKENDS`."""
+    """The backends that a table has first somewhere or the user forces, in the order of
+    `names.BACKENDS`; what they cannot take goes to NCCL.
+    """
     rows = [row for of in table.rows.values() for row in of] if table else []
-    ranked = {forced} if forced is not None else {name for row in rows for name in row.ranking}
+    ranked = {forced} if forced is not None else {row.ranking[0] for row in rows}
     return tuple(name for name in names.BACKENDS if name in ranked)

@@ -13,12 +13,13 @@ UNITS = ((1 << 20, "MiB"), (1 << 10, "KiB"))
 def find_table(
     machine: Machine,
     world_size: int,
+    hidden: int = cache.HIDDEN,
     *,
     use_cache: bool = True,
     environ: Mapping[str, str] = os.environ,
 ) -> Table | None:
-    """What was measured on this machine, else what is built in for it, else None."""
-    measured = cache.load(machine, world_size, environ) if use_cache else None
+    """What was measured on this machine with such rows, else what is built in for it, else None."""
+    measured = cache.load(machine, world_size, hidden, environ) if use_cache else None
     return measured or builtin.builtin_table(machine.gpu, world_size)
 
 

@@ -1,7 +1,7 @@
 """A group's dispatcher as an engine starts: from a table, or measured while it warms up."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -14,6 +14,8 @@ from vllm_commext.allreduce.machine import Machine
 from vllm_commext.allreduce.measure import KIB, MIB, Options
 from vllm_commext.allreduce.selection import describe, find_table
 from vllm_commext.allreduce.table import Table
+from vllm_commext.errors import UnsupportedError
+from vllm_commext.gpu.ipc import host_identity
 
 logger = logging.getLogger("vllm.commext.allreduce")
 
@@ -30,8 +32,8 @@ class Wishes:
         forced: the one backend to use, or None for the fastest.
         tune: `BUILT_IN`, `CACHED` or `STARTUP`.
         dtype: of the model, which is what is measured at start; hidden its rows' elements.
-        eager: no CUDA graph spares the host what a call costs it. FlashInfer's Python takes 8 us
-            (2 ranks) to 20 us (4) more than the other kernels' for each, and saves 2 us of the GPU.
+        eager: no CUDA graph spares the host what a call costs it, which is several times what
+            vLLM's own takes, and more than the GPU gains.
     """
 
     forced: str | None = None
@@ -40,29 +42,48 @@ class Wishes:
     hidden: int = 8192
     eager: bool = False
 
-    def fitted(self, table: Table | None) -> Table | None:
-        """What was measured in CUDA graphs, for an engine that may have none."""
-        return table.without(names.FLASHINFER, "eager") if table and self.eager else table
+
+def why_none(hosts: Sequence[str], wishes: Wishes) -> str:
+    """Why a group gets no dispatcher, from what its ranks agreed about; empty where it gets one.
+
+    Args:
+        hosts: of each rank, the running kernel's identity.
+        wishes: the same on all ranks.
+    """
+    if len(set(hosts)) > 1:
+        return f"its ranks are on {len(set(hosts))} hosts"
+    if wishes.eager and wishes.forced is None:
+        return "the engine is eager, and a call would cost the host more than the GPU gains"
+    return ""
 
 
 def start_dispatcher(
     parts: Parts, wishes: Wishes, read_machine: Callable[[], Machine]
 ) -> Dispatcher | None:
-    """The group's dispatcher, or None where nothing is known of this machine; collective.
+    """The group's dispatcher, or None where vLLM's own order should serve; collective.
 
     Raises:
         UnsupportedError: the ranks cannot agree; all of them raise it.
     """
     lockstep = Lockstep(parts.cpu_group)
+    facts = lockstep.run(lambda: (host_identity(), wishes))
+    if len({theirs for _, theirs in facts}) > 1:
+        raise UnsupportedError(
+            f"expected the same settings on all ranks, got {[theirs for _, theirs in facts]}; set "
+            "the toggles alike"
+        )
+    if reason := why_none([host for host, _ in facts], wishes):
+        logger.info("commext: allreduce: vLLM's own order serves: %s", reason)
+        return None
     startup = wishes.tune == STARTUP and wishes.forced is None
 
     def look() -> tuple[Machine, Table | None]:
         machine = read_machine()
         if startup:
-            return machine, wishes.fitted(cache.load(machine, lockstep.world_size))
-        use_cache = wishes.tune == CACHED
-        found = find_table(machine, lockstep.world_size, use_cache=use_cache)
-        return machine, wishes.fitted(found)
+            return machine, cache.load(machine, lockstep.world_size, wishes.hidden)
+        return machine, find_table(
+            *(machine, lockstep.world_size, wishes.hidden), use_cache=wishes.tune == CACHED
+        )
 
     machine, table = lockstep.run(look)[0]
     if startup and table is None:
@@ -70,6 +91,7 @@ def start_dispatcher(
     dispatcher = create_dispatcher(parts, table, wishes.forced)
     if dispatcher.table is None and wishes.forced is None:
         dispatcher.destroy()
+        logger.info("commext: allreduce: vLLM's own order serves: this machine is not known")
         return None
     return dispatcher
 
@@ -86,11 +108,11 @@ def _measured(parts: Parts, wishes: Wishes, machine: Machine) -> Dispatcher:
     context = parts.custom.capture if parts.custom is not None else nullcontext
     times = measure.measure_backends(dispatcher, lockstep, options, context)
     table = tuning.build_table(times, lockstep.world_size, "measured at start")
-    dispatcher.use_table(wishes.fitted(table) or table)
+    dispatcher.use_table(table)
     measure.give_back_memory()
     if lockstep.rank == 0:
         try:
-            cache.save(machine, table)
+            cache.save(machine, table, wishes.hidden)
         except OSError as error:
             logger.warning("commext: allreduce: the table was not kept: %s", error)
     return dispatcher

@@ -51,16 +51,6 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 return row.ranking
         return ()
 
-    def without(self, names: tuple[str, ...], why: str) -> "Table":
-        """The table with others in place of `names` wherever there are others."""
-
-        def kept(row: Row) -> Row:
-            others = tuple(name for name in row.ranking if name not in names)
-            return Row(row.max_bytes, others or row.ranking)
-
-        rows = {dtype: tuple(kept(row) for row in of) for dtype, of in self.rows.items()}
-        return Table(self.world_size, rows, f"{self.origin}, {why}")
-
     def leads_up_to(self, dtype: str, names: tuple[str, ...]) -> int:
         """The largest size at which one of `names` comes first, or 0."""
         led = (row.max_bytes for row in self.rows.get(dtype, ()) if row.ranking[0] in names)

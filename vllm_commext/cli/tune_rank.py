@@ -80,7 +80,7 @@ def run(options: RankOptions) -> None:
         origin = f"measured on {options.world_size} x {machine.gpu}"
         table = tuning.build_table(times, options.world_size, origin)
         if first:
-            path = str(cache.save(machine, table)) if options.save else ""
+            path = str(cache.save(machine, table, options.hidden)) if options.save else ""
             text = tables.encode(table).decode()
             say("table", table=text, path=path, machine=msgspec.to_builtins(machine))
         lockstep.run(lambda: None)

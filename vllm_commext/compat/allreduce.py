@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.allreduce import multicast
+from vllm_commext.compat.microbatches import microbatches
 from vllm_commext.compat.rebind import is_rebound, rebind_all, row_of
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.settings import read_settings
@@ -46,9 +46,7 @@ def why_not(communicator: Any, tcp_store_group: Any) -> str:
         return "its ranks may come and go"
     if envs.VLLM_BATCH_INVARIANT:
         return "VLLM_BATCH_INVARIANT asks for one order of sums"
-    config = get_current_vllm_config_or_none()
-    parallel = config.parallel_config if config is not None else None
-    if getattr(parallel, "use_ubatching", getattr(parallel, "enable_dbo", False)):
+    if microbatches(get_current_vllm_config_or_none()):
         return "microbatches run on two streams, and a workspace serves one"
     return ""
 
@@ -105,7 +103,6 @@ def attach(communicator: Any, tcp_store_group: Any = None) -> None:
         logger.warning("commext: allreduce: vLLM's own order serves group %s: %s", name, error)
         return
     if made is None:
-        logger.info("commext: allreduce: nothing is known of this machine; vLLM's own order serves")
         return
     vars(communicator)[ATTRIBUTE] = made
     if communicator.rank == 0:
@@ -183,7 +180,6 @@ def install() -> None:
         raise UnsupportedError(f"expected an NVIDIA GPU, got {current_platform.device_name}")
     if is_rebound(row_of(f"{COMMUNICATOR}.all_reduce")):
         return
-    multicast.keep_off()
     module, _, name = COMMUNICATOR.partition(":")
     communicator = getattr(importlib.import_module(module), name)
     rebind_all(

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import distributed
 
-from vllm_commext.allreduce import cache, creation, flashinfer_workspaces, measure, names
+from vllm_commext.allreduce import (
+    cache,
+    creation,
+    flashinfer_workspaces,
+    measure,
+    names,
+    startup,
+)
 from vllm_commext.allreduce.backend import NcclBackend, Ready
 from vllm_commext.allreduce.creation import Parts, create_dispatcher
 from vllm_commext.allreduce.dispatcher import Dispatcher
@@ -47,6 +54,9 @@ class StandIn(Ready):
         out = tensor.clone()
         distributed.all_reduce(out)
         return out
+
+    def destroy(self) -> None:
+        self._log.append(f"destroy {self.name}")
 
 
 def raised(step: Callable[[], object]) -> str:
@@ -195,6 +205,27 @@ def check_nccl_through_torch(rank: int, _: int) -> Any:
     return [backend.through, backend.all_reduce(tensor).tolist(), tensor.tolist()]
 
 
+def check_creation_that_ends_midway(_: int, world: int) -> Any:
+    """What was made before a maker that raises what nobody expects is given back."""
+    log: list[str] = []
+    rows = (Row(1 << 10, (names.FLASHINFER_ONE_SHOT,)), Row(1 << 20, (names.PUSH,)))
+    table = Table(world, {"float32": rows}, "test")
+    creation.flashinfer.make_backends = lambda *_, **__: [StandIn(names.FLASHINFER_ONE_SHOT, log)]
+
+    def fail(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    made, creation.push.PushBackend = creation.push.PushBackend, fail
+    group = distributed.group.WORLD
+    try:
+        create_dispatcher(Parts(group, group, CPU), table)
+    except KeyboardInterrupt:
+        return log
+    finally:
+        creation.push.PushBackend = made
+    return "no error"
+
+
 def check_start(rank: int, world: int) -> Any:
     """As an engine starts: unknown, with the built-in table, with a fault on one rank, measured."""
     group = distributed.group.WORLD
@@ -217,6 +248,16 @@ def check_start(rank: int, world: int) -> Any:
             raise OSError("no driver")
         return known
 
+    apart = iter(["one host", "another"] if rank == 0 else ["another", "one host"])
+    startup.host_identity = lambda: next(apart)
+    found["two hosts"] = start_dispatcher(parts, Wishes(), lambda: known) is None
+    startup.host_identity = lambda: "one host"
+    unlike = Wishes(tune=("cached", "startup")[rank])
+    found["unlike"] = raised(lambda: start_dispatcher(parts, unlike, lambda: known))
+    found["eager"] = start_dispatcher(parts, Wishes(eager=True), lambda: known) is None
+    found["eager, forced"] = (
+        start_dispatcher(parts, Wishes(names.NCCL, eager=True), lambda: known) is not None
+    )
     found["broken"] = raised(lambda: start_dispatcher(parts, Wishes(), broken))
     measure.measure_backends = lambda *_: {"bfloat16": {1024: {"nccl": 1.0}}}
     measure.give_back_memory = lambda: None

@@ -84,6 +84,11 @@ def test_a_backend_that_fails_on_one_rank_is_nowhere(found: list[dict[str, Any]]
         assert "expected the same settings on all ranks" in made["other_settings"]
 
 
+def test_a_creation_that_ends_midway_leaves_nothing_behind(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["creation_that_ends_midway"] == ["destroy flashinfer_one_shot"]
+
+
 def test_a_workspace_is_made_on_all_ranks_or_on_none(found: list[dict[str, Any]]) -> None:
     for rank in found:
         made, device_bytes, released, left, same_random_state, world = rank["workspace"]
@@ -106,6 +111,10 @@ def test_a_group_starts_with_what_is_known_of_rank_0s_machine(
         assert start["lines"][0] == "made on all ranks: nccl"
         assert start["lines"][1].startswith("bfloat16: flashinfer_one_shot up to ")
         assert start["forced"]
+        assert start["two hosts"]
+        assert "expected the same settings on all ranks" in start["unlike"]
+        assert start["eager"]
+        assert start["eager, forced"]
         assert start["broken"] == "rank 1: OSError: no driver"
         assert start["origins"] == ["measured at start"] * 2
         assert start["files"] == 1

@@ -13,7 +13,6 @@ from vllm_commext.allreduce import table as tables
 from vllm_commext.allreduce.machine import Machine, digest
 from vllm_commext.allreduce.message import ITEM_BYTES, Message, message_of_bytes
 from vllm_commext.allreduce.policy import Policy
-from vllm_commext.allreduce.startup import Wishes
 from vllm_commext.allreduce.table import Row, Table
 from vllm_commext.errors import ConfigError
 
@@ -152,22 +151,6 @@ class TestPolicy:
         assert self.policy(names.VLLM).candidates(Message((8,), "bfloat16")) == ()
 
 
-class TestEager:
-    rows = (Row(64, ("flashinfer_one_shot", "push")), Row(128, ("flashinfer_one_shot",)))
-    table = Table(2, {"bfloat16": rows}, "measured")
-
-    def test_flashinfer_makes_way_where_there_is_another(self) -> None:
-        found = Wishes(eager=True).fitted(self.table)
-        assert found is not None
-        assert found.ranking(64, "bfloat16") == ("push",)
-        assert found.ranking(128, "bfloat16") == ("flashinfer_one_shot",)
-        assert found.origin == "measured, eager"
-
-    def test_with_graphs_it_stays(self) -> None:
-        assert Wishes().fitted(self.table) is self.table
-        assert Wishes(eager=True).fitted(None) is None
-
-
 class TestBuiltin:
     def test_only_for_what_was_measured(self) -> None:
         assert builtin.builtin_table("NVIDIA H200", 3) is None
@@ -192,28 +175,45 @@ class TestCache:
 
     def test_what_was_saved_is_found(self, tmp_path: Path) -> None:
         environ = {"XDG_CACHE_HOME": str(tmp_path)}
-        assert cache.load(MACHINE, 2, environ) is None
-        path = cache.save(MACHINE, self.table, environ)
+        assert cache.load(MACHINE, 2, environ=environ) is None
+        path = cache.save(MACHINE, self.table, environ=environ)
         assert path.is_relative_to(tmp_path)
-        assert cache.load(MACHINE, 2, environ) == self.table
+        assert cache.load(MACHINE, 2, environ=environ) == self.table
         assert [file.name for file in path.parent.iterdir()] == [path.name]
 
     def test_another_machine_or_world_size_finds_nothing(self, tmp_path: Path) -> None:
         environ = {"XDG_CACHE_HOME": str(tmp_path)}
-        cache.save(MACHINE, self.table, environ)
-        assert cache.load(MACHINE, 4, environ) is None
+        cache.save(MACHINE, self.table, environ=environ)
+        assert cache.load(MACHINE, 4, environ=environ) is None
         other = Machine(**{**_fields(MACHINE), "driver": "581.0"})
         assert digest(other, 2) != digest(MACHINE, 2)
-        cache.path_of(other, 2, environ).write_bytes(
-            cache.path_of(MACHINE, 2, environ).read_bytes()
+        cache.path_of(other, 2, environ=environ).write_bytes(
+            cache.path_of(MACHINE, 2, environ=environ).read_bytes()
         )
-        assert cache.load(other, 2, environ) is None
+        assert cache.load(other, 2, environ=environ) is None
+
+    def test_rows_of_another_length_have_a_table_of_their_own(self, tmp_path: Path) -> None:
+        environ = {"XDG_CACHE_HOME": str(tmp_path)}
+        long = Table(2, {"bfloat16": (Row(64, ("push",)),)}, "measured")
+        cache.save(MACHINE, self.table, 4096, environ)
+        cache.save(MACHINE, long, 8192, environ)
+        assert cache.load(MACHINE, 2, 4096, environ) == self.table
+        assert cache.load(MACHINE, 2, 8192, environ) == long
+        assert cache.load(MACHINE, 2, 5120, environ) is None
+
+    def test_another_dtype_joins_what_was_measured_before(self, tmp_path: Path) -> None:
+        environ = {"XDG_CACHE_HOME": str(tmp_path)}
+        half = Table(2, {"float16": (Row(32, ("push",)),)}, "measured later")
+        cache.save(MACHINE, self.table, environ=environ)
+        cache.save(MACHINE, half, environ=environ)
+        found = cache.load(MACHINE, 2, environ=environ)
+        assert found == Table(2, {**self.table.rows, **half.rows}, "measured later")
 
     @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"machine": 1, "table": {}}'])
     def test_a_damaged_file_is_none(self, tmp_path: Path, content: bytes) -> None:
         environ = {"XDG_CACHE_HOME": str(tmp_path)}
-        cache.save(MACHINE, self.table, environ).write_bytes(content)
-        assert cache.load(MACHINE, 2, environ) is None
+        cache.save(MACHINE, self.table, environ=environ).write_bytes(content)
+        assert cache.load(MACHINE, 2, environ=environ) is None
 
     def test_without_the_variable_it_is_in_the_home_folder(self) -> None:
         assert cache.folder({}) == Path.home() / ".cache" / "vllm_commext" / "allreduce"
