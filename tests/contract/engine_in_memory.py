@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config.kv_transfer import KVRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
@@ -63,6 +64,13 @@ LATENT_SPEC = MLAAttentionSpec(**_ATTENTION, head_size=8)
 STATE_SPEC = MambaSpec(
     block_size=MAX_TOKENS, shapes=((8, 3), (2, 4, 8)), dtypes=(torch.float32,) * 2
 )
+# A state at the end of every block, as vLLM keeps them with prefix caching.
+ALIGNED_STATE_SPEC = MambaSpec(
+    block_size=BLOCK,
+    shapes=((8, 3), (2, 4, 8)),
+    dtypes=(torch.float32,) * 2,
+    mamba_cache_mode="align",
+)
 
 
 def sliding(window: int) -> SlidingWindowSpec:
@@ -91,9 +99,9 @@ class Model:
     specs: Sequence[KVCacheSpec]
 
     @property
-    def has_state(self) -> bool:
-        """Whether a group keeps states."""
-        return any(isinstance(spec, MambaSpec) for spec in self.specs)
+    def caches_prefixes(self) -> bool:
+        """Whether vLLM can go on from what it has of a prompt."""
+        return STATE_SPEC not in self.specs
 
     @property
     def keeps_every_token(self) -> bool:
@@ -145,7 +153,7 @@ class Engine:
         faults: what was computed from other tags than a single engine's.
     """
 
-    def __init__(self, model: Model, role: str) -> None:
+    def __init__(self, model: Model, role: KVRole) -> None:
         transfer = KVTransferConfig(
             kv_connector="CommextNixlConnector",
             kv_connector_module_path="vllm_commext.nixl.connector",
@@ -163,17 +171,15 @@ class Engine:
         self.manager = KVCacheManager(
             model.cache(),
             max_model_len=MAX_TOKENS,
-            scheduler_block_size=MAX_TOKENS if model.has_state else BLOCK,
+            scheduler_block_size=BLOCK if model.caches_prefixes else MAX_TOKENS,
             hash_block_size=BLOCK,
-            enable_caching=not model.has_state,
+            enable_caching=model.caches_prefixes,
         )
 
     def prefill(self, request: Request, tokens_a_step: int) -> Mapping[str, Any] | None:
         """Compute a prompt for another engine, finish, and say what the router is told."""
         self.connector.on_new_request(request)
-        end = request.num_prompt_tokens
-        while request.num_computed_tokens < end:
-            self.compute(request, min(tokens_a_step, end - request.num_computed_tokens))
+        self.compute_prompt(request, tokens_a_step)
         request.append_output_token_ids(1)
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         self.manager.remove_skipped_blocks(request.request_id, request.num_computed_tokens)
@@ -223,11 +229,39 @@ class Engine:
         theirs = list(_places(expand_rows(plan.remote_rows)[pairs.remote]))
         self.memory.reshape(-1)[own] = prefill.memory.reshape(-1)[theirs]
 
+    def compute_prompt(self, request: Request, tokens_a_step: int) -> int:
+        """Compute what the prefix cache lacks of a prompt; tokens that it has."""
+        hit, num_hit = self.manager.get_computed_blocks(request)[:2]
+        request.num_computed_tokens = 0
+        begin = num_hit
+        while begin < request.num_prompt_tokens:
+            end = min(begin + tokens_a_step, request.num_prompt_tokens)
+            if begin == num_hit:
+                self._allocate(request, end - begin, num_hit, hit)
+                request.num_computed_tokens = num_hit
+            else:
+                self._allocate(request, end - begin)
+            self._step(request, end - begin)
+            begin = end
+        return num_hit
+
     def compute(self, request: Request, num_tokens: int) -> None:
         """One step of a request."""
+        self._allocate(request, num_tokens)
+        self._step(request, num_tokens)
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's blocks away; it begins anew."""
+        self.manager.free(request)
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.PREEMPTED
+
+    def _allocate(self, request: Request, *args: Any) -> None:
+        self.manager.new_step_starts()
+        assert self.manager.allocate_slots(request, *args) is not None
+
+    def _step(self, request: Request, num_tokens: int) -> None:
         first = request.num_computed_tokens
-        allocated = self.manager.allocate_slots(request, num_tokens)
-        assert allocated is not None
         tables = self.manager.get_block_ids(request.request_id)
         for number, spec in enumerate(self.model.specs):
             step = self._state_step if isinstance(spec, MambaSpec) else self._attention_step
@@ -241,9 +275,13 @@ class Engine:
         self.memory.fill(-1)
 
     def _state_step(self, number: int, table: Sequence[int], first: int, end: int) -> None:
-        (block,) = table
-        if first and self.memory[block, 0] != _tag(number, first - 1):
-            self.faults.append(f"group {number}: token {first} goes on from another state")
+        block_size = self.model.specs[number].block_size
+        if first:
+            block = table[(first - 1) // block_size]
+            if block == 0 or self.memory[block, 0] != _tag(number, first - 1):
+                self.faults.append(f"group {number}: token {first} goes on from another state")
+        block = table[(end - 1) // block_size]
+        assert block != 0, "a state is written to the null block"
         self.memory[block, 0] = _tag(number, end - 1)
 
     def _attention_step(self, number: int, table: Sequence[int], first: int, end: int) -> None:

@@ -34,7 +34,7 @@ def zeroed_blocks(hybrid: bool, num_tokens: int, kernel_block_size: int) -> set[
     specs = {"attention": ATTENTION, **({"state": STATE} if hybrid else {})}
     config, caches = make_caches(specs, num_blocks=8, kernel_block_size=kernel_block_size)
     for cache in caches.values():
-        cache.untyped_storage().fill_(255)
+        torch.tensor([], dtype=torch.uint8).set_(cache.untyped_storage()).fill_(255)
     model = ModelFacts(Rank(1, 0), 4, 1, True, {"attention": "FLASH_ATTN"})
     worker = WorkerSide("d", CONFIG, {}, config, model)
     blocks = [Blocks(0, [5, 2, 7]), Blocks(0, [3])]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from engine_in_memory import (
+    ALIGNED_STATE_SPEC,
     BLOCK,
     FULL_SPEC,
     LATENT_SPEC,
@@ -30,10 +31,12 @@ MODELS = {
     "chunks of 8": Model([FULL_SPEC, chunked(8)]),
     "chunks of 12": Model([FULL_SPEC, chunked(12)]),
     "state": Model([FULL_SPEC, STATE_SPEC]),
+    "state in every block": Model([FULL_SPEC, ALIGNED_STATE_SPEC]),
     "state and window": Model([FULL_SPEC, sliding(8), STATE_SPEC]),
 }
 LENGTHS = range(2, 6 * BLOCK + 2)
 TOKENS_A_STEP = (1000, 3)
+ALIGNED_TOKENS_A_STEP = (2 * BLOCK, BLOCK)  # vLLM ends steps with blocks to keep their states
 MORE_TOKENS = 3 * BLOCK
 
 
@@ -62,6 +65,8 @@ def test_what_is_computed_after_a_load_starts_from_what_a_single_engine_has(
     engines: tuple[Engine, Engine], tokens_a_step: int, num_cached: int
 ) -> None:
     prefill, decode = engines
+    if ALIGNED_STATE_SPEC in decode.model.specs:
+        tokens_a_step = ALIGNED_TOKENS_A_STEP[TOKENS_A_STEP.index(tokens_a_step)]
     for length in LENGTHS:
         check_length(prefill, decode, length, tokens_a_step, min(num_cached, length))
 
@@ -81,15 +86,33 @@ def check_length(
     for more in range(MORE_TOKENS):
         decode.compute(request, request.num_tokens - request.num_computed_tokens)
         request.append_output_token_ids(more)
+    again = request_of(f"again{length}", length)
+    decode.compute_prompt(again, tokens_a_step)
     assert prefill.faults == []
     assert decode.faults == [], f"{length} tokens"
+    decode.manager.free(again)
     for engine, one in ((prefill, first), (decode, request)):
         engine.forget(one)
+
+
+def test_a_preempted_request_computes_its_prompt_here(engines: tuple[Engine, Engine]) -> None:
+    prefill, decode = engines
+    length = 4 * BLOCK - 1
+    first = request_of("p", length, TO_PREFILL)
+    request = request_of("d", length, prefill.prefill(first, BLOCK))
+    decode.load(request, prefill)
+    decode.compute(request, request.num_tokens - request.num_computed_tokens)
+    decode.preempt(request)
+    decode.memory.fill(-1)
+    decode.manager.reset_prefix_cache()
+    assert decode.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    decode.compute_prompt(request, BLOCK)
+    assert decode.faults == []
 
 
 def warm_up(engine: Engine, num_tokens: int) -> None:
     """Leave the prompt's first tokens in the prefix cache, where there is one."""
     if num_tokens:
         request = request_of("warm", num_tokens)
-        engine.compute(request, num_tokens)
+        engine.compute_prompt(request, BLOCK)
         engine.manager.free(request)

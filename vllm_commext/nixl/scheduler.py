@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from vllm_commext.compat.kv_connector import drop_last_prompt_token
-from vllm_commext.errors import ProtocolError
+from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.quarantine import Quarantine
 from vllm_commext.nixl.geometry.plan import Blocks
@@ -97,7 +97,8 @@ class SchedulerSide:
         """Serve the workers' descriptions; ``metadata`` is keyed by (pipeline rank, tensor rank).
 
         Raises:
-            ConfigError: the side channel's address cannot be bound.
+            ConfigError: the side channel's address cannot be bound, or the descriptions are those
+                of another connector.
         """
         descriptions = {
             tp_rank: worker.description
@@ -106,6 +107,13 @@ class SchedulerSide:
         }
         if not self._produces or self._server is not None:
             return
+        if len(descriptions) < len(metadata):
+            kinds = sorted({type(worker).__name__ for worker in metadata.values()})
+            raise ConfigError(
+                f"expected CommextNixlConnector's description of each worker, got {kinds}: "
+                "MultiConnector passes on those of its first connector that has any, so name "
+                "CommextNixlConnector before it"
+            )
         self._server = SideChannelServer(
             self.engine_id,
             self.incarnation,
