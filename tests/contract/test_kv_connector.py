@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import vllm
 from packaging.version import Version
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -193,6 +194,52 @@ def test_other_parallelism_is_refused_by_name(name: str) -> None:
     setattr(config.parallel_config, name, 2)
     with pytest.raises(UnsupportedError, match=f"{name} > 1 .* got 2"):
         CommextNixlConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
+
+
+def model_config(**facts: Any) -> Any:
+    """What the connector looks at of a model's configuration."""
+    return SimpleNamespace(**{"enable_sleep_mode": False, "multimodal_config": None, **facts})
+
+
+def test_sleep_mode_is_refused_with_the_reason() -> None:
+    config = vllm_config()
+    config.model_config = model_config(enable_sleep_mode=True)
+    with pytest.raises(UnsupportedError, match="--enable-sleep-mode .*start without it"):
+        CommextNixlConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
+    config.model_config = model_config()
+    engine_facts.check_supported(config, cache_config(FULL), settings())
+
+
+@pytest.mark.parametrize("cache_gb", [0, 4])
+@pytest.mark.parametrize("caching", [False, True])
+def test_images_that_are_not_hashed_are_refused(cache_gb: int, caching: bool) -> None:
+    config = vllm_config()
+    multimodal = SimpleNamespace(mm_processor_cache_gb=cache_gb)
+    config.model_config = model_config(multimodal_config=multimodal)
+    config.cache_config.enable_prefix_caching = caching
+    if caching or cache_gb:
+        engine_facts.check_supported(config, cache_config(FULL), settings())
+        return
+    with pytest.raises(UnsupportedError, match="numbers images"):
+        engine_facts.check_supported(config, cache_config(FULL), settings())
+
+
+def test_speculation_is_compared_only_where_it_has_a_kv_cache() -> None:
+    def fact(method: str, **options: Any) -> str:
+        config: Any = SimpleNamespace(speculative_config=SimpleNamespace(method=method, **options))
+        return engine_facts._draft_kv_cache(config)
+
+    without: Any = SimpleNamespace(speculative_config=None)
+    assert engine_facts._draft_kv_cache(without) == "none"
+    real = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4)
+    config: Any = SimpleNamespace(speculative_config=real)
+    assert engine_facts._draft_kv_cache(config) == "none"
+    for method in ("ngram_gpu", "suffix", "medusa", "mlp_speculator"):
+        assert fact(method, model="m", num_speculative_tokens=2) == "none"
+    eagle = {fact("eagle", model="m", num_speculative_tokens=number) for number in (1, 3)}
+    assert eagle == {"eagle/m"}
+    assert fact("eagle3", model="m") != fact("eagle", model="m") != fact("eagle", model="n")
+    assert fact("custom_class", model="m") != "none"
 
 
 def test_another_buffer_device_is_refused_with_both_named() -> None:

@@ -1,173 +1,26 @@
 """The scheduler side with vLLM's own requests, cache manager and block pool."""
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from vllm.config import KVTransferConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.platforms import current_platform
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MambaSpec,
+from scheduler_engine import (
+    BLOCK,
+    REMOTE_IDS,
+    TO_PREFILL,
+    Engine,
+    request_of,
+    to_decode,
 )
-from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from vllm_commext.compat.kv_connector import transfer_results_class
-from vllm_commext.nixl.connector import CommextNixlConnector
 from vllm_commext.nixl.metadata import StepMetadata, WorkerMetadata
 from vllm_commext.nixl.prefill.fence import KEY_BYTES, first_nonces
 from vllm_commext.nixl.requests import Hold
 
-BLOCK = 4
-NUM_BLOCKS = 40
-TO_PREFILL = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-REMOTE_IDS = [[31, 7, 5, 22]]
-TO_DECODE = {
-    "do_remote_prefill": True,
-    "do_remote_decode": False,
-    "remote_engine_id": "p",
-    "remote_request_id": "there",
-    "remote_host": "127.0.0.1",
-    "remote_port": 5600,
-    "remote_block_ids": REMOTE_IDS,
-    "remote_num_tokens": 14,
-    "remote_fence_slot": 7,
-    "remote_fence_nonce": "00000000000000ff",
-}
-
-# A state a request, as vLLM keeps it without prefix caching: one block for as many tokens as there
-# can be.
-STATE = MambaSpec(block_size=128, shapes=((8, 3), (2, 4, 8)), dtypes=(torch.float32,) * 2)
-
 LATE_ARE_GIVEN_UP = transfer_results_class() is not None
-
-
-class Engine:
-    """One engine's connector and cache, driven in the scheduler's order."""
-
-    def __init__(self, role: str, *, hybrid: bool = False) -> None:
-        transfer = KVTransferConfig(
-            kv_connector="CommextNixlConnector",
-            kv_connector_module_path="vllm_commext.nixl.connector",
-            kv_role=role,
-            engine_id="e",
-            kv_buffer_device=current_platform.device_type,
-            kv_connector_extra_config={"side_channel_host": "h", "side_channel_port": 7000},
-        )
-        spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-        groups = [KVCacheGroupSpec(["layer"], spec)]
-        if hybrid:
-            groups.append(KVCacheGroupSpec(["state"], STATE))
-        cache = KVCacheConfig(NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
-        self.connector = CommextNixlConnector(
-            VllmConfig(kv_transfer_config=transfer), KVConnectorRole.SCHEDULER, cache
-        )
-        self.manager = KVCacheManager(
-            cache,
-            max_model_len=128,
-            scheduler_block_size=STATE.block_size if hybrid else BLOCK,
-            hash_block_size=BLOCK,
-            enable_caching=not hybrid,
-        )
-        self.connector.bind_gpu_block_pool(self.manager.block_pool)
-        self.fence_key = self.step().fence_key
-
-    @property
-    def num_free(self) -> int:
-        return self.manager.block_pool.get_num_free_blocks()
-
-    def prefill(self, request: Request) -> None:
-        """Compute the whole prompt here."""
-        self.connector.on_new_request(request)
-        hit, num_hit = self.manager.get_computed_blocks(request)[:2]
-        self.manager.allocate_slots(request, request.num_prompt_tokens - num_hit, num_hit, hit)
-        request.num_computed_tokens = request.num_prompt_tokens
-
-    def schedule(self, request: Request) -> tuple[int, int]:
-        """Offer the request to the connector; (local hit, tokens to load)."""
-        self.connector.on_new_request(request)
-        hit, num_hit = self.manager.get_computed_blocks(request)[:2]
-        asked = [self.connector.get_num_new_matched_tokens(request, num_hit) for _ in range(2)]
-        assert asked[0] == asked[1]
-        num_external, is_async = asked[0]
-        assert num_external is not None
-        assert is_async == (num_external > 0)
-        num_new = 0 if is_async else request.num_tokens - num_hit
-        self.manager.allocate_slots(
-            request,
-            num_new,
-            num_new_computed_tokens=num_hit,
-            new_computed_blocks=hit,
-            num_external_computed_tokens=num_external,
-            delay_cache_blocks=is_async,
-        )
-        for tokens in (num_external, 0):  # vLLM calls again once the load has ended
-            blocks = self.manager.get_blocks(request.request_id)
-            self.connector.update_state_after_alloc(request, blocks, tokens)
-        return num_hit, num_external
-
-    def finish(self, request: Request, status: RequestStatus) -> tuple[bool, dict[str, Any] | None]:
-        request.status = status
-        ids = self.manager.get_block_ids(request.request_id)
-        return self.connector.request_finished_all_groups(request, ids)
-
-    def step(self) -> StepMetadata:
-        meta = self.connector.build_connector_meta(None)  # pyright: ignore[reportArgumentType]
-        assert isinstance(meta, StepMetadata)
-        return meta
-
-    def report(self, **output: Any) -> None:
-        self.connector.update_connector_output(KVConnectorOutput(**output))
-
-    def block_ids(self, request: Request) -> list[int]:
-        return list(self.manager.get_block_ids(request.request_id)[0])
-
-
-@pytest.fixture(autouse=True)
-def _hashes() -> None:
-    init_none_hash(sha256)
-
-
-@pytest.fixture
-def make_engine() -> Iterator[Callable[[str], Engine]]:
-    made: list[Engine] = []
-
-    def make(role: str, **settings: Any) -> Engine:
-        made.append(Engine(role, **settings))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.connector.shutdown()
-
-
-def request_of(
-    request_id: str, params: dict[str, Any] | None = None, tokens: list[int] | None = None
-) -> Request:
-    extra = {"kv_transfer_params": dict(params)} if params is not None else None
-    return Request(
-        request_id,
-        list(range(14)) if tokens is None else tokens,
-        SamplingParams(max_tokens=1, extra_args=extra),
-        None,
-        block_hasher=get_request_block_hasher(BLOCK, sha256),
-    )
 
 
 def warm(engine: Engine, num_tokens: int) -> None:
@@ -201,6 +54,9 @@ def test_a_prefilled_request_is_kept_and_described(
         "remote_port": 7000,
         "remote_block_ids": [engine.block_ids(request)],
         "remote_num_tokens": 14,
+        "remote_protocol": 4,
+        "remote_prompt": {"tokens": hashlib.sha256(b"\x9e" + bytes(range(14))).hexdigest()},
+        "remote_seal": "",
         "remote_incarnation": engine.connector.scheduler_side.incarnation,
         "remote_fence_slot": 0,
         "remote_fence_nonce": f"{nonce:016x}",
@@ -272,7 +128,7 @@ def test_the_missing_blocks_are_loaded(
     engine = make_engine(role)
     if num_warm:
         warm(engine, num_warm)
-    request = request_of("r", TO_DECODE)
+    request = request_of("r", to_decode())
     assert engine.schedule(request) == (num_warm, 14 - num_warm)
     (load,) = engine.step().loads
     assert load.awaited
@@ -296,7 +152,7 @@ def test_what_is_here_already_is_only_released(
 ) -> None:
     engine = make_engine("kv_consumer")
     warm(engine, 8)
-    request = request_of("r", {**TO_DECODE, "remote_num_tokens": offered})
+    request = request_of("r", to_decode(offered))
     assert engine.schedule(request) == (8, 0)
     (load,) = engine.step().loads
     assert (load.awaited, load.block_ids, load.refusal) == (False, [], "")
@@ -320,10 +176,10 @@ def test_blocks_are_kept_from_the_arrival_until_the_load(
     make_engine: Callable[[str], Engine],
 ) -> None:
     engine = make_engine("kv_consumer")
-    engine.connector.on_new_request(request_of("early", TO_DECODE))
+    engine.connector.on_new_request(request_of("early", to_decode()))
     (wait,) = engine.step().waits
     assert (wait.request_id, wait.remote.request_id) == ("early", "there")
-    engine.schedule(request_of("quick", TO_DECODE))
+    engine.schedule(request_of("quick", to_decode()))
     step = engine.step()
     assert [load.request_id for load in step.loads] == ["quick"]
     assert step.waits == []
@@ -333,7 +189,7 @@ def test_blocks_are_kept_from_the_arrival_until_the_load(
 
 def test_an_abort_before_scheduling_releases_only(make_engine: Callable[[str], Engine]) -> None:
     engine = make_engine("kv_consumer")
-    request = request_of("r", TO_DECODE)
+    request = request_of("r", to_decode())
     engine.connector.on_new_request(request)
     request.status = RequestStatus.FINISHED_ABORTED
     assert engine.connector.request_finished(request, []) == (False, None)
@@ -345,7 +201,7 @@ def test_an_abort_before_scheduling_releases_only(make_engine: Callable[[str], E
 
 def test_an_abort_during_the_load_adds_nothing(make_engine: Callable[[str], Engine]) -> None:
     engine = make_engine("kv_consumer")
-    request = request_of("r", TO_DECODE)
+    request = request_of("r", to_decode())
     engine.schedule(request)
     assert len(engine.step().loads) == 1
     assert engine.finish(request, RequestStatus.FINISHED_ABORTED) == (False, None)
@@ -363,7 +219,7 @@ def test_bad_parameters_become_a_load_that_fails(
     engine = make_engine("kv_consumer")
     if num_warm:
         warm(engine, num_warm)
-    request = request_of("r", {**TO_DECODE, **change})
+    request = request_of("r", to_decode(**change))
     assert engine.schedule(request) == (num_warm, 14 - num_warm)
     (load,) = engine.step().loads
     assert load.awaited
@@ -377,7 +233,7 @@ def test_an_abort_with_bad_parameters_asks_for_nothing(
     make_engine: Callable[[str], Engine],
 ) -> None:
     engine = make_engine("kv_consumer")
-    request = request_of("r", {**TO_DECODE, "remote_port": None})
+    request = request_of("r", to_decode(remote_port=None))
     engine.connector.on_new_request(request)
     request.status = RequestStatus.FINISHED_ABORTED
     assert engine.connector.request_finished(request, []) == (False, None)
@@ -386,7 +242,7 @@ def test_an_abort_with_bad_parameters_asks_for_nothing(
 
 def test_a_producer_does_not_load(make_engine: Callable[[str], Engine]) -> None:
     engine = make_engine("kv_producer")
-    request = request_of("r", TO_DECODE)
+    request = request_of("r", to_decode())
     assert engine.schedule(request) == (0, 0)
     assert engine.finish(request, FINISHED[0]) == (False, None)
     assert engine.step() == StepMetadata()
@@ -407,7 +263,7 @@ def test_late_blocks_stay_out_of_the_real_pool_until_settled(
     engine = make_engine("kv_consumer")
     warm(engine, 8)
     num_free = engine.num_free
-    request = request_of("r", TO_DECODE)
+    request = request_of("r", to_decode())
     engine.schedule(request)
     blocks = list(engine.manager.get_blocks("r").blocks[0])
     engine.step()
@@ -432,7 +288,7 @@ def test_a_late_load_goes_on_where_its_failure_would_be_told_by_its_blocks(
     make_engine: Callable[[str], Engine],
 ) -> None:
     engine = make_engine("kv_consumer")
-    engine.schedule(request_of("r", TO_DECODE))
+    engine.schedule(request_of("r", to_decode()))
     engine.step()
     engine.report(kv_connector_worker_meta=WorkerMetadata(late={"r"}))
     assert engine.step() == StepMetadata()
@@ -443,7 +299,7 @@ def test_a_load_that_ended_in_the_same_step_is_not_given_up(
 ) -> None:
     engine = make_engine("kv_consumer")
     num_free = engine.num_free
-    request = request_of("r", TO_DECODE)
+    request = request_of("r", to_decode())
     engine.schedule(request)
     engine.step()
     late = WorkerMetadata(late={"r"}, settled={})
@@ -505,7 +361,7 @@ def test_a_prompt_that_cannot_be_cut_is_not_offered(
 @hybrid_is_served
 def test_a_state_after_too_many_tokens_is_refused(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine("kv_consumer", hybrid=True)
-    params = {**TO_DECODE, "remote_block_ids": [REMOTE_IDS[0], [9]]}
+    params = to_decode(remote_block_ids=[REMOTE_IDS[0], [9]])
     request = request_of("r", params)
     assert engine.schedule(request) == (0, 13)
     (load,) = engine.step().loads

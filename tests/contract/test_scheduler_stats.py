@@ -72,7 +72,5 @@ def test_blocks_in_quarantine_are_shown_until_they_are_given_back() -> None:
 
 def test_a_secret_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
     missing = str(tmp_path / "nothing")
-    side = scheduler_side(free_port(), side_channel_secret_file=missing)
     with pytest.raises(ConfigError, match="side_channel_secret_file"):
-        side.serve({})
-    side.close()
+        scheduler_side(free_port(), side_channel_secret_file=missing)

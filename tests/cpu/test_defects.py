@@ -25,6 +25,7 @@ import msgspec
 import pytest
 import zmq
 
+from vllm_commext.nixl.wire.messages import PROTOCOL_VERSION
 from vllm_commext.testing import cluster
 from vllm_commext.testing.parity import Completion, CompletionError, complete, prefill
 from vllm_commext.testing.servers import (
@@ -60,7 +61,7 @@ FRAMES: tuple[bytes, ...] = (
     msgspec.msgpack.encode((b"get_meta_msg", 0)),
     msgspec.msgpack.encode(OLD_VERSION),
     msgspec.msgpack.encode((b"get_meta_msg", 0, 7)),
-    msgspec.msgpack.encode({**OLD_VERSION, "version": 3, "tp_rank": 7}),
+    msgspec.msgpack.encode({**OLD_VERSION, "version": PROTOCOL_VERSION, "tp_rank": 7}),
 )
 logger = logging.getLogger(__name__)
 _rng = random.Random(11)

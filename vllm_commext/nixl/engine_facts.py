@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
+# Ways of speculation without a KV cache of their own: whether and how an engine uses them changes
+# no byte of the cache.
+_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 # What models call the number of groups of their B and C projections.
 _NUM_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 
@@ -47,6 +50,7 @@ def check_supported(
     for group in kv_cache_config.kv_cache_groups:
         for spec in specs_of(group.kv_cache_spec):
             _check_spec(spec)
+    _check_model(vllm_config)
     num_groups = len(kv_cache_config.kv_cache_groups)
     if num_groups > 1 and transfer_results_class() is None:
         raise UnsupportedError(
@@ -65,6 +69,24 @@ def check_supported(
         raise UnsupportedError(
             "CommextNixlConnector keeps no copy of states in host memory: start without "
             f"host_copy and with kv_buffer_device {device!r}"
+        )
+
+
+def _check_model(vllm_config: VllmConfig) -> None:
+    """Refuse what would change the cache's memory, or the meaning of a prompt, unnoticed."""
+    model = vllm_config.model_config
+    if getattr(model, "enable_sleep_mode", False):
+        raise UnsupportedError(
+            "--enable-sleep-mode puts other memory in the KV cache's place when the engine wakes "
+            "up, and NIXL goes on reading what was registered before: start without it"
+        )
+    multimodal = getattr(model, "multimodal_config", None)
+    cached = getattr(multimodal, "mm_processor_cache_gb", 1) > 0
+    if multimodal is not None and not cached and not vllm_config.cache_config.enable_prefix_caching:
+        raise UnsupportedError(
+            "with neither prefix caching nor a multimodal processor cache vLLM numbers images "
+            "instead of hashing them, so that the prompts of two engines cannot be compared: start "
+            "without --mm-processor-cache-gb 0 or with --enable-prefix-caching"
         )
 
 
@@ -126,7 +148,7 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dic
         "head_size": model.get_head_size(),
         "num_layers": model.get_num_layers(vllm_config.parallel_config),
         "layer_specs": _layer_specs(kv_cache_config),
-        "speculative_config": _speculative(vllm_config),
+        "draft_kv_cache": _draft_kv_cache(vllm_config),
     }
     return {name: str(value) for name, value in facts.items()}
 
@@ -141,11 +163,12 @@ def _dtype(spec: KVCacheSpec) -> Any:
     return getattr(spec, "dtype", None) or getattr(spec, "dtypes", "unknown")
 
 
-def _speculative(vllm_config: VllmConfig) -> str:
+def _draft_kv_cache(vllm_config: VllmConfig) -> str:
+    """What of speculative decoding adds layers to the cache; the number of guesses does not."""
     speculative = vllm_config.speculative_config
-    if speculative is None:
+    if speculative is None or speculative.method in _WITHOUT_KV:
         return "none"
-    return f"{speculative.method}/{speculative.model}/{speculative.num_speculative_tokens}"
+    return f"{speculative.method}/{speculative.model}"
 
 
 def _device_type() -> str:

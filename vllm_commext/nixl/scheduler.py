@@ -29,7 +29,15 @@ from vllm_commext.nixl.prefill.fence import FenceSlots, new_key
 from vllm_commext.nixl.prefill.prompt_tracker import PromptTracker
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Hold, Load, RemoteRequest, Wait
-from vllm_commext.nixl.wire.params import is_for_decode, is_for_prefill, read_params, write_params
+from vllm_commext.nixl.wire.params import (
+    Handle,
+    OtherProtocolError,
+    is_for_decode,
+    is_for_prefill,
+    read_params,
+    write_params,
+)
+from vllm_commext.nixl.wire.prompt import check_prompt, digests, prompt_of
 from vllm_commext.nixl.wire.seal import read_secret
 
 if TYPE_CHECKING:
@@ -55,6 +63,9 @@ class SchedulerSide:
         produces: the role lets this engine prefill for others.
         consumes: the role lets this engine decode for others.
         saves: peers read from a copy of the cache on the host, which must be kept up to date.
+
+    Raises:
+        ConfigError: the side channel's secret cannot be read.
     """
 
     def __init__(
@@ -72,6 +83,9 @@ class SchedulerSide:
         self.engine_id = engine_id
         self.incarnation = uuid.uuid4().hex
         self._config = config
+        self._secret = read_secret(config.side_channel_secret_file)
+        # Of each request that is to be loaded, what its parameters say, until the load is planned.
+        self._remotes: dict[str, RemoteRequest | ProtocolError] = {}
         self._groups = groups
         self._has_state = has_state(groups)
         self._leaves_last_token = not keeps_every_token(groups)
@@ -120,7 +134,7 @@ class SchedulerSide:
             self._config.side_channel_host,
             self._port,
             descriptions,
-            read_secret(self._config.side_channel_secret_file),
+            self._secret,
         )
         logger.info(
             "prefill engine %s serves its side channel on %s:%d",
@@ -168,6 +182,8 @@ class SchedulerSide:
         """Prompt tokens beyond ``num_computed_tokens`` that the prefill engine offers."""
         if not self._is_to_load(request):
             return 0
+        if request.skip_reading_prefix_cache:
+            return 0  # the logprobs of the prompt's tokens come of computing them
         if not is_at_block_boundary(self._groups, num_computed_tokens):
             return 0  # a shared block is being copied for this request: compute the rest here
         try:
@@ -182,14 +198,16 @@ class SchedulerSide:
         """Blocks are allocated: queue the load, or only the release where nothing is missing."""
         if not self._is_to_load(request):
             return
-        self._take_load(request)
         load = Load(request.request_id, None, awaited=num_external_tokens > 0)
         try:
             load.remote = self._remote(request)
             load.num_tokens = self._num_tokens(request, load.remote)
         except ProtocolError as error:
-            load.refusal = str(error)
+            # Nothing is sent to a host that untrusted parameters name, nothing of theirs released.
+            load.remote, load.refusal = None, str(error)
             load.num_tokens = self._most_tokens(request)
+            self._tell_other_version(request.request_id, error)
+        self._take_load(request)
         if load.awaited:
             # A refused load has its blocks too: vLLM before 0.30 is told of a failure by them.
             load.blocks = self._choose_blocks(load, blocks, num_external_tokens)
@@ -213,13 +231,15 @@ class SchedulerSide:
             return False, None
         if request.status not in _FINISHED or (self._leaves_last_token and not was_cut):
             return False, None
-        offered = blocks_to_offer(self._groups, block_ids, request.num_computed_tokens)
+        # What was generated after the prompt is in no prompt that the offer could be compared with.
+        num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        offered = blocks_to_offer(self._groups, block_ids, num_tokens)
         if not is_complete(self._groups, offered):
             return False, None
-        return self._hold(request, offered)
+        return self._hold(request, offered, num_tokens)
 
     def _hold(
-        self, request: Request, offered: tuple[tuple[int, ...], ...]
+        self, request: Request, offered: tuple[tuple[int, ...], ...], num_tokens: int
     ) -> tuple[bool, dict[str, Any] | None]:
         """Keep a finished prefill's blocks for its readers."""
         fence = self._fences.take(request.request_id)
@@ -240,11 +260,12 @@ class SchedulerSide:
             tp_size=self._tp_size,
             request_id=request.request_id,
             block_ids=offered,
-            num_tokens=request.num_computed_tokens,
+            num_tokens=num_tokens,
             fence_slot=fence[0],
             fence_nonce=fence[1],
         )
-        return True, write_params(remote)
+        handle = Handle(remote, digests(prompt_of(request), num_tokens))
+        return True, write_params(handle, self._secret)
 
     def take_stats(self) -> dict[str, Any] | None:
         """What was recorded here since the last call, see ``recorder.empty_data``."""
@@ -280,15 +301,49 @@ class SchedulerSide:
         return self._consumes and is_for_decode(request.kv_transfer_params)
 
     def _remote(self, request: Request) -> RemoteRequest:
+        """What the request's parameters say, read and compared with its prompt once.
+
+        Raises:
+            ProtocolError: they cannot be used.
+        """
+        found = self._remotes.get(request.request_id)
+        if found is None:
+            try:
+                found = self._read(request)
+            except ProtocolError as error:
+                found = error
+            self._remotes[request.request_id] = found
+        if isinstance(found, ProtocolError):
+            raise found
+        return found
+
+    def _read(self, request: Request) -> RemoteRequest:
         params = request.kv_transfer_params
         assert params is not None  # only called where the parameters ask for a remote prefill
-        return read_params(params, request.num_prompt_tokens)
+        handle = read_params(params, self._secret)
+        remote, num_prompt = handle.remote, request.num_prompt_tokens
+        source = f"prefill engine {remote.engine_id!r} (request {remote.request_id!r} there)"
+        if remote.num_tokens > num_prompt:
+            raise ProtocolError(
+                f"kv_transfer_params are those of another prompt: {source} computed "
+                f"{remote.num_tokens} tokens, and the prompt here has {num_prompt}. Does the "
+                "router mix requests up, or do the engines tokenise differently?"
+            )
+        check_prompt(digests(prompt_of(request), remote.num_tokens), handle.prompt, source)
+        return remote
 
     def _take_load(self, request: Request) -> None:
         """Each request is loaded once: mark it."""
         params = request.kv_transfer_params
         assert params is not None  # only called where the parameters ask for a remote prefill
         params["do_remote_prefill"] = False
+        self._remotes.pop(request.request_id, None)
+
+    def _tell_other_version(self, request_id: str, error: ProtocolError) -> None:
+        """Ask a prefill engine of another version to free its blocks: both logs then say why that
+        cannot be."""
+        if isinstance(error, OtherProtocolError):
+            self._pending.loads.append(Load(request_id, error.remote, awaited=False))
 
     def _can_be_cut(self, request: Request) -> bool:
         sampling = request.sampling_params
@@ -327,11 +382,13 @@ class SchedulerSide:
 
     def _release_unread(self, request: Request) -> None:
         """The request ended before its load was planned: let the prefill engine free its blocks."""
-        self._take_load(request)
         try:
             remote = self._remote(request)
-        except ProtocolError:
+        except ProtocolError as error:
+            self._tell_other_version(request.request_id, error)
             return
+        finally:
+            self._take_load(request)
         self._pending.loads.append(Load(request.request_id, remote, awaited=False))
 
     def _refuse_role(self, request: Request, asked: str, role: str) -> None:

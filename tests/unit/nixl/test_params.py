@@ -1,6 +1,7 @@
 """Request parameters: written by prefill, carried by any router, read by decode."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,12 @@ from hypothesis import strategies as st
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.requests import RemoteRequest
+from vllm_commext.nixl.wire.messages import PROTOCOL_VERSION
 from vllm_commext.nixl.wire.params import (
     MAX_RANKS,
+    OWN_FIELDS,
+    Handle,
+    OtherProtocolError,
     is_for_decode,
     is_for_prefill,
     read_params,
@@ -29,18 +34,23 @@ REMOTE = RemoteRequest(
     fence_slot=7,
     fence_nonce=0xFEDCBA9876543210,
 )
+PROMPT = {"tokens": "ab" * 32, "cache_salt": "0" * 64}
+HANDLE = Handle(REMOTE, PROMPT)
+SECRET = b"0123456789abcdef"
 REQUIRED = (
     "remote_engine_id",
     "remote_request_id",
     "remote_host",
     "remote_port",
     "remote_block_ids",
+    "remote_num_tokens",
+    "tp_size",
 )
 
 
 def test_roles() -> None:
     to_prefill = {"do_remote_decode": True, "do_remote_prefill": False}
-    to_decode = write_params(REMOTE)
+    to_decode = write_params(HANDLE)
     assert (is_for_prefill(to_prefill), is_for_decode(to_prefill)) == (True, False)
     assert (is_for_prefill(to_decode), is_for_decode(to_decode)) == (False, True)
     for nothing in (None, {}):
@@ -63,35 +73,60 @@ def test_roles() -> None:
         num_tokens=st.integers(0, (1 << 31) - 1),
         fence_slot=st.integers(0, 65535),
         fence_nonce=st.integers(0, (1 << 64) - 1),
-    )
+    ),
+    st.sampled_from([None, SECRET]),
 )
 @settings(max_examples=60)
-def test_round_trip_through_json(remote: RemoteRequest) -> None:
-    carried = json.loads(json.dumps(write_params(remote), allow_nan=False))
-    assert read_params(carried, num_prompt_tokens=7) == remote
+def test_round_trip_through_json(remote: RemoteRequest, secret: bytes | None) -> None:
+    handle = Handle(remote, PROMPT)
+    carried = json.loads(json.dumps(write_params(handle, secret), allow_nan=False, sort_keys=True))
+    assert read_params(carried, secret) == handle
 
 
-def test_the_prompt_counts_where_the_number_of_tokens_is_not_told() -> None:
-    params = write_params(REMOTE)
-    assert read_params(params, 39).num_tokens == 40
-    assert read_params({**params, "remote_num_tokens": None}, 41).num_tokens == 41
+def test_the_parameters_of_vllms_own_connector_are_refused_as_such() -> None:
+    own = {key: value for key, value in write_params(HANDLE).items() if key not in OWN_FIELDS}
+    with pytest.raises(ProtocolError, match="no field of CommextNixlConnector"):
+        read_params(own)
 
 
-def test_the_parameters_of_vllms_own_connector_are_enough() -> None:
-    own = {key: write_params(REMOTE)[key] for key in REQUIRED}
-    remote = read_params(own, 33)
-    assert (remote.tp_size, remote.num_tokens) == (1, 33)
-    assert (remote.incarnation, remote.fence_slot) == ("", -1)
+def test_no_field_of_ours_can_be_dropped_unnoticed() -> None:
+    for name in OWN_FIELDS:
+        params = write_params(HANDLE, SECRET)
+        del params[name]
+        with pytest.raises(ProtocolError, match="altered|carry no proof"):
+            read_params(params, SECRET)
+
+
+def test_another_version_is_named_and_can_be_told() -> None:
+    params = write_params(HANDLE)
+    for version in (0, PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1):
+        with pytest.raises(OtherProtocolError, match=f"remote_protocol {PROTOCOL_VERSION}") as told:
+            read_params({**params, "remote_protocol": version})
+        assert told.value.remote == REMOTE
+
+
+def test_a_proof_is_that_of_one_secret_and_of_all_values() -> None:
+    sealed = write_params(HANDLE, SECRET)
+    with pytest.raises(ProtocolError, match="another secret"):
+        read_params(sealed, b"f" * 16)
+    with pytest.raises(ProtocolError, match="this decode engine has none"):
+        read_params(sealed)
+    with pytest.raises(ProtocolError, match="carry no proof"):
+        read_params(write_params(HANDLE), SECRET)
+    other = write_params(Handle(replace(REMOTE, block_ids=((5, 3, 8), (4,))), PROMPT), SECRET)
+    with pytest.raises(ProtocolError, match="altered"):
+        read_params({**other, "remote_seal": sealed["remote_seal"]}, SECRET)
+    assert SECRET.decode() not in json.dumps(sealed)
 
 
 @pytest.mark.parametrize("name", REQUIRED)
 def test_a_missing_or_empty_field_is_named(name: str) -> None:
-    params = write_params(REMOTE)
+    params = write_params(HANDLE)
     del params[name]
     with pytest.raises(ProtocolError, match=name):
-        read_params(params, 40)
+        read_params(params)
     with pytest.raises(ProtocolError, match=name):
-        read_params({**params, name: None}, 40)
+        read_params({**params, name: None})
 
 
 @pytest.mark.parametrize(
@@ -128,31 +163,41 @@ def test_a_missing_or_empty_field_is_named(name: str) -> None:
         ("remote_block_ids", [[1], [[2]]]),
         ("remote_block_ids", {"0": [1]}),
         ("remote_block_ids", [[1]] * 1025),
+        ("remote_protocol", "newest"),
+        ("remote_prompt", None),
+        ("remote_prompt", {}),
+        ("remote_prompt", {"tokens": "AB" * 32}),
+        ("remote_prompt", {"tokens": "ab" * 31}),
+        ("remote_prompt", {"tokens": 5}),
+        ("remote_prompt", {"lora": "ab" * 32}),
+        ("remote_prompt", {"tokens": "ab" * 32, "language": "ab" * 32}),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_field(name: str, value: Any) -> None:
     with pytest.raises(ProtocolError, match=name):
-        read_params({**write_params(REMOTE), name: value}, 40)
+        read_params({**write_params(HANDLE), name: value})
 
 
 def test_groups_are_kept_apart_and_in_order() -> None:
     for groups in ([[1]], [[], [7]], [[3, 1, 2], [], [9]], [[n] for n in range(1024)]):
-        remote = read_params({**write_params(REMOTE), "remote_block_ids": groups}, 40)
+        remote = read_params({**write_params(HANDLE), "remote_block_ids": groups}).remote
         assert remote.block_ids == tuple(map(tuple, groups))
-        assert write_params(remote)["remote_block_ids"] == groups
+        assert write_params(Handle(remote))["remote_block_ids"] == groups
 
 
 def test_the_blocks_of_all_groups_count_towards_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_commext.nixl.wire.params.MAX_BLOCKS", 5)
-    most = {**write_params(REMOTE), "remote_block_ids": [[1, 2, 3], [4, 5]]}
-    assert read_params(most, 40).block_ids == ((1, 2, 3), (4, 5))
+    most = {**write_params(HANDLE), "remote_block_ids": [[1, 2, 3], [4, 5]]}
+    assert read_params(most).remote.block_ids == ((1, 2, 3), (4, 5))
     with pytest.raises(ProtocolError, match="blocks in remote_block_ids from 0 to 5, got 6"):
-        read_params({**most, "remote_block_ids": [[1, 2, 3], [4, 5, 6]]}, 40)
+        read_params({**most, "remote_block_ids": [[1, 2, 3], [4, 5, 6]]})
 
 
 def test_an_id_that_no_cache_has_is_left_to_whoever_knows_the_cache() -> None:
-    huge = {**write_params(REMOTE), "remote_block_ids": [[-1, 1 << 80], [1 << 31]]}
-    assert read_params(huge, 40).block_ids == ((-1, 1 << 80), (1 << 31,))
+    huge = {**write_params(HANDLE), "remote_block_ids": [[-1, 1 << 80], [1 << 31]]}
+    assert read_params(huge).remote.block_ids == ((-1, 1 << 80), (1 << 31,))
+    with pytest.raises(ProtocolError, match="altered"):
+        read_params({**huge, "remote_seal": "0" * 64}, SECRET)
 
 
 ANYTHING: st.SearchStrategy[Any] = st.recursive(
@@ -163,13 +208,13 @@ ANYTHING: st.SearchStrategy[Any] = st.recursive(
 
 
 @given(
-    st.dictionaries(st.sampled_from(sorted(write_params(REMOTE))), ANYTHING, max_size=3),
+    st.dictionaries(st.sampled_from(sorted(write_params(HANDLE))), ANYTHING, max_size=3),
     st.dictionaries(st.text(), ANYTHING, max_size=2),
 )
 @settings(max_examples=120)
 def test_anything_reads_or_is_refused(changes: dict[str, Any], more: dict[str, Any]) -> None:
     try:
-        remote = read_params({**write_params(REMOTE), **more, **changes}, 40)
+        remote = read_params({**write_params(HANDLE), **more, **changes}).remote
     except ProtocolError:
         return
     assert 0 <= remote.num_tokens < 1 << 31

@@ -111,7 +111,7 @@ def test_the_rank_that_was_asked_for_is_described(
         (wire.DescribeRequest(engine_id="q", tp_rank=1), ["'p'", "'q'"]),
         (wire.DescribeRequest(engine_id="p", tp_rank=2), ["[0, 1]", "rank 2"]),
         (wire.DescribeRequest(engine_id="p", tp_rank=-1), ["[0, 1]", "rank -1"]),
-        (wire.DescribeRequest(engine_id="p", tp_rank=1, version=9), ["protocol 3", "protocol 9"]),
+        (wire.DescribeRequest(engine_id="p", tp_rank=1, version=9), ["protocol 4", "protocol 9"]),
         (wire.DescribeRequest(engine_id="p", tp_rank=1, magic="m"), ["commext-nixl"]),
     ],
 )
@@ -350,3 +350,11 @@ def test_close_is_bounded_ends_the_thread_and_frees_the_port(context: Any) -> No
     assert not closing.is_alive()
     assert threading.active_count() == before
     start(port=port)[0].close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "0", "::ffff:0.0.0.0"])
+def test_an_address_that_nobody_can_connect_to_stops_the_start(host: str) -> None:
+    with pytest.raises(ConfigError, match="stands for all addresses") as raised:
+        SideChannelServer("p", "start", host, 5600, {})
+    assert repr(host) in str(raised.value)
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST" in str(raised.value)

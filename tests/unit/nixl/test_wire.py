@@ -112,7 +112,7 @@ def test_deep_nesting_is_refused(decode: Decode, frame: wire.Frame) -> None:
 
 
 @pytest.mark.parametrize(("decode", "frame"), FRAMES)
-@pytest.mark.parametrize("change", [{"magic": "other"}, {"version": 1}, {"version": 4}])
+@pytest.mark.parametrize("change", [{"magic": "other"}, {"version": 1}, {"version": 3}])
 def test_another_magic_or_version_is_refused_with_both_named(
     decode: Decode, frame: wire.Frame, change: dict[str, Any]
 ) -> None:

@@ -8,6 +8,7 @@ forgotten.
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import threading
 import time
@@ -30,7 +31,7 @@ def resolve(host: str, port: int) -> str:
     name by IPv4.
 
     Raises:
-        ConfigError: the host has no address.
+        ConfigError: the host has no address, or stands for all of this machine's.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -40,7 +41,15 @@ def resolve(host: str, port: int) -> str:
             "to an address of this machine that decode engines reach"
         ) from error
     chosen = next((entry for entry in found if entry[0] == socket.AF_INET), found[0])
-    return str(chosen[4][0])
+    address = str(chosen[4][0])
+    number = ipaddress.ip_address(address.partition("%")[0])
+    if (getattr(number, "ipv4_mapped", None) or number).is_unspecified:
+        raise ConfigError(
+            f"side_channel_host {host!r} stands for all addresses of this machine, and decode "
+            "engines are told to connect to it: expected one address or name of this machine that "
+            "they reach; set VLLM_NIXL_SIDE_CHANNEL_HOST or side_channel_host to it"
+        )
+    return address
 
 
 class SideChannelServer:

@@ -18,7 +18,7 @@ from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.geometry.layout import CacheLayout, check_layout
 
 MAGIC = "commext-nixl"
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_REQUEST_BYTES = 4 * 1024
 MAX_REPLY_BYTES = 64 * 1024 * 1024

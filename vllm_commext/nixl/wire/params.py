@@ -2,39 +2,80 @@
 engine.
 
 Names and meaning are those of vLLM's own NIXL connector, so that routers written for it work
-unchanged; ours are ``remote_incarnation``, ``remote_fence_slot`` and ``remote_fence_nonce``, which
-a router passes on like the others.
+unchanged; those in ``OWN_FIELDS`` are ours, which a router passes on like the others.  Where the
+side channel has a secret, ``remote_seal`` proves all of them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.requests import RemoteRequest
+from vllm_commext.nixl.wire.messages import PROTOCOL_VERSION
+from vllm_commext.nixl.wire.prompt import DIGEST_DIGITS, PARTS
+from vllm_commext.nixl.wire.seal import SECRET_VARIABLE, check_params, prove_params
 
 MAX_BLOCKS = 1 << 24
 MAX_GROUPS = 1024
 MAX_RANKS = 1024  # a load may have a part for each, and what is derived from each number is kept
 MAX_INT = (1 << 31) - 1
+OWN_FIELDS = (
+    "remote_protocol",
+    "remote_incarnation",
+    "remote_fence_slot",
+    "remote_fence_nonce",
+    "remote_prompt",
+    "remote_seal",
+)
 _NONCE = re.compile("[0-9a-f]{16}")
+_DIGEST = re.compile(f"[0-9a-f]{{{DIGEST_DIGITS}}}")
 
 
-class _RemoteParams(msgspec.Struct):
+@dataclass(frozen=True)
+class Handle:
+    """A finished prefill as a router carries it.
+
+    Attributes:
+        remote: where its blocks are.
+        prompt: what they were computed from, see ``prompt.digests``.
+    """
+
+    remote: RemoteRequest
+    prompt: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+class OtherProtocolError(ProtocolError):
+    """The parameters are of another version of this connector; ``remote`` can be told so."""
+
+    def __init__(self, message: str, remote: RemoteRequest) -> None:
+        super().__init__(message)
+        self.remote = remote
+
+
+class _RemoteParams(msgspec.Struct, kw_only=True):
     remote_engine_id: str
     remote_request_id: str
     remote_host: str
     remote_port: int
     remote_block_ids: list[list[int]]
-    tp_size: int = 1
-    remote_num_tokens: int | None = None
+    remote_num_tokens: int
+    tp_size: int
+    remote_protocol: int = 0
     remote_incarnation: str = ""
     remote_fence_slot: int = -1
     remote_fence_nonce: str = ""
+    remote_prompt: dict[str, str] = {}
+    remote_seal: str = ""
+
+
+# Routers need not keep the order of names.
+_CANONICAL = msgspec.msgpack.Encoder(order="sorted")
 
 
 def is_for_prefill(params: Mapping[str, Any] | None) -> bool:
@@ -47,17 +88,24 @@ def is_for_decode(params: Mapping[str, Any] | None) -> bool:
     return bool(params and params.get("do_remote_prefill"))
 
 
-def read_params(params: Mapping[str, Any], num_prompt_tokens: int) -> RemoteRequest:
+def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> Handle:
     """Read what a prefill engine returned.
 
     Args:
         params: the parameters as they came with the decode request.
-        num_prompt_tokens: tokens of the prompt; what the blocks hold where the parameters do not
-            say.
+        secret: what they must be proven with, None where the side channel has no secret.
 
     Raises:
-        ProtocolError: a field is missing, of a wrong type or out of range; the message names it.
+        OtherProtocolError: they are of another version of this connector.
+        ProtocolError: they are not this connector's, not proven, or a field is missing, of a wrong
+            type or out of range; the message names it.
     """
+    if not any(name in params for name in OWN_FIELDS):
+        raise ProtocolError(
+            "kv_transfer_params carry no field of CommextNixlConnector: the prefill engine runs "
+            "another connector, or the router drops fields that it does not know. Start both "
+            "engines with CommextNixlConnector and let the router pass all parameters on"
+        )
     try:
         remote = msgspec.convert(dict(params), _RemoteParams, strict=False)
     except (msgspec.ValidationError, ValueError, TypeError) as error:
@@ -65,14 +113,85 @@ def read_params(params: Mapping[str, Any], num_prompt_tokens: int) -> RemoteRequ
             f"kv_transfer_params are not those of a finished prefill ({error}): send what the "
             "prefill engine returned, unchanged"
         ) from error
+    _check_seal(remote, secret)
+    _check_ranges(remote)
+    if remote.remote_protocol != PROTOCOL_VERSION:
+        raise OtherProtocolError(
+            f"kv_transfer_params: expected remote_protocol {PROTOCOL_VERSION}, got "
+            f"{remote.remote_protocol or 'none'}: install the same vllm-commext on both engines "
+            "(0.2 has none), and let the router pass all parameters on",
+            _remote_of(remote),
+        )
+    _check_prompt(remote.remote_prompt)
+    return Handle(_remote_of(remote), remote.remote_prompt)
+
+
+def write_params(handle: Handle, secret: bytes | None = None) -> dict[str, Any]:
+    """The parameters that a prefill engine returns for a finished request."""
+    remote = handle.remote
+    written = _RemoteParams(
+        remote_engine_id=remote.engine_id,
+        remote_request_id=remote.request_id,
+        remote_host=remote.host,
+        remote_port=remote.port,
+        remote_block_ids=[list(group) for group in remote.block_ids],
+        remote_num_tokens=remote.num_tokens,
+        tp_size=remote.tp_size,
+        remote_protocol=PROTOCOL_VERSION,
+        remote_incarnation=remote.incarnation,
+        remote_fence_slot=remote.fence_slot,
+        remote_fence_nonce=f"{remote.fence_nonce:016x}",
+        remote_prompt=dict(handle.prompt),
+    )
+    if secret is not None:
+        written.remote_seal = prove_params(secret, _CANONICAL.encode(written))
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        **msgspec.to_builtins(written),
+        "transfer_mode": "pull",
+    }
+
+
+def _check_seal(remote: _RemoteParams, secret: bytes | None) -> None:
+    """Refuse what the secret does not prove."""
+    proof, remote.remote_seal = remote.remote_seal, ""
+    if secret is None:
+        if proof:
+            raise ProtocolError(
+                "kv_transfer_params are sealed with a secret, but this decode engine has none: set "
+                f"side_channel_secret_file (or {SECRET_VARIABLE}) on both engines, or on none"
+            )
+        return
+    try:
+        content = _CANONICAL.encode(remote)
+    except OverflowError as error:
+        raise ProtocolError(f"kv_transfer_params were altered: {error}") from error
+    check_params(secret, content, proof)
+
+
+def _check_ranges(remote: _RemoteParams) -> None:
     _check_range("remote_port", remote.remote_port, 1, 65535)
     _check_range("tp_size", remote.tp_size, 1, MAX_RANKS)
     _check_range("len(remote_block_ids)", len(remote.remote_block_ids), 1, MAX_GROUPS)
     num_blocks = sum(len(block_ids) for block_ids in remote.remote_block_ids)
     _check_range("blocks in remote_block_ids", num_blocks, 0, MAX_BLOCKS)
     _check_range("remote_fence_slot", remote.remote_fence_slot, -1, MAX_INT)
-    num_tokens = num_prompt_tokens if remote.remote_num_tokens is None else remote.remote_num_tokens
-    _check_range("remote_num_tokens", num_tokens, 0, MAX_INT)
+    _check_range("remote_num_tokens", remote.remote_num_tokens, 0, MAX_INT)
+
+
+def _check_prompt(prompt: Mapping[str, str]) -> None:
+    """Refuse what is no digest of a prompt; a prompt has tokens or embeddings."""
+    known = prompt.keys() <= PARTS.keys() and prompt.keys() & {"tokens", "embeddings"}
+    if not known or not all(_DIGEST.fullmatch(one) for one in prompt.values()):
+        raise ProtocolError(
+            f"kv_transfer_params: expected remote_prompt with SHA-256 digests of {list(PARTS)}, "
+            f"tokens or embeddings among them, got {str(dict(prompt))[:100]!r}: let the router "
+            "pass all parameters on"
+        )
+
+
+def _remote_of(remote: _RemoteParams) -> RemoteRequest:
     return RemoteRequest(
         engine_id=remote.remote_engine_id,
         incarnation=remote.remote_incarnation,
@@ -81,30 +200,10 @@ def read_params(params: Mapping[str, Any], num_prompt_tokens: int) -> RemoteRequ
         tp_size=remote.tp_size,
         request_id=remote.remote_request_id,
         block_ids=tuple(tuple(block_ids) for block_ids in remote.remote_block_ids),
-        num_tokens=num_tokens,
+        num_tokens=remote.remote_num_tokens,
         fence_slot=remote.remote_fence_slot,
         fence_nonce=_read_nonce(remote),
     )
-
-
-def write_params(remote: RemoteRequest) -> dict[str, Any]:
-    """The parameters that a prefill engine returns for a finished request."""
-    block_ids = [list(group) for group in remote.block_ids]
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": remote.engine_id,
-        "remote_request_id": remote.request_id,
-        "remote_host": remote.host,
-        "remote_port": remote.port,
-        "remote_block_ids": block_ids,
-        "remote_num_tokens": remote.num_tokens,
-        "remote_incarnation": remote.incarnation,
-        "remote_fence_slot": remote.fence_slot,
-        "remote_fence_nonce": f"{remote.fence_nonce:016x}",
-        "tp_size": remote.tp_size,
-        "transfer_mode": "pull",
-    }
 
 
 def _read_nonce(remote: _RemoteParams) -> int:

@@ -1,5 +1,5 @@
 """A shared secret for the side channel: each frame is proven by HMAC-SHA256, within a time window
-and once.
+and once; so are request parameters, which the fence keeps from being used twice.
 
 The secret proves who asks and who answers; it hides nothing of what they say.  Nothing here logs
 it, and no message of an error holds any part of it.
@@ -33,6 +33,7 @@ MAX_NONCES = 1 << 16
 NONCE_BYTES = 16
 REQUEST = b"commext-nixl request"
 REPLY = b"commext-nixl reply"
+PARAMETERS = b"commext-nixl parameters"
 
 
 class Sealed(wire.Frame, tag="sealed", frozen=True):
@@ -115,6 +116,30 @@ def open_envelope(frame: bytes) -> Sealed | None:
 def _proof(secret: bytes, purpose: bytes, sent: float, nonce: bytes, body: bytes) -> bytes:
     head = struct.pack("<dII", sent, len(purpose), len(nonce))
     return hmac.new(secret, head + purpose + nonce + body, hashlib.sha256).digest()
+
+
+def prove_params(secret: bytes, content: bytes) -> str:
+    """The proof that goes with request parameters, hexadecimal; ``content`` is all of them."""
+    return hmac.new(secret, PARAMETERS + content, hashlib.sha256).hexdigest()
+
+
+def check_params(secret: bytes, content: bytes, proof: str) -> None:
+    """Check the proof of request parameters.
+
+    Raises:
+        ProtocolError: there is none, or it is none of this secret and these parameters.
+    """
+    if not proof:
+        raise ProtocolError(
+            "this decode engine has a side-channel secret, and kv_transfer_params carry no proof "
+            f"of it: set side_channel_secret_file (or {SECRET_VARIABLE}) on the prefill engine "
+            "too, install the same vllm-commext there, and let the router pass remote_seal on"
+        )
+    if not hmac.compare_digest(prove_params(secret, content).encode(), proof.encode()):
+        raise ProtocolError(
+            "kv_transfer_params were sealed with another secret, or altered: give both engines "
+            "the same side_channel_secret_file, and let the router pass all parameters on unchanged"
+        )
 
 
 class Gate:

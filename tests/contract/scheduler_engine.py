@@ -1,0 +1,166 @@
+"""One engine's scheduler side, with vLLM's own requests, cache manager and block pool."""
+
+from typing import Any
+
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_commext.nixl.connector import CommextNixlConnector
+from vllm_commext.nixl.metadata import StepMetadata
+from vllm_commext.nixl.requests import RemoteRequest
+from vllm_commext.nixl.wire.params import Handle, write_params
+from vllm_commext.nixl.wire.prompt import digests, prompt_of
+
+BLOCK = 4
+NUM_BLOCKS = 40
+TO_PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+REMOTE_IDS = [[31, 7, 5, 22]]
+# A state a request, as vLLM keeps it without prefix caching: one block for as many tokens as there
+# can be.
+STATE = MambaSpec(block_size=128, shapes=((8, 3), (2, 4, 8)), dtypes=(torch.float32,) * 2)
+
+
+class Engine:
+    """One engine's connector and cache, driven in the scheduler's order; ``extra`` is the
+    connector's ``kv_connector_extra_config``."""
+
+    def __init__(self, role: str, *, hybrid: bool = False, **extra: Any) -> None:
+        init_none_hash(sha256)
+        transfer = KVTransferConfig(
+            kv_connector="CommextNixlConnector",
+            kv_connector_module_path="vllm_commext.nixl.connector",
+            kv_role=role,
+            engine_id="e",
+            kv_buffer_device=current_platform.device_type,
+            kv_connector_extra_config={
+                "side_channel_host": "h",
+                "side_channel_port": 7000,
+                **extra,
+            },
+        )
+        spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        groups = [KVCacheGroupSpec(["layer"], spec)]
+        if hybrid:
+            groups.append(KVCacheGroupSpec(["state"], STATE))
+        cache = KVCacheConfig(NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.connector = CommextNixlConnector(
+            VllmConfig(kv_transfer_config=transfer), KVConnectorRole.SCHEDULER, cache
+        )
+        self.manager = KVCacheManager(
+            cache,
+            max_model_len=128,
+            scheduler_block_size=STATE.block_size if hybrid else BLOCK,
+            hash_block_size=BLOCK,
+            enable_caching=not hybrid,
+        )
+        self.connector.bind_gpu_block_pool(self.manager.block_pool)
+        self.fence_key = self.step().fence_key
+
+    @property
+    def num_free(self) -> int:
+        return self.manager.block_pool.get_num_free_blocks()
+
+    def prefill(self, request: Request) -> None:
+        """Compute the whole prompt here."""
+        self.connector.on_new_request(request)
+        hit, num_hit = self.manager.get_computed_blocks(request)[:2]
+        self.manager.allocate_slots(request, request.num_prompt_tokens - num_hit, num_hit, hit)
+        request.num_computed_tokens = request.num_prompt_tokens
+
+    def schedule(self, request: Request) -> tuple[int, int]:
+        """Offer the request to the connector; (local hit, tokens to load)."""
+        self.connector.on_new_request(request)
+        hit, num_hit = self.manager.get_computed_blocks(request)[:2]
+        asked = [self.connector.get_num_new_matched_tokens(request, num_hit) for _ in range(2)]
+        assert asked[0] == asked[1]
+        num_external, is_async = asked[0]
+        assert num_external is not None
+        assert is_async == (num_external > 0)
+        num_new = 0 if is_async else request.num_tokens - num_hit
+        self.manager.allocate_slots(
+            request,
+            num_new,
+            num_new_computed_tokens=num_hit,
+            new_computed_blocks=hit,
+            num_external_computed_tokens=num_external,
+            delay_cache_blocks=is_async,
+        )
+        for tokens in (num_external, 0):  # vLLM calls again once the load has ended
+            blocks = self.manager.get_blocks(request.request_id)
+            self.connector.update_state_after_alloc(request, blocks, tokens)
+        return num_hit, num_external
+
+    def finish(self, request: Request, status: RequestStatus) -> tuple[bool, dict[str, Any] | None]:
+        request.status = status
+        ids = self.manager.get_block_ids(request.request_id)
+        return self.connector.request_finished_all_groups(request, ids)
+
+    def step(self) -> StepMetadata:
+        meta = self.connector.build_connector_meta(None)  # pyright: ignore[reportArgumentType]
+        assert isinstance(meta, StepMetadata)
+        return meta
+
+    def report(self, **output: Any) -> None:
+        self.connector.update_connector_output(KVConnectorOutput(**output))
+
+    def block_ids(self, request: Request) -> list[int]:
+        return list(self.manager.get_block_ids(request.request_id)[0])
+
+
+def request_of(
+    request_id: str,
+    params: dict[str, Any] | None = None,
+    tokens: list[int] | None = None,
+    **inputs: Any,
+) -> Request:
+    """A request for one token after ``tokens``, else after those from 0 to 13; ``inputs`` go to
+    vLLM's ``Request``."""
+    extra = {"kv_transfer_params": dict(params)} if params is not None else None
+    return Request(
+        request_id,
+        list(range(14)) if tokens is None else list(tokens),
+        SamplingParams(max_tokens=1, extra_args=extra),
+        None,
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+        **inputs,
+    )
+
+
+def to_decode(num_tokens: int = 14, **changes: Any) -> dict[str, Any]:
+    """What a prefill engine returns for ``request_of``'s prompt, its first ``num_tokens`` computed;
+    ``changes`` are laid over it."""
+    remote = RemoteRequest(
+        engine_id="p",
+        incarnation="",
+        host="127.0.0.1",
+        port=5600,
+        tp_size=1,
+        request_id="there",
+        block_ids=tuple(map(tuple, REMOTE_IDS)),
+        num_tokens=num_tokens,
+        fence_slot=7,
+        fence_nonce=255,
+    )
+    prompt = digests(prompt_of(request_of("there")), num_tokens)
+    return {**write_params(Handle(remote, prompt)), **changes}
