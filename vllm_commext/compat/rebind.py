@@ -75,6 +75,13 @@ INVENTORY: tuple[Rebinding, ...] = (
         test="tests/contract/test_cpu_collectives.py",
         removal="vLLM's own shared memory serves every CPU, not only those with AVX-512",
     ),
+    Rebinding(
+        "vllm.v1.engine.core:EngineCoreProc._process_engine_step",
+        why="an engine that only waits for the connector sleeps; vLLM steps on, and has no hook",
+        guard="only where the connector is made, and vLLM is a tested one",
+        test="tests/contract/test_engine_wait.py",
+        removal="vLLM lets a connector say when an engine without tokens has to step",
+    ),
     Rebinding(f"{_MINIMAX}.lamport_workspace:get_allreduce_workspace", **_NORM),
     Rebinding(f"{_MINIMAX}.rms_norm_tp:MINIMAX_QK_NORM_MAX_TOKEN_NUM", **_NORM),
     Rebinding(f"{_MINIMAX}.rms_norm_tp:_MINIMAX_FUSED_AR_RMS_QK", **_NORM),

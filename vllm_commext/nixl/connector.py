@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_commext.compat import conv_state
+from vllm_commext.compat import conv_state, engine_wait
 from vllm_commext.compat.kv_connector import (
     peer_cache_hit_source,
     required_cache_layout,
@@ -24,6 +24,7 @@ from vllm_commext.compat.kv_connector import (
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl import engine_facts
 from vllm_commext.nixl.config import parse_config
+from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.metrics.prometheus import CommextNixlPromMetrics, CommextNixlStats
 from vllm_commext.nixl.scheduler import SchedulerSide
 from vllm_commext.nixl.vllm_cache import groups_of
@@ -76,6 +77,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         engine_facts.check_supported(vllm_config, kv_cache_config, config)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
+        self.engine_wait: engine_wait.EngineWait | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler_side = SchedulerSide(
                 transfer.engine_id,
@@ -87,6 +89,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
                 consumes=transfer.is_kv_consumer,
                 saves=engine_facts.keeps_host_copy(vllm_config, config),
             )
+            self.engine_wait = self._wait_of(self._scheduler_side)
         else:
             from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
@@ -98,6 +101,16 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
                 engine_facts.model_facts(vllm_config, get_tensor_model_parallel_rank()),
                 keeps_host_copy=engine_facts.keeps_host_copy(vllm_config, config),
             )
+
+    @staticmethod
+    def _wait_of(side: SchedulerSide) -> engine_wait.EngineWait | None:
+        """What lets the engine sleep while it only waits for transfers, None where it cannot."""
+        try:
+            engine_wait.install()
+        except UnsupportedError as error:
+            logger.info("the engine goes on stepping while it waits for transfers: %s", error)
+            return None
+        return engine_wait.EngineWait(side.doorbell, side)
 
     @property
     def scheduler_side(self) -> SchedulerSide:

@@ -33,6 +33,8 @@ class StepMetadata(KVConnectorMetadata):
             peers read from a copy there.
         fence_key: what the fences' nonces follow from, in the engine's first step only, so that all
             workers have it before a prefill has finished; see ``fence``.
+        doorbell: the address that workers ring when a transfer has ended, in the engine's first
+            step only; see ``doorbell``.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -41,6 +43,7 @@ class StepMetadata(KVConnectorMetadata):
     given_up: list[str] = field(default_factory=list)
     saves: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
     fence_key: bytes = b""
+    doorbell: str = ""
 
 
 @dataclass

@@ -3,41 +3,48 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from vllm_commext.nixl.requests import Outcomes
 
 
 class OutcomeBox:
-    """Collects outcomes until they are taken; safe for threads."""
+    """Collects outcomes until they are taken; safe for threads.
+
+    Attributes: ``on_first``: called when there is something to take and there was nothing before.
+    """
 
     def __init__(self) -> None:
+        self.on_first: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._outcomes = Outcomes()
 
     def received(self, request_id: str, *, failed: bool) -> None:
         """A load has ended."""
-        with self._lock:
-            self._outcomes.received.add(request_id)
-            if failed:
-                self._outcomes.failed.add(request_id)
+        self._add(request_id, *(("received", "failed") if failed else ("received",)))
 
     def late(self, request_id: str) -> None:
         """A load is past its deadline and still under way."""
-        with self._lock:
-            self._outcomes.late.add(request_id)
+        self._add(request_id, "late")
 
     def settled(self, request_id: str) -> None:
         """A formerly late load is under way no longer."""
-        with self._lock:
-            self._outcomes.settled.add(request_id)
+        self._add(request_id, "settled")
 
     def sent(self, request_id: str) -> None:
         """A prefill's blocks may be freed."""
-        with self._lock:
-            self._outcomes.sent.add(request_id)
+        self._add(request_id, "sent")
 
     def take(self) -> Outcomes:
         """What has ended since the last call."""
         with self._lock:
             taken, self._outcomes = self._outcomes, Outcomes()
         return taken
+
+    def _add(self, request_id: str, *kinds: str) -> None:
+        with self._lock:
+            is_first = self._outcomes == Outcomes()
+            for kind in kinds:
+                getattr(self._outcomes, kind).add(request_id)
+        if is_first:
+            self.on_first()

@@ -13,6 +13,7 @@ from vllm_commext.compat.kv_connector import drop_last_prompt_token
 from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.quarantine import Quarantine
+from vllm_commext.nixl.doorbell import Doorbell
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.request_blocks import (
     blocks_to_fill,
@@ -96,7 +97,8 @@ class SchedulerSide:
         self._produces = produces
         self._consumes = consumes
         fence_key = new_key()
-        self._pending = StepMetadata(fence_key=fence_key)
+        self.doorbell = Doorbell(tp_size)
+        self._pending = StepMetadata(fence_key=fence_key, doorbell=self.doorbell.address)
         self._quarantine = Quarantine(tp_size)
         self._fences = FenceSlots(fence_key)
         self._server: SideChannelServer | None = None
@@ -145,6 +147,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Stop serving."""
+        self.doorbell.close()
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -286,6 +289,14 @@ class SchedulerSide:
                 for num_tokens, block_ids in self._prompts.completed(scheduled)
             ]
         return taken
+
+    def has_news(self) -> bool:
+        """Whether there is something that the workers have not been told."""
+        return self._pending != StepMetadata() or self._quarantine.has_given_up
+
+    def is_loading(self, request_id: str) -> bool:
+        """Whether a request waits for blocks that the workers load."""
+        return self._quarantine.is_loading(request_id)
 
     def note_outcomes(self, received: set[str], sent: set[str], worker: Any) -> None:
         """Loads ended or are late on the workers, and prefills are no longer kept."""

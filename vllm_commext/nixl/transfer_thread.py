@@ -25,7 +25,7 @@ from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
 BUSY_WAIT_SECONDS = 50e-6
 """First wait between two looks at reads under way; doubles while nothing changes."""
 PENDING_WAIT_SECONDS = 1e-3
-LEASED_WAIT_SECONDS = 2e-3
+LEASED_WAIT_SECONDS = 5e-3
 DUTY_WAIT_SECONDS = 0.1
 IDLE_WAIT_SECONDS = 1.0
 """Each look of an idle thread costs some 0.2 ms: its core has to wake up for it."""
@@ -83,6 +83,10 @@ class TransferThread:
     def submit(self, command: Command) -> None:
         """Hand over a command; returns at once."""
         self._commands.put(command)
+
+    def ring(self, ringer: Callable[[], None]) -> None:
+        """Call this from now on when there is an outcome to take and there was none."""
+        self._outcomes.on_first = ringer
 
     def take_outcomes(self) -> Outcomes:
         """What ended since the last call."""

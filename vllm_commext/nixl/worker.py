@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_commext.errors import UnsupportedError
+from vllm_commext.nixl import doorbell
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.last_blocks import LastBlocks
 from vllm_commext.nixl.decode.peer import LocalSide, Peer
@@ -149,6 +150,8 @@ class WorkerSide:
         thread = self._require_thread()
         if step.fence_key:
             self._agent.board.arm(step.fence_key)
+        if step.doorbell:
+            thread.ring(doorbell.ringer(step.doorbell, f"worker {self._model.rank.index}"))
         for wait in step.waits:
             thread.submit(wait)
         for load in step.loads:

@@ -50,6 +50,15 @@ class Quarantine:
         """All workers have reported the load."""
         self._loading.pop(request_id, None)
 
+    def is_loading(self, request_id: str) -> bool:
+        """Whether a load has begun, and neither ended nor been given up."""
+        return request_id in self._loading
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether there are loads for ``take_given_up``."""
+        return bool(self._given_up)
+
     def note_late(self, request_ids: Iterable[str]) -> None:
         """Workers say that loads are late: take their blocks out of use."""
         for request_id in request_ids:

@@ -1,0 +1,119 @@
+"""An engine that only waits for the connector sleeps until something ends or arrives.
+
+vLLM goes on stepping, a thousand times a second, while a connector keeps the blocks of finished
+requests or loads those of waiting ones: it costs two thirds of a core, and what has ended is found
+a step and a pause later.  There is no hook for it.  `install` rebinds the engine's step: where no
+request can be computed, it first waits for the connector's doorbell or the engine's own queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from vllm_commext.compat.hooks import vllm_version
+from vllm_commext.compat.rebind import is_rebound, rebind, row_of
+from vllm_commext.compat.versions import Verdict, judge
+from vllm_commext.errors import UnsupportedError
+from vllm_commext.nixl.doorbell import Doorbell
+
+SYMBOL = "vllm.v1.engine.core:EngineCoreProc._process_engine_step"
+FLUSH_STEPS = 3
+"""Steps without tokens that bring the workers what the scheduler has to say and the scheduler what
+they have to say, also where vLLM keeps two steps under way."""
+
+Step = Callable[[Any], bool]
+
+
+class Waiter(Protocol):
+    """The scheduler side of a connector, as far as it is asked here."""
+
+    def has_news(self) -> bool:
+        """Whether there is something that the workers have not been told."""
+        ...
+
+    def is_loading(self, request_id: str) -> bool:
+        """Whether a request waits for blocks that the workers load."""
+        ...
+
+
+def install() -> None:
+    """Rebind the step of this process's engine; a second call changes nothing.
+
+    Raises:
+        UnsupportedError: this vLLM is not a tested one, or has no such name.
+    """
+    row = row_of(SYMBOL)
+    judgement = judge(vllm_version())
+    if judgement.verdict is not Verdict.INSIDE:
+        raise UnsupportedError(f"the engine's step is left as it is: {judgement.reason}")
+    if is_rebound(row):
+        return
+    from vllm.v1.engine.core import EngineCoreProc
+
+    process = EngineCoreProc._process_engine_step  # pyright: ignore[reportPrivateUsage]
+
+    def process_engine_step(core: Any) -> bool:
+        connector = getattr(core.scheduler, "connector", None)
+        wait: EngineWait | None = getattr(connector, "engine_wait", None)
+        return process(core) if wait is None else wait.step(core, process)
+
+    rebind(row, process_engine_step)
+
+
+class EngineWait:
+    """What one engine's thread does before its steps.
+
+    Args:
+        doorbell: rung by the workers.
+        waiter: the connector's scheduler side.
+    """
+
+    def __init__(self, doorbell: Doorbell, waiter: Waiter) -> None:
+        self._doorbell = doorbell
+        self._waiter = waiter
+        self._num_quiet_steps = 0
+
+    def step(self, core: Any, process: Step) -> bool:
+        """Take the engine's step, after a wait where there is nothing to compute; none where a
+        request or a command has arrived meanwhile, which the engine looks at first.
+
+        Args:
+            core: vLLM's ``EngineCoreProc``.
+            process: its step, which says whether the model was run.
+        """
+        if not self._has_nothing_to_compute(core):
+            self._num_quiet_steps = 0
+            return process(core)
+        if self._num_quiet_steps >= FLUSH_STEPS:
+            if self._doorbell.wait(core.input_queue):
+                self._num_quiet_steps = 0
+            if not core.input_queue.empty():
+                return False
+        self._num_quiet_steps += 1
+        return process(core) if self._num_quiet_steps > FLUSH_STEPS else _at_once(core, process)
+
+    def _has_nothing_to_compute(self, core: Any) -> bool:
+        """Whether all requests are finished ones whose blocks are kept, or wait for a load."""
+        scheduler = core.scheduler
+        if scheduler.running or scheduler.finished_req_ids or not scheduler.requests:
+            return False
+        if core.engines_running or getattr(scheduler, "ec_connector", None) is not None:
+            return False
+        return not self._waiter.has_news() and all(
+            request.is_finished() or self._waiter.is_loading(request.request_id)
+            for request in scheduler.requests.values()
+        )
+
+
+def _at_once(core: Any, process: Step) -> bool:
+    """The engine's step without the millisecond that vLLM pauses after one without tokens; where
+    more depends on whether the model was run, the step as it is."""
+    if getattr(core, "check_for_draft_tokens", False) or hasattr(core, "dp_group"):
+        return process(core)
+    step = core.step_fn
+    core.step_fn = lambda: (step()[0], True)
+    try:
+        return process(core)
+    finally:
+        core.step_fn = step
