@@ -1,8 +1,11 @@
-"""CPU time of an idle prefill server: our NIXL connector against the installed vLLM's, in one run.
+"""CPU time of a prefill server that is idle, and of one that holds a prefilled request and nothing
+else: our NIXL connector against the installed vLLM's, in one run.
 
 Both servers run at the same time, so whatever else the machine does meets both. Each has answered
 one request, then nothing is sent for a while; the CPU seconds of all of a server's processes over
-that time are what is printed. Rounds take turns with a pause in between.
+that time are what is printed, first while nothing is held, then after a prefill that nobody
+fetches. After each such time both are sent short requests in turn: what holding adds to their
+latency is the second figure.
 
     python benchmarks/nixl_idle.py --rounds 3 --seconds 10
 """
@@ -22,7 +25,7 @@ from pathlib import Path
 import vllm
 
 from vllm_commext.testing import cluster
-from vllm_commext.testing.parity import complete
+from vllm_commext.testing.parity import complete, prefill
 from vllm_commext.testing.servers import Server
 from vllm_commext.testing.tiny_model import write_tiny_model
 
@@ -51,32 +54,71 @@ def start(stack: ExitStack, connector: str, model: Path, folder: Path) -> Server
     return server
 
 
+def cores_used(servers: dict[str, Server], seconds: float) -> dict[str, float]:
+    """Cores that each server's processes used while nothing was sent."""
+    time.sleep(3)
+    before = {name: cpu_seconds(server) for name, server in servers.items()}
+    time.sleep(seconds)
+    return {name: (cpu_seconds(one) - before[name]) / seconds for name, one in servers.items()}
+
+
+def latencies(servers: dict[str, Server], count: int) -> dict[str, list[float]]:
+    """Milliseconds of short requests, one at a time, the servers in turn."""
+    taken: dict[str, list[float]] = {name: [] for name in servers}
+    for number in range(count):
+        for name, server in servers.items():
+            time.sleep(0.05)
+            begun = time.perf_counter()
+            complete(server.url, cluster.MODEL_NAME, [40 + number, 41, 42, 43], max_tokens=1)
+            taken[name].append((time.perf_counter() - begun) * 1e3)
+    return taken
+
+
+Figures = dict[str, dict[str, list[float]]]
+"""State (idle or holding), then connector, then figures."""
+
+
+def measure(servers: dict[str, Server], rounds: int, seconds: float) -> tuple[Figures, Figures]:
+    """Cores and milliseconds in both states."""
+    cores: Figures = {}
+    waits: Figures = {}
+    for state in ("idle", "holding"):
+        cores[state] = {name: [] for name in servers}
+        waits[state] = {name: [] for name in servers}
+        for number in range(rounds):
+            if state == "holding":
+                for server in servers.values():
+                    prefill(server.url, cluster.MODEL_NAME, list(range(50, 150 + number)))
+            for name, used in cores_used(servers, seconds).items():
+                cores[state][name].append(used)
+            for name, taken in latencies(servers, 20).items():
+                waits[state][name] += taken
+    return cores, waits
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0, help="of silence in a round")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="nixl-idle-"))
     model = write_tiny_model(folder / "model")
-    used: dict[str, list[float]] = {name: [] for name in CONNECTORS}
     with ExitStack() as stack:
         servers = {name: start(stack, name, model, folder) for name in CONNECTORS}
         for server in servers.values():
             server.wait_ready()
             complete(server.url, cluster.MODEL_NAME, list(range(40, 90)))
-        for _ in range(args.rounds):
-            time.sleep(3)
-            before = {name: cpu_seconds(server) for name, server in servers.items()}
-            time.sleep(args.seconds)
-            for name, server in servers.items():
-                share = (cpu_seconds(server) - before[name]) / args.seconds
-                used[name].append(share)
-    medians = {name: statistics.median(values) for name, values in used.items()}
+        cores, waits = measure(servers, args.rounds, args.seconds)
     print(f"vLLM {vllm.__version__}, {os.cpu_count()} cores, {platform.machine()}")
-    print("| connector | cores used while idle, median | each round |\n|---|---|---|")
-    for name, values in used.items():
-        print(f"| {name} | {medians[name]:.3f} | {', '.join(f'{v:.3f}' for v in values)} |")
-    print(json.dumps({"cores_idle": used}))
+    print("| connector | state | cores used, median | each round | short request, ms, median |")
+    print("|---|---|---|---|---|")
+    for state, used in cores.items():
+        for name, values in used.items():
+            each = ", ".join(f"{value:.3f}" for value in values)
+            latency = statistics.median(waits[state][name])
+            median = statistics.median(values)
+            print(f"| {name} | {state} | {median:.3f} | {each} | {latency:.1f} |")
+    print(json.dumps({"cores": cores, "milliseconds": waits}))
 
 
 if __name__ == "__main__":
