@@ -15,6 +15,22 @@ import torch
 from torch import distributed
 
 
+def fused(*communicators: Any) -> list[Any]:
+    """What our op makes of ones and a residual of ones for each communicator's group."""
+    from vllm_commext.allreduce.fused_op import all_reduce_add_rms_norm
+    from vllm_commext.errors import ConfigError
+
+    ones, found = torch.ones(2, 16), []
+    for communicator in communicators:
+        try:
+            outs = all_reduce_add_rms_norm(ones, ones, ones[0], 0.0, communicator.unique_name)
+        except ConfigError as error:
+            found.append(str(error))
+        else:
+            found.append([out.unique().tolist() for out in outs[:2]])
+    return found
+
+
 def main() -> None:
     rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     environ = dict(os.environ)
@@ -53,6 +69,7 @@ def main() -> None:
         sums.append([each.all_reduce(tensor).tolist() for each in (tp, other)])
         sums.append(torch.equal(tensor, kept))
     found["sums"] = sums
+    found["fused"] = fused(tp, other)
     dispatcher = dispatcher_of(tp)
     found["served"] = dict(dispatcher.counts()[0]) if dispatcher else {}
     found["checkpoint"] = [try_checkpoint(each) for each in (tp, other)]

@@ -38,7 +38,9 @@ def test_a_forced_backend_serves_inside_vllms_communicator(tmp_path: Path) -> No
         assert found["attached"] == [True, False]
         assert found["same_class"]
         assert found["sums"] == [[SUM, SUM], True, [[2] * 4, [2] * 4], True]
-        assert found["served"] == {names.NCCL: 1, names.VLLM: 1}
+        assert found["served"] == {names.NCCL: 2, names.VLLM: 1}
+        assert found["fused"][0] == [[1.0], [3.0]]
+        assert "expected one of the groups" in found["fused"][1]
         assert found["checkpoint"][0].startswith("UnsupportedError: ")
         assert found["checkpoint"][1] == ""
         assert found["after_destroy"] == [2.0]

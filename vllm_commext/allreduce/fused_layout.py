@@ -7,8 +7,11 @@ from vllm_commext.gpu.launch import ELEMENT_CODES, WARP
 
 ONE_PHASE, TWO_PHASE = "fused_one_phase", "fused_two_phase"
 NORM, STATIC_FP8, ROW_FP8, GROUP_FP8 = range(4)  # as the kernels' EPILOGUE has them
+EPILOGUES = ("norm", "fp8_static", "fp8_row", "fp8_group")  # their names, in the same order
 GROUP = 128  # elements that share a scale under `GROUP_FP8`
 MOST_WARPS = 32  # of a block
+FEW_ROWS = 128  # a block a row, each on a multiprocessor of its own
+ONE_PHASE_BYTES = 256 << 10  # of more ranks than two; there an all-reduce's two kinds are equal
 WORLD_SIZES = range(2, 9)
 
 
@@ -97,3 +100,21 @@ class Form:
 def warps(shape: FusedShape, packs: int) -> int:
     """Warps of a block in which a thread has at most so many packs, if a block can have as many."""
     return min(MOST_WARPS, -(-shape.row_packs // (WARP * packs)))
+
+
+def choose(shape: FusedShape, num_rows: int, world_size: int) -> Form:
+    """The form for so many rows.
+
+    One phase sends a whole message to every peer, two phases twice a share of it, one after the
+    other: of two ranks that is the same number of bytes.
+    """
+    small = num_rows * shape.row_packs * PACK_BYTES <= ONE_PHASE_BYTES
+    kernel = ONE_PHASE if world_size == 2 or small else TWO_PHASE
+    return Form(kernel, warps(shape, 1 if num_rows <= FEW_ROWS else 4))
+
+
+def forms(shape: FusedShape, world_size: int) -> tuple[Form, ...]:
+    """All that `choose` can return, each once."""
+    kernels = (ONE_PHASE,) if world_size == 2 else (ONE_PHASE, TWO_PHASE)
+    found = [Form(kernel, warps(shape, packs)) for kernel in kernels for packs in (1, 4)]
+    return tuple(dict.fromkeys(found))

@@ -78,6 +78,21 @@ def _usable(part: Any) -> Any:
     return part if part is not None and not part.disabled else None
 
 
+def _serve_fused_op(communicator: Any, made: "Dispatcher") -> None:
+    """Let the group's name serve our fused op, with kernels where it has memory for them."""
+    from vllm_commext.allreduce import fused_op, names
+    from vllm_commext.allreduce.fused import FusedKernels
+    from vllm_commext.allreduce.lockstep import Lockstep
+    from vllm_commext.allreduce.push import PushBackend
+
+    push = made.backends.get(names.PUSH)
+    kernels = None
+    if isinstance(push, PushBackend):
+        kernels = FusedKernels(push.memory, Lockstep(communicator.cpu_group))
+    norm = fused_op.FusedNorm(communicator.world_size, communicator.all_reduce, kernels)
+    fused_op.register_group(communicator.unique_name, norm)
+
+
 def attach(communicator: Any, tcp_store_group: Any = None) -> None:
     """Give a communicator its dispatcher, or say in one line why not; collective."""
     from vllm_commext.allreduce import startup
@@ -105,6 +120,7 @@ def attach(communicator: Any, tcp_store_group: Any = None) -> None:
     if made is None:
         return
     vars(communicator)[ATTRIBUTE] = made
+    _serve_fused_op(communicator, made)
     if communicator.rank == 0:
         for line in startup.lines(made, wishes.forced):
             logger.info("commext: allreduce: group %s: %s", name, line)
@@ -137,6 +153,8 @@ def _destroy(original: Callable[..., None]) -> Callable[..., None]:
     def destroy(self: Any) -> None:
         ours = vars(self).pop(ATTRIBUTE, None)
         if ours is not None:
+            fused_op = importlib.import_module("vllm_commext.allreduce.fused_op")
+            fused_op.forget_group(self.unique_name)
             served, refused = ours.counts()
             logger.info(
                 "commext: allreduce: calls by backend %s, refusals %s", dict(served), dict(refused)

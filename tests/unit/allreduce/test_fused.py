@@ -16,6 +16,8 @@ from vllm_commext.allreduce.fused_layout import (
     TWO_PHASE,
     Form,
     FusedShape,
+    choose,
+    forms,
     warps,
 )
 from vllm_commext.gpu import nvrtc
@@ -73,6 +75,13 @@ def test_a_block_has_whole_rows_in_its_registers(shape: FusedShape, packs: int) 
     found = warps(shape, packs)
     assert 1 <= found <= MOST_WARPS
     assert found == MOST_WARPS or found * WARP * packs >= shape.row_packs
+
+
+@given(st.sampled_from(SHAPES), st.integers(1, 1 << 14), st.integers(2, 8))
+def test_what_is_chosen_is_among_what_is_prepared(shape: FusedShape, rows: int, world: int) -> None:
+    form = choose(shape, rows, world)
+    assert form in forms(shape, world)
+    assert world > 2 or form.kernel == ONE_PHASE
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,181 @@
+"""The fused op: its steps, what the compiler sees, and its kernels from end to end on a CPU."""
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from allreduce_fused_emulation import expected, library, make_call
+from allreduce_push_emulation import COMPILER
+
+from vllm_commext.allreduce import fused, fused_op
+from vllm_commext.allreduce.fused import FusedKernels
+from vllm_commext.allreduce.fused_layout import EPILOGUES, NORM, Form, FusedShape, forms
+from vllm_commext.allreduce.fused_op import FusedNorm, all_reduce_add_rms_norm
+from vllm_commext.allreduce.push_layout import EMPTY
+from vllm_commext.errors import ConfigError, UnsupportedError
+from vllm_commext.gpu.launch import Device
+
+EPS, HIDDEN = 1e-5, 256
+OP = torch.ops.vllm_commext.all_reduce_add_rms_norm
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.fixture
+def twice() -> Iterator[str]:
+    """A group of two ranks with the same rows."""
+    fused_op.register_group("twice", FusedNorm(2, lambda x: x + x, None))
+    yield "twice"
+    fused_op.forget_group("twice")
+
+
+def rows_of(dtype: torch.dtype, rows: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    x, residual = (torch.randn(rows, HIDDEN, generator=generator).to(dtype) for _ in range(2))
+    return x, residual, torch.randn(HIDDEN, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [0, 1])
+def test_without_kernels_the_steps_serve(twice: str, dtype: torch.dtype, bias: int) -> None:
+    x, residual, weight = rows_of(dtype)
+    out, z, scales = OP(x, residual, weight, EPS, twice, weight_bias=bias)
+    assert torch.equal(z, (x + x) + residual)
+    wanted = torch.nn.functional.rms_norm(z.double(), (HIDDEN,), weight.double() + bias, EPS)
+    torch.testing.assert_close(out.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    assert scales.numel() == 0
+    alone = OP(x, None, weight, EPS, twice)
+    assert torch.equal(alone[1], x + x)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES[1:])
+def test_numbers_of_8_bits_times_their_scale_are_the_norm(twice: str, epilogue: str) -> None:
+    x, residual, weight = rows_of(torch.bfloat16)
+    given = torch.tensor([0.05])
+    norm = OP(x, residual, weight, EPS, twice)[0].float()
+    out, _, scales = OP(x, residual, weight, EPS, twice, epilogue, given)
+    used = given.expand(len(x), 1) if epilogue == "fp8_static" else scales
+    wide = out.float().view(*used.shape, -1) * used[..., None]
+    assert out.dtype is torch.float8_e4m3fn
+    torch.testing.assert_close(wide.view(norm.shape), norm, rtol=2**-4, atol=2e-3)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("rows", [0, 3])
+def test_the_compiler_sees_what_the_op_does(twice: str, epilogue: str, rows: int) -> None:
+    x, residual, weight = rows_of(torch.bfloat16, rows)
+    scale = torch.tensor([0.1])
+    torch.library.opcheck(OP, (x, residual, weight, EPS, twice, epilogue, scale))
+    torch.library.opcheck(OP, (x, None, weight, EPS, twice, epilogue, scale))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(4)}, "expected"),
+        ({"weight": torch.zeros(8)}, "expected .rows, hidden"),
+        ({"residual": torch.zeros(2, HIDDEN)}, "expected a residual as the input"),
+        ({"epilogue": "int4"}, "expected one of norm"),
+        ({"epilogue": "fp8_static"}, "expected one float32"),
+        ({"group": "nobody"}, "expected one of the groups"),
+    ],
+)
+def test_what_is_wrong_is_said(twice: str, change: dict[str, Any], message: str) -> None:
+    x, residual, weight = rows_of(torch.bfloat16)
+    arguments = {"x": x, "residual": residual, "weight": weight, "eps": EPS, "group": twice}
+    with pytest.raises(ConfigError, match=message):
+        all_reduce_add_rms_norm(**{**arguments, **change})
+
+
+class Kernels:
+    """In place of a group's kernels; says what it was asked."""
+
+    def __init__(self, problem: str = "") -> None:
+        self.problem, self.prepared, self.runs = problem, 0, 0
+
+    def prepare(self, shape: FusedShape, wanted: object) -> None:
+        assert wanted == forms(shape, 2)
+        self.prepared += 1
+        if self.problem:
+            raise UnsupportedError(self.problem)
+
+    def fits(self, shape: FusedShape, form: Form, rows: int) -> bool:
+        del shape, form
+        return rows < 5
+
+    def run(self, shape: FusedShape, form: Form, x: torch.Tensor, *others: Any) -> Any:
+        del form, others
+        self.runs += 1
+        assert x.is_contiguous()
+        assert x.data_ptr() % 16 == 0
+        return fused.make_outputs(shape, x, None)
+
+
+@pytest.mark.parametrize("problem", ["", "no compiler"])
+def test_kernels_serve_where_all_ranks_have_them_and_the_rows_fit(problem: str) -> None:
+    kernels = Kernels(problem)
+    norm = FusedNorm(2, lambda x: x + x, kernels)  # pyright: ignore[reportArgumentType]
+    shape = FusedShape("bfloat16", "bfloat16", HIDDEN, epilogue=NORM)
+    for count in (4, 5, 0, 3):
+        x, residual, weight = rows_of(torch.bfloat16, count)
+        gaps = torch.cat([x, x], 1)[:, HIDDEN:]
+        odd = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+        for each in (x, gaps, odd):
+            norm.run(shape, each, residual, weight, EPS, None)
+    assert kernels.prepared == 1
+    assert kernels.runs == (0 if problem else 6)
+
+
+class Function:
+    """A loaded kernel: its source, run on the CPU."""
+
+    def __init__(self, shape: FusedShape, form: Form, rank: int) -> None:
+        self._loaded, self._rank = library(shape, form, 2), rank
+
+    def launch(self, arguments: ctypes.Structure, blocks: int, stream: int) -> None:
+        del stream
+        counts = (ctypes.c_uint32 * 1)(blocks)
+        self._loaded.run_calls(ctypes.byref(arguments), counts, 1, 2, self._rank, self._rank)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no g++ on this machine")
+@pytest.mark.timeout(300)
+def test_two_ranks_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arguments that a real launch gets, run by the kernel's own source."""
+    monkeypatch.setattr(fused.launch, "current_device", lambda: Device(0, 90, 2))
+    stream = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    shape = FusedShape("bfloat16", "bfloat16", HIDDEN, epilogue=EPILOGUES.index("fp8_group"))
+    form = Form("fused_one_phase", 1)
+    call = make_call(shape, form, 2, 5, seed=4)
+    memories = [np.full(2 * 512 * 4, EMPTY, np.uint32) for _ in range(2)]
+    states = [np.zeros(2, np.uint32) for _ in range(2)]
+    found: list[Any] = [None, None]
+
+    def rank_body(rank: int) -> None:
+        memory = SimpleNamespace(
+            state=states[rank].ctypes.data,
+            half_packs=512,
+            addresses=[each.ctypes.data for each in memories],
+        )
+        lockstep = SimpleNamespace(rank=rank, world_size=2, agree=lambda step: step())
+        kernels = FusedKernels(memory, lockstep)  # pyright: ignore[reportArgumentType]
+        kernels._functions[shape, form] = Function(shape, form, rank)  # type: ignore[assignment]
+        assert kernels.fits(shape, form, 5)
+        assert not kernels.fits(shape, form, 513 // shape.row_packs + 1)
+        operands = (call.parts[rank], call.residual, call.weight)
+        found[rank] = [kernels.run(shape, form, *operands, EPS) for _ in range(3)]
+
+    threads = [threading.Thread(target=rank_body, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(200)
+    want = expected(call)
+    for got in [*found[0], *found[1]]:
+        for mine, theirs in zip(got, want, strict=True):
+            assert torch.equal(mine.float(), theirs.float())
