@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="port on which engines are added, removed and drained; 0: any free one; default: none",
     )
+    parser.add_argument(
+        "--access-log", action="store_true", help="log a line for every request that ends"
+    )
     for option in fields(ProxyConfig):
         if "file" in option.metadata:
             name = "--" + option.name.replace("_", "-")

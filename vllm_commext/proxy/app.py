@@ -10,8 +10,9 @@ from typing import Any
 
 from aiohttp import web
 
+from vllm_commext.proxy.access import ApiKeys, log_access
 from vllm_commext.proxy.admin import AdminState
-from vllm_commext.proxy.config import ProxyConfig
+from vllm_commext.proxy.config import ProxyConfig, read_secret
 from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engines import DECODE, PREFILL, EnginePool
 from vllm_commext.proxy.errors import answer_errors
@@ -50,6 +51,10 @@ class ProxyApp:
         self.pools = (self.prefill_pool, self.decode_pool)
         self.registry = Registry({pool.role: pool for pool in self.pools})
         self._sources = Sources(config, self.registry)
+        self._guards = [ApiKeys(config.api_key_file).check] if config.api_key_file else []
+        self._engine_key = (
+            read_secret(config.engine_api_key_file) if config.engine_api_key_file else ""
+        )
         self.metrics = ProxyMetrics(self.pools)
         self.budget = BodyBudget(config.max_buffered_bytes)
         self.num_in_flight = 0
@@ -60,7 +65,7 @@ class ProxyApp:
     def build(self) -> web.Application:
         """The application; its engines are checked once when it starts."""
         app = web.Application(
-            middlewares=[answer_errors], client_max_size=self.config.max_body_bytes
+            middlewares=[answer_errors, *self._guards], client_max_size=self.config.max_body_bytes
         )
         app.cleanup_ctx.append(self._resources)
         for path in _ALL_ENDPOINTS:
@@ -124,7 +129,7 @@ class ProxyApp:
 
     async def models(self, request: web.Request) -> web.Response:
         """An engine's own list of models."""
-        status, answer = await self._upstream.get(request.path, _passed_headers(request))
+        status, answer = await self._upstream.get(request.path, self._passed_headers(request))
         return web.Response(
             status=status, body=answer.body, headers={"Content-Type": answer.content_type}
         )
@@ -133,7 +138,7 @@ class ProxyApp:
         """Every endpoint that an engine answers."""
         outcome = Outcome(_request_id(request))
         with self._admitted(request, outcome):
-            headers = _passed_headers(request)
+            headers = self._passed_headers(request)
             headers |= {REQUEST_ID: outcome.request_id, "Content-Type": "application/json"}
             return await self._service.serve(request, headers, outcome)
 
@@ -158,6 +163,19 @@ class ProxyApp:
         finally:
             endpoint = _ALL_ENDPOINTS[request.path]
             self.metrics.requests.labels(endpoint, outcome.kind, outcome.side).inc()
+            if self.config.access_log:
+                log_access(request, outcome)
+
+    def _passed_headers(self, request: web.Request) -> dict[str, str]:
+        headers = {name: request.headers[name] for name in _TO_ENGINES if name in request.headers}
+        for name, value in headers.items():
+            if not value.isascii():
+                raise ProxyError(400, "bad_request", f"expected ASCII in the header {name}")
+        if self.config.api_key_file:
+            headers.pop("Authorization", None)  # it was meant for the proxy
+        if self._engine_key:
+            headers["Authorization"] = f"Bearer {self._engine_key}"
+        return headers
 
     def _enter(self) -> None:
         if self._draining:
@@ -174,14 +192,6 @@ class ProxyApp:
         self.metrics.in_flight.set(self.num_in_flight)
         if self.num_in_flight == 0:
             self._idle.set()
-
-
-def _passed_headers(request: web.Request) -> dict[str, str]:
-    headers = {name: request.headers[name] for name in _TO_ENGINES if name in request.headers}
-    for name, value in headers.items():
-        if not value.isascii():
-            raise ProxyError(400, "bad_request", f"expected ASCII in the header {name}")
-    return headers
 
 
 def _request_id(request: web.Request) -> str:

@@ -79,6 +79,12 @@ class ProxyConfig:
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
     engines_file: str = _file("engines as JSON, {prefill: [URL], decode: [URL]}; watched")
+    api_key_file: str = _file("API keys that clients need, one a line; default: none is needed")
+    engine_api_key_file: str = _file("API key that engines get; default: the client's own")
+    tls_cert_file: str = _file("certificate chain in PEM: clients then need https")
+    tls_key_file: str = _file("its private key, if that is not in the same file")
+    engine_ca_file: str = _file("authorities in PEM that https engines are verified by")
+    access_log: bool = False
     admin_token_file: str = _file("holds the admin port's token")
     drain_timeout_seconds: float = _option(30.0, "for running requests to end after SIGTERM")
 

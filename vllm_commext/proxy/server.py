@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from vllm_commext.errors import ConfigError
+from vllm_commext.proxy.access import server_tls
 from vllm_commext.proxy.admin import AdminApp, Control
 from vllm_commext.proxy.app import ProxyApp
 from vllm_commext.proxy.config import ProxyConfig, read_secret
@@ -63,10 +65,11 @@ async def _serve_until(
     runner: web.AppRunner,
     announce: Callable[[str], None],
 ) -> None:
-    site = await _listen(runner, proxy.config.host, proxy.config.port)
+    config = proxy.config
+    site = await _listen(runner, config.host, config.port, tls=server_tls(config))
     for engine in await proxy.engines():
         announce_engine(engine, announce)
-    announce(f"listening on {_url(runner)}")
+    announce(f"listening on {_url(runner, bool(config.tls_cert_file))}")
     await stopped.wait()
     await site.stop()
     announce(f"stopping: {proxy.num_in_flight} requests in flight")
@@ -96,9 +99,13 @@ def make_runner(proxy: ProxyApp) -> web.AppRunner:
 
 
 async def _listen(
-    runner: web.AppRunner, host: str, port: int, option_prefix: str = ""
+    runner: web.AppRunner,
+    host: str,
+    port: int,
+    option_prefix: str = "",
+    tls: ssl.SSLContext | None = None,
 ) -> web.TCPSite:
-    site = web.TCPSite(runner, host, port)
+    site = web.TCPSite(runner, host, port, ssl_context=tls)
     try:
         await site.start()
     except OSError as error:
@@ -127,10 +134,11 @@ def on_signal() -> asyncio.Event:
     return stopped
 
 
-def _url(runner: web.AppRunner) -> str:
+def _url(runner: web.AppRunner, is_tls: bool = False) -> str:
     host, port = runner.addresses[0][:2]
-    return url_of(host, port)
+    return url_of(host, port, is_tls)
 
 
-def url_of(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def url_of(host: str, port: int, is_tls: bool) -> str:
+    scheme = "https" if is_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -218,4 +218,4 @@ def _reserved(config: ProxyConfig) -> Iterator[tuple[ProxyConfig, str]]:
         except OSError as error:
             raise cannot_listen(config.host, config.port, "", error) from error
         host, port = held.getsockname()[:2]
-        yield replace(config, port=port), url_of(host, port)
+        yield replace(config, port=port), url_of(host, port, bool(config.tls_cert_file))

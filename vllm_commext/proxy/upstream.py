@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from vllm_commext.proxy.access import engine_tls
 from vllm_commext.proxy.answers import failures_of, kv_transfer_params, no_engine, read_answer
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline
@@ -70,7 +71,9 @@ def open_session(config: ProxyConfig) -> aiohttp.ClientSession:
     So the engine hardly ever closes one at the moment when a request is on its way. An answer
     that is given up takes its connection along, which is how an abort reaches the engine.
     """
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=config.keep_alive_seconds)
+    connector = aiohttp.TCPConnector(
+        limit=0, keepalive_timeout=config.keep_alive_seconds, ssl=engine_tls(config)
+    )
     headers = {"Accept-Encoding": "identity"}
     return aiohttp.ClientSession(connector=connector, headers=headers, auto_decompress=False)
 

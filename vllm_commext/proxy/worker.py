@@ -15,6 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from vllm_commext.errors import ConfigError
+from vllm_commext.proxy.access import server_tls
 from vllm_commext.proxy.admin import AdminState
 from vllm_commext.proxy.app import ProxyApp
 from vllm_commext.proxy.config import ProxyConfig
@@ -50,7 +51,9 @@ async def serve_for(supervisor: socket.socket) -> None:
     gauges = asyncio.create_task(_set_gauges(proxy))
     try:
         _apply(proxy, first["admin"])
-        site = web.TCPSite(runner, config.host, config.port, reuse_port=True)
+        site = web.TCPSite(
+            runner, config.host, config.port, ssl_context=server_tls(config), reuse_port=True
+        )
         await site.start()
         writer.write(message(ready=True))
         await _obey(proxy, reader, writer)

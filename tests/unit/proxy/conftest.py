@@ -202,6 +202,7 @@ class Cluster:
     proxy: Any
     session: Any
     url: str
+    runner: Any
 
     def post(self, body: Any, path: str = "/v1/completions", **kwargs: Any) -> Any:
         """The client's request: an async context manager of the response."""
@@ -253,7 +254,7 @@ async def running_cluster(
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         timeout = aiohttp.ClientTimeout(total=BOUND_SECONDS)
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
-        cluster = Cluster(servers["prefill"], servers["decode"], proxy, session, url)
+        cluster = Cluster(servers["prefill"], servers["decode"], proxy, session, url, runner)
         yield cluster
         await cluster.idle()
 
