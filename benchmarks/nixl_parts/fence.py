@@ -19,7 +19,7 @@ from nixl_parts import peer
 from nixl_parts.samples import OURS, VLLM, Sample
 from nixl_parts.shapes import BLOCK_SIZE, Shape, make_caches, memory_ranges, our_layout
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.decode.peer import LocalSide
+from vllm_commext.nixl.decode.links import LocalSide
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
@@ -129,7 +129,7 @@ def _alone(source: peer.Source, transport: str, count: int) -> Iterator[Sample]:
         posting = Posting(agent, [agent.make_fence_read(fences, cell, number % num_slots)])
         while (error := posting.look()) is None:
             pass
-        agent.board.read_cell(cell)
+        agent.board.give_back_cell(cell)
         seconds = time.perf_counter() - started
         if error:
             raise RuntimeError(f"a fence was not read: {error}")

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from nixl_parts.samples import SPAWN
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.decode.peer import LocalSide
+from vllm_commext.nixl.decode.links import LocalSide
 from vllm_commext.nixl.geometry.layout import CacheLayout
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.prefill.fence import NUM_SLOTS

@@ -31,7 +31,7 @@ from nixl_parts.shapes import (
     memory_ranges,
     our_layout,
 )
-from vllm_commext.nixl.decode.peer import LocalSide
+from vllm_commext.nixl.decode.links import LocalSide
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.metrics.recorder import TransferRecorder

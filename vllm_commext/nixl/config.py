@@ -36,8 +36,10 @@ class ConnectorConfig:
         peer_idle_timeout: a prefill worker that no request has needed for as long is forgotten.
         max_peers: prefill workers that one worker knows at a time; the one that was needed least
             recently makes room.
-        transfer_timeout: bound on one read; a later one fails and its blocks stay out of use until
-            NIXL reports its end.
+        transfer_timeout: a load fails when nothing of it has arrived for as long, although it was
+            its turn; its blocks stay out of use until NIXL reports the end of its reads.
+        max_bytes_in_flight: bytes that one worker reads from one prefill worker at a time; further
+            loads wait for their turn, and one that is larger is read alone.
         host_copy: let peers read from a copy of the cache in host memory and write to the device
             from there; for fabrics that do not reach the device's memory. It is also what
             ``kv_buffer_device: cpu`` means beside a cache on another device.
@@ -59,6 +61,7 @@ class ConnectorConfig:
     peer_idle_timeout: float = 1800.0
     max_peers: int = 128
     transfer_timeout: float = 60.0
+    max_bytes_in_flight: int = 1 << 30
     host_copy: bool = False
     transport_probe: bool = True
     side_channel_secret_file: str = ""
@@ -100,7 +103,7 @@ def _checked(key: str, value: Any) -> Any:
         return _expect(key, value, _is_span(value), "a positive, finite number of seconds", float)
     if key == "num_threads":
         return _expect(key, value, _is_int(value) and value >= 0, "an integer of at least 0", int)
-    if key == "max_peers":
+    if key in ("max_peers", "max_bytes_in_flight"):
         return _expect(key, value, _is_int(value) and value > 0, "an integer of at least 1", int)
     if key == "side_channel_port":
         in_range = _is_int(value) and 0 < value < 65536

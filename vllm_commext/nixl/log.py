@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import MutableMapping
@@ -55,13 +56,28 @@ class RateLimitedLog:
 
     def warning(self, key: str, message: str) -> None:
         """Log the message unless enough of the same key were logged within the period."""
+        suffix = self._suffix(key)
+        if suffix is not None:
+            # Past the adapter: how it counts stack levels differs between versions of Python.
+            text = on_one_line(message)
+            logger.logger.warning("%s%s%s", PREFIX, text, suffix, stacklevel=2)
+
+    def exception(self, key: str, message: str) -> None:
+        """The same for an exception that is being handled, as an error with its trace."""
+        suffix = self._suffix(key)
+        if suffix is not None:
+            text = on_one_line(message)
+            logger.logger.error(
+                "%s%s%s", PREFIX, text, suffix, stacklevel=2, exc_info=sys.exc_info()
+            )
+
+    def _suffix(self, key: str) -> str | None:
+        """What to say of messages left out before this one; None to leave it out too."""
         now = time.monotonic()
         recent = self._recent.setdefault(key, deque(maxlen=self._burst))
         if len(recent) == self._burst and now - recent[0] < self._period_seconds:
             self._left_out[key] = self._left_out.get(key, 0) + 1
-            return
+            return None
         recent.append(now)
         left_out = self._left_out.pop(key, 0)
-        suffix = f" ({left_out} more like this were left out)" if left_out else ""
-        # Past the adapter: how it counts stack levels differs between versions of Python.
-        logger.logger.warning("%s%s%s", PREFIX, on_one_line(message), suffix, stacklevel=2)
+        return f" ({left_out} more like this were left out)" if left_out else ""

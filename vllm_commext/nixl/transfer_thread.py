@@ -11,11 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.nixl.decode.links import Link, LocalSide
 from vllm_commext.nixl.decode.loader import Loader
-from vllm_commext.nixl.decode.peer import LocalSide, Peer
-from vllm_commext.nixl.log import logger
+from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.outcomes import OutcomeBox
 from vllm_commext.nixl.prefill.holder import Holder
@@ -40,6 +41,7 @@ class GiveUp:
     request_id: str
 
 
+T = TypeVar("T")
 Command = Load | Wait | Hold | GiveUp
 
 
@@ -62,7 +64,7 @@ class TransferThread:
         local: LocalSide,
         recorder: TransferRecorder,
         on_start: Callable[[], None] = lambda: None,
-        probe: Callable[[Peer], None] | None = None,
+        probe: Callable[[Link], None] | None = None,
     ) -> None:
         self._agent = agent
         self._on_start = on_start
@@ -74,6 +76,7 @@ class TransferThread:
         self._recorder = recorder
         self._source = f"worker {local.layout.tp_rank}"
         self._next_gauges = 0.0
+        self._log = RateLimitedLog()
         self._thread = threading.Thread(target=self._run, name="commext-transfer", daemon=True)
 
     def start(self) -> None:
@@ -102,25 +105,33 @@ class TransferThread:
             logger.warning("the transfer thread did not end within %g s", STOP_SECONDS)
 
     def _run(self) -> None:
-        self._on_start()
-        running = True
-        while running:
-            try:
-                running = self._take_commands()
-                self._turn()
-            except Exception:  # noqa: BLE001 the thread outlives any fault; logged with its trace
-                logger.exception("a turn of the transfer thread failed; it goes on")
-                time.sleep(PENDING_WAIT_SECONDS)
-        self._close()
+        try:
+            self._on_start()
+        except Exception as error:  # noqa: BLE001 whatever it is, each load fails with it
+            logger.exception("the transfer thread could not be set up; no load will be tried")
+            self._loader.refuse_all(error)
+        while self._guard("commands", self._take_commands, lost=True):
+            self._turn()
+        self._guard("close", self._close, lost=None)
 
     def _turn(self) -> None:
-        progressed = self._loader.poll()
-        self._holder.take_notifications()
-        self._holder.end_leases()
+        """One look at each side, whatever happens to the others."""
+        progressed = self._guard("loads", self._loader.poll, lost=False)
+        self._guard("notifications", self._holder.take_notifications, lost=None)
+        self._guard("leases", self._holder.end_leases, lost=None)
         self._wait_seconds = self._next_wait(progressed)
-        self._note_gauges()
+        self._guard("gauges", self._note_gauges, lost=None)
         if self._wait_seconds >= DUTY_WAIT_SECONDS:
-            ucx_log.flush()
+            self._guard("ucx log", ucx_log.flush, lost=None)
+
+    def _guard(self, what: str, step: Callable[[], T], lost: T) -> T:
+        """Run a step that must not end the thread; ``lost`` where it raises."""
+        try:
+            return step()
+        except Exception:  # noqa: BLE001 the thread outlives any fault; logged with its trace
+            self._log.exception(what, f"a turn of the transfer thread failed ({what}); it goes on")
+            time.sleep(PENDING_WAIT_SECONDS)
+            return lost
 
     def _note_gauges(self) -> None:
         now = time.monotonic()

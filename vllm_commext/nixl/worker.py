@@ -12,7 +12,7 @@ from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl import doorbell
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.last_blocks import LastBlocks
-from vllm_commext.nixl.decode.peer import LocalSide, Peer
+from vllm_commext.nixl.decode.links import Link, LocalSide
 from vllm_commext.nixl.geometry.layout import block_bytes
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
@@ -214,7 +214,7 @@ class WorkerSide:
             lease_seconds=self._config.kv_lease_duration,
         )
 
-    def _probe(self, device: torch.device, peer: Peer) -> None:
+    def _probe(self, device: torch.device, peer: Link) -> None:
         """Measure in the transfer thread how fast a peer can be read."""
         scratch = torch.empty(probe.PROBE_BYTES[-1], dtype=torch.uint8, device=device)
         kind, index = memory_type(device), device.index or 0

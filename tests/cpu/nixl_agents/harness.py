@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.decode.peer import LocalSide
+from vllm_commext.nixl.decode.links import LocalSide
 from vllm_commext.nixl.geometry.layout import (
     FULL,
     TOKENS,
@@ -284,7 +284,7 @@ def assert_works(decode: Any, prefill: Any, request_id: str = "works") -> None:
 
 def wait_for_back_off(decode: Any) -> None:
     """Wait until every peer that could not be asked may be asked again."""
-    peers = decode.thread._loader._peers._entries
+    peers = decode.thread._loader._peers._peers
     wait_until(
         lambda: all(peer.retry_at <= time.monotonic() for peer in list(peers.values())),
         "the back-off to end",

@@ -16,7 +16,7 @@ from reference_layout import describe
 from reference_meaning import Int64Array, as_bytes, differences
 
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.decode.peer import LocalSide
+from vllm_commext.nixl.decode.links import LocalSide
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.metrics.recorder import TransferRecorder, empty_data, merge
 from vllm_commext.nixl.prefill.fence import NUM_SLOTS

@@ -26,7 +26,7 @@ def test_a_read_slower_than_the_lease(
     decode = make_engine("d", seed=2)
     if not beats:
         monkeypatch.setattr(
-            "vllm_commext.nixl.decode.keep_alive.KeepAlive.send_due", lambda self: None
+            "vllm_commext.nixl.decode.heartbeats.KeepAlive.send_due", lambda self: None
         )
     slow = SlowReads(decode.agent, monkeypatch)
     expected = expected_after(decode.memory, prefill.memory, [(7, 9)])

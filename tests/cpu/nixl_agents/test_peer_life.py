@@ -60,7 +60,7 @@ def test_a_peer_that_was_killed_fails_requests_at_once_until_it_is_back(
         assert_works(decode, first)
         first.kill()
         wait_until(lambda: states(decode) == {"suspect": 1}, "the closed connection")
-        assert not decode.thread._loader._peers._links._num_agent_users
+        assert not decode.thread._loader._peers._links._agents
         words = ("'p'", "nothing takes connections")
         assert_fails(
             decode, load_of("r1", first.remote("x", [1]), [1]), "handshake", log_lines, *words
@@ -84,8 +84,8 @@ def test_peers_that_die_together_are_removed_and_swept_away(make_engine: MakeEng
         first.kill()
         second.kill()
         wait_until(lambda: states(decode) == {"suspect": 2}, "the closed connections")
-        wait_until(lambda: not peers._links._num_agent_users, "NIXL to forget both")
-    assert not peers._links._live
+        wait_until(lambda: not peers._links._agents, "NIXL to forget both")
+    assert not peers._links._live()
     assert_works(decode, make_engine("r", seed=4, serve=True), "third")
     wait_until(lambda: peers._links._sweeper._num_due <= NUM_ROUNDS - 3, "rounds of reads")
     assert_works(decode, make_engine("s", seed=5, serve=True), "fourth")

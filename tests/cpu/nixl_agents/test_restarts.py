@@ -140,10 +140,10 @@ def held(survivor: Any) -> dict[str, int]:
     peers = survivor.thread._loader._peers
     links = peers._links
     return {
-        "peers": len(peers._entries),
-        "connections": len(links._live) + len(links._retired),
-        "agents": len(links._num_agent_users),
-        "descriptor lists": len(links._local_lists) + len(links._num_list_users),
+        "peers": len(peers._peers),
+        "connections": len(links._existing()),
+        "agents": len(links._agents),
+        "descriptor lists": len(links._local_lists),
         "leases": len(survivor.thread._holder._leases) + len(survivor.thread._holder._begun),
         "threads": len(os.listdir("/proc/self/task")),
         "file descriptors": len(os.listdir("/proc/self/fd")),

@@ -27,6 +27,7 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("num_threads", 0, 0),
     ("num_threads", 8, 8),
     ("max_peers", 1, 1),
+    ("max_bytes_in_flight", 1 << 40, 1 << 40),
     *((key, value, value) for key in FLAGS for value in (False, True)),
     ("side_channel_host", "10.0.0.7", "10.0.0.7"),
     *(("side_channel_secret_file", value, value) for value in ("", "/run/secrets/commext")),
@@ -40,7 +41,11 @@ BAD: list[tuple[str, Any]] = [
     *(("backends", value) for value in ("UCX", [], [1], ["UCX", None], None, {"UCX": 1})),
     *(("backend_params", value) for value in ("UCX", ["a"], {"split_batch_size": 64}, None)),
     *(("num_threads", value) for value in (-1, 1.5, "4", True, None)),
-    *(("max_peers", value) for value in (0, -1, 1.5, "4", True, None)),
+    *(
+        (key, value)
+        for key in ("max_peers", "max_bytes_in_flight")
+        for value in (0, -1, 1.5, "4", True, None)
+    ),
     *((key, value) for key in FLAGS for value in (0, 1, "false", None)),
     *(("side_channel_host", value) for value in ("", 5, None, ["h"])),
     *(("side_channel_secret_file", value) for value in (5, None, ["f"])),

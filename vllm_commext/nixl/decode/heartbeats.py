@@ -1,15 +1,28 @@
-"""The decode side's record of requests whose blocks prefill workers must keep: they wait here, or
-are being read.
-
-Pure: the caller brings the time and sends what is due.
-"""
+"""Heartbeats to prefill workers that must keep the blocks of requests that wait here, or are being
+read: ``Heartbeats`` says which are due, and ``KeepAlive`` sends them."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import time
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from vllm_commext.errors import CommextError
+from vllm_commext.nixl.log import logger
+from vllm_commext.nixl.wire import messages as wire
+
+if TYPE_CHECKING:
+    from vllm_commext.nixl.decode.links import Link
+    from vllm_commext.nixl.decode.peers import PeerTable
+    from vllm_commext.nixl.decode.transfers import Use
+    from vllm_commext.nixl.transport.agent import NixlAgent
 
 PARTS_OF_LEASE = 6
 """Heartbeats within one lease."""
+RETRY_SECONDS = 0.1
+"""Until a peer that is not ready is looked at again."""
 MAX_IDS = 256
 MAX_IDS_BYTES = 32 * 1024
 """Request ids in one message: their number, and their bytes."""
@@ -47,7 +60,10 @@ def can_be_sent(request_id: str) -> bool:
 
 
 class Heartbeats:
-    """Watched requests by peer, and when each peer is to hear of its own next."""
+    """Watched requests by peer, and when each peer is to hear of its own next.
+
+    Pure: the caller brings the time.
+    """
 
     def __init__(self) -> None:
         self._watched: dict[PeerKey, dict[str, str]] = {}
@@ -85,3 +101,76 @@ class Heartbeats:
         """What the peer calls its requests; it is due again at ``next_due``."""
         self._next[peer] = next_due
         return list(self._watched[peer].values())
+
+
+class KeepAlive:
+    """Keeps requests alive at the prefill workers that hold them.  Owned by one thread.
+
+    Args:
+        agent: whose notifications are sent.
+        consumer: this reader, as in its releases.
+        peers: the known prefill workers.
+    """
+
+    def __init__(self, agent: NixlAgent, consumer: str, peers: PeerTable) -> None:
+        self._agent = agent
+        self._consumer = consumer
+        self._peers = peers
+        self._watched = Heartbeats()
+        self._sequence = itertools.count(1)
+
+    def __len__(self) -> int:
+        """Pairs of a request and a prefill worker that keeps blocks for it."""
+        return len(self._watched)
+
+    def watch(self, use: Use) -> None:
+        """A request waits for its load, so its lease may have begun long ago, or is about to be
+        read, which most often has ended before the first heartbeat is due."""
+        now = time.monotonic()
+        remote_id = use.transfer.remote.request_id
+        for rank in use.ranks:
+            key = use.transfer.sources[rank].key
+            link = self._peers.find(key) if use.load is not None else None
+            delay = 0.0 if use.load is None else _interval(link)
+            self._watched.watch(use.request_id, key, remote_id, now + delay)
+
+    def end(self, use: Use, key: PeerKey) -> None:
+        """A use needs a peer no more."""
+        self._watched.drop(use.request_id, key)
+
+    def end_all(self, request_id: str) -> None:
+        """A request needs no peer any more, as far as is known."""
+        self._watched.drop_everywhere(request_id)
+
+    def send_due(self) -> None:
+        """Send what is due."""
+        now = time.monotonic()
+        for key in self._watched.due(now):
+            link = self._ready(key)
+            request_ids = self._watched.take(key, now + _interval(link))
+            if link is not None and link.lease_seconds:
+                self._send(link, request_ids)
+
+    def _ready(self, key: PeerKey) -> Link | None:
+        with contextlib.suppress(CommextError):  # else the load will fail with the reason
+            self._peers.prepare(key)
+        return self._peers.find(key)
+
+    def _send(self, link: Link, request_ids: list[str]) -> None:
+        try:
+            for batch in batches(request_ids):
+                message = wire.KeepAlive(
+                    consumer=self._consumer,
+                    sender=self._agent.name,
+                    sequence=next(self._sequence),
+                    request_ids=batch,
+                )
+                self._agent.notify(link.agent_name, wire.encode(message))
+        except Exception as error:  # noqa: BLE001 NIXL raises many types; the peer is asked anew
+            logger.info("prefill engine %s takes no heartbeats: %s", link.key, error)
+            self._peers.doubt(link, broken=True)
+
+
+def _interval(link: Link | None) -> float:
+    """Until the next heartbeat to a peer, or until one that is not ready is looked at again."""
+    return (interval_of(link.lease_seconds) if link is not None else 0.0) or RETRY_SECONDS

@@ -1,23 +1,44 @@
-"""The decode side of a worker: loads begin, their parts wait for their peers, are read, and end."""
+"""The decode side of a worker: loads begin, their parts wait for their peers, are read, and end.
+
+Everything that is under way for one remote request is in one ``Transfer``.  Each step for one of
+them runs in a guard of its own: an error ends that part of that load, with its reason, and no
+other.
+"""
 
 from __future__ import annotations
 
+import math
+import sys
+import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError, UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.decode.failures import describe_source, handshake_failure, restarted
-from vllm_commext.nixl.decode.keep_alive import KeepAlive
-from vllm_commext.nixl.decode.loads import Failure, LoadBook, Part
-from vllm_commext.nixl.decode.peer import LocalSide, Peer, peer_key
-from vllm_commext.nixl.decode.peers import PeerTable
-from vllm_commext.nixl.decode.reads import Read, ReadSet, release_notification
+from vllm_commext.nixl.decode.heartbeats import KeepAlive
+from vllm_commext.nixl.decode.links import Link, LocalSide
+from vllm_commext.nixl.decode.peers import Peer, PeerTable
+from vllm_commext.nixl.decode.reads import End, Read, ReadSet, prepare
+from vllm_commext.nixl.decode.transfers import (
+    Failure,
+    Identity,
+    Part,
+    Source,
+    Transfer,
+    Use,
+    describe_source,
+    failure_of,
+    identity,
+    restarted,
+)
 from vllm_commext.nixl.geometry.topology import Sources, check_even, sources
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.outcomes import OutcomeBox
 from vllm_commext.nixl.requests import Load, RemoteRequest, Wait
 from vllm_commext.nixl.transport.agent import NixlAgent
+from vllm_commext.nixl.wire import messages as wire
 
 
 class Loader:
@@ -39,7 +60,7 @@ class Loader:
         local: LocalSide,
         recorder: TransferRecorder,
         outcomes: OutcomeBox,
-        probe: Callable[[Peer], None] | None,
+        probe: Callable[[Link], None] | None,
     ) -> None:
         self._agent = agent
         self._config = config
@@ -49,13 +70,15 @@ class Loader:
         self._probe = probe
         self._peers = PeerTable(agent, config, local, recorder)
         self._keep_alive = KeepAlive(agent, local.consumer, self._peers)
-        self._reads = ReadSet(agent, recorder)
-        self._loads = LoadBook()
-        # Why loads that the scheduler side has been told of as late are to fail.
-        self._late: dict[str, Failure] = {}
+        self._reads = ReadSet(agent, recorder, config.max_bytes_in_flight, config.transfer_timeout)
+        self._transfers: dict[Identity, Transfer] = {}
+        # Transfers to be released, by the time when they are.
+        self._closing: deque[tuple[float, Transfer]] = deque()
+        self._uses: dict[str, Use] = {}
         self._sources: dict[int, Sources] = {}
         self._splits = local.layout.splits()
         self._log = RateLimitedLog()
+        self._refusal: Exception | None = None
 
     @property
     def num_reads(self) -> int:
@@ -69,134 +92,208 @@ class Loader:
 
     @property
     def has_duties(self) -> bool:
-        """Whether heartbeats or sweeps will be due although nothing is under way."""
-        return len(self._keep_alive) > 0 or self._peers.has_sweeps_due
+        """Whether releases, heartbeats or sweeps will be due although nothing is under way."""
+        return bool(self._transfers) or len(self._keep_alive) > 0 or self._peers.has_sweeps_due
 
     def poll(self) -> bool:
         """One look at everything under way; whether anything has moved on."""
-        answered = self._poll_handshakes()
+        ended = self._peers.poll()
+        for peer in ended:
+            self._greet(peer)
+        self._serve_waiting()
         self._keep_alive.send_due()
-        return self.poll_reads() or answered
+        self._release_due()
+        return self.poll_reads() or bool(ended)
 
     def gauges(self) -> dict[str, float]:
         """What is under way, and the known peers by state."""
         peers = {f"peers/{state}": num for state, num in self._peers.count_states().items()}
         return {"transfers_in_flight": len(self._reads), **peers}
 
+    def refuse_all(self, error: Exception) -> None:
+        """Nothing can be read on this worker: let each load fail with the reason."""
+        self._refusal = error
+
     def close(self) -> None:
-        """Forget all peers; no read may be under way."""
+        """Release what was read, and forget all peers; no read may be under way."""
+        for transfer in list(self._transfers.values()):
+            self._release(transfer, sys.float_info.max)
         self._peers.close()
 
     def wait(self, wait: Wait) -> None:
         """Have a request's blocks kept until its load begins, and its peers made ready."""
-        waiting = Load(wait.request_id, wait.remote, awaited=False)
-        try:
-            for part in self._parts(waiting, wait.remote):
-                self._keep_alive.begin_wait(part)
-        except UnsupportedError:
-            return  # the load will fail with the reason
+        if wait.request_id in self._uses:
+            return
+        transfer = self._transfer_of(wait.remote)
+        self._keep_alive.watch(self._use(transfer, wait.request_id))
 
     def begin(self, load: Load) -> None:
-        """Start a load: a part for each prefill rank that has to do with it."""
-        self._keep_alive.end_wait(load.request_id)
-        remote = load.remote
-        if remote is None or load.refusal:
-            error = ProtocolError(load.refusal or "no remote request")
-            self._report(load, Failure("request", error))
-            return
+        """Start a load: a part for each prefill rank that it reads from."""
+        parts: list[Part] = []
+        self._keep_alive.end_all(load.request_id)
+        known = self._uses.get(load.request_id)
         try:
-            parts = self._parts(load, remote)
-        except UnsupportedError as error:
-            self._report(load, Failure("configuration", error))
+            transfer = known.transfer if known is not None else self._transfer_of(_remote(load))
+            use = self._use(transfer, load.request_id)
+            use.failure = self._refused(load, transfer.remote)
+            parts = transfer.begin(load)
+        except Exception as error:  # noqa: BLE001 one load's error is no other's
+            self._report(load, failure_of(error, "request"))
             return
-        self._loads.begin(load, len(parts))
+        self._keep_alive.watch(use)
         for part in parts:
-            self._keep_alive.begin_load(part)
             self._start(part)
+        if not parts and transfer.end(use):
+            self._end(use, load)
+        self._release(transfer, time.perf_counter())
 
-    def _parts(self, load: Load, remote: RemoteRequest) -> list[Part]:
-        found = self._sources_of(remote.tp_size)
-        ranks = [(rank, bool(load.block_ids)) for rank in found.read]
-        ranks += [(rank, False) for rank in found.release_only]
-        return [Part(load, remote, rank, found.num_consumers[rank], reads) for rank, reads in ranks]
+    def _use(self, transfer: Transfer, request_id: str) -> Use:
+        known = self._uses.get(request_id)
+        if known is None:
+            known = self._uses[request_id] = transfer.wait(request_id)
+        return known
+
+    def _transfer_of(self, remote: RemoteRequest) -> Transfer:
+        key = identity(remote)
+        if key not in self._transfers:
+            self._transfers[key] = Transfer(remote, self._sources_of(remote.tp_size))
+        return self._transfers[key]
+
+    def _refused(self, load: Load, remote: RemoteRequest) -> Failure | None:
+        """Why a load must fail without being tried; the prefill engine is told all the same."""
+        if self._refusal is not None:
+            return failure_of(self._refusal, "internal")
+        if load.refusal:
+            return Failure("request", ProtocolError(load.refusal))
+        try:
+            self._check_even(remote.tp_size)
+        except UnsupportedError as error:
+            return Failure("configuration", error)
+        return None
+
+    def _check_even(self, tp_size: int) -> None:
+        for split in self._splits:
+            check_even(split, tp_size, "the prefill engine's ranks")
 
     def _sources_of(self, tp_size: int) -> Sources:
         if tp_size not in self._sources:
-            for split in self._splits:
-                check_even(split, tp_size, "the prefill engine's ranks")
-            self._sources[tp_size] = sources(self._splits, self._local.layout.rank, tp_size)
+            rank = self._local.layout.rank
+            try:
+                self._check_even(tp_size)
+                self._sources[tp_size] = sources(self._splits, rank, tp_size)
+            except UnsupportedError:
+                # No rank of this engine reads: the first one releases all of them.
+                ranks = tuple(range(tp_size)) if rank.index == 0 else ()
+                self._sources[tp_size] = Sources((), ranks, dict.fromkeys(ranks, 1))
         return self._sources[tp_size]
 
     def _start(self, part: Part) -> None:
+        """Queue a part at its peer, and go on with what is queued there."""
         try:
-            peer = self._peers.find(peer_key(part), part.remote.incarnation)
-            if peer is None:
-                self._peers.ask(part)
-            else:
-                self._read(part, peer)
-        except CommextError as error:
-            self._close_part(part, handshake_failure(error))
+            peer = self._peers.prepare(part.key, part.remote.incarnation)
+        except Exception as error:  # noqa: BLE001 one part's error is no other's
+            self._close_part(part, failure_of(error, "handshake"))
+            return
+        peer.waiting.append(part)
+        self._serve(peer)
 
-    def _poll_handshakes(self) -> bool:
-        ended = self._peers.poll()
-        for parts, outcome in ended:
-            if isinstance(outcome, Peer):
-                self._probe_once(outcome)
-            for part in parts:
-                if isinstance(outcome, Peer):
-                    self._read(part, outcome)
-                else:
-                    self._close_part(part, handshake_failure(outcome))
-        return bool(ended)
+    def _serve_waiting(self) -> None:
+        """Peers that parts wait for: there may be room now, or they may have come into doubt."""
+        for peer in self._peers.waiting():
+            try:
+                if peer.ready_link is None:
+                    self._peers.prepare(peer.key, peer.waiting[0].remote.incarnation)
+                self._serve(peer)
+            except Exception as error:  # noqa: BLE001 one peer's error is no other's
+                self._fail_waiting(peer, failure_of(error, "handshake"))
 
-    def _probe_once(self, peer: Peer) -> None:
+    def _greet(self, peer: Peer) -> None:
+        """A handshake has ended: go on with what waited for it."""
+        link = peer.ready_link
+        if link is not None:
+            self._probe_once(link)
+            self._serve(peer)
+        else:
+            self._fail_waiting(peer, failure_of(peer.error, "handshake"))
+        releases, peer.releases = peer.releases, []
+        for transfer, source in releases:
+            self._tell(transfer, source)
+
+    def _fail_waiting(self, peer: Peer, failure: Failure) -> None:
+        while peer.waiting:
+            self._close_part(peer.waiting.popleft(), failure)
+
+    def _probe_once(self, link: Link) -> None:
         """Say how fast the first peer can be read."""
         if self._probe is None:
             return
         probe, self._probe = self._probe, None
         try:
-            probe(peer)
+            probe(link)
         except Exception as error:  # noqa: BLE001 NIXL raises many types; nothing depends on it
             logger.warning("self-probe: the peer's memory could not be read: %s", error)
 
-    def _read(self, part: Part, peer: Peer) -> None:
-        """Start reading, or only release where nothing is missing."""
-        try:
-            self._check_peer(part.remote, peer)
-            if not peer.serves(part.remote.incarnation):
-                self._close_part(part, restarted(part.remote))
-                return
-            if part.reads and not self._loads.has_failed(part.load):
-                self._check_fence(part)
-                if self._reads.post(part, peer):
+    def _serve(self, peer: Peer) -> None:
+        """Read what waits for a peer, first come, first served, as far as there is room."""
+        while peer.waiting and (link := peer.ready_link) is not None:
+            part = peer.waiting.popleft()
+            try:
+                has_begun = self._read(part, link)
+            except CommextError as error:
+                self._close_part(part, failure_of(error, "request"))
+            except Exception as error:  # noqa: BLE001 NIXL raises many types; only this part failed
+                self._retry(part, link, error)
+            else:
+                if not has_begun:
+                    peer.waiting.appendleft(part)
                     return
-            self._agent.notify(peer.agent_name, release_notification(self._local, part))
-        except CommextError as error:
-            self._close_part(part, Failure("request", error))
-        except Exception as error:  # noqa: BLE001 NIXL raises many types; only this load has failed
-            self._retry(part, peer, error)
-        else:
-            self._close_part(part)
 
-    def _retry(self, part: Part, peer: Peer, error: Exception) -> None:
+    def _read(self, part: Part, link: Link) -> bool:
+        """Start reading, or end where nothing is to be read; False where there is no room."""
+        if part.use.failure is not None:
+            self._close_part(part)
+            return True
+        if not link.serves(part.remote.incarnation):
+            self._close_part(part, restarted(part.remote))
+            return True
+        if part.pairs is None or part.pairs[0] is not link:
+            self._check_size(part, link)
+            self._check_fence(part)
+            part.pairs = link, prepare(part, link)
+        pairs = part.pairs[1]
+        if not len(pairs.local):
+            self._close_part(part)
+        elif not self._reads.has_room(pairs, link):
+            return False
+        else:
+            self._reads.post(part, link, pairs)
+        return True
+
+    def _retry(self, part: Part, link: Link, error: Exception) -> None:
         """A peer that cannot be reached may have been restarted: ask it once more."""
-        self._peers.doubt(peer, broken=True)
+        self._peers.doubt(link, broken=True)
         if part.retried:
             self._close_part(part, Failure("transfer", ProtocolError(f"NIXL: {error}")))
             return
         part.retried = True
-        self._recorder.retry()
-        logger.info("prefill engine %s: %s; connecting anew", peer.key, error)
+        logger.info("prefill engine %s: %s; connecting anew", link.key, error)
+        self._guard("retry", self._recorder.retry)
         self._start(part)
 
-    @staticmethod
-    def _check_peer(remote: RemoteRequest, peer: Peer) -> None:
-        tp_size = peer.plan.remote.tp_size
-        if remote.tp_size != tp_size:
-            raise ProtocolError(
-                f"kv_transfer_params: tp_size is {remote.tp_size}, but the prefill engine has "
-                f"{tp_size} ranks: let the router pass tp_size on"
-            )
+    def _check_size(self, part: Part, link: Link) -> None:
+        """Refuse a wrong number of ranks; the ranks that there are keep the blocks in vain."""
+        transfer, tp_size = part.use.transfer, link.plan.remote.tp_size
+        if part.remote.tp_size == tp_size:
+            return
+        if not all(source.is_gone for source in transfer.sources.values()):
+            transfer.give_up_sources()
+            right = self._transfer_of(replace(part.remote, tp_size=tp_size))
+            right.release_unused()
+            self._release(right, time.perf_counter())
+        raise ProtocolError(
+            f"kv_transfer_params: tp_size is {part.remote.tp_size}, but the prefill engine has "
+            f"{tp_size} ranks: let the router pass tp_size on"
+        )
 
     def _check_fence(self, part: Part) -> None:
         if part.remote.fence_slot >= 0:
@@ -207,94 +304,158 @@ class Loader:
         )
         if self._config.require_fence:
             raise ProtocolError(text)
-        self._log.warning("fence", f"request {part.load.request_id}: {text}")
+        self._log.warning("fence", f"request {part.use.request_id}: {text}")
 
     def poll_reads(self) -> bool:
         """One look at the reads under way; whether any has moved on."""
         num_fences, num_ended = self._reads.num_fences, 0
+        for read in self._reads.under_way():
+            end = self._reads.look(read)
+            if end is not None:
+                num_ended += 1
+                self._end_read(read, end)
+        self._note_late()
         self._peers.sweep()
-        for read, end in self._reads.poll():
-            num_ended += 1
-            failure = None
-            if not end.reason:
-                self._release(read)
-            else:
-                failure = Failure(end.reason, ProtocolError(end.text))
-            if end.reason == "transfer":
-                self._peers.doubt(read.peer, broken=True)
-            self._close_part(read.part, failure)
-            self._peers.remove_if_unused(read.peer)
-        self._note_late_reads()
         return num_ended > 0 or self._reads.num_fences > num_fences
 
-    def _release(self, read: Read) -> None:
-        """Tell the prefill worker that its blocks were read."""
-        try:
-            message = release_notification(self._local, read.part)
-            self._agent.notify(read.peer.agent_name, message)
-        except Exception as error:  # noqa: BLE001 NIXL raises many types; the lease frees the blocks
-            self._peers.doubt(read.peer, broken=True)
-            source = describe_source(read.part.remote)
-            self._log.warning("release", f"{source} was not told: {error}")
+    def _end_read(self, read: Read, end: End) -> None:
+        if end.failure is None and not read.part.use.is_given_up:
+            self._guard("record", lambda: self._reads.record(read))
+        if end.failure is not None and end.failure.reason == "transfer":
+            self._peers.doubt(read.link, broken=True)
+        self._close_part(read.part, end.failure)
 
-    def _note_late_reads(self) -> None:
-        for read in self._reads.take_late(self._config.transfer_timeout):
-            request_id = read.part.load.request_id
-            failure = self._late.setdefault(request_id, self._lateness(read))
-            logger.warning(
-                "request %s: the read from prefill engine %s is not done: %s; it fails as soon as "
-                "its blocks are out of use",
-                request_id,
-                read.peer.key,
-                failure.error,
+    def _note_late(self) -> None:
+        """Have what is late taken out of use, and fail what has waited behind it."""
+        for read in self._reads.take_late():
+            use = read.part.use
+            self._peers.doubt(read.link, broken=False)
+            if use.lateness is not None or use.is_given_up:
+                continue
+            use.lateness = self._lateness(is_lost=read.link.lost)
+            self._outcomes.late(use.request_id)
+            self._log.warning(
+                "late",
+                f"request {use.request_id}: the read from prefill engine {read.link.key} is not "
+                f"done: {use.lateness.error}; it fails as soon as its blocks are out of use",
             )
-            self._peers.doubt(read.peer, broken=False)
-            self._outcomes.late(request_id)
+        now, limit = time.perf_counter(), self._config.transfer_timeout
+        for peer in self._peers.waiting():
+            if peer.link is None or now - peer.link.progressed < limit:
+                continue
+            # What has come a moment ago is tried: else it would not have had its time.
+            while peer.waiting and now - peer.waiting[0].begun >= limit / 2:
+                self._close_part(peer.waiting.popleft(), self._lateness(is_lost=False))
 
-    def _lateness(self, read: Read) -> Failure:
-        if read.peer.lost:
+    def _lateness(self, *, is_lost: bool) -> Failure:
+        if is_lost:
             return Failure("transfer", ProtocolError("the prefill engine has gone or restarted"))
-        limit = self._config.transfer_timeout
-        return Failure("timeout", CommextTimeoutError(f"not read within {limit:g} s"))
+        text = f"nothing has arrived for {self._config.transfer_timeout:g} s"
+        return Failure("timeout", CommextTimeoutError(text))
 
     def give_up(self, request_id: str) -> None:
         """End a late load; its reads may go on, into blocks that the scheduler keeps out of use."""
-        given_up = Failure("timeout", CommextTimeoutError("given up by the scheduler"))
-        failure = self._late.pop(request_id, given_up)
-        load = self._loads.give_up(request_id, failure)
-        if load is None:
+        use = self._uses.get(request_id)
+        if use is None or use.load is None:
             self._outcomes.settled(request_id)
             return
-        self._report(load, failure)
-        self._reads.give_up(request_id)
-        for part in self._peers.withdraw(request_id):
+        given_up = Failure("timeout", CommextTimeoutError("given up by the scheduler"))
+        failure = use.lateness or given_up
+        use.failure = use.failure or failure
+        use.is_given_up = True
+        self._report(use.load, failure)
+        for part in self._peers.withdraw(use):
             self._close_part(part, failure)
 
     def _close_part(self, part: Part, failure: Failure | None = None) -> None:
-        self._keep_alive.end(part)
-        ended = self._loads.close(part, failure)
-        if ended is None:
-            return
-        self._late.pop(part.load.request_id, None)
-        if ended.given_up:
-            self._outcomes.settled(part.load.request_id)
+        use, transfer = part.use, part.use.transfer
+        self._keep_alive.end(use, part.key)
+        if transfer.close(part, failure):
+            self._end(use, part.load)
+        self._release(transfer, time.perf_counter())
+
+    def _end(self, use: Use, load: Load) -> None:
+        """Nothing is under way for a use any more."""
+        self._uses.pop(use.request_id, None)
+        if use.is_given_up:
+            self._outcomes.settled(use.request_id)
         else:
-            self._report(part.load, ended.failure)
+            self._report(load, use.failure)
+
+    def _release_due(self) -> None:
+        now = time.perf_counter()
+        while self._closing and self._closing[0][0] <= now:
+            self._release(self._closing.popleft()[1], now)
+
+    def _release(self, transfer: Transfer, now: float) -> None:
+        """Tell the sources that are due that they are not needed, and forget what is over."""
+        for source in transfer.take_due(now):
+            self._tell(transfer, source)
+        if transfer.next_release < math.inf:
+            self._closing.append((transfer.next_release, transfer))
+        if transfer.is_over:
+            self._transfers.pop(identity(transfer.remote), None)
+
+    def _tell(self, transfer: Transfer, source: Source) -> None:
+        """Tell a prefill worker that this one needs the request's blocks no longer, now or as soon
+        as it is ready."""
+        remote, agent_name = transfer.remote, ""
+        try:
+            agent_name = self._agent_to_tell(transfer, source)
+            if agent_name:
+                released = wire.Released(
+                    request_id=remote.request_id,
+                    consumer=self._local.consumer,
+                    num_consumers=source.num_consumers,
+                )
+                self._agent.notify(agent_name, wire.encode(released))
+        except Exception as error:  # noqa: BLE001 NIXL raises many types; the lease frees the blocks
+            link = self._peers.find(source.key)
+            if agent_name and link is not None:
+                self._peers.doubt(link, broken=True)
+            if agent_name and not source.is_retried:
+                source.is_retried = True
+                self._tell(transfer, source)
+                return
+            text = f"{describe_source(remote)} was not told that its blocks are not needed: {error}"
+            self._log.warning("release", text)
+
+    def _agent_to_tell(self, transfer: Transfer, source: Source) -> str:
+        """The agent to notify, "" where there is none, or none yet."""
+        peer = self._peers.get(source.key)
+        if peer is not None and peer.reach is not None:
+            return peer.reach.value
+        if peer is not None and peer.has_closed:
+            return ""
+        peer = self._peers.prepare(source.key, transfer.remote.incarnation)
+        if peer.ready_link is None:
+            peer.releases.append((transfer, source))
+        elif peer.ready_link.serves(transfer.remote.incarnation):
+            return peer.ready_link.agent_name
+        return ""
 
     def _report(self, load: Load, failure: Failure | None) -> None:
-        """Tell the scheduler side how a load ended."""
-        if failure is not None:
-            self._log_failure(load, failure)
+        """Tell the scheduler side how a load ended, and people why it failed."""
         if not load.awaited:
             return
         self._outcomes.received(load.request_id, failed=failure is not None)
+        if failure is not None:
+            self._guard("failure", lambda: self._recorder.failure(failure.reason))
+            self._log.warning(
+                failure.reason,
+                f"request {load.request_id} of decode engine {self._local.engine_id!r}: KV cache "
+                f"not loaded from {describe_source(load.remote)}: {failure.text}",
+            )
 
-    def _log_failure(self, load: Load, failure: Failure) -> None:
-        request = f"request {load.request_id} of decode engine {self._local.engine_id!r}"
-        source, error = describe_source(load.remote), failure.error
-        if load.awaited:
-            self._recorder.failure(failure.reason)
-            text = f"{request}: KV cache not loaded from {source}: {error}"
-            self._log.warning(failure.reason, text)
-        else:
-            self._log.warning("release", f"{request}: {source} was not told to free it: {error}")
+    def _guard(self, what: str, step: Callable[[], None]) -> None:
+        """Run a step that no load depends on."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 nothing depends on it
+            self._log.warning(what, f"an error in the connector's own code: {error!r}")
+
+
+def _remote(load: Load) -> RemoteRequest:
+    if load.remote is None:
+        raise ProtocolError(load.refusal or "no remote request")
+    return load.remote

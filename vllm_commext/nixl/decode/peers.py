@@ -1,21 +1,22 @@
 """The prefill workers that a decode worker knows: each asked once, checked, and kept until it is
-lost, restarted, or not needed for long."""
+lost, restarted, or not needed for long.  The states and events of their lives are in
+``peer_states``."""
 
 from __future__ import annotations
 
+import random
 import time
-from collections import Counter
+from collections import Counter, deque
+from dataclasses import dataclass, field
 
 import zmq
 
 from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.heartbeats import PeerKey
-from vllm_commext.nixl.decode.loads import Part
-from vllm_commext.nixl.decode.peer import LocalSide, Peer, peer_key
-from vllm_commext.nixl.decode.peer_entry import PeerEntry
-from vllm_commext.nixl.decode.peer_links import PeerLinks, log_ready
-from vllm_commext.nixl.decode.peer_states import PeerEvent, PeerState
+from vllm_commext.nixl.decode.links import Link, Links, LocalSide, Shared
+from vllm_commext.nixl.decode.peer_states import BackOff, PeerEvent, PeerState, next_state
+from vllm_commext.nixl.decode.transfers import Part, Source, Transfer, Use
 from vllm_commext.nixl.geometry.plan import plan_read
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
@@ -27,10 +28,90 @@ from vllm_commext.nixl.wire.seal import read_secret
 
 CHECK_SECONDS = 0.1
 """Between two looks at connections and at what is not needed any more."""
+BACK_OFF = BackOff()
+
+
+@dataclass(eq=False)
+class Peer:
+    """One prefill worker.
+
+    Attributes:
+        key: what it is asked under.
+        state: where it is in its life.
+        link: the connection to read from; kept while suspect, until it is known to have ended.
+        reach: of a peer that does not fit, the name of its agent, so that it can be told that its
+            blocks will not be read.
+        inquiry: the question during a handshake; it stays open afterwards, as its connection closes
+            with the peer's process.
+        asked: when it was asked last, in seconds of ``time.monotonic``, as all times here.
+        waiting: parts of loads that wait for it to be ready, or for room among its reads; first
+            come, first served.
+        releases: remote requests that it is to be released from as soon as it is ready.
+        wanted_incarnation: start of its engine that the last request was of, "" for any.
+        error: why it could not be asked the last time.
+        num_failures: handshakes that failed since the last good one.
+        retry_at: when it may be asked again.
+        last_used: when a request needed it last.
+    """
+
+    key: PeerKey
+    state: PeerState = PeerState.UNKNOWN
+    link: Link | None = None
+    reach: Shared | None = None
+    inquiry: Inquiry | None = None
+    asked: float = 0.0
+    waiting: deque[Part] = field(default_factory=deque[Part])
+    releases: list[tuple[Transfer, Source]] = field(default_factory=list[tuple[Transfer, Source]])
+    wanted_incarnation: str = ""
+    error: CommextError = field(default_factory=CommextError)
+    num_failures: int = 0
+    retry_at: float = 0.0
+    last_used: float = 0.0
+
+    @property
+    def ready_link(self) -> Link | None:
+        """The connection to read from, None where it is not ready."""
+        return self.link if self.state == PeerState.READY else None
+
+    @property
+    def has_closed(self) -> bool:
+        """Whether its connection has closed since it was asked, most likely with its process."""
+        return self.state == PeerState.SUSPECT and self.inquiry is None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way with it."""
+        has_reads = self.link is not None and self.link.num_users > 1
+        is_wanted = has_reads or bool(self.waiting) or bool(self.releases)
+        return self.state != PeerState.HANDSHAKING and not is_wanted
+
+    def apply(self, event: PeerEvent) -> None:
+        """Go on to the state after an event."""
+        self.state = next_state(self.state, event)
+
+    def fail(self, error: CommextError, now: float) -> None:
+        """The handshake has failed: the next one has to wait."""
+        self.apply(PeerEvent.FAILED)
+        self.error = error
+        self.num_failures += 1
+        self.retry_at = now + BACK_OFF.seconds(self.num_failures, random.random())
+        self.close_inquiry()
+
+    def close_inquiry(self) -> None:
+        """Close the connection to its side channel; safe to repeat."""
+        inquiry, self.inquiry = self.inquiry, None
+        if inquiry is not None:
+            inquiry.close()
+
+    def drop_reach(self) -> None:
+        """Forget the agent of a peer that does not fit; safe to repeat."""
+        reach, self.reach = self.reach, None
+        if reach is not None:
+            reach.drop()
 
 
 class PeerTable:
-    """Known peers, and parts of loads that wait for one to become known.  Owned by one thread."""
+    """Known peers, with the parts of loads that wait for each.  Owned by one thread."""
 
     def __init__(
         self,
@@ -44,86 +125,79 @@ class PeerTable:
         self._recorder = recorder
         self._context = zmq.Context()
         self._secret = read_secret(config.side_channel_secret_file)
-        self._links = PeerLinks(agent, config, local)
-        self._entries: dict[PeerKey, PeerEntry] = {}
+        self._links = Links(agent, config, local)
+        self._peers: dict[PeerKey, Peer] = {}
         self._next_check = 0.0
         self._log = RateLimitedLog()
 
     @property
     def num_pending(self) -> int:
         """Handshakes under way."""
-        return sum(entry.state == PeerState.HANDSHAKING for entry in self._entries.values())
+        return sum(peer.state == PeerState.HANDSHAKING for peer in self._peers.values())
 
     def count_states(self) -> dict[str, int]:
         """Peers by state, every state named; retired ones are those whose reads go on."""
-        counts = Counter(entry.state for entry in self._entries.values())
+        counts = Counter(peer.state for peer in self._peers.values())
         counts[PeerState.RETIRED] += self._links.num_retired
         return {state.value: counts[state] for state in PeerState}
 
-    def find(self, key: PeerKey, incarnation: str = "") -> Peer | None:
-        """The peer to read from, if it is ready and has not been restarted since."""
-        entry = self._entries.get(key)
-        if entry is None or entry.state != PeerState.READY or entry.peer is None:
+    def get(self, key: PeerKey) -> Peer | None:
+        """What is known of a peer."""
+        return self._peers.get(key)
+
+    def find(self, key: PeerKey, incarnation: str = "") -> Link | None:
+        """The link to read from, if its peer is ready and has not been restarted since."""
+        peer = self._peers.get(key)
+        if peer is None or peer.ready_link is None:
             return None
-        entry.last_used = time.monotonic()
-        return entry.peer if entry.peer.serves(incarnation) else None
+        peer.last_used = time.monotonic()
+        return peer.ready_link if peer.ready_link.serves(incarnation) else None
 
-    def ask(self, part: Part) -> None:
-        """Queue a part until its peer is ready.
-
-        Raises:
-            CommextError: the peer cannot be asked, or could not be a moment ago.
-        """
-        self._need(peer_key(part), part.remote.incarnation).parts.append(part)
-
-    def prepare(self, key: PeerKey, incarnation: str = "") -> None:
-        """Make a peer ready that will be needed.
+    def prepare(self, key: PeerKey, incarnation: str = "") -> Peer:
+        """A peer that is ready, or that has been asked for its description.
 
         Raises:
-            CommextError: as for ``ask``.
+            CommextError: it cannot be asked, or could not be a moment ago.
         """
         if self.find(key, incarnation) is None:
-            self._need(key, incarnation)
+            return self._need(key, incarnation)
+        return self._peers[key]
 
-    def withdraw(self, request_id: str) -> list[Part]:
-        """Take back the parts of a load that wait for their peers."""
+    def waiting(self) -> list[Peer]:
+        """Peers that parts wait for and that are not being asked."""
+        return [
+            peer
+            for peer in self._peers.values()
+            if peer.waiting and peer.state != PeerState.HANDSHAKING
+        ]
+
+    def withdraw(self, use: Use) -> list[Part]:
+        """Take back the parts of a use that wait for their peers."""
         taken: list[Part] = []
-        for entry in self._entries.values():
-            taken += [part for part in entry.parts if part.load.request_id == request_id]
-            entry.parts = [part for part in entry.parts if part.load.request_id != request_id]
+        for peer in self._peers.values():
+            taken += [part for part in peer.waiting if part.use is use]
+            peer.waiting = deque(part for part in peer.waiting if part.use is not use)
         return taken
 
-    def poll(self) -> list[tuple[list[Part], Peer | CommextError]]:
-        """Handshakes that ended: what waited for them, and the peer or the reason why there is
-        none."""
+    def poll(self) -> list[Peer]:
+        """Peers whose handshakes have ended: they are ready, or failed with ``error``."""
         now = time.monotonic()
         if now >= self._next_check:
             self._next_check = now + CHECK_SECONDS
             self._check_connections()
             self._retire_unused(now)
-        ended: list[tuple[list[Part], Peer | CommextError]] = []
-        for entry in list(self._entries.values()):
-            if entry.state != PeerState.HANDSHAKING:
-                continue
-            outcome = self._advance(entry, now)
-            if outcome is not None:
-                parts, entry.parts = entry.parts, []
-                ended.append((parts, outcome))
-        return ended
+        asked = [peer for peer in self._peers.values() if peer.state == PeerState.HANDSHAKING]
+        return [peer for peer in asked if self._advance(peer, now)]
 
-    def doubt(self, peer: Peer, *, broken: bool) -> None:
-        """A read failed (``broken``: the connection is not used again) or is late: ask the peer
-        before the next one."""
-        entry = self._entries.get(peer.key)
-        if entry is not None and entry.peer is peer:
-            entry.apply(PeerEvent.DOUBTED)
-            entry.peer = None if broken else peer
+    def doubt(self, link: Link, *, broken: bool) -> None:
+        """A read failed (``broken``: the link is not used again) or is late: ask the peer before
+        the next one."""
+        peer = self._peers.get(link.key)
+        if peer is not None and peer.link is link:
+            peer.apply(PeerEvent.DOUBTED)
+            peer.link = None if broken else link
         if broken:
-            self._links.retire(peer)
-
-    def remove_if_unused(self, peer: Peer) -> None:
-        """A read has ended: take a retired peer out of NIXL if that was its last one."""
-        self._links.remove_if_unused(peer)
+            self._links.retire(link)
 
     @property
     def is_sweeping(self) -> bool:
@@ -143,38 +217,40 @@ class PeerTable:
 
     def close(self) -> None:
         """Retire all peers and give up all handshakes."""
-        for entry in list(self._entries.values()):
-            self._retire(entry)
+        for peer in list(self._peers.values()):
+            self._retire(peer)
         self._context.destroy(linger=0)
 
-    def _need(self, key: PeerKey, incarnation: str) -> PeerEntry:
-        """The entry of a peer that is being asked.
+    def _need(self, key: PeerKey, incarnation: str) -> Peer:
+        """A peer that is being asked.
 
         Raises:
             CommextError: it cannot be asked, or was in vain and its time has not come again.  A
                 request of a start of its engine that was not yet asked for shows that it is back.
         """
         now = time.monotonic()
-        entry = self._entries.get(key) or self._add(key)
-        entry.last_used = now
-        if entry.state == PeerState.HANDSHAKING:
-            return entry
-        is_news = incarnation not in ("", entry.wanted_incarnation)
-        if entry.state == PeerState.LOST and now < entry.retry_at and not is_news:
-            raise type(entry.error)(
-                f"{entry.error}; it is asked again in {entry.retry_at - now:.1g} s"
-            ) from entry.error
-        entry.apply(PeerEvent.DOUBTED)
-        entry.apply(PeerEvent.NEEDED)
-        entry.wanted_incarnation = incarnation
-        entry.asked = now
-        entry.close_inquiry()
+        peer = self._peers.get(key) or self._add(key)
+        peer.last_used = now
+        if peer.state == PeerState.HANDSHAKING:
+            return peer
+        is_news = incarnation not in ("", peer.wanted_incarnation)
+        if peer.state == PeerState.LOST and now < peer.retry_at and not is_news:
+            raise type(peer.error)(
+                f"{peer.error}; it is asked again in {peer.retry_at - now:.1g} s"
+            ) from peer.error
+        peer.apply(PeerEvent.DOUBTED)
+        peer.apply(PeerEvent.NEEDED)
+        peer.wanted_incarnation = incarnation
+        peer.asked = now
         try:
-            entry.inquiry = self._inquire(key)
-        except CommextError as error:
-            self._fail(entry, error, now)
-            raise
-        return entry
+            peer.close_inquiry()
+            peer.drop_reach()
+            peer.inquiry = self._inquire(key)
+        except Exception as failure:
+            error = _as_error(failure, key)
+            self._fail(peer, error, now)
+            raise error from failure
+        return peer
 
     def _inquire(self, key: PeerKey) -> Inquiry:
         engine_id, host, port, rank = key
@@ -186,100 +262,104 @@ class PeerTable:
         )
         return Inquiry(self._context, host, port, request, self._secret)
 
-    def _add(self, key: PeerKey) -> PeerEntry:
-        if len(self._entries) >= self._config.max_peers:
-            idle = [entry for entry in self._entries.values() if entry.is_idle]
+    def _add(self, key: PeerKey) -> Peer:
+        if len(self._peers) >= self._config.max_peers:
+            idle = [peer for peer in self._peers.values() if peer.is_idle]
             if not idle:
                 raise ProtocolError(
                     f"expected at most {self._config.max_peers} prefill workers in use at a time, "
                     "got one more: raise max_peers in kv_connector_extra_config"
                 )
-            self._retire(min(idle, key=lambda entry: entry.last_used))
-        return self._entries.setdefault(key, PeerEntry(key))
+            self._retire(min(idle, key=lambda peer: peer.last_used))
+        return self._peers.setdefault(key, Peer(key))
 
-    def _advance(self, entry: PeerEntry, now: float) -> Peer | CommextError | None:
-        assert entry.inquiry is not None  # open during a handshake
-        address = entry.inquiry.address
-        error: CommextError
+    def _advance(self, peer: Peer, now: float) -> bool:
+        """Go on with a handshake; whether it has ended."""
         try:
-            reply = entry.inquiry.poll()
+            assert peer.inquiry is not None  # open during a handshake
+            reply = peer.inquiry.poll()
             if reply is not None:
-                return self._admit(entry, reply, now)
-            if now - entry.asked < self._config.handshake_timeout:
-                return None
-            error = CommextTimeoutError(
-                f"no answer from the prefill engine's side channel {address} within "
+                self._admit(peer, reply, now)
+                return True
+            self._check_time(peer.inquiry, now - peer.asked)
+        except Exception as failure:  # noqa: BLE001 one peer's error is no other's
+            self._fail(peer, _as_error(failure, peer.key), now)
+            return True
+        return False
+
+    def _check_time(self, inquiry: Inquiry, seconds: float) -> None:
+        if seconds >= self._config.handshake_timeout:
+            raise CommextTimeoutError(
+                f"no answer from the prefill engine's side channel {inquiry.address} within "
                 f"{self._config.handshake_timeout:g} s: is it up, and can this host reach it? Its "
                 "VLLM_NIXL_SIDE_CHANNEL_HOST must be an address that decode engines reach"
             )
-        except CommextError as refusal:
-            error = refusal
-        except Exception as failure:  # noqa: BLE001 NIXL raises many types on metadata it cannot use
-            error = ProtocolError(f"NIXL cannot use the metadata of {address}: {failure}")
-        self._fail(entry, error, now)
-        return error
 
-    def _fail(self, entry: PeerEntry, error: CommextError, now: float) -> None:
-        entry.fail(error, now)
-        self._lose(entry)
+    def _fail(self, peer: Peer, error: CommextError, now: float) -> None:
+        peer.fail(error, now)
+        self._drop(peer)
+        self._links.mark_lost(peer.key)
 
-    def _admit(self, entry: PeerEntry, reply: wire.Described, now: float) -> Peer:
+    def _admit(self, peer: Peer, reply: wire.Described, now: float) -> None:
         described = wire.open_description(reply)
-        key = entry.key
+        key = peer.key
         found = (described.engine_id, described.layout.tp_rank)
         if found != (key[0], key[3]):
             raise ProtocolError(
                 f"asked for rank {key[3]} of engine {key[0]!r}, got rank {found[1]} of engine "
                 f"{found[0]!r}"
             )
-        if entry.peer is None or entry.peer.incarnation != reply.incarnation:
-            self._lose(entry)
-            entry.peer = self._connect(entry, described, reply.incarnation)
-        entry.apply(PeerEvent.ANSWERED)
-        entry.num_failures = 0
-        self._recorder.handshake(now - entry.asked)
-        return entry.peer
+        if peer.link is None or peer.link.incarnation != reply.incarnation:
+            self._drop(peer)
+            self._links.mark_lost(key)
+            peer.link = self._connect(peer, described, reply.incarnation)
+        self._recorder.handshake(now - peer.asked)
+        peer.apply(PeerEvent.ANSWERED)
+        peer.num_failures = 0
 
-    def _connect(
-        self, entry: PeerEntry, described: wire.WorkerDescription, incarnation: str
-    ) -> Peer:
-        enforce = self._config.enforce_handshake_compat
-        tolerated = check_facts(self._local.facts, described.facts, enforce=enforce)
-        plan = plan_read(
-            self._local.layout,
-            described.layout,
-            local_device=self._local.device_id,
-            remote_device=described.device_id,
-        )
-        peer = self._links.connect(entry.key, incarnation, described, plan)
-        log_ready(peer, described, str(tolerated) if tolerated else "")
-        return peer
+    def _connect(self, peer: Peer, described: wire.WorkerDescription, incarnation: str) -> Link:
+        try:
+            enforce = self._config.enforce_handshake_compat
+            tolerated = check_facts(self._local.facts, described.facts, enforce=enforce)
+            plan = plan_read(
+                self._local.layout,
+                described.layout,
+                local_device=self._local.device_id,
+                remote_device=described.device_id,
+            )
+        except CommextError:
+            peer.reach = self._links.reach(described)
+            raise
+        try:
+            link = self._links.connect(peer.key, incarnation, described, plan)
+        except Exception as error:
+            raise ProtocolError(
+                f"NIXL cannot use the metadata of {peer.key}: {error or type(error).__name__}"
+            ) from error
+        _log_ready(link, described, str(tolerated) if tolerated else "")
+        return link
 
-    def _lose(self, entry: PeerEntry) -> None:
-        """The engine that was behind the entry is gone, as far as can be told."""
-        self._drop(entry)
-        self._links.mark_lost(entry.key)
-
-    def _drop(self, entry: PeerEntry) -> None:
-        if entry.peer is not None:
-            self._links.retire(entry.peer)
-            entry.peer = None
+    def _drop(self, peer: Peer) -> None:
+        link, peer.link = peer.link, None
+        if link is not None:
+            self._links.retire(link)
 
     def _check_connections(self) -> None:
-        for entry in self._entries.values():
-            if entry.state != PeerState.READY or entry.inquiry is None:
+        for peer in list(self._peers.values()):
+            if peer.state != PeerState.READY or peer.inquiry is None:
                 continue
-            if entry.inquiry.is_connected():
+            if peer.inquiry.is_connected():
                 continue
-            entry.apply(PeerEvent.DOUBTED)
+            is_idle = peer.is_idle
+            peer.apply(PeerEvent.DOUBTED)
             self._log.warning(
-                "connection", f"the connection to prefill engine {entry.key} has closed"
+                "connection", f"the connection to prefill engine {peer.key} has closed"
             )
-            entry.close_inquiry()
-            if entry.is_idle:
-                self._drop(entry)  # its process has ended, as far as can be told
-            elif entry.peer is not None:
-                self._prove(entry.key, entry.peer.incarnation)
+            peer.close_inquiry()
+            if is_idle:
+                self._drop(peer)  # its process has ended, as far as can be told
+            elif peer.link is not None:
+                self._prove(peer.key, peer.link.incarnation)
 
     def _prove(self, key: PeerKey, incarnation: str) -> None:
         """Reads are under way: find out now whether their peer lives."""
@@ -290,15 +370,40 @@ class PeerTable:
 
     def _retire_unused(self, now: float) -> None:
         limit = self._config.peer_idle_timeout
-        for entry in list(self._entries.values()):
-            if entry.is_idle and now - entry.last_used >= limit:
-                logger.info(
-                    "prefill engine %s was not needed for %g s; forgotten", entry.key, limit
-                )
-                self._retire(entry)
+        for peer in list(self._peers.values()):
+            if peer.is_idle and now - peer.last_used >= limit:
+                logger.info("prefill engine %s was not needed for %g s; forgotten", peer.key, limit)
+                self._retire(peer)
 
-    def _retire(self, entry: PeerEntry) -> None:
-        entry.apply(PeerEvent.UNUSED)
-        entry.close_inquiry()
-        self._drop(entry)
-        del self._entries[entry.key]
+    def _retire(self, peer: Peer) -> None:
+        del self._peers[peer.key]
+        peer.apply(PeerEvent.UNUSED)
+        self._drop(peer)
+        peer.drop_reach()
+        peer.close_inquiry()
+
+
+def _as_error(failure: Exception, key: PeerKey) -> CommextError:
+    if isinstance(failure, CommextError):
+        return failure
+    return ProtocolError(f"the handshake with {key} failed: {failure or type(failure).__name__}")
+
+
+def _log_ready(link: Link, described: wire.WorkerDescription, tolerated: str) -> None:
+    """Say once how a peer will be read."""
+    engine_id, host, port, rank = link.key
+    lengths = link.plan.local_rows[:, 1]
+    logger.info(
+        "prefill engine %s at %s:%d is ready: rank %d of %d, %d blocks; %d descriptors of "
+        "%d to %d bytes for each cell of tokens or state%s",
+        engine_id,
+        host,
+        port,
+        rank,
+        described.layout.tp_size,
+        described.layout.num_blocks,
+        sum(section.num_lanes for section in link.plan.sections),
+        lengths.min(initial=1 << 62) if len(lengths) else 0,
+        lengths.max(initial=0),
+        f"; tolerated differences: {tolerated}" if tolerated else "",
+    )

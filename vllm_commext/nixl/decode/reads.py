@@ -3,72 +3,86 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.decode.loads import Part
-from vllm_commext.nixl.decode.peer import LocalSide, Peer
+from vllm_commext.nixl.decode.links import Link
+from vllm_commext.nixl.decode.transfers import Failure, Part
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.pauses import pause
 from vllm_commext.nixl.transport.posting import Posting, pieces_of_read
-from vllm_commext.nixl.wire import messages as wire
+
+PATIENCE = 4
+"""A read counts as moving along with the others of its link until these have moved so many times
+``max_bytes_in_flight`` since it moved itself."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Read:
-    """One load's read from one prefill worker.
+    """One load's read from one prefill worker; all times in seconds of ``time.perf_counter``.
 
     Attributes:
         part: what is being loaded.
-        peer: where from.
+        link: where from; held until the read has ended.
         posting: what NIXL does for it, None between the blocks' end and the fence.
-        posted: when it was posted, in seconds of ``time.perf_counter``.
+        posted: when it was posted.
         post_seconds: how long posting took.
         num_bytes: bytes that it copies.
         num_descriptors: descriptors, before NIXL merges neighbours.
-        num_merged: descriptors after that, known at the blocks' end.
+        progressed: when a piece of it last ended.
+        mark: ``link.num_bytes_done`` at that time.
+        num_merged: descriptors after merging, known at the blocks' end.
         cell: where the fence is read into, None before that.
-        late: its deadline has passed.
-        given_up: its load has been reported as failed, it only has to end.
+        is_late: it has not moved on for too long.
     """
 
     part: Part
-    peer: Peer
+    link: Link
     posting: Posting | None
     posted: float
     post_seconds: float
     num_bytes: int
     num_descriptors: int
+    progressed: float
+    mark: int
     num_merged: int = 0
     cell: int | None = None
-    late: bool = False
-    given_up: bool = False
+    is_late: bool = False
 
     @property
     def is_fenced(self) -> bool:
         """Whether the request's fence is known, so that it can be checked."""
-        return self.part.remote.fence_slot >= 0 and self.peer.fence_list is not None
+        return self.part.remote.fence_slot >= 0 and self.link.fence_list is not None
 
 
 @dataclass(frozen=True)
 class End:
-    """How a read ended: well, or for one of ``recorder.FAILURE_REASONS`` and what it means."""
+    """How a read ended: well, or with a failure."""
 
-    reason: str = ""
-    text: str = ""
+    failure: Failure | None = None
 
 
-def release_notification(local: LocalSide, part: Part) -> bytes:
-    """What tells a prefill worker that this reader needs the request's blocks no longer."""
-    return wire.encode(
-        wire.Released(
-            request_id=part.remote.request_id,
-            consumer=local.consumer,
-            num_consumers=part.num_consumers,
+def prepare(part: Part, link: Link) -> Pairs:
+    """What a part copies.
+
+    Raises:
+        ProtocolError: the block lists do not fit each other or the caches, or the fence's slot is
+            none of the peer's.
+    """
+    load, remote = part.load, part.remote
+    if link.fence_list is not None and remote.fence_slot >= link.num_fence_slots:
+        raise ProtocolError(
+            f"kv_transfer_params: expected remote_fence_slot below {link.num_fence_slots}, got "
+            f"{remote.fence_slot}"
         )
+    return link.plan.pairs(
+        load.blocks,
+        remote.block_ids,
+        num_tokens=load.num_tokens,
+        num_remote_tokens=remote.num_tokens,
+        pause=pause,
     )
 
 
@@ -76,11 +90,21 @@ class ReadSet:
     """The reads under way on one worker.  Owned by one thread.
 
     Attributes: ``num_fences``: fences that were posted so far.
+
+    Args:
+        agent: whose reads they are.
+        recorder: where timings go.
+        max_bytes: bytes under way on one link, unless a single read has more.
+        limit_seconds: a read that has not moved on for as long is late.
     """
 
-    def __init__(self, agent: NixlAgent, recorder: TransferRecorder) -> None:
+    def __init__(
+        self, agent: NixlAgent, recorder: TransferRecorder, max_bytes: int, limit_seconds: float
+    ) -> None:
         self._agent = agent
         self._recorder = recorder
+        self._max_bytes = max_bytes
+        self._limit_seconds = limit_seconds
         self._reads: list[Read] = []
         self.num_fences = 0
 
@@ -88,70 +112,101 @@ class ReadSet:
         """Reads under way."""
         return len(self._reads)
 
-    def give_up(self, request_id: str) -> None:
-        """The request's reads have only to end."""
-        for read in self._reads:
-            if read.part.load.request_id == request_id:
-                read.given_up = True
+    def under_way(self) -> list[Read]:
+        """The reads, in the order in which they were posted."""
+        return list(self._reads)
 
-    def post(self, part: Part, peer: Peer) -> bool:
-        """Start a read; False where there is nothing to read.
+    def has_room(self, pairs: Pairs, link: Link) -> bool:
+        """Whether a read may be posted now: the first one on a link always may."""
+        return not link.num_bytes or link.num_bytes + pairs.num_bytes <= self._max_bytes
+
+    def post(self, part: Part, link: Link, pairs: Pairs) -> None:
+        """Start a read.
 
         Raises:
-            ProtocolError: the block lists do not fit each other or the caches, or the fence's slot
-                is none of the peer's.
-            Exception: what NIXL raises where the read cannot be posted; nothing is under way then.
+            Exception: what NIXL raises where it cannot be posted; nothing is under way then.
         """
-        load, remote = part.load, part.remote
-        if peer.fence_list is not None and remote.fence_slot >= peer.num_fence_slots:
-            raise ProtocolError(
-                f"kv_transfer_params: expected remote_fence_slot below {peer.num_fence_slots}, got "
-                f"{remote.fence_slot}"
-            )
         started = time.perf_counter()
-        pairs = peer.plan.pairs(
-            load.blocks,
-            remote.block_ids,
-            num_tokens=load.num_tokens,
-            num_remote_tokens=remote.num_tokens,
-            pause=pause,
-        )
-        if not len(pairs.local):
-            return False
-        self._reads.append(self._start(part, peer, pairs, started))
         self._recorder.queued(started - part.begun)
-        peer.num_reads += 1
-        return True
-
-    def _start(self, part: Part, peer: Peer, pairs: Pairs, started: float) -> Read:
-        pieces = pieces_of_read(self._agent, peer.local_list, peer.remote_list, pairs)
+        pieces = pieces_of_read(self._agent, link.local_list, link.remote_list, pairs)
         posting = Posting(self._agent, pieces)
-        seconds = time.perf_counter() - started
-        return Read(part, peer, posting, started, seconds, pairs.num_bytes, len(pairs.local))
-
-    def poll(self) -> Iterator[tuple[Read, End]]:
-        """Reads that have ended since the last call."""
-        reads, self._reads = self._reads, []
-        for read in reads:
-            end = self._advance(read)
-            if end is None:
-                self._reads.append(read)
-                continue
-            read.peer.num_reads -= 1
-            if not end.reason and not read.given_up:
-                self._record(read)
-            yield read, end
-
-    def take_late(self, limit_seconds: float) -> Iterator[Read]:
-        """Reads that have taken longer than ``limit_seconds`` or whose peer is lost, each once."""
         now = time.perf_counter()
-        for read in self._reads:
-            if not read.late and (read.peer.lost or now - read.posted >= limit_seconds):
-                read.late = True
-                yield read
+        read = Read(
+            part=part,
+            link=link.hold(),
+            posting=posting,
+            posted=started,
+            post_seconds=now - started,
+            num_bytes=pairs.num_bytes,
+            num_descriptors=len(pairs.local),
+            progressed=now,
+            mark=link.num_bytes_done,
+        )
+        if not link.num_bytes:
+            link.progressed = now
+        link.num_bytes += read.num_bytes
+        self._reads.append(read)
+
+    def look(self, read: Read) -> End | None:
+        """One step of blocks, then fence, then end; None while under way.  What goes wrong ends
+        this read, as soon as nothing of it is under way."""
+        num_open = read.posting.num_open if read.posting is not None else 0
+        try:
+            end = self._advance(read)
+        except Exception as error:  # noqa: BLE001 one read's error is no other's
+            if read.posting is not None and read.posting.num_open:
+                return None  # looked at again, until it ends or is late
+            end = End(Failure("internal", error))
+        if end is not None or read.posting is None or read.posting.num_open < num_open:
+            self._note_progress(read)
+        if end is not None:
+            self._end(read)
+        return end
+
+    def record(self, read: Read) -> None:
+        """Note the figures of a read that has ended well."""
+        self._recorder.transfer(
+            seconds=time.perf_counter() - read.posted,
+            post_seconds=read.post_seconds,
+            num_bytes=read.num_bytes,
+            num_blocks=len(read.part.load.block_ids),
+            num_descriptors=read.num_descriptors,
+            num_merged=read.num_merged,
+        )
+
+    def take_late(self) -> list[Read]:
+        """Reads that do not move on, or whose peer is lost, each told once; the link's room is for
+        others from now on."""
+        now = time.perf_counter()
+        late = [read for read in self._reads if not read.is_late and self._is_stuck(read, now)]
+        for read in late:
+            read.is_late = True
+            read.link.num_bytes -= read.num_bytes
+        return late
+
+    def _is_stuck(self, read: Read, now: float) -> bool:
+        link, moved = read.link, read.progressed
+        if link.num_bytes_done - read.mark <= PATIENCE * self._max_bytes:
+            moved = max(moved, link.progressed)
+        return link.lost or now - moved >= self._limit_seconds
+
+    def _note_progress(self, read: Read) -> None:
+        read.link.progressed = read.progressed = time.perf_counter()
+        read.mark = read.link.num_bytes_done
+
+    def _end(self, read: Read) -> None:
+        """Give back what the read held."""
+        self._reads.remove(read)
+        link = read.link
+        link.num_bytes_done += read.num_bytes
+        if not read.is_late:
+            link.num_bytes -= read.num_bytes
+        if read.cell is not None:
+            self._agent.board.give_back_cell(read.cell)
+            read.cell = None
+        link.drop()
 
     def _advance(self, read: Read) -> End | None:
-        """One step of blocks, then fence, then end; None while under way."""
         if read.posting is not None:
             error = read.posting.look()
             if error is None:
@@ -160,12 +215,10 @@ class ReadSet:
                 read.num_merged = read.posting.num_merged
             read.posting = None
             if error:
-                self._take_nonce(read)
-                return End("transfer", f"NIXL: {error}")
-        nonce = self._take_nonce(read)
-        if nonce is not None:
-            return self._judge(read, nonce)
-        if read.given_up or not read.is_fenced:
+                return End(Failure("transfer", ProtocolError(f"NIXL: {error}")))
+        if read.cell is not None:
+            return self._judge(read, self._agent.board.nonce_in(read.cell))
+        if read.part.use.is_given_up or not read.is_fenced:
             return End()
         return self._post_fence(read)
 
@@ -177,38 +230,20 @@ class ReadSet:
         read.cell = cell
         try:
             fence = self._agent.make_fence_read(
-                read.peer.fence_list, cell, read.part.remote.fence_slot
+                read.link.fence_list, cell, read.part.remote.fence_slot
             )
             read.posting = Posting(self._agent, [fence])
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the read has failed
-            self._take_nonce(read)
-            return End("transfer", f"NIXL: {error}")
+            return End(Failure("transfer", ProtocolError(f"NIXL: {error}")))
         self.num_fences += 1
         return self._advance(read)  # within a host it has arrived by now
-
-    def _take_nonce(self, read: Read) -> int | None:
-        """What has arrived in the read's cell, which is given back; None without a cell."""
-        if read.cell is None:
-            return None
-        nonce, read.cell = self._agent.board.read_cell(read.cell), None
-        return nonce
 
     @staticmethod
     def _judge(read: Read, nonce: int) -> End:
         if nonce == read.part.remote.fence_nonce:
             return End()
-        return End(
-            "expired",
+        text = (
             "the prefill engine had freed the blocks before they were read: the request came later "
-            "than kv_lease_duration, or its parameters were used twice or altered",
+            "than kv_lease_duration, or its parameters were used twice or altered"
         )
-
-    def _record(self, read: Read) -> None:
-        self._recorder.transfer(
-            seconds=time.perf_counter() - read.posted,
-            post_seconds=read.post_seconds,
-            num_bytes=read.num_bytes,
-            num_blocks=len(read.part.load.block_ids),
-            num_descriptors=read.num_descriptors,
-            num_merged=read.num_merged,
-        )
+        return End(Failure("expired", ProtocolError(text)))

@@ -5,7 +5,15 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-FAILURE_REASONS = ("configuration", "expired", "handshake", "request", "timeout", "transfer")
+FAILURE_REASONS = (
+    "configuration",
+    "expired",
+    "handshake",
+    "internal",
+    "request",
+    "timeout",
+    "transfer",
+)
 """Every reason a load or a release can fail for; the label of the failures metric."""
 GAUGES = "gauges"
 

@@ -111,7 +111,10 @@ class FenceBoard:
         """A cell to read a peer's nonce into, None where all are in use."""
         return self._free_cells.pop() if self._free_cells else None
 
-    def read_cell(self, cell: int) -> int:
-        """The nonce that has arrived in a cell, which is free again."""
-        self._free_cells.append(cell)
+    def nonce_in(self, cell: int) -> int:
+        """The nonce that has arrived in a cell."""
         return int(self.cells[cell])
+
+    def give_back_cell(self, cell: int) -> None:
+        """A cell is free again: nothing is read into it any more."""
+        self._free_cells.append(cell)

@@ -42,6 +42,8 @@ class Holder:
         self._leases = LeaseLedger(config.kv_lease_max_duration)
         self._fences: dict[str, tuple[int, int]] = {}
         self._begun: dict[str, float] = {}
+        # Ended, and not reported yet: an error in the midst of that must not keep their blocks.
+        self._unsent: list[str] = []
         self._log = RateLimitedLog()
 
     def __len__(self) -> int:
@@ -82,6 +84,7 @@ class Holder:
 
     def end_leases(self) -> None:
         """Free what nobody has fetched in time."""
+        self._report_unsent()
         ended = self._leases.expire(time.monotonic(), EARLY_RELEASE_SECONDS)
         for request_id, seconds in ended.items():
             self._report_sent(request_id)
@@ -100,10 +103,17 @@ class Holder:
             )
 
     def _report_sent(self, request_id: str) -> None:
-        """The blocks may be freed: first replace the nonce, so that no reader relies on
-        them."""
-        slot, nonce = self._fences.pop(request_id)
-        if slot >= 0:
-            self._agent.board.end(slot, nonce)
-        self._recorder.lease_ended(time.monotonic() - self._begun.pop(request_id))
-        self._outcomes.sent(request_id)
+        """The blocks may be freed: first replace the nonce, so that no reader relies on them."""
+        self._unsent.append(request_id)
+        self._report_unsent()
+
+    def _report_unsent(self) -> None:
+        for request_id in list(self._unsent):
+            slot, nonce = self._fences[request_id]
+            if slot >= 0:
+                self._agent.board.end(slot, nonce)
+            self._unsent.remove(request_id)
+            del self._fences[request_id]
+            begun = self._begun.pop(request_id)
+            self._outcomes.sent(request_id)
+            self._recorder.lease_ended(time.monotonic() - begun)

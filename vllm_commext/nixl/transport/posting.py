@@ -62,6 +62,11 @@ class Posting:
             raise
         self._handles.append(handle)
 
+    @property
+    def num_open(self) -> int:
+        """Pieces that have not ended, as far as ``look`` has seen."""
+        return len(self._handles)
+
     def look(self) -> str | None:
         """None while a piece is under way; then what went wrong, "" where nothing did."""
         while self._handles:
@@ -69,11 +74,13 @@ class Posting:
             if state == IN_PROGRESS:
                 return None
             handle = self._handles.pop(0)
-            if state == DONE:
-                self.num_merged += self._agent.num_merged(handle)
-            else:
-                self._error = self._error or text or state
-            self._release(handle)
+            try:
+                if state == DONE:
+                    self.num_merged += self._agent.num_merged(handle)
+                else:
+                    self._error = self._error or text or state
+            finally:
+                self._release(handle)
             if self._handles:
                 pause()
         return self._error

@@ -12,11 +12,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.decode.peer import Peer
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.posting import Posting
+
+if TYPE_CHECKING:
+    from vllm_commext.nixl.decode.links import Link
 
 SPLIT_DESCRIPTORS = 1024
 """Descriptors of a read from which on NIXL shares it out, where ``split_batch_size`` is not set."""
@@ -49,7 +52,7 @@ class Sweeper:
         self._count = count
         self._num_due = 0
         self._last_round = -math.inf
-        self._peer: Peer | None = None
+        self._link: Link | None = None
         self._posting: Posting | None = None
         # A cell of its own for good: reads that have failed may write late.
         self._cell: int | None = None
@@ -57,7 +60,7 @@ class Sweeper:
     @property
     def is_reading(self) -> bool:
         """Whether a read is under way."""
-        return self._peer is not None
+        return self._link is not None
 
     @property
     def is_due(self) -> bool:
@@ -72,43 +75,42 @@ class Sweeper:
         """A peer was removed."""
         self._num_due = NUM_ROUNDS if self._count else 0
 
-    def poll(self, peers: Sequence[Peer]) -> tuple[Peer, str] | None:
+    def poll(self, links: Sequence[Link]) -> tuple[Link, str] | None:
         """Look at the read under way, or begin one where it is due.
 
         Args:
-            peers: those that can be read, the youngest last.
+            links: those that can be read, the youngest last.
 
         Returns:
-            The peer of a read that has ended, and what went wrong with it, "" where nothing did.
+            The link of a read that has ended, and what went wrong with it, "" where nothing did.
         """
         now = time.monotonic()
-        if self._peer is None and self._num_due and now >= self._next_round:
+        if self._link is None and self._num_due and now >= self._next_round:
             self._last_round = now
-            self._begin(peers)
-        if self._peer is None:
+            self._begin(links)
+        if self._link is None:
             return None
         error = self._look()
         if error is None:
             return None
-        peer, self._peer, self._posting = self._peer, None, None
-        peer.num_reads -= 1
+        link, self._link, self._posting = self._link, None, None
+        link.drop()
         self._num_due -= not error
-        return peer, error
+        return link, error
 
-    def _begin(self, peers: Sequence[Peer]) -> None:
-        peer = next((one for one in reversed(peers) if one.fence_list is not None), None)
-        if peer is not None and self._cell is None:
+    def _begin(self, links: Sequence[Link]) -> None:
+        link = next((one for one in reversed(links) if one.fence_list is not None), None)
+        if link is not None and self._cell is None:
             self._cell = self._agent.board.take_cell()
-        if peer is not None and self._cell is not None:
-            peer.num_reads += 1
-            self._peer = peer
+        if link is not None and self._cell is not None:
+            self._link = link.hold()
 
     def _look(self) -> str | None:
-        assert self._peer is not None  # a read is under way or to be posted
+        assert self._link is not None  # a read is under way or to be posted
         assert self._cell is not None
         try:
             if self._posting is None:
-                fence_list = self._peer.fence_list
+                fence_list = self._link.fence_list
                 read = self._agent.make_fence_read(fence_list, self._cell, 0, self._count)
                 self._posting = Posting(self._agent, [read])
             return self._posting.look()

@@ -1,0 +1,259 @@
+"""What NIXL holds for prefill workers: agents and prepared lists, each with a count of its users,
+and given back after the last one, so that nothing that can still be reached is released."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.nixl.decode.heartbeats import PeerKey
+from vllm_commext.nixl.geometry.descriptors import UInt64Array
+from vllm_commext.nixl.geometry.layout import CacheLayout
+from vllm_commext.nixl.geometry.plan import ReadPlan
+from vllm_commext.nixl.log import RateLimitedLog
+from vllm_commext.nixl.transport.agent import NixlAgent
+from vllm_commext.nixl.transport.sweep import Sweeper, num_descriptors
+from vllm_commext.nixl.wire import messages as wire
+
+_log = RateLimitedLog()
+
+
+@dataclass(frozen=True)
+class LocalSide:
+    """This worker, as far as a handshake compares it with a peer.
+
+    Attributes:
+        engine_id: this engine's id.
+        facts: this engine's configuration facts.
+        layout: this worker's cache.
+        memory_type: NIXL memory type of the cache, "DRAM" or "VRAM".
+        device_id: device of the cache.
+    """
+
+    engine_id: str
+    facts: dict[str, str]
+    layout: CacheLayout
+    memory_type: str = "DRAM"
+    device_id: int = 0
+
+    @property
+    def consumer(self) -> str:
+        """How a prefill worker tells this reader from others."""
+        return f"{self.engine_id}/{self.layout.tp_rank}"
+
+
+class Shared:
+    """Something with several users, given back after the last one; made with one user."""
+
+    def __init__(self, value: Any, give_back: Callable[[], None]) -> None:
+        self.value = value
+        self._give_back = give_back
+        self._num_users = 1
+
+    def hold(self) -> Shared:
+        """One more user."""
+        self._num_users += 1
+        return self
+
+    def drop(self) -> None:
+        """One user less."""
+        self._num_users -= 1
+        if self._num_users:
+            return
+        try:
+            self._give_back()
+        except Exception as error:  # noqa: BLE001 NIXL raises many types; the peer may be gone
+            _log.warning("give back", f"NIXL did not give back what a peer needed: {error}")
+
+
+@dataclass(eq=False)
+class Link:
+    """A connection to a prefill worker that can be read from; made with one user.
+
+    Attributes:
+        key: engine id, host, port and rank it was asked under.
+        incarnation: the start of its engine.
+        agent_name: name of its NIXL agent.
+        plan: how to read from it.
+        local_list: prepared list of this worker's side of the plan.
+        remote_list: prepared list of its side.
+        memory_type: NIXL memory type of its cache.
+        device_id: device of its cache.
+        fence_list: prepared list of its fences' nonces, None where it has none.
+        num_fence_slots: how many there are.
+        lease_seconds: how long it keeps blocks after the last sign of a reader, 0 where it takes no
+            heartbeats.
+        held: what of NIXL's it uses, in the order in which it was made.
+        num_users: who may still use it: its peer while it is its peer's link, and each read.
+        retired: not to be used for further reads.
+        lost: its engine is gone, so that reads under way have no prospect.
+        num_bytes: bytes of the reads under way that are not late.
+        num_bytes_done: bytes of the reads that have ended.
+        progressed: when a piece of a read last ended, in seconds of ``time.perf_counter``.
+    """
+
+    key: PeerKey
+    incarnation: str
+    agent_name: str
+    plan: ReadPlan
+    local_list: Any
+    remote_list: Any
+    memory_type: str
+    device_id: int
+    fence_list: Any = None
+    num_fence_slots: int = 0
+    lease_seconds: float = 0.0
+    held: list[Shared] = field(default_factory=list[Shared])
+    num_users: int = 1
+    retired: bool = False
+    lost: bool = False
+    num_bytes: int = 0
+    num_bytes_done: int = 0
+    progressed: float = field(default_factory=time.perf_counter)
+
+    def serves(self, incarnation: str) -> bool:
+        """Whether a request of this start of the engine, "" for any, is one of its own."""
+        return incarnation in ("", self.incarnation)
+
+    def hold(self) -> Link:
+        """One more user."""
+        self.num_users += 1
+        return self
+
+    def drop(self) -> None:
+        """One user less; the last one gives back what NIXL holds for it."""
+        self.num_users -= 1
+        while not self.num_users and self.held:
+            self.held.pop().drop()
+
+
+class Links:
+    """Makes the connections to peers.  Owned by one thread."""
+
+    def __init__(self, agent: NixlAgent, config: ConnectorConfig, local: LocalSide) -> None:
+        self._agent = agent
+        self._local = local
+        self._sweeper = Sweeper(agent, num_descriptors(config))
+        self._all: list[Link] = []
+        # A retired link whose reads go on, and the same peer connected anew, share NIXL's agent.
+        self._agents: dict[str, Shared] = {}
+        # Peers of one tensor-parallel size share this worker's side of their plans.
+        self._local_lists: dict[bytes, Shared] = {}
+
+    @property
+    def num_retired(self) -> int:
+        """Retired links whose reads go on."""
+        return len(self._existing()) - len(self._live())
+
+    @property
+    def is_sweeping(self) -> bool:
+        """Whether a read of the sweeper's is under way."""
+        return self._sweeper.is_reading
+
+    @property
+    def has_sweeps_due(self) -> bool:
+        """Whether the sweeper is to read, from a peer that there is."""
+        return self._sweeper.is_due and bool(self._live())
+
+    def reach(self, described: wire.WorkerDescription) -> Shared:
+        """The name of a worker's agent, for notifications; its user has to drop it.
+
+        Raises:
+            Exception: NIXL cannot use the description.
+        """
+        name = self._agent.add_peer(described.agent_metadata)
+        if name in self._agents:
+            return self._agents[name].hold()
+        self._agents[name] = Shared(name, lambda: self._forget_agent(name))
+        return self._agents[name]
+
+    def connect(
+        self, key: PeerKey, incarnation: str, described: wire.WorkerDescription, plan: ReadPlan
+    ) -> Link:
+        """Connect to a worker that has described itself.
+
+        Raises:
+            Exception: NIXL cannot use the description; nothing of it is kept then.
+        """
+        held = [self.reach(described)]
+        name: str = held[0].value
+        remote = fences = None
+        num_slots = described.num_fence_slots
+        try:
+            local = self._local_list(plan.local_rows, held)
+            if len(plan.remote_rows):
+                rows, kind = plan.remote_rows, described.memory_type
+                remote = self._keep(self._agent.prepare(name, rows, kind), held)
+            if num_slots:
+                prepared = self._agent.prepare_fences(name, described.fence_address, num_slots)
+                fences = self._keep(prepared, held)
+        except Exception:
+            while held:
+                held.pop().drop()
+            raise
+        link = Link(
+            key=key,
+            incarnation=incarnation,
+            agent_name=name,
+            plan=plan,
+            local_list=local,
+            remote_list=remote,
+            memory_type=described.memory_type,
+            device_id=described.device_id,
+            fence_list=fences,
+            num_fence_slots=num_slots,
+            lease_seconds=described.lease_seconds,
+            held=held,
+        )
+        self._all = [*self._existing(), link]
+        return link
+
+    def retire(self, link: Link) -> None:
+        """Use a link no more; it ends with the last of its reads."""
+        if not link.retired:
+            link.retired = True
+            link.drop()
+
+    def sweep(self) -> Link | None:
+        """Let NIXL go on with what removals have begun; a link that could not be read for that."""
+        ended = self._sweeper.poll(self._live())
+        return ended[0] if ended is not None and ended[1] else None
+
+    def mark_lost(self, key: PeerKey) -> None:
+        """The engine behind a key is gone: what is read from it has no prospect."""
+        for link in self._existing():
+            link.lost = link.lost or (link.retired and link.key == key)
+
+    def _existing(self) -> list[Link]:
+        self._all = [link for link in self._all if link.num_users]
+        return self._all
+
+    def _live(self) -> list[Link]:
+        return [link for link in self._all if not link.retired]
+
+    def _local_list(self, rows: UInt64Array, held: list[Shared]) -> Any:
+        key = rows.tobytes()
+        if not len(rows):
+            return None
+        if key in self._local_lists:
+            held.append(self._local_lists[key].hold())
+        else:
+            prepared = self._agent.prepare("", rows, self._local.memory_type)
+            self._local_lists[key] = Shared(prepared, lambda: self._forget_local_list(key))
+            held.append(self._local_lists[key])
+        return held[-1].value
+
+    def _keep(self, prepared: Any, held: list[Shared]) -> Any:
+        held.append(Shared(prepared, lambda: self._agent.release_list(prepared)))
+        return prepared
+
+    def _forget_local_list(self, key: bytes) -> None:
+        self._agent.release_list(self._local_lists.pop(key).value)
+
+    def _forget_agent(self, name: str) -> None:
+        del self._agents[name]
+        self._agent.remove_peer(name)
+        self._sweeper.note_removal()

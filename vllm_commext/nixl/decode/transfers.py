@@ -1,0 +1,244 @@
+"""What one worker does for one remote request: everything that is under way for it, in one object.
+
+Pure.  Several requests of this engine may use one remote request (``n`` > 1, or a router that uses
+parameters again).  Each of these uses is read in parts, one for each prefill rank involved, and
+ends when all of its parts have: blocks into which a part is still being read must not be given to
+anybody else, even if another part has failed.  A use that took too long is given up: it counts as
+failed at once, and as settled when its last part has ended.  A prefill rank is released when no use
+needs it any more.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm_commext.errors import CommextError, ProtocolError, UnsupportedError
+from vllm_commext.nixl.decode.heartbeats import PeerKey
+from vllm_commext.nixl.geometry.plan import Pairs
+from vllm_commext.nixl.geometry.topology import Sources
+from vllm_commext.nixl.requests import Load, RemoteRequest
+
+if TYPE_CHECKING:
+    from vllm_commext.nixl.decode.links import Link
+
+RELEASE_DELAY_SECONDS = 0.25
+"""From the end of the last load of a remote request to its release: other uses of it, such as the
+further samples of a request with ``n`` > 1, may follow one by one."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a load failed: one of ``recorder.FAILURE_REASONS`` and the error."""
+
+    reason: str
+    error: Exception
+
+    @property
+    def text(self) -> str:
+        """What a log line says of it."""
+        if self.reason == "internal":
+            return f"an error in the connector's own code: {self.error!r}"
+        return str(self.error)
+
+
+Identity = tuple[str, str, str, int, int, str]
+
+
+def identity(remote: RemoteRequest) -> Identity:
+    """What tells one remote request from others."""
+    one = remote
+    return one.engine_id, one.incarnation, one.host, one.port, one.tp_size, one.request_id
+
+
+def failure_of(error: Exception, reason: str) -> Failure:
+    """The failure that an error means: ``reason`` where it is one of this package's own that says
+    no more."""
+    if isinstance(error, UnsupportedError):
+        return Failure("configuration", error)
+    return Failure(reason if isinstance(error, CommextError) else "internal", error)
+
+
+def restarted(remote: RemoteRequest) -> Failure:
+    """Why a load fails whose parameters are of another start of the prefill engine."""
+    text = (
+        f"the prefill engine {remote.engine_id!r} was restarted since it computed this request: "
+        "its blocks are gone"
+    )
+    return Failure("expired", ProtocolError(text))
+
+
+def describe_source(remote: RemoteRequest | None) -> str:
+    """The prefill engine and request that a message is about."""
+    if remote is None:
+        return "an unknown prefill engine"
+    return (
+        f"prefill engine {remote.engine_id!r} at {remote.host}:{remote.port} (request "
+        f"{remote.request_id} there)"
+    )
+
+
+@dataclass
+class Source:
+    """One prefill rank of a remote request.
+
+    Attributes:
+        key: the prefill worker.
+        num_consumers: decode ranks that it waits for.
+        num_users: uses that still need its blocks.
+        release_at: when it is to be released, in seconds of ``time.perf_counter``; infinite while
+            it is used, and after the release.
+        is_gone: it keeps nothing for the request, as far as is known.
+        is_retried: it could not be told that it is released, and is told again.
+    """
+
+    key: PeerKey
+    num_consumers: int
+    num_users: int = 0
+    release_at: float = math.inf
+    is_gone: bool = False
+    is_retried: bool = False
+
+
+@dataclass(eq=False)
+class Use:
+    """One request of this engine that needs the remote request.
+
+    Attributes:
+        request_id: its id in this engine.
+        transfer: what it is a use of.
+        load: what is to be read, None before it is known.
+        ranks: prefill ranks that it still needs.
+        failure: why it has failed, None where it has not.
+        lateness: why it is to fail, where the scheduler side has been told that it is late.
+        is_given_up: it has been reported as failed and has only to settle.
+    """
+
+    request_id: str
+    transfer: Transfer
+    load: Load | None = None
+    ranks: set[int] = field(default_factory=set[int])
+    failure: Failure | None = None
+    lateness: Failure | None = None
+    is_given_up: bool = False
+
+
+@dataclass(eq=False)
+class Part:
+    """What one use reads from one prefill rank.
+
+    Attributes:
+        use: whose part it is.
+        load: what is read.
+        rank: the prefill rank.
+        key: the prefill worker.
+        retried: it was tried before, over a connection that turned out to be broken.
+        begun: when it began, in seconds of ``time.perf_counter``.
+        pairs: what is copied over a link, once it is known.
+    """
+
+    use: Use
+    load: Load
+    rank: int
+    key: PeerKey
+    retried: bool = False
+    begun: float = field(default_factory=time.perf_counter)
+    pairs: tuple[Link, Pairs] | None = None
+
+    @property
+    def remote(self) -> RemoteRequest:
+        """What is read from."""
+        return self.load.remote or self.use.transfer.remote
+
+
+class Transfer:
+    """One remote request.
+
+    Attributes: ``remote``: where its blocks are.  ``sources``: by prefill rank, those that this
+        worker has to do with.  ``uses``: by request id of this engine.
+
+    Args:
+        remote: the remote request.
+        found: this worker's part in reading from its engine.
+    """
+
+    def __init__(self, remote: RemoteRequest, found: Sources) -> None:
+        self.remote = remote
+        self._read = found.read
+        self.sources = {
+            rank: Source((remote.engine_id, remote.host, remote.port, rank), num_consumers)
+            for rank, num_consumers in found.num_consumers.items()
+        }
+        self.uses: dict[str, Use] = {}
+
+    @property
+    def next_release(self) -> float:
+        """When the next source is to be released, infinite for none."""
+        return min((source.release_at for source in self.sources.values()), default=math.inf)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is used no more and every source has been released."""
+        return not self.uses and self.next_release == math.inf
+
+    def wait(self, request_id: str) -> Use:
+        """A request will load it later: all of its sources are needed."""
+        use = self.uses[request_id] = Use(request_id, self, ranks=set(self.sources))
+        for source in self.sources.values():
+            source.num_users += 1
+            source.release_at = math.inf
+        return use
+
+    def begin(self, load: Load) -> list[Part]:
+        """A load begins; what it needs no more is dropped, the rest are its parts."""
+        use = self.uses.get(load.request_id) or self.wait(load.request_id)
+        use.load = load
+        wanted = self._read if load.block_ids else ()
+        for rank in use.ranks - set(wanted):
+            self._drop(use, rank, 0.0)
+        return [Part(use, load, rank, self.sources[rank].key) for rank in wanted]
+
+    def close(self, part: Part, failure: Failure | None = None) -> bool:
+        """A part has ended; whether its use has ended with it."""
+        use = part.use
+        use.failure = use.failure or failure
+        if failure is not None and failure.reason == "expired":
+            self.sources[part.rank].is_gone = True
+        self._drop(use, part.rank, 0.0 if use.failure else RELEASE_DELAY_SECONDS)
+        return self.end(use)
+
+    def end(self, use: Use) -> bool:
+        """Forget a use that needs nothing any more; whether it was one."""
+        if use.ranks or use.load is None:
+            return False
+        return self.uses.pop(use.request_id, None) is not None
+
+    def _drop(self, use: Use, rank: int, delay: float) -> None:
+        """A use needs a source no more; the last one has it released after a delay."""
+        if rank not in use.ranks:
+            return
+        use.ranks.discard(rank)
+        source = self.sources[rank]
+        source.num_users -= 1
+        if source.num_users == 0:
+            source.release_at = time.perf_counter() + delay
+
+    def take_due(self, now: float) -> list[Source]:
+        """Sources to be released now; each is told once."""
+        due = [source for source in self.sources.values() if source.release_at <= now]
+        for source in due:
+            source.release_at = math.inf
+        return [source for source in due if not source.is_gone]
+
+    def give_up_sources(self) -> None:
+        """None of the sources keeps anything under these parameters."""
+        for source in self.sources.values():
+            source.is_gone = True
+
+    def release_unused(self) -> None:
+        """Release now what nothing uses."""
+        for source in self.sources.values():
+            if not source.num_users:
+                source.release_at = 0.0
