@@ -58,19 +58,28 @@ class Holder:
             self._report_sent(hold.request_id)
 
     def take_notifications(self) -> None:
-        """Take in what readers have sent since the last call."""
+        """Take in what readers have sent since the last call; what one of them says is lost at most
+        with its own error."""
         now = time.monotonic()
         for message in self._agent.notifications():
             try:
-                notification = wire.decode_notification(message)
-            except ProtocolError as error:
-                self._recorder.leases(unmatched=1)
-                self._log.warning("notification", f"ignored a NIXL notification: {error}")
-                continue
-            if isinstance(notification, wire.Released):
-                self._release(notification, now)
-            else:
-                self._extend(notification, now)
+                self._take(message, now)
+            except Exception:  # noqa: BLE001 one message's error is no other's
+                self._log.exception(
+                    "take", "a NIXL notification was lost; the lease frees the blocks"
+                )
+
+    def _take(self, message: bytes, now: float) -> None:
+        try:
+            notification = wire.decode_notification(message)
+        except ProtocolError as error:
+            self._recorder.leases(unmatched=1)
+            self._log.warning("notification", f"ignored a NIXL notification: {error}")
+            return
+        if isinstance(notification, wire.Released):
+            self._release(notification, now)
+        else:
+            self._extend(notification, now)
 
     def _release(self, released: wire.Released, now: float) -> None:
         request_id = released.request_id
@@ -108,12 +117,22 @@ class Holder:
         self._report_unsent()
 
     def _report_unsent(self) -> None:
+        """What fails here is tried again in the next turn."""
         for request_id in list(self._unsent):
             slot, nonce = self._fences[request_id]
-            if slot >= 0:
-                self._agent.board.end(slot, nonce)
+            try:
+                if slot >= 0:
+                    self._agent.board.end(slot, nonce)
+            except Exception:  # noqa: BLE001 one request's error is no other's
+                self._log.exception(
+                    "report", f"request {request_id}: its fence was not changed yet"
+                )
+                continue
             self._unsent.remove(request_id)
             del self._fences[request_id]
             begun = self._begun.pop(request_id)
             self._outcomes.sent(request_id)
-            self._recorder.lease_ended(time.monotonic() - begun)
+            try:
+                self._recorder.lease_ended(time.monotonic() - begun)
+            except Exception:  # noqa: BLE001 nothing depends on it
+                self._log.exception("report", f"request {request_id}: its age was not recorded")
