@@ -100,9 +100,11 @@ class Ours:
         variants.choose = lambda *_: tiling
         variants.tilings = lambda _: (tiling,)
         self._ops._kernels = self._tuned.setdefault(tiling, type(kept[2])())
+        self._workspace.ready.clear()  # what is loaded is another set of kernels
         try:
             yield
         finally:
+            self._workspace.ready.clear()
             variants.choose, variants.tilings, self._ops._kernels = kept
 
 
