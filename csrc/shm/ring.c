@@ -3,6 +3,7 @@
  *
  * Limited API of Python 3.10, so one binary serves every later Python.
  */
+#include "columns.h"
 #include "records.h"
 
 #include <pthread.h>
@@ -285,6 +286,17 @@ static PyType_Spec ring_spec = {
 static PyMethodDef module_methods[] = {
     {"create_file", module_create_file, METH_VARARGS,
      "create_file(path, num_bytes) -> descriptor of a new file, reserved and locked as its writer's"},
+    {"pack_ints", columns_pack_ints, METH_VARARGS,
+     "pack_ints(list, count) -> int (all are that), bytes of int32, or None if it is anything else"},
+    {"unpack_ints", columns_unpack_ints, METH_O, "unpack_ints(bytes) -> list"},
+    {"pack_singles", columns_pack_singles, METH_VARARGS,
+     "pack_singles(list of lists of one int, count) -> bytes of int32, or None"},
+    {"unpack_singles", columns_unpack_singles, METH_O, "unpack_singles(bytes) -> list of lists"},
+    {"same_names", columns_same_names, METH_VARARGS, "same_names(list, list of str) -> bool"},
+    {"pack_names", columns_pack_names, METH_VARARGS,
+     "pack_names(list, numbers, fresh) -> bytes of int32, or None if not all are str"},
+    {"unpack_names", columns_unpack_names, METH_VARARGS, "unpack_names(bytes, names) -> list"},
+    {"is_index", columns_is_index, METH_VARARGS, "is_index(dict, list of str) -> bool"},
     {"remove_abandoned", module_remove_abandoned, METH_VARARGS,
      "remove_abandoned(path) -> whether no writer had locked it, and it is gone"},
     {NULL, NULL, 0, NULL},

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import pickle
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 from vllm_process import python, python_at_once
 
 from vllm_commext.errors import ProtocolError
-from vllm_commext.shm.codec import Encoder, decode
+from vllm_commext.shm.codec import Decoder, Encoder, decode
 from vllm_commext.shm.queue import MessageQueue
+from vllm_commext.shm.steps import MARK
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
 pytestmark = pytest.mark.timeout(600)
@@ -174,3 +176,42 @@ def test_the_executor_checks_vllm_and_tells_what_is_active(version: str) -> None
         assert "0.11.0" in problem
         assert [line in problem for line in lines] == [True]
         assert module == STOCK
+
+
+def vllm_step(n_requests: int, number: int) -> tuple[Any, Any]:
+    """A call and its answer as vLLM makes them, in the `number`th decode step."""
+    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    names = [f"cmpl-{at:032x}-0" for at in range(number, number + n_requests)]
+    cached, output = CachedRequestData.make_empty(), SchedulerOutput.make_empty()
+    cached.req_ids = names
+    cached.new_block_ids = [([at],) if at % 16 == 0 else None for at in range(n_requests)]
+    cached.num_computed_tokens = [100 + at + number for at in range(n_requests)]
+    cached.num_output_tokens = list(range(n_requests))
+    output.scheduled_cached_reqs = cached
+    output.num_scheduled_tokens = dict.fromkeys(names, 1)
+    output.total_num_scheduled_tokens = n_requests
+    output.scheduled_spec_decode_tokens = {names[0]: [5, 6]}
+    answer = ModelRunnerOutput(
+        req_ids=list(names),
+        req_id_to_index={name: at for at, name in enumerate(names)},
+        sampled_token_ids=[[at * 7] for at in range(n_requests)],
+    )
+    return ("execute_model", (output,), {}, None), (WorkerProc.ResponseStatus.SUCCESS, answer)
+
+
+def test_vllms_steps_go_as_columns_and_arrive_as_pickle_makes_them() -> None:
+    from vllm_commext.compat.steps import vllm_steps
+
+    classes = vllm_steps()
+    assert classes is not None
+    ends = [(Encoder(classes), Decoder(classes)) for _ in range(2)]
+    for number in range(4):
+        for (encoder, decoder), message in zip(ends, vllm_step(20, number // 2), strict=True):
+            record = encoder.encode(message)
+            assert isinstance(record, bytes)
+            assert record[:1] == MARK
+            assert decoder.decode(record) == message
+            assert len(record) < 0.8 * len(pickle.dumps(message))

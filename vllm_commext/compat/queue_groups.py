@@ -5,12 +5,19 @@ The order of the collective calls is vLLM's, because its other code runs between
 
 from typing import Any
 
+from vllm_commext.compat.steps import vllm_steps
 from vllm_commext.shm.handle import Handle
 from vllm_commext.shm.queue import MessageQueue
+from vllm_commext.shm.steps import StepClasses
 
 
 class GroupMessageQueue(MessageQueue):
     """`MessageQueue` with what only a process of vLLM's can do."""
+
+    @staticmethod
+    def step_classes() -> StepClasses | None:
+        """vLLM's, where they are what the columns were made for."""
+        return vllm_steps()
 
     @staticmethod
     def own_ip() -> str:

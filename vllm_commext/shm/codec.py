@@ -12,9 +12,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import ProtocolError
 from . import _shm_ring
 from .plain import IN_BAND_BYTES, PlainEncoder, build
 from .reducers import PROTOCOL, reduce_array, reduce_tensor
+from .steps import MARK, StepClasses, StepDecoder, StepEncoder
 
 MAX_BUFFERS = 64  # of one message; more go in band. Fewer than any ring's parts.
 BYPASS_BYTES = 64 << 10  # pickle hands larger bytes to the file as they are
@@ -54,10 +56,15 @@ class _Reducers(dict[Any, Any]):
 
 
 class Encoder:
-    """Turns objects into records. Kept between messages; one thread at a time."""
+    """Turns objects into records. Kept between messages; one thread at a time.
 
-    def __init__(self) -> None:
+    `classes`: of the steps that go as columns; then every record has to be sent, or `forget`
+    called, and a `Decoder` has to take them.
+    """
+
+    def __init__(self, classes: StepClasses | None = None) -> None:
         self._plain = PlainEncoder()
+        self._steps = StepEncoder(classes) if classes is not None else None
         self._start()
 
     def _start(self) -> None:
@@ -91,9 +98,21 @@ class Encoder:
         if len(self._reducers) < 2:
             self._reducers.add_ours()
             self._plain.add_types()
+        if type(obj) is tuple:
+            if self._steps is not None and (step := self._steps.pack(obj)) is not None:
+                return _behind(step[0], self._pickle(step[1]))
+            return self._pickle(obj)
         plain = self._plain.by_type.get(type(obj))
         if plain is not None and (record := plain(obj)) is not None:
             return record
+        return self._pickle(obj)
+
+    def forget(self) -> None:
+        """The last record was not sent."""
+        if self._steps is not None:
+            self._steps.forget()
+
+    def _pickle(self, obj: object) -> Record:
         chunks, buffers = self._chunks, self._buffers
         try:
             self._pickler.dump(obj)
@@ -109,14 +128,38 @@ class Encoder:
         return record
 
 
+class Decoder:
+    """Turns records into objects: `decode`, and the steps of `classes`. Kept between messages."""
+
+    def __init__(self, classes: StepClasses | None = None) -> None:
+        self._steps = StepDecoder(classes) if classes is not None else None
+
+    def decode(self, record: "bytes | list[bytes | bytearray]") -> Any:
+        """The object of a record as `RingReader.read` returns it. It owns all its memory."""
+        head = record if isinstance(record, bytes) else bytes(record[0])
+        if head[:1] != MARK or self._steps is None:
+            return decode(record)
+        buffers = () if isinstance(record, bytes) else record[1:]
+        return self._steps.unpack(head, lambda rest: pickle.loads(rest, buffers=buffers))
+
+
 def decode(record: bytes | list[bytes | bytearray]) -> Any:
     """The object of a record as `RingReader.read` returns it. It owns all its memory."""
+    head = record if isinstance(record, bytes) else record[0]
+    if head[:1] == MARK:
+        raise ProtocolError("got a step as columns: expected the same vLLM at both ends")
     if isinstance(record, bytes):
         return pickle.loads(record)
-    head = record[0]
     if head[0] != _PROTO:
         return build(bytes(head), record[1])
     return pickle.loads(head, buffers=record[1:])
+
+
+def _behind(prefix: bytes, record: Record) -> Record:
+    """The record with the prefix in front of its pickle."""
+    if isinstance(record, bytes):
+        return prefix + record
+    return (prefix + record[0], *record[1:])
 
 
 def _join(chunks: list[Any], buffers: list[tuple[int, Any]]) -> Record:

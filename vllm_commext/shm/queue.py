@@ -10,16 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pickle import loads
 from typing import Any
 
 import zmq
 
 from ..errors import CommextTimeoutError, ProtocolError
-from .codec import Encoder, Record, decode
+from .codec import Decoder, Encoder, Record, decode
 from .handle import MIXED, Handle, ShmRingBuffer
 from .remote import RemoteReader, RemoteWriter, parse
 from .ring import TIMEOUT, Peer, RingEnd, RingReader, RingWriter
+from .steps import StepClasses
 from .waiting import SpinCondition, next_steps, warning_interval
 
 logger = logging.getLogger("vllm.commext.shm")
@@ -89,7 +89,10 @@ class MessageQueue:
         self._is_writer = self._is_local_reader = self._is_remote_reader = False
         self._spin_condition = SpinCondition() if buffer is not None else None
         self._ring: RingEnd | None = None
-        self._encode = Encoder().encode
+        classes = self.step_classes()
+        encoder = Encoder(classes)
+        self._encode, self._forget_step = encoder.encode, encoder.forget
+        self._decode = Decoder(classes).decode
         self._turn = threading.RLock()
         self._take_turn, self._end_turn = self._turn.acquire, self._turn.release  # 100 ns less
         self._owns_turn: Callable[[], bool] = self._turn._is_owned  # pyright: ignore
@@ -102,6 +105,11 @@ class MessageQueue:
     def export_handle(self) -> Handle:
         """What a reader's process needs for `create_from_handle`."""
         return self.handle
+
+    @staticmethod
+    def step_classes() -> StepClasses | None:
+        """Of the steps that go as columns."""
+        return None
 
     @staticmethod
     def own_ip() -> str:
@@ -183,6 +191,9 @@ class MessageQueue:
             wait = self._interval if is_long else timeout
             if status := self._core.write(record, wait, is_long, False):
                 self._write_on(status, record, timeout)
+        except BaseException:
+            self._forget_step()
+            raise
         finally:
             try:  # noqa: SIM105 - nothing may come between the end of the work and this call
                 self._end_turn()
@@ -223,13 +234,13 @@ class MessageQueue:
                     self._end_turn()
                 except RuntimeError:
                     pass
-            return loads(record) if isinstance(record, bytes) else decode(record)
+            return self._decode(record)
         if not isinstance(self._remote, RemoteReader):
             raise RuntimeError("only a reader can dequeue")  # noqa: TRY004 - as vLLM's queue does
         try:
             if not self._take_turn(False):
                 timeout = self._wait_for_turn(timeout)
-            return decode(self._remote.receive(timeout, indefinite))
+            return self._decode(self._remote.receive(timeout, indefinite))
         finally:
             try:  # noqa: SIM105 - as in enqueue
                 self._end_turn()
