@@ -258,16 +258,16 @@ def recorded() -> dict[str, Any]:
             seconds=0.5,
             post_seconds=0.02,
             num_bytes=1000,
-            num_blocks=3,
             num_descriptors=6,
             num_merged=2,
         )
     recorder.queued(0.03)
     recorder.retry()
-    recorder.lease_ended(1.5)
+    recorder.loaded(6)
+    recorder.lease_ended(1.5, expired=True)
     recorder.side_channel_rejects(7)
     recorder.failure("timeout")
-    recorder.leases(expired=4, unmatched=5)
+    recorder.leases(unmatched=5)
     taken = recorder.take()
     assert taken is not None
     return taken
@@ -282,7 +282,7 @@ def test_statistics_add_up_and_read_back() -> None:
     assert reduced["Avg read (ms)"] == reduced["P90 read (ms)"] == 500.0
     assert reduced["MB read"] == 0.004
     assert reduced["Throughput (MB/s)"] == round(0.004 / 2, 1)
-    assert (reduced["Blocks"], reduced["Failures"], reduced["Expired requests"]) == (12, 2, 8)
+    assert (reduced["Blocks"], reduced["Failures"], reduced["Expired requests"]) == (12, 2, 2)
     assert not total.is_empty()
     total.reset()
     assert total.is_empty()
@@ -314,7 +314,7 @@ def test_metrics_reach_prometheus() -> None:
         "bytes_total": 4000,
         "blocks_total": 12,
         "descriptors_total": 24,
-        "expired_requests_total": 8,
+        "expired_requests_total": 2,
         "unmatched_notifications_total": 10,
         "merged_descriptors_total": 8,
         "queue_seconds_count": 2,

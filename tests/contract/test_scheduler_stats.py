@@ -1,16 +1,21 @@
 """What the scheduler side reports of itself: what its side channel refused, and its quarantine."""
 
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from vllm_commext.errors import ConfigError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.layout import FULL, Group
+from vllm_commext.nixl.metadata import WorkerMetadata
+from vllm_commext.nixl.metrics.recorder import Ends
 from vllm_commext.nixl.scheduler import SchedulerSide
 from vllm_commext.nixl.wire.connection import endpoint
 
@@ -18,11 +23,11 @@ HOST = "127.0.0.1"
 BOUND_SECONDS = 20
 
 
-def scheduler_side(port: int, **settings: Any) -> SchedulerSide:
+def scheduler_side(port: int, tp_size: int = 1, **settings: Any) -> SchedulerSide:
     config = ConnectorConfig(side_channel_host=HOST, side_channel_port=port, **settings)
     groups = [Group(FULL, 16)]
     return SchedulerSide(
-        "p", config, groups=groups, tp_size=1, port=port, produces=True, consumes=True
+        "p", config, groups=groups, tp_size=tp_size, port=port, produces=True, consumes=True
     )
 
 
@@ -68,6 +73,52 @@ def test_blocks_in_quarantine_are_shown_until_they_are_given_back() -> None:
     assert shown() is None
     side._quarantine.note_settled({"r": 1})
     assert shown() == 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_request_is_counted_once_whatever_the_number_of_ranks(num_ranks: int) -> None:
+    """Through vLLM's own sum over the workers' outputs, which end in different steps."""
+    side = scheduler_side(free_port(), tp_size=num_ranks)
+    aggregator = KVOutputAggregator(num_ranks)
+
+    def step(*outputs: KVConnectorOutput) -> None:
+        ranks = [ModelRunnerOutput([], {}, kv_connector_output=one) for one in outputs]
+        total = aggregator.aggregate(ranks).kv_connector_output
+        if total is None:
+            return
+        received, sent = total.finished_recving or set(), total.finished_sending or set()
+        side.note_outcomes(received, sent, total.kv_connector_worker_meta)
+
+    for request_id, num_blocks in (("good", 3), ("bad", 5)):
+        side._loading[request_id] = num_blocks
+    side._held.update(dict.fromkeys(("read", "late"), time.monotonic() - 2.0))
+    assert gauge(side, "held_requests") == 2
+    for rank in range(num_ranks):
+        done = KVConnectorOutput(
+            finished_sending={"read", "late"},
+            finished_recving={"good", "bad"},
+            kv_connector_worker_meta=WorkerMetadata(
+                ends=Ends({"bad": "timeout" if rank == 0 else "transfer"}, {"late"})
+            ),
+        )
+        idle = KVConnectorOutput()
+        step(*(done if other == rank else idle for other in range(num_ranks)))
+    stats = side.take_stats()
+    assert stats is not None
+    assert stats["failures"] == {"timeout": 1}
+    assert stats["blocks"] == 3
+    assert stats["expired_requests"] == 1
+    assert len(stats["lease_age_seconds"]) == 2
+    assert min(stats["lease_age_seconds"]) >= 2.0
+    assert stats["gauges"]["scheduler"]["held_requests"] == 0
+    assert side._ends == Ends()
+    side.close()
+
+
+def gauge(side: SchedulerSide, name: str) -> float:
+    stats = side.take_stats()
+    assert stats is not None
+    return stats["gauges"]["scheduler"][name]
 
 
 def test_a_secret_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:

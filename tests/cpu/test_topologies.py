@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -53,13 +53,14 @@ pytestmark = pytest.mark.timeout(900)
 
 @dataclass(frozen=True)
 class Engines:
-    """Servers by name, the pairs of them to be asked, and the answers that those of different sizes
-    give by themselves."""
+    """Servers by name, the pairs of them to be asked, the answers that those of different sizes
+    give by themselves, and how many blocks each pair moved."""
 
     kind: str
     pairs: Sequence[tuple[str, str]]
     servers: Mapping[str, VllmServer]
     own: Mapping[str, Sequence[Completion]]
+    num_blocks: set[float] = field(default_factory=set[float])
 
     @property
     def noise(self) -> float:
@@ -127,6 +128,10 @@ def check_pair(engines: Engines, prefill: str, decode: str) -> None:
     ]
     moved = scrape(target.url).minus(before)
     assert moved.total(f"{PREFIX}failures_total") == 0
+    # A block counts once, whatever the ranks on either side.
+    engines.num_blocks.add(moved.total(f"{PREFIX}blocks_total"))
+    assert len(engines.num_blocks) == 1
+    assert min(engines.num_blocks) > 0
     num_bytes = moved.total(f"{PREFIX}bytes_total")
     assert num_bytes > 0
     if (engines.kind, prefill, decode) == ("granite1", "a1", "a2"):

@@ -158,7 +158,7 @@ class Course(ABC):
         got = send()
         reads = needed(got)
         added = wait_for_added(decode.url, before, Traffic.BYTES, reads.num_bytes)
-        traffic = Traffic.of(added, self.options.decode_tp)
+        traffic = Traffic.of(added)
         one = Pass(name, got, noise.compare_all(expected, got), traffic, reads)
         self.passes.append(one)
         return one

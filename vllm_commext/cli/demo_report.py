@@ -106,8 +106,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the decode engine read during a pass. ``num_blocks`` counts a block of all decode ranks
-    once for each prefill rank it is read from."""
+    """What the decode engine read during a pass; a block counts once, whatever the ranks."""
 
     BYTES: ClassVar[str] = PREFIX + "bytes_total"
 
@@ -118,10 +117,10 @@ class Traffic:
     num_failures: int
 
     @classmethod
-    def of(cls, added: Metrics, tensor_parallel_size: int) -> Traffic:
+    def of(cls, added: Metrics) -> Traffic:
         """From what a pass added to the decode engine's metrics."""
         return cls(
-            int(added.total(PREFIX + "blocks_total")) // tensor_parallel_size,
+            int(added.total(PREFIX + "blocks_total")),
             int(added.total(cls.BYTES)),
             int(added.total(PREFIX + "transfer_seconds_count")),
             added.total(PREFIX + "transfer_seconds_sum"),

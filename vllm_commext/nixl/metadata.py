@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from vllm_commext.nixl.metrics.recorder import Ends
 from vllm_commext.nixl.requests import Hold, Load, Wait
 
 
@@ -54,16 +55,19 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         late: loads past their deadline on at least one worker.
         settled: given-up loads, each with the number of workers on which nothing of it is under
             way.
+        ends: requests that ended otherwise than they should on at least one worker.
     """
 
     late: set[str] = field(default_factory=set)
     settled: dict[str, int] = field(default_factory=dict)
+    ends: Ends = field(default_factory=Ends)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """Add another worker's metadata to this one."""
         if not isinstance(other, WorkerMetadata):
             raise TypeError(f"expected WorkerMetadata, got {type(other).__name__}")
         self.late |= other.late
+        self.ends.add(other.ends)
         for request_id, count in other.settled.items():
             self.settled[request_id] = self.settled.get(request_id, 0) + count
         return self

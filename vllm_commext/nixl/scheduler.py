@@ -3,6 +3,7 @@ channel."""
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from vllm_commext.nixl.geometry.request_blocks import (
 )
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
-from vllm_commext.nixl.metrics.recorder import TransferRecorder
+from vllm_commext.nixl.metrics.recorder import Ends, TransferRecorder
 from vllm_commext.nixl.prefill.fence import FenceSlots, new_key
 from vllm_commext.nixl.prefill.prompt_tracker import PromptTracker
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
@@ -103,6 +104,11 @@ class SchedulerSide:
         self._fences = FenceSlots(fence_key)
         self._server: SideChannelServer | None = None
         self._recorder = TransferRecorder()
+        # Blocks of the loads under way; when the held requests' leases began, in monotonic seconds;
+        # what of both has gone wrong on the ranks that are done.
+        self._loading: dict[str, int] = {}
+        self._held: dict[str, float] = {}
+        self._ends = Ends()
         self._log = RateLimitedLog()
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
@@ -216,6 +222,7 @@ class SchedulerSide:
             load.blocks = self._choose_blocks(load, blocks, num_external_tokens)
             every = [block for group in blocks.blocks for block in group if not block.is_null]
             self._quarantine.note_load(request.request_id, every)
+            self._loading[request.request_id] = len(load.block_ids)
         self._pending.loads.append(load)
 
     def finish(
@@ -253,6 +260,7 @@ class SchedulerSide:
                 "engine can keep wait for their readers; the decode engine computes it itself",
             )
             return False, None
+        self._held[request.request_id] = time.monotonic()
         lease = self._config.kv_lease_duration
         self._pending.holds.append(Hold(request.request_id, lease, *fence))
         remote = RemoteRequest(
@@ -274,7 +282,11 @@ class SchedulerSide:
         """What was recorded here since the last call, see ``recorder.empty_data``."""
         if self._server is not None:
             self._recorder.side_channel_rejects(self._server.take_refused())
-        self._recorder.gauges("scheduler", {"quarantined_blocks": len(self._quarantine)})
+        gauges: dict[str, float] = {
+            "quarantined_blocks": len(self._quarantine),
+            "held_requests": len(self._held),
+        }
+        self._recorder.gauges("scheduler", gauges)
         return self._recorder.take()
 
     def take_step(self, scheduled: SchedulerOutput) -> StepMetadata:
@@ -299,14 +311,36 @@ class SchedulerSide:
         return self._quarantine.is_loading(request_id)
 
     def note_outcomes(self, received: set[str], sent: set[str], worker: Any) -> None:
-        """Loads ended or are late on the workers, and prefills are no longer kept."""
+        """Loads ended or are late on the workers, and prefills are no longer kept.
+
+        ``received`` and ``sent`` hold what has ended on all workers: each request is counted once.
+        """
+        if isinstance(worker, WorkerMetadata):
+            self._ends.add(worker.ends)
         for request_id in received:
             self._quarantine.note_end(request_id)
+            self._count_load(request_id)
         for request_id in sent:
             self._fences.give_back(request_id)
+            self._count_lease(request_id)
         if isinstance(worker, WorkerMetadata):
             self._quarantine.note_late(worker.late)
             self._quarantine.note_settled(worker.settled)
+
+    def _count_load(self, request_id: str) -> None:
+        num_blocks = self._loading.pop(request_id, 0)
+        reason = self._ends.failed.pop(request_id, "")
+        if reason:
+            self._recorder.failure(reason)
+        else:
+            self._recorder.loaded(num_blocks)
+
+    def _count_lease(self, request_id: str) -> None:
+        now = time.monotonic()
+        seconds = now - self._held.pop(request_id, now)
+        expired = request_id in self._ends.expired
+        self._ends.expired.discard(request_id)
+        self._recorder.lease_ended(seconds, expired=expired)
 
     def _is_to_load(self, request: Request) -> bool:
         return self._consumes and is_for_decode(request.kv_transfer_params)

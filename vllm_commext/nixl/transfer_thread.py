@@ -137,8 +137,7 @@ class TransferThread:
         now = time.monotonic()
         if now >= self._next_gauges or self._wait_seconds >= DUTY_WAIT_SECONDS:
             self._next_gauges = now + GAUGE_SECONDS
-            gauges = {**self._loader.gauges(), "held_requests": len(self._holder)}
-            self._recorder.gauges(self._source, gauges)
+            self._recorder.gauges(self._source, self._loader.gauges())
 
     def _next_wait(self, progressed: bool) -> float:
         if self._loader.num_reads:

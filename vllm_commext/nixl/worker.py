@@ -192,9 +192,10 @@ class WorkerSide:
         outcomes, self._outcomes = self._outcomes, Outcomes()
         for request_id in outcomes.received:
             self._loads.pop(request_id, None)
-        if not outcomes.late and not outcomes.settled:
+        ends = self.recorder.take_ends()
+        if not (outcomes.late or outcomes.settled or ends):
             return None
-        return WorkerMetadata(outcomes.late, dict.fromkeys(outcomes.settled, 1))
+        return WorkerMetadata(outcomes.late, dict.fromkeys(outcomes.settled, 1), ends)
 
     def close(self) -> None:
         """End the transfer thread; bounded."""

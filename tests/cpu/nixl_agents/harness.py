@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from vllm_commext.nixl.geometry.layout import (
 )
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.topology import Rank
-from vllm_commext.nixl.metrics.recorder import TransferRecorder, empty_data, merge
+from vllm_commext.nixl.metrics.recorder import Ends, TransferRecorder, empty_data, merge
 from vllm_commext.nixl.prefill.fence import NUM_SLOTS
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Load, Outcomes, RemoteRequest
@@ -70,6 +71,11 @@ def memory_of(seed: int, num_layers: int, num_blocks: int, stride_bytes: int) ->
     return [
         random_bytes(num_blocks * stride_bytes, 1000 * seed + layer) for layer in range(num_layers)
     ]
+
+
+def counted(ends: Ends) -> dict[str, Any]:
+    """What an engine of this one rank counts of requests that did not end as they should."""
+    return {"failures": Counter(ends.failed.values()), "expired_requests": len(ends.expired)}
 
 
 class Engine:
@@ -167,6 +173,7 @@ class Engine:
             assert not seen & more, f"{name} reported twice: {seen & more}"
             seen |= more
         merge(self.recorded, self.recorder.take() or {})
+        merge(self.recorded, counted(self.recorder.take_ends()))
         return self.outcomes
 
     def load(self, *loads: Load) -> Outcomes:

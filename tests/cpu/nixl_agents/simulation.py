@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from cluster_cases import Case, Request
-from nixl_agents_harness import BOUND_SECONDS, FACTS, HOST, Bytes, wait_until
+from nixl_agents_harness import BOUND_SECONDS, FACTS, HOST, Bytes, counted, wait_until
 from reference_cache import Cache
 from reference_layout import describe
 from reference_meaning import Int64Array, as_bytes, differences
@@ -76,6 +76,7 @@ class Worker:
             assert not seen & more, f"{name} reported twice: {seen & more}"
             seen |= more
         merge(self.recorded, self.recorder.take() or {})
+        merge(self.recorded, counted(self.recorder.take_ends()))
         return self.outcomes
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_commext.nixl.metrics.recorder import (
     FAILURE_REASONS,
+    Ends,
     TransferRecorder,
     empty_data,
     is_empty,
@@ -55,7 +56,6 @@ def transfer(recorder: TransferRecorder) -> None:
         seconds=2.0,
         post_seconds=0.5,
         num_bytes=100,
-        num_blocks=3,
         num_descriptors=6,
         num_merged=2,
     )
@@ -69,11 +69,13 @@ def test_everything_recorded_is_taken_once() -> None:
     transfer(recorder)
     recorder.failure("timeout")
     recorder.failure("timeout")
-    recorder.leases(expired=2, unmatched=1)
+    recorder.leases(unmatched=1)
     recorder.leases(heartbeats=4, ignored_heartbeats=3)
     recorder.queued(0.125)
     recorder.retry()
-    recorder.lease_ended(3.0)
+    recorder.lease_ended(3.0, expired=True)
+    recorder.lease_ended(1.0, expired=False)
+    recorder.loaded(6)
     recorder.side_channel_rejects(4)
     recorder.gauges("worker 0", {"held_requests": 1})
     recorder.gauges("worker 0", {"held_requests": 2})
@@ -82,13 +84,13 @@ def test_everything_recorded_is_taken_once() -> None:
         "post_seconds": [0.5, 0.5],
         "handshake_seconds": [0.25],
         "queue_seconds": [0.125],
-        "lease_age_seconds": [3.0],
+        "lease_age_seconds": [3.0, 1.0],
         "bytes": 200,
         "blocks": 6,
         "descriptors": 12,
         "merged_descriptors": 4,
         "retries": 1,
-        "expired_requests": 2,
+        "expired_requests": 1,
         "unmatched_notifications": 1,
         "heartbeats": 4,
         "ignored_heartbeats": 3,
@@ -97,6 +99,21 @@ def test_everything_recorded_is_taken_once() -> None:
         "gauges": {"worker 0": {"held_requests": 2}},
     }
     assert recorder.take() is None
+
+
+def test_ends_are_noted_by_request_and_taken_once() -> None:
+    recorder = TransferRecorder()
+    assert not recorder.take_ends()
+    recorder.note_failure("a", "timeout")
+    recorder.note_failure("a", "transfer")
+    recorder.note_expired("b")
+    recorder.note_expired("b")
+    assert recorder.take() is None
+    total = recorder.take_ends()
+    assert total == Ends({"a": "timeout"}, {"b"})
+    assert recorder.take_ends() == Ends()
+    total.add(Ends({"a": "expired", "c": "request"}, {"b", "d"}))
+    assert total == Ends({"a": "timeout", "c": "request"}, {"b", "d"})
 
 
 def test_a_gauge_is_taken_where_it_has_changed() -> None:
@@ -155,7 +172,7 @@ def test_nothing_is_lost_between_threads() -> None:
     taker.join(30)
     merge(taken, recorder.take() or {})
     assert len(taken["transfer_seconds"]) == len(taken["post_seconds"]) == 600
-    assert (taken["bytes"], taken["blocks"], taken["descriptors"]) == (60_000, 1800, 3600)
+    assert (taken["bytes"], taken["descriptors"]) == (60_000, 3600)
     assert taken["failures"] == {"transfer": 600}
 
 

@@ -438,9 +438,12 @@ class Loader:
         """Tell the scheduler side how a load ended, and people why it failed."""
         if not load.awaited:
             return
+        if failure is not None:
+            # Before the outcome, with which the scheduler side asks for it.
+            note = self._recorder.note_failure
+            self._guard("failure", lambda: note(load.request_id, failure.reason))
         self._outcomes.received(load.request_id, failed=failure is not None)
         if failure is not None:
-            self._guard("failure", lambda: self._recorder.failure(failure.reason))
             self._log.warning(
                 failure.reason,
                 f"request {load.request_id} of decode engine {self._local.engine_id!r}: KV cache "

@@ -169,7 +169,6 @@ class ReadSet:
             seconds=time.perf_counter() - read.posted,
             post_seconds=read.post_seconds,
             num_bytes=read.num_bytes,
-            num_blocks=len(read.part.load.block_ids),
             num_descriptors=read.num_descriptors,
             num_merged=read.num_merged,
         )

@@ -45,7 +45,7 @@ HISTOGRAMS = {
 }
 COUNTERS = {
     "bytes": "Bytes of KV cache read from prefill engines.",
-    "blocks": "Blocks of KV cache read from prefill engines.",
+    "blocks": "Blocks of this engine's KV cache that were read from prefill engines.",
     "descriptors": "Descriptors of the reads, before NIXL merges neighbours.",
     "merged_descriptors": "Descriptors of the reads that NIXL moved, after it merged neighbours.",
     "retries": "Reads that were tried again over a new connection.",
@@ -130,7 +130,7 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
         }
         self._failures = make_counter(
             name="vllm:commext_nixl_failures",
-            documentation="Loads of KV blocks, or their releases, that failed.",
+            documentation="Loads of KV blocks that failed.",
             labelnames=[*labelnames, "reason"],
         )
         make_gauge: Any = self._gauge_cls

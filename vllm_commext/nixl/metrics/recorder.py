@@ -1,8 +1,13 @@
-"""Counts and timings of one worker's transfers since they were last taken; safe for threads."""
+"""Counts and timings of one worker's transfers since they were last taken; safe for threads.
+
+What happens to a request on each rank, its load's failure or its lease's end, is one event: a
+worker notes it by request (``Ends``), and the scheduler side counts it once, when the last rank is
+done."""
 
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 FAILURE_REASONS = (
@@ -16,6 +21,28 @@ FAILURE_REASONS = (
 )
 """Every reason a load or a release can fail for; the label of the failures metric."""
 GAUGES = "gauges"
+
+
+@dataclass
+class Ends:
+    """What a worker knows of requests that ended otherwise than they should.
+
+    Attributes:
+        failed: loads, each with one of ``FAILURE_REASONS``.
+        expired: prefilled requests whose lease ran out.
+    """
+
+    failed: dict[str, str] = field(default_factory=dict[str, str])
+    expired: set[str] = field(default_factory=set[str])
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self.failed or self.expired)
+
+    def add(self, other: Ends) -> None:
+        """Another worker's or step's; the first reason of a request stays."""
+        self.failed = {**other.failed, **self.failed}
+        self.expired |= other.expired
 
 
 def empty_data() -> dict[str, Any]:
@@ -70,6 +97,7 @@ class TransferRecorder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._data = empty_data()
+        self._ends = Ends()
         self._gauges: dict[str, dict[str, float]] = {}
 
     def gauges(self, source: str, values: dict[str, float]) -> None:
@@ -89,7 +117,6 @@ class TransferRecorder:
         seconds: float,
         post_seconds: float,
         num_bytes: int,
-        num_blocks: int,
         num_descriptors: int,
         num_merged: int,
     ) -> None:
@@ -98,9 +125,13 @@ class TransferRecorder:
             self._data["transfer_seconds"].append(seconds)
             self._data["post_seconds"].append(post_seconds)
             self._data["bytes"] += num_bytes
-            self._data["blocks"] += num_blocks
             self._data["descriptors"] += num_descriptors
             self._data["merged_descriptors"] += num_merged
+
+    def loaded(self, num_blocks: int) -> None:
+        """A load ended well on all ranks."""
+        with self._lock:
+            self._data["blocks"] += num_blocks
 
     def queued(self, seconds: float) -> None:
         """A read is posted, so long after its load began."""
@@ -112,18 +143,35 @@ class TransferRecorder:
         with self._lock:
             self._data["retries"] += 1
 
-    def lease_ended(self, seconds: float) -> None:
-        """A request's blocks may be freed, so long after its lease began."""
+    def lease_ended(self, seconds: float, *, expired: bool) -> None:
+        """A request's blocks may be freed on all ranks, so long after its lease began."""
         with self._lock:
             self._data["lease_age_seconds"].append(seconds)
+            self._data["expired_requests"] += expired
 
     def side_channel_rejects(self, count: int) -> None:
         """The side channel refused frames."""
         with self._lock:
             self._data["side_channel_rejects"] += count
 
+    def note_failure(self, request_id: str, reason: str) -> None:
+        """A load failed on this worker for one of ``FAILURE_REASONS``."""
+        with self._lock:
+            self._ends.failed.setdefault(request_id, reason)
+
+    def note_expired(self, request_id: str) -> None:
+        """A prefilled request's lease ran out on this worker."""
+        with self._lock:
+            self._ends.expired.add(request_id)
+
+    def take_ends(self) -> Ends:
+        """What was noted since the last call."""
+        with self._lock:
+            taken, self._ends = self._ends, Ends()
+        return taken
+
     def failure(self, reason: str) -> None:
-        """A load or a release failed for one of ``FAILURE_REASONS``."""
+        """A load failed on some rank for one of ``FAILURE_REASONS``."""
         with self._lock:
             failures = self._data["failures"]
             failures[reason] = failures.get(reason, 0) + 1
@@ -131,15 +179,12 @@ class TransferRecorder:
     def leases(
         self,
         *,
-        expired: int = 0,
         unmatched: int = 0,
         heartbeats: int = 0,
         ignored_heartbeats: int = 0,
     ) -> None:
-        """Leases ran out, releases fitted no request, heartbeats extended leases or were
-        ignored."""
+        """Releases fitted no request, heartbeats extended leases or were ignored."""
         with self._lock:
-            self._data["expired_requests"] += expired
             self._data["unmatched_notifications"] += unmatched
             self._data["heartbeats"] += heartbeats
             self._data["ignored_heartbeats"] += ignored_heartbeats

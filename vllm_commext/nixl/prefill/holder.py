@@ -41,7 +41,7 @@ class Holder:
         self._outcomes = outcomes
         self._leases = LeaseLedger(config.kv_lease_max_duration)
         self._fences: dict[str, tuple[int, int]] = {}
-        self._begun: dict[str, float] = {}
+        self._expired: set[str] = set()
         # Ended, and not reported yet: an error in the midst of that must not keep their blocks.
         self._unsent: list[str] = []
         self._log = RateLimitedLog()
@@ -53,8 +53,7 @@ class Holder:
     def hold(self, hold: Hold) -> None:
         """Keep a finished prefill's blocks."""
         self._fences[hold.request_id] = (hold.fence_slot, hold.fence_nonce)
-        now = self._begun[hold.request_id] = time.monotonic()
-        if self._leases.hold(hold.request_id, now, hold.lease_seconds):
+        if self._leases.hold(hold.request_id, time.monotonic(), hold.lease_seconds):
             self._report_sent(hold.request_id)
 
     def take_notifications(self) -> None:
@@ -96,6 +95,7 @@ class Holder:
         self._report_unsent()
         ended = self._leases.expire(time.monotonic(), EARLY_RELEASE_SECONDS)
         for request_id, seconds in ended.items():
+            self._expired.add(request_id)
             self._report_sent(request_id)
             self._log.warning(
                 "lease",
@@ -105,7 +105,6 @@ class Holder:
         counts = self._leases.take_counts()
         if counts:
             self._recorder.leases(
-                expired=counts.expired,
                 unmatched=counts.unmatched,
                 heartbeats=counts.extended,
                 ignored_heartbeats=counts.ignored_beats,
@@ -130,9 +129,14 @@ class Holder:
                 continue
             self._unsent.remove(request_id)
             del self._fences[request_id]
-            begun = self._begun.pop(request_id)
+            if request_id in self._expired:
+                self._note_expired(request_id)
             self._outcomes.sent(request_id)
-            try:
-                self._recorder.lease_ended(time.monotonic() - begun)
-            except Exception:  # noqa: BLE001 nothing depends on it
-                self._log.exception("report", f"request {request_id}: its age was not recorded")
+
+    def _note_expired(self, request_id: str) -> None:
+        """Before the outcome, with which the scheduler side asks for it."""
+        self._expired.discard(request_id)
+        try:
+            self._recorder.note_expired(request_id)
+        except Exception:  # noqa: BLE001 nothing depends on it
+            self._log.exception("report", f"request {request_id}: its expiry was not counted")
