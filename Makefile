@@ -58,11 +58,11 @@ bench: env ## Every benchmark that this machine can run, short, as one report in
 
 chaos: env ## Long chaos run with a report; SEED=1 CHAOS_REQUESTS=2000 FAULTS=114 CHAOS_OUT=chaos-report
 	COMMEXT_TEST_LONG=1 $(PYTEST) tests/chaos -m long
-	$(BIN)/python tests/chaos/run.py --seed $(SEED) --requests $(CHAOS_REQUESTS) \
+	$(BIN)/python -m tests.chaos --seed $(SEED) --requests $(CHAOS_REQUESTS) \
 		--faults $(FAULTS) --out $(CHAOS_OUT)
 
 fuzz: env ## A million side-channel frames and 100,000 notifications of garbage; SEED=1
-	$(BIN)/python tests/chaos/fuzz.py --seed $(SEED)
+	$(BIN)/python -m tests.chaos.fuzz --seed $(SEED)
 
 lint: env ## ruff and pyright
 	$(BIN)/ruff check .

@@ -1,13 +1,8 @@
-"""Where the parts of the suite are found, and what its tests need."""
+"""What the tests of this folder need."""
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
-
-# Tests are no package: the parts lie beside them.
-sys.path.insert(0, str(Path(__file__).parent))
 
 NEEDED = ("vllm", "nixl", "httpx", "aiohttp")
 

@@ -1,6 +1,6 @@
 """Garbage in bulk against the real side channel and a real NIXL agent.
 
-    python tests/chaos/fuzz.py --frames 1000000 --notifications 100000 --seed 1
+    python -m tests.chaos.fuzz --frames 1000000 --notifications 100000 --seed 1
 
 prints what was sent, what was refused, and what the process holds more than after the first tenth.
 Exit status: 0 where memory has grown by less than 64 MiB and nothing else has grown, 1 where not.
@@ -13,12 +13,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from chaos_parts.fuzz import Growth, fuzz_notifications, fuzz_side_channel
-
+from tests.chaos.fuzzing import Growth, fuzz_notifications, fuzz_side_channel
 from vllm_commext.testing.servers import CPU_ENVIRON
 
 MAX_BYTES = 64 << 20

@@ -4,10 +4,10 @@ that takes few seconds.  ``make chaos`` is the long one."""
 from pathlib import Path
 
 import pytest
-from chaos_parts.course import Course, run
-from chaos_parts.judge import RIGHT, WRONG
-from chaos_parts.report import as_markdown, failures
 
+from tests.chaos.judge import RIGHT, WRONG
+from tests.chaos.report import as_markdown, failures
+from tests.chaos.scenario import Scenario, run
 from vllm_commext.testing.tiny_model import write_tiny_model
 
 KINDS = (
@@ -26,7 +26,7 @@ KINDS = (
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("real_servers")
 def test_service_survives_a_fault_of_each_kind_without_a_wrong_token(tmp_path: Path) -> None:
-    course = Course(
+    scenario = Scenario(
         seed=1,
         num_requests=50,
         num_faults=len(KINDS),
@@ -37,7 +37,7 @@ def test_service_survives_a_fault_of_each_kind_without_a_wrong_token(tmp_path: P
         max_delay_seconds=0.5,
     )
     lines: list[str] = []
-    record = run(course, write_tiny_model(tmp_path / "model"), tmp_path, lines.append)
+    record = run(scenario, write_tiny_model(tmp_path / "model"), tmp_path, lines.append)
     report = as_markdown(record) + "\n" + "\n".join(lines)
     assert failures(record, timed=False) == [], report
     assert {fault.kind for fault in record.faults} == set(KINDS)
@@ -49,7 +49,7 @@ def test_service_survives_a_fault_of_each_kind_without_a_wrong_token(tmp_path: P
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("real_servers")
 def test_a_connector_that_damages_what_it_has_read_is_found_out(tmp_path: Path) -> None:
-    course = Course(
+    scenario = Scenario(
         seed=1,
         num_requests=10,
         num_faults=0,
@@ -58,7 +58,7 @@ def test_a_connector_that_damages_what_it_has_read_is_found_out(tmp_path: Path) 
         plain_reference=False,
         corrupting=True,
     )
-    record = run(course, write_tiny_model(tmp_path / "model"), tmp_path, lambda _: None)
+    record = run(scenario, write_tiny_model(tmp_path / "model"), tmp_path, lambda _: None)
     report = as_markdown(record)
     assert record.verdicts[WRONG] >= 5, report
     assert record.verdicts[RIGHT] == 0, report

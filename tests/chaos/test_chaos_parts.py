@@ -8,17 +8,17 @@ from dataclasses import replace
 from threading import Thread
 
 import pytest
-from chaos_parts import garbage
-from chaos_parts.census import MAX_MORE_DESCRIPTORS, Census, growth
-from chaos_parts.faults import ACTIONS
-from chaos_parts.judge import ERROR, LATE, RIGHT, WRONG, Answer, Recovery, judge
-from chaos_parts.load import make_prompts
-from chaos_parts.relay import relay_to
-from chaos_parts.report import FaultRecord, RunRecord, as_json, as_markdown, failures
-from chaos_parts.schedule import KINDS, plan_faults
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.chaos import garbage
+from tests.chaos.census import MAX_MORE_DESCRIPTORS, Census, growth
+from tests.chaos.faults import ACTIONS
+from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Answer, Recovery, judge
+from tests.chaos.load import make_prompts
+from tests.chaos.relay import relay_to
+from tests.chaos.report import FaultRecord, RunRecord, as_json, as_markdown, failures
+from tests.chaos.schedule import KINDS, plan_faults
 from vllm_commext.testing.parity import Completion
 
 REFERENCE = Completion((1, 2), (5, 6), ({5: -0.1, 7: -3.0}, {6: -1.0, 8: -1.01}), "length")

@@ -1,7 +1,8 @@
 """Garbage in bulk; ``make fuzz`` sends a million frames and 100,000 notifications."""
 
 import pytest
-from chaos_parts.fuzz import Growth, fuzz_notifications, fuzz_side_channel
+
+from tests.chaos.fuzzing import Growth, fuzz_notifications, fuzz_side_channel
 
 MAX_BYTES = 24 << 20
 

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from chaos_parts.network import Link, NetworkError, namespace_link
+
+from tests.chaos.network import Link, NetworkError, namespace_link
 
 BOUND_SECONDS = 20.0
 ECHO = """

@@ -15,7 +15,7 @@ from vllm_commext.testing.guardian import descendants
 
 DEMO = [sys.executable, "-m", "vllm_commext", "demo"]
 STOP_SECONDS = 90
-PASSES = ("one at a time", "repeated", "8 at once", "damaged (control)")
+PASSES = ("one at a time", "repeated", "8 at once", "changed (control)")
 
 
 def row_of(output: str, name: str) -> list[str]:

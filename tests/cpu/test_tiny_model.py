@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,13 +12,12 @@ import pytest
 
 from vllm_commext.testing.cluster import BLOCK_SIZE
 from vllm_commext.testing.parity import logprob_difference
-from vllm_commext.testing.prompts import PRINTABLE
+from vllm_commext.testing.prompts import Prompt, almost_the_same, equal_prompts
 from vllm_commext.testing.servers import CPU_ENVIRON
 from vllm_commext.testing.tiny_kinds import KINDS
 from vllm_commext.testing.tiny_model import write_tiny_model
 
 NUM_PROMPTS, NUM_PROMPT_TOKENS = 2, 200
-EARLY = 5
 NUM_GENERATED = 16
 ENGINES_SECONDS = 600
 # Nats, by data type. Rounding (another tensor-parallel size, a prompt in two steps) moves what is
@@ -74,19 +72,13 @@ class Answers:
     changed: Sequence[Answer]
 
 
-def draw_prompts() -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts, and the same with another token at place ``EARLY``."""
-    rng = random.Random(0)
-    prompts = [
-        [rng.choice(PRINTABLE) for _ in range(NUM_PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)
-    ]
-    changed = [[*prompt] for prompt in prompts]
-    for prompt in changed:
-        prompt[EARLY] = PRINTABLE.start + (prompt[EARLY] - PRINTABLE.start + 1) % len(PRINTABLE)
-    return prompts, changed
+def draw_prompts() -> tuple[list[Prompt], list[Prompt]]:
+    """Prompts, and the same with another early token."""
+    prompts = equal_prompts(NUM_PROMPTS, NUM_PROMPT_TOKENS, seed=0)
+    return prompts, [almost_the_same(prompt) for prompt in prompts]
 
 
-def ask(folder: Path, prompts: list[list[int]]) -> dict[str, list[Answer]]:
+def ask(folder: Path, prompts: list[Prompt]) -> dict[str, list[Answer]]:
     """Answers of a fresh engine of each kind, one prompt at a time."""
     folders = {kind: write_tiny_model(folder / kind, kind) for kind in KINDS}
     asked = {

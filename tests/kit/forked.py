@@ -16,10 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from tests.kit import fork_server
+from tests.kit import ROOT, fork_server
 from vllm_commext.testing import servers
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "COMMEXT_TEST_FORK_SERVERS"
 OWNER = "COMMEXT_TEST_OWNER"
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
@@ -67,7 +66,7 @@ class Forked:
 
 def launch(command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> servers.Guardian:
     """Fork ``vllm`` where the fork server can be what the command would start; else start it."""
-    if list(command[:3]) != VLLM or "PYTHONPATH" in environ:
+    if list(command[:3]) != VLLM or environ.get("PYTHONPATH", str(ROOT)) != str(ROOT):
         return servers.start_program(command, environ, log)
     program = {"module": VLLM[2], "arguments": list(command[3:])}
     return start(program, environ, SERVER_MODULES, (log.fileno(), log.fileno()))

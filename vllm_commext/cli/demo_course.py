@@ -42,7 +42,7 @@ class Course(ABC):
     """One run of the demo; prints as it goes.
 
     A subclass says what is asked: of plain servers first (``ask_references``), then of the engines
-    (``send_all``), last of a decode engine that damages what it receives (``control``).
+    (``send_all``), last with prompts that are almost the same (``control``).
     ``prefill_args`` and ``decode_args`` go to ``vllm serve``.
     """
 
@@ -64,8 +64,8 @@ class Course(ABC):
         """The passes through the proxy."""
 
     @abstractmethod
-    def control(self, prefill: Server, corrupting: Server) -> None:
-        """The same comparison must notice damage."""
+    def control(self, proxy: Server, decode: Server) -> None:
+        """The same comparison must notice a KV cache that belongs to other tokens."""
 
     def run(self) -> bool:
         """Whether every claim held."""
@@ -74,13 +74,12 @@ class Course(ABC):
         self.model = write_tiny_model(self.options.folder / "model", self.options.kind)
         self.ask_references()
         with ExitStack() as stack:
-            prefill, decode, corrupting = self.start_engines(stack)
+            prefill, decode = self.start_engines(stack)
             proxy = self.start_proxy(stack, prefill, decode)
             self.send_all(proxy, decode)
-            self.control(prefill, corrupting)
+            self.control(proxy, decode)
             print(f"\n{table(self.passes)}\n\n{verdict(self.claims)}", flush=True)
             if self.options.keep:
-                corrupting.stop()
                 self.keep([prefill, decode, proxy])
             self.say("stopping all servers")
         self.say("nothing is left running")
@@ -90,19 +89,17 @@ class Course(ABC):
         """A progress line with the seconds since the start."""
         print(f"[{time.monotonic() - self.started:4.0f} s] {text}", flush=True)
 
-    def start_engines(self, stack: ExitStack) -> tuple[VllmServer, VllmServer, VllmServer]:
-        """Start prefill, decode and the negative control's decode engine at the same time."""
-        self.say(f"starting a prefill and two decode servers, {self._sizes()}")
+    def start_engines(self, stack: ExitStack) -> tuple[VllmServer, VllmServer]:
+        """Start both engines at the same time."""
+        self.say(f"starting a prefill and a decode server, {self._sizes()}")
         prefill = self.engine("prefill", "kv_producer")
         decode = self.engine("decode", "kv_consumer")
-        corrupting = self.engine("decode-corrupting", "kv_consumer", corrupt=True)
-        servers = (prefill, decode, corrupting)
-        for server in servers:
+        for server in (prefill, decode):
             stack.callback(server.stop)
             server.start()
-        for server in servers:
+        for server in (prefill, decode):
             self.say(f"{server.name} ready after {server.wait_ready():.0f} s on {server.url}")
-        return servers
+        return prefill, decode
 
     def _sizes(self) -> str:
         prefill, decode = self.options.prefill_tp, self.options.decode_tp
@@ -110,19 +107,14 @@ class Course(ABC):
             return f"each with tensor parallel size {prefill}"
         return f"with tensor parallel size {prefill} and {decode}"
 
-    def engine(self, name: str, role: str, corrupt: bool = False) -> VllmServer:
+    def engine(self, name: str, role: str) -> VllmServer:
         """A server with the connector, not started."""
-        config = cluster.kv_transfer_config(
-            role,
-            connector=cluster.CORRUPTING if corrupt else cluster.CONNECTOR,
-            module_path=cluster.CORRUPTING_MODULE if corrupt else None,
-        )
         options, is_prefill = self.options, role == "kv_producer"
         return cluster.engine_server(
             name,
             self.model,
             options.folder,
-            config,
+            cluster.kv_transfer_config(role),
             tensor_parallel_size=options.prefill_tp if is_prefill else options.decode_tp,
             args=[*self.model_args(), *(self.prefill_args if is_prefill else self.decode_args)],
         )
@@ -198,14 +190,6 @@ def at_once(url: str, prompts: Sequence[Prompt]) -> list[Completion]:
 
     with ThreadPoolExecutor(CONCURRENCY) as pool:
         return list(pool.map(ask, range(len(prompts))))
-
-
-def two_steps(prefill: Server, decode: Server, prompts: Sequence[Prompt]) -> list[Completion]:
-    """Ask for each prompt in turn, without a proxy."""
-    return [
-        cluster.disaggregated(prefill.url, decode.url, cluster.MODEL_NAME, prompt)
-        for prompt in prompts
-    ]
 
 
 def kv_bytes_per_block(model: Path, decode_tp: int) -> int:

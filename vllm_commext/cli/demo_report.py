@@ -166,10 +166,10 @@ class Pass:
         return Claim(f"{self.name}: answers equal the single server's", first is None, detail)
 
     def claim_noticed(self) -> Claim:
-        """All requests are different, as they must be after damage on purpose."""
+        """All requests are different, as they must be with another prompt's KV cache."""
         num_noticed = len(self.got) - self.num_equal
         detail = f"{num_noticed} of {len(self.got)} differ, by up to {self.max_logprob:.2g} nats"
-        return Claim(f"{self.name}: the damage is noticed", self.num_equal == 0, detail)
+        return Claim(f"{self.name}: the change is noticed", self.num_equal == 0, detail)
 
     def claim_transferred(self) -> Claim:
         """The decode engine read what these prompts need, no less, no more, without failure."""

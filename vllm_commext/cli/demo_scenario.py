@@ -14,12 +14,16 @@ from vllm_commext.cli.demo_course import (
     at_once,
     kv_bytes_per_block,
     one_at_a_time,
-    two_steps,
 )
 from vllm_commext.cli.demo_report import Expected, Noise
 from vllm_commext.testing import cluster
 from vllm_commext.testing.parity import Completion
-from vllm_commext.testing.prompts import PrefixCache, blocks_one_at_a_time, prompt_set
+from vllm_commext.testing.prompts import (
+    PrefixCache,
+    almost_the_same,
+    blocks_one_at_a_time,
+    prompt_set,
+)
 from vllm_commext.testing.servers import Server
 
 NUM_REPEATED = 8
@@ -114,17 +118,18 @@ class Scenario(Course):
             lambda: at_once(proxy.url, self.prompts_at_once),
         )
 
-    def control(self, prefill: Server, corrupting: Server) -> None:
-        """The same comparison must notice one damaged block in each request."""
+    def control(self, proxy: Server, decode: Server) -> None:
+        """The same comparison must notice that the KV cache is another prompt's."""
         long = [i for i, one in enumerate(self.prompts) if len(one) > cluster.BLOCK_SIZE]
         places = long[:NUM_CONTROLS]
-        self.say(f"negative control: {len(places)} prompts, one block of each damaged on arrival")
+        self.say(f"negative control: {len(places)} of the prompts with one early token changed")
+        changed = [almost_the_same(self.prompts[place]) for place in places]
         one = self.measure(
-            "damaged (control)",
-            corrupting,
+            "changed (control)",
+            decode,
             [self.reference.one[place] for place in places],
             self.reference.noise_one.of(places),
-            lambda: two_steps(prefill, corrupting, [self.prompts[place] for place in places]),
+            lambda: one_at_a_time(proxy.url, changed),
             self.needed(PrefixCache(cluster.BLOCK_SIZE)),
         )
         self.claims += [one.claim_noticed(), one.claim_transferred()]

@@ -21,13 +21,12 @@ from vllm_commext.cli.demo_course import (
     at_once,
     kv_bytes_per_block,
     one_at_a_time,
-    two_steps,
 )
 from vllm_commext.cli.demo_report import Expected, Noise, Traffic
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import scrape, wait_for_added
 from vllm_commext.testing.parity import Completion
-from vllm_commext.testing.prompts import Prompt, equal_prompts, num_blocks
+from vllm_commext.testing.prompts import Prompt, almost_the_same, equal_prompts, num_blocks
 from vllm_commext.testing.servers import Server, VllmServer
 from vllm_commext.testing.tiny_kinds import KINDS
 
@@ -121,16 +120,16 @@ class SplitScenario(Course):
         found = int(scrape(decode.url).minus(before).total(Traffic.BYTES))
         return found, f"as many for each prompt as for the one before, {found:,}"
 
-    def control(self, prefill: Server, corrupting: Server) -> None:
-        """The same comparison must notice one damaged block a kind of layer in each request."""
-        prompts = self.prompts[:NUM_CONTROLS]
-        self.say(f"negative control: {len(prompts)} prompts, damaged on arrival")
+    def control(self, proxy: Server, decode: Server) -> None:
+        """The same comparison must notice that KV cache and states are another prompt's."""
+        changed = [almost_the_same(prompt) for prompt in self.prompts[:NUM_CONTROLS]]
+        self.say(f"negative control: {len(changed)} of the prompts with one early token changed")
         one = self.measure(
-            "damaged (control)",
-            corrupting,
+            "changed (control)",
+            decode,
             self.expected[:NUM_CONTROLS],
             self.quiet.of(range(NUM_CONTROLS)),
-            lambda: two_steps(prefill, corrupting, prompts),
+            lambda: one_at_a_time(proxy.url, changed),
             self.needed,
         )
         self.claims += [one.claim_noticed(), one.claim_transferred()]

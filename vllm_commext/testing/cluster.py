@@ -16,8 +16,6 @@ BLOCK_SIZE = 32
 MAX_MODEL_LEN = 1024
 MODEL_NAME = "tiny"
 CONNECTOR = "CommextNixlConnector"
-CORRUPTING = "CorruptingNixlConnector"
-CORRUPTING_MODULE = "vllm_commext.testing.corrupting_connector"
 
 # Eager: the tiny models gain nothing from compilation, which would need a C++ compiler and a
 # minute a server.

@@ -12,6 +12,7 @@ Prompt = tuple[int, ...]
 PRINTABLE = range(32, 127)
 SHARED_TOKENS = 256
 MIN_EQUAL_TOKENS = 8
+EARLY_PLACE = 5
 
 
 def edge_lengths(block_size: int) -> list[int]:
@@ -60,6 +61,16 @@ def equal_prompts(num_prompts: int, num_tokens: int, seed: int) -> list[Prompt]:
     while len(made) < num_prompts:
         made[_draw(rng, num_tokens)] = None
     return list(made)
+
+
+def almost_the_same(prompt: Prompt) -> Prompt:
+    """The prompt with another token at place ``EARLY_PLACE``, so that all later KV entries differ.
+
+    Raises ``ConfigError`` for a prompt that is too short."""
+    if len(prompt) <= EARLY_PLACE:
+        raise ConfigError(f"prompt: expected over {EARLY_PLACE} tokens, got {len(prompt)}")
+    other = PRINTABLE.start + (prompt[EARLY_PLACE] - PRINTABLE.start + 1) % len(PRINTABLE)
+    return (*prompt[:EARLY_PLACE], other, *prompt[EARLY_PLACE + 1 :])
 
 
 def _draw(rng: random.Random, num_tokens: int) -> Prompt:

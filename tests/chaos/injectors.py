@@ -10,12 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import httpx
 import zmq
 
-from chaos_parts.garbage import BODIES, HTTP, mutations, requests
+from tests.chaos.garbage import BODIES, HTTP, mutations, requests
+from tests.kit import ROOT
 from vllm_commext.nixl.wire.connection import endpoint
 from vllm_commext.testing.cluster import MODEL_NAME
 from vllm_commext.testing.servers import CPU_ENVIRON
@@ -54,15 +54,14 @@ def send_http_garbage(url: str, rng: random.Random) -> None:
 def send_notifications(where: tuple[str, int, str], seed: int, count: int) -> list[str]:
     """Malformed NIXL notifications from a process of their own; why they were not sent."""
     host, port, engine_id = where
-    here = Path(__file__).resolve().parent.parent
-    path = os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
     arguments = [host, str(port), engine_id, str(seed), str(count)]
-    environ = {**os.environ, **CPU_ENVIRON, "PYTHONPATH": path}
+    environ = {**os.environ, **CPU_ENVIRON}
     if host != "127.0.0.1":
         environ.pop("UCX_NET_DEVICES")
     done = subprocess.run(
-        [sys.executable, "-m", "chaos_parts.rogue", *arguments],
+        [sys.executable, "-m", "tests.chaos.rogue", *arguments],
         env=environ,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=ROGUE_SECONDS,

@@ -6,10 +6,10 @@ import time
 
 import httpx
 
-from chaos_parts.judge import RIGHT, Recovery
-from chaos_parts.load import Load, ask
-from chaos_parts.schedule import DECODE
-from chaos_parts.stage import Stage
+from tests.chaos.judge import RIGHT, Recovery
+from tests.chaos.load import Load, ask
+from tests.chaos.schedule import DECODE
+from tests.chaos.testbed import Testbed
 
 FAILURES = "vllm:commext_nixl_failures_total"
 LOCAL_PREFILLS = "commext_proxy_local_prefills_total"
@@ -17,7 +17,7 @@ GIVE_UP_SECONDS = 40.0
 POLL_SECONDS = 0.05
 
 
-def recover(stage: Stage, load: Load, back: float) -> Recovery:
+def recover(testbed: Testbed, load: Load, back: float) -> Recovery:
     """Ask through the proxy until an answer is right and was read.
 
     An answer through the proxy is either computed by the decode engine from the start, which the
@@ -26,19 +26,19 @@ def recover(stage: Stage, load: Load, back: float) -> Recovery:
     is sent.
 
     Args:
-        stage: the servers.
+        testbed: the servers.
         load: has the references, and judges.
         back: when the peer came back, in seconds of ``time.monotonic``.
     """
     attempts = 1
-    _wait_for_proxy(stage.proxy_url, back + GIVE_UP_SECONDS)
+    _wait_for_proxy(testbed.proxy_url, back + GIVE_UP_SECONDS)
     while time.monotonic() < back + GIVE_UP_SECONDS:
         reference = load.references[attempts % len(load.references)]
         try:
-            before = _not_read(stage)
-            verdict = load.note(reference, ask(stage.proxy_url, reference.prompt))
+            before = _not_read(testbed)
+            verdict = load.note(reference, ask(testbed.proxy_url, reference.prompt))
             ended = time.monotonic()
-            proven = verdict == RIGHT and _not_read(stage) == before
+            proven = verdict == RIGHT and _not_read(testbed) == before
         except OSError:
             time.sleep(POLL_SECONDS)  # the engine's page of metrics was not to be had
             continue
@@ -48,12 +48,12 @@ def recover(stage: Stage, load: Load, back: float) -> Recovery:
     return Recovery(attempts, time.monotonic() - back, succeeded=False)
 
 
-def _not_read(stage: Stage) -> float:
+def _not_read(testbed: Testbed) -> float:
     """Requests so far that were answered without a read."""
-    local = stage.proxy_metrics().total(LOCAL_PREFILLS)
-    if stage.engines[DECODE].policy == "fail":
+    local = testbed.proxy_metrics().total(LOCAL_PREFILLS)
+    if testbed.engines[DECODE].policy == "fail":
         return local
-    return local + stage.metrics(DECODE).total(FAILURES)
+    return local + testbed.metrics(DECODE).total(FAILURES)
 
 
 def _wait_for_proxy(url: str, deadline: float) -> None:

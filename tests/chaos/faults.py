@@ -10,23 +10,23 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from chaos_parts.intruders import (
+from tests.chaos.injectors import (
     abort_requests,
     send_http_garbage,
     send_notifications,
     send_side_channel_garbage,
 )
-from chaos_parts.judge import RIGHT
-from chaos_parts.load import Load, ask, make_prompts
-from chaos_parts.relay import relay_to
-from chaos_parts.schedule import DECODE, PREFILL, Fault
-from chaos_parts.stage import (
+from tests.chaos.judge import RIGHT
+from tests.chaos.load import Load, ask, make_prompts
+from tests.chaos.relay import relay_to
+from tests.chaos.schedule import DECODE, PREFILL, Fault
+from tests.chaos.testbed import (
     DECODE_STEP_SECONDS,
     HANDSHAKE_SECONDS,
     LEASE_SECONDS,
     NUM_BLOCKS,
     TRANSFER_SECONDS,
-    Stage,
+    Testbed,
 )
 from vllm_commext.testing import cluster
 from vllm_commext.testing.parity import Completion, complete, prefill
@@ -50,12 +50,12 @@ class Scene:
     """What a fault works on.
 
     Attributes:
-        stage: the servers.
+        testbed: the servers.
         load: where answers of the fault's own requests are judged.
         rng: for the choices within the fault.
     """
 
-    stage: Stage
+    testbed: Testbed
     load: Load
     rng: random.Random
 
@@ -65,12 +65,12 @@ class Scene:
 
     def prefill(self, reference: Completion) -> dict[str, Any]:
         """Step 1 without the proxy."""
-        return prefill(self.stage.url(PREFILL), cluster.MODEL_NAME, reference.prompt, 20.0)
+        return prefill(self.testbed.url(PREFILL), cluster.MODEL_NAME, reference.prompt, 20.0)
 
     def decode(self, reference: Completion, params: Mapping[str, Any]) -> str:
         """Step 2 without the proxy; returns the verdict."""
         extra = {"kv_transfer_params": dict(params)}
-        answer = ask(self.stage.url(DECODE), reference.prompt, extra=extra)
+        answer = ask(self.testbed.url(DECODE), reference.prompt, extra=extra)
         return self.load.note(reference, answer)
 
     def reuse_blocks(self) -> None:
@@ -78,41 +78,41 @@ class Scene:
         num_prompts = NUM_BLOCKS * cluster.BLOCK_SIZE // LONG_PROMPT
         for _ in range(num_prompts):
             prompt = make_prompts(1, self.rng.randrange(1 << 30))[0] * 30
-            url = self.stage.url(PREFILL)
+            url = self.testbed.url(PREFILL)
             complete(url, cluster.MODEL_NAME, prompt[:LONG_PROMPT], max_tokens=1)
 
 
-def inject(fault: Fault, stage: Stage, load: Load) -> list[str]:
+def inject(fault: Fault, testbed: Testbed, load: Load) -> list[str]:
     """Let a fault happen; what should not have happened meanwhile."""
-    scene = Scene(stage, load, random.Random(fault.seed))
+    scene = Scene(testbed, load, random.Random(fault.seed))
     return ACTIONS[fault.kind](scene) or []
 
 
 def _restart(role: str, *, as_another: bool) -> Callable[[Scene], None]:
-    return lambda scene: scene.stage.restart(role, as_another=as_another)
+    return lambda scene: scene.testbed.restart(role, as_another=as_another)
 
 
 def _stand_still(role: str, shortest: float, longest: float) -> Callable[[Scene], None]:
     def act(scene: Scene) -> None:
-        scene.stage.signal(role, signal.SIGSTOP)
+        scene.testbed.signal(role, signal.SIGSTOP)
         time.sleep(scene.rng.uniform(shortest, longest))
-        scene.stage.signal(role, signal.SIGCONT)
+        scene.testbed.signal(role, signal.SIGCONT)
 
     return act
 
 
 def _side_channel_garbage(scene: Scene) -> None:
-    port = scene.stage.engines[PREFILL].side_channel_port
-    send_side_channel_garbage(scene.stage.host(PREFILL), port, scene.rng, NUM_GARBAGE)
+    port = scene.testbed.engines[PREFILL].side_channel_port
+    send_side_channel_garbage(scene.testbed.host(PREFILL), port, scene.rng, NUM_GARBAGE)
 
 
 def _proxy_garbage(scene: Scene) -> None:
-    send_http_garbage(scene.stage.proxy_url, scene.rng)
+    send_http_garbage(scene.testbed.proxy_url, scene.rng)
 
 
 def _rogue_notifications(scene: Scene) -> list[str]:
-    engine = scene.stage.engines[PREFILL]
-    where = (scene.stage.host(PREFILL), engine.side_channel_port, engine.engine_id)
+    engine = scene.testbed.engines[PREFILL]
+    where = (scene.testbed.host(PREFILL), engine.side_channel_port, engine.engine_id)
     return send_notifications(where, scene.rng.randrange(1 << 30), NUM_GARBAGE)
 
 
@@ -141,7 +141,7 @@ def _foreign_parameters(scene: Scene) -> None:
 
 def _client_aborts(scene: Scene) -> None:
     references = [scene.reference() for _ in range(NUM_ABORTS)]
-    abort_requests(scene.stage.proxy_url, [one.prompt for one in references], scene.rng)
+    abort_requests(scene.testbed.proxy_url, [one.prompt for one in references], scene.rng)
 
 
 def _through_relay(*, cut: bool) -> Callable[[Scene], list[str]]:
@@ -149,9 +149,9 @@ def _through_relay(*, cut: bool) -> Callable[[Scene], list[str]]:
     life, and the same requests must then succeed."""
 
     def act(scene: Scene) -> list[str]:
-        stage = scene.stage
-        port = stage.engines[PREFILL].side_channel_port
-        with relay_to(stage.host(PREFILL), port) as relay:
+        testbed = scene.testbed
+        port = testbed.engines[PREFILL].side_channel_port
+        with relay_to(testbed.host(PREFILL), port) as relay:
             changes = {"remote_host": "127.0.0.1", "remote_port": relay.port}
             relay.slow, relay.cut = not cut, cut
             reference = scene.reference()
@@ -169,7 +169,7 @@ def _through_relay(*, cut: bool) -> Callable[[Scene], list[str]]:
 
 def _network(*, cut: bool) -> Callable[[Scene], None]:
     def act(scene: Scene) -> None:
-        link = scene.stage.link
+        link = scene.testbed.link
         assert link is not None, "the schedule leaves this out where there is no link"
         change: AbstractContextManager[None] = link.cut() if cut else link.throttled()
         with change:

@@ -1,7 +1,7 @@
 """A foreign NIXL agent: asks a side channel for a worker's metadata, as anybody can who reaches it,
 and sends the worker notifications that are none.
 
-    python -m chaos_parts.rogue HOST PORT ENGINE_ID SEED COUNT
+    python -m tests.chaos.rogue HOST PORT ENGINE_ID SEED COUNT
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 
 import zmq
 
-from chaos_parts.garbage import mutations, notifications
+from tests.chaos.garbage import mutations, notifications
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire

@@ -11,8 +11,8 @@ from itertools import islice
 
 import zmq
 
-from chaos_parts.census import take_own_census
-from chaos_parts.garbage import mutations, notifications, requests
+from tests.chaos.census import take_own_census
+from tests.chaos.garbage import mutations, notifications, requests
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
 from vllm_commext.nixl.metrics.recorder import TransferRecorder

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from chaos_parts.judge import ERROR, LATE, RIGHT, WRONG, Answer, judge
-from chaos_parts.stage import BOUND_SECONDS
+from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Answer, judge
+from tests.chaos.testbed import BOUND_SECONDS
 from vllm_commext.errors import CommextError
 from vllm_commext.testing.cluster import MODEL_NAME
 from vllm_commext.testing.parity import Completion, complete

@@ -10,9 +10,10 @@ from typing import Any
 
 import httpx
 
-from chaos_parts.census import Census, growth, take_census
-from chaos_parts.network import Link
-from chaos_parts.schedule import DECODE, PREFILL
+from tests.chaos.census import Census, growth, take_census
+from tests.chaos.network import Link
+from tests.chaos.schedule import DECODE, PREFILL
+from tests.kit import CORRUPTING, CORRUPTING_MODULE, ROOT
 from vllm_commext.errors import CommextError
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import Metrics, scrape
@@ -69,7 +70,7 @@ class Engine:
 
 
 @dataclass
-class Stage:
+class Testbed:
     """All servers of one run.
 
     Attributes:
@@ -216,8 +217,8 @@ class Stage:
         corrupting = self.corrupting and engine.role == DECODE
         config = cluster.kv_transfer_config(
             ROLES[engine.role],
-            connector=cluster.CORRUPTING if corrupting else cluster.CONNECTOR,
-            module_path=cluster.CORRUPTING_MODULE if corrupting else None,
+            connector=CORRUPTING if corrupting else cluster.CONNECTOR,
+            module_path=CORRUPTING_MODULE if corrupting else None,
             policy=engine.policy,
             engine_id=engine.engine_id,
             extra={
@@ -230,7 +231,7 @@ class Stage:
         )
         # No prefix cache: every request has to be read.
         args = ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--no-enable-prefix-caching"]
-        environ = dict(NO_KERNEL_CACHES)
+        environ = NO_KERNEL_CACHES | ({"PYTHONPATH": str(ROOT)} if corrupting else {})
         if self.link is not None:
             args += ["--host", "0.0.0.0"]
             far = engine.role == PREFILL

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from chaos_parts.judge import ERROR, LATE, RIGHT, WRONG, Recovery
-from chaos_parts.schedule import KINDS
+from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Recovery
+from tests.chaos.schedule import KINDS
 
 VERDICTS = (RIGHT, ERROR, LATE, WRONG)
 

@@ -1,6 +1,6 @@
 """The long chaos run: real servers, constant load, seeded faults, a report.
 
-    python tests/chaos/run.py --seed 1 --requests 2000 --faults 104 --out chaos-report
+    python -m tests.chaos --seed 1 --requests 2000 --faults 104 --out chaos-report
 
 writes chaos-report.json and chaos-report.md, and the servers' logs into chaos-report.logs/.  Exit
 status: 0 where everything held, 1 where not.
@@ -13,12 +13,9 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from chaos_parts.course import Course, run
-from chaos_parts.report import as_json, as_markdown, failures
-from chaos_parts.schedule import KINDS
-
+from tests.chaos.report import as_json, as_markdown, failures
+from tests.chaos.scenario import Scenario, run
+from tests.chaos.schedule import KINDS
 from vllm_commext.testing.tiny_model import write_tiny_model
 
 
@@ -36,7 +33,7 @@ def main() -> int:
     args = parser.parse_args()
     folder = args.out.with_name(args.out.name + ".logs")
     folder.mkdir(parents=True, exist_ok=True)
-    course = Course(
+    scenario = Scenario(
         args.seed,
         args.requests,
         args.faults,
@@ -46,7 +43,7 @@ def main() -> int:
         policy=args.policy,
     )
     model = write_tiny_model(folder / "model")
-    record = run(course, model, folder, lambda line: print(line, flush=True))
+    record = run(scenario, model, folder, lambda line: print(line, flush=True))
     args.out.with_suffix(".json").write_text(json.dumps(as_json(record), indent=1) + "\n")
     args.out.with_suffix(".md").write_text(as_markdown(record) + "\n")
     wrong = failures(record)

@@ -3,7 +3,7 @@ notice.
 
 Use it on the decode side, in ``--kv-transfer-config``:
 ``"kv_connector": "CorruptingNixlConnector"``,
-``"kv_connector_module_path": "vllm_commext.testing.corrupting_connector"``.
+``"kv_connector_module_path": "tests.kit.corrupting_connector"``.
 """
 
 from __future__ import annotations

@@ -8,13 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos_parts.faults import LONG_PROMPT, inject
-from chaos_parts.load import Load, make_prompts, take_references
-from chaos_parts.network import Link, NetworkError, namespace_link
-from chaos_parts.recovery import recover
-from chaos_parts.report import FaultRecord, RunRecord, describe
-from chaos_parts.schedule import DECODE, KINDS, PREFILL, Fault, plan_faults
-from chaos_parts.stage import Stage
+from tests.chaos.faults import LONG_PROMPT, inject
+from tests.chaos.load import Load, make_prompts, take_references
+from tests.chaos.network import Link, NetworkError, namespace_link
+from tests.chaos.recovery import recover
+from tests.chaos.report import FaultRecord, RunRecord, describe
+from tests.chaos.schedule import DECODE, KINDS, PREFILL, Fault, plan_faults
+from tests.chaos.testbed import Testbed
 from vllm_commext.errors import CommextTimeoutError
 from vllm_commext.testing import cluster
 from vllm_commext.testing.parity import Completion, complete
@@ -24,7 +24,7 @@ WARM_UP_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Course:
+class Scenario:
     """How a run goes.
 
     Attributes:
@@ -55,59 +55,61 @@ class Course:
     corrupting: bool = False
 
 
-def run(course: Course, model: Path, folder: Path, say: Callable[[str], None]) -> RunRecord:
+def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None]) -> RunRecord:
     """Run it; every server has ended when this returns.
 
     Args:
-        course: how.
+        scenario: how.
         model: folder of the model.
         folder: where the servers' logs go.
         say: takes a line about each fault.
     """
-    record = RunRecord({**vars(course), "kinds": len(course.kinds)})
-    kinds = list(course.kinds)
+    record = RunRecord({**vars(scenario), "kinds": len(scenario.kinds)})
+    kinds = list(scenario.kinds)
     with ExitStack() as stack:
-        link = _link(course, record, stack)
+        link = _link(scenario, record, stack)
         if link is None:
             kinds = [kind for kind in kinds if not KINDS[kind].needs_namespace]
-        references = _plain_references(course, model, folder) if course.plain_reference else None
-        stage = Stage(model, folder, link, course.policy, course.corrupting)
-        stack.callback(stage.stop)
-        stage.start()
+        references = (
+            _plain_references(scenario, model, folder) if scenario.plain_reference else None
+        )
+        testbed = Testbed(model, folder, link, scenario.policy, scenario.corrupting)
+        stack.callback(testbed.stop)
+        testbed.start()
         if references is None:
-            references = take_references(stage.url(PREFILL), _prompts(course))
-        load = Load(stage.proxy_url, references, course.seed)
-        faults = plan_faults(course.seed, course.num_faults, kinds, course.max_delay_seconds)
+            references = take_references(testbed.url(PREFILL), _prompts(scenario))
+        load = Load(testbed.proxy_url, references, scenario.seed)
+        faults = plan_faults(scenario.seed, scenario.num_faults, kinds, scenario.max_delay_seconds)
         started = time.monotonic()
         try:
-            _Run(course, record, stage, load, say).go(faults)
+            _Run(scenario, record, testbed, load, say).go(faults)
         except Exception as error:  # noqa: BLE001 whatever ends the run, what it found is reported
             record.problems.append(f"the run broke off: {type(error).__name__}: {error}")
             load.stop()
         record.seconds = time.monotonic() - started
         record.faults = [fault.with_drain(load.spans) for fault in record.faults]
         record.verdicts, record.errors, record.samples = load.verdicts, load.errors, load.samples
-        record.censuses = stage.censuses
+        record.censuses = testbed.censuses
     return record
 
 
-def _prompts(course: Course) -> list[tuple[int, ...]]:
-    return make_prompts(course.num_prompts, course.seed)
+def _prompts(scenario: Scenario) -> list[tuple[int, ...]]:
+    return make_prompts(scenario.num_prompts, scenario.seed)
 
 
-def _plain_references(course: Course, model: Path, folder: Path) -> list[Completion]:
+def _plain_references(scenario: Scenario, model: Path, folder: Path) -> list[Completion]:
     with cluster.plain_server("plain", model, folder) as server:
-        return take_references(server.url, _prompts(course))
+        return take_references(server.url, _prompts(scenario))
 
 
-def _link(course: Course, record: RunRecord, stack: ExitStack) -> Link | None:
+def _link(scenario: Scenario, record: RunRecord, stack: ExitStack) -> Link | None:
     reason = "not asked for"
-    if course.namespaces:
+    if scenario.namespaces:
         try:
             return stack.enter_context(namespace_link())
         except NetworkError as error:
             reason = str(error)
-    needing = [kind for kind in course.kinds if KINDS[kind].needs_namespace]
+    needing = [kind for kind in scenario.kinds if KINDS[kind].needs_namespace]
     record.skipped.update(dict.fromkeys(needing, f"no network namespaces: {reason}"))
     return None
 
@@ -117,26 +119,26 @@ class _Run:
 
     def __init__(
         self,
-        course: Course,
+        scenario: Scenario,
         record: RunRecord,
-        stage: Stage,
+        testbed: Testbed,
         load: Load,
         say: Callable[[str], None],
     ) -> None:
-        self._course = course
+        self._scenario = scenario
         self._record = record
-        self._stage = stage
+        self._stage = testbed
         self._load = load
         self._say = say
 
     def go(self, faults: Sequence[Fault]) -> None:
-        self._load.start(self._course.num_clients)
+        self._load.start(self._scenario.num_clients)
         self._warm_up()
         self._settle("start", (PREFILL, DECODE))
         for fault in faults:
             time.sleep(fault.delay_seconds)
             self._one(fault)
-        while self._load.verdicts.total() < self._course.num_requests:
+        while self._load.verdicts.total() < self._scenario.num_requests:
             time.sleep(0.2)
         self._settle("end", (PREFILL, DECODE), compare=True)
         if not self._load.stop():

@@ -1,0 +1,1 @@
+"""Real servers under faults, and garbage: `python -m tests.chaos`, `python -m tests.chaos.fuzz`."""
