@@ -19,15 +19,14 @@ FAULTS ?= 114
 CHAOS_OUT ?= chaos-report
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
-# Tests of tests/cpu that start no servers, and need no core to themselves.
-SIDE_BY_SIDE := tests/cpu/nixl_agents tests/cpu/test_tiny_model.py
-
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest --durations=25 --durations-min=1
+# Files side by side: what a file's tests share, they share in one process.
+FILES := -n 2 --dist loadfile
 DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
 	--requests $(REQUESTS) $(if $(filter-out 0,$(KEEP)),--keep)
 
-.PHONY: demo test wheels unit contract cpu long chaos bench fuzz lint docs env matrix test-matrix stress-shm \
+.PHONY: demo test nightly wheels unit contract cpu long chaos bench fuzz lint docs env matrix test-matrix stress-shm \
 	sanitize clean help
 
 help: ## List the targets
@@ -38,8 +37,7 @@ demo: env ## Prefill and decode servers here, proven equal to one server; MODEL=
 
 test: env lint ## Lint, then unit, contract, cpu tests and a short chaos run
 	$(PYTEST) -n 2 tests/unit tests/contract $(PYTEST_ARGS)
-	$(PYTEST) -n 2 --dist loadfile $(SIDE_BY_SIDE) $(PYTEST_ARGS)
-	$(PYTEST) tests/cpu tests/chaos $(SIDE_BY_SIDE:%=--ignore %) $(PYTEST_ARGS)
+	$(PYTEST) $(FILES) tests/cpu tests/chaos $(PYTEST_ARGS)
 
 unit: env ## Tests that need no vLLM
 	$(PYTEST) -n 2 tests/unit $(PYTEST_ARGS)
@@ -48,10 +46,15 @@ contract: env ## Tests against the installed vLLM, without a model
 	$(PYTEST) -n 2 tests/contract $(PYTEST_ARGS)
 
 cpu: env ## Tests with real servers on CPUs
-	$(PYTEST) tests/cpu $(PYTEST_ARGS)
+	$(PYTEST) $(FILES) tests/cpu $(PYTEST_ARGS)
 
-long: env ## Tests with real servers that `make test` has no time for
-	COMMEXT_TEST_LONG=1 $(PYTEST) tests/cpu -m long $(PYTEST_ARGS)
+long: env ## Tests with real servers that `make test` has no time for, each server started from nothing
+	COMMEXT_TEST_LONG=1 COMMEXT_TEST_FORK=0 $(PYTEST) tests/cpu -m long $(PYTEST_ARGS)
+
+nightly: env ## Everything that runs here and takes hours: both demos, long, chaos, fuzz, matrix, stress, sanitizers, wheels
+	$(MAKE) demo
+	$(MAKE) demo MODEL=granite1 P_TP=1 D_TP=2 REQUESTS=8
+	$(MAKE) long chaos fuzz test-matrix matrix stress-shm sanitize wheels
 
 bench: env ## Every benchmark that this machine can run, short, as one report in benchmarks/results; BENCH_ARGS='--only serve'
 	$(BIN)/python benchmarks/everything.py $(BENCH_ARGS)

@@ -3,10 +3,11 @@
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from vllm_commext.testing.processes import cpu_seconds
 
 from .links import Link
 
@@ -101,14 +102,6 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 
-def cpu_seconds(pid: int | str) -> float:
-    """What all threads of a process have run so far."""
-    total = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        total += int((task / "schedstat").read_text().split()[0])
-    return total / 1e9
-
-
 def timed(link: Link, obj: object, until: Callable[[int], bool], gap: float = 0.0) -> list[float]:
     """Microseconds of each round trip until it is enough."""
     found: list[float] = []
@@ -153,7 +146,7 @@ def paced(gap: float, seconds: float) -> Measurement:
     obj, times = b"x" * 100, max(2, int(seconds / gap))
 
     def measure(link: Link) -> Figures:
-        reader, writer = cpu_seconds(link.pids[0]), cpu_seconds("self")
+        reader, writer = cpu_seconds([link.pids[0]]), cpu_seconds(["self"])
         started = time.perf_counter()
         found = timed(link, obj, lambda count: count >= times, gap)
         wall = time.perf_counter() - started
@@ -162,8 +155,11 @@ def paced(gap: float, seconds: float) -> Measurement:
         if gap < LONG_GAP_SECONDS:
             figures.append((name, "us p99", percentile(found, 0.99)))
         share = 100 / wall
-        figures.append((name, "% of a core, reader", (cpu_seconds(link.pids[0]) - reader) * share))
-        figures.append((name, "% of a core, writer", (cpu_seconds("self") - writer) * share))
+        reader = cpu_seconds([link.pids[0]]) - reader
+        figures.append(
+            (name, "% of a core, reader", (cpu_seconds([link.pids[0]]) - reader) * share)
+        )
+        figures.append((name, "% of a core, writer", (cpu_seconds(["self"]) - writer) * share))
         return figures
 
     return measure
@@ -174,11 +170,11 @@ def silence(links: dict[str, Link]) -> dict[str, float]:
     before = {}
     for name, link in links.items():
         link.round_trip("the last")
-        before[name] = cpu_seconds(link.pids[0])
+        before[name] = cpu_seconds([link.pids[0]])
     time.sleep(SILENCE_SECONDS)
     share = 100 / SILENCE_SECONDS
     return {
-        name: (cpu_seconds(link.pids[0]) - before[name]) * share for name, link in links.items()
+        name: (cpu_seconds([link.pids[0]]) - before[name]) * share for name, link in links.items()
     }
 
 

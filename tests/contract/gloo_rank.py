@@ -17,7 +17,8 @@ from torch.distributed import distributed_c10d
 from vllm.distributed.utils import stateless_init_torch_distributed_process_group
 
 from vllm_commext.compat import gloo, rebind
-from vllm_commext.testing.servers import GLOO_THREAD, thread_names
+from vllm_commext.testing.processes import thread_names
+from vllm_commext.testing.servers import GLOO_THREAD
 
 WORLD, NUM_GROUPS, NUM_SUMS = 2, 6, 50
 LIMIT = timedelta(seconds=60)

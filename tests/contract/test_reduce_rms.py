@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 from multiprocessing.connection import Connection
@@ -11,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from vllm_commext.testing.ports import free_port
 
 pytest.importorskip("cuda.bindings", reason="vLLM's own norm needs cuda-bindings to be imported")
 
@@ -135,9 +136,7 @@ def olmoe_norm(rank: int, q_weight: torch.Tensor, k_weight: torch.Tensor) -> tup
 
 
 def at_tp2(toggle: str) -> list[Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
     ranks = [

@@ -1,6 +1,5 @@
 """What the scheduler side reports of itself: what its side channel refused, and its quarantine."""
 
-import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from vllm_commext.nixl.metadata import WorkerMetadata
 from vllm_commext.nixl.metrics.recorder import Ends
 from vllm_commext.nixl.scheduler import SchedulerSide
 from vllm_commext.nixl.wire.connection import endpoint
+from vllm_commext.testing.ports import free_port
 
 HOST = "127.0.0.1"
 BOUND_SECONDS = 20
@@ -29,12 +29,6 @@ def scheduler_side(port: int, tp_size: int = 1, **settings: Any) -> SchedulerSid
     return SchedulerSide(
         "p", config, groups=groups, tp_size=tp_size, port=port, produces=True, consumes=True
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
 
 
 def test_rejects_of_the_side_channel_are_counted_once() -> None:

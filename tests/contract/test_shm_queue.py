@@ -3,7 +3,6 @@
 import importlib
 import json
 import pickle
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from vllm_commext.errors import ProtocolError
 from vllm_commext.shm.codec import Decoder, Encoder, decode
 from vllm_commext.shm.queue import MessageQueue
 from vllm_commext.shm.steps import MARK
+from vllm_commext.testing.ports import free_port
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
 pytestmark = pytest.mark.timeout(600)
@@ -77,12 +77,6 @@ def test_two_kinds_of_queue_refuse_one_another_at_attach() -> None:
         stock.create_from_handle(ours.export_handle(), -1)
     with pytest.raises(ProtocolError, match=TOGGLE):
         MessageQueue.create_from_handle(theirs.export_handle(), 0)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_groups_of_both_kinds() -> None:

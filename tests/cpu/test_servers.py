@@ -27,8 +27,10 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 # Starts a server and is killed: nobody is left to end it.
 ORPHANING = """
 import os, signal, sys
+from vllm_commext.testing import servers
 from vllm_commext.testing.servers import Server, free_port
 port = free_port()
+servers.GRACE_SECONDS = 1.0
 server = Server("orphan", [sys.executable, "-c", sys.argv[1], str(port)], sys.argv[2], port=port)
 server.start()
 server.wait_ready()

@@ -24,8 +24,9 @@ import torch
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import scrape
 from vllm_commext.testing.parity import compare, complete
+from vllm_commext.testing.processes import cpu_seconds, thread_names
 from vllm_commext.testing.prompts import equal_prompts
-from vllm_commext.testing.servers import GLOO_THREAD, Server, thread_names
+from vllm_commext.testing.servers import GLOO_THREAD, Server
 
 TP = int(os.environ.get("COMMEXT_TEST_TP", "2"))
 NUM_PROMPTS, PROMPT_TOKENS = 4, 130
@@ -87,15 +88,6 @@ def named(server: Server, name: str) -> list[int]:
     """The server's processes that vLLM calls so."""
     command = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in server.pids()}
     return sorted(pid for pid, text in command.items() if name in text)
-
-
-def cpu_seconds(pids: list[int]) -> float:
-    """What all threads of these processes have run so far."""
-    nanoseconds = 0
-    for pid in pids:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            nanoseconds += int((task / "schedstat").read_text().split()[0])
-    return nanoseconds / 1e9
 
 
 def test_the_tokens_are_those_of_vllms_queue(servers: dict[str, Server]) -> None:

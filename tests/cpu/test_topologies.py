@@ -41,6 +41,11 @@ SERVED = {
     "qwen3next": ALL,
     "swa": SPLIT,
 }
+# One of each kind of cache goes with `make test`: attention, windows, states.
+ALWAYS = ("llama", "granite1", "swa")
+KINDS_SERVED = [
+    kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.long) for kind in SERVED
+]
 # What two decode ranks read for 129 tokens of the kind granite1, in float32. Of attention: 2
 # layers, keys and values, 4 heads of 32, 3 blocks of 64 tokens, of which vLLM makes a block so that
 # it can hold a state. Of each of 4 Mamba2 layers: 3 inputs of the convolution for the 512 channels
@@ -88,7 +93,7 @@ def start(name: str, kind: str, model: Path, folder: Path) -> VllmServer:
     return server
 
 
-@pytest.fixture(scope="module", params=SERVED)
+@pytest.fixture(scope="module", params=KINDS_SERVED)
 def engines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,15 +26,12 @@ from urllib.request import urlopen
 
 from vllm_commext.errors import CommextError, CommextTimeoutError
 from vllm_commext.testing import guardian
+from vllm_commext.testing.ports import LOOPBACK, free_port
 
-LOOPBACK = "127.0.0.1"
 READY_SECONDS = 300.0
 GRACE_SECONDS = 20.0
 POLL_SECONDS = 0.1
 TAIL_LINES = 40
-# Below the range that Linux hands out for outgoing connections, so that none takes a port before
-# its server does.
-PORTS = range(12000, 32000)
 
 # What a vLLM server on CPUs needs. One thread a process: two cores carry two servers or more, and
 # each server must split its sums in the same way for outputs to be comparable. Even an eager server
@@ -69,8 +64,6 @@ CUDA_ENVIRON: Mapping[str, str] = {
 }
 ACTIVE = re.compile(r"commext: (\w+) active")
 GLOO_THREAD = "gloo_tcp_loop"  # what the thread of a device of Gloo's is called
-
-_handed_out: set[int] = set()
 
 
 class Guardian(Protocol):
@@ -114,30 +107,6 @@ launch = start_program
 
 class ServerEndedError(CommextError, RuntimeError):
     """A server ended before it was ready, or something of it could not be ended."""
-
-
-def thread_names(pid: int | str) -> list[str]:
-    """Of all threads of a process, ``self`` for this one."""
-    return [path.read_text().strip() for path in Path(f"/proc/{pid}/task").glob("*/comm")]
-
-
-def free_port() -> int:
-    """A loopback TCP port that nothing listens on and that this process has not handed out
-    before."""
-    for port in random.Random().sample(PORTS, 200):
-        if port in _handed_out:
-            continue
-        with socket.socket() as probe:
-            try:
-                probe.bind((LOOPBACK, port))
-            except OSError:
-                continue
-        _handed_out.add(port)
-        return port
-    raise CommextError(
-        f"expected a free port on {LOOPBACK} from {PORTS.start} to {PORTS.stop - 1}, "
-        "found none in 200 tries"
-    )
 
 
 class Server:

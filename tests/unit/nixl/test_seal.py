@@ -1,6 +1,5 @@
 """The side channel's secret: what proves it passes once and in time, the rest is told why."""
 
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire import seal
 from vllm_commext.nixl.wire.inquiry import Inquiry
 from vllm_commext.nixl.wire.seal import Caller, Gate, read_secret
+from vllm_commext.testing.ports import free_port
 
 SECRET = b"0123456789abcdef"
 OTHER = b"another secret of the same kind"
@@ -164,9 +164,7 @@ def context() -> Iterator[Any]:
 
 def exchange(context: Any, served: bytes | None, asked: bytes | None) -> wire.Described:
     """One question over a real socket."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server = SideChannelServer("p", "start-1", "127.0.0.1", port, {}, served)
     server._answers[0] = DESCRIBED
     inquiry = Inquiry(context, "127.0.0.1", port, REQUEST, asked)

@@ -16,18 +16,12 @@ from vllm_commext.nixl.prefill.side_channel import SideChannelServer, resolve
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import endpoint
 from vllm_commext.nixl.wire.inquiry import Inquiry
+from vllm_commext.testing.ports import free_port
 
 BOUND_SECONDS = 20.0
 HOST = "127.0.0.1"
 REQUEST = wire.DescribeRequest(engine_id="p", tp_rank=1)
 DEEP = b"\x84\xa4kind\xa8describe\xa9engine_id\xa1p\xa7tp_rank\x01\xa1x" + b"\x91" * 3900 + b"\xc0"
-
-
-def free_port(host: str = HOST) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
 
 
 def description(rank: int) -> bytes:

@@ -1,7 +1,6 @@
 """The ops on a CPU: the reference, what the compiler sees, ranks that are processes."""
 
 import multiprocessing
-import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -15,6 +14,7 @@ from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.gpu.collective import exchange
 from vllm_commext.reduce_rms import ops as _ops  # noqa: F401 - registers the ops
 from vllm_commext.reduce_rms.handles import GroupWorkspace, find
+from vllm_commext.testing.ports import free_port
 
 EPS, Q, KV, WORLD = 1e-6, 48, 16, 3
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -139,9 +139,7 @@ def in_a_group(rank: int, port: int, result: Connection) -> None:
 
 def test_ranks_add_their_sums_and_fail_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(WORLD)]
     ranks = [
