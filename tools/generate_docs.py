@@ -47,8 +47,10 @@ and later need 3.11; this package needs 3.10. A version is judged by its base re
 1. A version older than the window is refused.
 2. Then every seam of a capability is probed: the names, signatures and abstract methods that it
    relies on. If one does not hold, the capability is refused, and the log line says which.
-3. A version that is newer than the window, or in it but not tested, runs if all seams hold; the
-   log line and `vllm-commext doctor` then say `unverified`.
+3. On a version that is newer than the window, or in it but not tested, the connector runs if all
+   its seams hold, because it enters through a registry that vLLM offers; the log line and
+   `vllm-commext doctor` then say `unverified`. What replaces names of vLLM's stays out, and its log
+   line says so. `VLLM_COMMEXT_STRICT=1` stops vLLM there.
 
 A refused capability leaves vLLM's own in its place. A connector that was asked for by name and is
 refused stops the server with the reason.

@@ -41,12 +41,14 @@ class Capability:
         activate: puts it in place, or raises `UnsupportedError` with the reason why it cannot.
         refuse: called where it is refused, so that asking for it by name tells why.
         fallback: what the user has instead where it is refused.
+        patches: it replaces names of vLLM's; else it uses hooks that vLLM offers.
     """
 
     name: str
     activate: Callable[[], None]
     refuse: Callable[[], None]
     fallback: str
+    patches: bool = True
 
 
 def _activate_nixl() -> None:
@@ -99,7 +101,7 @@ def _leave_as_it_is() -> None:
 
 
 CAPABILITIES: tuple[Capability, ...] = (
-    Capability("nixl", _activate_nixl, _refuse_nixl, "vLLM's own connectors remain"),
+    Capability("nixl", _activate_nixl, _refuse_nixl, "vLLM's own connectors remain", patches=False),
     Capability("shm_queue", _activate_shm_queue, _leave_as_it_is, "vLLM's own queue remains"),
     Capability("gloo", _activate_gloo, _leave_as_it_is, "a device for each group remains"),
     Capability("cpu_collectives", _activate_cpu_collectives, _leave_as_it_is, "vLLM's own remain"),
@@ -112,7 +114,8 @@ def _check_vllm(capability: Capability) -> str:
     """A remark where this vLLM is untested.
 
     Raises:
-        UnsupportedError: it is too old, or a seam of the capability does not hold.
+        UnsupportedError: it is too old, a seam of the capability does not hold, or nobody has
+            tested it and the capability is a monkey-patch.
     """
     from vllm_commext.compat import hooks, seams, versions
 
@@ -125,8 +128,11 @@ def _check_vllm(capability: Capability) -> str:
     if broken:
         found = "; ".join(f"{outcome.seam.name}: {outcome.problem}" for outcome in broken)
         raise UnsupportedError(f"vLLM {version} differs where we meet it: {found}")
-    unverified = judgement.verdict is versions.Verdict.UNVERIFIED
-    return f"unverified: {judgement.reason}" if unverified else ""
+    if judgement.verdict is not versions.Verdict.UNVERIFIED:
+        return ""
+    if capability.patches:
+        raise UnsupportedError(f"unverified: {judgement.reason}; monkey-patches stay out")
+    return f"unverified: {judgement.reason}"
 
 
 def _refused(capability: Capability, reason: str, required: bool) -> CapabilityStatus:
@@ -189,7 +195,7 @@ def _register() -> list[str]:
     for capability in CAPABILITIES:
         outcome = _decide(capability, settings)
         status.record(outcome)
-        if outcome.state is State.REFUSED:
+        if outcome.state is State.REFUSED or (outcome.state is State.ACTIVE and outcome.reason):
             problems.append(outcome.line())
     return problems
 
@@ -214,8 +220,9 @@ def register() -> None:
     """Register every capability whose toggle is on; vLLM calls this in each process.
 
     Raises:
-        UnsupportedError: only under ``VLLM_COMMEXT_STRICT=1``, where a capability was refused, a
-            toggle has a bad value, or a name that begins as ours do is no toggle.
+        UnsupportedError: only under ``VLLM_COMMEXT_STRICT=1``, where a capability was refused or
+            runs unverified, a toggle has a bad value, or a name that begins as ours do is no
+            toggle.
     """
     with _lock:
         if status.recorded():

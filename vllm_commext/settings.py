@@ -50,8 +50,8 @@ TOGGLES: tuple[Toggle, ...] = (
         choices=("0", "1"),
         default="0",
         meaning=(
-            "`1` turns a refused capability, a bad value or an unknown name of ours into an error "
-            "that stops vLLM."
+            "`1` turns a refused or unverified capability, a bad value or an unknown name of ours "
+            "into an error that stops vLLM."
         ),
     ),
     Toggle(

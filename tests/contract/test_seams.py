@@ -39,3 +39,15 @@ def test_the_seams_cover_every_method_that_the_connector_overrides() -> None:
     inherited = {*vars(base.KVConnectorBase_V1), *vars(base.SupportsHMA), *later}
     ours = {name for name in vars(CommextNixlConnector) if not name.startswith("_")}
     assert ours & inherited == probed
+
+
+def test_a_method_that_only_vllms_queue_has_breaks_its_seam() -> None:
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    [seam] = [seam for seam in SEAMS if seam.name == "queue_has_no_other_methods"]
+
+    class Newer:
+        def resolve(self, path: str) -> type:
+            return type("MessageQueue", (), {**vars(MessageQueue), "drain": lambda self: None})
+
+    assert "drain" in seams.guarded(seam.probe, Newer())  # pyright: ignore[reportArgumentType]

@@ -113,3 +113,19 @@ def test_the_table_is_sound() -> None:
     names = [seam.name for seam in seams.SEAMS]
     assert len(set(names)) == len(names)
     assert all(seam.why for seam in seams.SEAMS)
+
+
+def test_attributes_are_those_that_the_methods_set() -> None:
+    probe = seam_probes.has_attributes(f"{__name__}:Made", "here", "later")
+    assert (
+        seam_probes.has_attributes(f"{__name__}:Made", "here", "annotated")(seam_probes.INSTALLED)
+        == ""
+    )
+    assert "later" in probe(seam_probes.INSTALLED)
+
+
+class Made:
+    def __init__(self) -> None:
+        self.here = 1
+        self.annotated: int = 2
+        print(self.here)  # noqa: T201 - what is only read is not set

@@ -29,7 +29,10 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
     """Puts one capability, under nixl's toggle, before a vLLM of a given version."""
 
     def offer(
-        problem: Exception | None = None, version: str = "0.32.0", broken: bool = False
+        problem: Exception | None = None,
+        version: str = "0.32.0",
+        broken: bool = False,
+        patches: bool = False,
     ) -> list[str]:
         calls: list[str] = []
 
@@ -38,7 +41,9 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
             if problem is not None:
                 raise problem
 
-        capability = Capability("nixl", activate, lambda: calls.append("refuse"), "the fallback")
+        capability = Capability(
+            "nixl", activate, lambda: calls.append("refuse"), "the fallback", patches
+        )
         seam = seams_module.Seam("seam", "nixl", "why", lambda _: "moved" if broken else "")
         monkeypatch.setattr(plugin, "CAPABILITIES", (capability,))
         monkeypatch.setattr(hooks, "vllm_version", lambda: version)
@@ -124,12 +129,33 @@ def test_an_older_vllm_is_refused_before_anything_is_touched(offer: Offer) -> No
     assert "0.27.1 is older than the window" in outcome().reason
 
 
-def test_a_newer_vllm_whose_seams_hold_runs_and_says_that_nobody_tested_it(offer: Offer) -> None:
+def test_a_hook_comes_into_a_newer_vllm_and_says_that_nobody_tested_it(offer: Offer) -> None:
     calls = offer(version="0.40.0")
     plugin.register()
     assert calls == ["activate"]
     assert outcome().state is State.ACTIVE
     assert "unverified" in outcome().line()
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.40.0", "dev"])
+def test_a_monkey_patch_stays_out_of_a_vllm_that_nobody_tested(offer: Offer, version: str) -> None:
+    calls = offer(version=version, patches=True)
+    plugin.register()
+    assert calls == ["refuse"]
+    assert "unverified" in outcome().line()
+    assert "monkey-patches stay out" in outcome().line()
+
+
+def test_only_the_connector_is_no_monkey_patch() -> None:
+    """It alone enters vLLM through a registry that vLLM offers."""
+    assert [one.name for one in plugin.CAPABILITIES if not one.patches] == ["nixl"]
+
+
+def test_strict_refuses_what_is_unverified(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_COMMEXT_STRICT", "1")
+    offer(version="0.40.0")
+    with pytest.raises(UnsupportedError, match="unverified"):
+        plugin.register()
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.40.0"])

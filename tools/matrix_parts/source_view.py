@@ -109,6 +109,11 @@ class SourceView:
         """True: the text is there whatever this machine has."""
         return True
 
+    def class_text(self, path: str) -> ast.AST:
+        """The parsed text of the class at ``package.module:Class``."""
+        module, _, name = path.partition(":")
+        return self._module(module)[name]
+
     def _file(self, module: str) -> Path | None:
         base = self._root.joinpath(*module.split("."))
         return next(

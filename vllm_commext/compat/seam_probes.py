@@ -5,11 +5,13 @@ through: `INSTALLED` imports the installed vLLM; ``tools/seam_matrix.py`` has on
 text of a vLLM that is not installed.
 """
 
+import ast
 import dataclasses
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 
@@ -22,6 +24,10 @@ class View(Protocol):
 
     def has_package(self, name: str) -> bool:
         """Whether code that imports this package can be used."""
+        ...
+
+    def class_text(self, path: str) -> ast.AST:
+        """The parsed text of the class at ``package.module:Class``."""
         ...
 
 
@@ -37,6 +43,9 @@ class Installed:
 
     def has_package(self, name: str) -> bool:
         return importlib.util.find_spec(name) is not None
+
+    def class_text(self, path: str) -> ast.AST:
+        return ast.parse(textwrap.dedent(inspect.getsource(self.resolve(path))))
 
 
 INSTALLED = Installed()
@@ -111,6 +120,36 @@ def has_methods(path: str, methods: Mapping[str, tuple[str, ...]]) -> Probe:
             if problem:
                 problems.append(f"{name}: {problem}")
         return "; ".join(problems)
+
+    return probe
+
+
+def has_attributes(path: str, *wanted: str) -> Probe:
+    """Probe: the methods of the class set these attributes of its instances."""
+
+    def probe(view: View) -> str:
+        set_here = {
+            node.attr
+            for node in ast.walk(view.class_text(path))
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        }
+        missing = [name for name in wanted if name not in set_here]
+        return f"expected attributes {', '.join(missing)}, which are set nowhere" if missing else ""
+
+    return probe
+
+
+def no_methods_beyond(path: str, known: Collection[str]) -> Probe:
+    """Probe: the class has no public method besides these, which ours would lack."""
+
+    def probe(view: View) -> str:
+        public = {
+            name
+            for name, value in vars(view.resolve(path)).items()
+            if not name.startswith("_") and not isinstance(value, type)
+        }
+        beyond = sorted(public - set(known))
+        return f"expected no method beyond ours, found {', '.join(beyond)}" if beyond else ""
 
     return probe
 

@@ -46,3 +46,5 @@ QUEUE_METHODS: Mapping[str, tuple[str, ...]] = {
         *("pg", "max_chunk_bytes", "max_chunks", "reader_rank", "blocking"),
     ),
 }
+# Of vLLM's queue, and called by itself alone.
+QUEUE_INTERNALS = ("acquire_read", "acquire_write", "recv")

@@ -9,9 +9,11 @@ from vllm_commext.compat.seam_probes import (
     Probe,
     abstract_only,
     exists,
+    has_attributes,
     has_fields,
     has_methods,
     maps_to_callables,
+    no_methods_beyond,
     takes,
     where_installed,
 )
@@ -19,6 +21,7 @@ from vllm_commext.compat.seam_signatures import (
     ABSTRACT_METHODS,
     HOOKS,
     PROM_PARAMETERS,
+    QUEUE_INTERNALS,
     QUEUE_METHODS,
 )
 from vllm_commext.compat.versions import OLDEST
@@ -193,6 +196,30 @@ SEAMS: tuple[Seam, ...] = (
         has_fields(f"{SPECS}:AttentionSpec", "block_size", "num_kv_heads", "dtype"),
     ),
     Seam(
+        "request_tokens",
+        "nixl",
+        "a prompt that is prefilled for another engine is computed without its last token",
+        has_attributes(
+            "vllm.v1.request:Request",
+            *("prompt_token_ids", "_all_token_ids", "num_prompt_tokens", "max_tokens"),
+        ),
+    ),
+    Seam(
+        "forward_context",
+        "nixl",
+        "each layer's attention backend is found by the layer's name",
+        has_fields("vllm.config:CompilationConfig", "static_forward_context"),
+    ),
+    Seam(
+        "block_pool",
+        "nixl",
+        "blocks that a peer reads are held, and freed afterwards",
+        exists(
+            "vllm.v1.core.block_pool:BlockPool.touch",
+            "vllm.v1.core.block_pool:BlockPool.free_blocks",
+        ),
+    ),
+    Seam(
         "queue_constructor",
         "shm_queue",
         "queues are built with the arguments that ours takes",
@@ -207,6 +234,12 @@ SEAMS: tuple[Seam, ...] = (
         "shm_queue",
         "our queue has every method that vLLM calls on its own",
         has_methods(f"{QUEUES}:MessageQueue", QUEUE_METHODS),
+    ),
+    Seam(
+        "queue_has_no_other_methods",
+        "shm_queue",
+        "vLLM's queue has no method that ours lacks",
+        no_methods_beyond(f"{QUEUES}:MessageQueue", {*QUEUE_METHODS, *QUEUE_INTERNALS}),
     ),
     Seam(
         "queue_handle",
@@ -252,6 +285,16 @@ SEAMS: tuple[Seam, ...] = (
         has_methods(f"{OLMOE}:OlmoeAttention", {"_apply_qk_norm": ("q", "k")}),
     ),
     Seam(
+        "olmoe_attention",
+        "reduce_rms",
+        "OLMoE's attention makes both norms when it is made",
+        has_attributes(
+            f"{OLMOE}:OlmoeAttention",
+            *("q_norm", "k_norm", "q_size", "kv_size", "tp_size", "tp_rank"),
+            "total_num_kv_heads",
+        ),
+    ),
+    Seam(
         "register_model",
         "reduce_rms",
         "a model is registered by the name of a class that is imported when it is loaded",
@@ -265,6 +308,12 @@ SEAMS: tuple[Seam, ...] = (
             f"{COMMUNICATORS}.cpu_communicator:CpuCommunicator",
             {"all_reduce": ("input_",), "all_gather": ("input_", "dim")},
         ),
+    ),
+    Seam(
+        "cpu_communicator_module",
+        "cpu_collectives",
+        "what a communicator calls for its collectives is an attribute that can be set",
+        has_attributes(f"{COMMUNICATORS}.cpu_communicator:CpuCommunicator", "dist_module"),
     ),
     Seam(
         "same_node",
