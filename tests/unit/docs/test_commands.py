@@ -31,6 +31,7 @@ COVERAGE: tuple[tuple[str, str], ...] = (
     (r"make chaos / fuzz$", "tests/chaos/test_fuzz.py"),
     (r"make stress-shm / sanitize$", "tests/unit/shm/test_stress.py::test_in_short"),
     (r"make matrix$", "tests/contract/test_seam_matrix.py::test_text_and_import_agree"),
+    (r"make nightly$", f"{NOT_RUN}hours: the targets that it names, each of them below or above"),
     (r"make test-matrix$", f"{NOT_RUN}makes an environment of each vLLM, some GB"),
     (r"make wheels$", "tests/unit/test_build.py::test_two_sdists_are_the_same_to_the_byte"),
     (
