@@ -1,0 +1,198 @@
+"""The hand-over from prefill to decode: from the prefill server's answer to the decode server's
+first token, and what it is made of.
+
+A plain server, vLLM's NixlConnector as it comes and with `VLLM_KV_CACHE_LAYOUT=BLHNC`, and ours; on
+GPUs also ours in the old layout.  All take turns, each while the others are stopped.  The read's
+share comes from the decode server's metrics; "rest" is the hand-over without it: HTTP, parsing,
+scheduling, the last token.  The same bytes in one large copy stand beside.  The client does what a
+proxy does, one step after the other.
+
+    python benchmarks/handover.py --out benchmarks/results/handover_cpu
+    python benchmarks/handover.py --device cuda --lengths 1000 8000 32000 --out OUT
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from handover_parts.contestants import (
+    IN_TREE_LAYOUT,
+    NAMES,
+    OURS_HND,
+    PLAIN,
+    Setup,
+    read_figures,
+    started,
+)
+from handover_parts.requests import Answer, ask_all
+from serve_parts.servers import Contestant, alone
+
+from vllm_commext.testing.metrics import scrape
+from vllm_commext.testing.prompts import PRINTABLE
+
+COLUMNS = (
+    *("prefill", "hand-over", "read", "post", "rest", "first token", "second token", "TPOT"),
+    *("MB", "descriptors", "GB/s", "one copy GB/s"),
+)
+REPORT_SECONDS = 0.5
+"""Until a step's statistics stand on the metrics page."""
+Row = dict[str, Any]
+
+
+def one_copy_gb_s(device: str, num_bytes: int) -> float:
+    """Bytes a second of one copy: between two GPUs of this process, or in this host's memory."""
+    source = torch.zeros(
+        num_bytes, dtype=torch.uint8, device="cuda:0" if device == "cuda" else None
+    )
+    target = torch.empty_like(source, device="cuda:1" if device == "cuda" else None)
+    times: list[float] = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        target.copy_(source)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    return num_bytes / min(times) / 1e9
+
+
+def make_prompts(count: int, num_tokens: int, dice: random.Random) -> list[list[int]]:
+    return [[dice.choice(PRINTABLE) for _ in range(num_tokens)] for _ in range(count)]
+
+
+def turn(
+    name: str, one: Contestant, prompts: Sequence[Sequence[int]], output_tokens: int
+) -> tuple[list[Answer], dict[str, float]]:
+    """A contestant's answers to some prompts at a time, and its medians."""
+    before = None if name == PLAIN else scrape(one.url)
+    source = None if name == PLAIN else one.servers["prefill"].url
+    answers = ask_all(source, one.url, prompts, output_tokens)
+    each = [answer.figures() for answer in answers]
+    figures = {key: statistics.median(row[key] for row in each) for key in each[0]}
+    if before is not None:
+        time.sleep(REPORT_SECONDS)
+        figures |= read_figures(name, scrape(one.url).minus(before))
+        figures["rest"] = figures["hand-over"] - figures["read"]
+    return answers, figures
+
+
+def measure(args: argparse.Namespace, contestants: Mapping[str, Contestant]) -> list[Row]:
+    """A row of medians for each length, number of requests at a time, and contestant."""
+    dice = random.Random(1)
+    rows: list[Row] = []
+    for length in args.lengths:
+        for at_once in args.at_once:
+            samples: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
+            num_equal = num_answers = 0
+            for number in range(args.rounds + 1):
+                prompts = make_prompts(at_once, length, dice)
+                tokens: dict[str, list[tuple[int, ...]]] = {}
+                for name, one in contestants.items():
+                    with alone(contestants, name) if len(contestants) > 1 else nullcontext():
+                        answers, figures = turn(name, one, prompts, args.output_tokens)
+                    tokens[name] = [answer.token_ids for answer in answers]
+                    if number:  # the first round connects and warms up
+                        samples[name].append(figures)
+                reference = next(iter(tokens.values()))
+                for found in tokens.values():
+                    num_equal += sum(a == b for a, b in zip(reference, found, strict=True))
+                    num_answers += len(found)
+            for name, taken in samples.items():
+                keys = taken[0]
+                medians = {key: statistics.median(one[key] for one in taken) for key in keys}
+                if medians.get("MB"):
+                    copied = one_copy_gb_s(args.device, int(medians["MB"] * 1e6))
+                    medians["one copy GB/s"] = copied
+                row: Row = {"tokens": length, "at once": at_once, "engine": name, **medians}
+                rows.append({**row, "rounds": taken, "equal": f"{num_equal} of {num_answers}"})
+                print(json.dumps({key: row[key] for key in row}), flush=True)
+    return rows
+
+
+def markdown(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
+    """The table; milliseconds unless a column says otherwise."""
+    head = ("tokens", "at once", "engine", *COLUMNS)
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for row in rows:
+        cells = [str(row[key]) for key in head[:3]]
+        cells += [f"{row[key]:.4g}" if row.get(key) else "-" for key in COLUMNS]
+        lines.append(f"| {' | '.join(cells)} |")
+    equal = ", ".join(
+        sorted({f"{row['tokens']} x {row['at once']}: {row['equal']}" for row in rows})
+    )
+    lines += ["", f"Answers equal to the first engine's, warm-up included: {equal}.", ""]
+    return "\n".join([*lines, *(f"- {key}: {value}" for key, value in about.items()), ""])
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--engines", nargs="+", choices=NAMES, help="all that the device takes, unless given")
+    add("--lengths", type=int, nargs="+", default=[200, 800], help="prompt tokens")
+    add("--at-once", type=int, nargs="+", default=[1, 8], help="requests at the same time")
+    add("--rounds", type=int, default=5)
+    add("--output-tokens", type=int, default=16)
+    add("--gpus", nargs=2, default=["0", "1"], help="of the prefill and of the decode servers")
+    add("--gpu-memory", type=float, default=0.18, help="share of a GPU for each server on it")
+    add("--start-seconds", type=float, default=600.0, help="for a server to become ready")
+    add("--out", type=Path, help="write OUT.md and OUT.json")
+    args = parser.parse_args()
+    on_gpus_only = (IN_TREE_LAYOUT, OURS_HND)  # vLLM's attention on CPUs takes one layout
+    if args.engines is None:
+        args.engines = [one for one in NAMES if args.device == "cuda" or one not in on_gpus_only]
+    if args.output_tokens < 3:
+        parser.error("--output-tokens: expected at least 3, for the time between tokens")
+    return args
+
+
+def main() -> int:
+    args = arguments()
+    about = {
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "GPU": torch.cuda.get_device_name(0) if args.device == "cuda" else "none",
+        "versions": f"vLLM {vllm.__version__}, torch {torch.__version__}, Python "
+        f"{platform.python_version()}",
+        "command": " ".join(sys.argv),
+        "load average at the start": f"{os.getloadavg()[0]:.1f}",
+    }
+    with tempfile.TemporaryDirectory(prefix="handover-") as folder:
+        setup = Setup(
+            args.device,
+            Path(folder),
+            max_tokens=max(args.lengths) + args.output_tokens + 16,
+            concurrency=max(args.at_once),
+            gpus=args.gpus,
+            gpu_memory=args.gpu_memory,
+            start_seconds=args.start_seconds,
+        )
+        with started(setup, args.engines) as contestants:
+            rows = measure(args, contestants)
+    about["load average at the end"] = f"{os.getloadavg()[0]:.1f}"
+    text = markdown(rows, about)
+    print(text)
+    if args.out:
+        args.out.with_suffix(".md").write_text(text)
+        args.out.with_suffix(".json").write_text(
+            json.dumps({"about": about, "rows": rows}, indent=1)
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""What is compared: a plain server, vLLM's connector as it comes and with a layout, and ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serve_parts.servers import Contestant
+
+from vllm_commext.testing import cluster
+from vllm_commext.testing.metrics import Metrics
+from vllm_commext.testing.servers import CUDA_ENVIRON, LOOPBACK, VllmServer, free_port
+from vllm_commext.testing.tiny_kinds import BOS_ID, EOS_ID
+from vllm_commext.testing.tiny_model import write_tiny_model, write_tokenizer
+
+PLAIN, IN_TREE, IN_TREE_LAYOUT, OURS = "plain", "vLLM's", "vLLM's, BLHNC", "ours"
+OURS_HND = "ours, HND"
+"""Ours in the layout that it asked for before vLLM had others."""
+NAMES = (PLAIN, IN_TREE, IN_TREE_LAYOUT, OURS_HND, OURS)
+LAYOUTS: Mapping[str, str] = {IN_TREE_LAYOUT: "BLHNC", OURS_HND: "HND"}
+EIGHT_BILLION: Mapping[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "vocab_size": 32000,
+    "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+    "tie_word_embeddings": False,
+}
+_OURS = "vllm:commext_nixl_"
+_THEIRS = "vllm:nixl_"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all servers of a run have in common.
+
+    ``gpus``: of the prefill (or plain) and of the decode server; ``gpu_memory``: share of a GPU's
+    memory for each of the servers on it.
+    """
+
+    device: str
+    folder: Path
+    max_tokens: int
+    concurrency: int
+    gpus: Sequence[str]
+    gpu_memory: float
+    start_seconds: float
+
+
+def write_model(setup: Setup) -> tuple[Path, list[str]]:
+    """The model's folder and vLLM's options for it: tiny on CPUs, eight billion on GPUs."""
+    folder = setup.folder / "model"
+    if setup.device == "cpu":
+        return write_tiny_model(folder), ["--dtype", "float32", "--enforce-eager"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(EIGHT_BILLION, indent=1))
+    write_tokenizer(folder, EIGHT_BILLION["vocab_size"])
+    return folder, ["--load-format", "dummy", "--dtype", "bfloat16"]
+
+
+def _server(setup: Setup, name: str, role: str, model: Path, options: Sequence[str]) -> VllmServer:
+    environ: dict[str, str] = {"VLLM_COMMEXT": "0"}
+    if name in (OURS, OURS_HND):
+        environ = {"VLLM_COMMEXT_STRICT": "1"}
+    if name in LAYOUTS:
+        environ["VLLM_KV_CACHE_LAYOUT"] = LAYOUTS[name]
+    config: dict[str, Any] | None = None
+    if name != PLAIN:
+        port = free_port()
+        ours = name in (OURS, OURS_HND)
+        environ |= {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+        }
+        config = {
+            "kv_connector": cluster.CONNECTOR if ours else "NixlConnector",
+            "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
+            "kv_load_failure_policy": "fail",
+            "kv_buffer_device": setup.device,
+        }
+    args = ["--served-model-name", cluster.MODEL_NAME, "--no-enable-prefix-caching", *options]
+    args += ["--max-model-len", str(setup.max_tokens), "--max-num-seqs", str(setup.concurrency)]
+    if setup.device == "cuda":
+        args += ["--gpu-memory-utilization", str(setup.gpu_memory)]
+        environ["CUDA_VISIBLE_DEVICES"] = setup.gpus[1 if role == "decode" else 0]
+    return VllmServer(
+        f"{name.replace(', ', '-')}-{role}",
+        model,
+        setup.folder,
+        kv_transfer_config=config,
+        args=args,
+        environ=environ,
+        base_environ=CUDA_ENVIRON if setup.device == "cuda" else None,
+        ready_seconds=setup.start_seconds,
+    )
+
+
+@contextmanager
+def started(setup: Setup, names: Sequence[str]) -> Iterator[dict[str, Contestant]]:
+    """All servers, ready; one after the other, for each looks at how much memory is free."""
+    model, options = write_model(setup)
+    with ExitStack() as stack:
+        contestants: dict[str, Contestant] = {}
+        for name in names:
+            servers: dict[str, VllmServer] = {}
+            for role in ["plain"] if name == PLAIN else ["prefill", "decode"]:
+                servers[role] = _server(setup, name, role, model, options)
+                stack.callback(servers[role].stop)
+                servers[role].start()
+                print(f"{name}, {role}: {servers[role].wait_ready():.0f} s to start", flush=True)
+            contestants[name] = Contestant(
+                servers["plain" if name == PLAIN else "decode"].url, {**servers}
+            )
+        yield contestants
+
+
+def read_figures(name: str, added: Metrics) -> dict[str, float]:
+    """What a decode server's metrics say of the reads between two readings, a request at a time:
+    milliseconds to post and to end, bytes, descriptors as NIXL moved them."""
+    if name in (OURS, OURS_HND):
+        count = added.total(f"{_OURS}transfer_seconds_count")
+        seconds, post = (added.total(f"{_OURS}{what}_seconds_sum") for what in ("transfer", "post"))
+        num_bytes = added.total(f"{_OURS}bytes_total")
+        descriptors = added.total(f"{_OURS}merged_descriptors_total")
+    else:
+        count = added.total(f"{_THEIRS}xfer_time_seconds_count")
+        seconds, post = (
+            added.total(f"{_THEIRS}{what}_time_seconds_sum") for what in ("xfer", "post")
+        )
+        num_bytes = added.total(f"{_THEIRS}bytes_transferred_sum")
+        descriptors = added.total(f"{_THEIRS}num_descriptors_sum")
+    share = 1 / count if count else 0.0
+    return {
+        "read": seconds * share * 1e3,
+        "post": post * share * 1e3,
+        "MB": num_bytes * share / 1e6,
+        "descriptors": descriptors * share,
+        "GB/s": num_bytes / seconds / 1e9 if seconds else 0.0,
+    }

@@ -1,0 +1,98 @@
+"""Requests through a prefill and a decode server, or a plain one, with the time of each step."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from vllm_commext.testing.cluster import MODEL_NAME
+from vllm_commext.testing.parity import PREFILL_PARAMS
+
+REQUEST_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request, in seconds.
+
+    Attributes:
+        prefilled: from sending it to the prefill server's answer; 0 where there is none.
+        tokens: from sending it to each token.
+        token_ids: the tokens.
+    """
+
+    prefilled: float
+    tokens: tuple[float, ...]
+    token_ids: tuple[int, ...]
+
+    def figures(self) -> dict[str, float]:
+        """Milliseconds, by name."""
+        gaps = len(self.tokens) - 2
+        return {
+            "prefill": self.prefilled * 1e3,
+            "hand-over": (self.tokens[0] - self.prefilled) * 1e3 if self.prefilled else 0.0,
+            "first token": self.tokens[0] * 1e3,
+            "second token": self.tokens[1] * 1e3,
+            "TPOT": (self.tokens[-1] - self.tokens[1]) / gaps * 1e3,
+        }
+
+
+def ask_all(
+    prefill_url: str | None, decode_url: str, prompts: Sequence[Sequence[int]], output_tokens: int
+) -> list[Answer]:
+    """All prompts at the same time. Raises ``RuntimeError`` for an answer that is no success."""
+
+    async def run() -> list[Answer]:
+        timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            return await asyncio.gather(
+                *(_ask(session, prefill_url, decode_url, one, output_tokens) for one in prompts)
+            )
+
+    return asyncio.run(run())
+
+
+async def _ask(
+    session: aiohttp.ClientSession,
+    prefill_url: str | None,
+    decode_url: str,
+    prompt: Sequence[int],
+    output_tokens: int,
+) -> Answer:
+    body: dict[str, Any] = {"model": MODEL_NAME, "prompt": prompt, "temperature": 0.0}
+    begun, prefilled = time.perf_counter(), 0.0
+    if prefill_url is not None:
+        first = {**body, "max_tokens": 1, "kv_transfer_params": dict(PREFILL_PARAMS)}
+        async with session.post(f"{prefill_url}/v1/completions", json=first) as response:
+            answer = await response.json()
+        if response.status != 200 or not answer.get("kv_transfer_params"):
+            raise RuntimeError(f"{prefill_url}: expected parameters for decode, got {answer}")
+        body["kv_transfer_params"] = answer["kv_transfer_params"]
+        prefilled = time.perf_counter() - begun
+    body |= {"max_tokens": output_tokens, "ignore_eos": True, "stream": True}
+    body["return_token_ids"] = True
+    times: list[float] = []
+    token_ids: list[int] = []
+    async with session.post(f"{decode_url}/v1/completions", json=body) as response:
+        if response.status != 200:
+            raise RuntimeError(f"{decode_url}: HTTP {response.status}: {await response.text()}")
+        async for line in response.content:
+            new = _tokens(decode_url, line) if line.startswith(b"data: {") else []
+            times += [time.perf_counter() - begun] * len(new)
+            token_ids += new
+    if len(token_ids) != output_tokens:
+        raise RuntimeError(f"{decode_url}: expected {output_tokens} tokens, got {len(token_ids)}")
+    return Answer(prefilled, tuple(times), tuple(token_ids))
+
+
+def _tokens(url: str, line: bytes) -> list[int]:
+    event = json.loads(line.removeprefix(b"data: "))
+    if "error" in event:
+        raise RuntimeError(f"{url}: {event['error']}")
+    return [token for choice in event["choices"] for token in choice.get("token_ids") or []]
