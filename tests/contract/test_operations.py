@@ -86,7 +86,7 @@ def test_the_page_has_every_metric_and_no_other() -> None:
 
 def warnings() -> Iterator[tuple[str, list[str]]]:
     """Where each warning of the connector stands, and the pieces of its text that never change."""
-    for path in sorted((ROOT / "vllm_commext" / "nixl").glob("*.py")):
+    for path in sorted((ROOT / "vllm_commext" / "nixl").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 if node.func.attr not in ("warning", "exception", "error"):
@@ -119,5 +119,5 @@ def test_the_page_has_every_warning() -> None:
 )
 def test_warnings_put_together_elsewhere_are_on_the_page_too(phrase: str) -> None:
     assert phrase in PAGE
-    sources = (ROOT / "vllm_commext" / "nixl").glob("*.py")
+    sources = (ROOT / "vllm_commext" / "nixl").rglob("*.py")
     assert any(phrase in path.read_text(encoding="utf-8") for path in sources)
