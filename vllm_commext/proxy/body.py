@@ -205,15 +205,3 @@ def _tokens_of(value: Any) -> int:
     if isinstance(value, list):
         return len(value) if value and isinstance(value[0], int) else sum(map(_tokens_of, value))
     return 0
-
-
-def prefix_text(body: Mapping[str, Any], max_bytes: int) -> bytes:
-    """The beginning of what *body* asks about, the same for any body that begins alike."""
-    value = body.get("prompt", body.get("messages"))
-    if isinstance(value, RawJson):
-        return bytes(value.text[:max_bytes])
-    if isinstance(value, str):
-        return value[:max_bytes].encode(errors="surrogatepass")[:max_bytes]
-    if isinstance(value, list):
-        return _dumps(value[:max_bytes])[:max_bytes]
-    return b""

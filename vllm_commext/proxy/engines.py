@@ -1,6 +1,6 @@
 """The engines of one role: which of them may take work, and which takes the next request."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -136,23 +136,15 @@ class EnginePool:
     def num_usable(self) -> int:
         return sum(engine.usable for engine in self.engines)
 
-    def pick(
-        self, exclude: Collection[Engine] = (), cached_tokens: Mapping[str, int] | None = None
-    ) -> Engine | None:
-        """The usable engine that is soonest through: round robin among equals.
-
-        An engine's cost is the tokens that it has under way, less what it holds already of
-        this request (*cached_tokens*, by URL). One under suspicion comes after all others.
-        """
+    def pick(self, exclude: Collection[Engine] = ()) -> Engine | None:
+        """The usable engine that is soonest through, by the tokens that it has under way: round
+        robin among equals. One under suspicion comes after all others."""
         count = len(self.engines)
         in_turn = [self.engines[(self._next_idx + step) % count] for step in range(count)]
         candidates = [engine for engine in in_turn if engine.usable and engine not in exclude]
         if not candidates:
             return None
-        cached = cached_tokens or {}
-        chosen = min(  # the first of equals
-            candidates,
-            key=lambda engine: (engine.suspected, engine.tokens - cached.get(engine.url, 0)),
-        )
+        # The first of equals.
+        chosen = min(candidates, key=lambda engine: (engine.suspected, engine.tokens))
         self._next_idx = (self.engines.index(chosen) + 1) % count
         return chosen

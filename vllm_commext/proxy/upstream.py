@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import aiohttp
@@ -38,15 +38,13 @@ class Prefilled:
 @dataclass(frozen=True)
 class Payload:
     """What is posted to an engine, in pieces. tokens: about how many the prompt has. is_stream:
-    the answer is asked for in pieces too. cached_tokens: by URL, how many of the prompt's tokens
-    an engine probably has computed before."""
+    the answer is asked for in pieces too."""
 
     path: str
     headers: Mapping[str, str]
     pieces: Sequence[bytes | memoryview]
     tokens: int = 0
     is_stream: bool = False
-    cached_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def content(self) -> bytes | AsyncIterator[bytes]:
         """For one sending: the bytes, or windows of them where they are many."""
@@ -174,7 +172,7 @@ class Upstream:
         """An engine not tried yet. A role without any is given a moment: after an outage, the
         engine is back before the next check tells."""
         end = time.monotonic() + wait_seconds
-        while (engine := pool.pick(tried, payload.cached_tokens)) is None:
+        while (engine := pool.pick(tried)) is None:
             if time.monotonic() >= end:
                 break
             await asyncio.sleep(PICK_INTERVAL_SECONDS)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_commext.proxy import body as body_module
 from vllm_commext.proxy import two_step
-from vllm_commext.proxy.body import RawJson, encode, members_of, num_tokens, prefix_text
+from vllm_commext.proxy.body import RawJson, encode, members_of, num_tokens
 from vllm_commext.proxy.two_step import COMPLETIONS
 
 awkward = st.text(alphabet='a"\\\n{[,:]}é\U0001f600', max_size=40)
@@ -141,11 +141,3 @@ def test_a_short_prompt_is_not_worth_two_steps() -> None:
     body = {"prompt": "x" * 80}
     assert two_step.local_prefill_reason(COMPLETIONS, body, 20) is None
     assert two_step.local_prefill_reason(COMPLETIONS, body, 21) == two_step.SHORT_PROMPT
-
-
-@pytest.mark.parametrize("prompt", ["abcdef" * 9, list(range(50)), ["text", "b"]], ids=repr)
-def test_bodies_that_begin_alike_have_the_same_prefix(prompt: Any) -> None:
-    longer = prompt + ("zz" if isinstance(prompt, str) else [9, 9])
-    first, second = (prefix_text({"prompt": each}, 8) for each in (prompt, longer))
-    assert first == second
-    assert len(first) == 8
