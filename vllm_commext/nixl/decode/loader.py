@@ -446,8 +446,8 @@ class Loader:
         if failure is not None:
             self._log.warning(
                 failure.reason,
-                f"request {load.request_id} of decode engine {self._local.engine_id!r}: KV cache "
-                f"not loaded from {describe_source(load.remote)}: {failure.text}",
+                f"request {load.request_id} of decode engine {self._local.engine_id!r}: "
+                f"KV cache not loaded from {describe_source(load.remote)}: {failure.text}",
             )
 
     def _guard(self, what: str, step: Callable[[], None]) -> None:
