@@ -189,6 +189,7 @@ class Engine:
     def load(self, request: Request, prefill: Engine) -> tuple[int, int]:
         """Read what the request's parameters offer; tokens had here, tokens loaded."""
         self.connector.on_new_request(request)
+        self.manager.new_step_starts()  # no state that this step leaves in a block serves it
         hit, num_hit = self.manager.get_computed_blocks(request)[:2]
         num_external, is_async = self.connector.get_num_new_matched_tokens(request, num_hit)
         assert num_external is not None
