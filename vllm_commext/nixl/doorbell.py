@@ -21,6 +21,7 @@ MAX_WAIT_SECONDS = 0.5
 """Where all workers can ring; a look that no ring asks for is for statistics."""
 LOOK_SECONDS = 0.005
 """Where a worker cannot."""
+_CLOSE_SECONDS = 1.0
 _CLOSE = b"close"
 _RING = b""
 
@@ -61,11 +62,11 @@ class Doorbell:
         return self._num_seen != num_seen
 
     def close(self) -> None:
-        """End the thread; may be called again."""
+        """End the thread, bounded; may be called again."""
         if self._thread.is_alive():
             with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as own:
                 own.sendto(_CLOSE, self.address)
-            self._thread.join()
+            self._thread.join(_CLOSE_SECONDS)
         self._socket.close()
 
     def _listen(self) -> None:
