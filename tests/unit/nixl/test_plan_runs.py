@@ -57,4 +57,15 @@ def test_a_block_is_read_in_the_longest_common_runs(engines: tuple[Cache, Cache]
             if not plan.sections:
                 continue  # this rank reads these heads from another replica, or not at all
             pairs = plan.pairs([Blocks(0, [1])], [[1]], num_tokens=TOKENS, num_remote_tokens=TOKENS)
-            assert len(pairs.local) == num_common_runs(decode, rank, prefill, source)
+            fewest = num_common_runs(decode, rank, prefill, source)
+            assert fewest <= len(pairs.local) <= fewest + num_chances(decode, prefill)
+
+
+def num_chances(decode: Cache, prefill: Cache) -> int:
+    """How many runs the plan may have more. Where one side keeps a token's heads together and the
+    other a head's tokens, it is read token by token, and one layer's last byte is not joined with
+    the next one's first, which can be neighbours on both sides."""
+    orders = {
+        one.engine.order.index("H") < one.engine.order.index("N") for one in (decode, prefill)
+    }
+    return 0 if len(orders) == 1 else len(decode.model[0].layers) - 1
