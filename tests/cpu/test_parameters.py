@@ -1,4 +1,5 @@
-"""Request parameters between real servers, mixed up and altered.
+"""Request parameters between real servers: mixed up, altered, and with every kind of request that
+touches them, through our proxy and through a plain router that passes everything on.
 
 A plain server without this package is the reference.  The decode server recomputes what it cannot
 load, so that every answer can be compared: one that came from another prompt's KV would differ.
@@ -6,6 +7,7 @@ load, so that every answer can be compared: one that came from another prompt's 
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,18 +15,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import Metrics, scrape, wait_for_added
-from vllm_commext.testing.parity import Completion, compare, complete, prefill
-from vllm_commext.testing.servers import Server, VllmServer
+from vllm_commext.testing.parity import PREFILL_PARAMS, Completion, compare, complete, prefill
+from vllm_commext.testing.servers import ProxyServer, Server, VllmServer
 
 LOG_SECONDS = 30
 ATOL = 1e-4  # nats, at float32
 SECRET = {"COMMEXT_NIXL_SECRET": "0123456789abcdef0123456789abcdef"}
 BLOCKS = "vllm:commext_nixl_blocks_total"
 FAILURES = "vllm:commext_nixl_failures_total"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}<assistant>"
+    "{% endif %}"
+)
 _rng = random.Random(23)
 
 
@@ -33,11 +41,16 @@ def new_prompt(num_tokens: int = 100) -> tuple[int, ...]:
     return tuple(_rng.randrange(32, 127) for _ in range(num_tokens))
 
 
+def new_text(num_characters: int = 100) -> str:
+    return "".join(map(chr, new_prompt(num_characters)))
+
+
 @dataclass
 class Servers:
     plain: Server
     prefill: VllmServer
     decode: VllmServer
+    proxy: Server
 
     def reference(self, prompt: Sequence[int]) -> Completion:
         return complete(self.plain.url, cluster.MODEL_NAME, prompt)
@@ -58,12 +71,16 @@ class Servers:
 @pytest.fixture(scope="module")
 def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     folder = tmp_path_factory.mktemp("parameters")
+    template = folder / "chat.jinja"
+    template.write_text(CHAT_TEMPLATE)
+    args = ["--chat-template", str(template), "--enable-auto-tool-choice"]
+    args += ["--tool-call-parser", "hermes"]
 
     def engine(name: str, role: str) -> VllmServer:
         config = cluster.kv_transfer_config(role, policy="recompute")
-        return cluster.engine_server(name, model, folder, config, environ=SECRET)
+        return cluster.engine_server(name, model, folder, config, args=args, environ=SECRET)
 
-    plain = cluster.plain_server("plain", model, folder)
+    plain = cluster.plain_server("plain", model, folder, args=args)
     engines = [plain, engine("prefill", "kv_producer"), engine("decode", "kv_consumer")]
     with ExitStack() as stack:
         for server in engines:
@@ -71,7 +88,15 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
             server.start()
         for server in engines:
             server.wait_ready()
-        yield Servers(*engines)
+        _, prefill_server, decode = engines
+        proxy = ProxyServer(
+            "proxy",
+            prefill_urls=[prefill_server.url],
+            decode_urls=[decode.url],
+            folder=folder,
+            args=cluster.PATIENT_PROXY_ARGS,
+        )
+        yield Servers(plain, prefill_server, decode, stack.enter_context(proxy))
 
 
 def test_swapped_parameters_answer_from_nobodys_cache_but_their_own(servers: Servers) -> None:
@@ -115,3 +140,130 @@ def test_another_salt_is_another_prompt(servers: Servers) -> None:
     got = complete(servers.decode.url, cluster.MODEL_NAME, prompt, extra=extra)
     assert compare(expected, got, ATOL).equal
     assert "cache_salt" in servers.decode.wait_for_log("KV cache not loaded", LOG_SECONDS, start)
+
+
+# What a request may ask for that a router or the connector has to mind: path, body, and the blocks
+# that the decode server reads of it through the proxy and through the plain router (None: any).
+COLOURS = {"type": "string", "enum": ["red", "green", "blue"]}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "paint",
+        "description": "Paint it.",
+        "parameters": {
+            "type": "object",
+            "properties": {"colour": COLOURS},
+            "required": ["colour"],
+            "additionalProperties": False,
+        },
+    },
+}
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+CHATS = {"logprobs": True, "top_logprobs": 5}
+SAMPLES = {"n": 2, "temperature": 0.8, "seed": 5}
+KINDS: dict[str, tuple[str, dict[str, Any], int, int | None]] = {
+    "one prompt": (COMPLETIONS, {}, 4, 4),
+    "several samples": (COMPLETIONS, SAMPLES, 0, None),
+    "several prompts": (COMPLETIONS, {"prompt": 2}, 0, 4),
+    "echo": (COMPLETIONS, {"echo": True, "logprobs": None}, 4, 4),
+    "echo with logprobs": (COMPLETIONS, {"echo": True}, 0, 0),
+    "prompt logprobs": (COMPLETIONS, {"prompt_logprobs": 2}, 0, 0),
+    "a choice": (COMPLETIONS, {"structured_outputs": {"choice": ["red", "green"]}}, 4, 4),
+    "a pattern": (COMPLETIONS, {"structured_outputs": {"regex": "[a-c]{9}"}}, 4, 4),
+    "a chat": (CHAT, CHATS, 4, 4),
+    "a chat with a schema": (
+        CHAT,
+        {
+            **CHATS,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "colour", "schema": COLOURS},
+            },
+        },
+        4,
+        4,
+    ),
+    "a tool call": (
+        CHAT,
+        {
+            "tools": [TOOL],
+            "tool_choice": {"type": "function", "function": {"name": "paint"}},
+        },
+        -1,
+        None,
+    ),
+    "tools to choose from": (CHAT, {**CHATS, "tools": [TOOL], "tool_choice": "auto"}, -1, None),
+}
+
+
+def body_of(path: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A request with a prompt that no server has seen, of four blocks and a little."""
+    body: dict[str, Any] = {
+        "model": cluster.MODEL_NAME,
+        "max_tokens": 16,
+        "temperature": 0.0,
+        "return_token_ids": True,
+    }
+    if path == COMPLETIONS:
+        body |= {"prompt": new_prompt(), "logprobs": 5}
+    else:
+        body["messages"] = [
+            {"role": "system", "content": new_text(30)},
+            {"role": "user", "content": new_text(60)},
+        ]
+    body |= changes
+    if isinstance(body.get("prompt"), int):
+        body["prompt"] = [new_prompt() for _ in range(body["prompt"])]
+    return body
+
+
+def ask(server: Server, path: str, body: Mapping[str, Any]) -> Any:
+    """The answer's JSON."""
+    answer = httpx.post(f"{server.url}{path}", json=body, timeout=300.0, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def ask_by_plain_router(servers: Servers, path: str, body: Mapping[str, Any]) -> Any:
+    """Two steps that change nothing but what the first one must not generate."""
+    first = {**body, "max_tokens": 1, "kv_transfer_params": dict(PREFILL_PARAMS)}
+    params = ask(servers.prefill, path, first)["kv_transfer_params"]
+    return ask(servers.decode, path, {**body, "kv_transfer_params": params})
+
+
+def assert_same(expected: Any, got: Any, place: str = "choices") -> None:
+    """Equal, numbers with a fraction within ``ATOL``; names that are drawn at random aside."""
+    if isinstance(expected, dict):
+        assert isinstance(got, dict), place
+        for name in (expected.keys() | got.keys()) - {"id"}:
+            assert_same(expected.get(name), got.get(name), f"{place}.{name}")
+    elif isinstance(expected, list):
+        assert isinstance(got, list), place
+        assert len(expected) == len(got), f"{place}: {expected} {got}"
+        for number, (one, other) in enumerate(zip(expected, got, strict=True)):
+            assert_same(one, other, f"{place}[{number}]")
+    elif isinstance(expected, float):
+        assert got == pytest.approx(expected, abs=ATOL), place
+    else:
+        assert got == expected, place
+
+
+@pytest.mark.parametrize("router", ["proxy", "plain"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_request_is_answered_as_by_one_server(
+    servers: Servers, kind: str, router: str
+) -> None:
+    path, changes, *blocks = KINDS[kind]
+    body = body_of(path, changes)
+    before = scrape(servers.decode.url)
+    if router == "proxy":
+        got = ask(servers.proxy, path, body)
+    else:
+        got = ask_by_plain_router(servers, path, body)
+    expected = ask(servers.plain, path, body)
+    assert_same(expected["choices"], got["choices"])
+    num_blocks = blocks[router == "plain"]
+    if num_blocks is not None:
+        at_least = abs(num_blocks)
+        read = servers.added(before, BLOCKS, at_least=at_least).total(BLOCKS)
+        assert read >= at_least if num_blocks < 0 else read == num_blocks, json.dumps(body)

@@ -83,6 +83,7 @@ def plain_server(
     *,
     tensor_parallel_size: int = 1,
     port: int | None = None,
+    args: Sequence[str] = (),
 ) -> VllmServer:
     """A server as it would be without this package: the plugin switched off, no connector."""
     return VllmServer(
@@ -91,7 +92,7 @@ def plain_server(
         folder,
         port=port,
         tensor_parallel_size=tensor_parallel_size,
-        args=[*ENGINE_ARGS, *_names(model)],
+        args=[*ENGINE_ARGS, *_names(model), *args],
         environ={"VLLM_COMMEXT": "0"},
     )
 
