@@ -111,6 +111,7 @@ static inline void ring_open(struct ring_end *end, int fd, void *map, uint64_t m
     end->limit = rank == RING_WRITER ? capacity : 0;
     end->culprit = end->lost_reader = RING_NOBODY;
     end->waiter.fd = fd;
+    end->waiter.predicts = ring_has_cores_to_predict();
     end->stalled_at = RING_NEVER;
     end->spills.next = end->spills.freed = end->spills.punched = end->spills.high = map_bytes;
     end->place.core =

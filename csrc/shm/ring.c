@@ -97,6 +97,13 @@ static PyObject *Ring_leave(PyObject *op, PyObject *Py_UNUSED(ignored)) {
     Py_RETURN_NONE;
 }
 
+static PyObject *Ring_predict(PyObject *op, PyObject *value) {
+    int on = PyObject_IsTrue(value);
+    if (on < 0) return NULL;
+    ((RingObject *)op)->end.waiter.predicts = on;
+    Py_RETURN_NONE;
+}
+
 /* ---- what can be observed ---- */
 
 static PyObject *Ring_counters(PyObject *op, PyObject *Py_UNUSED(ignored)) {
@@ -114,11 +121,12 @@ static PyObject *Ring_counters(PyObject *op, PyObject *Py_UNUSED(ignored)) {
             slowest = rank;
         }
     }
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:I}", "messages", (unsigned long long)end->sequence,
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:I}", "messages", (unsigned long long)end->sequence,
                          "bytes", (unsigned long long)end->bytes, "waits",
                          (unsigned long long)end->waiter.waits, "parks",
                          (unsigned long long)end->waiter.parks, "wake_ups",
-                         (unsigned long long)end->waiter.wake_ups, "moves",
+                         (unsigned long long)end->waiter.wake_ups, "foreseen",
+                         (unsigned long long)end->waiter.foreseen, "moves",
                          (unsigned long long)end->waiter.mover.moves, "spilled_bytes",
                          (unsigned long long)end->spills.bytes, "high_water_bytes",
                          (unsigned long long)high_water, "slowest_reader", slowest);
@@ -260,6 +268,8 @@ static PyMethodDef ring_methods[] = {
     {"wait_ready", Ring_wait_ready, METH_O, "wait_ready(timeout) -> status"},
     {"cancel", Ring_cancel, METH_NOARGS, "cancel(): end every wait of this end, now and later"},
     {"leave", Ring_leave, METH_NOARGS, "leave(): tell the others that this end is gone"},
+    {"predict", Ring_predict, METH_O,
+     "predict(on): spin for waits whose end is foreseen; by itself with four processors or more"},
     {"counters", Ring_counters, METH_NOARGS, "counters() -> dict, of this end"},
     {"peers", Ring_peers, METH_NOARGS,
      "peers() -> [(rank, state, pid, alive, sequence, position, high_water)], the writer first; like "

@@ -1,5 +1,6 @@
 /*
- * Waiting for a cursor in shared memory: a bounded, adaptive spin, then a futex.
+ * Waiting for a cursor in shared memory: a bounded, adaptive spin, then a futex, then another
+ * bounded spin where the end of the wait is foreseen.
  *
  * No wake-up can be lost. Who waits sets the event's bit, keeps the word as its ticket, and then
  * reads the cursor; who advances stores the cursor and then reads the event; all are sequentially
@@ -14,6 +15,7 @@
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -30,6 +32,7 @@
 #define RING_SLICE_NS RING_NS_PER_S
 #define RING_LOOK_NS (RING_NS_PER_S / 2)
 #define RING_FIRST_SLICE_NS UINT64_C(50000000)
+#define RING_CORES_TO_PREDICT 4 /* with fewer, somebody else has use for what is spun away */
 
 enum ring_status {
     RING_OK = 0,
@@ -50,9 +53,10 @@ struct ring_waiter {
     _Atomic uint32_t cancelled;
     int fd; /* of the segment's file, -1 if there is none */
     struct ring_guess guess;
+    int predicts; /* there are processors enough to spin for what a GPU's step brings */
     struct ring_mover mover;
     uint64_t checked_ns; /* when the peer was last known to live */
-    uint64_t waits, parks, wake_ups;
+    uint64_t waits, parks, wake_ups, foreseen;
 };
 
 /* One wait: until *cursor >= target, asleep on *event. */
@@ -201,6 +205,33 @@ static inline struct ring_bet ring_place_bet(struct ring_waiter *waiter,
     return bet;
 }
 
+/* Sleep until shortly before the wait is expected to end, spin while it is, then sleep on. A wait
+ * that goes on after RING_INTERRUPTED comes here again, at whatever point it has reached. */
+static inline int ring_sleep_and_spin(struct ring_waiter *waiter, const struct ring_wish *wish,
+                                      const struct ring_habit *habit, uint64_t start,
+                                      uint64_t deadline) {
+    struct ring_window window = {0, 0};
+    if (waiter->predicts && wish->peer_core != NULL && !wish->in_record)
+        window = ring_predict(habit);
+    uint64_t from = start + window.from, until = ring_earlier(start + window.until, deadline);
+    if (window.until != 0 && from < deadline && ring_now() < until) {
+        int status = ring_now() < from ? ring_park(waiter, wish, start, from) : RING_TIMEOUT;
+        if (status != RING_TIMEOUT) return status;
+        if (ring_spin(wish, until)) {
+            waiter->foreseen++;
+            return RING_OK;
+        }
+    }
+    return ring_park(waiter, wish, start, deadline);
+}
+
+/* Whether this process may use so many processors that a little spinning costs nobody anything. */
+static inline int ring_has_cores_to_predict(void) {
+    cpu_set_t allowed;
+    return sched_getaffinity(0, sizeof allowed, &allowed) == 0 &&
+           CPU_COUNT(&allowed) >= RING_CORES_TO_PREDICT;
+}
+
 /* Wait until the wish is fulfilled. Call without the interpreter's lock. `*started`: 0 for a new
  * wait, kept by the caller while it goes on after RING_INTERRUPTED. That is also returned once a
  * slice, because a signal may have arrived just before the sleep began. */
@@ -216,7 +247,7 @@ static inline int ring_wait(struct ring_waiter *waiter, const struct ring_wish *
         bet = ring_place_bet(waiter, wish, *started);
         spun = ring_spin(wish, ring_earlier(*started + bet.budget, deadline));
     }
-    if (!spun) status = ring_park(waiter, wish, *started, deadline);
+    if (!spun) status = ring_sleep_and_spin(waiter, wish, bet.habit, *started, deadline);
     atomic_store(&waiter->waiting_on, NULL);
     if (status != RING_OK) return status;
     ring_learn(&waiter->guess, &bet, ring_now(), spun);

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 from torch import distributed
-from vllm_process import python, two_ranks
+from vllm_process import python, ranks
 
 from vllm_commext.compat.cpu_collectives import is_meant, why_not
 from vllm_commext.testing.servers import free_port
@@ -32,7 +32,7 @@ sys.modules["vllm_commext.shm._shm_ring"] = None
 
 def run_ranks(**environ: str) -> list[dict[str, Any]]:
     """What each rank found."""
-    return two_ranks(RANK, str(free_port()), GLOO_SOCKET_IFNAME="lo", **environ)
+    return ranks(RANK, 2, str(free_port()), GLOO_SOCKET_IFNAME="lo", **environ)
 
 
 def test_sums_and_gathers_have_the_bits_of_gloos() -> None:
@@ -48,7 +48,7 @@ def test_sums_and_gathers_have_the_bits_of_gloos() -> None:
     assert first["odd"] == [True, False]
 
 
-def test_without_the_toggle_vllm_is_as_it_is() -> None:
+def test_turned_off_vllm_is_as_it_is() -> None:
     found = run_ranks(**{TOGGLE: "0"})
     assert (found[0]["served_by"], found[0]["rebound"]) == ("module", False)
 
@@ -78,7 +78,10 @@ def test_what_keeps_what_it_has(changes: dict[str, Any], reason: str) -> None:
 
 
 def test_without_the_extension_vllm_keeps_its_own() -> None:
-    line = python(NO_EXTENSION + LOOK, **{TOGGLE: "auto"}).stdout.splitlines()[-1]
+    """As nothing to warn of, unless it was asked for."""
+    line = python(NO_EXTENSION + LOOK).stdout.splitlines()[-1]
+    assert line.startswith(f"commext: cpu_collectives off ({TOGGLE}=auto: the native extension is")
+    line = python(NO_EXTENSION + LOOK, **{TOGGLE: "1"}).stdout.splitlines()[-1]
     assert line.startswith(
         "commext: cpu_collectives refused (the native extension vllm_commext.shm"
     )

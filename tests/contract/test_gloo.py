@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from vllm_process import python, two_ranks
+from vllm_process import python, ranks
 
 from vllm_commext.compat import gloo
 from vllm_commext.compat.timer_slack import timer_slack
@@ -49,7 +49,7 @@ def look(code: str = LOOK, **environ: str) -> tuple[bool, str]:
 
 
 def test_all_groups_of_a_rank_share_one_device() -> None:
-    for found in two_ranks(RANK, str(free_port()), str(free_port())):
+    for found in ranks(RANK, 2, str(free_port()), str(free_port())):
         assert found == {  # the last group was made without us
             "threads": [1, 1, 1, 2],
             "sums": [2.0],

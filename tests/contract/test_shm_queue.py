@@ -1,8 +1,8 @@
 """Our queue beside the installed vLLM's: where it is put, who refuses whom, groups, tensors."""
 
-import importlib
 import json
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,11 @@ import pytest
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
 import torch
-from vllm_process import python, python_at_once
+from vllm_process import python, ranks
 
+from vllm_commext.compat.queue_groups import GroupMessageQueue
+from vllm_commext.compat.rebind import original_of
+from vllm_commext.compat.shm_queue import finding_itself
 from vllm_commext.errors import ProtocolError
 from vllm_commext.shm.codec import Decoder, Encoder, decode
 from vllm_commext.shm.queue import MessageQueue
@@ -23,6 +26,7 @@ from vllm_commext.testing.ports import free_port
 pytestmark = pytest.mark.timeout(600)
 STOCK = "vllm.distributed.device_communicators.shm_broadcast"
 TOGGLE = "VLLM_COMMEXT_SHM_QUEUE"
+OURS, THEIRS = "GroupMessageQueue", "MessageQueue"
 
 # Where the class is found at each name that vLLM uses, before and after its import.
 LOOK = f"""
@@ -35,7 +39,10 @@ from vllm.plugins import load_general_plugins
 load_general_plugins()
 names = ["{STOCK}", "vllm.v1.executor.multiproc_executor"]
 from vllm_commext import status
+from vllm_commext.compat import hooks, seams
+outcomes = seams.check_all(hooks.vllm_version(), "shm_queue")
 print(json.dumps({{
+    "seams": [(outcome.state, outcome.problem) for outcome in outcomes],
     "classes": [importlib.import_module(name).MessageQueue.__module__ for name in names],
     "lines": [outcome.line() for outcome in status.recorded()],
 }}))
@@ -54,8 +61,15 @@ def test_the_toggle_puts_it_at_every_name() -> None:
     assert "commext: shm_queue active" in found["lines"]
 
 
-def test_without_the_toggle_everything_is_vllms() -> None:
+def test_it_is_there_by_default_with_a_tested_vllm_for_cpus() -> None:
     found = look()
+    assert found["classes"] == ["vllm_commext.compat.queue_groups"] * 2
+    assert "commext: shm_queue active" in found["lines"]
+    assert {*map(tuple, found["seams"])} == {("holds", "")}
+
+
+def test_turned_off_everything_is_vllms() -> None:
+    found = look(**{TOGGLE: "0"})
     assert found["classes"] == [STOCK] * 2
     assert f"commext: shm_queue off ({TOGGLE}=0)" in found["lines"]
 
@@ -69,7 +83,7 @@ def test_a_queue_that_somebody_else_has_replaced_stays() -> None:
 
 
 def test_two_kinds_of_queue_refuse_one_another_at_attach() -> None:
-    stock = importlib.import_module(STOCK).MessageQueue
+    stock = original_of(f"{STOCK}:MessageQueue")
     ours, theirs = MessageQueue(2, 1, connect_ip="127.0.0.1"), stock(1, 1, None, 1 << 16, 2)
     with pytest.raises(ProtocolError, match=TOGGLE):
         stock.create_from_handle(ours.export_handle(), 0)
@@ -79,17 +93,76 @@ def test_two_kinds_of_queue_refuse_one_another_at_attach() -> None:
         MessageQueue.create_from_handle(theirs.export_handle(), 0)
 
 
-def test_groups_of_both_kinds() -> None:
+@pytest.mark.parametrize(
+    ("value", "hosts", "classes"),
+    [
+        ("1", "one", [[OURS] * 3] * 3),
+        ("auto", "one", [[OURS] * 3, [OURS, OURS, THEIRS], [OURS, OURS, THEIRS]]),
+        ("auto", "two", [[THEIRS, THEIRS, OURS], [THEIRS] * 3, [THEIRS] * 3]),
+    ],
+)
+def test_groups_of_both_kinds(value: str, hosts: str, classes: list[list[str]]) -> None:
+    """`auto` leaves a group on two hosts to vLLM's class. Of the queues to one rank of the world
+    only that rank's own is on its host: vLLM counts one rank a host with CPUs."""
     script = Path(__file__).with_name("queue_group_rank.py")
     ports = (str(free_port()), str(free_port()))
-    environ = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    args = [(str(rank), *ports) for rank in range(3)]
-    done = python_at_once(script.read_text(), args, **environ)
-    assert [one.returncode for one in done] == [0] * 3, done
-    results = [json.loads(one.stdout.splitlines()[-1]) for one in done]
+    environ = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", TOGGLE: value}
+    results = ranks(script, 3, *ports, hosts, **environ)
     total = sum(range(100_000))
     everyone = ["from 0", "from 1", "from 2"]
-    assert results == [[total, total, everyone], [total, total, []], [total, total, []]]
+    received = [[total, total, everyone], [total, total, []], [total, total, []]]
+    assert results == [[*each] for each in zip(classes, received, strict=True)]
+
+
+@pytest.fixture
+def auto(monkeypatch: pytest.MonkeyPatch) -> type:
+    """Our queue as `auto` installs it; vLLM's class, to which it leaves what is not proven."""
+    stock = finding_itself(original_of(f"{STOCK}:MessageQueue"))
+    monkeypatch.setattr(GroupMessageQueue, "stock", stock)
+    return stock
+
+
+def test_auto_leaves_a_queue_with_readers_on_other_hosts_to_vllm(auto: type) -> None:
+    queue = GroupMessageQueue(2, 1, None, 1 << 16, 2, connect_ip="127.0.0.1")
+    assert type(queue) is auto
+    assert queue.export_handle().remote_subscribe_addr.startswith("tcp://127.0.0.1:")
+    assert type(GroupMessageQueue(2, 2, None, 1 << 16, 2)) is GroupMessageQueue
+
+
+def test_auto_leaves_a_queue_with_the_tensor_arena_to_vllm(
+    auto: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(auto, "__init__", lambda self, *args, **more: asked.append((args, more)))
+    queue = GroupMessageQueue(2, 2, max_chunk_bytes=7, enable_shm_tensor_arena=True)
+    assert type(queue) is auto
+    assert asked == [((2, 2), {"max_chunk_bytes": 7, "enable_shm_tensor_arena": True})]
+    assert type(GroupMessageQueue(1, 1, enable_shm_tensor_arena=False)) is GroupMessageQueue
+
+
+def test_auto_reads_queues_of_both_classes(auto: type) -> None:
+    theirs, ours = auto(1, 1, None, 1 << 16, 2), GroupMessageQueue(1, 1, None, 1 << 16, 2)
+    readers = [
+        GroupMessageQueue.create_from_handle(queue.export_handle(), 0) for queue in (theirs, ours)
+    ]
+    assert [type(reader) for reader in readers] == [auto, GroupMessageQueue]
+    with pytest.raises(ProtocolError, match="expected a handle of vllm_commext's queue"):
+        GroupMessageQueue.create_from_handle(object(), 0)
+    for queue, reader in zip((theirs, ours), readers, strict=True):
+        other = threading.Thread(target=reader.wait_until_ready, daemon=True)
+        other.start()
+        queue.wait_until_ready()
+        other.join(60)
+        queue.enqueue("a message", timeout=60)
+        assert reader.dequeue(timeout=60) == "a message"
+
+
+def test_asked_for_by_1_vllms_handle_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Another test of this process may have had vLLM load the plugin, which then is on by `auto`.
+    monkeypatch.setattr(GroupMessageQueue, "stock", None)
+    theirs = original_of(f"{STOCK}:MessageQueue")(1, 1, None, 1 << 16, 2)
+    with pytest.raises(ProtocolError, match=TOGGLE):
+        GroupMessageQueue.create_from_handle(theirs.export_handle(), 0)
 
 
 def travel(obj: object) -> tuple[Any, int]:
@@ -145,6 +218,8 @@ multiproc_executor.MultiprocExecutor._init_executor = lambda self: None
 from vllm_commext import status
 from vllm_commext.compat import hooks
 from vllm_commext.compat.executor import CommextMultiprocExecutor
+from vllm_commext.compat.queue_groups import GroupMessageQueue
+leaves_some = GroupMessageQueue.stock is not None
 if "old" in sys.argv:
     hooks.vllm_version = lambda: "0.11.0"
 problem = ""
@@ -153,17 +228,21 @@ try:
 except Exception as error:
     problem = f"{type(error).__name__}: {error}"
 lines = [outcome.line() for outcome in status.recorded() if outcome.name == "shm_queue"]
-print(json.dumps([problem, lines, multiproc_executor.MessageQueue.__module__]))
+now = GroupMessageQueue.stock is not None
+module = multiproc_executor.MessageQueue.__module__
+print(json.dumps([problem, lines, module, leaves_some, now]))
 """
 
 
 @pytest.mark.parametrize("version", ["installed", "old"])
 def test_the_executor_checks_vllm_and_tells_what_is_active(version: str) -> None:
-    done = python(EXECUTOR, version)
+    """Before it comes the queue is there as `auto` has it, or, for an old vLLM, not at all."""
+    done = python(EXECUTOR, version, **{TOGGLE: "auto" if version == "installed" else "0"})
     assert done.returncode == 0, done.stderr
-    problem, lines, module = json.loads(done.stdout.splitlines()[-1])
+    problem, lines, module, left_some, leaves_some = json.loads(done.stdout.splitlines()[-1])
     if version == "installed":
         assert (problem, lines) == ("", ["commext: shm_queue active"])
+        assert (left_some, leaves_some) == (True, False)
         assert module == "vllm_commext.compat.queue_groups"
     else:
         assert problem.startswith("UnsupportedError: commext: shm_queue refused")

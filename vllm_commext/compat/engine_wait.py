@@ -4,6 +4,7 @@ vLLM goes on stepping, a thousand times a second, while a connector keeps the bl
 requests or loads those of waiting ones: it costs two thirds of a core, and what has ended is found
 a step and a pause later.  There is no hook for it.  `install` rebinds the engine's step: where no
 request can be computed, it first waits for the connector's doorbell or the engine's own queue.
+What the connector has to do before a step (`first_token`) is done there too.
 """
 
 from __future__ import annotations
@@ -67,11 +68,18 @@ class EngineWait:
     Args:
         doorbell: rung by the workers.
         waiter: the connector's scheduler side.
+        before_step: called first, with the engine.
     """
 
-    def __init__(self, doorbell: Doorbell, waiter: Waiter) -> None:
+    def __init__(
+        self,
+        doorbell: Doorbell,
+        waiter: Waiter,
+        before_step: Callable[[Any], None] = lambda core: None,
+    ) -> None:
         self._doorbell = doorbell
         self._waiter = waiter
+        self._before_step = before_step
         self._num_quiet_steps = 0
 
     def step(self, core: Any, process: Step) -> bool:
@@ -82,6 +90,7 @@ class EngineWait:
             core: vLLM's ``EngineCoreProc``.
             process: its step, which says whether the model was run.
         """
+        self._before_step(core)
         if not self._has_nothing_to_compute(core):
             self._num_quiet_steps = 0
             return process(core)

@@ -1,9 +1,15 @@
 """The native ring, which several capabilities need and a build without a C compiler lacks."""
 
 import contextlib
+import importlib
+import platform
 from collections.abc import Iterator
 
-from vllm_commext.errors import UnsupportedError
+from vllm_commext.compat.versions import Verdict, judge
+from vllm_commext.errors import UnprovenHereError, UnsupportedError
+
+RING = "vllm_commext.shm._shm_ring"
+PROVEN_MACHINES = ("x86_64",)
 
 
 @contextlib.contextmanager
@@ -13,6 +19,31 @@ def needing_the_extension() -> Iterator[None]:
         yield
     except ImportError as error:
         raise UnsupportedError(
-            f"the native extension vllm_commext.shm._shm_ring cannot be imported ({error}); "
+            f"the native extension {RING} cannot be imported ({error}); "
             "install a wheel of vllm-commext, or build it with a C compiler at hand"
         ) from error
+
+
+def require_proven_machine(vllm_version: str) -> None:
+    """What the native ring's capabilities are proven on, and `auto` therefore means for them: a
+    tested vLLM for CPUs, on a processor that the ring is tested on, with its extension built.
+
+    Raises:
+        UnprovenHereError: with what it is that differs here.
+    """
+    machine = platform.machine()
+    if machine not in PROVEN_MACHINES:
+        raise UnprovenHereError(f"proven on {', '.join(PROVEN_MACHINES)}, and this is {machine}")
+    judgement = judge(vllm_version)
+    if judgement.verdict is not Verdict.INSIDE:
+        raise UnprovenHereError(judgement.reason)
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise UnprovenHereError(
+            f"proven with vLLM for CPUs, and this is for {current_platform.device_name}"
+        )
+    try:
+        importlib.import_module(RING)
+    except ImportError as error:
+        raise UnprovenHereError(f"the native extension is not built ({error})") from error

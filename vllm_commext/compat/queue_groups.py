@@ -3,16 +3,47 @@
 The order of the collective calls is vLLM's, because its other code runs between them.
 """
 
-from typing import Any
+import logging
+from typing import Any, ClassVar
 
 from vllm_commext.compat.steps import vllm_steps
 from vllm_commext.shm.handle import Handle
 from vllm_commext.shm.queue import MessageQueue
 from vllm_commext.shm.steps import StepClasses
 
+logger = logging.getLogger("vllm.commext.shm")
+
+LEFT = "commext: shm_queue: left to vLLM's own: %s"
+
 
 class GroupMessageQueue(MessageQueue):
-    """`MessageQueue` with what only a process of vLLM's can do."""
+    """`MessageQueue` with what only a process of vLLM's can do.
+
+    Attributes:
+        stock: vLLM's class, which then has the queues that ours is not proven for: with readers on
+            other hosts, and with vLLM's tensor arena. None: ours has all.
+    """
+
+    stock: ClassVar[Any] = None
+
+    def __new__(cls, n_reader: int = 0, n_local_reader: int = 0, *args: Any, **more: Any) -> Any:
+        """A queue of vLLM's class, whole, where the arguments ask for one that is left to it."""
+        if cls.stock is None:
+            return super().__new__(cls)
+        if n_reader > n_local_reader:
+            logger.info(LEFT, "a queue has readers on other hosts")
+        elif more.get("enable_shm_tensor_arena"):
+            logger.info(LEFT, "its tensor arena is asked for")
+        else:
+            return super().__new__(cls)
+        return cls.stock(n_reader, n_local_reader, *args, **more)
+
+    @classmethod
+    def create_from_handle(cls, handle: Any, rank: int) -> Any:
+        """The reading end for `rank` of a queue of either class."""
+        if cls.stock is not None and isinstance(handle, _stock_handle()):
+            return cls.stock.create_from_handle(handle, rank)
+        return super().create_from_handle(handle, rank)
 
     @staticmethod
     def step_classes() -> StepClasses | None:
@@ -54,6 +85,12 @@ class GroupMessageQueue(MessageQueue):
         )
 
 
+def _stock_handle() -> type:
+    from vllm.distributed.device_communicators.shm_broadcast import Handle
+
+    return Handle
+
+
 def create_from_process_group(
     pg: Any,
     max_chunk_bytes: int,
@@ -72,6 +109,11 @@ def create_from_process_group(
 
     rank, world_size = _place(pg)
     same_node = in_the_same_node_as(pg, source_rank=writer_rank)
+    if (stock := GroupMessageQueue.stock) is not None and not all(same_node):
+        if rank == writer_rank:
+            logger.info(LEFT, "a group has ranks on other hosts")
+        args = (max_chunk_bytes, max_chunks, writer_rank, external_writer_handle, blocking)
+        return stock.create_from_process_group(pg, *args)
     if rank != writer_rank:
         queue = GroupMessageQueue.create_from_handle(_broadcast(pg, None, writer_rank), rank)
     elif external_writer_handle is not None:

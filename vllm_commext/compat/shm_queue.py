@@ -6,17 +6,44 @@ are there.
 """
 
 import sys
+from types import FunctionType
+from typing import Any
 
 from vllm_commext.compat.native import needing_the_extension
-from vllm_commext.compat.rebind import INVENTORY, is_rebound, rebind_all, row_of
+from vllm_commext.compat.rebind import INVENTORY, is_rebound, original_of, rebind_all, row_of
 from vllm_commext.errors import UnsupportedError
+from vllm_commext.settings import read_settings
 
 DEFINED_IN = "vllm.distributed.device_communicators.shm_broadcast"
 NAME = "MessageQueue"
 
 
+def finding_itself(stock: type) -> type:
+    """vLLM's class, whose methods find it at its name, where its module has ours."""
+    around = vars(sys.modules[stock.__module__])
+    names = dict(around)
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, staticmethod):
+            return staticmethod(copied(value.__func__))
+        if not isinstance(value, FunctionType) or value.__globals__ is not around:
+            return value  # a wrapper that finds what it needs in the module that it is of
+        copy = FunctionType(
+            value.__code__, names, value.__name__, value.__defaults__, value.__closure__
+        )
+        copy.__kwdefaults__ = value.__kwdefaults__
+        return copy
+
+    methods = {name: copied(value) for name, value in vars(stock).items() if callable(value)}
+    methods |= {"__module__": stock.__module__, "__doc__": stock.__doc__}
+    names[stock.__name__] = made = type(stock.__name__, (stock,), methods)
+    return made
+
+
 def install() -> None:
-    """Rebind the class in this process; a second call changes nothing.
+    """Rebind the class in this process; a second call only reads the toggle anew.
+
+    Where the toggle is `auto`, a queue that ours is not proven for is still one of vLLM's class.
 
     Raises:
         UnsupportedError: the native extension was not built, or somebody else has replaced vLLM's
@@ -24,13 +51,14 @@ def install() -> None:
     """
     with needing_the_extension():
         from vllm_commext.compat.queue_groups import GroupMessageQueue
-    from vllm.distributed.device_communicators import shm_broadcast
-
-    if is_rebound(row_of(f"{DEFINED_IN}:{NAME}")):
-        return
-    stock = shm_broadcast.MessageQueue
+    symbol = f"{DEFINED_IN}:{NAME}"
+    stock = original_of(symbol)
     if stock.__module__ != DEFINED_IN:
         raise UnsupportedError(f"vLLM's queue was replaced by {stock.__module__} already")
+    is_auto = read_settings()["shm_queue"] == "auto"
+    GroupMessageQueue.stock = finding_itself(stock) if is_auto else None
+    if is_rebound(row_of(symbol)):
+        return
     symbols = [row.symbol for row in INVENTORY if row.symbol.endswith(f":{NAME}")]
     modules = {symbol: sys.modules.get(symbol.partition(":")[0]) for symbol in symbols}
     bound = [symbol for symbol, module in modules.items() if getattr(module, NAME, None) is stock]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
-from vllm_commext.shm.codec import BYPASS_BYTES, Encoder, decode
+from vllm_commext.shm.codec import BYPASS_BYTES, IN_BAND_BYTES, MAX_BUFFERS, Encoder, decode
 
 
 def travel(obj: object, encoder: Encoder | None = None) -> tuple[Any, int]:
@@ -161,3 +161,16 @@ def test_a_reducer_registered_later_is_used() -> None:
         del copyreg.dispatch_table[Marked]
     assert isinstance(travel(Marked(), encoder)[0], Marked)
     assert travel(datetime.date(2000, 1, 1), encoder)[0] == datetime.date(2000, 1, 1)
+
+
+@pytest.mark.parametrize("more", [0, 1, 9])
+def test_beyond_the_bound_buffers_travel_in_band(more: int) -> None:
+    arrays = [np.full(IN_BAND_BYTES, number, np.uint8) for number in range(MAX_BUFFERS + more)]
+    back, n_parts = travel(arrays)
+    assert n_parts == 1 + MAX_BUFFERS
+    assert all(np.array_equal(got, sent) for got, sent in zip(back, arrays, strict=True))
+
+
+def test_large_bytes_beside_them_have_as_much_room_again() -> None:
+    large = [bytes([number]) * BYPASS_BYTES for number in range(2 * MAX_BUFFERS + 9)]
+    assert travel(large) == (large, 1 + 2 * MAX_BUFFERS)

@@ -1,9 +1,11 @@
 """The kernel says who is dead: after exec, in other pid namespaces, whatever children live on."""
 
+import fcntl
 import os
 import pickle
 import resource
 import shutil
+import struct
 import subprocess
 import sys
 import time
@@ -23,6 +25,7 @@ Child = subprocess.Popen[str]
 Start = Callable[..., Child]
 Said = Callable[[Child], str]
 CAPACITY = 4096
+F_OFD_SETLK = 37  # <linux/fcntl.h>; Python 3.10 has no name for it
 IN_A_NAMESPACE = ("unshare", "-rpf", "--mount-proc", "--kill-child")
 
 
@@ -78,6 +81,28 @@ def test_what_died_in_another_pid_namespace_is_removed(said: Said) -> None:
     while path.exists() and time.monotonic() < deadline:  # the namespace's processes end after it
         RingWriter.create(1, CAPACITY).close()
     assert not path.exists()
+
+
+def test_a_restored_reader_is_alive_whatever_its_pid_and_its_start(
+    start: Start, said: Said
+) -> None:
+    """As a snapshot's restore leaves it: another process, which holds the lock through a
+    description of its own. A reader was known by its pid and start time once, and was dead then."""
+    writer = RingWriter.create(1, CAPACITY)
+    file = os.open(f"/dev/shm/{writer.address.name}", os.O_RDWR)
+    child = start("attach_and_sleep", writer.address, 0)
+    assert said(child) == "attached"
+    child.kill()
+    child.wait(timeout=10)
+    lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 1, 1, 0)  # byte 1: reader 0's
+    fcntl.fcntl(file, F_OFD_SETLK, lock)
+    restored = subprocess.Popen(["sleep", "60"], pass_fds=[file])
+    os.close(file)
+    assert writer.dead_peers() == []
+    writer.write(b"a record", timeout=10)
+    restored.kill()
+    restored.wait(timeout=10)
+    is_found_dead(writer)
 
 
 @pytest.mark.parametrize("spare", [0, 1, 2, 3])

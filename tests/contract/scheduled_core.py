@@ -1,0 +1,269 @@
+"""An engine of vLLM's without its model: vLLM's own scheduler, its step and our connector, over a
+worker that knows what it was told and computes each next token from all tokens before it.
+
+The worker keeps, as vLLM's does, only what scheduler outputs tell it: prompts, the tokens that it
+has sampled itself, and for how many positions there is a KV cache.  It refuses to go on from a
+position that nobody computed or loaded.
+"""
+
+from __future__ import annotations
+
+import queue
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config import KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_commext.nixl.metadata import WorkerMetadata
+
+BLOCK = 4
+NUM_BLOCKS = 64
+MAX_TOKENS = 128
+NUM_TOKENS = 200
+MAX_STEPS = 400
+_number = count()
+TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What the model generates after these tokens."""
+    return zlib.crc32(repr(list(tokens)).encode()) % NUM_TOKENS
+
+
+class Worker:
+    """Attributes:
+    computed: of each request, the positions that were computed here, in order.
+    fails: whether the load of a request fails.
+    holds_loads: loads do not end while this is set.
+    """
+
+    def __init__(self) -> None:
+        self.computed: dict[str, list[int]] = {}
+        self.fails: Callable[[str], bool] = lambda request_id: False
+        self.holds_loads = False
+        self.loads: list[Any] = []
+        self.released: list[str] = []
+        self._tokens: dict[str, list[int]] = {}
+        self._loaded: set[str] = set()
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Run the model and move what is to be moved."""
+        self._take_in(step)
+        cached = step.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        sampled = [
+            self._compute(name, starts[name], num)
+            for name, num in step.num_scheduled_tokens.items()
+        ]
+        names = list(step.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            kv_connector_output=self._transfers(step.kv_connector_metadata),
+        )
+
+    def _take_in(self, step: SchedulerOutput) -> None:
+        for new in step.scheduled_new_reqs:
+            assert new.prompt_token_ids is not None
+            self._tokens[new.req_id] = list(new.prompt_token_ids)
+        for name in step.scheduled_cached_reqs.resumed_req_ids:
+            self._tokens[name] = list(step.scheduled_cached_reqs.all_token_ids[name])
+
+    def _compute(self, name: str, start: int, count: int) -> list[int]:
+        tokens, computed = self._tokens[name], self.computed.setdefault(name, [])
+        assert start + count <= len(tokens), "asked for a token that the worker does not know"
+        computed += range(start, start + count)
+        if start + count < len(tokens):
+            return []
+        tokens.append(next_token(tokens))
+        return tokens[-1:]
+
+    def _transfers(self, told: Any) -> KVConnectorOutput | None:
+        if told is None:
+            return None
+        self.loads += [load for load in told.loads if load.awaited]
+        self.released += [load.request_id for load in told.loads if not load.awaited]
+        sent = {hold.request_id for hold in told.holds}
+        if self.holds_loads:
+            return KVConnectorOutput(finished_sending=sent)
+        ended, self.loads = self.loads, []
+        failed = {load.request_id for load in ended if self.fails(load.request_id)}
+        unread = {load.request_id for load in ended if load.recomputes} & failed
+        return KVConnectorOutput(
+            finished_sending=sent,
+            finished_recving={load.request_id for load in ended},
+            failed_recving=failed - unread,
+            kv_connector_worker_meta=WorkerMetadata(unread=unread) if unread else None,
+        )
+
+
+class Core:
+    """One engine.
+
+    Args:
+        model: folder with a model's configuration.
+        role: of the connector, "" for an engine without one.
+        policy: ``kv_load_failure_policy``.
+        is_async: schedule a step while the one before is under way.
+        num_blocks: of the KV cache, the null block among them.
+        extra: the connector's ``kv_connector_extra_config``.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        role: Any = "",
+        *,
+        policy: Any = "fail",
+        is_async: bool = False,
+        num_blocks: int = NUM_BLOCKS,
+        **extra: Any,
+    ) -> None:
+        init_none_hash(sha256)
+        spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        config = self._config(model, role, policy, is_async, extra)
+        config.cache_config.block_size = BLOCK
+        config.cache_config.num_gpu_blocks = num_blocks
+        kind = AsyncScheduler if is_async else Scheduler
+        self.scheduler = kind(
+            config, cache, StructuredOutputManager(config), block_size=BLOCK, log_stats=True
+        )
+        self.worker = Worker()
+        self.input_queue: queue.Queue[Any] = queue.Queue()
+        self.output_queue: queue.Queue[Any] = queue.Queue()
+        self.engines_running = False
+        self.step_fn = self._step
+        self.post_step = lambda model_executed: None
+        self.outputs: list[EngineCoreOutput] = []
+        self.ways: Counter[str] = Counter()
+        self.steps_to_first: dict[str, int] = {}
+        self._num_steps = 0
+        self._under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._depth = 2 if is_async else 1
+
+    @staticmethod
+    def _config(
+        model: Path, role: Any, policy: Any, is_async: bool, extra: dict[str, Any]
+    ) -> VllmConfig:
+        return VllmConfig(
+            model_config=ModelConfig(str(model), skip_tokenizer_init=True, max_model_len=128),
+            scheduler_config=SchedulerConfig(
+                max_model_len=MAX_TOKENS,
+                max_num_batched_tokens=16,
+                max_num_seqs=4,
+                is_encoder_decoder=False,
+                enable_chunked_prefill=True,
+                async_scheduling=is_async,
+            ),
+            kv_transfer_config=_transfer(role, policy, extra) if role else None,
+        )
+
+    def close(self) -> None:
+        connector = self.scheduler.get_kv_connector()
+        if connector is not None:
+            connector.shutdown()
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add_request(request)
+
+    def _step(self) -> tuple[dict[int, Any], bool]:
+        if self.scheduler.has_requests():
+            step = self.scheduler.schedule()
+            self._under_way.append((step, self.worker.execute(step)))
+        if not self._under_way or (len(self._under_way) < self._depth and self._has_more()):
+            return {}, True
+        outputs = self.scheduler.update_from_output(*self._under_way.popleft())
+        return outputs, True
+
+    def _has_more(self) -> bool:
+        return self.scheduler.has_requests() and bool(self._under_way[-1][0].num_scheduled_tokens)
+
+    def turn(self) -> None:
+        """One turn of vLLM's loop."""
+        self._num_steps += 1
+        EngineCoreProc._process_engine_step(self)  # pyright: ignore
+        while not self.output_queue.empty():
+            _, outputs = self.output_queue.get()
+            stats = getattr(outputs.scheduler_stats, "kv_connector_stats", None)
+            self.ways.update(stats["first_tokens"] if stats is not None else {})
+            for output in outputs.outputs:
+                self.steps_to_first.setdefault(output.request_id, self._num_steps)
+                self.outputs.append(output)
+
+    def run(self, *names: str) -> None:
+        """Turns until these requests have ended."""
+        for _ in range(MAX_STEPS):
+            self.turn()
+            if all(self.answer(name).finish_reason is not None for name in names):
+                return
+        raise AssertionError(f"{names} have not ended after {MAX_STEPS} steps")
+
+    def answer(self, name: str) -> SimpleNamespace:
+        """All that the client of a request was told: tokens, and how the answer ended."""
+        told = [output for output in self.outputs if output.request_id == name]
+        last = told[-1] if told else SimpleNamespace(finish_reason=None, stop_reason=None)
+        return SimpleNamespace(
+            tokens=[token for output in told for token in output.new_token_ids],
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+        )
+
+
+def _transfer(role: Any, policy: Any, extra: dict[str, Any]) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="CommextNixlConnector",
+        kv_connector_module_path="vllm_commext.nixl.connector",
+        kv_role=role,
+        kv_load_failure_policy=policy,
+        engine_id=f"engine-{role}",
+        kv_buffer_device=current_platform.device_type,
+        kv_connector_extra_config={
+            "side_channel_host": "127.0.0.1",
+            "side_channel_port": 7000,
+            **extra,
+        },
+    )
+
+
+def request_of(
+    name: str, tokens: Sequence[int], kv_params: Any = None, *, eos: int = -1, **params: Any
+) -> Request:
+    """A greedy request; ``eos`` is the model's end of sequence, ``params`` go to vLLM's
+    ``SamplingParams``."""
+    extra = {"kv_transfer_params": dict(kv_params)} if kv_params is not None else None
+    sampling = SamplingParams(**{"temperature": 0.0, "extra_args": extra, **params})
+    sampling._eos_token_id = eos  # pyright: ignore[reportPrivateUsage]
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    return Request(name, list(tokens), sampling, None, block_hasher=hasher)
+
+
+def prefilled(prefill: Core, tokens: Sequence[int], **params: Any) -> dict[str, Any]:
+    """What a prefill engine's router passes on for a prompt."""
+    name = f"p{next(_number)}"
+    prefill.add(request_of(name, tokens, TO_PREFILL, **{**params, "max_tokens": 1}))
+    prefill.run(name)
+    (output,) = [one for one in prefill.outputs if one.request_id == name]
+    assert output.kv_transfer_params is not None
+    return output.kv_transfer_params

@@ -1,0 +1,85 @@
+"""What `auto` means for the native ring's capabilities: where it is on, and each reason for off."""
+
+import platform
+import sys
+from types import SimpleNamespace
+
+import pytest
+import vllm
+import vllm.platforms
+
+from vllm_commext import plugin, status
+from vllm_commext.compat import hooks, native
+from vllm_commext.errors import UnprovenHereError
+from vllm_commext.status import State
+
+NAMES = ("shm_queue", "cpu_collectives")
+
+
+@pytest.fixture(autouse=True)
+def _proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(native.RING, reason="the extension is not built")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = SimpleNamespace(is_cpu=lambda: False, device_name="cuda")
+    monkeypatch.setattr(vllm.platforms, "current_platform", gpus)
+
+
+def on_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+
+
+def with_an_untested_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.33.0")
+
+
+def with_an_older_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.27.0")
+
+
+def without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, native.RING, None)
+
+
+ELSEWHERE = [
+    (on_a_gpu, "proven with vLLM for CPUs, and this is for cuda"),
+    (on_arm, "proven on x86_64, and this is aarch64"),
+    (with_an_untested_vllm, "vLLM 0.33.0 is in the window 0.28 to 0.33 but not tested"),
+    (with_an_older_vllm, "vLLM 0.27.0 is older than the window"),
+    (without_the_extension, "the native extension is not built"),
+]
+
+
+def test_the_machine_of_these_tests_is_a_proven_one() -> None:
+    native.require_proven_machine(vllm.__version__)
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "reason"), ELSEWHERE, ids=lambda at: at.__name__ if callable(at) else ""
+)
+def test_elsewhere_it_is_off_by_default_and_no_warning_is_given(
+    elsewhere: object,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    elsewhere(monkeypatch)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(UnprovenHereError, match=reason):
+        native.require_proven_machine(hooks.vllm_version())
+    wanted = [one for one in plugin.CAPABILITIES if one.name in NAMES]
+    monkeypatch.setattr(plugin, "CAPABILITIES", wanted)
+    monkeypatch.setenv("VLLM_COMMEXT_STRICT", "1")
+    plugin.register()
+    for name in NAMES:
+        found = status.find(name)
+        assert found is not None
+        assert found.state is State.OFF
+        assert found.reason.startswith(f"VLLM_COMMEXT_{name.upper()}=auto: {reason}")
+    assert [record for record in caplog.records if record.levelname != "INFO"] == []
+
+
+def test_nothing_else_is_on_by_default_but_the_connector() -> None:
+    needs = [one.name for one in plugin.CAPABILITIES if one.needs_proof]
+    assert needs == list(NAMES)
