@@ -81,8 +81,6 @@ def main() -> None:
         bool(allreduce.why_not(tp, object())),
         allreduce.why_not(tp, None),
     ]
-    os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    found["reasons"].append(allreduce.why_not(tp, None))
     found["environ"] = sorted(
         name
         for name in (*multicast.DEFAULTS, *multicast.SWITCHES)

@@ -1,13 +1,16 @@
-"""The built-in tables: what was measured on H200s without multicast, bfloat16 only.
+"""The built-in tables: what was measured on H200s without multicast.
 
 Microseconds a call in CUDA graphs of 32 chained calls, the slowest rank: runs of
 ``benchmarks/allreduce.py`` on torch 2.11, vLLM 0.32 and FlashInfer 0.7 (2026-11-22), the backends
-that come first or second somewhere, and NCCL.
+that come first or second somewhere, and NCCL, in bfloat16; and with residual and norm, of
+``benchmarks/fused_norm.py`` (2026-11-23).
 """
 
+import msgspec
+
 from vllm_commext.allreduce import names
-from vllm_commext.allreduce.table import Table
-from vllm_commext.allreduce.tuning import build_table
+from vllm_commext.allreduce.table import Row, Table
+from vllm_commext.allreduce.tuning import build_rows, build_table
 
 KIB, MIB = 1 << 10, 1 << 20
 GPU = "NVIDIA H200"
@@ -48,6 +51,37 @@ _FOUR: _Figures = {
     64 * MIB: (0, 299.1, 0, 319.6),
 }
 _MEASURED = {2: _TWO, 4: _FOUR}
+# With residual and norm, of two GPUs: size, and for bfloat16, float16 and float32 our kernel, and
+# `push` with vLLM's norm after it.
+_FUSED_TWO: dict[int, tuple[tuple[float, float], ...]] = {
+    16 * KIB: ((3.8, 5.2), (3.8, 5.1), (5.8, 6.9)),
+    32 * KIB: ((4.0, 5.3), (4.0, 5.3), (5.9, 6.9)),
+    64 * KIB: ((4.1, 5.5), (4.1, 5.5), (6.1, 7.2)),
+    128 * KIB: ((4.3, 5.9), (4.3, 5.8), (6.3, 7.6)),
+    256 * KIB: ((4.6, 6.3), (4.6, 6.2), (6.5, 8.1)),
+    512 * KIB: ((5.4, 7.1), (5.3, 7.0), (7.1, 8.9)),
+    1 * MIB: ((6.7, 8.5), (6.7, 8.5), (8.6, 10.3)),
+    2 * MIB: ((9.7, 12.1), (9.7, 12.1), (11.5, 13.7)),
+    4 * MIB: ((16.7, 19.3), (16.7, 19.3), (17.3, 20.0)),
+    8 * MIB: ((28.8, 33.4), (28.7, 33.4), (30.7, 34.2)),
+    16 * MIB: ((53.5, 66.0), (53.4, 66.0), (56.0, 70.3)),
+    32 * MIB: ((101.1, 131.8), (100.8, 131.7), (103.3, 143.2)),
+    64 * MIB: ((194.9, 258.0), (194.6, 257.8), (196.6, 280.8)),
+    128 * MIB: ((381.6, 512.4), (381.0, 512.0), (382.4, 554.7)),
+}
+_FUSED_DTYPES = ("bfloat16", "float16", "float32")
+_FUSED = {2: _FUSED_TWO}
+
+
+def _fused_rows(world_size: int) -> dict[str, tuple[Row, ...]]:
+    figures = _FUSED.get(world_size, {})
+    return {
+        dtype: build_rows(
+            {size: dict(zip(names.FUSED, of[index], strict=True)) for size, of in figures.items()}
+        )
+        for index, dtype in enumerate(_FUSED_DTYPES)
+        if figures
+    }
 
 
 def builtin_table(gpu: str, world_size: int) -> Table | None:
@@ -58,4 +92,5 @@ def builtin_table(gpu: str, world_size: int) -> Table | None:
         size: {name: time for name, time in zip(_COLUMNS, figures, strict=True) if time}
         for size, figures in _MEASURED[world_size].items()
     }
-    return build_table({DTYPE: times}, world_size, f"{ORIGIN}, {world_size} x {GPU}")
+    table = build_table({DTYPE: times}, world_size, f"{ORIGIN}, {world_size} x {GPU}")
+    return msgspec.structs.replace(table, fused=_fused_rows(world_size))

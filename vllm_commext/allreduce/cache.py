@@ -75,7 +75,8 @@ def save(
     path = path_of(machine, table.world_size, hidden, environ)
     before = load(machine, table.world_size, hidden, environ)
     if before is not None:
-        table = Table(table.world_size, {**before.rows, **table.rows}, table.origin)
+        rows, fused = {**before.rows, **table.rows}, {**before.fused, **table.fused}
+        table = Table(table.world_size, rows, table.origin, fused)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = msgspec.json.encode(Entry(machine, hidden, msgspec.Raw(tables.encode(table))))
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".new")

@@ -68,18 +68,19 @@ class Outputs(NamedTuple):
 def make_outputs(
     shape: FusedShape, tensor: "torch.Tensor", scale: "torch.Tensor | None"
 ) -> Outputs:
-    """Fresh tensors for the outputs of a call with such an input."""
+    """Fresh tensors without gaps for the outputs of a call with such an input."""
     import torch
 
     rows = tensor.shape[0]
     quantised = shape.epilogue != NORM
-    out = torch.empty_like(tensor, dtype=torch.float8_e4m3fn if quantised else tensor.dtype)
+    form, device = tensor.shape, tensor.device
+    out = torch.empty(form, dtype=torch.float8_e4m3fn if quantised else tensor.dtype, device=device)
     columns = {ROW_FP8: 1, GROUP_FP8: shape.hidden // GROUP}.get(shape.epilogue, 0)
     if shape.epilogue == STATIC_FP8 and scale is not None:
         scales = scale
     else:
-        scales = torch.empty((rows, columns), dtype=torch.float32, device=tensor.device)
-    return Outputs(out, torch.empty_like(tensor), scales)
+        scales = torch.empty((rows, columns), dtype=torch.float32, device=device)
+    return Outputs(out, torch.empty(form, dtype=tensor.dtype, device=device), scales)
 
 
 class FusedKernels:
@@ -125,8 +126,11 @@ class FusedKernels:
 
     def fits(self, shape: FusedShape, form: Form, num_rows: int) -> bool:
         """Whether so many rows find room in the memory."""
-        needed = form.staged_packs(shape, num_rows, self._lockstep.world_size)
-        return 0 < needed <= self._memory.half_packs
+        return 0 < num_rows <= self.most_rows(shape, form)
+
+    def most_rows(self, shape: FusedShape, form: Form) -> int:
+        """Rows that find room in the memory; the same on all ranks."""
+        return form.most_rows(shape, self._memory.half_packs, self._lockstep.world_size)
 
     def run(
         self,
@@ -137,6 +141,7 @@ class FusedKernels:
         weight: "torch.Tensor",
         eps: float,
         scale: "torch.Tensor | None" = None,
+        outputs: Outputs | None = None,
     ) -> Outputs:
         """One launch on the current stream, of a form that is prepared and that the rows fit.
 
@@ -145,10 +150,11 @@ class FusedKernels:
                 contiguous and aligned to 16 bytes.
             weight: [hidden].
             scale: one float32 on the GPU, for `STATIC_FP8`.
+            outputs: where to write, contiguous and aligned as the input; None for new ones.
         """
         import torch
 
-        outputs = make_outputs(shape, tensor, scale)
+        outputs = outputs or make_outputs(shape, tensor, scale)
         made = self._arguments
         made.input, made.weight = tensor.data_ptr(), weight.data_ptr()
         made.residual = 0 if residual is None else residual.data_ptr()

@@ -89,11 +89,15 @@ class Form:
         work = num_rows if self.kernel == ONE_PHASE else -(-num_rows // world_size)
         return min(work, multiprocessors * self.blocks_per_multiprocessor)
 
-    def staged_packs(self, shape: FusedShape, num_rows: int, world_size: int) -> int:
-        """Packs of a half of staging memory that so many rows take."""
+    def most_rows(self, shape: FusedShape, half_packs: int, world_size: int) -> int:
+        """Rows that find room in a half of staging memory of so many packs.
+
+        One phase keeps every peer's rows. Two phases keep of every peer its part of the rows that
+        this rank sums, and then what the peer made of those that it sums.
+        """
         if self.kernel == ONE_PHASE:
-            return (world_size - 1) * num_rows * shape.row_packs
-        return 2 * (world_size - 1) * -(-num_rows // world_size) * shape.row_packs
+            return half_packs // ((world_size - 1) * shape.row_packs)
+        return half_packs // (2 * (world_size - 1) * shape.row_packs) * world_size
 
 
 def warps(shape: FusedShape, packs: int) -> int:

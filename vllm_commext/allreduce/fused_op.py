@@ -3,17 +3,19 @@
     all_reduce_add_rms_norm(x, residual, weight, eps, group, epilogue, scale, weight_bias)
         -> (out, residual_out, scales)
 
-A group's kernels serve it where there are some and they are ready, else the same steps one after
-the other. Both round at the same places. All ranks make the same calls in the same order.
+By a table of measurements a call goes to our kernels, where all ranks have them, or to the
+all-reduce and the rest, one after the other. All ranks make the same calls in the same order.
 """
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import torch
 
-from vllm_commext.allreduce import fused_layout
-from vllm_commext.allreduce.fused import FusedKernels, Outputs, make_outputs
+from vllm_commext.allreduce import names
+from vllm_commext.allreduce.fused import Outputs, make_outputs
+from vllm_commext.allreduce.fused_backend import FusedBackend
 from vllm_commext.allreduce.fused_layout import (
     EPILOGUES,
     GROUP,
@@ -23,7 +25,7 @@ from vllm_commext.allreduce.fused_layout import (
     STATIC_FP8,
     FusedShape,
 )
-from vllm_commext.allreduce.message import PACK_BYTES
+from vllm_commext.allreduce.policy import FusedPolicy
 from vllm_commext.errors import ConfigError, UnsupportedError
 
 logger = logging.getLogger("vllm.commext.allreduce")
@@ -33,6 +35,10 @@ MAX_FP8 = 448.0
 MIN_ROW_SCALE, MIN_GROUP_LARGEST = 1.0 / (MAX_FP8 * 512.0), 1e-10
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _groups: "dict[str, FusedNorm]" = {}
+Apart = Callable[
+    [FusedShape, torch.Tensor, torch.Tensor | None, torch.Tensor, float, torch.Tensor | None],
+    Outputs,
+]
 
 
 def steps(
@@ -75,19 +81,20 @@ class FusedNorm:
     """What serves the op for one group.
 
     Args:
-        world_size: ranks of the group.
-        all_reduce: the sum over ranks in a fresh tensor.
-        kernels: the group's, or None where it can have none.
+        apart: serves what nobody else takes: the sum over ranks and the rest, one after the other.
+        backends: those that serve it in one launch.
+        policy: chooses among them; the same on all ranks.
+
+    Attributes:
+        policy: as given.
+        calls: by the name of who served them. Under CUDA graphs a call counts where it is captured.
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        all_reduce: Callable[[torch.Tensor], torch.Tensor],
-        kernels: FusedKernels | None,
-    ) -> None:
-        self.world_size, self._all_reduce, self._kernels = world_size, all_reduce, kernels
-        self._usable: dict[FusedShape, bool] = {}
+    def __init__(self, apart: Apart, backends: Sequence[FusedBackend], policy: FusedPolicy) -> None:
+        self._apart, self.policy = apart, policy
+        self._backends = {backend.name: backend for backend in backends}
+        self._usable: dict[FusedShape, tuple[str, ...]] = {}
+        self.calls: Counter[str] = Counter()
 
     def run(
         self,
@@ -98,41 +105,67 @@ class FusedNorm:
         eps: float,
         scale: torch.Tensor | None,
     ) -> Outputs:
-        """One launch, or one step after the other."""
-        form = fused_layout.choose(shape, len(x), self.world_size)
-        kernels = self._kernels if len(x) and self._is_ready(shape, x) else None
-        if kernels is not None and kernels.fits(shape, form, len(x)):
-            x, weight = plain(x), plain(weight)
-            residual = None if residual is None else plain(residual)
-            return kernels.run(shape, form, x, residual, weight, eps, scale)
-        return steps(shape, self._all_reduce(x), residual, weight, eps, scale)
+        """By the fastest that can serve so many rows."""
+        usable = self._prepared(shape, x) if len(x) else ()
+        for name in self.policy.ranking(x.numel() * x.itemsize, shape.dtype):
+            if name == names.APART:
+                break
+            if name in usable and self._backends[name].takes(shape, len(x)):
+                self.calls[name] += 1
+                return self._backends[name].run(shape, x, residual, weight, eps, scale)
+        self.calls[names.APART] += 1
+        return self._apart(shape, x, residual, weight, eps, scale)
 
-    def _is_ready(self, shape: FusedShape, x: torch.Tensor) -> bool:
-        """Whether the kernels of a shape are loaded on all ranks; loads them if it may."""
-        if shape in self._usable or self._kernels is None:
-            return self._usable.get(shape, False)
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False
-        try:
-            self._kernels.prepare(shape, fused_layout.forms(shape, self.world_size))
-        except UnsupportedError as error:
-            logger.warning("commext: allreduce: no fused norm for %s: %s", shape, error)
-            self._usable[shape] = False
-        else:
-            self._usable[shape] = True
+    def _prepared(self, shape: FusedShape, x: torch.Tensor) -> tuple[str, ...]:
+        """Who is ready for a shape on all ranks. All that may ever serve it are made ready at its
+        first call, which is often vLLM's largest: a capture would come too late."""
+        if shape not in self._usable:
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                return ()
+            self._usable[shape] = tuple(
+                name for name, backend in self._backends.items() if _prepare(backend, shape)
+            )
         return self._usable[shape]
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where a kernel can take it, else a copy."""
-    if tensor.is_contiguous() and tensor.data_ptr() % PACK_BYTES == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+def _prepare(backend: FusedBackend, shape: FusedShape) -> bool:
+    try:
+        backend.prepare(shape)
+    except UnsupportedError as error:
+        logger.warning("commext: allreduce: no %s for %s: %s", backend.name, shape, error)
+        return False
+    return True
+
+
+def after_all_reduce(all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> Apart:
+    """The sum over ranks, in a fresh tensor, and then `steps`."""
+
+    def apart(
+        shape: FusedShape,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        scale: torch.Tensor | None,
+    ) -> Outputs:
+        return steps(shape, all_reduce(x), residual, weight, eps, scale)
+
+    return apart
 
 
 def register_group(name: str, norm: FusedNorm) -> None:
     """Serve the op's calls for a group's name from now on."""
     _groups[name] = norm
+
+
+def find_group(name: str) -> FusedNorm | None:
+    """What serves a group's calls, where something does."""
+    return _groups.get(name)
+
+
+def served_groups() -> dict[str, str]:
+    """Of every group that is served, what its policy is."""
+    return {name: norm.policy.identity() for name, norm in _groups.items()}
 
 
 def forget_group(name: str) -> None:
@@ -203,7 +236,8 @@ def all_reduce_add_rms_norm(
     norm = _groups.get(group)
     if norm is None:
         raise ConfigError(f"expected one of the groups {sorted(_groups)}, got {group!r}")
-    out, z, scales = norm.run(shape, x, residual, weight, eps, scale)
+    residual = None if residual is None else residual.contiguous()
+    out, z, scales = norm.run(shape, x.contiguous(), residual, weight, eps, scale)
     # An op must return no input: with a given scale there is none to return.
     return out, z, scales if shape.epilogue != STATIC_FP8 else scales.new_empty(0)
 

@@ -113,8 +113,9 @@ def symm_two_shot(message: Message, world_size: int, max_bytes: int) -> bool:
     return fits and world_size in SYMM_TWO_SHOT_WORLD_SIZES
 
 
-def push(message: Message, world_size: int, max_bytes: int) -> bool:
-    """Whether our own kernel takes it with memory for messages of `max_bytes`."""
+def push(message: Message, world_size: int) -> bool:
+    """Whether our own kernel takes it, of any size: of rows alike for any number of them."""
     if world_size not in PUSH_WORLD_SIZES or message.dtype not in ITEM_BYTES:
         return False
-    return 0 < message.num_bytes <= max_bytes and message.num_bytes % PACK_BYTES == 0
+    row_bytes = message.shape[-1] * message.item_bytes if message.shape else 0
+    return message.num_elements > 0 and row_bytes % PACK_BYTES == 0 and row_bytes > 0

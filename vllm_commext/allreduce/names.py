@@ -17,3 +17,8 @@ BACKENDS = (
 )
 FLASHINFER = (FLASHINFER_ONE_SHOT, FLASHINFER_TWO_SHOT, FLASHINFER_MNNVL)
 SYMMETRIC = (SYMM_ONE_SHOT, SYMM_TWO_SHOT, SYMM_TWO_SHOT_INPLACE)
+
+# Who serves all-reduce, residual and norm together.
+FUSED_PUSH = "fused_push"  # our own kernels, in one launch
+APART = "apart"  # the all-reduce, and then a kernel for the rest
+FUSED = (FUSED_PUSH, APART)

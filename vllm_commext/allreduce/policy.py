@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from vllm_commext.allreduce import names
 from vllm_commext.allreduce.message import ITEM_BYTES, Message
 from vllm_commext.allreduce.table import Table
@@ -38,3 +40,34 @@ class Policy:
             for name in self.ranking(message)
             if name in self._takes and self._takes[name](message)
         )
+
+
+class FusedPolicy:
+    """Who serves an all-reduce with residual and norm.
+
+    Args:
+        table: what was measured; None where nothing was.
+        forced: the one backend that the user wants for all sums: with ours come our kernels, with
+            another one nothing is fused.
+    """
+
+    def __init__(self, table: Table | None, forced: str | None = None) -> None:
+        self._table, self._forced = table, forced
+
+    def ranking(self, num_bytes: int, dtype: str) -> tuple[str, ...]:
+        """Of `names.FUSED`, the fastest first; none where nothing is known."""
+        if self._forced is not None:
+            return (names.FUSED_PUSH,) if self._forced == names.PUSH else ()
+        return self._table.fused_ranking(num_bytes, dtype) if self._table else ()
+
+    def is_led(self, dtype: str, low_bytes: int, high_bytes: int) -> bool:
+        """Whether one launch comes first for some message from `low_bytes` to `high_bytes`."""
+        rows = self._table.fused.get(dtype, ()) if self._table else ()
+        starts = [low_bytes, *(row.max_bytes + 1 for row in rows)]
+        within = (size for size in starts if low_bytes <= size <= high_bytes)
+        return any(self.ranking(size, dtype)[:1] not in ((), (names.APART,)) for size in within)
+
+    def identity(self) -> str:
+        """Equal where all choices are."""
+        fused = self._table.fused if self._table else {}
+        return msgspec.json.encode([self._forced, fused], order="sorted").decode()

@@ -58,7 +58,7 @@ class PushBackend(Ready):
 
     Args:
         group: sends objects without a GPU.
-        num_bytes: of the largest message.
+        num_bytes: of the largest message that one launch takes.
         lockstep: of the group.
 
     Attributes:
@@ -72,7 +72,6 @@ class PushBackend(Ready):
     name = names.PUSH
 
     def __init__(self, group: "ProcessGroup", num_bytes: int, lockstep: "Lockstep") -> None:
-        self._max_bytes = num_bytes
         self._world_size, self._rank = lockstep.world_size, lockstep.rank
         self._layout = PushLayout(self._world_size, num_bytes)
         lockstep.agree(self._load)
@@ -97,22 +96,23 @@ class PushBackend(Ready):
         }
 
     def takes(self, message: Message) -> bool:
-        """Whole packs of 16 bytes, up to the memory's size."""
-        return limits.push(message, self._world_size, self._max_bytes)
+        """Rows of whole packs of 16 bytes."""
+        return limits.push(message, self._world_size)
 
     def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """One launch."""
+        """One launch, or one for each part of a message that is larger than the memory."""
         import torch
 
         out = torch.empty_like(tensor)
-        num_packs = tensor.numel() * tensor.itemsize // PACK_BYTES
-        made = self._arguments
-        made.input, made.output, made.num_packs = tensor.data_ptr(), out.data_ptr(), num_packs
-        self._functions[str(tensor.dtype).removeprefix("torch.")].launch(
-            made,
-            self._layout.num_blocks(num_packs, self._most_blocks),
-            torch.cuda.current_stream().cuda_stream,
-        )
+        stream = torch.cuda.current_stream().cuda_stream
+        function = self._functions[str(tensor.dtype).removeprefix("torch.")]
+        made, num_packs = self._arguments, tensor.numel() * tensor.itemsize // PACK_BYTES
+        for first in range(0, num_packs, self._layout.max_packs):
+            made.input = tensor.data_ptr() + first * PACK_BYTES
+            made.output = out.data_ptr() + first * PACK_BYTES
+            made.num_packs = min(self._layout.max_packs, num_packs - first)
+            blocks = self._layout.num_blocks(made.num_packs, self._most_blocks)
+            function.launch(made, blocks, stream)
         return out
 
     def destroy(self) -> None:

@@ -5,6 +5,7 @@ One for a group: any of the kernels may make the next call, as long as all ranks
 
 from typing import TYPE_CHECKING
 
+from vllm_commext.allreduce.peer_check import check_delivery
 from vllm_commext.allreduce.push_layout import EMPTY, PushLayout
 from vllm_commext.gpu.ipc import IpcBuffer, allocate, free
 
@@ -32,7 +33,8 @@ class PushMemory:
         state: address of the number of the last call, followed by how many blocks came since.
 
     Raises:
-        UnsupportedError: a peer's memory cannot be mapped, on any rank; all ranks raise it.
+        UnsupportedError: a peer's memory cannot be mapped, or what is stored there does not arrive,
+            on any rank; all ranks raise it.
     """
 
     def __init__(self, group: "ProcessGroup", layout: PushLayout, lockstep: "Lockstep") -> None:
@@ -43,6 +45,7 @@ class PushMemory:
         self.addresses, self.state = self._buffer.serialize(), 0
         try:
             lockstep.agree(self._make_counter)
+            check_delivery(self.addresses, lockstep)
         except Exception:
             self._release(self._buffer)
             raise

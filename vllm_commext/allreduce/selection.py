@@ -1,11 +1,13 @@
 """Which table serves, and how it reads."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
 
 from vllm_commext.allreduce import builtin, cache
 from vllm_commext.allreduce.machine import Machine
-from vllm_commext.allreduce.table import Table
+from vllm_commext.allreduce.table import Row, Table
 
 UNITS = ((1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -18,9 +20,15 @@ def find_table(
     use_cache: bool = True,
     environ: Mapping[str, str] = os.environ,
 ) -> Table | None:
-    """What was measured on this machine with such rows, else what is built in for it, else None."""
+    """What was measured on this machine with such rows, else what is built in for it, else None.
+
+    Where the one says nothing of fused norms, the other does.
+    """
     measured = cache.load(machine, world_size, hidden, environ) if use_cache else None
-    return measured or builtin.builtin_table(machine.gpu, world_size)
+    known = builtin.builtin_table(machine.gpu, world_size)
+    if measured is None or measured.fused or known is None:
+        return measured or known
+    return msgspec.structs.replace(measured, fused=known.fused)
 
 
 def size_text(num_bytes: int) -> str:
@@ -31,16 +39,24 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
+def _leaders(rows: Iterable[Row]) -> list[tuple[str, int]]:
+    """Who comes first, and up to which size."""
+    leaders: list[tuple[str, int]] = []
+    for row in rows:
+        if leaders and leaders[-1][0] == row.ranking[0]:
+            leaders.pop()
+        leaders.append((row.ranking[0], row.max_bytes))
+    return leaders
+
+
 def describe(table: Table | None) -> Iterator[str]:
     """A line a dtype: which backend comes first up to which size."""
     if table is None:
         yield "no table for this machine; vLLM's own order serves"
         return
     for dtype, rows in table.rows.items():
-        leaders: list[tuple[str, int]] = []
-        for row in rows:
-            if leaders and leaders[-1][0] == row.ranking[0]:
-                leaders.pop()
-            leaders.append((row.ranking[0], row.max_bytes))
-        parts = (f"{name} up to {size_text(bound)}" for name, bound in leaders)
+        parts = (f"{name} up to {size_text(bound)}" for name, bound in _leaders(rows))
         yield f"{dtype}: {', '.join(parts)}, then vLLM's own order ({table.origin})"
+    for dtype, rows in table.fused.items():
+        parts = (f"{name} up to {size_text(bound)}" for name, bound in _leaders(rows))
+        yield f"{dtype}, with residual and norm: {', '.join(parts)}"

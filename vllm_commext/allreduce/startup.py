@@ -34,6 +34,7 @@ class Wishes:
         dtype: of the model, which is what is measured at start; hidden its rows' elements.
         eager: no CUDA graph spares the host what a call costs it, which is several times what
             vLLM's own takes, and more than the GPU gains.
+        invariant: a row is to have the same bits whatever else is in the batch.
     """
 
     forced: str | None = None
@@ -41,6 +42,13 @@ class Wishes:
     dtype: str = "bfloat16"
     hidden: int = 8192
     eager: bool = False
+    invariant: bool = False
+
+    @property
+    def only(self) -> str | None:
+        """The one backend that may serve, or None for the fastest. One adds in one order; ours
+        does for messages of any size, and a row's numbers do not depend on the others."""
+        return names.PUSH if self.invariant else self.forced
 
 
 def why_none(hosts: Sequence[str], wishes: Wishes) -> str:
@@ -54,6 +62,8 @@ def why_none(hosts: Sequence[str], wishes: Wishes) -> str:
         return f"its ranks are on {len(set(hosts))} hosts"
     if wishes.eager and wishes.forced is None:
         return "the engine is eager, and a call would cost the host more than the GPU gains"
+    if wishes.invariant and wishes.forced not in (None, names.PUSH):
+        return f"VLLM_BATCH_INVARIANT asks for one order of sums, for which {wishes.forced} is none"
     return ""
 
 
@@ -75,7 +85,7 @@ def start_dispatcher(
     if reason := why_none([host for host, _ in facts], wishes):
         logger.info("commext: allreduce: vLLM's own order serves: %s", reason)
         return None
-    startup = wishes.tune == STARTUP and wishes.forced is None
+    startup = wishes.tune == STARTUP and wishes.only is None
 
     def look() -> tuple[Machine, Table | None]:
         machine = read_machine()
@@ -88,12 +98,16 @@ def start_dispatcher(
     machine, table = lockstep.run(look)[0]
     if startup and table is None:
         return _measured(parts, wishes, machine)
-    dispatcher = create_dispatcher(parts, table, wishes.forced)
+    dispatcher = create_dispatcher(parts, table, wishes.only)
     if dispatcher.table is None and wishes.forced is None:
-        dispatcher.destroy()
-        logger.info("commext: allreduce: vLLM's own order serves: this machine is not known")
-        return None
-    return dispatcher
+        reason = "this machine is not known"
+    elif wishes.invariant and names.PUSH not in dispatcher.backends:
+        reason = "VLLM_BATCH_INVARIANT asks for one order of sums, and our kernel cannot be had"
+    else:
+        return dispatcher
+    dispatcher.destroy()
+    logger.info("commext: allreduce: vLLM's own order serves: %s", reason)
+    return None
 
 
 def _measured(parts: Parts, wishes: Wishes, machine: Machine) -> Dispatcher:

@@ -1,7 +1,5 @@
 """The table: for a world size and dtype, which backends are fastest up to which message size."""
 
-from collections.abc import Mapping
-
 import msgspec
 
 from vllm_commext.errors import ConfigError
@@ -28,16 +26,19 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         world_size: the ranks that took part in the measurement.
         rows: by dtype, in rising order of size. Beyond the last nothing is known.
         origin: where the figures come from, in words, for the log.
+        fused: as `rows`, of an all-reduce with the residual and the norm after it: who of
+            `names.FUSED` is fastest. Beyond the last range its ranking goes on.
         schema: changes when a field changes its meaning.
     """
 
     world_size: int
     rows: dict[str, tuple[Row, ...]]
     origin: str
+    fused: dict[str, tuple[Row, ...]] = msgspec.field(default_factory=dict)
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        for dtype, rows in self.rows.items():
+        for dtype, rows in [*self.rows.items(), *self.fused.items()]:
             bounds = [row.max_bytes for row in rows]
             if any(low >= high for low, high in zip([0, *bounds], bounds, strict=False)):
                 raise ValueError(f"expected rising positive sizes for {dtype}, got {bounds}")
@@ -51,23 +52,16 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 return row.ranking
         return ()
 
+    def fused_ranking(self, num_bytes: int, dtype: str) -> tuple[str, ...]:
+        """Of `names.FUSED`, the fastest first; none where nothing is known of the dtype."""
+        rows = self.fused.get(dtype, ())
+        fitting = (row.ranking for row in rows if num_bytes <= row.max_bytes)
+        return next(fitting, rows[-1].ranking if rows else ())
+
     def leads_up_to(self, dtype: str, names: tuple[str, ...]) -> int:
         """The largest size at which one of `names` comes first, or 0."""
         led = (row.max_bytes for row in self.rows.get(dtype, ()) if row.ranking[0] in names)
         return max(led, default=0)
-
-
-def merge(tables: Mapping[str, Table]) -> Table:
-    """One table of several that each hold one dtype; the keys are the dtypes.
-
-    Raises:
-        ConfigError: there are none, or they are of different world sizes.
-    """
-    world_sizes = {table.world_size for table in tables.values()}
-    if len(world_sizes) != 1:
-        raise ConfigError(f"expected tables of one world size, got {sorted(world_sizes)}")
-    rows = {dtype: table.rows[dtype] for dtype, table in tables.items()}
-    return Table(world_sizes.pop(), rows, next(iter(tables.values())).origin)
 
 
 def encode(table: Table) -> bytes:

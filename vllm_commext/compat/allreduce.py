@@ -5,6 +5,7 @@ tensor-parallel communicator gets a dispatcher when it is made, asks it first in
 and gives it back before its own parts go. What the dispatcher leaves takes vLLM's own order.
 """
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -37,21 +38,19 @@ def dispatcher_of(communicator: Any) -> "Dispatcher | None":
 
 def why_not(communicator: Any, tcp_store_group: Any) -> str:
     """Why a communicator gets no dispatcher; empty where it gets one. The same on all ranks."""
-    from vllm import envs
     from vllm.config import get_current_vllm_config_or_none
 
     if communicator.unique_name.split(":")[0] != "tp" or communicator.world_size < 2:
         return "it is no tensor-parallel group of several ranks"
     if tcp_store_group is not None:
         return "its ranks may come and go"
-    if envs.VLLM_BATCH_INVARIANT:
-        return "VLLM_BATCH_INVARIANT asks for one order of sums"
     if microbatches(get_current_vllm_config_or_none()):
         return "microbatches run on two streams, and a workspace serves one"
     return ""
 
 
 def _wishes() -> "Wishes":
+    from vllm import envs
     from vllm.config import get_current_vllm_config_or_none
 
     from vllm_commext.allreduce.message import ITEM_BYTES
@@ -61,16 +60,19 @@ def _wishes() -> "Wishes":
     forced = settings["allreduce_backend"]
     config = get_current_vllm_config_or_none()
     model = config.model_config if config is not None else None
-    wishes = Wishes(None if forced == AUTO else forced, settings["allreduce_tune"])
+    wishes = Wishes(
+        None if forced == AUTO else forced,
+        settings["allreduce_tune"],
+        invariant=bool(envs.VLLM_BATCH_INVARIANT),
+    )
     if model is None:
         return wishes
     dtype = str(model.dtype).removeprefix("torch.")
-    return Wishes(
-        wishes.forced,
-        wishes.tune,
-        dtype if dtype in ITEM_BYTES else wishes.dtype,
-        model.get_hidden_size(),
-        bool(model.enforce_eager),
+    return dataclasses.replace(
+        wishes,
+        dtype=dtype if dtype in ITEM_BYTES else wishes.dtype,
+        hidden=model.get_hidden_size(),
+        eager=bool(model.enforce_eager),
     )
 
 
@@ -78,19 +80,36 @@ def _usable(part: Any) -> Any:
     return part if part is not None and not part.disabled else None
 
 
-def _serve_fused_op(communicator: Any, made: "Dispatcher") -> None:
-    """Let the group's name serve our fused op, with kernels where it has memory for them."""
+def _serve_fused_op(communicator: Any, made: "Dispatcher", wishes: "Wishes") -> None:
+    """Let the group's name serve our fused op, with kernels where it has memory for them, and let
+    vLLM's compiled models use it where a table says that it is faster. Where a row must have the
+    same bits in any batch, vLLM's norm is one of its own, and remains."""
     from vllm_commext.allreduce import fused_op, names
     from vllm_commext.allreduce.fused import FusedKernels
+    from vllm_commext.allreduce.fused_backend import FusedBackend, PushFused
     from vllm_commext.allreduce.lockstep import Lockstep
+    from vllm_commext.allreduce.policy import FusedPolicy
     from vllm_commext.allreduce.push import PushBackend
 
     push = made.backends.get(names.PUSH)
-    kernels = None
+    backends: list[FusedBackend] = []
     if isinstance(push, PushBackend):
         kernels = FusedKernels(push.memory, Lockstep(communicator.cpu_group))
-    norm = fused_op.FusedNorm(communicator.world_size, communicator.all_reduce, kernels)
+        backends.append(PushFused(kernels, communicator.world_size))
+    apart = fused_op.after_all_reduce(communicator.all_reduce)
+    norm = fused_op.FusedNorm(apart, backends, FusedPolicy(made.table, wishes.only))
     fused_op.register_group(communicator.unique_name, norm)
+    if backends and not wishes.invariant:
+        _use_in_models()
+
+
+def _use_in_models() -> None:
+    from vllm_commext.compat import fused_pass
+
+    if problem := fused_pass.why_not():
+        logger.warning("commext: allreduce: vLLM's own fusion of norms remains: %s", problem)
+    else:
+        fused_pass.install()
 
 
 def attach(communicator: Any, tcp_store_group: Any = None) -> None:
@@ -120,9 +139,9 @@ def attach(communicator: Any, tcp_store_group: Any = None) -> None:
     if made is None:
         return
     vars(communicator)[ATTRIBUTE] = made
-    _serve_fused_op(communicator, made)
+    _serve_fused_op(communicator, made, wishes)
     if communicator.rank == 0:
-        for line in startup.lines(made, wishes.forced):
+        for line in startup.lines(made, wishes.only):
             logger.info("commext: allreduce: group %s: %s", name, line)
 
 
@@ -154,10 +173,12 @@ def _destroy(original: Callable[..., None]) -> Callable[..., None]:
         ours = vars(self).pop(ATTRIBUTE, None)
         if ours is not None:
             fused_op = importlib.import_module("vllm_commext.allreduce.fused_op")
+            norm = fused_op.find_group(self.unique_name)
             fused_op.forget_group(self.unique_name)
             served, refused = ours.counts()
             logger.info(
-                "commext: allreduce: calls by backend %s, refusals %s", dict(served), dict(refused)
+                "commext: allreduce: calls by backend %s, refusals %s, with residual and norm %s",
+                *(dict(served), dict(refused), dict(norm.calls) if norm is not None else {}),
             )
             ours.destroy()
         original(self)

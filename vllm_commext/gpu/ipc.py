@@ -107,6 +107,21 @@ def write(address: int, content: bytes) -> None:
     check(copied, "writing to device memory")
 
 
+def read(address: int, num_bytes: int) -> bytes:
+    """Copy device memory to the host, once all that was launched before has ended.
+
+    Raises:
+        UnsupportedError: CUDA reports an error.
+    """
+    runtime = cuda_runtime()
+    target = (ctypes.c_char * num_bytes)()
+    check(runtime.cudaDeviceSynchronize(), "waiting for the GPU")
+    kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
+    copied = runtime.cudaMemcpy(ctypes.addressof(target), address, num_bytes, kind)
+    check(copied, "reading device memory")
+    return bytes(target)
+
+
 def free(address: int) -> None:
     """Give back what `allocate` returned, as far as CUDA lets."""
     with contextlib.suppress(UnsupportedError):

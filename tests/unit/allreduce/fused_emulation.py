@@ -108,9 +108,8 @@ class Ranks:
             made.half_packs, made.eps, made.timeout_ns = self.half_packs, EPS, TIMEOUT_NS
             made.memory[:] = [memory.ctypes.data for memory in self.memories]
             rows = len(call.residual)
-            assert call.form.staged_packs(call.shape, rows, self.world_size) <= self.half_packs, (
-                "the test's memory is too small"
-            )
+            most = call.form.most_rows(call.shape, self.half_packs, self.world_size)
+            assert rows <= most, "the test's memory is too small"
             blocks = min(call.form.num_blocks(rows, self.world_size, 1000), most_blocks)
             kernel = library(call.shape, call.form, self.world_size)
             kernel.run_calls(

@@ -2,15 +2,13 @@
 
 import ctypes
 import functools
-import shutil
-import subprocess
-import tempfile
 import threading
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from tests.kit.host_kernels import compiled
 from vllm_commext.allreduce import push
 from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.allreduce.push_layout import EMPTY, PushLayout
@@ -18,14 +16,7 @@ from vllm_commext.gpu.launch import ELEMENT_CODES
 from vllm_commext.gpu.nvrtc import Program
 
 HERE = Path(__file__).parent
-EMULATION = HERE.parent / "gpu"
-COMPILER = shutil.which("g++")
 TIMEOUT_NS = 60_000_000_000
-
-
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="push_emulation_")
 
 
 @functools.cache
@@ -38,17 +29,10 @@ def library(layout: PushLayout, dtype: str) -> ctypes.CDLL:
 
 def compile_kernel(source: Program, macros: dict[str, int]) -> ctypes.CDLL:
     """A kernel for this CPU, of whichever rank."""
-    macros = {name: value for name, value in macros.items() if name != "RANK"}
-    target = Path(_folder().name) / f"{source.name}_{'_'.join(map(str, macros.values()))}.so"
-    command = [
-        *(str(COMPILER), "-std=c++17", "-O0", "-fPIC", "-shared", "-pthread", "-mf16c"),
-        *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"),
-        *(f"-I{EMULATION}", f"-I{source.folder}", f'-DKERNEL_FILE="{source.main.name}"'),
-        *(f"-DKERNEL_NAME={source.name}", *(f"-D{name}={value}" for name, value in macros.items())),
-        *("-o", str(target), str(HERE / "emulate_push.cpp")),
-    ]
-    subprocess.run(command, check=True, timeout=100)
-    return ctypes.CDLL(str(target))
+    defined: dict[str, object] = {k: value for k, value in macros.items() if k != "RANK"}
+    defined |= {"KERNEL_NAME": source.name, "KERNEL_FILE": f'"{source.main.name}"'}
+    flags = ["-O0", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"]
+    return ctypes.CDLL(str(compiled(HERE / "emulate_push.cpp", source.folder, defined, flags)))
 
 
 class Ranks:

@@ -258,6 +258,17 @@ def check_start(rank: int, world: int) -> Any:
     found["eager, forced"] = (
         start_dispatcher(parts, Wishes(names.NCCL, eager=True), lambda: known) is not None
     )
+    invariant = Wishes(invariant=True)
+    found["invariant, without our kernel"] = start_dispatcher(parts, invariant, lambda: known)
+    real = creation.push.PushBackend
+    creation.push.PushBackend = lambda *_: StandIn(names.PUSH, [])  # pyright: ignore
+    ours = start_dispatcher(parts, invariant, lambda: known)
+    assert ours is not None
+    found["invariant"] = sorted({ours.choice(torch.ones(rows, 8)) for rows in (1, 2, 9, 1 << 15)})
+    found["invariant, unknown"] = start_dispatcher(parts, invariant, lambda: unknown)
+    other = Wishes(names.NCCL, invariant=True)
+    found["invariant, forced"] = start_dispatcher(parts, other, lambda: known)
+    creation.push.PushBackend = real
     found["broken"] = raised(lambda: start_dispatcher(parts, Wishes(), broken))
     measure.measure_backends = lambda *_: {"bfloat16": {1024: {"nccl": 1.0}}}
     measure.give_back_memory = lambda: None

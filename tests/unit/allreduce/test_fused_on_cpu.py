@@ -3,8 +3,8 @@
 import pytest
 import torch
 from allreduce_fused_emulation import Call, Ranks, expected, make_call
-from allreduce_push_emulation import COMPILER
 
+from tests.kit.host_kernels import COMPILER
 from vllm_commext.allreduce.fused import Outputs
 from vllm_commext.allreduce.fused_layout import (
     GROUP_FP8,

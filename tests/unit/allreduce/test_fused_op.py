@@ -10,13 +10,23 @@ import numpy as np
 import pytest
 import torch
 from allreduce_fused_emulation import expected, library, make_call
-from allreduce_push_emulation import COMPILER
 
-from vllm_commext.allreduce import fused, fused_op
+from tests.kit.host_kernels import COMPILER
+from vllm_commext.allreduce import fused, fused_op, names
 from vllm_commext.allreduce.fused import FusedKernels
-from vllm_commext.allreduce.fused_layout import EPILOGUES, NORM, Form, FusedShape, forms
+from vllm_commext.allreduce.fused_backend import PushFused
+from vllm_commext.allreduce.fused_layout import (
+    EPILOGUES,
+    GROUP_FP8,
+    ROW_FP8,
+    Form,
+    FusedShape,
+    forms,
+)
 from vllm_commext.allreduce.fused_op import FusedNorm, all_reduce_add_rms_norm
+from vllm_commext.allreduce.policy import FusedPolicy
 from vllm_commext.allreduce.push_layout import EMPTY
+from vllm_commext.allreduce.table import Row, Table
 from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.gpu.launch import Device
 
@@ -25,10 +35,13 @@ OP = torch.ops.vllm_commext.all_reduce_add_rms_norm
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+twofold = fused_op.after_all_reduce(lambda x: x + x)
+
+
 @pytest.fixture
 def twice() -> Iterator[str]:
     """A group of two ranks with the same rows."""
-    fused_op.register_group("twice", FusedNorm(2, lambda x: x + x, None))
+    fused_op.register_group("twice", FusedNorm(twofold, [], FusedPolicy(None)))
     yield "twice"
     fused_op.forget_group("twice")
 
@@ -91,43 +104,139 @@ def test_what_is_wrong_is_said(twice: str, change: dict[str, Any], message: str)
         all_reduce_add_rms_norm(**{**arguments, **change})
 
 
-class Kernels:
-    """In place of a group's kernels; says what it was asked."""
+class Backend:
+    """In place of kernels; says what it was asked."""
+
+    name = names.FUSED_PUSH
 
     def __init__(self, problem: str = "") -> None:
         self.problem, self.prepared, self.runs = problem, 0, 0
 
-    def prepare(self, shape: FusedShape, wanted: object) -> None:
-        assert wanted == forms(shape, 2)
+    def prepare(self, shape: FusedShape) -> None:
+        del shape
         self.prepared += 1
         if self.problem:
             raise UnsupportedError(self.problem)
 
-    def fits(self, shape: FusedShape, form: Form, rows: int) -> bool:
-        del shape, form
-        return rows < 5
+    def takes(self, shape: FusedShape, num_rows: int) -> bool:
+        del shape
+        return num_rows < 7
 
-    def run(self, shape: FusedShape, form: Form, x: torch.Tensor, *others: Any) -> Any:
-        del form, others
+    def run(self, shape: FusedShape, x: torch.Tensor, *others: Any) -> Any:
+        del others
         self.runs += 1
-        assert x.is_contiguous()
-        assert x.data_ptr() % 16 == 0
         return fused.make_outputs(shape, x, None)
 
 
+ROW_BYTES = 2 * HIDDEN
+MEASURED = Table(
+    *(2, {}, "test"),
+    {
+        "bfloat16": (
+            Row(2 * ROW_BYTES, (names.APART, names.FUSED_PUSH)),
+            Row(4 * ROW_BYTES, (names.FUSED_PUSH, names.APART)),
+        )
+    },
+)
+
+
 @pytest.mark.parametrize("problem", ["", "no compiler"])
-def test_kernels_serve_where_all_ranks_have_them_and_the_rows_fit(problem: str) -> None:
-    kernels = Kernels(problem)
-    norm = FusedNorm(2, lambda x: x + x, kernels)  # pyright: ignore[reportArgumentType]
-    shape = FusedShape("bfloat16", "bfloat16", HIDDEN, epilogue=NORM)
-    for count in (4, 5, 0, 3):
+@pytest.mark.parametrize("forced", [None, names.PUSH, names.NCCL])
+def test_the_fastest_serves_that_all_ranks_have(problem: str, forced: str | None) -> None:
+    backend = Backend(problem)
+    norm = FusedNorm(twofold, [backend], FusedPolicy(MEASURED, forced))
+    by_kernel = {None: {4, 5}, names.PUSH: {1, 4, 5}, names.NCCL: set[int]()}[forced]
+    for count in (4, 1, 0, 5, 8):
         x, residual, weight = rows_of(torch.bfloat16, count)
+        shape = FusedShape("bfloat16", "bfloat16", HIDDEN)
+        norm.run(shape, x, residual, weight, EPS, None)
+    assert backend.prepared == 1  # at the first call, though it may not be the one to serve it
+    expected_runs = 0 if problem else len(by_kernel)
+    assert backend.runs == norm.calls[names.FUSED_PUSH] == expected_runs
+    assert norm.calls[names.APART] == 5 - expected_runs
+
+
+def test_what_nobody_measured_is_not_led() -> None:
+    policy = FusedPolicy(MEASURED)
+    low, high = 2 * ROW_BYTES, 4 * ROW_BYTES
+    assert [policy.is_led("bfloat16", *bounds) for bounds in ((1, low), (1, low + 1))] == [0, 1]
+    assert policy.is_led("bfloat16", high + 1, 1 << 40)
+    assert not policy.is_led("float16", 1, 1 << 40)
+    assert FusedPolicy(MEASURED, names.PUSH).is_led("float16", 1, 2)
+    assert not FusedPolicy(MEASURED, names.NCCL).is_led("bfloat16", 1, 1 << 40)
+    ways = [policy, FusedPolicy(None), FusedPolicy(MEASURED, names.PUSH), FusedPolicy(MEASURED)]
+    assert [way.identity() == policy.identity() for way in ways] == [True, False, False, True]
+
+
+class Launches:
+    """In place of compiled kernels: keeps what each launch was given, and finds room for 4 rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def prepare(self, shape: FusedShape, wanted: object) -> None:
+        assert wanted == forms(shape, 2)
+
+    def fits(self, shape: FusedShape, form: Form, num_rows: int) -> bool:
+        return num_rows <= self.most_rows(shape, form)
+
+    def most_rows(self, shape: FusedShape, form: Form) -> int:
+        del form
+        return 4 if shape.hidden == HIDDEN else 0
+
+    def run(
+        self,
+        shape: FusedShape,
+        form: Form,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        scale: torch.Tensor | None,
+        outputs: fused.Outputs | None = None,
+    ) -> fused.Outputs:
+        del form
+        assert 0 < len(x) <= 4
+        assert all(
+            each is None or (each.is_contiguous() and each.data_ptr() % 16 == 0)
+            for each in (x, residual, weight)
+        )
+        self.rows.append(len(x))
+        found = fused_op.steps(shape, x + x, residual, weight, eps, scale)
+        if outputs is None:
+            return found
+        for mine, theirs in zip(outputs[:2], found[:2], strict=True):
+            mine.copy_(theirs)
+        if shape.epilogue in (ROW_FP8, GROUP_FP8):
+            outputs.scales.copy_(found.scales)
+        return outputs
+
+
+@pytest.mark.parametrize("epilogue", range(len(EPILOGUES)))
+@pytest.mark.parametrize("residual", [False, True])
+def test_what_finds_no_room_goes_in_parts(epilogue: int, residual: bool) -> None:
+    launches = Launches()
+    backend = PushFused(launches, 2)  # pyright: ignore[reportArgumentType]
+    shape = FusedShape("bfloat16", "bfloat16", HIDDEN, residual, epilogue=epilogue)
+    backend.prepare(shape)
+    scale = torch.tensor([0.05]) if EPILOGUES[epilogue] == "fp8_static" else None
+    for count, parts in ((4, [4]), (5, [4, 1]), (8, [4, 4]), (11, [4, 4, 3])):
+        x, other, weight = rows_of(torch.bfloat16, count)
+        old = other if residual else None
+        want = fused_op.steps(shape, x + x, old, weight, EPS, scale)
         gaps = torch.cat([x, x], 1)[:, HIDDEN:]
-        odd = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+        odd = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
         for each in (x, gaps, odd):
-            norm.run(shape, each, residual, weight, EPS, None)
-    assert kernels.prepared == 1
-    assert kernels.runs == (0 if problem else 6)
+            launches.rows.clear()
+            assert backend.takes(shape, count)
+            found = backend.run(shape, each, old, weight, EPS, scale)
+            assert launches.rows == parts
+            assert torch.equal(found.out.float(), want.out.float())
+            assert torch.equal(found.residual, want.residual)
+            if shape.epilogue in (ROW_FP8, GROUP_FP8):
+                assert torch.equal(found.scales, want.scales)
+    assert not backend.takes(FusedShape("bfloat16", "bfloat16", 2 * HIDDEN), 4)
+    assert not backend.takes(shape, 0)
 
 
 class Function:

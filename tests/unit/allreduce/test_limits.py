@@ -95,10 +95,23 @@ def test_no_backend_takes_an_empty_message_or_one_above_its_bound(
         limits.symm_one_shot(message, world_size, bound),
         limits.symm_two_shot(message, world_size, bound),
         limits.custom(message, world_size, bound, connected),
-        limits.push(message, world_size, bound),
     ]
     if any(taken):
         assert 0 < message.num_bytes <= bound
+
+
+@bounded
+@given(SHAPES, DTYPES, st.integers(1, 16), st.integers(1, 100))
+def test_ours_takes_rows_whatever_their_number(
+    shape: tuple[int, ...], dtype: str, world_size: int, rows: int
+) -> None:
+    message, more = Message(shape, dtype), Message((rows, *shape), dtype)
+    taken = limits.push(message, world_size)
+    assert limits.push(more, world_size) == taken or not shape
+    if taken:
+        assert message.num_bytes > 0
+        assert message.num_bytes % 16 == 0
+        assert 2 <= world_size <= 8
 
 
 def test_vllms_kernel_wants_packs_and_links() -> None:

@@ -4,8 +4,9 @@ import random
 
 import pytest
 import torch
-from allreduce_push_emulation import COMPILER, Ranks
+from allreduce_push_emulation import Ranks
 
+from tests.kit.host_kernels import COMPILER
 from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.allreduce.push_layout import EMPTY
 
@@ -72,6 +73,31 @@ def test_every_bit_pattern_passes(world_size: int, dtype: torch.dtype) -> None:
             assert torch.equal(
                 outputs[rank][call].view(torch.int32), outputs[0][call].view(torch.int32)
             )
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 5])
+def test_a_row_has_the_same_bits_beside_any_others(world_size: int) -> None:
+    """Numbers whose sum depends on the order; a batch whole, in parts, and with rows before it."""
+    row, rows = 8, 41  # packs, and how many rows
+    generator = torch.Generator().manual_seed(world_size)
+    size = (rows, row * PACK_BYTES // 4)
+    batches = [
+        torch.randn(size, generator=generator) * 10.0 ** torch.randint(-4, 5, size).float()
+        for _ in range(world_size)
+    ]
+    splits = [[rows], [1, 5, 35], [16, 16, 9]]
+    before = torch.ones(3, size[1])
+    inputs = [
+        [part.contiguous() for split in splits for part in batch.split(split)]
+        + [torch.cat([before, batch])]
+        for batch in batches
+    ]
+    outputs = Ranks(world_size, 8 * KIB).all_reduce(inputs, most_blocks=3, seed=world_size)
+    for found in outputs:
+        whole = outputs[0][0]
+        assert torch.equal(torch.cat(found[1:4]), whole)
+        assert torch.equal(torch.cat(found[4:7]), whole)
+        assert torch.equal(found[7][len(before) :], whole)
 
 
 def test_a_counter_that_wraps_goes_on() -> None:

@@ -115,6 +115,9 @@ def test_a_group_starts_with_what_is_known_of_rank_0s_machine(
         assert "expected the same settings on all ranks" in start["unlike"]
         assert start["eager"]
         assert start["eager, forced"]
+        assert start["invariant"] == ["push"]
+        for what in ("without our kernel", "unknown", "forced"):
+            assert start[f"invariant, {what}"] is None
         assert start["broken"] == "rank 1: OSError: no driver"
         assert start["origins"] == ["measured at start"] * 2
         assert start["files"] == 1

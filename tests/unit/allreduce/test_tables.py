@@ -111,13 +111,18 @@ def test_what_is_no_table_is_refused(text: bytes) -> None:
         tables.decode(text)
 
 
-def test_tables_of_one_dtype_each_become_one() -> None:
-    one = Table(2, {"bfloat16": (Row(8, ("nccl",)),)}, "here")
-    other = Table(2, {"float32": (Row(9, ("custom",)),)}, "here")
-    both = tables.merge({"bfloat16": one, "float32": other})
-    assert both.rows == {**one.rows, **other.rows}
-    with pytest.raises(ConfigError, match="one world size"):
-        tables.merge({"bfloat16": one, "float32": Table(4, other.rows, "")})
+def test_beyond_the_last_range_of_a_fused_norm_its_ranking_goes_on() -> None:
+    rows = (Row(8, (names.APART, names.FUSED_PUSH)), Row(16, (names.FUSED_PUSH,)))
+    table = Table(2, {}, "here", {"float16": rows})
+    found = [table.fused_ranking(size, "float16")[0] for size in (8, 9, 16, 1 << 40)]
+    assert found == [names.APART, *[names.FUSED_PUSH] * 3]
+    assert table.fused_ranking(8, "bfloat16") == ()
+    assert tables.decode(tables.encode(table)) == table
+
+
+def test_a_table_from_before_fused_norms_reads_as_one_without() -> None:
+    old = b'{"world_size":2,"rows":{"float16":[{"max_bytes":8,"ranking":["nccl"]}]},"origin":""}'
+    assert tables.decode(old) == Table(2, {"float16": (Row(8, ("nccl",)),)}, "")
 
 
 def test_a_table_says_how_far_a_backend_leads() -> None:

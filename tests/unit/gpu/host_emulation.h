@@ -7,6 +7,7 @@
 
 #include <immintrin.h>
 #include <sched.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <atomic>
@@ -35,14 +36,15 @@ struct Meeting {
 };
 
 struct Fiber {
-  ucontext_t context;
+  ucontext_t context;  // to begin; places to go on from are jumped to, which asks no kernel
+  jmp_buf place;
   std::unique_ptr<char[]> stack;
-  bool done = false;
+  bool begun = false, done = false;
   u32 parity = 0;
 };
 
 struct Block {
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   std::vector<Fiber> fibers;
   std::vector<Meeting> warps, teams;
   std::vector<u32> values[2];
@@ -55,7 +57,14 @@ inline thread_local Block* block = nullptr;
 
 inline void yield() {
   Block& b = *block;
-  swapcontext(&b.fibers[b.current].context, &b.scheduler);
+  if (_setjmp(b.fibers[b.current].place) == 0) _longjmp(b.scheduler, 1);
+}
+
+[[gnu::noinline]] inline void resume(Block& b, Fiber& fiber) {
+  if (_setjmp(b.scheduler) != 0) return;
+  if (fiber.begun) _longjmp(fiber.place, 1);
+  fiber.begun = true;
+  setcontext(&fiber.context);
 }
 
 inline void meet(Meeting& meeting, u32 members) {
@@ -91,9 +100,7 @@ inline void run_block(Block& b, u32 index, void (*body)()) {
   b.body = body;
   block = &b;
   for (Fiber& fiber : b.fibers) {
-    fiber.done = false;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack = {fiber.stack.get(), 0, STACK_BYTES};
+    fiber.begun = fiber.done = false;
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = STACK_BYTES;
     makecontext(&fiber.context, enter, 0);
@@ -104,7 +111,7 @@ inline void run_block(Block& b, u32 index, void (*body)()) {
       if (b.fibers[i].done) continue;
       running = true;
       b.current = i;
-      swapcontext(&b.scheduler, &b.fibers[i].context);
+      resume(b, b.fibers[i]);
     }
     if (b.random() % 4 == 0) sched_yield();
   }
@@ -112,7 +119,10 @@ inline void run_block(Block& b, u32 index, void (*body)()) {
 
 inline void make_block(Block& b, u32 threads, u32 teams, u32 seed) {
   b.fibers.resize(threads);
-  for (Fiber& fiber : b.fibers) fiber.stack.reset(new char[STACK_BYTES]);
+  for (Fiber& fiber : b.fibers) {
+    fiber.stack.reset(new char[STACK_BYTES]);
+    getcontext(&fiber.context);
+  }
   b.warps.resize(threads / LANES);
   b.teams.resize(teams);
   for (auto& values : b.values) values.resize(threads);

@@ -2,14 +2,12 @@
 
 import ctypes
 import functools
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from tests.kit.host_kernels import compiled
 from vllm_commext.reduce_rms import layout, variants
 from vllm_commext.reduce_rms.build import PROGRAM
 from vllm_commext.reduce_rms.launch import Arguments
@@ -17,32 +15,16 @@ from vllm_commext.reduce_rms.layout import Failure
 from vllm_commext.reduce_rms.variants import Shape, Tiling
 
 HERE = Path(__file__).parent
-EMULATION = HERE.parent / "gpu"
-COMPILER = shutil.which("g++")
 EPS = 1e-6
 EMPTY = layout.SENTINEL_BITS << 32 | layout.SENTINEL_BITS
-
-
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="reduce_rms_emulation_")
 
 
 @functools.cache
 def library(shape: Shape, tiling: Tiling) -> ctypes.CDLL:
     """The kernel of one shape for this CPU."""
     macros = variants.macros(shape, tiling)
-    target = Path(_folder().name) / f"{'_'.join(map(str, macros.values()))}.so"
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-mf16c", "-Wall", "-Wextra"]
-    command = [
-        str(COMPILER),
-        *flags,
-        *("-Werror", "-Wno-unknown-pragmas", f"-I{EMULATION}", f"-I{PROGRAM.folder}"),
-        *(f"-D{name}={value}" for name, value in macros.items()),
-        *("-o", str(target), str(HERE / "emulate.cpp")),
-    ]
-    subprocess.run(command, check=True, timeout=100)
-    loaded = ctypes.CDLL(str(target))
+    path = compiled(HERE / "emulate.cpp", PROGRAM.folder, macros, ["-O1", "-Wno-unknown-pragmas"])
+    loaded = ctypes.CDLL(str(path))
     assert loaded.args_bytes() == ctypes.sizeof(Arguments)
     return loaded
 

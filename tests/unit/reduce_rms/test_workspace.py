@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from reduce_rms_emulation import COMPILER, EPS, exact
+from reduce_rms_emulation import EPS, exact
 from reduce_rms_fake_gpu import Group, HostKernels, Runtime, fake_gpus
 
+from tests.kit.host_kernels import COMPILER
 from vllm_commext.errors import CommextTimeoutError, ConfigError, ProtocolError, UnsupportedError
 from vllm_commext.gpu.launch import Device
 from vllm_commext.reduce_rms import layout

@@ -1,0 +1,407 @@
+"""What the fused all-reduce and norm gain in an engine: a model shaped as Llama 70B, all on or off.
+
+    python benchmarks/fused_engine.py --tp 2 --layers 16 --rounds 5 --out benchmarks/results/mine
+
+Three engines share the GPUs: vLLM as it comes, the same once more, and with ours on. They take
+turns, round after round, in another order each time: the time per output token of 1, 16 and 64
+requests, and the first token of a prompt of one 8k chunk. What the second of vLLM's engines differs
+by from the first is what this machine cannot tell apart. Weights are random, multicast is off for
+all. Writes fused_engine_tp2.md and .json after every round, with the calls of the fused op by who
+served them; under CUDA graphs a call counts where it is captured.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from vllm_commext.testing import gpu_ranks
+
+ROOT = Path(__file__).parents[1]
+READY, ANSWER = "READY ", "ANSWER "
+VLLM, AGAIN, OURS = "vllm", "vllm again", "ours"
+TOGGLE = "VLLM_COMMEXT_ALLREDUCE"
+ENGINES = {VLLM: "0", AGAIN: "0", OURS: "1"}  # name: the toggle
+BATCHES = (1, 16, 64)
+FIRST = "first token"
+CHUNK, PROMPT, OUTPUT = 8192, 64, 128  # tokens
+SAMPLES = 3
+KV_BYTES = 3 << 30
+GRACE_SECONDS = 20.0
+ENVIRON = {
+    **gpu_ranks.ENVIRON,
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a process less to start
+}
+# A Llama 3 of 70B but for the number of its layers; a small one to try the script on CPUs.
+SHAPE = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+
+
+def write_model(folder: Path, layers: int, *, small: bool) -> None:
+    """A configuration; vLLM makes random weights of it."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **(SMALL if small else SHAPE),
+        "num_hidden_layers": layers,
+        "max_position_embeddings": 2 * CHUNK,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def fused_calls(worker: Any) -> dict[str, Any]:
+    """In a worker: the calls of the fused op, and how many all-reduces became one."""
+    from vllm_commext.allreduce import fused_op
+
+    del worker
+    groups = {name: fused_op.find_group(name) for name in fused_op.served_groups()}
+    calls = {name: dict(norm.calls) for name, norm in groups.items() if norm is not None}
+    if not calls:
+        return {}
+    from vllm_commext.compat import fused_pass
+
+    return {"calls": calls, "replaced": fused_pass.replaced()}
+
+
+class Served:
+    """The engine of this process."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        chunk = args.chunk
+        self._vocabulary = (SMALL if args.cpu else SHAPE)["vocab_size"]
+        self._chunk, self._output = chunk, args.output
+        more: dict[str, Any] = {}
+        if args.cpu:
+            more = {"enforce_eager": True}
+        else:
+            captured = [1, 2, 4, 8, *range(16, max(BATCHES) + 1, 16)]
+            more = {
+                "compilation_config": {"cudagraph_capture_sizes": captured},
+                "gpu_memory_utilization": 0.25,
+            }
+        if args.quantization:
+            more["quantization"] = args.quantization
+        self._engine = LLM(
+            args.model,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            tensor_parallel_size=args.tp,
+            max_model_len=chunk + 16,
+            max_num_batched_tokens=chunk,
+            max_num_seqs=max(BATCHES),
+            kv_cache_memory_bytes=KV_BYTES if not args.cpu else 64 << 20,
+            enable_prefix_caching=False,
+            seed=0,
+            **more,
+        )
+
+    def _generate(self, requests: int, prompt: int, output: int) -> float:
+        """Seconds that so many requests take together."""
+        from vllm import SamplingParams
+
+        wanted = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
+        prompts: Any = [
+            {
+                "prompt_token_ids": [
+                    (7 * word + 13 * request) % (self._vocabulary - 10) + 5
+                    for word in range(prompt)
+                ]
+            }
+            for request in range(requests)
+        ]
+        begun = time.perf_counter()
+        self._engine.generate(prompts, wanted, use_tqdm=False)
+        return time.perf_counter() - begun
+
+    def measure(self, cell: str) -> float:
+        """Milliseconds: of the first token of a chunk, or an output token of so many requests; the
+        median of `SAMPLES`, after one that wakes up an engine whose turn it was not."""
+        sample = self._first_token if cell == FIRST else lambda: self._output_token(int(cell))
+        sample()
+        return statistics.median(sample() for _ in range(SAMPLES)) * 1e3
+
+    def _first_token(self) -> float:
+        return self._generate(1, self._chunk, 1)
+
+    def _output_token(self, requests: int) -> float:
+        short, long = (self._generate(requests, PROMPT, count) for count in (1, 1 + self._output))
+        return (long - short) / self._output
+
+    def calls(self) -> list[dict[str, Any]]:
+        """Of every worker, see `fused_calls`."""
+        return self._engine.collective_rpc(fused_calls)
+
+
+def serve(args: argparse.Namespace) -> None:
+    """One engine: for every line of its input, a cell, a line with the milliseconds."""
+    served = Served(args)
+    for cell in (FIRST, *map(str, BATCHES)):
+        served.measure(cell)  # what is compiled or captured late is not to be timed
+    print(f"\n{READY}{json.dumps(served.calls())}", flush=True)
+    for line in sys.stdin:
+        print(f"\n{ANSWER}{json.dumps(served.measure(line.strip()))}", flush=True)
+
+
+class Engine:
+    """A process that serves, in a session of its own; its output is read by a thread."""
+
+    def __init__(self, name: str, args: argparse.Namespace, model: Path) -> None:
+        self.name = name
+        python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, __file__, "--tp", str(args.tp), "--model", str(model)]
+        command += ["--chunk", str(args.chunk), "--output", str(args.output)]
+        command += ["--quantization", args.quantization] if args.quantization else []
+        command += ["--cpu"] if args.cpu else []
+        toggles = {TOGGLE: ENGINES[name], "PYTHONPATH": python_path}
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, **ENVIRON, **toggles},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self._read = 0
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with self._news:
+                self.lines.append(line.rstrip())
+                self._news.notify()
+
+    def await_line(self, mark: str, end: float) -> Any:
+        """What the next line that begins with `mark` says, in JSON.
+
+        Raises:
+            RuntimeError: the engine has ended, or the time is over.
+        """
+        with self._news:
+            while time.monotonic() < end:
+                while self._read < len(self.lines):
+                    self._read += 1
+                    if self.lines[self._read - 1].startswith(mark):
+                        return json.loads(self.lines[self._read - 1].removeprefix(mark))
+                if self._process.poll() is not None:
+                    break
+                self._news.wait(0.5)
+        text = "\n".join(self.lines)[-6000:]
+        raise RuntimeError(f"{self.name}: expected {mark.strip()} in time, got\n{text}")
+
+    def measure(self, cell: str, end: float) -> float:
+        """Milliseconds of a cell, once."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{cell}\n")
+        self._process.stdin.flush()
+        return self.await_line(ANSWER, end)
+
+    def end(self) -> None:
+        """The engine and all its workers; nothing that still runs may keep the GPUs."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_SECONDS)
+
+    def log(self) -> list[str]:
+        """What ours says of itself."""
+        return [line for line in self.lines if "commext: allreduce" in line][:20]
+
+
+@contextlib.contextmanager
+def engines(args: argparse.Namespace, end: float) -> Iterator[dict[str, Engine]]:
+    """All engines, ready."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), args.layers, small=args.cpu)
+        made = {name: Engine(name, args, Path(folder)) for name in ENGINES}
+        try:
+            yield made
+        finally:
+            for engine in made.values():
+                engine.end()
+
+
+Rounds = list[dict[str, dict[str, float]]]  # by cell, by engine: milliseconds
+
+
+def ratios(rounds: Rounds, cell: str, slow: str, fast: str) -> list[float]:
+    """How many times as fast one engine was as another, of each round, in rising order."""
+    return sorted(of[cell][slow] / of[cell][fast] for of in rounds)
+
+
+def rows_of(rounds: Rounds, cells: Sequence[str]) -> list[dict[str, Any]]:
+    """A row a cell: medians, and the speedups with their spread."""
+    rows: list[dict[str, Any]] = []
+    for cell in cells if rounds else ():
+        medians = {
+            name: round(statistics.median(of[cell][name] for of in rounds), 4) for name in ENGINES
+        }
+        speedups = {
+            name: ratios(rounds, cell, VLLM, other)
+            for name, other in ((OURS, OURS), (AGAIN, AGAIN))
+        }
+        rows.append(
+            {
+                "cell": cell if cell == FIRST else f"time per output token, {cell} requests",
+                "ms": medians,
+                **{
+                    f"{VLLM} / {name}": {
+                        "median": round(statistics.median(of), 4),
+                        "smallest": round(of[0], 4),
+                        "largest": round(of[-1], 4),
+                    }
+                    for name, of in speedups.items()
+                },
+            }
+        )
+    return rows
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The report as a page."""
+    lines = [f"# {report['name']}", ""]
+    lines += [f"- {key}: {value}" for key, value in report["facts"].items()]
+    lines += [
+        "",
+        "Milliseconds, medians of the rounds; speedups with the smallest and largest.",
+        "",
+    ]
+    lines += ["| cell | vLLM | vLLM again | ours | vLLM / ours | vLLM / vLLM again |"]
+    lines += ["|" + " --- |" * 6]
+    for row in report["rows"]:
+        cells = [row["cell"], *(f"{row['ms'][name]:.3f}" for name in ENGINES)]
+        for name in (OURS, AGAIN):
+            of = row[f"{VLLM} / {name}"]
+            cells.append(f"{of['median']:.3f} ({of['smallest']:.3f} to {of['largest']:.3f})")
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "The fused op, of each worker of the engine with ours:", ""]
+    lines += [f"    {json.dumps(each)}" for each in report["fused op"]]
+    return "\n".join([*lines, ""])
+
+
+def write(args: argparse.Namespace, calls: Any, rounds: Rounds, log: list[str]) -> None:
+    name = f"fused_engine_tp{args.tp}" + (f"_{args.quantization}" if args.quantization else "")
+    import torch
+    import vllm
+
+    report = {
+        "name": name,
+        "facts": {
+            "date": datetime.now(timezone.utc).date().isoformat(),
+            "commit": args.commit,
+            "device": "cpu" if args.cpu else torch.cuda.get_device_name(),
+            "torch": str(torch.__version__),
+            "vllm": vllm.__version__,
+            "layers": args.layers,
+            "chunk": args.chunk,
+            "rounds": len(rounds),
+            "multicast": "off for all",
+        },
+        "fused op": calls,
+        "rows": rows_of(rounds, cells_of(args)),
+        "log": log,
+        "rounds": rounds,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    (args.out / f"{name}.md").write_text(markdown(report))
+
+
+def cells_of(args: argparse.Namespace) -> list[str]:
+    return [*map(str, args.batches), FIRST]
+
+
+def one_round(made: Mapping[str, Engine], cells: Sequence[str], number: int, end: float) -> Any:
+    """Every cell once on every engine; the first of them is another in each round."""
+    order = list(made)
+    order = order[number % len(order) :] + order[: number % len(order)]
+    return {cell: {name: made[name].measure(cell, end) for name in order} for cell in cells}
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Rounds until there are enough or the time is over; at least one, or it has failed."""
+    end = time.monotonic() + args.seconds
+    rounds: Rounds = []
+    with engines(args, end) as made:
+        ready = {
+            name: engine.await_line(READY, min(end, time.monotonic() + args.start_seconds))
+            for name, engine in made.items()
+        }
+        print(f"the fused op: {json.dumps(ready)}", flush=True)
+        spent = 0.0
+        while len(rounds) < args.rounds and time.monotonic() + 1.5 * spent < end:
+            begun = time.monotonic()
+            rounds.append(one_round(made, cells_of(args), len(rounds), end))
+            spent = time.monotonic() - begun
+            write(args, ready[OURS], rounds, made[OURS].log())
+            print(f"round {len(rounds)}: {json.dumps(rounds[-1])}", flush=True)
+        for row in rows_of(rounds, cells_of(args)):
+            print(json.dumps(row), flush=True)
+    return 0 if rounds else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tp", type=int, default=2, help="number of GPUs")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=BATCHES, help="requests at a time"
+    )
+    parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens of the long prompt")
+    parser.add_argument("--output", type=int, default=OUTPUT, help="tokens of an answer")
+    parser.add_argument("--quantization", default="", help="as vLLM's, such as fp8")
+    parser.add_argument("--seconds", type=float, default=560.0, help="bound for the whole run")
+    parser.add_argument("--start-seconds", type=float, default=420.0, help="for the engines' start")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--commit", default="", help="what the report is to name")
+    parser.add_argument("--cpu", action="store_true", help="a small model on CPUs, to try this out")
+    parser.add_argument("--model", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.model:
+        serve(args)
+        return 0
+    code = compare(args)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

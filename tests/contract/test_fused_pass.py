@@ -1,0 +1,170 @@
+"""Our fused op in models that vLLM compiles: two real ranks over gloo, vLLM's real passes."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fused_pass_rank import APART, GEMMA, LAYERS, OFF, ON
+from torch.fx.experimental.proxy_tensor import make_fx
+from vllm import envs
+from vllm.compilation.passes.inductor_pass import pass_context
+from vllm.compilation.passes.pass_manager import PostGradPassManager
+from vllm.config import VllmConfig
+from vllm.config.utils import Range
+from vllm.ir import ops as ir_ops
+from vllm.platforms import current_platform
+from vllm_process import python_at_once
+
+from vllm_commext.allreduce import fused_op, names
+from vllm_commext.allreduce.policy import FusedPolicy
+from vllm_commext.allreduce.table import Row, Table
+from vllm_commext.compat import fused_pass, seams
+from vllm_commext.compat.rebind import is_rebound, restore, row_of
+
+# A process that imports vLLM takes seconds, and much longer on a busy machine.
+pytestmark = pytest.mark.timeout(600)
+WORLD = 2
+SCRIPT = Path(__file__).with_name("fused_pass_rank.py")
+GROUP = "tp:of the test"
+OURS = torch.ops.vllm_commext.all_reduce_add_rms_norm
+NORMS = 2 * LAYERS + 1  # each after an all-reduce
+
+
+def run_ranks(folder: Path, *ways: str) -> list[list[dict[str, Any]]]:
+    """What each rank found of each way."""
+    more = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    cache = str(folder / "cache")
+    args = [
+        [str(rank), str(WORLD), str(folder / "store"), cache, ",".join(ways)]
+        for rank in range(WORLD)
+    ]
+    done = python_at_once(SCRIPT.read_text(), args, **more)
+    assert [one.returncode for one in done] == [0] * WORLD, done
+    return [json.loads(one.stdout.splitlines()[-1]) for one in done]
+
+
+@pytest.mark.long
+def test_a_compiled_model_calls_the_op_where_a_table_says_so(tmp_path: Path) -> None:
+    """And a graph that vLLM kept in a file serves only where it would be compiled alike."""
+    for on, off, apart, again in run_ranks(tmp_path, ON, OFF, APART, ON):
+        for found, ops, replaced in ((on, NORMS, NORMS), (off, 0, 0), (apart, 0, 0)):
+            assert found["ops"] == [ops, ops]
+            assert found["replaced"] == replaced
+        assert again["ops"] == [NORMS, NORMS]
+        assert again["replaced"] == 0  # it came out of a file
+        for found in (on, off, apart, again):
+            # Each call here is followed by a sum: there are no kernels on CPUs.
+            assert found["sums"] == [NORMS, NORMS]
+        for found in (on, off, apart):  # a second model of a kind in one process confuses vLLM
+            assert max(found["difference"]) < 1e-5
+        assert [bool(found["identity"]) for found in (on, off, apart)] == [True, False, True]
+        assert on["identity"] == again["identity"] != apart["identity"]
+
+
+@pytest.mark.long
+def test_gemmas_norms_are_replaced_too(tmp_path: Path) -> None:
+    for (found,) in run_ranks(tmp_path, GEMMA):
+        assert (found["ops"], found["replaced"]) == ([NORMS, NORMS], NORMS)
+        assert max(found["difference"]) < 1e-5
+
+
+def model(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    """What AOTAutograd makes of a model: vLLM's ops, and nothing that writes into its input."""
+    total = torch.ops.vllm.all_reduce(x, group_name=GROUP)
+    out, residual = ir_ops.rms_norm.torch_op(total, weights[0], 1e-5), total
+    for weight in weights[1:]:
+        total = torch.ops.vllm.all_reduce(out.sin(), group_name=GROUP)
+        out, residual = ir_ops.fused_add_rms_norm.torch_op(total, residual, weight, 1e-5)
+    return out
+
+
+@pytest.fixture
+def served() -> Iterator[Callable[[str], None]]:
+    """Lets a group be served by a table with this one first; undone afterwards."""
+
+    def serve(first: str) -> None:
+        table = Table(2, {}, "test", {"bfloat16": (Row(1 << 30, (first,)),)})
+        apart = fused_op.after_all_reduce(lambda x: x + x)
+        fused_op.register_group(GROUP, fused_op.FusedNorm(apart, [], FusedPolicy(table)))
+        fused_pass.install()
+        fused_pass.install()
+
+    yield serve
+    fused_op.forget_group(GROUP)
+    envs.environment_variables.pop(fused_pass.IDENTITY, None)
+    if is_rebound(row_of(fused_pass.CONFIGURE)):
+        restore(row_of(fused_pass.CONFIGURE))
+
+
+def run_passes() -> tuple[torch.fx.GraphModule, str]:
+    """vLLM's own pass manager over a graph, and what it tells inductor's cache."""
+    arguments = [torch.randn(3, 64), *(torch.rand(64) for _ in range(LAYERS))]
+    arguments = [each.to(torch.bfloat16) for each in arguments]
+    module = make_fx(model, tracing_mode="fake")(*arguments)
+    current_platform.import_kernels()  # vLLM's last pass looks at the ops of its kernels
+    manager = PostGradPassManager()
+    manager.configure(VllmConfig())
+    with pass_context(Range(1, 32)):
+        manager(module.graph)
+        return module, manager.uuid()
+
+
+def count(module: torch.fx.GraphModule, op: Any) -> int:
+    return len(module.graph.find_nodes(op="call_function", target=op))
+
+
+def test_vllms_pass_manager_runs_ours(served: Callable[[str], None]) -> None:
+    fused, summed = OURS.default, torch.ops.vllm.all_reduce.default
+    module, without = run_passes()
+    assert (count(module, fused), count(module, summed)) == (0, LAYERS)
+    factors = envs.compile_factors()
+    served(names.APART)
+    module, unwanted = run_passes()
+    assert (count(module, fused), count(module, summed)) == (0, LAYERS)
+    served(names.FUSED_PUSH)
+    module, wanted = run_passes()
+    assert (count(module, fused), count(module, summed)) == (LAYERS, 0)
+    assert len({without, unwanted, wanted}) == 3
+    assert envs.compile_factors() == {**factors, fused_pass.IDENTITY: fused_pass.identity()}
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 64, generator=generator).to(torch.bfloat16)
+    weights = [torch.rand(64, generator=generator).to(torch.bfloat16) for _ in range(LAYERS)]
+    module.recompile()
+    want, residual = x.float() * 2, x.float() * 2
+    for index, weight in enumerate(weights):
+        if index:
+            residual = want.sin() * 2 + residual
+        norm = torch.nn.functional.rms_norm(residual, (64,), eps=1e-5)
+        want = norm * weight.float()
+    assert (module(x, *weights).float() - want).abs().max() < 0.05
+
+
+def passes(*names: str) -> list[Any]:
+    return [type(name, (), {})() for name in names]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "place"),
+    [
+        ((), 0),
+        (("AllReduceFusionPass",), 0),
+        (("NoOpEliminationPass", "AllReduceFusionPass", "RMSNormQuantFusionPass"), 1),
+        (("NoOpEliminationPass", "AddRMSNormFusionPass", "AllReduceFusionPass"), 2),
+        (("NoOpEliminationPass", "SequenceParallelismPass", "AsyncTPPass"), 3),
+        (("RMSNormQuantFusionPass", "ActivationQuantFusionPass"), 0),
+    ],
+    ids=str,
+)
+def test_ours_comes_before_vllms_fusion(theirs: tuple[str, ...], place: int) -> None:
+    assert fused_pass.place(passes(*theirs)) == place
+
+
+def test_where_vllm_differs_its_own_fusion_remains(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fused_pass.why_not() == ""
+    broken = SimpleNamespace(seam=SimpleNamespace(name="pass_list"), problem="it is gone")
+    monkeypatch.setattr(seams, "check_all", lambda *_: [broken])
+    assert fused_pass.why_not() == "pass_list: it is gone"

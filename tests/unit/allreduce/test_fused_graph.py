@@ -1,0 +1,266 @@
+"""The rewriting of graphs: what is replaced, what is left alone, and that the numbers stay."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from vllm_commext.allreduce import fused_op
+from vllm_commext.allreduce.fused_graph import Ops, rewrite
+from vllm_commext.allreduce.fused_layout import FusedShape
+from vllm_commext.allreduce.policy import FusedPolicy
+
+OURS, OTHER, EPS, HIDDEN = "ours", "another", 1e-5, 16
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+_library = torch.library.Library("commext_graph_test", "DEF")
+Tensor = torch.Tensor
+
+
+def _shape(x: Tensor, weight: Tensor | None, residual: bool) -> FusedShape:
+    dtype, wide = (
+        str(each.dtype).removeprefix("torch.") for each in (x, x if weight is None else weight)
+    )
+    return FusedShape(dtype, wide, x.shape[-1], residual)
+
+
+def _all_reduce(x: Tensor, group: str) -> Tensor:
+    return x * 2 if group == OURS else x * 3
+
+
+def _norm(x: Tensor, weight: Tensor | None, eps: float, width: int | None = None) -> Tensor:
+    del width
+    weight = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device) if weight is None else weight
+    return fused_op.steps(_shape(x, weight, False), x.clone(), None, weight, eps, None).out
+
+
+def _add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, width: int | None = None
+) -> tuple[Tensor, Tensor]:
+    del width
+    weight = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device) if weight is None else weight
+    found = fused_op.steps(_shape(x, weight, True), x, residual, weight, eps, None)
+    return found.out, found.residual
+
+
+def _quantise_into(out: Tensor, x: Tensor) -> None:
+    out.copy_(x.round())
+
+
+_library.define("all_reduce(Tensor tensor, str group_name) -> Tensor")
+_library.define("norm(Tensor x, Tensor? w, float eps, int? width=None) -> Tensor")
+_library.define(
+    "add_norm(Tensor x, Tensor r, Tensor? w, float eps, int? width=None) -> (Tensor, Tensor)"
+)
+_library.define("quantise(Tensor x) -> Tensor")
+_library.define("quantise_into(Tensor(a!) out, Tensor x) -> ()")
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "all_reduce": _all_reduce,
+    "norm": _norm,
+    "add_norm": _add_norm,
+    "quantise": lambda x: x.round(),
+    "quantise_into": _quantise_into,
+}
+for _name, _function in _IMPLEMENTATIONS.items():
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+TEST = torch.ops.commext_graph_test
+FUSED = torch.ops.vllm_commext.all_reduce_add_rms_norm.default
+OPS = Ops(
+    *(TEST.all_reduce.default, TEST.norm.default, TEST.add_norm.default, FUSED),
+    quantisers=(TEST.quantise.default, TEST.quantise_into.default),
+)
+
+
+@pytest.fixture(autouse=True)
+def _group() -> Iterator[None]:
+    apart = fused_op.after_all_reduce(lambda x: _all_reduce(x, OURS))
+    fused_op.register_group(OURS, fused_op.FusedNorm(apart, [], FusedPolicy(None)))
+    yield
+    fused_op.forget_group(OURS)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An all-reduce and a norm, and what is unusual about them.
+
+    Attributes:
+        residual: whether the norm adds one.
+        gemma: the weight is ``float(weight) + 1``.
+        spoiled: empty, or why the two must stay as they are.
+        early: the sum has a user between the all-reduce and the norm, which is no hindrance where
+            no residual is added.
+    """
+
+    residual: bool
+    gemma: bool = False
+    spoiled: str = ""
+    early: bool = False
+
+    @property
+    def is_replaced(self) -> bool:
+        return not self.spoiled and not (self.residual and self.early)
+
+
+SPOILED = ("group", "no weight", "width", "copied", "twice", "float64 weight")
+SPOILED += ("quantised", "quantised into")
+
+
+def run_layer(layer: Layer, x: Tensor, residual: Tensor, weight: Tensor) -> list[Tensor]:
+    """The norm, the new residual, and what else came of it."""
+    total = TEST.all_reduce(x.tanh(), OTHER if layer.spoiled == "group" else OURS)
+    more = [total + 1] if layer.early else []
+    if layer.spoiled == "copied":
+        total = total.clone()
+    used: Tensor | None = weight.float() + 1.0 if layer.gemma else weight
+    if layer.spoiled == "no weight":
+        used = None
+    if layer.spoiled == "float64 weight":
+        used = weight.double()
+    width = HIDDEN if layer.spoiled == "width" else None
+    if not layer.residual:
+        out = TEST.norm(total, used, EPS, width)
+        return [quantised(out, layer.spoiled), total, *more]
+    other = total if layer.spoiled == "twice" else residual
+    out, new = TEST.add_norm(total, other, used, EPS, width)
+    return [quantised(out, layer.spoiled), new, *more]
+
+
+def quantised(out: Tensor, spoiled: str) -> Tensor:
+    if spoiled == "quantised":
+        return TEST.quantise(out)
+    if spoiled == "quantised into":
+        found = auto_functionalized(TEST.quantise_into.default, out=torch.empty_like(out), x=out)
+        return found[1]
+    return out
+
+
+def graph_of(layers: list[Layer], dtype: torch.dtype) -> tuple[torch.fx.GraphModule, list[Any]]:
+    """The layers one after the other, each with the residual of the one before."""
+    generator = torch.Generator().manual_seed(len(layers))
+    arguments = [torch.randn(3, HIDDEN, generator=generator).to(dtype) for _ in range(2)]
+    weights = [torch.randn(HIDDEN, generator=generator).to(dtype) for _ in layers]
+
+    def model(x: Tensor, residual: Tensor, *weights: Tensor) -> list[Tensor]:
+        found: list[Tensor] = []
+        for layer, weight in zip(layers, weights, strict=True):
+            x, residual, *more = run_layer(layer, x, residual, weight)
+            found += more
+        return [x, residual, *found]
+
+    every = [*arguments, *weights]
+    return make_fx(model, tracing_mode="fake")(*every), every
+
+
+def fused_calls(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    return module.graph.find_nodes(op="call_function", target=FUSED)
+
+
+def check(layers: list[Layer], dtype: torch.dtype) -> torch.fx.GraphModule:
+    """As many are replaced as there should be, and every number stays."""
+    module, arguments = graph_of(layers, dtype)
+    before = module(*arguments)
+    count = rewrite(module.graph, OPS, lambda group, _: group == OURS)
+    assert count == sum(layer.is_replaced for layer in layers)
+    module.graph.lint()
+    assert len(fused_calls(module)) == count
+    assert len(module.graph.find_nodes(op="call_function", target=OPS.all_reduce)) == (
+        len(layers) - count
+    )
+    module.recompile()
+    after = module(*arguments)
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one, other)
+    for node in fused_calls(module):
+        for each, value in zip(node.users, node.meta["val"], strict=False):
+            assert each.meta["val"].shape == value.shape
+    assert rewrite(module.graph, OPS, lambda *_: True) == sum(
+        layer.spoiled == "group" and replace(layer, spoiled="").is_replaced for layer in layers
+    )
+    return module
+
+
+layers = st.builds(
+    Layer,
+    residual=st.booleans(),
+    gemma=st.booleans(),
+    spoiled=st.sampled_from(("", "", "", "group", "copied", "no weight", "width")),
+    early=st.booleans(),
+)
+
+
+@settings(max_examples=30)
+@given(st.lists(layers, max_size=5), st.sampled_from([BFLOAT16, torch.float16, FLOAT32]))
+def test_what_can_be_replaced_is_and_the_numbers_stay(
+    model: list[Layer], dtype: torch.dtype
+) -> None:
+    check(model, dtype)
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "residual"),
+    [(each, residual) for each in SPOILED for residual in (each == "twice", True)],
+)
+def test_what_the_op_does_not_do_stays_as_it_is(spoiled: str, residual: bool) -> None:
+    layer = Layer(residual, spoiled=spoiled)
+    check([Layer(True), layer, Layer(True)], BFLOAT16)
+
+
+def test_gemmas_weight_becomes_a_bias() -> None:
+    for dtype in (BFLOAT16, FLOAT32):
+        module = check([Layer(False, gemma=True), Layer(True, gemma=True)], dtype)
+        module.graph.eliminate_dead_code()
+        for node in fused_calls(module):
+            assert node.kwargs == {"weight_bias": 1}
+            assert node.args[2].op == "placeholder"  # pyright: ignore
+        assert not module.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+
+
+def test_a_dtype_or_length_that_nobody_measured_stays() -> None:
+    module, _ = graph_of([Layer(True)], BFLOAT16)
+    asked: list[FusedShape] = []
+
+    def never(group: str, shape: FusedShape) -> bool:
+        asked.append(shape)
+        return group != OURS
+
+    assert rewrite(module.graph, OPS, never) == 0
+    assert asked == [FusedShape("bfloat16", "bfloat16", HIDDEN)]
+    integers = make_fx(
+        lambda x, w: TEST.norm(TEST.all_reduce(x, OURS), w, EPS, None), tracing_mode="fake"
+    )(torch.ones(2, 4, 4), torch.ones(4))
+    assert rewrite(integers.graph, OPS, lambda *_: True) == 0
+
+
+def rewritten(model: Callable[..., Any], *arguments: Tensor) -> int:
+    module = make_fx(model, tracing_mode="fake")(*arguments)
+    return rewrite(module.graph, OPS, lambda *_: True)
+
+
+def test_a_residual_of_another_kind_stays() -> None:
+    x, weight = torch.ones(2, HIDDEN, dtype=BFLOAT16), torch.ones(HIDDEN, dtype=BFLOAT16)
+
+    def model(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+        return TEST.add_norm(TEST.all_reduce(x, OURS), residual, weight, EPS, None)
+
+    assert rewritten(model, x, x, weight) == 1
+    assert rewritten(model, x, x.float(), weight) == 0
+    assert rewritten(model, x, x[:1], weight) == 0
+    assert rewritten(model, x.double(), x.double(), weight) == 0
+    assert rewritten(model, x, x, weight[:1]) == 0
+
+
+def test_a_user_before_the_weight_is_there_stays_before_it() -> None:
+    """The op cannot come before its weight, and what uses the sum cannot come after the op."""
+
+    def model(x: Tensor, weight: Tensor) -> Any:
+        total = TEST.all_reduce(x, OURS)
+        early = total + 1
+        return early, TEST.norm(total, weight * 2, EPS, None)
+
+    x, weight = torch.ones(2, HIDDEN), torch.ones(HIDDEN)
+    assert rewritten(model, x, weight) == 0

@@ -1,0 +1,164 @@
+"""The check of peer memory: its kernel on a CPU, and what it says where stores are lost."""
+
+import ctypes
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from allreduce_push_emulation import compile_kernel
+
+from tests.kit.host_kernels import COMPILER
+from vllm_commext.allreduce import peer_check
+from vllm_commext.allreduce.peer_check import arguments_type, silent_peers
+from vllm_commext.allreduce.push_layout import EMPTY
+from vllm_commext.errors import UnsupportedError
+from vllm_commext.gpu import nvrtc
+from vllm_commext.gpu.launch import Device
+from vllm_commext.gpu.nvrtc import Program
+
+WORDS = 8 * 4  # of each memory: a pack from each rank
+PATIENT_NS, IMPATIENT_NS = 60_000_000_000, 200_000_000
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ on this machine")
+
+
+class Machine:
+    """Memories of all ranks; what `lost` has as (from, to) is stored nowhere."""
+
+    def __init__(self, world_size: int, lost: set[tuple[int, int]]) -> None:
+        self.world_size, self.lost = world_size, lost
+        self.memories = [np.full(WORDS, EMPTY, np.uint32) for _ in range(world_size)]
+        self.nowhere = np.full(WORDS, EMPTY, np.uint32)
+        self.answers = [np.zeros(1, np.uint32) for _ in range(world_size)]
+        self.kernel = compile_kernel(Program(peer_check.NAME), {"WORLD_SIZE": world_size})
+        assert self.kernel.args_bytes() == ctypes.sizeof(arguments_type(world_size))
+
+    def addresses(self, rank: int) -> list[int]:
+        return [
+            (self.nowhere if (rank, peer) in self.lost else memory).ctypes.data
+            for peer, memory in enumerate(self.memories)
+        ]
+
+    def launch(self, arguments: ctypes.Structure, rank: int) -> None:
+        self.kernel.run_calls(ctypes.byref(arguments), (ctypes.c_uint32 * 1)(1), 1, 1, rank, rank)
+
+    def run(self, timeout_ns: int) -> list[int]:
+        """Each rank's answer."""
+
+        def body(rank: int) -> None:
+            made = arguments_type(self.world_size)()
+            made.answer, made.timeout_ns = self.answers[rank].ctypes.data, timeout_ns
+            made.memory[:] = self.addresses(rank)
+            self.launch(made, rank)
+
+        together(self.world_size, body)
+        return [int(answer[0]) for answer in self.answers]
+
+
+def together(world_size: int, body: Any) -> None:
+    """Run the body of each rank in a thread of its own, and raise what one of them raises."""
+    errors: list[BaseException] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            body(rank)
+        except BaseException as error:  # noqa: BLE001 - the test's own thread is to see it
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    if errors:
+        raise errors[0]
+
+
+@needs_compiler
+@pytest.mark.parametrize("world_size", [2, 5, 8])
+def test_where_every_store_arrives_nobody_is_missed(world_size: int) -> None:
+    machine = Machine(world_size, set())
+    for rank, answer in enumerate(machine.run(PATIENT_NS)):
+        assert silent_peers(answer, rank, world_size) == []
+        assert answer == (1 << world_size) - 1 - (1 << rank)
+    assert all((memory == EMPTY).all() for memory in machine.memories)
+
+
+@needs_compiler
+def test_who_gets_nothing_says_from_whom() -> None:
+    machine = Machine(4, {(1, 2), (3, 2), (0, 1)})
+    found = machine.run(IMPATIENT_NS)
+    # A rank that comes late on a busy machine may be missed as well, but no store that was lost
+    # can have come.
+    assert {1, 3} <= set(silent_peers(found[2], 2, 4))
+    assert 0 in silent_peers(found[1], 1, 4)
+
+
+@needs_compiler
+def test_another_ranks_store_in_its_place_is_none() -> None:
+    """A machine that delivers to the wrong address: the pack comes, and is not the one."""
+    machine = Machine(2, {(0, 1)})
+    wrong = np.arange(4, dtype=np.uint32)
+    machine.memories[1][:4] = wrong
+    assert silent_peers(machine.run(PATIENT_NS)[1], 1, 2) == [0]
+
+
+@needs_compiler
+@pytest.mark.parametrize("lost", [set[tuple[int, int]](), {(0, 1)}], ids=["all", "lost"])
+def test_the_check_from_end_to_end(
+    lost: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arguments that a real launch gets, and the sentence of a rank that something missed."""
+    machine = Machine(2, lost)
+    answers: dict[int, Any] = {}
+
+    def allocate(num_bytes: int) -> int:
+        made = np.zeros(num_bytes // 4, np.uint32)
+        answers[made.ctypes.data] = made
+        return made.ctypes.data
+
+    monkeypatch.setattr(peer_check.ipc, "allocate", allocate)
+    monkeypatch.setattr(peer_check.ipc, "free", answers.pop)
+    monkeypatch.setattr(peer_check.ipc, "read", lambda address, _: answers[address].tobytes())
+    monkeypatch.setattr(peer_check.launch, "current_device", lambda: Device(0, 90, 2))
+    monkeypatch.setattr(peer_check, "TIMEOUT_SECONDS", 60.0 if not lost else 0.2)
+
+    def load(program: Program, macros: dict[str, int], *_: Any, **__: Any) -> Any:
+        assert program.name == peer_check.NAME
+        rank = macros["RANK"]
+        return SimpleNamespace(launch=lambda made, blocks, _: machine.launch(made, rank))
+
+    monkeypatch.setattr(peer_check.launch, "load", load)
+    said: dict[int, str] = {}
+
+    def body(rank: int) -> None:
+        lockstep: Any = SimpleNamespace(rank=rank, world_size=2, agree=lambda step: step())
+        try:
+            peer_check.check_delivery(machine.addresses(rank), lockstep)
+        except UnsupportedError as error:
+            said[rank] = str(error)
+
+    together(2, body)
+    assert answers == {}
+    if lost:
+        assert "got none from ranks [0]" in said[1]
+    else:
+        assert said == {}
+
+
+def test_the_kernels_arguments_are_as_the_source_has_them() -> None:
+    body = (nvrtc.SOURCES / "peer_check.cu").read_text().partition("struct Args {")[2]
+    lines = body.partition("};")[0].strip().splitlines()
+    names = [line.split("//")[0].rstrip(" ;\n").split()[-1].partition("[")[0] for line in lines]
+    kind = arguments_type(4)
+    assert names == [name for name, _ in kind._fields_]  # pyright: ignore
+
+
+@pytest.mark.usefixtures("needs_nvrtc")
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_it_compiles_for_every_architecture(architecture: int) -> None:
+    program = Program(peer_check.NAME)
+    cubin = program.compile_cubin({"WORLD_SIZE": 8, "RANK": 3}, architecture)
+    assert cubin.startswith(b"\x7fELF")
+    assert b"multimem" not in cubin

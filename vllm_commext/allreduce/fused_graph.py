@@ -1,0 +1,216 @@
+"""Puts our fused op into a graph of torch's: an all-reduce and the RMSNorm after it become one op.
+
+What is replaced, in a functional graph, whatever the names of the ops are:
+
+    norm(all_reduce(x), weight)                 -> out;  the sum serves its other users
+    add_norm(all_reduce(x), residual, weight)   -> out, residual;  the sum has no other user
+
+A weight of ``float(weight) + 1``, Gemma's, becomes the weight itself and a bias of 1. A norm that
+is quantised by a given scale is left to vLLM, which has one kernel for all of it.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from vllm_commext.allreduce.fused_layout import FusedShape
+from vllm_commext.allreduce.message import ITEM_BYTES
+
+CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+Serves = Callable[[str, FusedShape], bool]
+"""Whether the op is wanted for a group's name and a shape; the same on all ranks."""
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The ops that are looked for, and the one that takes their place; overloads of torch's.
+
+    Attributes:
+        all_reduce: takes a tensor and the name of a group, and returns the sum in a new tensor.
+        norm: takes a tensor, a weight or None, epsilon and None; returns the norm.
+        add_norm: takes a tensor, a residual, a weight or None, epsilon and None; returns the norm
+            of the sum of both, and that sum.
+        fused: ours, see `fused_op`.
+        quantisers: what others fuse with the norm before it, which is then left to them.
+    """
+
+    all_reduce: Any
+    norm: Any
+    add_norm: Any
+    fused: Any
+    quantisers: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Match:
+    """A norm of a sum: its nodes, and what the op is to be called with."""
+
+    summed: fx.Node
+    norm: fx.Node
+    after: fx.Node
+    arguments: tuple[Any, ...]
+    weight_bias: int
+    has_residual: bool
+
+
+def rewrite(graph: fx.Graph, ops: Ops, serves: Serves) -> int:
+    """Replace what can be replaced; returns how often. The graph stays in topological order."""
+    count = 0
+    for node in list(graph.nodes):
+        found = _match(graph, ops, node, serves)
+        if found is not None:
+            _replace(graph, ops, found)
+            count += 1
+    return count
+
+
+def _arguments(node: fx.Node) -> list[Any]:
+    """Of a call of an op, in the order of its schema; None for those that were left out."""
+    target: Any = node.target
+    names = [argument.name for argument in target._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return [given.get(name) for name in names]
+
+
+def _calls(node: Any, target: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target is target
+
+
+def _value(node: Any) -> Any:
+    """The fake tensor that a node stands for, or None."""
+    return node.meta.get("val") if isinstance(node, fx.Node) else None
+
+
+def _match(graph: fx.Graph, ops: Ops, node: fx.Node, serves: Serves) -> _Match | None:
+    if _calls(node, ops.norm):
+        summed, weight, eps, *others = _arguments(node)
+        residual = None
+    elif _calls(node, ops.add_norm):
+        summed, residual, weight, eps, *others = _arguments(node)
+        if not isinstance(residual, fx.Node) or residual is summed:
+            return None
+    else:
+        return None
+    if not _calls(summed, ops.all_reduce) or any(other is not None for other in others):
+        return None
+    if residual is not None and not _are_outputs_taken_apart(summed, node):
+        return None
+    if any(_is_quantised(ops, out) for out in ([node] if residual is None else node.users)):
+        return None
+    x, group = _arguments(summed)[:2]
+    weight, weight_bias = _weight_and_bias(weight)
+    shape = _shape(x, residual, weight, weight_bias)
+    if shape is None or not serves(group, shape):
+        return None
+    after = _place(graph, [summed, *(each for each in (residual, weight) if each)], summed.users)
+    if after is None:
+        return None
+    arguments = (x, residual, weight, eps, group)
+    return _Match(summed, node, after, arguments, weight_bias, residual is not None)
+
+
+def _are_outputs_taken_apart(summed: fx.Node, norm: fx.Node) -> bool:
+    """Whether the norm alone uses the sum, and its outputs are only taken one by one."""
+    return len(summed.users) == 1 and all(_calls(user, operator.getitem) for user in norm.users)
+
+
+def _is_quantised(ops: Ops, out: fx.Node) -> bool:
+    """Whether a quantiser takes it, itself or wrapped as an op that writes into its arguments."""
+    return any(
+        user.target in ops.quantisers
+        or (user.target is auto_functionalized and user.args[0] in ops.quantisers)
+        for user in out.users
+    )
+
+
+def _weight_and_bias(weight: Any) -> tuple[Any, int]:
+    """``w`` and 1 where the weight is ``float(w) + 1``, else the weight and 0."""
+    if not _calls(weight, torch.ops.aten.add.Tensor) or weight.kwargs:
+        return weight, 0
+    inner, one = weight.args
+    wide = _value(weight)
+    if one != 1 or not isinstance(inner, fx.Node) or wide is None or wide.dtype != torch.float32:
+        return weight, 0
+    if any(_calls(inner, cast) for cast in CASTS):
+        inner = inner.args[0]
+    return inner, 1
+
+
+def _shape(x: Any, residual: Any, weight: Any, weight_bias: int) -> FusedShape | None:
+    """What the op would be called for, or None where it takes no such tensors."""
+    value, norm = _value(x), _value(weight)
+    if value is None or norm is None or value.dim() != 2:
+        return None
+    hidden = value.shape[-1]
+    if not isinstance(hidden, int) or tuple(norm.shape) != (hidden,):
+        return None
+    if residual is not None:
+        other = _value(residual)
+        if other is None or other.dtype != value.dtype or not _are_equal(other.shape, value.shape):
+            return None
+    dtypes = [str(each.dtype).removeprefix("torch.") for each in (value, norm)]
+    if any(dtype not in ITEM_BYTES for dtype in dtypes):
+        return None
+    return FusedShape(dtypes[0], dtypes[1], hidden, residual is not None, weight_bias)
+
+
+def _are_equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two shapes are known to be the same, without a new condition on symbolic sizes."""
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(statically_known_true(a == b) for a, b in pairs)
+
+
+def _place(graph: fx.Graph, inputs: list[fx.Node], users: Any) -> fx.Node | None:
+    """The last of the inputs, or None where a user comes before it."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    last = max(inputs, key=lambda node: order[node])
+    return last if order[last] < min(order[user] for user in users) else None
+
+
+def _replace(graph: fx.Graph, ops: Ops, found: _Match) -> None:
+    bias: dict[str, Any] = {"weight_bias": found.weight_bias} if found.weight_bias else {}
+    with graph.inserting_after(found.after):
+        made = graph.call_function(ops.fused, found.arguments, bias)
+    # What else the norm's node knows is of its own arguments, and inductor would take it for ours.
+    made.meta = {**_origin(found.norm), "val": _fake_outputs(ops, found, bias)}
+    if found.has_residual:
+        found.norm.replace_all_uses_with(made)
+        graph.erase_node(found.norm)
+    else:
+        out, total = _outputs(graph, made)
+        found.norm.replace_all_uses_with(out)
+        graph.erase_node(found.norm)
+        found.summed.replace_all_uses_with(total)
+    graph.erase_node(found.summed)
+
+
+def _origin(node: fx.Node) -> dict[str, Any]:
+    """Where in the model a node comes from."""
+    return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
+
+
+def _outputs(graph: fx.Graph, made: fx.Node) -> list[fx.Node]:
+    """Nodes for the op's first two outputs."""
+    nodes: list[fx.Node] = []
+    at = made
+    for index in range(2):
+        with graph.inserting_after(at):
+            at = graph.call_function(operator.getitem, (made, index))
+        at.meta = {**_origin(made), "val": made.meta["val"][index]}
+        nodes.append(at)
+    return nodes
+
+
+def _fake_outputs(ops: Ops, found: _Match, bias: dict[str, Any]) -> Any:
+    values = [_value(each) if isinstance(each, fx.Node) else each for each in found.arguments]
+    mode = detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])
+    assert mode is not None, "expected a graph of fake tensors"
+    with mode:
+        return ops.fused(*values, **bias)

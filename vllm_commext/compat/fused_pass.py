@@ -1,0 +1,128 @@
+"""Our fused op in vLLM's compiled models: a pass among those that vLLM runs over its graphs.
+
+It comes right before vLLM's own all-reduce fusion, which then finds nothing where ours is, and runs
+also where vLLM's is off or lacks FlashInfer. vLLM keeps compiled graphs in files by what they
+depend on, and inductor too: both are told our pass's identity.
+"""
+
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
+from vllm.ir import ops as ir_ops
+
+import vllm_commext
+from vllm_commext.allreduce import fused_graph, fused_op
+from vllm_commext.allreduce.fused_layout import FusedShape
+from vllm_commext.allreduce.message import ITEM_BYTES
+from vllm_commext.compat import hooks, seams
+from vllm_commext.compat.rebind import is_rebound, rebind, row_of
+
+logger = logging.getLogger("vllm.commext.allreduce")
+
+CONFIGURE = "vllm.compilation.passes.pass_manager:PostGradPassManager.configure"
+IDENTITY = "VLLM_COMMEXT_FUSED_NORM"  # among the names that vLLM's cache key is made of
+CAPABILITY = "fused_norm"  # of its seams
+# Ours needs what these make of a graph, and comes before all others.
+EARLIER = ("NoOpEliminationPass", "SequenceParallelismPass", "AsyncTPPass", "AddRMSNormFusionPass")
+# Those that FlashInfer's kernel takes in, and that some builds of vLLM lack.
+QUANTISERS = ("static_scaled_fp8_quant", "scaled_fp4_quant")
+SOURCES = (fused_graph, fused_op)
+_found: list[int] = []
+
+
+def replaced() -> int:
+    """How many all-reduces with a norm after them became our op, in all graphs of this process."""
+    return sum(_found)
+
+
+class FusedNormPass(InductorPass):
+    """Replaces an all-reduce and the norm after it by our op, where that was measured fastest."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        ops = fused_graph.Ops(
+            torch.ops.vllm.all_reduce.default,
+            ir_ops.rms_norm.torch_op,
+            ir_ops.fused_add_rms_norm.torch_op,
+            torch.ops.vllm_commext.all_reduce_add_rms_norm.default,
+            tuple(getattr(torch.ops._C, name).default for name in QUANTISERS if _is_op(name)),
+        )
+        tokens = get_pass_context().compile_range
+        count = fused_graph.rewrite(graph, ops, functools.partial(_serves, tokens))
+        _found.append(count)
+        logger.debug("commext: allreduce: %d fused norms in a graph of %s tokens", count, tokens)
+
+    def uuid(self) -> str:
+        """What inductor's cache is told."""
+        return identity()
+
+
+def _is_op(name: str) -> bool:
+    return hasattr(torch.ops._C, name)
+
+
+def _serves(tokens: Any, group: str, shape: FusedShape) -> bool:
+    """Whether our op is the fastest for some number of tokens in a graph's range."""
+    norm = fused_op.find_group(group)
+    row = shape.hidden * ITEM_BYTES[shape.dtype]
+    low, high = tokens.start * row, tokens.end * row
+    return norm is not None and norm.policy.is_led(shape.dtype, low, high)
+
+
+@functools.cache
+def _sources() -> str:
+    paths = [__file__, *(str(module.__file__) for module in SOURCES)]
+    return hashlib.sha256(b"".join(Path(path).read_bytes() for path in paths)).hexdigest()
+
+
+def identity() -> str:
+    """All on which a graph's change depends, as text: this package, and which group is served by
+    which table; empty where none is."""
+    served = fused_op.served_groups()
+    if not served:
+        return ""
+    facts = msgspec.json.encode([vllm_commext.__version__, _sources(), served])
+    return hashlib.sha256(facts).hexdigest()
+
+
+def place(passes: Sequence[Any]) -> int:
+    """Where ours comes among vLLM's passes."""
+    kinds = [type(each).__name__ for each in passes]
+    return max((index + 1 for index, kind in enumerate(kinds) if kind in EARLIER), default=0)
+
+
+def _configure(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def configure(self: Any, config: Any) -> None:
+        original(self, config)
+        if fused_op.served_groups():
+            self.passes.insert(place(self.passes), FusedNormPass())
+
+    return configure
+
+
+def why_not() -> str:
+    """Why this vLLM cannot have the pass; empty where it can."""
+    outcomes = seams.check_all(hooks.vllm_version(), CAPABILITY)
+    return "; ".join(f"{each.seam.name}: {each.problem}" for each in outcomes if each.problem)
+
+
+def install() -> None:
+    """Let vLLM's models use our op from now on; a second call changes nothing.
+
+    Raises:
+        UnsupportedError: vLLM's pass manager is rebound already.
+    """
+    row = row_of(CONFIGURE)
+    if is_rebound(row):
+        return
+    from vllm.compilation.passes.pass_manager import PostGradPassManager
+
+    hooks.add_factor(IDENTITY, identity)
+    rebind(row, _configure(PostGradPassManager.configure))
