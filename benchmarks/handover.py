@@ -1,11 +1,13 @@
 """The hand-over from prefill to decode: from the prefill server's answer to the decode server's
 first token, and what it is made of.
 
-A plain server, vLLM's NixlConnector as it comes and with `VLLM_KV_CACHE_LAYOUT=BLHNC`, and ours; on
-GPUs also ours in the old layout.  All take turns, each while the others are stopped.  The read's
-share comes from the decode server's metrics; "rest" is the hand-over without it: HTTP, parsing,
-scheduling, the last token.  The same bytes in one large copy stand beside.  The client does what a
-proxy does, one step after the other.
+A plain server, vLLM's NixlConnector as it comes and with `VLLM_KV_CACHE_LAYOUT=BLHNC`, ours, and
+ours with all first tokens sampled by the decode server; on GPUs also ours in the old layout.  All
+take turns, each while the others are stopped.  The read's share comes from the decode server's
+metrics; "rest" is the hand-over without it: HTTP, parsing, scheduling, the last token.  Where the
+first token comes from the prefill server it does not wait for the read, and what the hand-over
+costs shows in the second one.  The same bytes in one large copy stand beside.  The client does what
+a proxy does, one step after the other.
 
     python benchmarks/handover.py --out benchmarks/results/handover_cpu
     python benchmarks/handover.py --device cuda --lengths 1000 8000 32000 --out OUT
@@ -46,24 +48,25 @@ from vllm_commext.testing.prompts import PRINTABLE
 
 COLUMNS = (
     *("prefill", "hand-over", "read", "post", "rest", "first token", "second token", "TPOT"),
-    *("MB", "descriptors", "GB/s", "one copy GB/s"),
+    *("MB", "descriptors", "GB/s", "one copy GB/s", "first from P %"),
 )
 REPORT_SECONDS = 0.5
 """Until a step's statistics stand on the metrics page."""
 Row = dict[str, Any]
 
 
-def one_copy_gb_s(device: str, num_bytes: int) -> float:
-    """Bytes a second of one copy: between two GPUs of this process, or in this host's memory."""
-    source = torch.zeros(
-        num_bytes, dtype=torch.uint8, device="cuda:0" if device == "cuda" else None
-    )
-    target = torch.empty_like(source, device="cuda:1" if device == "cuda" else None)
+def one_copy_gb_s(device: str, num_bytes: int, gpus: Sequence[str]) -> float:
+    """Bytes a second of one copy: between two GPUs of this process, or within one where both
+    servers are on it; in this host's memory without GPUs."""
+    cuda = device == "cuda"
+    other = "cuda:1" if len(set(gpus)) > 1 else "cuda:0"
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda:0" if cuda else None)
+    target = torch.empty_like(source, device=other if cuda else None)
     times: list[float] = []
     for _ in range(5):
         begun = time.perf_counter()
         target.copy_(source)
-        if device == "cuda":
+        if cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begun)
     return num_bytes / min(times) / 1e9
@@ -85,7 +88,8 @@ def turn(
     if before is not None:
         time.sleep(REPORT_SECONDS)
         figures |= read_figures(name, scrape(one.url).minus(before))
-        figures["rest"] = figures["hand-over"] - figures["read"]
+        if not figures.get("first from P %"):
+            figures["rest"] = figures["hand-over"] - figures["read"]
     return answers, figures
 
 
@@ -114,7 +118,7 @@ def measure(args: argparse.Namespace, contestants: Mapping[str, Contestant]) -> 
                 keys = taken[0]
                 medians = {key: statistics.median(one[key] for one in taken) for key in keys}
                 if medians.get("MB"):
-                    copied = one_copy_gb_s(args.device, int(medians["MB"] * 1e6))
+                    copied = one_copy_gb_s(args.device, int(medians["MB"] * 1e6), args.gpus)
                     medians["one copy GB/s"] = copied
                 row: Row = {"tokens": length, "at once": at_once, "engine": name, **medians}
                 rows.append({**row, "rounds": taken, "equal": f"{num_equal} of {num_answers}"})
@@ -151,6 +155,7 @@ def arguments() -> argparse.Namespace:
     add("--gpus", nargs=2, default=["0", "1"], help="of the prefill and of the decode servers")
     add("--gpu-memory", type=float, default=0.18, help="share of a GPU for each server on it")
     add("--start-seconds", type=float, default=600.0, help="for a server to become ready")
+    add("--server-args", nargs=argparse.REMAINDER, default=[], help="for every vLLM; the last")
     add("--out", type=Path, help="write OUT.md and OUT.json")
     args = parser.parse_args()
     on_gpus_only = (IN_TREE_LAYOUT, OURS_HND)  # vLLM's attention on CPUs takes one layout
@@ -180,6 +185,7 @@ def main() -> int:
             gpus=args.gpus,
             gpu_memory=args.gpu_memory,
             start_seconds=args.start_seconds,
+            server_args=args.server_args,
         )
         with started(setup, args.engines) as contestants:
             rows = measure(args, contestants)

@@ -20,7 +20,10 @@ from vllm_commext.testing.tiny_model import write_tiny_model, write_tokenizer
 PLAIN, IN_TREE, IN_TREE_LAYOUT, OURS = "plain", "vLLM's", "vLLM's, BLHNC", "ours"
 OURS_HND = "ours, HND"
 """Ours in the layout that it asked for before vLLM had others."""
-NAMES = (PLAIN, IN_TREE, IN_TREE_LAYOUT, OURS_HND, OURS)
+OURS_SAMPLING = "ours, D samples all"
+"""Ours with every first token sampled by the decode server."""
+_ALL_OURS = (OURS_HND, OURS_SAMPLING, OURS)
+NAMES = (PLAIN, IN_TREE, IN_TREE_LAYOUT, *_ALL_OURS)
 LAYOUTS: Mapping[str, str] = {IN_TREE_LAYOUT: "BLHNC", OURS_HND: "HND"}
 EIGHT_BILLION: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -48,7 +51,7 @@ class Setup:
     """What all servers of a run have in common.
 
     ``gpus``: of the prefill (or plain) and of the decode server; ``gpu_memory``: share of a GPU's
-    memory for each of the servers on it.
+    memory for each of the servers on it; ``server_args``: for every vLLM.
     """
 
     device: str
@@ -58,6 +61,7 @@ class Setup:
     gpus: Sequence[str]
     gpu_memory: float
     start_seconds: float
+    server_args: Sequence[str] = ()
 
 
 def write_model(setup: Setup) -> tuple[Path, list[str]]:
@@ -73,14 +77,14 @@ def write_model(setup: Setup) -> tuple[Path, list[str]]:
 
 def _server(setup: Setup, name: str, role: str, model: Path, options: Sequence[str]) -> VllmServer:
     environ: dict[str, str] = {"VLLM_COMMEXT": "0"}
-    if name in (OURS, OURS_HND):
+    if name in _ALL_OURS:
         environ = {"VLLM_COMMEXT_STRICT": "1"}
     if name in LAYOUTS:
         environ["VLLM_KV_CACHE_LAYOUT"] = LAYOUTS[name]
     config: dict[str, Any] | None = None
     if name != PLAIN:
         port = free_port()
-        ours = name in (OURS, OURS_HND)
+        ours = name in _ALL_OURS
         environ |= {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
@@ -91,7 +95,10 @@ def _server(setup: Setup, name: str, role: str, model: Path, options: Sequence[s
             "kv_load_failure_policy": "fail",
             "kv_buffer_device": setup.device,
         }
+        if name == OURS_SAMPLING:
+            config["kv_connector_extra_config"] = {"first_token_from_prefill": False}
     args = ["--served-model-name", cluster.MODEL_NAME, "--no-enable-prefix-caching", *options]
+    args += setup.server_args
     args += ["--max-model-len", str(setup.max_tokens), "--max-num-seqs", str(setup.concurrency)]
     if setup.device == "cuda":
         args += ["--gpu-memory-utilization", str(setup.gpu_memory)]
@@ -110,8 +117,10 @@ def _server(setup: Setup, name: str, role: str, model: Path, options: Sequence[s
 
 @contextmanager
 def started(setup: Setup, names: Sequence[str]) -> Iterator[dict[str, Contestant]]:
-    """All servers, ready; one after the other, for each looks at how much memory is free."""
+    """All servers, ready; one after the other on a GPU, for each looks at how much memory is
+    free."""
     model, options = write_model(setup)
+    is_shared = setup.device == "cuda" and setup.gpus[0] == setup.gpus[1]
     with ExitStack() as stack:
         contestants: dict[str, Contestant] = {}
         for name in names:
@@ -120,7 +129,10 @@ def started(setup: Setup, names: Sequence[str]) -> Iterator[dict[str, Contestant
                 servers[role] = _server(setup, name, role, model, options)
                 stack.callback(servers[role].stop)
                 servers[role].start()
-                print(f"{name}, {role}: {servers[role].wait_ready():.0f} s to start", flush=True)
+                if is_shared:
+                    servers[role].wait_ready()
+            for role, server in servers.items():
+                print(f"{name}, {role}: {server.wait_ready():.0f} s to start", flush=True)
             contestants[name] = Contestant(
                 servers["plain" if name == PLAIN else "decode"].url, {**servers}
             )
@@ -129,8 +141,13 @@ def started(setup: Setup, names: Sequence[str]) -> Iterator[dict[str, Contestant
 
 def read_figures(name: str, added: Metrics) -> dict[str, float]:
     """What a decode server's metrics say of the reads between two readings, a request at a time:
-    milliseconds to post and to end, bytes, descriptors as NIXL moved them."""
-    if name in (OURS, OURS_HND):
+    milliseconds to post and to end, bytes, descriptors as NIXL moved them; of ours, how many first
+    tokens came from the prefill server."""
+    from_prefill: dict[str, float] = {}
+    if name in _ALL_OURS:
+        requests = added.total(f"{_OURS}first_tokens_total")
+        of_prefill = added.total(f"{_OURS}first_tokens_total", way="prefill")
+        from_prefill["first from P %"] = 100 * of_prefill / requests if requests else 0.0
         count = added.total(f"{_OURS}transfer_seconds_count")
         seconds, post = (added.total(f"{_OURS}{what}_seconds_sum") for what in ("transfer", "post"))
         num_bytes = added.total(f"{_OURS}bytes_total")
@@ -149,4 +166,5 @@ def read_figures(name: str, added: Metrics) -> dict[str, float]:
         "MB": num_bytes * share / 1e6,
         "descriptors": descriptors * share,
         "GB/s": num_bytes / seconds / 1e9 if seconds else 0.0,
+        **from_prefill,
     }

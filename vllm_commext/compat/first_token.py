@@ -1,0 +1,166 @@
+"""Answers requests with the first tokens that prefill engines have sampled, before their KV caches
+are loaded.
+
+vLLM has no way to give a request a token that the engine did not compute.  Before a step of the
+engine the token is therefore sent to the client as vLLM would send it, through the engine's queue
+of outputs, and becomes the last token of the request's prompt with one token fewer to generate:
+the scheduler then asks the connector for the prompt, as always, and computes this token's position
+when the blocks are there.  Whether the token ends the answer (end of sequence, stop token, length)
+is decided by vLLM's own function, on the request as it would be after sampling that token.
+
+vLLM's policy for failed loads does not apply to a request whose client has its first token: it is
+computed here, like after a preemption.  The worker side keeps such a failure from vLLM, and the
+scheduler learns of it here, in the words in which it notes failures under the policy ``recompute``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.utils import check_stop
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import RequestStatus
+
+from vllm_commext.compat.kv_connector import transfer_results_class
+from vllm_commext.nixl.first_token import ENGINE, OFF, PREFILL, Sampler, facts_digest
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+_LOGITS_PROCESSORS = "vllm.logits_processors"
+
+
+def sampler_of(
+    vllm_config: VllmConfig, facts: Callable[[], Mapping[str, str]], *, is_on: bool
+) -> Sampler:
+    """What this engine's first tokens follow from beside the prompt and a request's parameters.
+
+    Args:
+        vllm_config: the engine's configuration.
+        facts: gives what peers compare of it; called where a token can be used.
+        is_on: the user lets first tokens come from prefill engines.
+    """
+    if not is_on:
+        return Sampler(refusal=OFF)
+    if _samples_otherwise(vllm_config):
+        return Sampler(refusal=ENGINE)
+    num_tokens = vllm_config.model_config.get_vocab_size()
+    return Sampler(digest=facts_digest(facts()), num_tokens=num_tokens, refusal="")
+
+
+def _samples_otherwise(vllm_config: VllmConfig) -> bool:
+    """Whether something beside vLLM's own sampler, or more than a token, makes an answer here."""
+    model: Any = vllm_config.model_config
+    return bool(
+        model is None
+        # vLLM before 0.30 hears of failed loads by their blocks, and computes into them at once.
+        or transfer_results_class() is None
+        or vllm_config.speculative_config is not None
+        or getattr(vllm_config, "watermark_config", None) is not None
+        or getattr(vllm_config, "diffusion_config", None) is not None
+        or getattr(model, "return_sampling_mask", False)
+        or getattr(model, "enable_return_routed_experts", False)
+        or model.logits_processors
+        or importlib.metadata.entry_points(group=_LOGITS_PROCESSORS)
+    )
+
+
+class Source(Protocol):
+    """The connector's scheduler side, as far as it is asked here."""
+
+    def take_first_tokens(self) -> Iterable[tuple[Request, int]]:
+        """New requests whose first tokens are there."""
+        ...
+
+    def note_first_token(self, request: Request, way: str) -> None:
+        """Where a request's first token comes from."""
+        ...
+
+    def take_unread(self) -> Iterable[str]:
+        """Requests that have to be computed here, as their loads have failed."""
+        ...
+
+
+class FirstTokens:
+    """What is done for first tokens before each step of an engine.
+
+    Args:
+        source: says which tokens there are.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def before_step(self, core: Any) -> None:
+        """Send what first tokens there are; ``core`` is vLLM's ``EngineCoreProc``."""
+        for request_id in self._source.take_unread():
+            _compute_here(core.scheduler, request_id)
+        for request, token in self._source.take_first_tokens():
+            is_new = _is_new(core.scheduler, request)
+            self._source.note_first_token(request, PREFILL if is_new else ENGINE)
+            if is_new:
+                _send(core, request, token)
+
+
+def _is_new(scheduler: Any, request: Request) -> bool:
+    """Whether a request is as it came in, and may begin."""
+    return (
+        scheduler.requests.get(request.request_id) is request
+        and request.status == RequestStatus.WAITING
+        and request.num_computed_tokens == 0
+        and request.num_output_tokens == 0
+        and scheduler.pause_state == PauseState.UNPAUSED
+        and getattr(scheduler, "aux_output_connector", None) is None
+    )
+
+
+def _send(core: Any, request: Request, token: int) -> None:
+    """Let a new request have generated ``token``, and tell its client."""
+    scheduler = core.scheduler
+    if scheduler.log_stats:
+        request.record_event(EngineCoreEventType.SCHEDULED)
+    stats = request.take_prefill_stats()
+    if stats is not None:
+        num_prompt = request.num_prompt_tokens
+        stats.set(num_prompt, num_local_cached_tokens=0, num_external_cached_tokens=num_prompt)
+    request.append_output_token_ids(token)
+    if check_stop(request, scheduler.max_model_len):
+        # The scheduler ends what it does not know to have ended.
+        status, request.status = request.status, RequestStatus.WAITING
+        scheduler.finish_requests(request.request_id, status)
+    else:
+        _continue_prompt(request)
+    output = EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[token],
+        finish_reason=request.get_finished_reason(),
+        stop_reason=request.stop_reason,
+        events=request.take_events(),
+        trace_headers=request.trace_headers,
+        prefill_stats=stats,
+    )
+    outputs = {request.client_index: EngineCoreOutputs(outputs=[output])}
+    attach_weight_version = getattr(core, "_attach_weight_version", None)  # vLLM 0.32 and newer
+    if attach_weight_version is not None:
+        attach_weight_version(outputs)
+    for pair in outputs.items():
+        core.output_queue.put_nowait(pair)
+
+
+def _continue_prompt(request: Any) -> None:
+    """Make the one token that a request has generated the last one of its prompt."""
+    request.prompt_token_ids = [*request.prompt_token_ids, request._output_token_ids.pop()]
+    request.num_prompt_tokens += 1
+    request.max_tokens -= 1
+
+
+def _compute_here(scheduler: Any, request_id: str) -> None:
+    """Have a request computed whose load has failed, whatever the policy."""
+    request = scheduler.requests.get(request_id)
+    if request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+        request.num_computed_tokens = 0
+        scheduler.failed_recving_kv_req_ids.add(request_id)

@@ -1,0 +1,199 @@
+"""Whether the token that a prefill engine sampled after a prompt is the decode engine's first one.
+
+A prefill engine samples one token to end its request; it has always been thrown away, and the
+decode engine computed the last prompt token once more to sample it anew.  Here the prefill engine
+hands it over, and the decode engine answers with it as soon as the request arrives, loads the KV
+cache of all N prompt tokens, and goes on with the second token.
+
+Why that is exact.  The first token is drawn from a distribution that follows from the model, the
+prompt, what the engine does to the logits, and the request's own parameters.
+
+- Model: ``Sampler.digest`` covers every fact of the engine that peers compare.  It travels with the
+  token, since the token is used before the engines have shaken hands.
+- Prompt: the parameters are bound to it token by token, adapter and salt included; the caller has
+  compared them.  Images and embeddings go the usual way, and so does what continues a session.
+- Logits: an engine that speculates, that watermarks or that has logits processors of its own
+  neither offers a token nor uses one.
+- Parameters: everything that a request can ask for beside temperature, top-p, top-k and min-p goes
+  the usual way, also what a later vLLM may add.  These four must be the same in both engines.  What
+  decides where an answer ends (``max_tokens``, stop strings and tokens, ``ignore_eos``) decides
+  nothing about its first token, and is the decode engine's.
+
+A greedy token is then the one that a single engine computes, and a token drawn without a seed is a
+draw from the same distribution, independent of the later ones.  With a seed the second token
+depends on the state that drawing the first one leaves in the request's generator, which the decode
+engine would not have: such requests go the usual way.  So do the samples of one request with
+``n`` above 1, which must be independent of one another.  After the first token a decode engine's
+scheduler takes it for the last token of the prompt, which no remaining parameter can tell.
+
+Pure: looks at vLLM's requests, imports nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from vllm_commext.nixl.wire.params import Handle
+
+PREFILL = "prefill"
+OFF = "off"
+ENGINE = "engine"
+NOT_OFFERED = "not_offered"
+DIFFERS = "differs"
+SEEDED = "seeded"
+LOGPROBS = "logprobs"
+GRAMMAR = "grammar"
+PENALTIES = "penalties"
+LOGIT_RULES = "logit_rules"
+MIN_TOKENS = "min_tokens"
+SAMPLES = "samples"
+PROMPT = "prompt"
+OTHER = "other"
+WAYS = (
+    PREFILL,
+    OFF,
+    ENGINE,
+    NOT_OFFERED,
+    DIFFERS,
+    SEEDED,
+    LOGPROBS,
+    GRAMMAR,
+    PENALTIES,
+    LOGIT_RULES,
+    MIN_TOKENS,
+    SAMPLES,
+    PROMPT,
+    OTHER,
+)
+"""Where first tokens come from: the prefill engine, or this engine for one of the other reasons."""
+
+GREEDY = "greedy"
+_DRAWN_BY = ("temperature", "top_p", "top_k", "min_p")
+_REASONS = {
+    "n": SAMPLES,
+    "seed": SEEDED,
+    "logprobs": LOGPROBS,
+    "prompt_logprobs": LOGPROBS,
+    "prompt_logprob_token_ids": LOGPROBS,
+    "logprob_token_ids": LOGPROBS,
+    "structured_outputs": GRAMMAR,
+    "presence_penalty": PENALTIES,
+    "frequency_penalty": PENALTIES,
+    "repetition_penalty": PENALTIES,
+    "repetition_detection": PENALTIES,
+    "logit_bias": LOGIT_RULES,
+    "allowed_token_ids": LOGIT_RULES,
+    "bad_words": LOGIT_RULES,
+    "min_tokens": MIN_TOKENS,
+}
+"""What a parameter that is not at its default means; any other one is ``OTHER``."""
+_WITHOUT_EFFECT = {
+    # Where an answer ends.
+    *("max_tokens", "stop", "stop_token_ids", "ignore_eos", "_eos_token_id", "_all_stop_token_ids"),
+    # How it is written out.
+    *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind"),
+    *("include_stop_str_in_output", "output_text_buffer_length", "stream_interval"),
+    # What plugins read, which an engine has or has not, and bookkeeping.
+    *("extra_args", "skip_clone", "flat_logprobs", "truncate_prompt_tokens"),
+}
+# vLLM names the samples of one request after their number.
+_SAMPLE = re.compile(r"\d+_")
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """What an engine's first tokens follow from beside the prompt and a request's own parameters.
+
+    Attributes:
+        digest: of the engine's facts, hexadecimal.
+        num_tokens: tokens of the model's vocabulary.
+        refusal: the way on which all of this engine's first tokens go, "" to look at each request.
+    """
+
+    digest: str = ""
+    num_tokens: int = 0
+    refusal: str = ENGINE
+
+
+def facts_digest(facts: Mapping[str, str]) -> str:
+    """Digest of an engine's facts, 16 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def offer(own: Sampler, request: Request) -> tuple[int, str]:
+    """What a prefill engine hands over of a finished request: the first token that it sampled, and
+    what that token was drawn by; (-1, "") where another engine could not use it."""
+    tokens = request.output_token_ids
+    if own.refusal or not len(tokens) or _reason(request):
+        return -1, ""
+    return tokens[0], _drawn_by(own, request.sampling_params)
+
+
+def way_of(own: Sampler, handle: Handle, request: Request) -> str:
+    """The way on which a request gets its first token, one of ``WAYS``.
+
+    Args:
+        own: the decode engine's.
+        handle: what the prefill engine hands over, compared with the request's prompt.
+        request: the request.
+    """
+    reason = own.refusal or _reason(request)
+    if reason:
+        return reason
+    if handle.first_token < 0:
+        return NOT_OFFERED
+    # A shorter prompt, of which this one is a continuation, is followed by another token.
+    is_same = handle.remote.num_tokens == request.num_prompt_tokens
+    is_same = is_same and handle.sampling == _drawn_by(own, request.sampling_params)
+    return PREFILL if is_same else DIFFERS
+
+
+def _reason(request: Request) -> str:
+    """Why the request's first token follows from more than is compared, "" where it does not."""
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return PROMPT
+    if request.mm_features or request.resumable:
+        return PROMPT
+    if _SAMPLE.match(request.request_id):
+        return SAMPLES
+    if request.sampling_params is None:
+        return OTHER
+    reasons = {_REASONS.get(name, OTHER) for name in _unusual(request.sampling_params)}
+    # The order of WAYS, so that the same parameters are always counted as the same.
+    return next((way for way in WAYS if way in reasons), "")
+
+
+def _unusual(params: Any) -> list[str]:
+    """Names of the parameters that are not at their defaults and not known to have no effect."""
+    return [
+        field.name
+        for field in msgspec.structs.fields(params)
+        if field.name not in _WITHOUT_EFFECT
+        and field.name not in _DRAWN_BY
+        and not _is_default(field, getattr(params, field.name))
+    ]
+
+
+def _is_default(field: msgspec.structs.FieldInfo, value: Any) -> bool:
+    """Whether a parameter is at its default, of which nothing at all is another form."""
+    if value is None or value is False or (isinstance(value, (list, set, dict)) and not value):
+        return True
+    return isinstance(value, (bool, int, float, str)) and bool(value == field.default)
+
+
+def _drawn_by(own: Sampler, params: Any) -> str:
+    """What a token is drawn by, as text that is equal exactly where all of it is."""
+    if params.temperature == 0:
+        return f"{own.digest} {GREEDY}"
+    values = (f"{name}={getattr(params, name)!r}" for name in _DRAWN_BY)
+    return " ".join((own.digest, *values))
