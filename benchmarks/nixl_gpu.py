@@ -186,6 +186,7 @@ def main() -> None:
     agent, memory = agent_on(0, params)
     metadata, address = ours.recv()
     name = agent.add_peer(metadata)
+    agent.connect(name)
     rows = measure(agent, name, memory.data_ptr(), address, memory)
     about = {
         "gpu": torch.cuda.get_device_name(0),

@@ -7,16 +7,21 @@ that time are what is printed, first while nothing is held, then after a prefill
 fetches. After each such time both are sent short requests in turn: what holding adds to their
 latency is the second figure.
 
-    python benchmarks/nixl_idle.py --rounds 3 --seconds 10
+With ``--releases N``, at last and alone, the milliseconds from a reader's release to the scheduler
+of an engine of ours that only holds.
+
+    python benchmarks/nixl_idle.py --rounds 3 --seconds 10 --releases 100
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -100,7 +105,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0, help="of silence in a round")
+    parser.add_argument("--releases", type=int, default=0)
     args = parser.parse_args()
+    # Beside this file lies nixl.py, which is not the package of that name.
+    folder = Path(__file__).resolve().parent
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != folder]
+    sys.path.append(str(folder.parent))
+    from benchmarks.nixl_parts import releases
+
     folder = Path(tempfile.mkdtemp(prefix="nixl-idle-"))
     model = write_tiny_model(folder / "model")
     with ExitStack() as stack:
@@ -109,6 +121,7 @@ def main() -> None:
             server.wait_ready()
             complete(server.url, cluster.MODEL_NAME, list(range(40, 90)))
         cores, waits = measure(servers, args.rounds, args.seconds)
+    taken = sorted(releases.measure(model, folder, args.releases)) if args.releases else []
     print(f"vLLM {vllm.__version__}, {os.cpu_count()} cores, {platform.machine()}")
     print("| connector | state | cores used, median | each round | short request, ms, median |")
     print("|---|---|---|---|---|")
@@ -118,7 +131,12 @@ def main() -> None:
             latency = statistics.median(waits[state][name])
             median = statistics.median(values)
             print(f"| {name} | {state} | {median:.3f} | {each} | {latency:.1f} |")
-    print(json.dumps({"cores": cores, "milliseconds": waits}))
+    if taken:
+        print(
+            f"release to scheduler, {len(taken)}: median {statistics.median(taken):.1f} ms, 99th "
+            f"percentile {taken[math.ceil(0.99 * len(taken)) - 1]:.1f}, largest {taken[-1]:.1f}"
+        )
+    print(json.dumps({"cores": cores, "milliseconds": waits, "releases": taken}))
 
 
 if __name__ == "__main__":

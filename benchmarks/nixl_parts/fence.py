@@ -120,6 +120,7 @@ def _alone(source: peer.Source, transport: str, count: int) -> Iterator[Sample]:
     agent, scratch = NixlAgent(peer.config(1)), np.zeros(1 << 16, dtype=np.uint8)
     agent.register([(scratch.ctypes.data, scratch.nbytes)], "DRAM", 0)
     name = agent.add_peer(described.agent_metadata)
+    agent.connect(name)
     num_slots = described.num_fence_slots
     fences = agent.prepare_fences(name, described.fence_address, num_slots)
     for number in range(-2, count):

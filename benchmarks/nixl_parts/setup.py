@@ -58,6 +58,7 @@ class Bench:
         self.prefill.register([r for one in everything for r in memory_ranges(one)], "DRAM", 0)
         self.agent.register(memory_ranges(self.caches), "DRAM", 0)
         self.name = self.agent.add_peer(self.prefill.metadata())
+        self.agent.connect(self.name)
         self.layout = our_layout(shape, self.caches, Rank(1, 0))
         self.layouts = {
             tp_size: [our_layout(shape, one, Rank(tp_size, r)) for r, one in enumerate(ranks)]

@@ -54,6 +54,7 @@ from vllm_commext.nixl.vllm_cache import groups_of
 BLOCK = 4
 NUM_BLOCKS = 60
 MAX_TOKENS = 128
+NUM_GUESSES = 3
 TAG_BYTES = 8
 BASE = 1 << 20
 TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -94,9 +95,16 @@ def first_attended(spec: KVCacheSpec, token: int) -> int:
 
 @dataclass(frozen=True)
 class Model:
-    """The specifications of a model's groups, and how many tokens vLLM keeps blocks for at once."""
+    """The specifications of a model's groups.
+
+    Attributes:
+        specs: one a group.
+        drafts: groups that hold layers of an EAGLE draft, of whose prefix-cache hits vLLM drops the
+            last block; none without a draft.
+    """
 
     specs: Sequence[KVCacheSpec]
+    drafts: Sequence[int] = ()
 
     @property
     def caches_prefixes(self) -> bool:
@@ -121,6 +129,8 @@ class Model:
     def cache(self) -> KVCacheConfig:
         """vLLM's description of the same."""
         groups = [KVCacheGroupSpec([f"layer{n}"], spec) for n, spec in enumerate(self.specs)]
+        for number in self.drafts:
+            groups[number].is_eagle_group = True
         return KVCacheConfig(NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
@@ -174,6 +184,7 @@ class Engine:
             scheduler_block_size=BLOCK if model.caches_prefixes else MAX_TOKENS,
             hash_block_size=BLOCK,
             enable_caching=model.caches_prefixes,
+            use_eagle=bool(model.drafts),
         )
 
     def prefill(self, request: Request, tokens_a_step: int) -> Mapping[str, Any] | None:
@@ -246,10 +257,14 @@ class Engine:
             begin = end
         return num_hit
 
-    def compute(self, request: Request, num_tokens: int) -> None:
-        """One step of a request."""
+    def compute(self, request: Request, num_right: int = NUM_GUESSES) -> None:
+        """One step of a request; with a draft also of its guesses, of which only the first
+        ``num_right`` stay computed."""
+        num_guesses = NUM_GUESSES if self.model.drafts else 0
+        num_tokens = request.num_tokens - request.num_computed_tokens + num_guesses
         self._allocate(request, num_tokens)
         self._step(request, num_tokens)
+        request.num_computed_tokens -= max(0, num_guesses - num_right)
 
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks away; it begins anew."""
@@ -259,7 +274,8 @@ class Engine:
 
     def _allocate(self, request: Request, *args: Any) -> None:
         self.manager.new_step_starts()
-        assert self.manager.allocate_slots(request, *args) is not None
+        more = {"num_lookahead_tokens": NUM_GUESSES} if self.model.drafts else {}
+        assert self.manager.allocate_slots(request, *args, **more) is not None
 
     def _step(self, request: Request, num_tokens: int) -> None:
         first = request.num_computed_tokens

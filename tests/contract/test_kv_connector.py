@@ -36,7 +36,7 @@ from vllm_commext.nixl import engine_facts
 from vllm_commext.nixl.config import ConnectorConfig, parse_config
 from vllm_commext.nixl.connector import CommextNixlConnector
 from vllm_commext.nixl.metrics.prometheus import CommextNixlStats
-from vllm_commext.nixl.metrics.recorder import TransferRecorder
+from vllm_commext.nixl.metrics.recorder import TransferRecorder, empty_data
 from vllm_commext.nixl.vllm_cache import groups_of
 
 VLLM = Version(vllm.__version__.split("+")[0])
@@ -163,6 +163,10 @@ def test_these_caches_are_served(specs: list[Any]) -> None:
         ([CROSS], ["CrossAttentionSpec", "NixlConnector"]),
         ([FULL, CROSS], ["CrossAttentionSpec"]),
         ([FULL, dataclasses.replace(MAMBA, mamba_cache_mode="all")], ["none or align", "'all'"]),
+        (
+            [FULL, dataclasses.replace(MAMBA, num_speculative_blocks=3)],
+            ["one state a request", "--speculative-config"],
+        ),
     ],
 )
 def test_other_caches_are_refused_by_name(specs: list[Any], words: list[str]) -> None:
@@ -240,6 +244,18 @@ def test_speculation_is_compared_only_where_it_has_a_kv_cache() -> None:
     assert eagle == {"eagle/m"}
     assert fact("eagle3", model="m") != fact("eagle", model="m") != fact("eagle", model="n")
     assert fact("custom_class", model="m") != "none"
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 3])
+def test_drafts_that_read_far_ahead_are_refused(
+    monkeypatch: pytest.MonkeyPatch, num_ahead: int
+) -> None:
+    monkeypatch.setattr(VllmConfig, "num_prefill_lookahead_tokens", num_ahead, raising=False)
+    if num_ahead <= 1:
+        engine_facts.check_supported(vllm_config(), cache_config(FULL), settings())
+        return
+    with pytest.raises(UnsupportedError, match="3 prompt tokens ahead.*num_speculative_tokens 1"):
+        CommextNixlConnector(vllm_config(), KVConnectorRole.SCHEDULER, cache_config(FULL))
 
 
 def test_another_buffer_device_is_refused_with_both_named() -> None:
@@ -327,7 +343,7 @@ def test_metrics_reach_prometheus() -> None:
     assert value("bytes_total", engine="0") == 0
 
 
-def test_gauges_add_up_over_workers_and_keep_the_last_value_of_each() -> None:
+def test_gauges_add_up_over_workers_and_stay_until_the_next_ones() -> None:
     registry = CollectorRegistry()
     types: dict[Any, Any] = {
         kind: functools.partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)
@@ -336,25 +352,22 @@ def test_gauges_add_up_over_workers_and_keep_the_last_value_of_each() -> None:
         vllm_config(), types, ["engine"], {0: ["0"], 1: ["1"]}
     )
 
-    def show(source: str, engine: int = 0, **values: float) -> None:
-        recorder = TransferRecorder()
-        recorder.gauges(source, {"peers/" + k if k == "ready" else k: v for k, v in values.items()})
-        metrics.observe(recorder.take() or {}, engine_idx=engine)
+    def show(engine: int = 0, **sources: dict[str, float]) -> None:
+        metrics.observe({**empty_data(), "gauges": sources}, engine_idx=engine)
 
     def value(name: str, engine: str = "0", **more: str) -> float | None:
         labels = {"engine": engine, **more}
         return registry.get_sample_value(f"vllm:commext_nixl_{name}", labels)
 
     assert value("held_requests") == value("quarantined_blocks") == 0
-    show("worker 0", held_requests=2, ready=1)
-    show("worker 1", held_requests=3, ready=1)
-    show("scheduler", quarantined_blocks=8)
-    show("worker 0", engine=1, held_requests=9)
-    assert value("held_requests") == 5
+    reading = {"transfers_in_flight": 2.0, "peers/ready": 1.0}
+    show(one=reading, two={**reading, "transfers_in_flight": 3.0}, three={"held_requests": 8.0})
+    show(engine=1, one={"held_requests": 9.0})
+    show()
+    assert value("transfers_in_flight") == 5
     assert value("peers", state="ready") == 2
-    assert value("quarantined_blocks") == 8
-    show("worker 0", held_requests=0, ready=1)
-    show("scheduler", quarantined_blocks=0)
-    assert value("held_requests") == 3
-    assert value("quarantined_blocks") == 0
+    assert value("held_requests") == 8
+    show(one=reading, two={**reading, "transfers_in_flight": 0.0}, three={"held_requests": 0.0})
+    assert value("transfers_in_flight") == 2
+    assert value("held_requests") == 0
     assert value("held_requests", "1") == 9

@@ -14,6 +14,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_commext.compat.kv_connector import transfer_results_class
+from vllm_commext.nixl import scheduler
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.wire import messages as wire
 
@@ -223,15 +224,18 @@ ALTERED: dict[str, Any] = {
     "remote_fence_slot": 1,
     "remote_fence_nonce": "0" * 16,
     "remote_prompt": {"tokens": "0" * 64},
+    "remote_first_token": 6,
+    "remote_sampling": "0123 greedy, too",
     "remote_seal": "0" * 64,
     "remote_protocol": 3,
 }
 
 
 def test_with_a_secret_no_parameter_can_be_altered(
-    make_engine: Callable[..., Engine], secret: dict[str, str]
+    make_engine: Callable[..., Engine], secret: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = make_engine("kv_producer", **secret), make_engine("kv_consumer", **secret)
+    monkeypatch.setattr(scheduler, "offer", lambda own, request: (5, "0123 greedy"))
     params = prefilled(prefill, request_of("there", TO_PREFILL))
     assert set(params) - set(ALTERED) == {"do_remote_prefill", "do_remote_decode", "transfer_mode"}
     assert refusal(decode, request_of("r", params)) == ""

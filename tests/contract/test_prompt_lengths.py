@@ -9,6 +9,7 @@ from engine_in_memory import (
     BLOCK,
     FULL_SPEC,
     LATENT_SPEC,
+    NUM_GUESSES,
     STATE_SPEC,
     TO_PREFILL,
     Engine,
@@ -33,6 +34,15 @@ MODELS = {
     "state": Model([FULL_SPEC, STATE_SPEC]),
     "state in every block": Model([FULL_SPEC, ALIGNED_STATE_SPEC]),
     "state and window": Model([FULL_SPEC, sliding(8), STATE_SPEC]),
+    "full, with a draft": Model([FULL_SPEC], drafts=[0]),
+    **{
+        f"window of {size}, with a draft": Model([FULL_SPEC, sliding(size)], drafts=[0])
+        for size in (5, 8)
+    },
+    "window alone, with a draft in it": Model([sliding(8)], drafts=[0]),
+    "two windows, with drafts in all": Model(
+        [FULL_SPEC, sliding(6), sliding(11)], drafts=[0, 1, 2]
+    ),
 }
 LENGTHS = range(2, 6 * BLOCK + 2)
 TOKENS_A_STEP = (1000, 3)
@@ -84,8 +94,9 @@ def check_length(
     most = length if decode.model.keeps_every_token else length - 1
     assert num_loaded == max(0, most - num_hit)
     for more in range(MORE_TOKENS):
-        decode.compute(request, request.num_tokens - request.num_computed_tokens)
-        request.append_output_token_ids(more)
+        num_right = more % (NUM_GUESSES + 1) if decode.model.drafts else 0
+        decode.compute(request, num_right)
+        request.append_output_token_ids([more] * (num_right + 1))
     again = request_of(f"again{length}", length)
     decode.compute_prompt(again, tokens_a_step)
     assert prefill.faults == []
@@ -101,7 +112,8 @@ def test_a_preempted_request_computes_its_prompt_here(engines: tuple[Engine, Eng
     first = request_of("p", length, TO_PREFILL)
     request = request_of("d", length, prefill.prefill(first, BLOCK))
     decode.load(request, prefill)
-    decode.compute(request, request.num_tokens - request.num_computed_tokens)
+    decode.compute(request, num_right=0)
+    request.append_output_token_ids(1)
     decode.preempt(request)
     decode.memory.fill(-1)
     decode.manager.reset_prefix_cache()

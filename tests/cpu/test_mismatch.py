@@ -2,6 +2,7 @@
 followed, and both go on serving."""
 
 import random
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import scrape, wait_for_added
-from vllm_commext.testing.parity import CompletionError, compare, complete
+from vllm_commext.testing.parity import CompletionError, compare, complete, prefill
 from vllm_commext.testing.servers import Server, ServerEndedError, VllmServer
 
 LOG_SECONDS = 30
@@ -18,6 +19,7 @@ LOG_SECONDS = 30
 LEASE_SECONDS = 5
 PREFILL = "prefill"
 FAILURES = "vllm:commext_nixl_failures_total"
+HELD = "vllm:commext_nixl_held_requests"
 # What differs, and what the message must give.
 FACTS = {
     "model": ("configurations differ", ("model:", "dtype:")),
@@ -145,3 +147,23 @@ def test_a_missing_nixl_ends_the_server_with_the_remedy(refused: dict[str, VllmS
     line = refused["no-nixl"].wait_for_log("CommextNixlConnector needs NIXL", 0)
     assert "libucp.so.0 is not there" in line
     assert "pip install" in line
+
+
+def test_a_prefill_that_is_sent_to_no_decode_engine_ends_with_its_lease(
+    servers: dict[str, VllmServer],
+) -> None:
+    """A router that gives up between its two steps."""
+    server = servers[PREFILL]
+    before = scrape(server.url)
+    name = prefill(server.url, cluster.MODEL_NAME, list(range(100)))["remote_request_id"]
+    line = f"request {name}: its blocks were kept for"
+    server.wait_for_log(line, LOG_SECONDS)
+    wait_for_added(server.url, before, "vllm:commext_nixl_expired_requests_total", 1, LOG_SECONDS)
+    deadline = time.monotonic() + LOG_SECONDS
+    while True:
+        found = scrape(server.url)
+        left = found.total(HELD), found.total("vllm:kv_cache_usage_perc")
+        if left == (0.0, 0.0):
+            break
+        assert time.monotonic() < deadline, f"held requests, share of the cache in use: {left}"
+        time.sleep(0.1)

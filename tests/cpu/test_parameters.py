@@ -1,5 +1,6 @@
 """Request parameters between real servers: mixed up, altered, and with every kind of request that
-touches them, through our proxy and through a plain router that passes everything on.
+touches them, through our proxy, through a plain router that passes everything on, and as known
+routers send them.
 
 A plain server without this package is the reference.  The decode server recomputes what it cannot
 load, so that every answer can be compared: one that came from another prompt's KV would differ.
@@ -11,13 +12,16 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import first_tokens
 import httpx
 import pytest
+from router_requests import ROUTERS, text_of
 
+from vllm_commext.nixl.wire.params import read_params, write_params
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import Metrics, scrape, wait_for_added
 from vllm_commext.testing.parity import PREFILL_PARAMS, Completion, compare, complete, prefill
@@ -267,3 +271,73 @@ def test_every_kind_of_request_is_answered_as_by_one_server(
         at_least = abs(num_blocks)
         read = servers.added(before, BLOCKS, at_least=at_least).total(BLOCKS)
         assert read >= at_least if num_blocks < 0 else read == num_blocks, json.dumps(body)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["at once", "stream"])
+@pytest.mark.parametrize("kind", first_tokens.KINDS)
+def test_a_first_token_from_the_prefill_server_is_that_of_one_server(
+    servers: Servers, kind: str, stream: bool
+) -> None:
+    path, changes, way = first_tokens.KINDS[kind]
+    body = {**body_of(path, {"logprobs": None}), **changes}
+    before = scrape(servers.decode.url)
+    got = first_tokens.told(servers.proxy.url, path, body, stream=stream)
+    assert got == first_tokens.told(servers.plain.url, path, body, stream=stream)
+    ways = servers.added(before, first_tokens.FIRST_TOKENS, at_least=1)
+    assert ways.total(first_tokens.FIRST_TOKENS) == 1
+    assert ways.total(first_tokens.FIRST_TOKENS, way=way) == 1, ways
+
+
+def test_another_first_token_is_another_answer(servers: Servers) -> None:
+    """The control of the test above: the token is used, and a wrong one shows."""
+    body = body_of(COMPLETIONS, {"logprobs": None})
+    expected = ask(servers.plain, COMPLETIONS, body)["choices"][0]["token_ids"]
+    secret = SECRET["COMMEXT_NIXL_SECRET"].encode()
+    handle = read_params(servers.prefilled(body["prompt"]), secret)
+    assert handle.first_token == expected[0]
+    wrong = replace(handle, first_token=(expected[0] + 1) % 256)
+    params = write_params(wrong, secret)
+    got = ask(servers.decode, COMPLETIONS, {**body, "kv_transfer_params": params})
+    assert got["choices"][0]["token_ids"][0] == wrong.first_token
+    # Nothing of it stays: the prompt's own cache answers the same request right.
+    again = ask(servers.decode, COMPLETIONS, body)
+    assert again["choices"][0]["token_ids"] == expected
+    altered = {**params, "remote_first_token": expected[0]}
+    start = len(servers.decode.log_text())
+    assert ask(servers.decode, COMPLETIONS, {**body, "kv_transfer_params": altered})
+    assert "or altered" in servers.decode.wait_for_log("KV cache not loaded", LOG_SECONDS, start)
+
+
+ROUTED = {
+    "a completion": (COMPLETIONS, {"min_tokens": 1}),
+    "a streamed chat": (
+        CHAT,
+        {"stream": True, "stream_options": {"include_usage": True}, "max_completion_tokens": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("kind", ROUTED)
+def test_the_requests_of_known_routers_are_answered_with_the_cache_of_the_prefill_server(
+    servers: Servers, name: str, kind: str
+) -> None:
+    path, changes = ROUTED[kind]
+    body = body_of(path, changes)
+    before = scrape(servers.decode.url)
+    got = ROUTERS[name](servers.prefill.url, servers.decode.url, path, body)
+    plain = {**body, "stream": False}
+    plain.pop("stream_options", None)
+    expected = ask(servers.plain, path, plain)["choices"]
+    assert text_of(got) == text_of(expected) != ""
+    assert servers.added(before, BLOCKS, at_least=4).total(BLOCKS) == 4
+
+
+def test_with_a_secret_a_router_may_not_write_another_host(servers: Servers) -> None:
+    prompt = new_prompt()
+    expected, params = servers.reference(prompt), servers.prefilled(prompt)
+    start = len(servers.decode.log_text())
+    assert params["remote_host"] != "localhost"
+    got = servers.decoded(prompt, {**params, "remote_host": "localhost"})
+    assert compare(expected, got, ATOL).equal
+    assert "or altered" in servers.decode.wait_for_log("KV cache not loaded", LOG_SECONDS, start)

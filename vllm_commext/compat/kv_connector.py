@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.request import Request
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -20,6 +20,17 @@ _MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 _MAX_UNSPLIT_TOKENS = 64
 """Blocks of up to as many tokens are taken whole by every attention backend for CUDA; vLLM splits
 none whose neighbours in memory belong to other layers."""
+
+
+def config_file_of(model: ModelConfig) -> dict[str, Any] | None:
+    """The content of the model's ``config.json``; None where it has none that can be read."""
+    from transformers import PretrainedConfig
+
+    try:
+        found, _ = PretrainedConfig.get_config_dict(model.model, revision=model.revision)
+    except Exception:  # noqa: BLE001 - other kinds of models raise whatever their files make it
+        return None
+    return found or None
 
 
 def transfer_results_class() -> type[Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,8 @@ class ConnectorConfig:
             otherwise keep a core busy. What arrives wakes it, save where UCX misses an event.
         handshake_timeout: bound on the exchange with a peer that is new to this worker.
         peer_idle_timeout: a prefill worker that no request has needed for as long is forgotten.
+        peers: side channels of prefill engines to connect to before the first request, as
+            ``host:port``; see ``introductions``.
         max_peers: prefill workers that one worker knows at a time; the one that was needed least
             recently makes room.
         transfer_timeout: a load fails when nothing of it has arrived for as long, although it was
@@ -43,6 +46,8 @@ class ConnectorConfig:
         host_copy: let peers read from a copy of the cache in host memory and write to the device
             from there; for fabrics that do not reach the device's memory. It is also what
             ``kv_buffer_device: cpu`` means beside a cache on another device.
+        first_token_from_prefill: hand over the first token that was sampled after a prompt, and
+            answer with one that was handed over, where that is exact; see ``first_token``.
         transport_probe: measure, when the first peer is reached, how fast its cache can be read,
             and say so in the log.
     """
@@ -59,11 +64,13 @@ class ConnectorConfig:
     progress_interval: float = 0.02
     handshake_timeout: float = 10.0
     peer_idle_timeout: float = 1800.0
+    peers: tuple[str, ...] = ()
     max_peers: int = 128
     transfer_timeout: float = 60.0
     max_bytes_in_flight: int = 1 << 30
     host_copy: bool = False
     transport_probe: bool = True
+    first_token_from_prefill: bool = True
     side_channel_secret_file: str = ""
 
 
@@ -75,6 +82,14 @@ _SECONDS = (
     "handshake_timeout",
     "transfer_timeout",
     "peer_idle_timeout",
+)
+_ADDRESS = re.compile(r"(\[(?P<ipv6>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>\d{1,5})")
+_TOGGLES = (
+    "enforce_handshake_compat",
+    "require_fence",
+    "host_copy",
+    "transport_probe",
+    "first_token_from_prefill",
 )
 
 
@@ -108,8 +123,12 @@ def _checked(key: str, value: Any) -> Any:
     if key == "side_channel_port":
         in_range = _is_int(value) and 0 < value < 65536
         return _expect(key, value, in_range, "a port from 1 to 65535", int)
-    if key in ("enforce_handshake_compat", "require_fence", "host_copy", "transport_probe"):
+    if key in _TOGGLES:
         return _expect(key, value, isinstance(value, bool), "true or false", bool)
+    if key == "peers":
+        good = isinstance(value, (list, tuple)) and all(parse_address(one) for one in value)
+        expected = 'a list of side channels such as ["prefill-0:5600", "[fd00::7]:5600"]'
+        return _expect(key, value, good, expected, tuple)
     if key == "backend_params":
         named = isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
         return _expect(key, value, named, "an object whose values are strings", dict)
@@ -120,6 +139,14 @@ def _checked(key: str, value: Any) -> Any:
     named = isinstance(value, (list, tuple)) and len(value) > 0
     named = named and all(isinstance(name, str) for name in value)
     return _expect(key, value, named, 'a list of NIXL backends such as ["UCX"]', tuple)
+
+
+def parse_address(text: Any) -> tuple[str, int] | None:
+    """Host and port of ``host:port``, brackets around an IPv6 address; None for anything else."""
+    found = _ADDRESS.fullmatch(text) if isinstance(text, str) else None
+    if found is None or not 0 < int(found["port"]) < 65536:
+        return None
+    return found["ipv6"] or found["host"], int(found["port"])
 
 
 def _expect(key: str, value: Any, good: bool, expected: str, convert: type) -> Any:

@@ -16,12 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_commext.compat import conv_state, engine_wait
+from vllm_commext.compat.first_token import FirstTokens, sampler_of
 from vllm_commext.compat.kv_connector import (
     peer_cache_hit_source,
     required_cache_layout,
     transfer_results_class,
 )
-from vllm_commext.errors import UnsupportedError
+from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.nixl import engine_facts
 from vllm_commext.nixl.config import parse_config
 from vllm_commext.nixl.log import logger
@@ -74,6 +75,11 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
             default_host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
             default_port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
         )
+        if config.peers and not transfer.is_kv_consumer:
+            raise ConfigError(
+                "kv_connector_extra_config['peers'] names prefill engines to read from, which "
+                f"kv_role {transfer.kv_role!r} does not do: set it on the decode engines"
+            )
         engine_facts.check_supported(vllm_config, kv_cache_config, config)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
@@ -88,6 +94,11 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
                 saves=engine_facts.keeps_host_copy(vllm_config, config),
+                sampler=sampler_of(
+                    vllm_config,
+                    lambda: engine_facts.engine_facts(vllm_config, kv_cache_config),
+                    is_on=config.first_token_from_prefill,
+                ),
             )
             self.engine_wait = self._wait_of(self._scheduler_side)
         else:
@@ -110,7 +121,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         except UnsupportedError as error:
             logger.info("the engine goes on stepping while it waits for transfers: %s", error)
             return None
-        return engine_wait.EngineWait(side.doorbell, side)
+        return engine_wait.EngineWait(side.doorbell, side, FirstTokens(side).before_step)
 
     @property
     def scheduler_side(self) -> SchedulerSide:

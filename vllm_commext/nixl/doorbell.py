@@ -14,6 +14,7 @@ import queue
 import socket
 import threading
 import uuid
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -82,7 +83,8 @@ class Doorbell:
 
 
 def ringer(address: str, worker: str) -> Callable[[], None]:
-    """A worker's end: what rings a doorbell; it never waits.
+    """A worker's end: what rings a doorbell; it never waits.  Its socket closes when nobody has it
+    any more.
 
     Args:
         address: the doorbell's, from another process.
@@ -96,5 +98,9 @@ def ringer(address: str, worker: str) -> Callable[[], None]:
         with contextlib.suppress(OSError):
             sender.sendto(message, address)
 
+    def ring() -> None:
+        send(_RING)
+
     send(worker.encode())
-    return lambda: send(_RING)
+    weakref.finalize(ring, sender.close)
+    return ring

@@ -13,9 +13,11 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm_commext.compat import conv_state
 from vllm_commext.compat.kv_connector import (
     attention_backends,
+    config_file_of,
     context_parallel_sizes,
     transfer_results_class,
 )
+from vllm_commext.compat.versions import cache_meaning
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.layout import STATE
@@ -23,12 +25,13 @@ from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.vllm_cache import SERVED_SPECS, ModelFacts, groups_of, specs_of
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 # Ways of speculation without a KV cache of their own: whether and how an engine uses them changes
 # no byte of the cache.
 _WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+_NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version"})
 # What models call the number of groups of their B and C projections.
 _NUM_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 
@@ -51,6 +54,7 @@ def check_supported(
         for spec in specs_of(group.kv_cache_spec):
             _check_spec(spec)
     _check_model(vllm_config)
+    _check_speculation(vllm_config)
     num_groups = len(kv_cache_config.kv_cache_groups)
     if num_groups > 1 and transfer_results_class() is None:
         raise UnsupportedError(
@@ -90,6 +94,18 @@ def _check_model(vllm_config: VllmConfig) -> None:
         )
 
 
+def _check_speculation(vllm_config: VllmConfig) -> None:
+    """Refuse drafts that read more of the prompt than the next token: what they have cached of its
+    last tokens would be another prompt's."""
+    num_ahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
+    if num_ahead > 1:
+        raise UnsupportedError(
+            f"CommextNixlConnector does not serve drafts of several MTP modules, which read "
+            f"{num_ahead} prompt tokens ahead: start with one module (num_speculative_tokens 1), "
+            "or without --speculative-config"
+        )
+
+
 def keeps_host_copy(vllm_config: VllmConfig, config: ConnectorConfig) -> bool:
     """Whether peers read from a copy of the cache in host memory."""
     transfer = vllm_config.kv_transfer_config
@@ -113,6 +129,11 @@ def _check_spec(spec: KVCacheSpec) -> None:
         raise UnsupportedError(
             "CommextNixlConnector transfers the state after the last token: expected "
             f"--mamba-cache-mode none or align, got {spec.mamba_cache_mode!r}"
+        )
+    if isinstance(spec, MambaSpec) and spec.num_speculative_blocks:
+        raise UnsupportedError(
+            "CommextNixlConnector transfers one state a request, and with speculative decoding "
+            "this model keeps one for each guess: start without --speculative-config"
         )
 
 
@@ -139,9 +160,10 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dic
     cache = vllm_config.cache_config
     facts = {
         "vllm_version": ".".join(vllm.__version__.split(".")[:2]),
+        "cache_meaning": cache_meaning(vllm.__version__),
         "model": model.model,
         "revision": model.revision,
-        "model_config_digest": _config_digest(model.hf_config.to_dict()),
+        "model_config_digest": _config_digest(model),
         "dtype": model.dtype,
         "cache_dtype": cache.cache_dtype,
         "num_kv_heads": 1 if model.use_mla else model.get_total_num_kv_heads(),
@@ -177,9 +199,14 @@ def _device_type() -> str:
     return current_platform.device_type
 
 
-def _config_digest(config: dict[str, Any]) -> str:
-    """Digest of what the model is, without where it lies and which library wrote it."""
-    apart = ("_name_or_path", "transformers_version")
-    content = {name: value for name, value in config.items() if name not in apart}
+def _config_digest(model: ModelConfig) -> str:
+    """Digest of what the model is, without where it lies and which library wrote it.
+
+    From the file that the model comes with, because what a library makes of it has more fields with
+    each of its versions; from that where there is no such file, or where code changes it.
+    """
+    config = None if callable(model.hf_overrides) else config_file_of(model)
+    content = {**config, "overrides": model.hf_overrides} if config else model.hf_config.to_dict()
+    content = {name: value for name, value in content.items() if name not in _NOT_THE_MODEL}
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

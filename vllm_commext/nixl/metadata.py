@@ -56,18 +56,24 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         settled: given-up loads, each with the number of workers on which nothing of it is under
             way.
         ends: requests that ended otherwise than they should on at least one worker.
+        unread: failed loads of which vLLM is not told, see ``Load.recomputes``.
+        gauges: what stands at each worker, of those where it has changed.
     """
 
     late: set[str] = field(default_factory=set)
     settled: dict[str, int] = field(default_factory=dict)
     ends: Ends = field(default_factory=Ends)
+    unread: set[str] = field(default_factory=set)
+    gauges: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """Add another worker's metadata to this one."""
         if not isinstance(other, WorkerMetadata):
             raise TypeError(f"expected WorkerMetadata, got {type(other).__name__}")
         self.late |= other.late
+        self.unread |= other.unread
         self.ends.add(other.ends)
+        self.gauges.update(other.gauges)
         for request_id, count in other.settled.items():
             self.settled[request_id] = self.settled.get(request_id, 0) + count
         return self

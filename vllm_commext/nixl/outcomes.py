@@ -5,19 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.requests import Outcomes
 
 
 class OutcomeBox:
     """Collects outcomes until they are taken; safe for threads.
 
-    Attributes: ``on_first``: called when there is something to take and there was nothing before.
+    Attributes: ``on_first``: called when there is something to take and there was nothing before;
+        where it raises, the outcome is taken at the next look.
     """
 
     def __init__(self) -> None:
         self.on_first: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._outcomes = Outcomes()
+        self._log = RateLimitedLog()
 
     def received(self, request_id: str, *, failed: bool) -> None:
         """A load has ended."""
@@ -46,5 +49,9 @@ class OutcomeBox:
             is_first = self._outcomes == Outcomes()
             for kind in kinds:
                 getattr(self._outcomes, kind).add(request_id)
-        if is_first:
+        if not is_first:
+            return
+        try:
             self.on_first()
+        except Exception as error:  # noqa: BLE001 who reports an outcome has to go on after it
+            self._log.warning("ring", f"the engine was not woken up for an outcome: {error!r}")

@@ -47,6 +47,8 @@ class Load:
         num_tokens: tokens whose KV is wanted, counted from the prompt's first.
         awaited: the scheduler waits for the outcome; otherwise the blocks are only released.
         refusal: why the load must fail without being tried, "" to try it.
+        recomputes: a failure is the scheduler side's, which has the request computed, and not
+            vLLM's.
     """
 
     request_id: str
@@ -55,6 +57,7 @@ class Load:
     num_tokens: int = 0
     awaited: bool = True
     refusal: str = ""
+    recomputes: bool = False
 
     @property
     def block_ids(self) -> list[int]:

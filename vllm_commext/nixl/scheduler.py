@@ -15,6 +15,7 @@ from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.quarantine import Quarantine
 from vllm_commext.nixl.doorbell import Doorbell
+from vllm_commext.nixl.first_token import ENGINE, PREFILL, Sampler, offer, way_of
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.request_blocks import (
     blocks_to_fill,
@@ -26,7 +27,7 @@ from vllm_commext.nixl.geometry.request_blocks import (
 )
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
-from vllm_commext.nixl.metrics.recorder import Ends, TransferRecorder
+from vllm_commext.nixl.metrics.recorder import GAUGES, Ends, TransferRecorder, empty_data
 from vllm_commext.nixl.prefill.fence import FenceSlots, new_key
 from vllm_commext.nixl.prefill.prompt_tracker import PromptTracker
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
     from vllm_commext.nixl.geometry.layout import Group
 
+_NO_FIRST_TOKENS = Sampler()
 _FINISHED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -65,6 +67,7 @@ class SchedulerSide:
         produces: the role lets this engine prefill for others.
         consumes: the role lets this engine decode for others.
         saves: peers read from a copy of the cache on the host, which must be kept up to date.
+        sampler: what first tokens follow from beside requests; by default, none is handed over.
 
     Raises:
         ConfigError: the side channel's secret cannot be read.
@@ -81,13 +84,21 @@ class SchedulerSide:
         produces: bool,
         consumes: bool,
         saves: bool = False,
+        sampler: Sampler = _NO_FIRST_TOKENS,
     ) -> None:
         self.engine_id = engine_id
         self.incarnation = uuid.uuid4().hex
         self._config = config
         self._secret = read_secret(config.side_channel_secret_file)
         # Of each request that is to be loaded, what its parameters say, until the load is planned.
-        self._remotes: dict[str, RemoteRequest | ProtocolError] = {}
+        self._handles: dict[str, Handle | ProtocolError] = {}
+        self._sampler = sampler
+        # First tokens that can be sent; requests that have theirs, until their loads are planned;
+        # failed loads of such requests, which are to be computed here.
+        self._first_tokens: dict[str, tuple[Request, int]] = {}
+        self._answered: set[str] = set()
+        self._failed_unread: set[str] = set()
+        self._unread: list[str] = []
         self._groups = groups
         self._has_state = has_state(groups)
         self._leaves_last_token = not keeps_every_token(groups)
@@ -173,19 +184,43 @@ class SchedulerSide:
         if self._prompts is not None and is_for_prefill(params) and self._produces:
             self._prompts.add(request.request_id, request.num_prompt_tokens)
         if self._is_to_load(request):
-            self._keep_alive(request)
+            self._welcome(request)
         if is_for_decode(params) and not self._consumes:
             self._refuse_role(request, "do_remote_prefill", "kv_producer")
         elif is_for_prefill(params) and not self._produces:
             self._refuse_role(request, "do_remote_decode", "kv_consumer")
 
-    def _keep_alive(self, request: Request) -> None:
-        """Have the blocks kept where they are until there is room for them here."""
+    def _welcome(self, request: Request) -> None:
+        """Have the blocks kept where they are until there is room for them here, and look whether
+        the first token is there."""
         try:
-            remote = self._remote(request)
+            handle = self._handle(request)
         except ProtocolError:
             return  # the load will fail with the reason
-        self._pending.waits.append(Wait(request.request_id, remote))
+        self._pending.waits.append(Wait(request.request_id, handle.remote))
+        way = way_of(self._sampler, handle, request)
+        if way == PREFILL:
+            self._first_tokens[request.request_id] = request, handle.first_token
+        else:
+            self._recorder.first_token(way)
+
+    def take_first_tokens(self) -> list[tuple[Request, int]]:
+        """Requests that have come in since the last call, and the first token of each that is
+        there; ``note_first_token`` says what has become of it."""
+        taken, self._first_tokens = list(self._first_tokens.values()), {}
+        return taken
+
+    def note_first_token(self, request: Request, way: str) -> None:
+        """Count where a request's first token comes from."""
+        self._recorder.first_token(way)
+        if way == PREFILL:
+            self._answered.add(request.request_id)
+
+    def take_unread(self) -> list[str]:
+        """Requests whose loads have failed after their first tokens were sent; they are to be
+        computed here."""
+        taken, self._unread = self._unread, []
+        return taken
 
     def num_tokens_to_load(self, request: Request, num_computed_tokens: int) -> int:
         """Prompt tokens beyond ``num_computed_tokens`` that the prefill engine offers."""
@@ -217,6 +252,10 @@ class SchedulerSide:
             load.num_tokens = self._most_tokens(request)
             self._tell_other_version(request.request_id, error)
         self._take_load(request)
+        load.recomputes = request.request_id in self._answered
+        self._answered.discard(request.request_id)
+        if self._first_tokens.pop(request.request_id, None) is not None:
+            self._recorder.first_token(ENGINE)  # nothing here sends it before the engine's steps
         if load.awaited:
             # A refused load has its blocks too: vLLM before 0.30 is told of a failure by them.
             load.blocks = self._choose_blocks(load, blocks, num_external_tokens)
@@ -230,6 +269,8 @@ class SchedulerSide:
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended: whether its blocks must be kept, and what the decode engine must
         know."""
+        self._first_tokens.pop(request.request_id, None)
+        self._answered.discard(request.request_id)
         if self._is_to_load(request):
             self._release_unread(request)
             return False, None
@@ -275,19 +316,24 @@ class SchedulerSide:
             fence_slot=fence[0],
             fence_nonce=fence[1],
         )
-        handle = Handle(remote, digests(prompt_of(request), num_tokens))
+        token, sampling = (-1, "")
+        if num_tokens == request.num_prompt_tokens and not self._leaves_last_token:
+            token, sampling = offer(self._sampler, request)
+        handle = Handle(remote, digests(prompt_of(request), num_tokens), token, sampling)
         return True, write_params(handle, self._secret)
 
     def take_stats(self) -> dict[str, Any] | None:
-        """What was recorded here since the last call, see ``recorder.empty_data``."""
+        """What was recorded here since the last call, see ``recorder.empty_data``; the gauges are
+        those of the whole engine."""
         if self._server is not None:
             self._recorder.side_channel_rejects(self._server.take_refused())
-        gauges: dict[str, float] = {
+        own: dict[str, float] = {
             "quarantined_blocks": len(self._quarantine),
             "held_requests": len(self._held),
         }
-        self._recorder.gauges("scheduler", gauges)
-        return self._recorder.take()
+        self._recorder.gauges("scheduler", own)
+        data, gauges = self._recorder.take(), self._recorder.take_gauges()
+        return {**(data or empty_data()), GAUGES: gauges} if data or gauges else None
 
     def take_step(self, scheduled: SchedulerOutput) -> StepMetadata:
         """What the workers must know of this step."""
@@ -317,6 +363,11 @@ class SchedulerSide:
         """
         if isinstance(worker, WorkerMetadata):
             self._ends.add(worker.ends)
+            self._failed_unread |= worker.unread
+            for source, values in worker.gauges.items():
+                self._recorder.gauges(source, values)
+        self._unread += self._failed_unread & received
+        self._failed_unread -= received
         for request_id in received:
             self._quarantine.note_end(request_id)
             self._count_load(request_id)
@@ -346,23 +397,31 @@ class SchedulerSide:
         return self._consumes and is_for_decode(request.kv_transfer_params)
 
     def _remote(self, request: Request) -> RemoteRequest:
+        """Where the request's blocks are.
+
+        Raises:
+            ProtocolError: its parameters cannot be used.
+        """
+        return self._handle(request).remote
+
+    def _handle(self, request: Request) -> Handle:
         """What the request's parameters say, read and compared with its prompt once.
 
         Raises:
             ProtocolError: they cannot be used.
         """
-        found = self._remotes.get(request.request_id)
+        found = self._handles.get(request.request_id)
         if found is None:
             try:
                 found = self._read(request)
             except ProtocolError as error:
                 found = error
-            self._remotes[request.request_id] = found
+            self._handles[request.request_id] = found
         if isinstance(found, ProtocolError):
             raise found
         return found
 
-    def _read(self, request: Request) -> RemoteRequest:
+    def _read(self, request: Request) -> Handle:
         params = request.kv_transfer_params
         assert params is not None  # only called where the parameters ask for a remote prefill
         handle = read_params(params, self._secret)
@@ -375,14 +434,20 @@ class SchedulerSide:
                 "router mix requests up, or do the engines tokenise differently?"
             )
         check_prompt(digests(prompt_of(request), remote.num_tokens), handle.prompt, source)
-        return remote
+        if handle.first_token >= self._sampler.num_tokens > 0:
+            raise ProtocolError(
+                f"kv_transfer_params: expected remote_first_token below "
+                f"{self._sampler.num_tokens}, the model's tokens, got {handle.first_token}: do "
+                f"{source} and this engine serve the same model?"
+            )
+        return handle
 
     def _take_load(self, request: Request) -> None:
         """Each request is loaded once: mark it."""
         params = request.kv_transfer_params
         assert params is not None  # only called where the parameters ask for a remote prefill
         params["do_remote_prefill"] = False
-        self._remotes.pop(request.request_id, None)
+        self._handles.pop(request.request_id, None)
 
     def _tell_other_version(self, request_id: str, error: ProtocolError) -> None:
         """Ask a prefill engine of another version to free its blocks: both logs then say why that

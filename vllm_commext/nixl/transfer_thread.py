@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,7 +26,8 @@ from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
 BUSY_WAIT_SECONDS = 50e-6
 """First wait between two looks at reads under way; doubles while nothing changes."""
 PENDING_WAIT_SECONDS = 1e-3
-LEASED_WAIT_SECONDS = 5e-3
+LEASED_WAIT_SECONDS = 4e-3
+"""Between two looks for releases, where blocks are held and nothing else is under way."""
 DUTY_WAIT_SECONDS = 0.1
 IDLE_WAIT_SECONDS = 1.0
 """Each look of an idle thread costs some 0.2 ms: its core has to wake up for it."""
@@ -54,7 +55,8 @@ class TransferThread:
         local: this worker's side of a handshake.
         recorder: where counts and timings go.
         on_start: called once in the thread, before anything else (selects the GPU).
-        probe: called in the thread with the first peer that is reached.
+        probe: given the first peer that is reached, measures in the thread how fast it is read, in
+            turns.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class TransferThread:
         local: LocalSide,
         recorder: TransferRecorder,
         on_start: Callable[[], None] = lambda: None,
-        probe: Callable[[Link], None] | None = None,
+        probe: Callable[[Link], Generator[None]] | None = None,
     ) -> None:
         self._agent = agent
         self._on_start = on_start
@@ -73,6 +75,7 @@ class TransferThread:
         self._loader = Loader(agent, config, local, recorder, self._outcomes, probe)
         self._holder = Holder(agent, config, recorder, self._outcomes)
         self._wait_seconds = IDLE_WAIT_SECONDS
+        self._next_turn = 0.0
         self._recorder = recorder
         self._source = f"worker {local.layout.tp_rank}"
         self._next_gauges = 0.0
@@ -111,7 +114,10 @@ class TransferThread:
             logger.exception("the transfer thread could not be set up; no load will be tried")
             self._loader.refuse_all(error)
         while self._guard("commands", self._take_commands, lost=True):
-            self._turn()
+            if time.monotonic() >= self._next_turn:
+                self._turn()
+            else:
+                self._guard("notifications", self._holder.take_notifications, lost=None)
         self._guard("close", self._close, lost=None)
 
     def _turn(self) -> None:
@@ -120,8 +126,11 @@ class TransferThread:
         self._guard("notifications", self._holder.take_notifications, lost=None)
         self._guard("leases", self._holder.end_leases, lost=None)
         self._wait_seconds = self._next_wait(progressed)
+        # Releases are to be heard of at once; all else has time where blocks are only held.
+        only_holds = self._wait_seconds == LEASED_WAIT_SECONDS
+        self._next_turn = time.monotonic() + DUTY_WAIT_SECONDS if only_holds else 0.0
         self._guard("gauges", self._note_gauges, lost=None)
-        if self._wait_seconds >= DUTY_WAIT_SECONDS:
+        if only_holds or self._wait_seconds >= DUTY_WAIT_SECONDS:
             self._guard("ucx log", ucx_log.flush, lost=None)
 
     def _guard(self, what: str, step: Callable[[], T], lost: T) -> T:
@@ -155,6 +164,7 @@ class TransferThread:
         try:
             command = self._commands.get(timeout=self._wait_seconds)
             while command is not None:
+                self._next_turn = 0.0
                 self._execute(command)
                 command = self._commands.get_nowait()
         except queue.Empty:

@@ -32,7 +32,7 @@ from vllm_commext.nixl.vllm_cache import (
 from vllm_commext.nixl.wire import messages as wire
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Generator, Mapping
 
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -98,6 +98,7 @@ class WorkerSide:
         self._last_blocks: LastBlocks | None = None
         self._loads: dict[str, Load] = {}
         self._outcomes = Outcomes()
+        self._unread: set[str] = set()
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Make the cache readable and start the transfer thread."""
@@ -174,6 +175,9 @@ class WorkerSide:
                 if request_id in self._loads:
                     blocks = self._loads[request_id].blocks
                     self._host.restore([one.block_ids for one in blocks])
+        failed = (name for name in outcomes.failed if name in self._loads)
+        self._unread = {name for name in failed if self._loads[name].recomputes}
+        outcomes.failed -= self._unread
         return outcomes
 
     def save(self, step: StepMetadata) -> None:
@@ -190,12 +194,14 @@ class WorkerSide:
     def take_metadata(self) -> WorkerMetadata | None:
         """What the scheduler side must know beyond the outcomes; call it last in a step."""
         outcomes, self._outcomes = self._outcomes, Outcomes()
+        unread, self._unread = self._unread, set()
         for request_id in outcomes.received:
             self._loads.pop(request_id, None)
-        ends = self.recorder.take_ends()
-        if not (outcomes.late or outcomes.settled or ends):
+        ends, gauges = self.recorder.take_ends(), self.recorder.take_gauges()
+        if not (outcomes.late or outcomes.settled or ends or unread or gauges):
             return None
-        return WorkerMetadata(outcomes.late, dict.fromkeys(outcomes.settled, 1), ends)
+        settled = dict.fromkeys(outcomes.settled, 1)
+        return WorkerMetadata(outcomes.late, settled, ends, unread, gauges)
 
     def close(self) -> None:
         """End the transfer thread; bounded."""
@@ -215,8 +221,8 @@ class WorkerSide:
             lease_seconds=self._config.kv_lease_duration,
         )
 
-    def _probe(self, device: torch.device, peer: Link) -> None:
-        """Measure in the transfer thread how fast a peer can be read."""
+    def _probe(self, device: torch.device, peer: Link) -> Generator[None]:
+        """Measure in the transfer thread, turn by turn, how fast a peer can be read."""
         scratch = torch.empty(probe.PROBE_BYTES[-1], dtype=torch.uint8, device=device)
         kind, index = memory_type(device), device.index or 0
         local = probe.Memory(scratch.data_ptr(), scratch.nbytes, kind, index, scratch)
@@ -224,7 +230,7 @@ class WorkerSide:
             *probe.longest_run(peer.plan.remote), peer.memory_type, peer.device_id
         )
         with self._agent.registered((local.address, local.num_bytes, index), kind):
-            speed = probe.measure(self._agent, peer.agent_name, local, remote)
+            speed = yield from probe.measure(self._agent, peer.agent_name, local, remote)
         if speed is None:
             logger.warning("self-probe: no read from %s ended in time", peer.key)
             return

@@ -28,6 +28,7 @@ NUM_IN_FLIGHT = 40
 LEASE_SECONDS = 4.0
 AGENT = [
     "add_peer",
+    "connect",
     "remove_peer",
     "prepare",
     "prepare_fences",
@@ -40,6 +41,8 @@ AGENT = [
     "notify",
     "notifications",
 ]
+SELDOM = ("add_peer", "connect", "remove_peer", "release_list", "prepare")
+"""Called only for each connection."""
 BOARD = ["take_cell", "nonce_in", "end"]
 RECORDER = [
     "handshake",
@@ -59,13 +62,15 @@ class InjectedError(Exception):
 
 
 class Injector:
-    """Makes callbacks raise, each at its own random calls, before or after they do their work.
+    """Makes callbacks raise, each at its own random calls, before or after they do their work;
+    ``undone`` counts by name those whose work was not done.
 
     After a pause between two failures that is drawn anew each time, so that all of them also work.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, dice: random.Random) -> None:
         self.raised: Counter[str] = Counter()
+        self.undone: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.is_on = True
         self._patch = patch
@@ -83,6 +88,8 @@ class Injector:
                 return original(*args, **named)
             if after:
                 original(*args, **named)
+            else:
+                self.undone[name] += 1
             raise InjectedError(f"{label}, call {self.calls[label]}")
 
         self._patch.setattr(owner, name, call)
@@ -114,7 +121,7 @@ def inject(prefill: Any, decode: Any, patch: pytest.MonkeyPatch, dice: random.Ra
     injector = Injector(patch, dice)
     for engine in (prefill, decode):
         for name in AGENT:
-            mean = 20 if name in ("add_peer", "remove_peer", "release_list", "prepare") else 300
+            mean = 20 if name in SELDOM else 300
             injector.wrap(engine.agent, name, mean=mean)
         for name in BOARD:
             injector.wrap(engine.agent.board, name, mean=200)
@@ -225,6 +232,7 @@ def test_every_request_ends_whatever_raises(
     assert set(injector.raised) == set(injector.calls) or num_requests < 10_000
     failures = decode.collect() and decode.recorded["failures"]
     assert set(failures) <= set(FAILURE_REASONS)
+    assert sum(failures.values()) + injector.undone["note_failure"] == requests.num_failed
     assert requests.num_right > num_requests / 3
     logging.getLogger(__name__).info(
         "seed %d: %d right, %d failed %s, %d errors in %d callbacks, %.0f s",

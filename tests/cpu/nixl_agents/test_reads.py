@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from nixl_agents_harness import BLOCK_BYTES, expected_after, load_of, same
+from nixl_agents_harness import BLOCK_BYTES, expected_after, load_of, same, wait_until
 
+from vllm_commext.nixl import transfer_thread
 from vllm_commext.nixl.requests import Hold
 from vllm_commext.nixl.wire import messages as wire
 
@@ -171,6 +172,7 @@ def test_garbage_notifications_are_counted_and_the_next_one_counts(
     stranger = make_engine("s", seed=3)
     prefill.thread.submit(Hold("mine", 60.0))
     name = stranger.agent.add_peer(prefill.agent.metadata())
+    stranger.agent.connect(name)
     stranger.agent.notify(name, garbage)
     prefill.wait(
         lambda: bool(prefill.collect()) and prefill.recorded["unmatched_notifications"] > 0
@@ -187,6 +189,7 @@ def test_a_repeated_notification_counts_once(make_engine: MakeEngine) -> None:
     prefill = make_engine("p", seed=1, serve=True)
     stranger = make_engine("s", seed=3)
     name = stranger.agent.add_peer(prefill.agent.metadata())
+    stranger.agent.connect(name)
     prefill.thread.submit(Hold("mine", 60.0))
     prefill.thread.submit(Hold("probe", 60.0))
     first = wire.encode(wire.Released(request_id="mine", consumer="d/0", num_consumers=2))
@@ -209,3 +212,28 @@ def test_stop_ends_the_threads_and_may_be_repeated(make_engine: MakeEngine) -> N
         engine.close()
     started = [thread for thread in threading.enumerate() if thread.ident not in before]
     assert [thread.name for thread in started if thread.name.startswith("commext")] == []
+
+
+def test_a_worker_that_only_holds_blocks_looks_for_releases_alone(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And ends a hold at once, and looks at everything again when there is something to do."""
+    monkeypatch.setattr(transfer_thread, "DUTY_WAIT_SECONDS", 3600.0)
+    prefill, decode = make_engine("p", seed=1, serve=True), make_engine("d", seed=3)
+    looks: list[float] = []
+    poll = prefill.thread._loader.poll
+    monkeypatch.setattr(
+        prefill.thread._loader, "poll", lambda: (looks.append(prefill.thread._next_turn), poll())[1]
+    )
+    prefill.thread.submit(Hold("mine", 600.0))
+    prefill.thread.submit(Hold("other", 600.0))
+    wait_until(lambda: prefill.thread._next_turn > 0, "a look at what is held")
+    num_looks = len(looks)
+    name = decode.agent.add_peer(prefill.agent.metadata())
+    decode.agent.connect(name)
+    released = wire.Released(request_id="mine", consumer="d/0", num_consumers=1)
+    decode.agent.notify(name, wire.encode(released))
+    prefill.wait(lambda: prefill.collect().sent == {"mine"})
+    assert len(looks) == num_looks
+    prefill.thread.submit(Hold("more", 600.0))
+    wait_until(lambda: len(looks) > num_looks, "a look after a command")

@@ -16,12 +16,14 @@ from nixl_agents_harness import (
     expected_after,
     load_of,
     same,
+    wait_for_back_off,
     wait_until,
 )
 from nixl_agents_ranks import MODEL_HEADS, Ranks
 
-from vllm_commext.nixl.decode import transfers
+from vllm_commext.nixl.decode import peers, transfers
 from vllm_commext.nixl.requests import Hold, Wait
+from vllm_commext.nixl.transport import posting
 from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS
 
 pytestmark = pytest.mark.timeout(300)
@@ -120,6 +122,44 @@ def test_a_wrong_number_of_ranks_releases_every_rank(make_engine: MakeEngine) ->
     assert decode.outcomes.failed == {"r1", "r4"}
 
 
+def raise_once(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """Let a function raise at its next call and only then."""
+    original = getattr(owner, name)
+
+    def call(*args: Any) -> Any:
+        patch.setattr(owner, name, original)
+        raise RuntimeError(f"broken {name}")
+
+    patch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize("where", ["make_connection", "prep_xfer_dlist", "_log_ready"])
+def test_a_connection_that_fails_half_way_leaves_nothing_behind(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The agent is loaded, or its lists are prepared, and then something raises."""
+    prefill, decode = make_engine("p", serve=True), make_engine("d", seed=2)
+    nixl = decode.agent._agent
+    made: list[Any] = []
+    given_back: list[Any] = []
+    for make, give in (
+        ("add_remote_agent", "remove_remote_agent"),
+        ("prep_xfer_dlist", "release_dlist_handle"),
+    ):
+        add, remove = getattr(nixl, make), getattr(nixl, give)
+        monkeypatch.setattr(nixl, make, lambda *args, add=add: made.append(add(*args)) or made[-1])
+        monkeypatch.setattr(
+            nixl, give, lambda one, remove=remove: (given_back.append(one), remove(one))
+        )
+    raise_once(monkeypatch, peers if where == "_log_ready" else nixl, where)
+    decode.load(load_of("r", prefill.remote("x", [1]), [1]))
+    assert decode.outcomes.failed == {"r"}
+    assert len(made) >= 1
+    wait_until(lambda: made == given_back[::-1], f"{given_back} to be all of {made}")
+    wait_for_back_off(decode)
+    assert_works(decode, prefill)
+
+
 def test_a_first_read_that_cannot_be_posted_leaves_the_lists_to_the_others(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +252,26 @@ def test_a_burst_of_twenty_times_what_the_link_moves_in_a_timeout(
     assert time.monotonic() - begun >= 19 * timeout
     assert decode.outcomes.late == set()
     assert decode.outcomes.failed == set()
+    assert same(decode.memory, expected)
+
+
+def test_a_read_that_moves_on_is_not_late(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One load that takes twice the limit, of which a piece arrives each eighth of that time."""
+    num_blocks, timeout = 16, 2.0
+    num_descriptors = num_blocks * NUM_LAYERS
+    monkeypatch.setattr(posting, "MAX_DESCRIPTORS", num_descriptors // 8)
+    prefill = make_engine("p", serve=True)
+    decode = make_engine("d", seed=2, transfer_timeout=timeout)
+    assert_works(decode, prefill)
+    ThrottledLink(decode.agent, monkeypatch, num_descriptors * BLOCK_BYTES / (2 * timeout))
+    blocks = list(range(num_blocks))
+    begun = time.monotonic()
+    decode.load(load_of("r", prefill.remote("x", blocks), blocks))
+    assert time.monotonic() - begun > 1.5 * timeout
+    assert decode.outcomes.late == decode.outcomes.failed == set()
+    expected = expected_after(decode.memory, prefill.memory, [(n, n) for n in blocks])
     assert same(decode.memory, expected)
 
 

@@ -3,7 +3,6 @@ both as a decode worker, which reads from the peer, and as a prefill worker, whi
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -27,6 +26,7 @@ from nixl_agents_harness import (
     wait_until,
 )
 
+from tests.kit.memory import heap_bytes
 from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.requests import Hold
 
@@ -41,19 +41,6 @@ MAX_BYTES = 64 << 10
 MAX_BLOCKS = 100
 """Bytes of the C heap and blocks of the interpreter's heap for a restart.  Measured: 3 KiB in NIXL
 and UCX, besides up to three steps of 400 KiB in which their pools grow, and 19 blocks."""
-
-
-class _MallInfo(ctypes.Structure):
-    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
-
-
-def heap_bytes() -> int:
-    """Bytes of the C heap in use."""
-    mallinfo = ctypes.CDLL(None).mallinfo2
-    mallinfo.restype = _MallInfo
-    found = mallinfo()
-    return found.uordblks + found.hblkhd
 
 
 class Peer:

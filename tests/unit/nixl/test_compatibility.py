@@ -69,3 +69,18 @@ def test_the_remedy_names_the_setting_where_it_helps() -> None:
     with pytest.raises(UnsupportedError, match='"enforce_handshake_compat": false'):
         check_facts(FACTS, other, enforce=True)
     assert check_facts(FACTS, other, enforce=False) == {"model": ("a", "b")}
+
+
+@pytest.mark.parametrize("enforce", [False, True])
+def test_another_version_of_vllm_is_told_and_not_refused(enforce: bool) -> None:
+    other = {**FACTS, "vllm_version": "0.30"}
+    own = {**FACTS, "vllm_version": "0.32"}
+    assert check_facts(own, other, enforce=enforce) == {"vllm_version": ("0.32", "0.30")}
+    assert digest(own) == digest(other)
+
+
+def test_another_meaning_of_the_bytes_is_refused_by_name() -> None:
+    own, other = {**FACTS, "cache_meaning": "1"}, {**FACTS, "cache_meaning": "0.34"}
+    with pytest.raises(UnsupportedError, match="cache_meaning: decode '1', prefill '0.34'"):
+        check_facts(own, other, enforce=True)
+    assert digest(own) != digest(other)

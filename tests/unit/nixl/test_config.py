@@ -17,7 +17,13 @@ SECONDS = (
     "progress_interval",
     "peer_idle_timeout",
 )
-FLAGS = ("enforce_handshake_compat", "require_fence", "host_copy", "transport_probe")
+FLAGS = (
+    "enforce_handshake_compat",
+    "require_fence",
+    "host_copy",
+    "transport_probe",
+    "first_token_from_prefill",
+)
 
 GOOD: list[tuple[str, Any, Any]] = [
     ("backends", ["UCX"], ("UCX",)),
@@ -29,6 +35,12 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("max_peers", 1, 1),
     ("max_bytes_in_flight", 1 << 40, 1 << 40),
     *((key, value, value) for key in FLAGS for value in (False, True)),
+    ("peers", [], ()),
+    (
+        "peers",
+        ["p0:5600", "[fd00::7]:1", "10.0.0.7:65535"],
+        ("p0:5600", "[fd00::7]:1", "10.0.0.7:65535"),
+    ),
     ("side_channel_host", "10.0.0.7", "10.0.0.7"),
     *(("side_channel_secret_file", value, value) for value in ("", "/run/secrets/commext")),
     ("side_channel_port", 1, 1),
@@ -47,6 +59,12 @@ BAD: list[tuple[str, Any]] = [
         for value in (0, -1, 1.5, "4", True, None)
     ),
     *((key, value) for key in FLAGS for value in (0, 1, "false", None)),
+    *(("peers", value) for value in ("p0:5600", None, [5600], {"p0": 5600}, [["p0", 5600]])),
+    *(
+        ("peers", ["p0:5600", value])
+        for value in ("", "p0", "p0:", ":5600", "p0:0", "p0:65536", "p0:x", "fd00::7:5600")
+    ),
+    *(("peers", [value]) for value in ("tcp://p0:5600", "p 0:5600", "[]:5600", "p0:5600/x", None)),
     *(("side_channel_host", value) for value in ("", 5, None, ["h"])),
     *(("side_channel_secret_file", value) for value in (5, None, ["f"])),
     *(("side_channel_port", value) for value in (0, 65536, -1, "5600", 1.0, True, None)),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,3 +109,26 @@ def test_the_box_rings_once_until_it_is_emptied() -> None:
     box.late("c")
     assert len(rings) == 2
     assert box.take().late == {"c"}
+
+
+def test_an_outcome_is_there_although_its_ring_failed(log_lines: pytest.LogCaptureFixture) -> None:
+    def broken() -> None:
+        raise RuntimeError("no bell")
+
+    box = OutcomeBox()
+    box.on_first = broken
+    box.sent("a")
+    box.sent("b")
+    assert box.take().sent == {"a", "b"}
+    assert [line for line in log_lines.messages if "no bell" in line]
+
+
+def test_a_ringers_socket_closes_with_its_last_user(bell: Doorbell) -> None:
+    gc.collect()  # what other tests have left
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResourceWarning)
+        ring = ringer(bell.address, "worker 0")
+        ring()
+        del ring
+        gc.collect()
+    assert [str(one.message) for one in caught if "socket" in str(one.message)] == []

@@ -13,6 +13,7 @@ from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire.messages import PROTOCOL_VERSION
 from vllm_commext.nixl.wire.params import (
     MAX_RANKS,
+    MAX_SAMPLING_CHARACTERS,
     OWN_FIELDS,
     Handle,
     OtherProtocolError,
@@ -35,7 +36,7 @@ REMOTE = RemoteRequest(
     fence_nonce=0xFEDCBA9876543210,
 )
 PROMPT = {"tokens": "ab" * 32, "cache_salt": "0" * 64}
-HANDLE = Handle(REMOTE, PROMPT)
+HANDLE = Handle(REMOTE, PROMPT, 77, "0123 greedy")
 SECRET = b"0123456789abcdef"
 REQUIRED = (
     "remote_engine_id",
@@ -75,10 +76,13 @@ def test_roles() -> None:
         fence_nonce=st.integers(0, (1 << 64) - 1),
     ),
     st.sampled_from([None, SECRET]),
+    st.sampled_from([(-1, ""), (0, "a greedy"), ((1 << 31) - 1, "a" * MAX_SAMPLING_CHARACTERS)]),
 )
 @settings(max_examples=60)
-def test_round_trip_through_json(remote: RemoteRequest, secret: bytes | None) -> None:
-    handle = Handle(remote, PROMPT)
+def test_round_trip_through_json(
+    remote: RemoteRequest, secret: bytes | None, first: tuple[int, str]
+) -> None:
+    handle = Handle(remote, PROMPT, *first)
     carried = json.loads(json.dumps(write_params(handle, secret), allow_nan=False, sort_keys=True))
     assert read_params(carried, secret) == handle
 

@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_commext.nixl.first_token import WAYS
 from vllm_commext.nixl.metrics.recorder import (
     FAILURE_REASONS,
     Ends,
@@ -43,6 +44,7 @@ RECORDS = st.fixed_dictionaries(
             )
         },
         "failures": st.dictionaries(st.sampled_from(FAILURE_REASONS), st.integers(1, 9)),
+        "first_tokens": st.dictionaries(st.sampled_from(WAYS), st.integers(1, 9)),
         "gauges": st.dictionaries(
             st.sampled_from(["worker 0", "scheduler"]),
             st.dictionaries(st.sampled_from(["peers/ready", "held_requests"]), st.floats(0, 9)),
@@ -69,6 +71,9 @@ def test_everything_recorded_is_taken_once() -> None:
     transfer(recorder)
     recorder.failure("timeout")
     recorder.failure("timeout")
+    recorder.first_token("prefill")
+    recorder.first_token("seeded")
+    recorder.first_token("prefill")
     recorder.leases(unmatched=1)
     recorder.leases(heartbeats=4, ignored_heartbeats=3)
     recorder.queued(0.125)
@@ -78,7 +83,6 @@ def test_everything_recorded_is_taken_once() -> None:
     recorder.loaded(6)
     recorder.side_channel_rejects(4)
     recorder.gauges("worker 0", {"held_requests": 1})
-    recorder.gauges("worker 0", {"held_requests": 2})
     assert recorder.take() == {
         "transfer_seconds": [2.0, 2.0],
         "post_seconds": [0.5, 0.5],
@@ -96,7 +100,8 @@ def test_everything_recorded_is_taken_once() -> None:
         "ignored_heartbeats": 3,
         "side_channel_rejects": 4,
         "failures": {"timeout": 2},
-        "gauges": {"worker 0": {"held_requests": 2}},
+        "first_tokens": {"prefill": 2, "seeded": 1},
+        "gauges": {},
     }
     assert recorder.take() is None
 
@@ -116,16 +121,18 @@ def test_ends_are_noted_by_request_and_taken_once() -> None:
     assert total == Ends({"a": "timeout", "c": "request"}, {"b", "d"})
 
 
-def test_a_gauge_is_taken_where_it_has_changed() -> None:
+def test_all_gauges_are_taken_where_one_has_changed() -> None:
     recorder = TransferRecorder()
+    recorder.gauges("worker 0", {"held_requests": 1})
     recorder.gauges("worker 0", {"held_requests": 2})
-    recorder.take()
+    recorder.gauges("worker 1", {"held_requests": 3})
+    both = {"worker 0": {"held_requests": 2}, "worker 1": {"held_requests": 3}}
+    assert recorder.take_gauges() == both
     recorder.gauges("worker 0", {"held_requests": 2})
-    assert recorder.take() is None
+    assert recorder.take_gauges() == {}
     recorder.gauges("worker 0", {"held_requests": 0})
-    taken = recorder.take()
-    assert taken is not None
-    assert taken["gauges"] == {"worker 0": {"held_requests": 0}}
+    assert recorder.take_gauges() == {**both, "worker 0": {"held_requests": 0}}
+    assert recorder.take_gauges() == {}
 
 
 @given(RECORDS, RECORDS)
@@ -139,8 +146,8 @@ def test_merge_adds_key_by_key_and_leaves_the_second_alone(
     for key in empty_data():
         if key == "gauges":
             assert total[key] == {**first[key], **second[key]}
-        elif key == "failures":
-            for reason in FAILURE_REASONS:
+        elif key in ("failures", "first_tokens"):
+            for reason in (*FAILURE_REASONS, *WAYS):
                 expected = first[key].get(reason, 0) + second[key].get(reason, 0)
                 assert total[key].get(reason, 0) == expected
         else:

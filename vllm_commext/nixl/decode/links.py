@@ -165,10 +165,17 @@ class Links:
             Exception: NIXL cannot use the description.
         """
         name = self._agent.add_peer(described.agent_metadata)
-        if name in self._agents:
-            return self._agents[name].hold()
-        self._agents[name] = Shared(name, lambda: self._forget_agent(name))
-        return self._agents[name]
+        known = self._agents.get(name)
+        if known is None:
+            shared = self._agents[name] = Shared(name, lambda: self._forget_agent(name))
+        else:
+            shared = known.hold()
+        try:
+            self._agent.connect(name)
+        except Exception:
+            shared.drop()
+            raise
+        return shared
 
     def connect(
         self, key: PeerKey, incarnation: str, described: wire.WorkerDescription, plan: ReadPlan

@@ -11,12 +11,13 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 
 from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError, UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.heartbeats import KeepAlive
+from vllm_commext.nixl.decode.introductions import Introduced, Introductions
 from vllm_commext.nixl.decode.links import Link, LocalSide
 from vllm_commext.nixl.decode.peers import Peer, PeerTable
 from vllm_commext.nixl.decode.reads import End, Read, ReadSet, prepare
@@ -50,7 +51,7 @@ class Loader:
         local: this worker's side of a handshake.
         recorder: where counts and timings go.
         outcomes: where ends of loads are reported.
-        probe: called with the first peer that is reached.
+        probe: given the first peer that is reached, measures how fast it is read, in turns.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Loader:
         local: LocalSide,
         recorder: TransferRecorder,
         outcomes: OutcomeBox,
-        probe: Callable[[Link], None] | None,
+        probe: Callable[[Link], Generator[None]] | None,
     ) -> None:
         self._agent = agent
         self._config = config
@@ -68,7 +69,9 @@ class Loader:
         self._recorder = recorder
         self._outcomes = outcomes
         self._probe = probe
+        self._probing: tuple[Link, Generator[None]] | None = None
         self._peers = PeerTable(agent, config, local, recorder)
+        self._introductions = Introductions(self._peers, config)
         self._keep_alive = KeepAlive(agent, local.consumer, self._peers)
         self._reads = ReadSet(agent, recorder, config.max_bytes_in_flight, config.transfer_timeout)
         self._transfers: dict[Identity, Transfer] = {}
@@ -88,22 +91,28 @@ class Loader:
     @property
     def num_handshakes(self) -> int:
         """Peers that have been asked and have not answered yet."""
-        return self._peers.num_pending
+        return self._peers.num_pending + self._introductions.num_pending
 
     @property
     def has_duties(self) -> bool:
         """Whether releases, heartbeats or sweeps will be due although nothing is under way."""
-        return bool(self._transfers) or len(self._keep_alive) > 0 or self._peers.has_sweeps_due
+        is_kept = bool(self._transfers) or len(self._keep_alive) > 0
+        is_known = not len(self._introductions) and self._probing is None
+        return is_kept or not is_known or self._peers.has_sweeps_due
 
     def poll(self) -> bool:
         """One look at everything under way; whether anything has moved on."""
+        for introduced in self._introductions.poll():
+            self._connect(introduced)
         ended = self._peers.poll()
         for peer in ended:
             self._greet(peer)
         self._serve_waiting()
         self._keep_alive.send_due()
         self._release_due()
-        return self.poll_reads() or bool(ended)
+        has_progressed = self.poll_reads() or bool(ended)
+        self._go_on_probing()
+        return has_progressed
 
     def gauges(self) -> dict[str, float]:
         """What is under way, and the known peers by state."""
@@ -116,6 +125,8 @@ class Loader:
 
     def close(self) -> None:
         """Release what was read, and forget all peers; no read may be under way."""
+        self._introductions.close()
+        self._end_probing()
         for transfer in list(self._transfers.values()):
             self._release(transfer, sys.float_info.max)
         self._peers.close()
@@ -211,7 +222,9 @@ class Loader:
         """A handshake has ended: go on with what waited for it."""
         link = peer.ready_link
         if link is not None:
-            self._probe_once(link)
+            if self._probe is not None:
+                self._probing = link.hold(), self._probe(link)
+                self._probe = None
             self._serve(peer)
         else:
             self._fail_waiting(peer, failure_of(peer.error, "handshake"))
@@ -223,15 +236,38 @@ class Loader:
         while peer.waiting:
             self._close_part(peer.waiting.popleft(), failure)
 
-    def _probe_once(self, link: Link) -> None:
-        """Say how fast the first peer can be read."""
-        if self._probe is None:
+    def _connect(self, introduced: Introduced) -> None:
+        """Connect to the workers of an engine that this one will read from."""
+        ranks = self._sources_of(introduced.tp_size).num_consumers
+        for rank in ranks:
+            key = (introduced.engine_id, introduced.host, introduced.port, rank)
+            try:
+                self._peers.prepare(key, introduced.incarnation)
+            except CommextError as error:
+                logger.info("prefill engine %s is asked with its first request: %s", key, error)
+
+    def _go_on_probing(self) -> None:
+        """Find out how fast the first peer can be read, while nothing else is to be done."""
+        if self._probing is None or len(self._reads) or self._peers.is_wanted:
             return
-        probe, self._probe = self._probe, None
+        link, turns = self._probing
         try:
-            probe(link)
+            if not link.retired:
+                next(turns)
+                return
+        except StopIteration:
+            pass
         except Exception as error:  # noqa: BLE001 NIXL raises many types; nothing depends on it
             logger.warning("self-probe: the peer's memory could not be read: %s", error)
+        self._end_probing()
+
+    def _end_probing(self) -> None:
+        """Give back what the measurement holds."""
+        probing, self._probing = self._probing, None
+        if probing is not None:
+            link, turns = probing
+            self._guard("probe", turns.close)
+            link.drop()
 
     def _serve(self, peer: Peer) -> None:
         """Read what waits for a peer, first come, first served, as far as there is room."""

@@ -135,6 +135,21 @@ class PeerTable:
         """Handshakes under way."""
         return sum(peer.state == PeerState.HANDSHAKING for peer in self._peers.values())
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether something waits for a peer, or for its answer."""
+        return any(
+            peer.waiting or peer.state == PeerState.HANDSHAKING for peer in self._peers.values()
+        )
+
+    def ask(self, host: str, port: int) -> Inquiry:
+        """Ask the first rank of whichever engine serves a side channel for its description.
+
+        Raises:
+            ProtocolError: it cannot be asked.
+        """
+        return self._inquire(("", host, port, 0))
+
     def count_states(self) -> dict[str, int]:
         """Peers by state, every state named; retired ones are those whose reads go on."""
         counts = Counter(peer.state for peer in self._peers.values())
@@ -312,12 +327,13 @@ class PeerTable:
         if peer.link is None or peer.link.incarnation != reply.incarnation:
             self._drop(peer)
             self._links.mark_lost(key)
-            peer.link = self._connect(peer, described, reply.incarnation)
+            self._connect(peer, described, reply.incarnation)
         self._recorder.handshake(now - peer.asked)
         peer.apply(PeerEvent.ANSWERED)
         peer.num_failures = 0
 
-    def _connect(self, peer: Peer, described: wire.WorkerDescription, incarnation: str) -> Link:
+    def _connect(self, peer: Peer, described: wire.WorkerDescription, incarnation: str) -> None:
+        """Connect to a worker that fits, or only to its agent where it does not."""
         try:
             enforce = self._config.enforce_handshake_compat
             tolerated = check_facts(self._local.facts, described.facts, enforce=enforce)
@@ -328,16 +344,29 @@ class PeerTable:
                 remote_device=described.device_id,
             )
         except CommextError:
-            peer.reach = self._links.reach(described)
+            peer.reach = self._reach(described)
             raise
         try:
-            link = self._links.connect(peer.key, incarnation, described, plan)
+            # The peer's before anything else can fail: what it has is given back with it.
+            peer.link = self._links.connect(peer.key, incarnation, described, plan)
         except Exception as error:
             raise ProtocolError(
                 f"NIXL cannot use the metadata of {peer.key}: {error or type(error).__name__}"
             ) from error
-        _log_ready(link, described, str(tolerated) if tolerated else "")
-        return link
+        _log_ready(peer.link, described, str(tolerated) if tolerated else "")
+
+    def _reach(self, described: wire.WorkerDescription) -> Shared | None:
+        """The agent of a worker that does not fit; why it does not matters more than that it cannot
+        be told."""
+        try:
+            return self._links.reach(described)
+        except Exception as error:  # noqa: BLE001 NIXL raises many types; the lease frees the blocks
+            self._log.warning(
+                "reach",
+                f"prefill engine {described.engine_id!r} does not fit and cannot be told that its "
+                f"blocks are not needed: {error or type(error).__name__}",
+            )
+            return None
 
     def _drop(self, peer: Peer) -> None:
         link, peer.link = peer.link, None

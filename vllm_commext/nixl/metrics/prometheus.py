@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
+from vllm_commext.nixl.first_token import WAYS
 from vllm_commext.nixl.metrics import recorder
 from vllm_commext.nixl.metrics.recorder import FAILURE_REASONS, empty_data, is_empty, merge
 
@@ -133,6 +134,11 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
             documentation="Loads of KV blocks that failed.",
             labelnames=[*labelnames, "reason"],
         )
+        self._first_tokens = make_counter(
+            name=f"vllm:commext_nixl_{recorder.FIRST_TOKENS}",
+            documentation="Requests with a remote prefill, by where their first token comes from.",
+            labelnames=[*labelnames, "way"],
+        )
         make_gauge: Any = self._gauge_cls
         self._gauges = {
             key: make_gauge(
@@ -149,7 +155,6 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
             labelnames=[*labelnames, "state"],
             multiprocess_mode="mostrecent",
         )
-        self._last: dict[int, dict[str, dict[str, float]]] = {}
         for values in per_engine_labelvalues.values():
             self._show_zeros(values)
 
@@ -163,9 +168,9 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
             counter.labels(*values).inc(transfer_stats_data[name])
         for reason, count in transfer_stats_data["failures"].items():
             self._failures.labels(*values, reason).inc(count)
-        last = self._last.setdefault(engine_idx, {})
-        last.update(transfer_stats_data[recorder.GAUGES])
-        self._set_gauges(values, sum_of_sources(last))
+        for way, count in transfer_stats_data[recorder.FIRST_TOKENS].items():
+            self._first_tokens.labels(*values, way).inc(count)
+        self._set_gauges(values, sum_of_sources(transfer_stats_data[recorder.GAUGES]))
 
     def _set_gauges(self, values: list[object], sums: dict[str, float]) -> None:
         for key, value in sums.items():
@@ -185,12 +190,14 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
             metric.labels(*values)
         for reason in FAILURE_REASONS:
             self._failures.labels(*values, reason)
+        for way in WAYS:
+            self._first_tokens.labels(*values, way)
 
 
-def sum_of_sources(last: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Each gauge's sum over the workers and the scheduler side."""
+def sum_of_sources(sources: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Each gauge's sum over the workers and the scheduler side; none where none has changed."""
     sums: dict[str, float] = {}
-    for gauges in last.values():
+    for gauges in sources.values():
         for key, value in gauges.items():
             sums[key] = sums.get(key, 0.0) + value
     return sums

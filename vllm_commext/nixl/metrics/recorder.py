@@ -20,6 +20,7 @@ FAILURE_REASONS = (
     "transfer",
 )
 """Every reason a load or a release can fail for; the label of the failures metric."""
+FIRST_TOKENS = "first_tokens"
 GAUGES = "gauges"
 
 
@@ -49,8 +50,9 @@ def empty_data() -> dict[str, Any]:
     """What a recorder starts from; plain values, so that it can cross processes.
 
     Keys: those that end in ``_seconds``: one float an event; ``failures``: a sum a reason;
-    ``gauges``: of each source (a worker or the scheduler side) its last value of each gauge; the
-    others: sums.
+    ``first_tokens``: a sum a way, see ``first_token.WAYS``; ``gauges``: the last values of every
+    source (the workers and the scheduler side), or nothing where none has changed; the others:
+    sums.
     """
     return {
         "transfer_seconds": [],
@@ -69,6 +71,7 @@ def empty_data() -> dict[str, Any]:
         "ignored_heartbeats": 0,
         "side_channel_rejects": 0,
         "failures": {},
+        FIRST_TOKENS: {},
         GAUGES: {},
     }
 
@@ -99,12 +102,25 @@ class TransferRecorder:
         self._data = empty_data()
         self._ends = Ends()
         self._gauges: dict[str, dict[str, float]] = {}
+        self._has_new_gauges = False
 
     def gauges(self, source: str, values: dict[str, float]) -> None:
-        """What stands now; taken along where it has changed."""
+        """What stands now at a worker or the scheduler side."""
         with self._lock:
             if self._gauges.get(source) != values:
-                self._gauges[source] = self._data[GAUGES][source] = values
+                self._gauges[source] = values
+                self._has_new_gauges = True
+
+    def take_gauges(self) -> dict[str, dict[str, float]]:
+        """The last values of every source where one has changed since the last call, else none.
+
+        All of them, since vLLM gives each record to one of its API servers: what that one shows of
+        the engine must not lack what another one was given.
+        """
+        with self._lock:
+            taken = dict(self._gauges) if self._has_new_gauges else {}
+            self._has_new_gauges = False
+        return taken
 
     def handshake(self, seconds: float) -> None:
         """A peer became ready."""
@@ -175,6 +191,12 @@ class TransferRecorder:
         with self._lock:
             failures = self._data["failures"]
             failures[reason] = failures.get(reason, 0) + 1
+
+    def first_token(self, way: str) -> None:
+        """A loading request gets its first token on one of ``first_token.WAYS``."""
+        with self._lock:
+            ways = self._data[FIRST_TOKENS]
+            ways[way] = ways.get(way, 0) + 1
 
     def leases(
         self,

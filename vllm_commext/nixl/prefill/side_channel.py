@@ -80,7 +80,10 @@ class SideChannelServer:
         self.num_refused = 0
         self._num_taken = 0
         self._gate = Gate(secret)
-        described = {rank: wire.describe(body, incarnation) for rank, body in descriptions.items()}
+        described = {
+            rank: wire.describe(body, incarnation, host, port)
+            for rank, body in descriptions.items()
+        }
         self._answers = {rank: wire.encode(answer) for rank, answer in described.items()}
         self._configurations = {
             digest(wire.open_description(answer).facts) for answer in described.values()
@@ -173,7 +176,7 @@ class SideChannelServer:
 
     def _rank_asked_for(self, frame: bytes) -> int:
         request = wire.decode_request(frame)
-        if request.engine_id != self.engine_id:
+        if request.engine_id not in ("", self.engine_id):
             raise ProtocolError(
                 f"this is engine {self.engine_id!r}, the request is for engine "
                 f"{request.engine_id!r}: was it restarted under another id, or is the port wrong?"

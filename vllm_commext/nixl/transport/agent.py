@@ -148,10 +148,12 @@ class NixlAgent:
         return self._agent.get_agent_metadata()
 
     def add_peer(self, metadata: bytes) -> str:
-        """Load a peer's metadata, connect, and return its agent's name."""
-        name = self._agent.add_remote_agent(metadata)
+        """Load a peer's metadata and return its agent's name; from then on it has to be removed."""
+        return self._agent.add_remote_agent(metadata)
+
+    def connect(self, name: str) -> None:
+        """Connect to a peer that was added; its first read would do so, too, and wait for it."""
         self._agent.make_connection(name)
-        return name
 
     def remove_peer(self, name: str) -> None:
         """Forget a peer; none of its reads may be in flight."""

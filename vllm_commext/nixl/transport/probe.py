@@ -1,13 +1,14 @@
-"""How fast a peer's cache can be read, measured once when the first peer of a process is reached.
+"""How fast a peer's cache can be read, measured once after the first peer of a process is reached.
 
 Some fabrics quietly fall back to TCP; requests then take a hundred times as long and nothing says
-so.  The bytes go to memory of their own and are thrown away.
+so.  The bytes go to memory of their own and are thrown away.  No request waits for the measurement:
+it goes on, one read at a time, while there is nothing else to do.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,8 +72,11 @@ class Memory:
         )
 
 
-def measure(agent: NixlAgent, peer: str, local: Memory, remote: Memory) -> Speed | None:
-    """Read from a peer's memory; None where it is too small or a read does not end in time.
+def measure(
+    agent: NixlAgent, peer: str, local: Memory, remote: Memory
+) -> Generator[None, None, Speed | None]:
+    """Read from a peer's memory, one read after each turn; nothing is under way during a turn.
+    Returns None where the memory is too small or a read does not end in time.
 
     Args:
         agent: this worker's agent.
@@ -89,14 +93,20 @@ def measure(agent: NixlAgent, peer: str, local: Memory, remote: Memory) -> Speed
         theirs = agent.prepare(peer, remote.pieces(count), remote.memory_type)
         indices = np.arange(count, dtype=np.int32)
         times: list[float] = []
-        for _ in range(NUM_READS):
-            seconds = _time_read(agent, agent.make_read(own, indices, theirs, indices))
-            if seconds is None:
-                _kept.append(local)  # a read that NIXL was told to drop can still write
-                return None
-            times.append(seconds)
-        for prepared in (own, theirs):
-            agent.release_list(prepared)
+        is_open = False
+        try:
+            for _ in range(NUM_READS):
+                yield
+                is_open = True
+                seconds = _time_read(agent, agent.make_read(own, indices, theirs, indices))
+                if seconds is None:
+                    _kept.append(local)  # a read that NIXL was told to drop can still write
+                    return None
+                is_open = False
+                times.append(seconds)
+        finally:
+            for prepared in () if is_open else (own, theirs):
+                agent.release_list(prepared)
         speed = Speed(count * PIECE_BYTES, min(times))
     return speed
 

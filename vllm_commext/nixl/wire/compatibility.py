@@ -20,10 +20,14 @@ GEOMETRY = (
 """Facts that fix what the bytes mean: a difference here is refused whatever the settings say.
 Sizes and order of the bytes themselves are compared by the planner."""
 
+INFORMATIVE = ("vllm_version",)
+"""Facts that are told and never refused: what they may change is compared by itself."""
+
 
 def digest(facts: Mapping[str, str]) -> str:
-    """SHA-256 of the facts, hexadecimal; equal if and only if all facts are."""
-    return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()
+    """SHA-256 of the facts, hexadecimal; equal if and only if all are that could be refused."""
+    compared = {name: value for name, value in facts.items() if name not in INFORMATIVE}
+    return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()
 
 
 def differences(local: Mapping[str, str], remote: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -41,7 +45,7 @@ def check_facts(
     Args:
         local: the decode engine's facts.
         remote: the prefill engine's facts.
-        enforce: refuse any difference, not only one of geometry.
+        enforce: refuse any difference but one that only informs, not only one of geometry.
 
     Returns:
         The tolerated differences, to be logged.
@@ -50,7 +54,8 @@ def check_facts(
         UnsupportedError: a difference that is not tolerated; the message lists every one of them.
     """
     found = differences(local, remote)
-    refused = found if enforce else {name: pair for name, pair in found.items() if name in GEOMETRY}
+    names = set(found) - set(INFORMATIVE) if enforce else set(found) & set(GEOMETRY)
+    refused = {name: pair for name, pair in found.items() if name in names}
     if not refused:
         return found
     listed = "; ".join(

@@ -37,7 +37,7 @@ class DescribeRequest(Frame, tag="describe", frozen=True):
     """Side channel, decode to prefill: describe one worker.
 
     Attributes:
-        engine_id: the prefill engine that the request is meant for.
+        engine_id: the prefill engine that the request is meant for, "" for whichever it is.
         tp_rank: rank of the worker there.
         consumer: who asks, engine id and rank.
         configuration: digest of the facts of the engine that asks.
@@ -56,11 +56,15 @@ class Described(Frame, tag="described", frozen=True):
         incarnation: differs at every start of the engine; the request parameters carry it too.
         description: an encoded ``WorkerDescription``.
         checksum: SHA-256 digest of the description.
+        host: what request parameters call the side channel's host.
+        port: its port.
     """
 
     incarnation: str
     description: bytes
     checksum: bytes
+    host: str = ""
+    port: int = 0
 
 
 class Refused(Frame, tag="refused", frozen=True):
@@ -159,10 +163,12 @@ def encode_description(description: WorkerDescription) -> bytes:
     return msgspec.msgpack.encode(description)
 
 
-def describe(description: bytes, incarnation: str) -> Described:
-    """Wrap an encoded ``WorkerDescription`` for the side channel."""
+def describe(description: bytes, incarnation: str, host: str = "", port: int = 0) -> Described:
+    """Wrap an encoded ``WorkerDescription`` for the side channel at ``host`` and ``port``."""
     checksum = hashlib.sha256(description).digest()
-    return Described(incarnation=incarnation, description=description, checksum=checksum)
+    return Described(
+        incarnation=incarnation, description=description, checksum=checksum, host=host, port=port
+    )
 
 
 def open_description(reply: Described) -> WorkerDescription:

@@ -25,12 +25,15 @@ MAX_BLOCKS = 1 << 24
 MAX_GROUPS = 1024
 MAX_RANKS = 1024  # a load may have a part for each, and what is derived from each number is kept
 MAX_INT = (1 << 31) - 1
+MAX_SAMPLING_CHARACTERS = 256
 OWN_FIELDS = (
     "remote_protocol",
     "remote_incarnation",
     "remote_fence_slot",
     "remote_fence_nonce",
     "remote_prompt",
+    "remote_first_token",
+    "remote_sampling",
     "remote_seal",
 )
 _NONCE = re.compile("[0-9a-f]{16}")
@@ -44,10 +47,14 @@ class Handle:
     Attributes:
         remote: where its blocks are.
         prompt: what they were computed from, see ``prompt.digests``.
+        first_token: the token id that was sampled after the prompt, -1 where none is handed over.
+        sampling: what it was drawn by, see ``first_token.offer``.
     """
 
     remote: RemoteRequest
     prompt: Mapping[str, str] = field(default_factory=dict[str, str])
+    first_token: int = -1
+    sampling: str = ""
 
 
 class OtherProtocolError(ProtocolError):
@@ -71,6 +78,8 @@ class _RemoteParams(msgspec.Struct, kw_only=True):
     remote_fence_slot: int = -1
     remote_fence_nonce: str = ""
     remote_prompt: dict[str, str] = {}
+    remote_first_token: int = -1
+    remote_sampling: str = ""
     remote_seal: str = ""
 
 
@@ -123,7 +132,12 @@ def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> Handl
             _remote_of(remote),
         )
     _check_prompt(remote.remote_prompt)
-    return Handle(_remote_of(remote), remote.remote_prompt)
+    return Handle(
+        _remote_of(remote),
+        remote.remote_prompt,
+        remote.remote_first_token,
+        remote.remote_sampling,
+    )
 
 
 def write_params(handle: Handle, secret: bytes | None = None) -> dict[str, Any]:
@@ -142,13 +156,18 @@ def write_params(handle: Handle, secret: bytes | None = None) -> dict[str, Any]:
         remote_fence_slot=remote.fence_slot,
         remote_fence_nonce=f"{remote.fence_nonce:016x}",
         remote_prompt=dict(handle.prompt),
+        remote_first_token=handle.first_token,
+        remote_sampling=handle.sampling,
     )
     if secret is not None:
         written.remote_seal = prove_params(secret, _CANONICAL.encode(written))
+    fields = msgspec.to_builtins(written)
+    if handle.first_token < 0:
+        del fields["remote_first_token"], fields["remote_sampling"]
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        **msgspec.to_builtins(written),
+        **fields,
         "transfer_mode": "pull",
     }
 
@@ -178,6 +197,9 @@ def _check_ranges(remote: _RemoteParams) -> None:
     _check_range("blocks in remote_block_ids", num_blocks, 0, MAX_BLOCKS)
     _check_range("remote_fence_slot", remote.remote_fence_slot, -1, MAX_INT)
     _check_range("remote_num_tokens", remote.remote_num_tokens, 0, MAX_INT)
+    _check_range("remote_first_token", remote.remote_first_token, -1, MAX_INT)
+    num_characters = len(remote.remote_sampling)
+    _check_range("len(remote_sampling)", num_characters, 0, MAX_SAMPLING_CHARACTERS)
 
 
 def _check_prompt(prompt: Mapping[str, str]) -> None:

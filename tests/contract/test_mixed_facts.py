@@ -1,0 +1,59 @@
+"""What engines of different versions of vLLM, and of transformers, compare of their models."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_commext.compat.kv_connector import config_file_of
+from vllm_commext.nixl.engine_facts import _config_digest
+
+CONFIG = {"model_type": "llama", "rope_theta": 1e4, "transformers_version": "5.1"}
+
+
+def model(folder: Path, made_of_it: dict[str, Any], overrides: Any = None) -> Any:
+    """As much of vLLM's ModelConfig as is looked at."""
+    made = SimpleNamespace(to_dict=lambda: dict(made_of_it))
+    overrides = {} if overrides is None else overrides
+    return SimpleNamespace(model=str(folder), revision=None, hf_overrides=overrides, hf_config=made)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def test_what_a_newer_library_adds_to_the_configuration_changes_nothing(folder: Path) -> None:
+    older = model(folder, {**CONFIG, "head_dim": 8})
+    newer = model(folder, {**CONFIG, "head_dim": 8, "a_new_field": None})
+    assert _config_digest(older) == _config_digest(newer)
+
+
+def test_where_the_model_lies_and_who_wrote_it_changes_nothing(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = tmp_path_factory.mktemp("other")
+    (other / "config.json").write_text(json.dumps({**CONFIG, "transformers_version": "5.2"}))
+    assert _config_digest(model(folder, {})) == _config_digest(model(other, {}))
+
+
+def test_another_file_and_another_override_are_another_model(folder: Path) -> None:
+    found = {_config_digest(model(folder, {}))}
+    found.add(_config_digest(model(folder, {}, {"rope_theta": 5e5})))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "rope_theta": 1e6}))
+    found.add(_config_digest(model(folder, {})))
+    assert len(found) == 3
+
+
+def test_without_a_file_or_with_code_that_changes_it_the_made_configuration_counts(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    empty = tmp_path_factory.mktemp("empty")
+    assert config_file_of(model(empty, {})) is None
+    for where, overrides in ((empty, None), (folder, lambda config: config)):
+        one, other = ({**CONFIG, "head_dim": size} for size in (8, 16))
+        digests = {_config_digest(model(where, made, overrides)) for made in (one, other)}
+        assert len(digests) == 2
