@@ -41,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--access-log", action="store_true", help="log a line for every request that ends"
     )
+    parser.add_argument(
+        "--no-affinity",
+        dest="affinity",
+        action="store_false",
+        help="balance by load alone, whichever engine may hold the beginning of a prompt",
+    )
     for option in fields(ProxyConfig):
         if "file" in option.metadata:
             name = "--" + option.name.replace("_", "-")

@@ -46,8 +46,8 @@ class ProxyApp:
 
     def __init__(self, config: ProxyConfig) -> None:
         self.config = config
-        self.prefill_pool = EnginePool(PREFILL)
-        self.decode_pool = EnginePool(DECODE)
+        self.prefill_pool = EnginePool(PREFILL, affinity_tokens=config.affinity_tokens)
+        self.decode_pool = EnginePool(DECODE, affinity_tokens=config.affinity_tokens)
         self.pools = (self.prefill_pool, self.decode_pool)
         self.registry = Registry({pool.role: pool for pool in self.pools})
         self._sources = Sources(config, self.registry)

@@ -67,6 +67,9 @@ class ProxyConfig:
     )
     prefill_attempts: int = _option(2, "prefill engines tried for one request")
     decode_attempts: int = _option(2, "decode engines tried, while none could be connected to")
+    affinity_tokens: int = _option(
+        500_000, "about how many tokens of earlier prompts an engine is taken to hold still"
+    )
     workers: int = _option(1, "processes that share the port; the limits below are each one's")
     max_body_bytes: int = _option(32 * MIB, "largest request body")
     max_buffered_bytes: int = _option(
@@ -85,6 +88,7 @@ class ProxyConfig:
     tls_key_file: str = _file("its private key, if that is not in the same file")
     engine_ca_file: str = _file("authorities in PEM that https engines are verified by")
     access_log: bool = False
+    affinity: bool = True
     admin_token_file: str = _file("holds the admin port's token")
     drain_timeout_seconds: float = _option(30.0, "for running requests to end after SIGTERM")
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from vllm_commext.proxy.affinity import NO_PREFIX, Memory, Prefix
+
 PREFILL = "prefill"
 DECODE = "decode"
 ROLES = (PREFILL, DECODE)
@@ -19,7 +21,8 @@ class Engine:
     suspected: a request lost its connection since the last check; others are asked first.
     draining: it gets no new work; what runs goes on. leaving: it is to go when nothing runs.
     detail: the last reason why it is unhealthy, for people. on_lost: called when the engine has
-    not been reachable for so long that nobody should wait for it any more.
+    not been reachable for so long that nobody should wait for it any more. memory: what it was
+    asked last, forgotten when it becomes unhealthy.
     """
 
     role: str
@@ -36,6 +39,7 @@ class Engine:
     num_failed: int = 0
     on_lost: set[Callable[[], None]] = field(default_factory=set[Callable[[], None]])
     on_suspect: Callable[[], None] | None = None
+    memory: Memory = field(default_factory=lambda: Memory(0))
 
     @property
     def name(self) -> str:
@@ -62,6 +66,7 @@ class Engine:
             self.healthy = False
         if not self.healthy:
             self.detail = detail
+            self.memory.clear()
 
     def suspect(self) -> None:
         """A request lost its connection: have the engine checked now, and ask others first."""
@@ -72,6 +77,7 @@ class Engine:
     def refuse(self, detail: str) -> None:
         """Nobody can connect to the engine: send it none until a check passes again."""
         self.healthy, self.detail, self.num_passed = False, detail, 0
+        self.memory.clear()
         self.suspect()
 
     def lose(self) -> None:
@@ -105,10 +111,14 @@ class Engine:
 
 
 class EnginePool:
-    """All engines of one role, in the order in which they came."""
+    """All engines of one role, in the order in which they came.
 
-    def __init__(self, role: str, urls: Sequence[str] = ()) -> None:
+    affinity_tokens: about how many tokens of prompts an engine is taken to hold; 0: of none.
+    """
+
+    def __init__(self, role: str, urls: Sequence[str] = (), affinity_tokens: int = 0) -> None:
         self.role = role
+        self._affinity_tokens = affinity_tokens
         self.engines: tuple[Engine, ...] = ()
         self._next_idx = 0
         for url in urls:
@@ -118,7 +128,7 @@ class EnginePool:
         """A new engine, under the lowest number that is free."""
         taken = {engine.idx for engine in self.engines}
         idx = next(idx for idx in range(len(taken) + 1) if idx not in taken)
-        engine = Engine(self.role, idx, url)
+        engine = Engine(self.role, idx, url, memory=Memory(self._affinity_tokens))
         self.engines = (*self.engines, engine)
         return engine
 
@@ -136,15 +146,20 @@ class EnginePool:
     def num_usable(self) -> int:
         return sum(engine.usable for engine in self.engines)
 
-    def pick(self, exclude: Collection[Engine] = ()) -> Engine | None:
-        """The usable engine that is soonest through, by the tokens that it has under way: round
-        robin among equals. One under suspicion comes after all others."""
+    def pick(self, exclude: Collection[Engine] = (), prefix: Prefix = NO_PREFIX) -> Engine | None:
+        """The usable engine that is soonest through, by the tokens that it has under way and
+        those of the prompt that it does not hold: round robin among equals. One under suspicion
+        comes after all others."""
         count = len(self.engines)
         in_turn = [self.engines[(self._next_idx + step) % count] for step in range(count)]
         candidates = [engine for engine in in_turn if engine.usable and engine not in exclude]
         if not candidates:
             return None
+
+        def until_through(engine: Engine) -> tuple[bool, int]:
+            return engine.suspected, engine.tokens - engine.memory.held_tokens(prefix)
+
         # The first of equals.
-        chosen = min(candidates, key=lambda engine: (engine.suspected, engine.tokens))
+        chosen = min(candidates, key=until_through)
         self._next_idx = (self.engines.index(chosen) + 1) % count
         return chosen

@@ -49,6 +49,12 @@ class ProxyMetrics:
             ("outcome",),
             registry=registry,
         )
+        self.affinity_tokens = Counter(
+            "commext_proxy_affinity_tokens",
+            "About how many tokens of prompts the chosen engines were taken to hold, and not.",
+            ("role", "kind"),
+            registry=registry,
+        )
         self.in_flight = Gauge(
             "commext_proxy_requests_in_flight",
             "Requests being served now.",

@@ -7,6 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from vllm_commext.proxy import two_step
+from vllm_commext.proxy.affinity import NO_PREFIX, SESSION_HEADER, prefix_of
 from vllm_commext.proxy.body import encode, num_tokens
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines import DECODE, Engine, EnginePool
@@ -68,7 +69,10 @@ class Service:
         intake = Intake(self._budget, self._config)
         try:
             body = await intake.read(request)
+            session = request.headers.get(SESSION_HEADER)
             attempts = _Attempts(request.path, body, headers, self._pools[DECODE])
+            if self._config.affinity and request.path in ENDPOINTS:
+                attempts.remember(session)
             while True:
                 try:
                     return await self._attempt(attempts, outcome)
@@ -165,11 +169,17 @@ class _Attempts:
         self.prefilled_by: Engine | None = None
         self._headers = headers
         self._tokens = num_tokens(self.body)
+        self._prefix = NO_PREFIX
+
+    def remember(self, session: str | None) -> None:
+        """Have engines chosen that may hold the beginning of the prompt."""
+        self._prefix = prefix_of(self.body, self._tokens, session)
 
     def payload(self, body: Mapping[str, Any], is_stream: bool | None = None) -> Payload:
         """*body* on its way to an engine; by default the answer streams if the client's does."""
         streams = bool(body.get("stream")) if is_stream is None else is_stream
-        return Payload(self.path, self._headers, encode(body), self._tokens, streams)
+        pieces = encode(body)
+        return Payload(self.path, self._headers, pieces, self._tokens, streams, self._prefix)
 
     def avoided(self) -> list[Engine]:
         """Decode engines that had better not answer: an engine cannot read from itself, which

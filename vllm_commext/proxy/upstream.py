@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from vllm_commext.proxy.access import engine_tls
+from vllm_commext.proxy.affinity import NO_PREFIX, Prefix
 from vllm_commext.proxy.answers import failures_of, kv_transfer_params, no_engine, read_answer
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline
@@ -38,13 +39,14 @@ class Prefilled:
 @dataclass(frozen=True)
 class Payload:
     """What is posted to an engine, in pieces. tokens: about how many the prompt has. is_stream:
-    the answer is asked for in pieces too."""
+    the answer is asked for in pieces too. prefix: what engines are remembered by."""
 
     path: str
     headers: Mapping[str, str]
     pieces: Sequence[bytes | memoryview]
     tokens: int = 0
     is_stream: bool = False
+    prefix: Prefix = NO_PREFIX
 
     def content(self) -> bytes | AsyncIterator[bytes]:
         """For one sending: the bytes, or windows of them where they are many."""
@@ -172,10 +174,15 @@ class Upstream:
         """An engine not tried yet. A role without any is given a moment: after an outage, the
         engine is back before the next check tells."""
         end = time.monotonic() + wait_seconds
-        while (engine := pool.pick(tried)) is None:
+        while (engine := pool.pick(tried, payload.prefix)) is None:
             if time.monotonic() >= end:
                 break
             await asyncio.sleep(PICK_INTERVAL_SECONDS)
+        if engine is not None:
+            held = engine.memory.held_tokens(payload.prefix)
+            self._metrics.affinity_tokens.labels(pool.role, "held").inc(held)
+            self._metrics.affinity_tokens.labels(pool.role, "new").inc(payload.tokens - held)
+            engine.memory.note(payload.prefix)
         return engine
 
     async def _prefill_on(self, engine: Engine, payload: Payload) -> Prefilled:

@@ -1,0 +1,61 @@
+"""Two servers of different versions of vLLM read one another's cache: the answers are the same, and
+the blocks were read. COMMEXT_TEST_OTHER_PYTHON is the interpreter that has the other vLLM.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.kit import ROOT
+from vllm_commext.testing import cluster
+from vllm_commext.testing.metrics import scrape, wait_for_added
+from vllm_commext.testing.parity import compare, complete
+from vllm_commext.testing.prompts import prompt_set
+from vllm_commext.testing.servers import VllmServer
+
+OTHER = os.environ.get("COMMEXT_TEST_OTHER_PYTHON", "")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not OTHER, reason="`make mixed` names the other vLLM's interpreter"),
+]
+ATOL = 1e-3  # nats, at float32: kernels differ between versions
+BLOCKS = "vllm:commext_nixl_blocks_total"
+FAILURES = "vllm:commext_nixl_failures_total"
+
+
+@pytest.fixture(scope="module")
+def servers(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, VllmServer]]:
+    folder = tmp_path_factory.mktemp("mixed")
+    made: dict[str, VllmServer] = {}
+    for name in ("here", "other"):
+        config = cluster.kv_transfer_config("kv_both")
+        environ = {"PYTHONPATH": str(ROOT)}  # one state of this package in both
+        made[name] = cluster.engine_server(name, model, folder, config, environ=environ)
+    made["other"].command[0] = OTHER
+    with ExitStack() as stack:
+        for server in made.values():
+            stack.callback(server.stop)
+            server.start()
+        for server in made.values():
+            server.wait_ready()
+        yield made
+
+
+@pytest.mark.parametrize(("source", "target"), [("here", "other"), ("other", "here")])
+def test_one_reads_the_others_cache(
+    servers: dict[str, VllmServer], source: str, target: str
+) -> None:
+    urls = [servers[name].url for name in (source, target)]
+    before = scrape(urls[1])
+    for prompt in prompt_set(6, seed=len(source), block_size=cluster.BLOCK_SIZE):
+        got = cluster.disaggregated(*urls, cluster.MODEL_NAME, prompt)
+        difference = compare(complete(urls[0], cluster.MODEL_NAME, prompt), got, ATOL)
+        assert difference.equal, difference
+    added = wait_for_added(urls[1], before, BLOCKS, at_least=6)
+    assert added.total(FAILURES) == 0
+    assert "vllm_version" in servers[target].wait_for_log("vllm_version", 30)

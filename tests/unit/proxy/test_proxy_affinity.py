@@ -1,0 +1,196 @@
+"""Which engine gets a prompt whose beginning one of them may hold."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_commext.proxy.affinity import (
+    BLOCK_BYTES,
+    MAX_BLOCKS,
+    NO_PREFIX,
+    SESSION_HEADER,
+    Memory,
+    Prefix,
+    prefix_of,
+)
+from vllm_commext.proxy.body import RawJson, num_tokens
+from vllm_commext.proxy.engines import EnginePool
+
+quick = settings(max_examples=50, deadline=None)
+TURN = {"role": "user", "content": "w" * 3000}
+ANSWER = {"role": "assistant", "content": "a" * 900}
+
+
+def prefix(body: dict[str, Any], session: str | None = None) -> Prefix:
+    return prefix_of(body, num_tokens(body), session)
+
+
+def remembering(*bodies: dict[str, Any], max_tokens: int = 10**9) -> Memory:
+    memory = Memory(max_tokens)
+    for body in bodies:
+        memory.note(prefix(body))
+    return memory
+
+
+@quick
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 3 * BLOCK_BYTES))
+def test_a_prompt_that_goes_on_from_another_is_known_as_far_as_that_went(
+    shared: int, more: int, tail: int
+) -> None:
+    text = "".join(chr(97 + (k * k) % 23) for k in range(shared * 512))
+    old, new = {"prompt": text + "x" * tail}, {"prompt": text + "y" * (more * 512 + 1)}
+    held = remembering(old).held_tokens(prefix(new))
+    whole_blocks = len(text) // BLOCK_BYTES
+    tokens = num_tokens(new)
+    expected = whole_blocks * BLOCK_BYTES * tokens / len(new["prompt"])
+    assert abs(held - min(expected, tokens - 1)) <= 1
+
+
+@quick
+@given(st.lists(st.text(max_size=2000), max_size=6), st.lists(st.text(max_size=2000), max_size=6))
+def test_no_more_is_held_than_all_tokens_but_the_last(old: list[str], new: list[str]) -> None:
+    bodies = [{"messages": [{"role": "user", "content": text} for text in of]} for of in (old, new)]
+    held = remembering(*bodies).held_tokens(prefix(bodies[1]))
+    assert 0 <= held <= max(num_tokens(bodies[1]) - 1, 0)
+
+
+def test_the_next_turn_of_a_conversation_is_mostly_held() -> None:
+    first = {"messages": [TURN, ANSWER, TURN, ANSWER]}
+    second = {"messages": [*first["messages"], {"role": "user", "content": "and?"}]}
+    assert remembering(first).held_tokens(prefix(second)) > 0.8 * num_tokens(second)
+
+
+@pytest.mark.parametrize("changed", ["model", "cache_salt"])
+def test_another_model_or_salt_shares_nothing(changed: str) -> None:
+    body = {"model": "m", "cache_salt": "s", "prompt": "w" * 8000}
+    assert remembering(body).held_tokens(prefix(body)) > 0
+    assert remembering(body).held_tokens(prefix({**body, changed: "other"})) == 0
+
+
+def test_a_change_at_the_start_shares_nothing_and_in_the_middle_half() -> None:
+    text = "w" * 64 * BLOCK_BYTES
+    memory = remembering({"prompt": text})
+    assert memory.held_tokens(prefix({"prompt": "x" + text[1:]})) == 0
+    half = len(text) // 2
+    held = memory.held_tokens(prefix({"prompt": text[:half] + "x" + text[half + 1 :]}))
+    assert held == half // 4
+
+
+def test_a_prompt_of_token_ids_is_known_whether_it_came_large_or_small() -> None:
+    ids = list(range(1000, 5000))
+    text = json.dumps(ids, separators=(",", ":")).encode()
+    raw = {"prompt": RawJson(memoryview(text), "[", len(ids), "1")}
+    memory = remembering(raw)
+    assert memory.held_tokens(prefix(raw)) > 0.9 * len(ids)
+    longer = [*ids, *range(10)]
+    assert remembering({"prompt": ids}).held_tokens(prefix({"prompt": longer})) > 0.9 * len(ids)
+
+
+def test_only_the_beginning_of_a_long_prompt_is_looked_at() -> None:
+    body = {"prompt": "w" * (10 * MAX_BLOCKS * BLOCK_BYTES)}
+    assert len(prefix(body).blocks) == MAX_BLOCKS
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": None}, {"prompt": 3}, {"messages": "text"}])
+def test_bodies_that_an_engine_will_refuse_have_a_prefix_too(body: dict[str, Any]) -> None:
+    assert remembering(body).held_tokens(prefix(body)) == 0
+
+
+def test_a_session_is_held_whatever_its_prompt_begins_with() -> None:
+    memory = Memory(10**6)
+    memory.note(prefix({"prompt": "a" * 4000}, "s"))
+    other = {"prompt": "b" * 8000}
+    assert memory.held_tokens(prefix(other, "s")) == 1000
+    assert memory.held_tokens(prefix(other, "t")) == 0
+    assert memory.held_tokens(prefix(other)) == 0
+
+
+def test_what_was_asked_longest_ago_is_forgotten_from_its_end() -> None:
+    old, new = {"prompt": "o" * 40 * BLOCK_BYTES}, {"prompt": "n" * 40 * BLOCK_BYTES}
+    each = num_tokens(old)
+    memory = remembering(old, new, max_tokens=each * 3 // 2)
+    assert memory.held_tokens(prefix(new)) == each - 1
+    held = memory.held_tokens(prefix(old))
+    assert each // 3 < held < each * 2 // 3
+    memory.clear()
+    assert memory.held_tokens(prefix(new)) == 0
+
+
+def pool_of(*tokens: int) -> EnginePool:
+    urls = [f"http://h:{idx + 1}" for idx in range(len(tokens))]
+    pool = EnginePool("prefill", urls, affinity_tokens=10**6)
+    for engine, count in zip(pool.engines, tokens, strict=True):
+        engine.passed_check(rise=1)
+        engine.tokens = count
+    return pool
+
+
+def test_affinity_is_weighed_against_load() -> None:
+    body = {"prompt": "w" * 40_000}  # 10,000 tokens
+    for load, chosen in ((9_000, 0), (10_500, 1)):
+        pool = pool_of(load, 0)
+        pool.engines[0].memory.note(prefix(body))
+        assert pool.pick((), prefix(body)) is pool.engines[chosen]
+        assert pool.pick((), NO_PREFIX) is pool.engines[1]
+
+
+@pytest.mark.parametrize("how", ["refuses", "fails its check"])
+def test_an_engine_that_went_away_holds_nothing_when_it_is_back(how: str) -> None:
+    body = {"prompt": "w" * 40_000}
+    engine = pool_of(0).engines[0]
+    engine.memory.note(prefix(body))
+    if how == "refuses":
+        engine.refuse("refused")
+    else:
+        engine.failed_check(fall=1, detail="gone")
+    engine.passed_check(rise=1)
+    assert engine.memory.held_tokens(prefix(body)) == 0
+
+
+def conversations(kit: Any, *, affinity: bool, session: bool) -> list[set[str]]:
+    """For each of six conversations of four turns, begun at the same time in changing order, the
+    prefill and decode engines that saw it."""
+    seen: list[set[str]] = [set() for _ in range(6)]
+
+    async def turn(cluster: Any, number: int, turns: int) -> None:
+        text = f"{number} " * 1000
+        # A client that shows the model the last messages alone has a new beginning each time.
+        parts = [f"{turns} " * 500, text] if session else [text, "more " * 200 * turns]
+        headers = {SESSION_HEADER: f"s{number}"} if session else {}
+        messages = [{"role": "user", "content": part} for part in parts]
+        path = "/v1/chat/completions"
+        async with cluster.post({"messages": messages}, path, headers=headers) as response:
+            await response.read()
+            seen[number] |= {
+                response.headers["X-Commext-Prefill"],
+                response.headers["X-Commext-Decode"],
+            }
+
+    async def scenario() -> None:
+        async with kit.cluster(3, 3, affinity=affinity) as cluster:
+            for turns in range(4):
+                order = range(6) if turns % 2 == 0 else reversed(range(6))
+                for number in order:
+                    await turn(cluster, number, turns)
+            held = [
+                float(line.split()[-1])
+                for line in (await cluster.metrics()).splitlines()
+                if line.startswith("commext_proxy_affinity_tokens_total{") and "held" in line
+            ]
+            assert (sum(held) > 0) == affinity
+
+    asyncio.run(scenario())
+    return seen
+
+
+@pytest.mark.parametrize("session", [False, True])
+def test_a_conversation_stays_with_its_engines(kit: Any, session: bool) -> None:
+    assert all(len(of) == 2 for of in conversations(kit, affinity=True, session=session))
+
+
+def test_without_affinity_it_does_not(kit: Any) -> None:
+    assert any(len(of) > 2 for of in conversations(kit, affinity=False, session=True))

@@ -1,0 +1,160 @@
+"""Which engine may still hold a prompt's KV cache: what each engine was asked before. Pure.
+
+A prompt is cut into blocks of text. Each block's digest covers all blocks before it, so two prompts
+share as many digests as they share text from the start: a system prompt, a document, the earlier
+turns of a conversation. An engine's memory holds the digests of what it was asked last. A request
+weighs less at an engine that remembers more of it, and only by what it need not compute there, so
+that a busy engine still passes work on to an idle one.
+
+A session's name stands for all of the session's earlier turns, for clients whose prompts do not
+begin like the one before (a window over the conversation's end).
+"""
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_commext.proxy.body import RawJson
+
+SESSION_HEADER = "X-Session-ID"
+BLOCK_BYTES = 1024
+"""About 250 tokens of text, or as many token ids as vLLM has in a dozen blocks."""
+MAX_BLOCKS = 256
+"""Looked at of each prompt, so that a large one costs some milliseconds and no more."""
+_IDS_AT_ONCE = 1024
+_DIGEST_BYTES = 12
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What of a request engines are remembered by.
+
+    Attributes:
+        blocks: chained digests of the prompt's blocks, from its start.
+        tokens_a_block: about how many tokens each stands for.
+        session: digest of the session's name, b"" where it has none.
+        tokens: about how many tokens the prompt has.
+    """
+
+    blocks: tuple[bytes, ...] = ()
+    tokens_a_block: float = 0.0
+    session: bytes = b""
+    tokens: int = 0
+
+
+NO_PREFIX = Prefix()
+
+
+def prefix_of(body: Mapping[str, Any], tokens: int, session: str | None) -> Prefix:
+    """The prefix of a request for completions or chat.
+
+    Args:
+        body: the request.
+        tokens: about how many tokens its prompt has.
+        session: what the client calls the session, if it does.
+    """
+    salt = json.dumps([body.get("model"), body.get("cache_salt")], default=str).encode()
+    prompt = body.get("messages", body.get("prompt"))
+    text, num_bytes = _beginning(prompt)
+    whole = len(text) // BLOCK_BYTES
+    digest, blocks = _digest(salt), []
+    for number in range(whole):
+        start = number * BLOCK_BYTES
+        digest = _digest(digest, text[start : start + BLOCK_BYTES])
+        blocks.append(digest)
+    name = _digest(salt, session.encode()) if session else b""
+    return Prefix(tuple(blocks), tokens * BLOCK_BYTES / max(num_bytes, 1), name, tokens)
+
+
+def _digest(*parts: bytes | memoryview) -> bytes:
+    found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        found.update(part)
+    return found.digest()
+
+
+def _beginning(prompt: Any) -> tuple[bytes | memoryview, int]:
+    """At most `MAX_BLOCKS` blocks of the prompt's text, and about how many bytes it has in all."""
+    most = MAX_BLOCKS * BLOCK_BYTES
+    if isinstance(prompt, RawJson):
+        return prompt.text[:most], len(prompt.text)
+    if isinstance(prompt, str):
+        return prompt[:most].encode()[:most], len(prompt)
+    if not isinstance(prompt, list) or not prompt:
+        return b"", 0
+    text, seen = bytearray(), 0.0
+    for piece, share in _pieces(prompt):
+        if len(text) >= most:
+            break
+        text += piece
+        seen += share
+    return bytes(text[:most]), int(len(text) / seen)
+
+
+def _pieces(items: list[Any]) -> Iterator[tuple[bytes, float]]:
+    """The items as JSON, so that a list's beginning is a longer list's beginning too, and the share
+    of all items that each piece is."""
+    step = 1 if isinstance(items[0], (dict, list, str)) else _IDS_AT_ONCE
+    for start in range(0, len(items), step):
+        text = json.dumps(items[start : start + step], separators=(",", ":"), default=str)
+        yield text[1:-1].encode() + b",", min(step, len(items) - start) / len(items)
+
+
+class _Recent:
+    """Keys with weights, of which those put in last are kept, up to a sum of weights."""
+
+    def __init__(self, max_weight: float) -> None:
+        self._max_weight = max_weight
+        self._weights: OrderedDict[bytes, float] = OrderedDict()
+        self._sum = 0.0
+
+    def get(self, key: bytes) -> float:
+        """The key's weight, 0 where it is unknown or forgotten."""
+        return self._weights.get(key, 0.0)
+
+    def put(self, key: bytes, weight: float) -> None:
+        self._sum += weight - self._weights.pop(key, 0.0)
+        self._weights[key] = weight
+        while self._sum > self._max_weight and self._weights:
+            self._sum -= self._weights.popitem(last=False)[1]
+
+
+class Memory:
+    """What one engine was asked last.
+
+    Args:
+        max_tokens: about how many tokens of prompts it is taken to hold; what was asked longest ago
+            is forgotten first.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self.clear()
+
+    def held_tokens(self, prefix: Prefix) -> int:
+        """About how many of the prompt's first tokens the engine holds, one fewer than all at
+        most: the last one is always computed."""
+        held = 0.0
+        for block in prefix.blocks:
+            if not self._blocks.get(block):
+                break
+            held += prefix.tokens_a_block
+        if prefix.session:
+            held = max(held, self._sessions.get(prefix.session))
+        return max(0, min(int(held), prefix.tokens - 1))
+
+    def note(self, prefix: Prefix) -> None:
+        """The engine is asked for this."""
+        # The last block first: a prompt is forgotten from its end, as engines forget it too.
+        for block in reversed(prefix.blocks):
+            self._blocks.put(block, prefix.tokens_a_block)
+        if prefix.session:
+            self._sessions.put(prefix.session, float(prefix.tokens))
+
+    def clear(self) -> None:
+        """The engine has gone, and what it held with it."""
+        self._blocks = _Recent(self._max_tokens)
+        self._sessions = _Recent(self._max_tokens)
