@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
 import random
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +14,9 @@ from itertools import islice
 
 import zmq
 
-from tests.chaos.census import take_own_census
+from tests.chaos.census import take_census
 from tests.chaos.garbage import mutations, notifications, requests
+from tests.kit.memory import heap_bytes
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
@@ -28,6 +32,7 @@ from vllm_commext.testing.servers import LOOPBACK, free_port
 
 ENGINE = "prefill-0"
 WINDOW = 200
+MAX_HEAP_BYTES = 8 << 20
 SECONDS = 30.0
 _numbers = itertools.count()
 CONFIG = ConnectorConfig(side_channel_host=LOOPBACK, side_channel_port=1, num_threads=1)
@@ -40,16 +45,51 @@ class Growth:
     Attributes:
         num_sent: frames or notifications sent.
         num_refused: those that were counted as not valid or as fitting nothing.
-        rss_bytes: more resident memory than after the first tenth.
-        num_threads: more threads than before.
-        num_descriptors: more file descriptors than before.
+        heap_bytes: more of the C heap in use than after the first tenth.
+        num_blocks: more blocks of the interpreter's heap.
+        num_threads: more threads.
+        num_descriptors: more file descriptors.
     """
 
     num_sent: int
     num_refused: int
-    rss_bytes: int
+    heap_bytes: int
+    num_blocks: int
     num_threads: int
     num_descriptors: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this process holds now."""
+
+    heap_bytes: int
+    num_blocks: int
+    num_threads: int
+    num_descriptors: int
+
+    def growth_since(self, before: Held, num_sent: int, num_refused: int) -> Growth:
+        """What it holds more."""
+        pairs = zip(vars(self).values(), vars(before).values(), strict=True)
+        return Growth(num_sent, num_refused, *(after - earlier for after, earlier in pairs))
+
+
+def held() -> Held:
+    """Take it, without garbage."""
+    gc.collect()
+    census = take_census([os.getpid()])
+    return Held(heap_bytes(), sys.getallocatedblocks(), census.threads, census.descriptors)
+
+
+def is_steady(growth: Growth) -> bool:
+    """Whether nothing is kept of what was sent: less than a block for four messages, and of the C
+    heap no more than a few steps in which the pools of ZMQ and UCX grow."""
+    return (
+        growth.num_blocks < growth.num_sent // 4
+        and growth.heap_bytes < MAX_HEAP_BYTES
+        and growth.num_threads <= 0
+        and growth.num_descriptors <= 0
+    )
 
 
 def fuzz_side_channel(num_frames: int, seed: int, secret: bytes | None = None) -> Growth:
@@ -68,13 +108,13 @@ def fuzz_side_channel(num_frames: int, seed: int, secret: bytes | None = None) -
             dealer.setsockopt(zmq.LINGER, 0)
             dealer.setsockopt(zmq.RCVTIMEO, int(SECONDS * 1000))
             dealer.connect(endpoint(LOOPBACK, port))
-            before, num_sent = take_own_census(), 0
+            before, num_sent = held(), 0
             while batch := list(islice(frames, WINDOW)):
                 _exchange(dealer, batch)
                 num_sent += len(batch)
                 if num_sent <= num_frames // 10:
-                    before = take_own_census()
-            after = take_own_census()
+                    before = held()
+            after = held()
             caller = Caller(secret)
             dealer.send(
                 caller.prove(wire.encode(wire.DescribeRequest(engine_id=ENGINE, tp_rank=0)))
@@ -83,13 +123,7 @@ def fuzz_side_channel(num_frames: int, seed: int, secret: bytes | None = None) -
             assert isinstance(reply, wire.Described), reply
     finally:
         server.close()
-    return Growth(
-        num_sent,
-        server.num_refused,
-        after.rss_bytes - before.rss_bytes,
-        after.threads - before.threads,
-        after.descriptors - before.descriptors,
-    )
+    return after.growth_since(before, num_sent, server.num_refused)
 
 
 def fuzz_notifications(num_notifications: int, seed: int) -> Growth:
@@ -103,26 +137,21 @@ def fuzz_notifications(num_notifications: int, seed: int) -> Growth:
     owner, sender = NixlAgent(CONFIG), NixlAgent(CONFIG)
     holder = Holder(owner, CONFIG, recorder, outcomes)
     peer = sender.add_peer(owner.metadata())
+    sender.connect(peer)
     messages = mutations(random.Random(seed), notifications(), num_notifications)
-    before, num_sent = take_own_census(), 0
+    before, num_sent = held(), 0
     while batch := list(islice(messages, WINDOW)):
         _deliver(sender, peer, holder, outcomes, batch)
         num_sent += len(batch)
         if num_sent <= num_notifications // 10:
-            before = take_own_census()
-    after = take_own_census()
+            before = held()
+    after = held()
     holder.end_leases()
     recorded = recorder.take() or {}
     sender.remove_peer(peer)
     sender.close()
     owner.close()
-    return Growth(
-        num_sent,
-        recorded["unmatched_notifications"],
-        after.rss_bytes - before.rss_bytes,
-        after.threads - before.threads,
-        after.descriptors - before.descriptors,
-    )
+    return after.growth_since(before, num_sent, recorded["unmatched_notifications"])
 
 
 def _exchange(dealer: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:

@@ -35,6 +35,7 @@ def main() -> int:
     metadata = wire.open_description(described).agent_metadata
     agent = NixlAgent(ConnectorConfig(side_channel_host=host, side_channel_port=int(port)))
     name = agent.add_peer(metadata)
+    agent.connect(name)
     for frame in mutations(random.Random(int(seed)), notifications(), int(count)):
         agent.notify(name, frame)
     time.sleep(SPREAD_SECONDS)

@@ -154,6 +154,7 @@ class _Run:
         back = time.monotonic()
         recovery = recover(self._stage, self._load, back)
         problems += self._stage.deaths()
+        self._stage.sample_memory()
         self._record.faults.append(
             FaultRecord(
                 fault.number, fault.kind, back - started, recovery, tuple(problems), started

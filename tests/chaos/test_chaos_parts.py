@@ -3,6 +3,8 @@
 import json
 import random
 import socket
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from threading import Thread
@@ -12,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.chaos import garbage
-from tests.chaos.census import MAX_MORE_DESCRIPTORS, Census, growth
+from tests.chaos.census import (
+    MAX_MORE_BYTES,
+    MAX_MORE_DESCRIPTORS,
+    MIN_SAMPLES,
+    Census,
+    growth,
+    leak,
+    take_census,
+)
 from tests.chaos.faults import ACTIONS
 from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Answer, Recovery, judge
 from tests.chaos.load import make_prompts
@@ -148,10 +158,61 @@ def test_growth_beyond_its_tolerance_is_found() -> None:
     for change in (
         {"descriptors": 101 + MAX_MORE_DESCRIPTORS},
         {"threads": 40},
-        {"rss_bytes": 2 << 30},
+        {"heap_bytes": before.heap_bytes + MAX_MORE_BYTES + 1},
         {"pids": frozenset({1})},
     ):
         assert len(growth(before, replace(before, **change))) == 1
+
+
+# In MiB, of a decode engine: it grows by 130 as it sees its first batches, a big step comes late.
+MEASURED = [162, 218, 245, 246, 246, 266, 284, 288, 288, 289, 289, 321, 321]
+LONG = MEASURED + [321 + number // 4 for number in range(5)]
+
+
+def test_memory_that_comes_in_single_steps_is_no_leak() -> None:
+    assert leak([size << 20 for size in LONG]) == []
+
+
+def test_a_short_run_proves_no_leak() -> None:
+    """Measured on a prefill engine, which took 3.7 MiB in the middle one of its last steps."""
+    assert leak([size << 20 for size in (2662, 2685, 2687, 2689, 2695, 2695, 2698)]) == []
+
+
+@pytest.mark.parametrize("leaked_mib", [2, 40])
+def test_a_buffer_that_leaks_at_every_fault_is_found_among_such_steps(leaked_mib: int) -> None:
+    sizes = [(size + leaked_mib * number) << 20 for number, size in enumerate(LONG)]
+    [problem] = leak(sizes)
+    assert "more memory from one fault to the next" in problem
+
+
+CHILD = """
+import sys
+kept = []
+for line in sys.stdin:
+    buffer = bytearray(b"x") * (4 << 20)
+    if line == "keep\\n":
+        kept.append(buffer)
+    del buffer
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("command", ["keep", "free"])
+def test_the_census_sees_what_a_process_keeps_and_not_what_it_has_freed(command: str) -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=pipe, stdout=pipe, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        sizes: list[int] = []
+        for _ in range(MIN_SAMPLES):
+            child.stdin.write(f"{command}\n")
+            child.stdin.flush()
+            assert child.stdout.readline() == "done\n"
+            sizes.append(take_census([child.pid]).heap_bytes)
+        child.stdin.close()
+    assert bool(leak(sizes)) == (command == "keep")
 
 
 def test_garbage_follows_from_its_seed_and_is_of_many_kinds() -> None:

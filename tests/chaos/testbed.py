@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from tests.chaos.census import Census, growth, take_census
+from tests.chaos.census import Census, growth, leak, take_census
 from tests.chaos.network import Link
 from tests.chaos.schedule import DECODE, PREFILL
 from tests.kit import CORRUPTING, CORRUPTING_MODULE, ROOT
@@ -33,6 +33,13 @@ ROLES = {PREFILL: "kv_producer", DECODE: "kv_consumer"}
 # The CPU kernels keep code for every new shape of a batch, for instance 130 MiB in half a minute of
 # this load on a server without connector: it would hide what the connector holds.
 NO_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
+# One heap for all threads, and large blocks go back to the kernel when they are freed: what is
+# resident is then what is held, but for a few MiB.
+FRUGAL_HEAP = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+    "MALLOC_TRIM_THRESHOLD_": "131072",
+}
 BLOCKS_IN_USE = "vllm:kv_cache_usage_perc"
 PROXY_ARGS = (
     "--connect-timeout", "3", "--prefill-timeout", f"{PREFILL_STEP_SECONDS:g}",
@@ -56,6 +63,7 @@ class Engine:
         server: the process that runs now.
         pids: its processes once it was ready.
         baseline: what it held when it had served its first requests.
+        heap_bytes: its private memory after each fault since its start.
     """
 
     role: str
@@ -67,6 +75,7 @@ class Engine:
     server: VllmServer | None = None
     pids: frozenset[int] = frozenset()
     baseline: Census | None = None
+    heap_bytes: list[int] = field(default_factory=list[int])
 
 
 @dataclass
@@ -179,6 +188,11 @@ class Testbed:
         if engine.baseline is None:
             engine.baseline = take_census(self._server(role).pids())
 
+    def sample_memory(self) -> None:
+        """Remember how much memory each engine has now, after a fault."""
+        for engine in self.engines.values():
+            engine.heap_bytes.append(take_census(self._server(engine.role).pids()).heap_bytes)
+
     def compare_with_baseline(self, role: str) -> list[str]:
         """What an engine holds more than at its baseline; keeps both for the report."""
         engine, server = self.engines[role], self._server(role)
@@ -191,10 +205,11 @@ class Testbed:
                 "engine": server.name,
                 "descriptors": f"{before.descriptors} -> {now.descriptors}",
                 "threads": f"{before.threads} -> {now.threads}",
-                "MiB": f"{before.rss_bytes >> 20} -> {now.rss_bytes >> 20}",
+                "MiB": f"{before.heap_bytes >> 20} -> {now.heap_bytes >> 20}",
             }
         )
-        return [f"{server.name}: {line}" for line in growth(before, now)]
+        problems = [*growth(before, now), *leak(engine.heap_bytes)]
+        return [f"{server.name}: {line}" for line in problems]
 
     def _blocks_in_use(self, role: str) -> float:
         # The gauge is set by steps only, so it takes a request to bring it up to date.
@@ -214,6 +229,7 @@ class Testbed:
     def _launch(self, engine: Engine) -> None:
         engine.generation += 1
         engine.baseline = None
+        engine.heap_bytes = []
         corrupting = self.corrupting and engine.role == DECODE
         config = cluster.kv_transfer_config(
             ROLES[engine.role],
@@ -231,7 +247,7 @@ class Testbed:
         )
         # No prefix cache: every request has to be read.
         args = ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--no-enable-prefix-caching"]
-        environ = NO_KERNEL_CACHES | ({"PYTHONPATH": str(ROOT)} if corrupting else {})
+        environ = NO_KERNEL_CACHES | FRUGAL_HEAP | ({"PYTHONPATH": str(ROOT)} if corrupting else {})
         if self.link is not None:
             args += ["--host", "0.0.0.0"]
             far = engine.role == PREFILL
