@@ -61,7 +61,7 @@ def test_the_whole_report_without_any_library(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.usefixtures("without_libraries")
 def test_the_table_has_the_same_lines_as_the_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["doctor"]) == 1
+    assert main.main(["doctor", "--verbose"]) == 1
     text = capsys.readouterr().out
     main.main(["doctor", "--json"])
     for check in json.loads(capsys.readouterr().out)["checks"]:

@@ -5,13 +5,13 @@ vLLM, torch or NIXL absent, or with one that crashes on import.
 """
 
 import argparse
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from vllm_commext.cli.guard import run_guarded
 from vllm_commext.cli.report import Check, as_json, as_text, exit_status
+from vllm_commext.cli.summary import as_summary
 
-HELP = "Print versions, seams, toggles and hardware; exit 0 (well), 1 (warnings) or 2 (broken)."
+HELP = "Say whether all is well here, what is amiss, and what could be switched on; exit 0, 1 or 2."
 PROBES = ("package", "toggles", "vllm", "nixl", "gpu", "machine")
 MAX_PARALLEL = 3
 TIMEOUT_SECONDS = 120.0
@@ -31,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``vllm-commext doctor``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
     parser.add_argument(
+        "--verbose", action="store_true", help="print every check instead of the summary"
+    )
+    parser.add_argument(
         "--timeout",
         type=_seconds,
         default=TIMEOUT_SECONDS,
@@ -39,19 +42,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _results(timeout_seconds: float) -> Iterator[list[Check]]:
-    """Each probe's checks, in the order of `PROBES`, as soon as they are there."""
+def _checks(timeout_seconds: float) -> list[Check]:
+    """All probes' checks, in the order of `PROBES`."""
     with ThreadPoolExecutor(MAX_PARALLEL) as pool:
-        yield from pool.map(lambda probe: run_guarded(probe, timeout_seconds), PROBES)
+        found = pool.map(lambda probe: run_guarded(probe, timeout_seconds), PROBES)
+        return [check for one in found for check in one]
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; returns the exit status."""
-    checks: list[Check] = []
-    for found in _results(args.timeout):
-        checks += found
-        if not args.json:
-            print(as_text(found), flush=True)
+    checks = _checks(args.timeout)
     if args.json:
         print(as_json(checks))
+    else:
+        print(as_text(checks) if args.verbose else as_summary(checks))
     return exit_status(checks)

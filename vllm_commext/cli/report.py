@@ -1,4 +1,4 @@
-"""What `vllm-commext doctor` finds, and its two forms: an aligned table and JSON.
+"""What `vllm-commext doctor` finds, and two of its forms: an aligned table and JSON.
 
 The JSON is an object with ``schema`` (1; it changes when a field changes its meaning or goes),
 ``version`` (of this package), ``status`` (the exit status) and ``checks``, a list of objects
@@ -55,7 +55,8 @@ def exit_status(checks: Iterable[Check]) -> int:
     return max((EXIT_STATUS[check.level] for check in checks), default=0)
 
 
-def _wrapped(text: str, indent: int) -> str:
+def wrapped(text: str, indent: int) -> str:
+    """The text in lines of `LINE_COLUMNS`, all but the first behind `indent` blanks."""
     lines = textwrap.wrap(text, LINE_COLUMNS - indent, break_on_hyphens=False) or [""]
     return f"\n{' ' * indent}".join(lines)
 
@@ -69,9 +70,9 @@ def as_text(checks: Sequence[Check]) -> str:
             section = check.section
             lines.append(f"\n{section}")
         lead = f"  {MARKS[check.level]:<5}{check.name:<{NAME_COLUMNS}} "
-        lines.append(lead + _wrapped(check.value, len(lead)))
+        lines.append(lead + wrapped(check.value, len(lead)))
         if check.hint:
-            lines.append(" " * len(lead) + _wrapped(f"-> {check.hint}", len(lead)))
+            lines.append(" " * len(lead) + wrapped(f"-> {check.hint}", len(lead)))
     return "\n".join(lines)
 
 

@@ -1,0 +1,83 @@
+"""The short form of the doctor's report, and what it offers to switch on."""
+
+import pytest
+
+from vllm_commext.cli.report import Check, Level
+from vllm_commext.cli.suggestions import OFFERS, suggestions
+from vllm_commext.cli.summary import as_summary
+
+NATIVE = Check("package", "native queue", "built", Level.OK)
+PEERS = Check("gpu", "peer access", "all 2 pairs", Level.OK)
+NO_PEERS = Check("gpu", "peer access", "not 0->1, 1->0", Level.WARNING)
+
+
+def off(*names: str) -> list[Check]:
+    return [Check("capabilities", name, f"off (VLLM_COMMEXT_{name.upper()}=0)") for name in names]
+
+
+@pytest.mark.parametrize(
+    ("levels", "verdict"),
+    [
+        ((), "ready"),
+        ((Level.WARNING,), "ready, with warnings (1 warning)"),
+        ((Level.ERROR, Level.WARNING, Level.WARNING), "broken (1 error, 2 warnings)"),
+    ],
+)
+def test_the_verdict_comes_first(levels: tuple[Level, ...], verdict: str) -> None:
+    checks = [NATIVE, *(Check("gpu", f"c{k}", "v", level) for k, level in enumerate(levels))]
+    assert as_summary(checks).splitlines()[0].partition(": ")[2] == verdict
+
+
+def test_what_is_amiss_stands_before_the_groups_with_its_remedy() -> None:
+    broken = Check("machine", "/dev/shm", "64 MiB free", Level.WARNING, "give it --shm-size=1g")
+    lines = as_summary([NATIVE, broken]).splitlines()
+    assert lines[2:4] == [
+        "  WARN machine, /dev/shm: 64 MiB free",
+        "       -> give it --shm-size=1g",
+    ]
+    assert lines[4].startswith("  ok   package")
+    assert lines[5].startswith("  WARN machine")
+
+
+def test_a_group_is_one_line_that_counts_what_holds() -> None:
+    checks = [Check("seams", f"s{k}", "holds", Level.OK) for k in range(3)]
+    checks.append(Check("seams", "s3", "gone", Level.ERROR))
+    assert "  FAIL API checks     3 of 4 hold" in as_summary(checks).splitlines()
+
+
+def test_only_what_was_set_is_named_among_the_toggles() -> None:
+    checks = [
+        Check("toggles", "A", "1 (default)", Level.OK),
+        Check("toggles", "B", "0 (environment)", Level.OK),
+    ]
+    assert "set: B=0" in as_summary(checks)
+    assert "all at their defaults" in as_summary(checks[:1])
+
+
+def test_gpus_are_counted_and_named() -> None:
+    cards = [Check("gpu", f"GPU {k}", "NVIDIA H200, 140 GiB, sm_90", Level.OK) for k in range(2)]
+    assert "2 x NVIDIA H200, 140 GiB, sm_90; peer access: all 2 pairs" in as_summary(
+        [*cards, PEERS]
+    )
+
+
+def test_only_what_is_off_and_fits_is_offered() -> None:
+    every = off("shm_queue", "reduce_rms", "allreduce")
+    assert {one.capability for one in suggestions([NATIVE, PEERS, *every])} == {
+        one.capability for one in OFFERS
+    }
+    assert [one.capability for one in suggestions([NATIVE, NO_PEERS, *every])] == ["shm_queue"]
+    assert suggestions([NO_PEERS, *every]) == []
+    active = [Check("capabilities", "shm_queue", "active", Level.OK)]
+    assert suggestions([NATIVE, PEERS, *active]) == []
+
+
+def test_an_offer_is_a_line_to_paste() -> None:
+    text = as_summary([NATIVE, *off("shm_queue")])
+    assert "  export VLLM_COMMEXT_SHM_QUEUE=1" in text.splitlines()
+
+
+def test_no_line_is_too_long() -> None:
+    checks = [NATIVE, PEERS, *off("shm_queue", "reduce_rms", "allreduce")]
+    checks.append(Check("vllm", "vllm", "word " * 60, Level.WARNING, "do " * 60))
+    assert max(map(len, as_summary(checks).splitlines())) <= 100
