@@ -7,6 +7,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 VLLM ?= 0.32.0
 MATRIX ?= 0.28.0 0.30.0 0.32.0
+OTHER ?= 0.30.0
 MODEL ?= llama
 TP ?= 1
 P_TP ?= $(TP)
@@ -26,8 +27,8 @@ FILES := -n 2 --dist loadfile
 DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
 	--requests $(REQUESTS) $(if $(filter-out 0,$(KEEP)),--keep)
 
-.PHONY: demo test nightly wheels unit contract cpu long chaos bench fuzz lint docs env matrix test-matrix stress-shm \
-	sanitize clean help
+.PHONY: demo test nightly wheels unit contract cpu long chaos bench fuzz lint docs env matrix mixed test-matrix stress-shm \
+	qemu sanitize clean help
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -54,7 +55,8 @@ long: env ## Tests with real servers that `make test` has no time for, each serv
 nightly: env ## Everything that runs here and takes hours: both demos, long, chaos, fuzz, matrix, stress, sanitizers, wheels
 	$(MAKE) demo
 	$(MAKE) demo MODEL=granite1 P_TP=1 D_TP=2 REQUESTS=8
-	$(MAKE) long chaos fuzz test-matrix matrix stress-shm sanitize wheels
+	$(MAKE) long chaos fuzz test-matrix matrix mixed stress-shm sanitize wheels
+	if command -v qemu-aarch64 > /dev/null; then $(MAKE) qemu; else echo "make qemu left out: no qemu-aarch64"; fi
 
 bench: env ## Every benchmark that this machine can run, short, as one report in benchmarks/results; BENCH_ARGS='--only serve'
 	$(BIN)/python benchmarks/everything.py $(BENCH_ARGS)
@@ -72,8 +74,9 @@ lint: env ## ruff and pyright
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-docs: env ## Write the generated pages under docs/
+docs: env ## Write the generated pages under docs/, the README's tables and its picture
 	$(BIN)/python tools/generate_docs.py
+	$(BIN)/python tools/readme_figures.py
 
 env: ## The environment for everything above, in .venv
 	@$(PYTHON) tools/cpu_env.py $(VENV) --vllm $(VLLM)
@@ -87,6 +90,11 @@ contract-%:
 wheels: ## The sdist and the manylinux wheel in dist/, reproducible, proven in clean environments; needs no .venv
 	$(PYTHON) tools/make_wheels.py
 
+mixed: env ## KV cache read between servers of VLLM and of OTHER=0.30.0, both ways
+	@$(PYTHON) tools/cpu_env.py .venv-$(OTHER) --vllm $(OTHER)
+	COMMEXT_TEST_LONG=1 COMMEXT_TEST_FORK=0 COMMEXT_TEST_OTHER_PYTHON=$(CURDIR)/.venv-$(OTHER)/bin/python \
+		$(PYTEST) tests/cpu/test_mixed_versions.py $(PYTEST_ARGS)
+
 matrix: env ## One table: every seam against every vLLM of the window, also those that are not installed
 	$(BIN)/python tools/seam_matrix.py
 
@@ -95,6 +103,11 @@ stress-shm: env ## The message queue: 10 million messages, signals and stops, 50
 	$(BIN)/python tests/unit/shm/stress_traffic.py --messages 4000000 --torment 5000
 	$(BIN)/python tests/unit/shm/stress_deaths.py --rounds 500
 	$(BIN)/python tests/unit/shm/stress_fuzz.py --rounds 20000
+
+qemu: env ## The queue's core for AArch64, cross-built and run under qemu; apt-get install gcc-aarch64-linux-gnu qemu-user
+	@command -v aarch64-linux-gnu-gcc > /dev/null && command -v qemu-aarch64 > /dev/null || \
+		{ echo "expected Debian's gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user"; exit 1; }
+	COMMEXT_TEST_LONG=1 COMMEXT_RING_RECORDS=100000 $(PYTEST) tests/unit/shm/test_ring_native.py -k aarch64 $(PYTEST_ARGS)
 
 sanitize: env ## The native queue's core under ThreadSanitizer, AddressSanitizer and UBSan, for long
 	COMMEXT_RING_RECORDS=500000 $(PYTEST) tests/unit/shm/test_ring_native.py $(PYTEST_ARGS)

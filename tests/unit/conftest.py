@@ -1,14 +1,9 @@
-"""Fixtures of the unit layer, and where its tests find the modules of ``tools/``."""
-
-import sys
-from pathlib import Path
+"""Fixtures of the unit layer."""
 
 import pytest
 
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import nvrtc
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def check_doctor(command: Path) -> str:
         timeout=COMMAND_SECONDS,
         check=False,
     )
-    line = next((text for text in done.stdout.splitlines() if "WARN vllm " in text), "")
+    line = next((text for text in done.stdout.splitlines() if "WARN vLLM, vllm:" in text), "")
     if done.returncode == 1 and "not installed" in line:
         return ""
     return f"doctor: status {done.returncode}, expected 1 and a line that vLLM is not installed"
