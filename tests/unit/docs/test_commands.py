@@ -36,7 +36,11 @@ COVERAGE: tuple[tuple[str, str], ...] = (
     (r"make wheels$", "tests/unit/test_build.py::test_two_sdists_are_the_same_to_the_byte"),
     (
         r"vllm-commext doctor$",
-        "tests/unit/test_doctor.py::test_the_whole_report_without_any_library",
+        "tests/unit/test_doctor_summary.py::test_the_verdict_comes_first",
+    ),
+    (
+        r"vllm-commext doctor --verbose$",
+        "tests/unit/test_doctor.py::test_the_table_has_the_same_lines_as_the_json",
     ),
     (
         r"vllm-commext doctor --json$",

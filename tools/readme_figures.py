@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""Write the README's tables of measurements and docs/first_token.svg from the result files.
+
+python tools/readme_figures.py             # write both
+python tools/readme_figures.py --check     # exit 1 where either differs; write nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from readme_picture import draw
+from readme_rows import HANDOVER, ROWS, Row
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+PICTURE = ROOT / "docs" / "first_token.svg"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+LENGTHS = (8000, 32000)
+
+
+def load(name: str) -> Any:
+    """A result file's content.
+
+    Raises:
+        SystemExit: there is no such file.
+    """
+    path = RESULTS / f"{name}.json"
+    if not path.is_file():
+        raise SystemExit(
+            f"readme_figures: expected {path.relative_to(ROOT)}, which a row of "
+            "tools/readme_rows.py names; it is not there"
+        )
+    return json.loads(path.read_text())
+
+
+def label(file: str) -> str:
+    """What a link to a result file is called: its name without the date."""
+    return file.split("_", 1)[1]
+
+
+def line(row: Row) -> str:
+    """A row of a table, in Markdown."""
+    baseline, ours, speedup = row.cells(load(row.file))
+    return f"| {row.what} | {baseline} | {ours} | {speedup} | [run][{label(row.file)}] |"
+
+
+def tables() -> str:
+    """A table for each hardware, and what the links mean."""
+    parts: list[str] = []
+    for where, rows in groupby(ROWS, key=lambda row: row.where):
+        head = f"| {where} | vLLM 0.32 | with ours | speedup | |\n|---|---|---|---|---|"
+        parts.append("\n".join([head, *map(line, rows)]))
+    files = sorted({row.file for row in ROWS})
+    links = "\n".join(f"[{label(name)}]: benchmarks/results/{name}.md" for name in files)
+    return "\n\n".join([*parts, links])
+
+
+def picture() -> str:
+    """The SVG."""
+    results = load(HANDOVER)
+    about = results["about"]
+    text = f"{about['GPU']}, {about['versions']}, commit {about['commit']}, medians, no multicast"
+    return draw(results["rows"], LENGTHS, text)
+
+
+def with_tables(text: str, new: str) -> str:
+    """The README's text with other tables between the two marks.
+
+    Raises:
+        SystemExit: it does not have each mark once.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise SystemExit(f"readme_figures: expected {BEGIN} and {END} once each in README.md")
+    head, _, rest = text.partition(BEGIN)
+    return f"{head}{BEGIN}\n{new}\n{END}{rest.partition(END)[2]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 on a difference"
+    )
+    args = parser.parse_args()
+    wanted = {README: with_tables(README.read_text(), tables()), PICTURE: picture()}
+    stale = [
+        path for path, text in wanted.items() if not path.is_file() or path.read_text() != text
+    ]
+    for path in stale:
+        print(f"{path.relative_to(ROOT)} differs from the result files")
+        if not args.check:
+            path.write_text(wanted[path])
+    return 1 if stale and args.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
