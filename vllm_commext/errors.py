@@ -17,6 +17,10 @@ class UnsupportedError(CommextError, RuntimeError):
     """What was asked for cannot run here: vLLM's version, a missing library, the hardware."""
 
 
+class UnprovenHereError(UnsupportedError):
+    """`auto` leaves this alone: nobody has proven it on such a machine or with such a vLLM."""
+
+
 class ProtocolError(CommextError, RuntimeError):
     """Two processes that must agree do not, or a message is not what it should be."""
 

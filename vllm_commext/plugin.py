@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_commext import status
-from vllm_commext.errors import ConfigError, UnsupportedError
+from vllm_commext.errors import ConfigError, UnprovenHereError, UnsupportedError
 from vllm_commext.settings import (
     MASTER,
     STRICT,
@@ -42,6 +42,8 @@ class Capability:
         refuse: called where it is refused, so that asking for it by name tells why.
         fallback: what the user has instead where it is refused.
         patches: it replaces names of vLLM's; else it uses hooks that vLLM offers.
+        needs_proof: `auto`, its default, is for machines on which it is proven
+            (`compat.native.require_proven_machine`); elsewhere it is off, without a warning.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Capability:
     refuse: Callable[[], None]
     fallback: str
     patches: bool = True
+    needs_proof: bool = False
 
 
 def _activate_nixl() -> None:
@@ -102,9 +105,15 @@ def _leave_as_it_is() -> None:
 
 CAPABILITIES: tuple[Capability, ...] = (
     Capability("nixl", _activate_nixl, _refuse_nixl, "vLLM's own connectors remain", patches=False),
-    Capability("shm_queue", _activate_shm_queue, _leave_as_it_is, "vLLM's own queue remains"),
+    Capability(
+        *("shm_queue", _activate_shm_queue, _leave_as_it_is, "vLLM's own queue remains"),
+        needs_proof=True,
+    ),
     Capability("gloo", _activate_gloo, _leave_as_it_is, "a device for each group remains"),
-    Capability("cpu_collectives", _activate_cpu_collectives, _leave_as_it_is, "vLLM's own remain"),
+    Capability(
+        *("cpu_collectives", _activate_cpu_collectives, _leave_as_it_is, "vLLM's own remain"),
+        needs_proof=True,
+    ),
     Capability("reduce_rms", _activate_reduce_rms, _leave_as_it_is, "vLLM's own norm remains"),
     Capability("allreduce", _activate_allreduce, _leave_as_it_is, "vLLM's own order remains"),
 )
@@ -135,6 +144,12 @@ def _check_vllm(capability: Capability) -> str:
     return f"unverified: {judgement.reason}"
 
 
+def _require_proof() -> None:
+    from vllm_commext.compat import hooks, native
+
+    native.require_proven_machine(hooks.vllm_version())
+
+
 def _refused(capability: Capability, reason: str, required: bool) -> CapabilityStatus:
     try:
         capability.refuse()
@@ -147,12 +162,16 @@ def _refused(capability: Capability, reason: str, required: bool) -> CapabilityS
 
 def _decide(capability: Capability, settings: Settings) -> CapabilityStatus:
     choice = settings[capability.name]
+    toggle = next(toggle for toggle in TOGGLES if toggle.field == capability.name)
     if choice == "0":
-        toggle = next(toggle for toggle in TOGGLES if toggle.field == capability.name)
         return CapabilityStatus(capability.name, State.OFF, f"{toggle.name}=0")
     try:
+        if choice == "auto" and capability.needs_proof:
+            _require_proof()
         remark = _check_vllm(capability)
         capability.activate()
+    except UnprovenHereError as error:
+        return CapabilityStatus(capability.name, State.OFF, f"{toggle.name}=auto: {error}")
     except UnsupportedError as error:
         return _refused(capability, str(error), required=choice == "1")
     except Exception as error:  # noqa: BLE001 - one capability's fault must not stop vLLM

@@ -68,11 +68,11 @@ TOGGLES: tuple[Toggle, ...] = (
         name="VLLM_COMMEXT_SHM_QUEUE",
         field="shm_queue",
         choices=("auto", "0", "1"),
-        default="0",
+        default="auto",
         meaning=(
-            "The message queue between engine and workers. `auto` takes ours where its native "
-            "extension is built, `1` logs an error where it cannot run, `0` leaves vLLM's. Set it "
-            "alike on all hosts."
+            "The message queue between engine and workers. `auto` takes ours where it is proven: "
+            "a tested vLLM for CPUs, x86-64, all readers on one host; `1` takes it everywhere and "
+            "logs an error where it cannot run; `0` leaves vLLM's. Set it alike on all hosts."
         ),
     ),
     Toggle(
@@ -90,11 +90,11 @@ TOGGLES: tuple[Toggle, ...] = (
         name="VLLM_COMMEXT_CPU_COLLECTIVES",
         field="cpu_collectives",
         choices=("auto", "0", "1"),
-        default="0",
+        default="auto",
         meaning=(
             "Sums and gathers among the tensor-parallel CPU workers of one host. `auto` and `1` "
-            "take shared memory where vLLM would take Gloo, `1` logs an error where the native "
-            "extension is not built, `0` leaves vLLM's."
+            "take shared memory where vLLM would take Gloo, `auto` where that is proven (a tested "
+            "vLLM, x86-64), `1` logs an error where it cannot run, `0` leaves vLLM's."
         ),
     ),
     Toggle(

@@ -14,7 +14,8 @@ logger = logging.getLogger("vllm.commext.status")
 
 
 class State(str, Enum):
-    """ACTIVE: ours is in place. OFF: the user said so. REFUSED: it was wanted and cannot run."""
+    """ACTIVE: ours is in place. OFF: the user said so, or left it to us and it is not proven here.
+    REFUSED: it was wanted and cannot run."""
 
     ACTIVE = "active"
     OFF = "off"

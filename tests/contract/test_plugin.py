@@ -2,18 +2,18 @@
 what not."""
 
 import json
-import os
-import subprocess
-import sys
+import platform
 from functools import cache
 from typing import Any
 
 import pytest
-from vllm_process import python
+from vllm_process import python, run_at_once
+
+from tests.kit import forked
+from vllm_commext.compat.native import PROVEN_MACHINES
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
 pytestmark = pytest.mark.timeout(600)
-TIMEOUT_SECONDS = 250
 NAME = "CommextNixlConnector"
 TOGGLE = "VLLM_COMMEXT_NIXL"
 
@@ -67,13 +67,21 @@ def toggles() -> list[str]:
     return [toggle.name for toggle in TOGGLES]
 
 
-def test_by_default_the_connector_and_the_toggles_are_there_and_nothing_else() -> None:
+def test_by_default_the_connector_the_toggles_and_what_is_proven_here_are_there() -> None:
     found, log = look()
     assert found["connectors"] == [NAME]
     assert found["added"] == toggles()
     assert found["replaced"] == []
     assert not found["nixl"]
-    assert log.count("commext: nixl active") == 1
+    lines = [line.partition(" (")[0] for line in log.splitlines() if "commext: " in line]
+    states = {line.split("commext: ")[1].rsplit(" ", 1)[0]: line.split()[-1] for line in lines}
+    proven = "active" if platform.machine() in PROVEN_MACHINES else "off"
+    assert states == {
+        **dict.fromkeys(("nixl",), "active"),
+        **dict.fromkeys(("shm_queue", "cpu_collectives"), proven),
+        **dict.fromkeys(("gloo", "reduce_rms", "allreduce"), "off"),
+    }
+    assert len(lines) == len(states)
 
 
 def test_the_toggles_are_part_of_the_compile_cache_key() -> None:
@@ -133,16 +141,8 @@ def test_strict_stops_vllm_where_a_capability_is_refused() -> None:
 
 
 def test_the_command_line_of_vllm_works_with_the_plugin() -> None:
-    code = "import sys; from vllm.entrypoints.cli.main import main; sys.argv[0] = 'vllm'; main()"
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
-    done = subprocess.run(
-        [sys.executable, "-c", code, "serve", "--help"],
-        env={**clean, "VLLM_COMMEXT_NIXL": "auto"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
+    program = {"module": "vllm.entrypoints.cli.main", "arguments": ["serve", "--help"]}
+    (done,) = run_at_once([program], forked.SERVER_MODULES, {"VLLM_COMMEXT_NIXL": "auto"})
     assert done.returncode == 0, done.stderr
     assert "usage: vllm serve" in done.stdout
     assert "commext: nixl active" in done.stdout + done.stderr

@@ -1,6 +1,5 @@
 """What `make matrix` reads in the installed vLLM's text is what importing it finds."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import vllm
 from vllm_commext.compat import seams
 from vllm_commext.compat.seam_table import SEAMS, Seam
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 SITE = Path(vllm.__file__).parents[1]
 
 

@@ -29,6 +29,8 @@ ENGINES = """
 import json, sys
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.model_executor.models import registry
+registry._run_in_subprocess = lambda look: look()  # else a process for each kind imports vLLM
 asked = json.load(sys.stdin)
 prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
 sampling = SamplingParams(temperature=0, max_tokens=asked["tokens"], logprobs=5, ignore_eos=True)

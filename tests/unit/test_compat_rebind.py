@@ -10,6 +10,8 @@ from vllm_commext.compat.rebind import (
     INVENTORY,
     Rebinding,
     is_rebound,
+    original_at,
+    original_of,
     rebind,
     rebind_all,
     restore,
@@ -142,3 +144,18 @@ def test_only_what_is_in_the_inventory_is_rebound(module: types.ModuleType) -> N
     with pytest.raises(ConfigError, match="expected a symbol of the inventory"):
         rebind_all({f"{MODULE}:value": 1})
     assert module.value is None
+
+
+def test_what_was_at_a_name_is_found_behind_what_is_there(module: types.ModuleType) -> None:
+    names = ("value", "function", "Child.static", "Child.inherited")
+    before = [original_of(f"{MODULE}:{name}") for name in names]
+    for name in names:
+        rebind(row(name), lambda: "ours")
+    assert [original_of(f"{MODULE}:{name}") for name in names] == before
+    assert before[2]() == "original"
+    assert before[3] is Parent.inherited
+
+
+def test_what_nobody_has_rebound_is_what_is_there(module: types.ModuleType) -> None:
+    assert original_of(f"{MODULE}:function") is len
+    assert original_at(object(), "name", "found") == "found"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_commext.compat import seam_probes, seams
+from vllm_commext.compat import rebind, seam_probes, seams
 from vllm_commext.compat.seams import Seam, SeamState
 
 MODULE = "commext_seam_example"
@@ -129,3 +129,17 @@ class Made:
         self.here = 1
         self.annotated: int = 2
         print(self.here)  # noqa: T201 - what is only read is not set
+
+
+def test_a_probe_looks_behind_what_we_have_put_there() -> None:
+    class Ours:
+        def load(self, other: str) -> None: ...
+
+    rows = [rebind.Rebinding(at(name), "", "", "", "") for name in ("Base.save", "Base")]
+    for row, ours in zip(rows, (lambda self, more: None, Ours), strict=True):
+        rebind.rebind(row, ours)
+    probe = seam_probes.has_methods(at("Base"), {"load": ("request",), "save": ()})
+    problem = probe(seam_probes.INSTALLED)
+    for row in reversed(rows):
+        rebind.restore(row)
+    assert problem == ""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_commext.compat.versions import WINDOW, Verdict, is_at_least, judge
+from vllm_commext.compat.versions import WINDOW, Verdict, cache_meaning, is_at_least, judge
 
 TESTED = [release.minor for release in WINDOW if release.contract]
 UNTESTED = [release.minor for release in WINDOW if not release.contract]
@@ -51,3 +51,11 @@ def test_at_least_compares_numbers_not_text() -> None:
 def test_the_window_is_in_order_and_without_gaps() -> None:
     numbers = [int(release.minor.split(".")[1]) for release in WINDOW]
     assert numbers == list(range(numbers[0], numbers[-1] + 1))
+
+
+def test_all_of_the_window_mean_the_same_by_a_caches_bytes_and_others_only_themselves() -> None:
+    window = {cache_meaning(f"{row.minor}.1+cpu") for row in WINDOW}
+    assert window == {"1"}
+    assert cache_meaning("0.99.3") == cache_meaning("0.99.0rc1") == "0.99"
+    assert cache_meaning("0.27.0") == "0.27"
+    assert cache_meaning("dev") == "dev"

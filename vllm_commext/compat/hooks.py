@@ -1,4 +1,4 @@
-"""The two places where this package enters something into vLLM; both may be entered repeatedly."""
+"""The places where this package enters something into vLLM; all may be entered repeatedly."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -38,6 +38,13 @@ def add_toggles(toggles: Iterable[Toggle]) -> None:
 
     for toggle in toggles:
         envs.environment_variables.setdefault(toggle.name, _getter(toggle))
+
+
+def add_factor(name: str, value: Callable[[], str]) -> None:
+    """Let vLLM's compile-cache key depend on a value, asked for whenever a key is made."""
+    from vllm import envs
+
+    envs.environment_variables[name] = value
 
 
 def add_connector(name: str, module: str) -> None:

@@ -77,10 +77,12 @@ INVENTORY: tuple[Rebinding, ...] = (
     ),
     Rebinding(
         "vllm.v1.engine.core:EngineCoreProc._process_engine_step",
-        why="an engine that only waits for the connector sleeps; vLLM steps on, and has no hook",
+        why="an engine that only waits for the connector sleeps, and first tokens from elsewhere "
+        "are sent before a step; vLLM steps on, and has no hook",
         guard="only where the connector is made, and vLLM is a tested one",
         test="tests/contract/test_engine_wait.py",
-        removal="vLLM lets a connector say when an engine without tokens has to step",
+        removal="vLLM lets a connector say when an engine without tokens has to step, and give a "
+        "request its first token",
     ),
     Rebinding(f"{_MINIMAX}.lamport_workspace:get_allreduce_workspace", **_NORM),
     Rebinding(f"{_MINIMAX}.rms_norm_tp:MINIMAX_QK_NORM_MAX_TOKEN_NUM", **_NORM),
@@ -91,6 +93,13 @@ INVENTORY: tuple[Rebinding, ...] = (
     Rebinding(f"{_COMMUNICATOR}.all_reduce", **_SUM),
     Rebinding(f"{_COMMUNICATOR}.destroy", **_SUM),
     Rebinding(f"{_COMMUNICATOR}.checkpoint_prepare", **_SUM),
+    Rebinding(
+        "vllm.compilation.passes.pass_manager:PostGradPassManager.configure",
+        why="our pass must come before vLLM's own fusion; what a user adds, vLLM puts at the end",
+        guard="seams of `fused_norm`; a group has kernels and a table says that they are faster",
+        test="tests/contract/test_fused_pass.py",
+        removal="vLLM lets a plugin say where among its passes its own is to come",
+    ),
     Rebinding(
         "vllm.distributed.device_communicators.pynccl_wrapper:NCCLLibrary.exported_functions",
         why="an older NCCL lacks two functions that only sleep mode calls; measuring needs neither",
@@ -134,6 +143,29 @@ def _locate(symbol: str) -> tuple[Any, str]:
 def _originals(owner: Any) -> dict[str, tuple[Any, Any]]:
     """Of each name rebound on this very owner: the original and the replacement."""
     return vars(owner).get(SENTINEL, {})
+
+
+def original_at(owner: Any, name: str, found: Any) -> Any:
+    """What vLLM has at `name` of `owner`, where we look and see `found`: the same, unless this
+    package has put that there."""
+    if not hasattr(owner, "__dict__") or name not in _originals(owner):
+        return found
+    before = _originals(owner)[name][0]
+    if not isinstance(owner, type):
+        return found if before is _INHERITED else before
+    if before is _INHERITED:
+        return getattr(super(owner, owner), name)
+    return before.__get__(None, owner) if hasattr(before, "__get__") else before
+
+
+def original_of(symbol: str) -> Any:
+    """What vLLM had at the symbol, whether it is rebound now or not.
+
+    Raises:
+        UnsupportedError, ConfigError: as `rebind`.
+    """
+    owner, name = _locate(symbol)
+    return original_at(owner, name, getattr(owner, name))
 
 
 def rebind(row: Rebinding, replacement: Any) -> None:

@@ -14,6 +14,8 @@ import textwrap
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
+from vllm_commext.compat.rebind import original_at
+
 
 class View(Protocol):
     """Where a probe looks."""
@@ -32,13 +34,13 @@ class View(Protocol):
 
 
 class Installed:
-    """The vLLM of this environment, imported."""
+    """The vLLM of this environment, imported; where we have rebound a name, what was there."""
 
     def resolve(self, path: str) -> Any:
         module_name, _, names = path.partition(":")
         found: Any = importlib.import_module(module_name)
         for name in names.split("."):
-            found = getattr(found, name)
+            found = original_at(found, name, getattr(found, name))
         return found
 
     def has_package(self, name: str) -> bool:
@@ -115,7 +117,7 @@ def has_methods(path: str, methods: Mapping[str, tuple[str, ...]]) -> Probe:
         cls = view.resolve(path)
         problems: list[str] = []
         for name, wanted in methods.items():
-            method = getattr(cls, name, None)
+            method = original_at(cls, name, getattr(cls, name, None))
             problem = "it is not there" if method is None else _differs(method, wanted)
             if problem:
                 problems.append(f"{name}: {problem}")

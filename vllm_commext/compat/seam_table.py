@@ -34,6 +34,7 @@ OLMOE = "vllm.model_executor.models.olmoe"
 MAMBA_UTILS = "vllm.model_executor.layers.mamba.mamba_utils"
 SPECS = "vllm.v1.kv_cache_interface"
 COMMUNICATORS = "vllm.distributed.device_communicators"
+PASSES = "vllm.compilation.passes"
 QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 
 
@@ -202,6 +203,33 @@ SEAMS: tuple[Seam, ...] = (
         has_attributes(
             "vllm.v1.request:Request",
             *("prompt_token_ids", "_all_token_ids", "num_prompt_tokens", "max_tokens"),
+            "_output_token_ids",
+        ),
+    ),
+    Seam(
+        "first_token_end",
+        "nixl",
+        "whether a first token from a prefill engine ends the answer is decided by vLLM itself",
+        takes("vllm.v1.core.sched.utils:check_stop", "request", "max_model_len"),
+    ),
+    Seam(
+        "first_token_output",
+        "nixl",
+        "such a token is sent as vLLM sends its own, and not while the engine is paused",
+        exists(
+            "vllm.v1.engine:EngineCoreOutput",
+            "vllm.v1.engine:EngineCoreOutputs",
+            "vllm.v1.engine:EngineCoreEventType.SCHEDULED",
+            "vllm.v1.core.sched.interface:PauseState.UNPAUSED",
+        ),
+    ),
+    Seam(
+        "failed_loads",
+        "nixl",
+        "a request that has its first token is computed here when its load fails",
+        has_attributes(
+            "vllm.v1.core.sched.scheduler:Scheduler",
+            *("failed_recving_kv_req_ids", "requests", "max_model_len", "log_stats"),
         ),
     ),
     Seam(
@@ -356,6 +384,50 @@ SEAMS: tuple[Seam, ...] = (
         has_methods(
             f"{COMMUNICATORS}.pynccl:PyNcclCommunicator",
             {"all_reduce": ("in_tensor", "out_tensor", "op", "stream")},
+        ),
+    ),
+    Seam(
+        "pass_manager",
+        "fused_norm",
+        "our pass is put among vLLM's own when these are made, each asked for its identity",
+        has_methods(
+            f"{PASSES}.pass_manager:PostGradPassManager", {"configure": ("config",), "uuid": ()}
+        ),
+    ),
+    Seam(
+        "pass_list",
+        "fused_norm",
+        "vLLM runs the passes of a list, in its order",
+        has_attributes(f"{PASSES}.pass_manager:PostGradPassManager", "passes"),
+    ),
+    Seam(
+        "pass_context",
+        "fused_norm",
+        "a pass knows the numbers of tokens that its graph is for",
+        has_attributes(f"{PASSES}.inductor_pass:PassContext", "compile_range"),
+    ),
+    Seam(
+        "pass_base",
+        "fused_norm",
+        "a pass is a class of vLLM's, and asks which graph it is for",
+        exists(
+            f"{PASSES}.inductor_pass:InductorPass.is_applicable_for_range",
+            f"{PASSES}.inductor_pass:get_pass_context",
+        ),
+    ),
+    Seam(
+        "all_reduce_op",
+        "fused_norm",
+        "in a graph, an all-reduce is an op of a tensor and its group's name",
+        takes("vllm.distributed.parallel_state:all_reduce", "tensor", "group_name"),
+    ),
+    Seam(
+        "norm_ops",
+        "fused_norm",
+        "in a graph, norms are vLLM's own ops until its last passes",
+        exists(
+            "vllm.ir.ops.layernorm:rms_norm",
+            "vllm.ir.ops.layernorm:fused_add_rms_norm",
         ),
     ),
 )

@@ -91,6 +91,19 @@ def judge(version: str) -> Judgement:
     return Judgement(Verdict.INSIDE, f"vLLM {version} is in {window} and tested")
 
 
+def cache_meaning(version: str) -> str:
+    """What vLLM means by the bytes of a KV cache whose model, types and layout are given: engines
+    of two versions with the same answer can read one another's.
+
+    All of the window mean the same (``make mixed`` reads between those that have a CPU build). What
+    is not in the window may have changed it, and is alike only with its own minor release.
+    """
+    minor = parse_minor(version)
+    if minor is None:
+        return version
+    return "1" if any(_minor_of(row) == minor for row in WINDOW) else f"{minor[0]}.{minor[1]}"
+
+
 def is_at_least(version: str, minor: str) -> bool:
     """Whether `version` is that minor release or a later one; an unreadable version is new."""
     found, wanted = parse_minor(version), parse_minor(minor)
