@@ -1,5 +1,6 @@
-"""A worker that lives on while its peer is killed and restarted 50 times holds no more afterwards,
-both as a decode worker, which reads from the peer, and as a prefill worker, which it reads from."""
+"""A worker that lives on while its peer is killed and restarted many times holds no more
+afterwards, both as a decode worker, which reads from the peer, and as a prefill worker, which it
+reads from."""
 
 from __future__ import annotations
 
@@ -33,14 +34,17 @@ from vllm_commext.nixl.requests import Hold
 pytestmark = pytest.mark.timeout(300)
 
 MakeEngine = Callable[..., Any]
-NUM_RESTARTS = 50
-NUM_BEFORE = 15
+NUM_RESTARTS = 50 if os.environ.get("COMMEXT_TEST_LONG") else 30
+NUM_BEFORE = 12
 """Restarts until NIXL and the interpreter have allocated most of what they use again."""
 CLOSE_WAIT = "08"
-MAX_BYTES = 64 << 10
-MAX_BLOCKS = 100
+MAX_BYTES = 256 << 10
+MAX_BLOCKS = 300
 """Bytes of the C heap and blocks of the interpreter's heap for a restart.  Measured: 3 KiB in NIXL
 and UCX, besides up to three steps of 400 KiB in which their pools grow, and 19 blocks."""
+FEW = 5
+"""Threads and file descriptors that NIXL and the interpreter may have got late; a leak has one for
+each restart."""
 
 
 class Peer:
@@ -137,6 +141,12 @@ def held(survivor: Any) -> dict[str, int]:
     }
 
 
+def allowed(before: dict[str, int]) -> dict[str, int]:
+    """What the survivor may hold at the end, by kind, given what it held ``before``."""
+    late = {"threads": FEW, "file descriptors": FEW}
+    return {kind: count + late.get(kind, 0) for kind, count in before.items()}
+
+
 def num_half_closed() -> int:
     """This process's TCP connections that their other end has closed and this one has not."""
     links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
@@ -145,7 +155,7 @@ def num_half_closed() -> int:
     return sum(row[3] == CLOSE_WAIT and f"socket:[{row[9]}]" in own for row in rows)
 
 
-def test_a_peer_that_is_restarted_50_times_leaves_nothing_behind(
+def test_a_peer_that_is_restarted_many_times_leaves_nothing_behind(
     make_engine: MakeEngine, nursery: Nursery
 ) -> None:
     gc.collect()  # agents of earlier tests hold threads and descriptors
@@ -164,9 +174,10 @@ def test_a_peer_that_is_restarted_50_times_leaves_nothing_behind(
         if number in (NUM_BEFORE, NUM_RESTARTS):
             nursery.wait(f"start-{number + 1} ready")
             if kinds:
+                most = allowed(kinds[0])
                 wait_until(
-                    lambda: all(count <= kinds[0][kind] for kind, count in held(survivor).items()),
-                    f"{held(survivor)} to be at most {kinds[0]}",
+                    lambda most=most: all(n <= most[kind] for kind, n in held(survivor).items()),
+                    f"{held(survivor)} to be at most {most}",
                 )
             else:
                 wait_until(lambda: not num_half_closed(), "NIXL to close what it had to")
