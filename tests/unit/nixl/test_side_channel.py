@@ -1,5 +1,6 @@
 """The side channel over real sockets on loopback: right answers, and whatever else may arrive."""
 
+import gc
 import socket
 import threading
 import time
@@ -344,6 +345,22 @@ def test_close_is_bounded_ends_the_thread_and_frees_the_port(context: Any) -> No
     assert not closing.is_alive()
     assert threading.active_count() == before
     start(port=port)[0].close()
+
+
+def open_contexts() -> int:
+    """ZMQ contexts of this process; each has threads of its own, and a file or two."""
+    found = [one for one in gc.get_objects() if type(one) is zmq.Context]
+    return sum(not one.closed for one in found)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", HOST])
+def test_a_start_that_fails_leaves_no_context_open(
+    served: tuple[SideChannelServer, int], host: str
+) -> None:
+    before = open_contexts()
+    with pytest.raises(ConfigError) as raised:
+        SideChannelServer("p", "start", host, served[1], {})
+    assert open_contexts() == before, f"after {raised.value}"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "0", "::ffff:0.0.0.0"])

@@ -123,8 +123,8 @@ class PeerTable:
         self._config = config
         self._local = local
         self._recorder = recorder
-        self._context = zmq.Context()
         self._secret = read_secret(config.side_channel_secret_file)
+        self._context = zmq.Context()
         self._links = Links(agent, config, local)
         self._peers: dict[PeerKey, Peer] = {}
         self._next_check = 0.0

@@ -90,8 +90,9 @@ class SideChannelServer:
         }
         self._log = RateLimitedLog()
         self._stop = threading.Event()
+        address = resolve(host, port)
         self._context = zmq.Context()
-        self._socket = self._bind(host, port)
+        self._socket = self._bind(address, host, port)
         self._bell, self._ear = self._bell_and_ear()
         self._thread = threading.Thread(
             target=self._serve, name="commext-side-channel", daemon=True
@@ -112,8 +113,7 @@ class SideChannelServer:
         self._thread.join(timeout=1.0)
         self._context.destroy(linger=0)
 
-    def _bind(self, host: str, port: int) -> zmq.Socket[bytes]:
-        address = resolve(host, port)
+    def _bind(self, address: str, host: str, port: int) -> zmq.Socket[bytes]:
         bound = self._context.socket(zmq.ROUTER)
         bound.setsockopt(zmq.LINGER, 0)
         bound.setsockopt(zmq.IPV6, int(":" in address))
