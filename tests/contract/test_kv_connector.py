@@ -176,6 +176,50 @@ def test_other_caches_are_refused_by_name(specs: list[Any], words: list[str]) ->
         assert word in str(raised.value)
 
 
+@pytest.mark.skipif(
+    not hasattr(MAMBA, "num_prefill_checkpoint_blocks") or not current_platform.is_cpu(),
+    reason="of vLLM since 0.30 on CPUs",
+)
+def test_states_inside_of_prompts_are_refused_on_cpus() -> None:
+    """`--mamba-cache-mode align`, where a layer asks its kernels for such a state."""
+    config = vllm_config()
+
+    def check(**changes: Any) -> None:
+        spec = dataclasses.replace(MAMBA, **changes)
+        engine_facts.check_supported(config, cache_config(FULL, spec), settings())
+
+    check(mamba_cache_mode="align")
+    check(num_prefill_checkpoint_blocks=1)
+    with pytest.raises(UnsupportedError, match="start with --no-enable-prefix-caching"):
+        check(mamba_cache_mode="align", num_prefill_checkpoint_blocks=1)
+
+
+@pytest.mark.skipif(
+    Version("0.32") > VLLM or not current_platform.is_cpu(), reason="of vLLM since 0.32 on CPUs"
+)
+def test_mamba2_on_cpus_gives_one_state_a_request() -> None:
+    """Why the connector refuses such models there; where this fails, it need not any more."""
+    from vllm.model_executor.layers.mamba.ops.ssd_combined import mamba_chunk_scan_combined_varlen
+
+    length, heads, width, size = 12, 8, 64, 16
+    (x, dt), (keys, queries) = torch.rand(2, length, heads, width), torch.rand(2, length, 1, size)
+    states = mamba_chunk_scan_combined_varlen(
+        x,
+        dt[..., 0].contiguous(),
+        -torch.ones(heads),
+        keys,
+        queries,
+        chunk_size=8,
+        cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
+        cu_chunk_seqlens=torch.tensor([0, 8, length], dtype=torch.int32),
+        last_chunk_indices=torch.tensor([1]),
+        seq_idx=torch.zeros(2, dtype=torch.int32),
+        out=torch.empty_like(x),
+        return_intermediate_states=True,
+    )
+    assert len(states) == 1  # two chunks, two states: what is asked for
+
+
 def test_states_are_not_copied_to_the_host() -> None:
     engine_facts.check_supported(vllm_config(), cache_config(FULL), settings(host_copy=True))
     several_groups = "expected vLLM >= 0.30" if Version("0.30") > VLLM else "host_copy"

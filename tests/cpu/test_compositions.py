@@ -10,11 +10,20 @@ from typing import Any
 
 import httpx
 import pytest
+import vllm
+from packaging.version import Version
 
 from tests.kit.composed import ATOL, NIXL, OWN, Cluster, check, prompts
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import scrape
-from vllm_commext.testing.parity import PREFILL_PARAMS, Completion, compare, complete
+from vllm_commext.testing.parity import (
+    PREFILL_PARAMS,
+    Completion,
+    CompletionError,
+    compare,
+    complete,
+)
+from vllm_commext.testing.servers import ServerEndedError
 from vllm_commext.testing.tiny_blip import image_url, write_tiny_blip
 from vllm_commext.testing.tiny_lora import write_lora
 
@@ -22,6 +31,11 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 # Nats: another prompt's answer is further away in bfloat16, the same one computed in other steps is
 # not (`test_tiny_model.py`).
 VISIBLE = 0.2
+VLLM = Version(vllm.__version__.split("+")[0])
+ALIGN = ["--mamba-cache-mode", "align", "--enable-prefix-caching"]
+NO_PREFIXES = ["--no-enable-prefix-caching"]
+STATES = {"qwen3next": VISIBLE, "granite": ATOL}
+"""Models with states; the kernels of gated delta nets for CPUs compute in bfloat16."""
 HAS_AVX512 = "avx512" in Path("/proc/cpuinfo").read_text()
 
 
@@ -48,6 +62,18 @@ def test_another_connector_beside_ours(composed: Cluster) -> None:
         "kv_connector_extra_config": {"shared_storage_path": str(composed.folder / "store")},
     }
     check(composed.pair(composed.model("llama"), child=child))
+
+
+def test_vllms_offloading_beside_ours_is_not_in_its_build_for_cpus(composed: Cluster) -> None:
+    child = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20},
+    }
+    with pytest.raises(ServerEndedError):
+        composed.pair(composed.model("llama"), child=child)
+    told = (composed.folder / "kv_producer.log").read_text()
+    assert "only supported on CUDA-alike and XPU GPUs" in told
 
 
 def test_preemption_on_the_decode_side(composed: Cluster) -> None:
@@ -102,15 +128,32 @@ def test_data_parallelism(composed: Cluster, side: str) -> None:
 
 
 @pytest.mark.parametrize("sides", ["both", "decode", "prefill"])
-def test_states_for_every_block(composed: Cluster, sides: str) -> None:
-    """Of gated delta nets, whose kernels for CPUs compute in bfloat16; those of Mamba2 end the
-    engine in this mode, with or without a connector."""
-    align = ["--mamba-cache-mode", "align", "--enable-prefix-caching"]
-    asked = ("prefill", "decode") if sides == "both" else (sides,)
-    args: dict[str, Any] = dict.fromkeys(asked, align)
-    pair = composed.pair(composed.model("qwen3next"), **args)
+@pytest.mark.parametrize("kind", STATES)
+def test_states_for_every_block(composed: Cluster, kind: str, sides: str) -> None:
+    if kind == "granite" and Version("0.32") <= VLLM:
+        pytest.skip("vLLM's CPU kernels of Mamba2 cannot: the next test")
+    args: dict[str, Any] = {
+        side: ALIGN if sides in (side, "both") else NO_PREFIXES for side in ("prefill", "decode")
+    }
+    pair = composed.pair(composed.model(kind), **args)
     for _ in range(2):  # the second time, of what the prefix cache has of the loaded blocks
-        check(pair, atol=VISIBLE)
+        check(pair, atol=STATES[kind])
+
+
+@pytest.mark.skipif(Version("0.32") > VLLM, reason="vLLM before 0.32 serves these, see above")
+def test_states_of_mamba2_for_every_block_are_refused(composed: Cluster) -> None:
+    """They would end vLLM's engine, as they do without this package, at the first prompt of more
+    than a block; it is vLLM's default."""
+    model = composed.model("granite")
+    with pytest.raises(ServerEndedError):
+        composed.pair(model)
+    for role in ("kv_producer", "kv_both"):
+        told = (composed.folder / f"{role}.log").read_text()
+        assert "asks its Mamba2 kernels for a state inside of each prompt" in told
+    plain = cluster.plain_server("plain", model, composed.folder)
+    with plain, pytest.raises(CompletionError):
+        complete(plain.url, cluster.MODEL_NAME, prompts()[0])
+    assert "index 1 is out of bounds for dimension 0 with size 1" in plain.log_text()
 
 
 @pytest.mark.skipif(not HAS_AVX512, reason="vLLM serves FP8 KV caches on CPUs with AVX-512 or AMX")

@@ -13,7 +13,7 @@ from tests.kit.composed import NIXL, Cluster, check, prompts
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import Metrics, scrape
 from vllm_commext.testing.parity import CompletionError
-from vllm_commext.testing.tiny_draft import favour, write_eagle
+from vllm_commext.testing.tiny_draft import add_mtp, favour, write_eagle
 from vllm_commext.testing.tiny_kinds import FULL, SLIDING
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -36,8 +36,10 @@ def drafts(counted: Metrics) -> tuple[float, float]:
 
 def draft_of(composed: Cluster, method: str, *, window: int = 0) -> tuple[Path, list[str]]:
     """A model that favours few tokens, all but one of its layers with a window where one is given,
-    and a draft for it: itself, or a random EAGLE head."""
+    and a draft for it: itself, a random EAGLE head, or a random MTP module of its own."""
     model = draft = favour(composed.model("llama"), NUM_FAVOURED)
+    if method == "mtp":
+        return add_mtp(model), speculation(method=method, num_speculative_tokens=1)
     if method == "eagle3":
         draft = write_eagle(composed.folder / "eagle", model)
     if window:
@@ -56,7 +58,7 @@ def test_ngrams(composed: Cluster, sides: str) -> None:
         assert drafts(own)[1] == drafts(loaded)[1]
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp"])
 def test_a_draft_with_a_cache_of_its_own(composed: Cluster, method: str) -> None:
     """vLLM fills the first step after a load up to the size of a draft, so there is one more."""
     model, draft = draft_of(composed, method)
@@ -75,9 +77,10 @@ def test_a_draft_beside_sliding_windows(composed: Cluster) -> None:
         assert abs(drafts(loaded)[1] - drafts(own)[1]) <= NUM_GUESSES
 
 
+@pytest.mark.parametrize("method", ["draft_model", "mtp"])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_draft_on_one_side_alone_is_refused(composed: Cluster, side: str) -> None:
-    model, draft = draft_of(composed, "draft_model")
+def test_a_draft_on_one_side_alone_is_refused(composed: Cluster, side: str, method: str) -> None:
+    model, draft = draft_of(composed, method)
     args: dict[str, Any] = {side: draft}
     pair = composed.pair(model, **args)
     url = pair.decode.url
@@ -88,6 +91,6 @@ def test_a_draft_on_one_side_alone_is_refused(composed: Cluster, side: str) -> N
     assert counted.total(f"{NIXL}failures_total", reason="configuration") == 1
     told = pair.decode.log_text()
     other = "prefill" if side == "decode" else "decode"
-    for words in (f"{side} 'draft_model/", f"{other} 'none'", "draft_kv_cache"):
+    for words in (f"{side} '{method}/", f"{other} 'none'", "draft_kv_cache"):
         assert words in told
     assert "is configured differently from this prefill engine" in pair.prefill.log_text()

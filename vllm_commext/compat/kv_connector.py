@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import MambaSpec
     from vllm.v1.request import Request
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -48,6 +49,13 @@ def peer_cache_hit_source() -> Any:
     except ModuleNotFoundError:
         return None
     return module.CacheHitSource.P2P
+
+
+def asks_for_states_inside_prompts(spec: MambaSpec) -> bool:
+    """Whether a step over a prompt is to give back the state at its last whole block as well as the
+    one at its end (Mamba2 with ``--mamba-cache-mode align`` on vLLM 0.32 and newer)."""
+    num_blocks: int = getattr(spec, "num_prefill_checkpoint_blocks", 0)
+    return spec.mamba_cache_mode == "align" and num_blocks > 0
 
 
 def required_cache_layout(vllm_config: VllmConfig) -> str | None:

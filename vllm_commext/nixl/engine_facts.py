@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_commext.compat import conv_state
 from vllm_commext.compat.kv_connector import (
+    asks_for_states_inside_prompts,
     attention_backends,
     config_file_of,
     context_parallel_sizes,
@@ -125,12 +126,24 @@ def _check_spec(spec: KVCacheSpec) -> None:
             "CommextNixlConnector transfers caches with an entry a token; this model compresses "
             "several tokens into one: use vLLM's own NixlConnector for it"
         )
-    if isinstance(spec, MambaSpec) and spec.mamba_cache_mode not in ("none", "align"):
+    if isinstance(spec, MambaSpec):
+        _check_states(spec)
+
+
+def _check_states(spec: MambaSpec) -> None:
+    if spec.mamba_cache_mode not in ("none", "align"):
         raise UnsupportedError(
             "CommextNixlConnector transfers the state after the last token: expected "
             f"--mamba-cache-mode none or align, got {spec.mamba_cache_mode!r}"
         )
-    if isinstance(spec, MambaSpec) and spec.num_speculative_blocks:
+    if asks_for_states_inside_prompts(spec) and _device_type() == "cpu":
+        raise UnsupportedError(
+            f"vLLM {vllm.__version__} asks its Mamba2 kernels for a state inside of each prompt "
+            "where prefixes are cached (--mamba-cache-mode align), and those for CPUs give none, "
+            "which ends the engine, with or without a connector: start with "
+            "--no-enable-prefix-caching"
+        )
+    if spec.num_speculative_blocks:
         raise UnsupportedError(
             "CommextNixlConnector transfers one state a request, and with speculative decoding "
             "this model keeps one for each guess: start without --speculative-config"
