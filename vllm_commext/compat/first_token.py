@@ -6,7 +6,8 @@ engine the token is therefore sent to the client as vLLM would send it, through 
 of outputs, and becomes the last token of the request's prompt with one token fewer to generate:
 the scheduler then asks the connector for the prompt, as always, and computes this token's position
 when the blocks are there.  Whether the token ends the answer (end of sequence, stop token, length)
-is decided by vLLM's own function, on the request as it would be after sampling that token.
+is decided by vLLM's own function, on the request as it would be after sampling that token.  A
+request whose client has the token already, where it cannot be used here, ends with an error.
 
 vLLM's policy for failed loads does not apply to a request whose client has its first token: it is
 computed here, like after a preemption.  The worker side keeps such a failure from vLLM, and the
@@ -25,7 +26,15 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutp
 from vllm.v1.request import RequestStatus
 
 from vllm_commext.compat.kv_connector import transfer_results_class
-from vllm_commext.nixl.first_token import ENGINE, OFF, PREFILL, Sampler, facts_digest
+from vllm_commext.nixl.first_token import (
+    ENGINE,
+    NO_TOKEN,
+    OFF,
+    PREFILL,
+    Sampler,
+    facts_digest,
+    is_due,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -73,7 +82,7 @@ class Source(Protocol):
     """The connector's scheduler side, as far as it is asked here."""
 
     def take_first_tokens(self) -> Iterable[tuple[Request, int]]:
-        """New requests whose first tokens are there."""
+        """New requests whose first tokens are there, or must be and are not (``NO_TOKEN``)."""
         ...
 
     def note_first_token(self, request: Request, way: str) -> None:
@@ -100,10 +109,13 @@ class FirstTokens:
         for request_id in self._source.take_unread():
             _compute_here(core.scheduler, request_id)
         for request, token in self._source.take_first_tokens():
-            is_new = _is_new(core.scheduler, request)
-            self._source.note_first_token(request, PREFILL if is_new else ENGINE)
-            if is_new:
+            can_send = token != NO_TOKEN and _is_new(core.scheduler, request)
+            if token != NO_TOKEN:
+                self._source.note_first_token(request, PREFILL if can_send else ENGINE)
+            if can_send:
                 _send(core, request, token)
+            elif is_due(request) and core.scheduler.requests.get(request.request_id) is request:
+                _refuse(core, request)
 
 
 def _is_new(scheduler: Any, request: Request) -> bool:
@@ -134,9 +146,20 @@ def _send(core: Any, request: Request, token: int) -> None:
         scheduler.finish_requests(request.request_id, status)
     else:
         _continue_prompt(request)
+    _tell(core, request, [token], stats)
+
+
+def _refuse(core: Any, request: Request) -> None:
+    """End a request with an error that is to begin with a token which is none here."""
+    core.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
+    _tell(core, request, [])
+
+
+def _tell(core: Any, request: Request, tokens: list[int], stats: Any = None) -> None:
+    """Send a request's client what vLLM would send after a step."""
     output = EngineCoreOutput(
         request_id=request.request_id,
-        new_token_ids=[token],
+        new_token_ids=tokens,
         finish_reason=request.get_finished_reason(),
         stop_reason=request.stop_reason,
         events=request.take_events(),

@@ -77,6 +77,7 @@ WAYS = (
 )
 """Where first tokens come from: the prefill engine, or this engine for one of the other reasons."""
 
+NO_TOKEN = -1
 GREEDY = "greedy"
 _DRAWN_BY = ("temperature", "top_p", "top_k", "min_p")
 _REASONS = {
@@ -135,8 +136,17 @@ def offer(own: Sampler, request: Request) -> tuple[int, str]:
     what that token was drawn by; (-1, "") where another engine could not use it."""
     tokens = request.output_token_ids
     if own.refusal or not len(tokens) or _reason(request):
-        return -1, ""
+        return NO_TOKEN, ""
     return tokens[0], _drawn_by(own, request.sampling_params)
+
+
+def goes_on(token: int, request: Request) -> bool:
+    """Whether an answer goes on after a token, unless its own request stops there.
+
+    The prefill engine's request ignores the end of sequence; its parameters name it nevertheless.
+    """
+    params: Any = request.sampling_params
+    return params is not None and token not in params.all_stop_token_ids
 
 
 def way_of(own: Sampler, handle: Handle, request: Request) -> str:
@@ -156,6 +166,13 @@ def way_of(own: Sampler, handle: Handle, request: Request) -> str:
     is_same = handle.remote.num_tokens == request.num_prompt_tokens
     is_same = is_same and handle.sampling == _drawn_by(own, request.sampling_params)
     return PREFILL if is_same else DIFFERS
+
+
+def is_due(request: Request) -> bool:
+    """Whether the answer must begin with the prefill engine's token, as a router says whose client
+    has it already."""
+    params = request.kv_transfer_params
+    return bool(params and params.get("remote_first_token_due"))
 
 
 def _reason(request: Request) -> str:

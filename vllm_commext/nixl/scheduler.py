@@ -15,7 +15,16 @@ from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.quarantine import Quarantine
 from vllm_commext.nixl.doorbell import Doorbell
-from vllm_commext.nixl.first_token import ENGINE, PREFILL, Sampler, offer, way_of
+from vllm_commext.nixl.first_token import (
+    ENGINE,
+    NO_TOKEN,
+    PREFILL,
+    Sampler,
+    goes_on,
+    is_due,
+    offer,
+    way_of,
+)
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.request_blocks import (
     blocks_to_fill,
@@ -201,12 +210,15 @@ class SchedulerSide:
         way = way_of(self._sampler, handle, request)
         if way == PREFILL:
             self._first_tokens[request.request_id] = request, handle.first_token
-        else:
-            self._recorder.first_token(way)
+            return
+        self._recorder.first_token(way)
+        if is_due(request):
+            self._first_tokens[request.request_id] = request, NO_TOKEN
 
     def take_first_tokens(self) -> list[tuple[Request, int]]:
         """Requests that have come in since the last call, and the first token of each that is
-        there; ``note_first_token`` says what has become of it."""
+        there; ``note_first_token`` says what has become of it. ``NO_TOKEN`` where the answer must
+        begin with one that cannot be used here."""
         taken, self._first_tokens = list(self._first_tokens.values()), {}
         return taken
 
@@ -254,7 +266,8 @@ class SchedulerSide:
         self._take_load(request)
         load.recomputes = request.request_id in self._answered
         self._answered.discard(request.request_id)
-        if self._first_tokens.pop(request.request_id, None) is not None:
+        _, token = self._first_tokens.pop(request.request_id, (request, NO_TOKEN))
+        if token != NO_TOKEN:
             self._recorder.first_token(ENGINE)  # nothing here sends it before the engine's steps
         if load.awaited:
             # A refused load has its blocks too: vLLM before 0.30 is told of a failure by them.
@@ -320,7 +333,7 @@ class SchedulerSide:
         if num_tokens == request.num_prompt_tokens and not self._leaves_last_token:
             token, sampling = offer(self._sampler, request)
         handle = Handle(remote, digests(prompt_of(request), num_tokens), token, sampling)
-        return True, write_params(handle, self._secret)
+        return True, write_params(handle, self._secret, goes_on=goes_on(token, request))
 
     def take_stats(self) -> dict[str, Any] | None:
         """What was recorded here since the last call, see ``recorder.empty_data``; the gauges are

@@ -140,8 +140,17 @@ def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> Handl
     )
 
 
-def write_params(handle: Handle, secret: bytes | None = None) -> dict[str, Any]:
-    """The parameters that a prefill engine returns for a finished request."""
+def write_params(
+    handle: Handle, secret: bytes | None = None, *, goes_on: bool = False
+) -> dict[str, Any]:
+    """The parameters that a prefill engine returns for a finished request.
+
+    Args:
+        handle: what it hands over.
+        secret: what proves them, None where the side channel has no secret.
+        goes_on: no engine ends an answer with the first token by itself. That is for routers;
+            decode engines do not read it, and nothing proves it.
+    """
     remote = handle.remote
     written = _RemoteParams(
         remote_engine_id=remote.engine_id,
@@ -164,6 +173,8 @@ def write_params(handle: Handle, secret: bytes | None = None) -> dict[str, Any]:
     fields = msgspec.to_builtins(written)
     if handle.first_token < 0:
         del fields["remote_first_token"], fields["remote_sampling"]
+    else:
+        fields["remote_first_token_goes_on"] = goes_on
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
