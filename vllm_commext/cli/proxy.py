@@ -47,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="balance by load alone, whichever engine may hold the beginning of a prompt",
     )
+    parser.add_argument(
+        "--no-early-first-token",
+        dest="early_first_token",
+        action="store_false",
+        help="send no first token before the decode engine has answered with it",
+    )
     for option in fields(ProxyConfig):
         if "file" in option.metadata:
             name = "--" + option.name.replace("_", "-")

@@ -68,18 +68,20 @@ async def read_answer(engine: Engine, response: aiohttp.ClientResponse) -> Engin
     return EngineAnswer(bytes(body), response.headers.get("Content-Type", "application/json"))
 
 
-def kv_transfer_params(engine: Engine, status: int, answer: EngineAnswer) -> dict[str, Any] | None:
-    """The parameters in a prefill engine's answer, or None if it holds none."""
+def prefill_answer(engine: Engine, status: int, answer: EngineAnswer) -> dict[str, Any]:
+    """A prefill engine's answer; its parameters, if it holds any, are an object."""
     if status >= 400:
         raise engine_error(engine, status, answer)
     try:
         content = json.loads(answer.body)
     except (ValueError, RecursionError) as error:
         raise bad_answer(engine, f"no JSON ({error})") from error
-    params = content.get("kv_transfer_params") if isinstance(content, dict) else content
-    if status != 200 or not (params is None or isinstance(params, dict)):
-        raise bad_answer(engine, f"status {status}, kv_transfer_params {type(params).__name__}")
-    return params or None
+    if status != 200 or not isinstance(content, dict):
+        raise bad_answer(engine, f"status {status}, JSON of type {type(content).__name__}")
+    params = content.get("kv_transfer_params")
+    if not (params is None or isinstance(params, dict)):
+        raise bad_answer(engine, f"kv_transfer_params {type(params).__name__}")
+    return content
 
 
 def engine_error(engine: Engine, status: int, answer: EngineAnswer) -> ProxyError:

@@ -89,6 +89,7 @@ class ProxyConfig:
     engine_ca_file: str = _file("authorities in PEM that https engines are verified by")
     access_log: bool = False
     affinity: bool = True
+    early_first_token: bool = True
     admin_token_file: str = _file("holds the admin port's token")
     drain_timeout_seconds: float = _option(30.0, "for running requests to end after SIGTERM")
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from vllm_commext.proxy.affinity import NO_PREFIX, Memory, Prefix
+from vllm_commext.proxy.early.form import Forms
 
 PREFILL = "prefill"
 DECODE = "decode"
@@ -22,7 +23,7 @@ class Engine:
     draining: it gets no new work; what runs goes on. leaving: it is to go when nothing runs.
     detail: the last reason why it is unhealthy, for people. on_lost: called when the engine has
     not been reachable for so long that nobody should wait for it any more. memory: what it was
-    asked last, forgotten when it becomes unhealthy.
+    asked last, forgotten when it becomes unhealthy, and so are forms: how its streams begin.
     """
 
     role: str
@@ -40,6 +41,7 @@ class Engine:
     on_lost: set[Callable[[], None]] = field(default_factory=set[Callable[[], None]])
     on_suspect: Callable[[], None] | None = None
     memory: Memory = field(default_factory=lambda: Memory(0))
+    forms: Forms = field(default_factory=Forms)
 
     @property
     def name(self) -> str:
@@ -66,7 +68,7 @@ class Engine:
             self.healthy = False
         if not self.healthy:
             self.detail = detail
-            self.memory.clear()
+            self._forget()
 
     def suspect(self) -> None:
         """A request lost its connection: have the engine checked now, and ask others first."""
@@ -77,8 +79,12 @@ class Engine:
     def refuse(self, detail: str) -> None:
         """Nobody can connect to the engine: send it none until a check passes again."""
         self.healthy, self.detail, self.num_passed = False, detail, 0
-        self.memory.clear()
+        self._forget()
         self.suspect()
+
+    def _forget(self) -> None:
+        self.memory.clear()
+        self.forms.clear()
 
     def lose(self) -> None:
         """Let go whoever waits for an answer."""

@@ -1,5 +1,6 @@
 """What can go wrong with a request, as one exception that knows the answer to give."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,14 @@ class ProxyError(CommextError):
         self.can_retry = can_retry
         self.can_restart = can_restart
         self.answer = answer
+
+    def in_a_stream(self) -> dict[str, Any]:
+        """For an event of a stream that has begun: the engine's own error, if it is one."""
+        try:
+            told = json.loads(self.answer.body) if self.answer else None
+        except (ValueError, RecursionError):
+            told = None
+        return told if isinstance(told, dict) and "error" in told else self.as_json()
 
     def as_json(self) -> dict[str, Any]:
         """The OpenAI error object, with the side and the engine added."""

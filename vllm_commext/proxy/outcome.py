@@ -13,7 +13,8 @@ DIRECT = "direct"
 @dataclass
 class Outcome:
     """Filled in while the request is served. kind, side: labels of the count. path: how it went,
-    one of `TWO_STEP`, `LOCAL_PREFILL` and `DIRECT`. first_token_seconds: None before it came."""
+    one of `TWO_STEP`, `LOCAL_PREFILL` and `DIRECT`. first_token: when it was sent, one of
+    `rule.WAYS`, "" where there is none. first_token_seconds: None before it came."""
 
     request_id: str
     kind: str = "ok"
@@ -22,6 +23,7 @@ class Outcome:
     prefill: str = ""
     decode: str = ""
     status: int = 0
+    first_token: str = ""
     began: float = field(default_factory=time.monotonic)
     first_token_seconds: float | None = None
 

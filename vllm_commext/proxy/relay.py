@@ -1,4 +1,7 @@
-"""Passing a decode engine's response to the client as it arrives."""
+"""Passing a decode engine's response to the client as it arrives.
+
+Where the client has had the first token already, the response goes on from there.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -10,6 +13,8 @@ from aiohttp import web
 from vllm_commext.proxy.answers import failure_of
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import ClientStalledError, Deadline, EngineLostError, StreamWatch
+from vllm_commext.proxy.early.lead import Lead
+from vllm_commext.proxy.early.splice import FirstTokenDiffersError
 from vllm_commext.proxy.failures import ClientGoneError, ProxyError
 from vllm_commext.proxy.opening import Opened
 from vllm_commext.proxy.sse import error_event
@@ -50,18 +55,22 @@ class Relay:
         self,
         request: web.Request,
         opened: Opened,
+        lead: Lead,
         config: ProxyConfig,
         on_gap: Callable[[float], object],
     ) -> None:
         self._request = request
         self._opened = opened
+        self._lead = lead
         self._config = config
         self._on_gap = on_gap
         self._is_engines_turn = False
 
     async def run(self, extra_headers: Mapping[str, str]) -> Relayed:
         """Send everything. Raises `ClientGoneError`."""
-        response = self._begin(extra_headers)
+        response = self._lead.response
+        if response is None:
+            response = self._begin(extra_headers)
         idle_seconds = min(
             self._config.decode_idle_timeout_seconds, self._config.decode_timeout_seconds
         )
@@ -76,6 +85,8 @@ class Relay:
             failure = failure_of(self._opened.engine, error, idle_seconds)
         except EngineLostError as error:
             failure = failure_of(self._opened.engine, error, idle_seconds)
+        except FirstTokenDiffersError as error:
+            failure = self._other_token(error)
         except ClientStalledError as error:
             self._cut()
             seconds = self._config.client_timeout_seconds
@@ -87,10 +98,13 @@ class Relay:
 
     async def _pass_on(self, response: web.StreamResponse, watch: StreamWatch) -> None:
         read, cutter = self._opened.response.content.readany, self._opened.cutter
+        splice = self._lead.splice
         await response.prepare(self._request)
         piece = ready = self._opened.first
         arrived = watch.since
         while piece or ready:
+            if splice is not None:
+                ready = splice.feed(ready)
             if ready:
                 await response.write(ready)
             self._is_engines_turn = True
@@ -106,7 +120,17 @@ class Relay:
                 arrived = watch.since
             else:
                 ready = cutter.rest()
+        if splice is not None:
+            splice.end()
         await response.write_eof()
+
+    def _other_token(self, error: FirstTokenDiffersError) -> ProxyError:
+        """No later stream of an engine begins ahead of it that has first tokens of its own."""
+        engine = self._opened.engine
+        if self._lead.engine is engine:
+            engine.forms.refute()
+        message = f"{engine.name}'s stream does not go on from the token that was sent: {error}"
+        return ProxyError(502, "first_token_differs", message, side=engine.role, engine=engine.name)
 
     def _begin(self, extra_headers: Mapping[str, str]) -> web.StreamResponse:
         upstream = self._opened.response
@@ -124,15 +148,26 @@ class Relay:
         if self._opened.cutter is None:
             self._cut()  # a body shorter than announced is the only sign there is
             return
-        seconds = self._config.client_timeout_seconds
-        try:
-            with Deadline(seconds):
-                await response.write(error_event(failure.as_json()))
-                await response.write_eof()
-        except (ConnectionError, asyncio.TimeoutError) as error:
-            self._cut()
-            raise ClientGoneError("the client closed its connection") from error
+        await end_stream(self._request, response, failure, self._config.client_timeout_seconds)
 
     def _cut(self) -> None:
-        if self._request.transport is not None:
-            self._request.transport.abort()
+        _cut(self._request)
+
+
+async def end_stream(
+    request: web.Request, response: web.StreamResponse, failure: ProxyError, seconds: float
+) -> None:
+    """End a stream that has begun with an event that tells of *failure*. Raises
+    `ClientGoneError`."""
+    try:
+        with Deadline(seconds):
+            await response.write(error_event(failure.in_a_stream()))
+            await response.write_eof()
+    except (ConnectionError, asyncio.TimeoutError) as error:
+        _cut(request)
+        raise ClientGoneError("the client closed its connection") from error
+
+
+def _cut(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()

@@ -8,8 +8,10 @@ from aiohttp import web
 
 from vllm_commext.proxy import two_step
 from vllm_commext.proxy.affinity import NO_PREFIX, SESSION_HEADER, prefix_of
-from vllm_commext.proxy.body import encode, num_tokens
+from vllm_commext.proxy.body import num_tokens
 from vllm_commext.proxy.config import ProxyConfig
+from vllm_commext.proxy.early.lead import Lead
+from vllm_commext.proxy.early.rule import is_greedy
 from vllm_commext.proxy.engines import DECODE, Engine, EnginePool
 from vllm_commext.proxy.errors import SIDE
 from vllm_commext.proxy.failures import ProxyError
@@ -17,7 +19,7 @@ from vllm_commext.proxy.intake import BodyBudget, Intake
 from vllm_commext.proxy.metrics import ProxyMetrics
 from vllm_commext.proxy.opening import Opened
 from vllm_commext.proxy.outcome import DIRECT, LOCAL_PREFILL, TWO_STEP, Outcome
-from vllm_commext.proxy.relay import Relay
+from vllm_commext.proxy.relay import Relay, end_stream
 from vllm_commext.proxy.upstream import Payload, Prefilled, Upstream
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -56,16 +58,37 @@ class Service:
         self, request: web.Request, headers: Mapping[str, str], outcome: Outcome
     ) -> web.StreamResponse:
         """Answer *request*. Raises `ProxyError` and `ClientGoneError`."""
-        opened = await self._open(request, headers, outcome)
+        config = self._config
+        lead = Lead(
+            request,
+            outcome,
+            is_on=config.early_first_token,
+            client_seconds=config.client_timeout_seconds,
+        )
         try:
-            return await self._relay(request, opened, outcome)
+            opened = await self._open(request, headers, outcome, lead)
+        except ProxyError as error:
+            if lead.response is None:
+                raise
+            self._note_broken(error, outcome)
+            await end_stream(request, lead.response, error, config.client_timeout_seconds)
+            return lead.response
+        finally:
+            if outcome.first_token:
+                self._metrics.first_tokens.labels(outcome.first_token).inc()
+        try:
+            return await self._relay(request, opened, lead, outcome)
         finally:
             opened.close()
 
     async def _open(
-        self, request: web.Request, headers: Mapping[str, str], outcome: Outcome
+        self, request: web.Request, headers: Mapping[str, str], outcome: Outcome, lead: Lead
     ) -> Opened:
-        """An answer that has begun. The body is held no longer than until then."""
+        """An answer that has begun. The body is held no longer than until then.
+
+        Where the client has the first token already, only what any engine answers in the same way
+        is served anew.
+        """
         intake = Intake(self._budget, self._config)
         try:
             body = await intake.read(request)
@@ -75,10 +98,11 @@ class Service:
                 attempts.remember(session)
             while True:
                 try:
-                    return await self._attempt(attempts, outcome)
+                    return await self._attempt(attempts, outcome, lead)
                 except ProxyError as error:
                     attempts.num_failed += 1
                     gave_up = attempts.num_failed >= self._config.request_attempts
+                    gave_up = gave_up or not (lead.response is None or is_greedy(attempts.body))
                     if gave_up or not error.can_restart or error.side != DECODE:
                         raise
                     attempts.note(error)
@@ -87,25 +111,39 @@ class Service:
         finally:
             intake.release()
 
-    async def _attempt(self, attempts: "_Attempts", outcome: Outcome) -> Opened:
-        prefilled, body = None, attempts.body
+    async def _attempt(self, attempts: "_Attempts", outcome: Outcome, lead: Lead) -> Opened:
+        prefilled, body, due = None, attempts.body, attempts.body
         if attempts.path in ENDPOINTS:
             prefilled = await self._prefill(attempts)
             outcome.path = LOCAL_PREFILL
+            answer = prefilled.answer if prefilled else None
+            lead.offer(ENDPOINTS[attempts.path], body, answer)
         else:
             outcome.path = DIRECT
         if prefilled is not None and prefilled.kv_transfer_params is not None:
             outcome.path, outcome.prefill = TWO_STEP, prefilled.engine.name
-            body = two_step.decode_body(body, prefilled.kv_transfer_params)
+            params = prefilled.kv_transfer_params
+            body, due = two_step.decode_body(body, params), two_step.due_body(body, params)
             attempts.prefilled_by = prefilled.engine
+        payload, payload_due = attempts.payload(body), attempts.payload(due)
+
+        async def payload_for(engine: Engine) -> Payload:
+            await lead.begin(engine)
+            return payload_due if lead.is_due else payload
+
         try:
-            opened = await self._upstream.decode(attempts.payload(body), attempts.avoided())
-        except BaseException:
+            opened = await self._upstream.decode(payload, attempts.avoided(), payload_for)
+            if lead.response is not None:
+                await self._upstream.check_stream(opened)
+        except BaseException as error:
+            lead.note_failed(error)
             if prefilled is not None:
                 _log_unread_blocks(prefilled, outcome.request_id)
             raise
         outcome.decode = opened.engine.name
-        outcome.first_token_seconds = opened.opened_at - outcome.began
+        if lead.response is None:
+            outcome.first_token_seconds = opened.opened_at - outcome.began
+            lead.learn(opened)
         return opened
 
     async def _prefill(self, attempts: "_Attempts") -> Prefilled | None:
@@ -134,7 +172,7 @@ class Service:
         return None
 
     async def _relay(
-        self, request: web.Request, opened: Opened, outcome: Outcome
+        self, request: web.Request, opened: Opened, lead: Lead, outcome: Outcome
     ) -> web.StreamResponse:
         metrics, engine = self._metrics, opened.engine.name
         told = outcome.headers()
@@ -145,13 +183,17 @@ class Service:
         elif opened.cutter is not None and outcome.first_token_seconds is not None:
             metrics.first_token_seconds.labels(engine).observe(outcome.first_token_seconds)
         on_gap = metrics.inter_token_seconds.labels(engine).observe
-        relayed = await Relay(request, opened, self._config, on_gap).run(told)
+        relayed = await Relay(request, opened, lead, self._config, on_gap).run(told)
         if relayed.failure is not None:
-            outcome.set(relayed.failure.kind, relayed.failure.side)
-            logger.warning("request %s broke: %s", outcome.request_id, relayed.failure)
+            self._note_broken(relayed.failure, outcome)
         elif opened.response.status < 400:
             metrics.request_seconds.labels(engine).observe(outcome.seconds)
         return relayed.response
+
+    def _note_broken(self, failure: ProxyError, outcome: Outcome) -> None:
+        """A stream ends with *failure*."""
+        outcome.set(failure.kind, failure.side)
+        logger.warning("request %s broke: %s", outcome.request_id, failure)
 
 
 class _Attempts:
@@ -178,8 +220,7 @@ class _Attempts:
     def payload(self, body: Mapping[str, Any], is_stream: bool | None = None) -> Payload:
         """*body* on its way to an engine; by default the answer streams if the client's does."""
         streams = bool(body.get("stream")) if is_stream is None else is_stream
-        pieces = encode(body)
-        return Payload(self.path, self._headers, pieces, self._tokens, streams, self._prefix)
+        return Payload(self.path, self._headers, body, self._tokens, streams, self._prefix)
 
     def avoided(self) -> list[Engine]:
         """Decode engines that had better not answer: an engine cannot read from itself, which

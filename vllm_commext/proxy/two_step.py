@@ -145,3 +145,8 @@ def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
 def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:
     """*body* for the decode engine: the client's request and the prefill engine's answer."""
     return {**body, "kv_transfer_params": kv_transfer_params}
+
+
+def due_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, for an answer that must begin with the prefill engine's token or fail."""
+    return decode_body(body, {**kv_transfer_params, "remote_first_token_due": True})

@@ -6,13 +6,22 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import aiohttp
 
 from vllm_commext.proxy.access import engine_tls
 from vllm_commext.proxy.affinity import NO_PREFIX, Prefix
-from vllm_commext.proxy.answers import failures_of, kv_transfer_params, no_engine, read_answer
+from vllm_commext.proxy.answers import (
+    bad_answer,
+    engine_error,
+    failures_of,
+    no_engine,
+    prefill_answer,
+    read_answer,
+)
+from vllm_commext.proxy.body import encode
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engines import Engine, EnginePool
@@ -30,23 +39,33 @@ _WINDOW_BYTES = 128 << 10
 
 @dataclass(frozen=True)
 class Prefilled:
-    """What a prefill step gave. kv_transfer_params is None if the engine returned none."""
+    """What a prefill step gave: the engine's whole answer."""
 
     engine: Engine
-    kv_transfer_params: dict[str, Any] | None
+    answer: Mapping[str, Any]
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None:
+        """None if the engine returned none."""
+        return self.answer.get("kv_transfer_params") or None
 
 
 @dataclass(frozen=True)
 class Payload:
-    """What is posted to an engine, in pieces. tokens: about how many the prompt has. is_stream:
-    the answer is asked for in pieces too. prefix: what engines are remembered by."""
+    """What is posted to an engine. tokens: about how many the prompt has. is_stream: the answer is
+    asked for in pieces. prefix: what engines are remembered by."""
 
     path: str
     headers: Mapping[str, str]
-    pieces: Sequence[bytes | memoryview]
+    body: Mapping[str, Any]
     tokens: int = 0
     is_stream: bool = False
     prefix: Prefix = NO_PREFIX
+
+    @cached_property
+    def pieces(self) -> Sequence[bytes | memoryview]:
+        """The body's JSON, made when an engine is asked."""
+        return encode(self.body)
 
     def content(self) -> bytes | AsyncIterator[bytes]:
         """For one sending: the bytes, or windows of them where they are many."""
@@ -109,15 +128,21 @@ class Upstream:
         self._metrics.prefill_seconds.observe(time.monotonic() - began)
         return result
 
-    async def decode(self, payload: Payload, failed: Sequence[Engine]) -> Opened:
+    async def decode(
+        self,
+        payload: Payload,
+        failed: Sequence[Engine],
+        payload_for: Callable[[Engine], Awaitable[Payload]],
+    ) -> Opened:
         """Step 2: an answer that has begun, to be closed by the caller. Raises `ProxyError`.
 
         Another engine is asked only while none could be connected to; one of *failed* only if
-        there is no other.
+        there is no other. *payload_for* says what an engine is asked, which may differ from
+        *payload* in its parameters.
         """
 
         async def ask(engine: Engine) -> Opened:
-            return await self._open_decode(engine, payload)
+            return await self._open_decode(engine, await payload_for(engine))
 
         pool, config = self._decode_pool, self._config
         others = [engine for engine in pool.engines if engine.usable and engine not in failed]
@@ -127,6 +152,23 @@ class Upstream:
         opened = await self._ask(pool, config.decode_attempts, payload, ask, tried, wait)
         self._metrics.decode_headers_seconds.observe(time.monotonic() - began)
         return opened
+
+    async def check_stream(self, opened: Opened) -> None:
+        """Raises `ProxyError`, as the engine tells it, for an answer that is no stream: the
+        client's stream has begun."""
+        if opened.cutter is not None:
+            return
+        engine, seconds = opened.engine, self._config.decode_timeout_seconds
+        try:
+            with failures_of(engine, seconds), Deadline(seconds, engine):
+                rest = await read_answer(engine, opened.response)
+        finally:
+            opened.close()
+        status = opened.response.status
+        if status < 400:
+            raise bad_answer(engine, f"status {status}, and no stream")
+        answer = EngineAnswer(opened.first + rest.body, rest.content_type)
+        raise engine_error(engine, status, answer)
 
     async def get(self, path: str, headers: Mapping[str, str]) -> tuple[int, EngineAnswer]:
         """*path* from a decode engine, or from a prefill engine if none is healthy."""
@@ -197,7 +239,7 @@ class Upstream:
                 answer = await read_answer(engine, response)
             finally:
                 response.close()
-            return Prefilled(engine, kv_transfer_params(engine, response.status, answer))
+            return Prefilled(engine, prefill_answer(engine, response.status, answer))
 
     async def _open_decode(self, engine: Engine, payload: Payload) -> Opened:
         seconds = self._config.decode_timeout_seconds

@@ -1,0 +1,422 @@
+"""First tokens sent ahead of decode engines' answers: when, and what becomes of the stream if an
+engine then fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.kit.vllm_streams import Stream
+
+EARLY = "X-Commext-First-Token"
+BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 3, "temperature": 0, "stream": True}
+CHAT_BODY = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "hi"}],
+    "temperature": 0,
+    "stream": True,
+}
+DRAWN = {**BODY, "temperature": 0.7}
+TOKENS = ((7, "one"), (8, " two"), (9, " three"))
+ANSWER = Stream(TOKENS)
+CHAT_ANSWER = Stream(TOKENS, is_chat=True)
+OTHER = replace(ANSWER, tokens=((6, "another"), *TOKENS[1:]))
+
+
+def answer_of(call: Any) -> Stream:
+    return CHAT_ANSWER if "chat" in call.path else ANSWER
+
+
+async def prefill(call: Any) -> None:
+    await call.answer(200, json.dumps(answer_of(call).prefill_answer()).encode())
+
+
+def streaming(answer: Stream | None = None, sizes: tuple[int, ...] = (1, 1, 1)) -> Any:
+    async def behave(call: Any) -> None:
+        stream = replace(answer or answer_of(call), request_id=call.headers["x-request-id"])
+        await call.begin_stream()
+        for event in stream.events(sizes):
+            await call.chunk(event)
+        await call.end_stream()
+
+    return behave
+
+
+def breaking(num_events: int) -> Any:
+    """Some events, then nothing more on this connection."""
+
+    async def behave(call: Any) -> None:
+        stream = replace(answer_of(call), request_id=call.headers["x-request-id"])
+        await call.begin_stream()
+        for event in stream.events((1, 1, 1))[:num_events]:
+            await call.chunk(event)
+
+    return behave
+
+
+def plain(answer: Stream, response: Any, sizes: tuple[int, ...] = (1, 1, 1)) -> bytes:
+    """What a client of one engine gets."""
+    stream = replace(answer, request_id=response.headers["X-Request-Id"])
+    return b"".join(stream.events(sizes))
+
+
+def timeless(stream: bytes) -> bytes:
+    return re.sub(rb'"created":\d+', b'"created":0', stream)
+
+
+async def ways(cluster: Any) -> dict[str, int]:
+    found = re.findall(
+        r'commext_proxy_first_tokens_total{way="(\w+)"} (\d+)', await cluster.metrics()
+    )
+    return {way: int(count) for way, count in found if count != "0"}
+
+
+async def learn(cluster: Any, *bodies: Any) -> None:
+    """Have all decode engines shown what their streams look like."""
+    for body in bodies or (BODY,):
+        for _ in cluster.decode:
+            path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+            async with cluster.post(body, path) as response:
+                assert EARLY not in response.headers
+                assert (await response.read()).endswith(b"data: [DONE]\n\n")
+
+
+def running(kit: Any, scenario: Callable[[Any], Any], **options: Any) -> None:
+    async def run() -> None:
+        async with kit.cluster(affinity=False, **options) as cluster:
+            for engine in cluster.prefill:
+                engine.behave = prefill
+            for engine in cluster.decode:
+                engine.behave = streaming()
+            await scenario(cluster)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
+def test_the_first_token_is_there_before_the_decode_engine_answers(kit: Any, is_chat: bool) -> None:
+    body, answer = (CHAT_BODY, CHAT_ANSWER) if is_chat else (BODY, ANSWER)
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+
+    async def scenario(cluster: Any) -> None:
+        await learn(cluster, body)
+        may_answer = asyncio.Event()
+
+        async def waiting(call: Any) -> None:
+            await may_answer.wait()
+            await streaming()(call)
+
+        cluster.decode[0].behave = waiting
+        async with cluster.post(body, path) as response:
+            assert response.headers[EARLY] == "early"
+            assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+            assert response.headers["X-Commext-Path"] == "two-step"
+            assert response.headers["X-Commext-Decode"] == "decode0"
+            expected = timeless(plain(answer, response))
+            events = expected.split(b"\n\n")
+            first = b"\n\n".join(events[: 2 if is_chat else 1]) + b"\n\n"
+            begun = b""
+            while len(begun) < len(first):
+                begun += timeless(await response.content.readany())
+            assert begun == first
+            await kit.until(lambda: len(cluster.decode[0].calls) == 2, "the decode engine's call")
+            may_answer.set()
+            assert begun + timeless(await response.read()) == expected
+        sent = cluster.decode[0].calls[1].body
+        assert sent["kv_transfer_params"] == answer.prefill_answer()["kv_transfer_params"]
+        assert await ways(cluster) == {"unproven": 1, "early": 1}
+
+    running(kit, scenario)
+
+
+def test_all_events_tell_the_same_time(kit: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        await learn(cluster)
+        async with cluster.post(BODY) as response:
+            raw = await response.read()
+        times = set(re.findall(rb'"created":(\d+)', raw))
+        assert len(times) == 1
+        assert times != {b"%d" % ANSWER.created}
+
+    running(kit, scenario)
+
+
+@pytest.mark.parametrize("sizes", [(3,), (2, 1), (1, 2)], ids=str)
+def test_tokens_that_came_in_one_event_are_taken_apart(kit: Any, sizes: tuple[int, ...]) -> None:
+    async def scenario(cluster: Any) -> None:
+        await learn(cluster)
+        cluster.decode[0].behave = streaming(sizes=sizes)
+        apart = (1, *((sizes[0] - 1,) if sizes[0] > 1 else ()), *sizes[1:])
+        async with cluster.post(BODY) as response:
+            expected = plain(ANSWER, response, apart)
+            assert timeless(await response.read()) == timeless(expected)
+
+    running(kit, scenario)
+
+
+def test_switched_off_no_stream_begins_early(kit: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        for _ in range(3):
+            await learn(cluster)
+        assert await ways(cluster) == {"off": 3}
+
+    running(kit, scenario, early_first_token=False)
+
+
+def test_each_reason_is_counted(kit: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        for changes in ({"stream": False}, {"echo": True}, {"max_tokens": 1}, {"n": 2}):
+            async with cluster.post({**BODY, **changes}) as response:
+                await response.read()
+        cluster.prefill[0].behave = kit.prefill_ok
+        async with cluster.post(BODY) as response:
+            await response.read()
+        cluster.prefill[0].behave = kit.answering(500, b"no")
+        async with cluster.post(BODY) as response:
+            await response.read()
+        expected = {"not_streamed": 1, "request": 2, "one_token": 1}
+        assert await ways(cluster) == {**expected, "not_offered": 1, "no_prefill": 1}
+
+    running(kit, scenario)
+
+
+@pytest.mark.parametrize("failing", ["status", "drop", "error event"])
+def test_a_greedy_stream_goes_on_with_another_decode_engine(kit: Any, failing: str) -> None:
+    async def told_at_once(call: Any) -> None:
+        await call.begin_stream()
+        await call.chunk(b'data: {"error":{"message":"KV load failed","code":500}}\n\n')
+
+    behaves = {"status": kit.answering(500, b"oops"), "drop": kit.dropping}
+
+    async def scenario(cluster: Any) -> None:
+        await learn(cluster)
+        cluster.decode[0].behave = behaves.get(failing, told_at_once)
+        async with cluster.post(BODY) as response:
+            assert response.headers[EARLY] == "early"
+            assert timeless(await response.read()) == timeless(plain(ANSWER, response))
+        assert [len(engine.calls) for engine in cluster.prefill] == [2, 2]
+        assert [len(engine.calls) for engine in cluster.decode] == [2, 2]
+
+    running(kit, scenario, num_prefill=2, num_decode=2, health_interval_seconds=60)
+
+
+def test_a_greedy_stream_goes_on_with_a_decode_engine_alone(kit: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        await learn(cluster)
+        cluster.decode[0].behave = kit.dropping
+        async with cluster.post(BODY) as response:
+            assert response.headers[EARLY] == "early"
+            assert timeless(await response.read()) == timeless(plain(ANSWER, response))
+        assert len(cluster.prefill[0].calls) == 3
+        assert "kv_transfer_params" not in cluster.decode[1].calls[1].body
+        assert await ways(cluster) == {"unproven": 2, "early": 1}
+
+    running(kit, scenario, num_decode=2, health_interval_seconds=60)
+
+
+async def broken(cluster: Any, body: Any) -> Any:
+    """What ends a stream after its first token."""
+    async with cluster.post(body) as response:
+        assert (response.status, response.headers[EARLY]) == (200, "early")
+        first, told, rest = (await response.read()).split(b"\n\n")
+        assert rest == b""
+        assert timeless(first + b"\n\n") == timeless(plain(ANSWER, response).split(b"\n\n")[0]) + (
+            b"\n\n"
+        )
+    return json.loads(told.removeprefix(b"data: "))["error"]
+
+
+def test_a_drawn_stream_is_not_served_anew(kit: Any) -> None:
+    """Another prefill would draw another token."""
+
+    async def scenario(cluster: Any) -> None:
+        await learn(cluster, DRAWN)
+        cluster.decode[0].behave = kit.dropping
+        error = await broken(cluster, DRAWN)
+        assert (error["type"], error["side"], error["engine"]) == ("lost", "decode", "decode0")
+        assert len(cluster.prefill[0].calls) == 3
+        assert 'outcome="lost",side="decode"} 1.0' in await cluster.metrics()
+
+    running(kit, scenario, num_decode=2, health_interval_seconds=60)
+
+
+def test_a_drawn_stream_goes_to_another_engine_while_none_has_been_reached(kit: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        await learn(cluster, DRAWN)
+        await cluster.decode[0].stop()
+        async with cluster.post(DRAWN) as response:
+            assert response.headers[EARLY] == "early"
+            assert timeless(await response.read()) == timeless(plain(ANSWER, response))
+        assert len(cluster.prefill[0].calls) == 3
+        assert len(cluster.decode[1].calls) == 2
+
+    running(kit, scenario, num_decode=2, health_interval_seconds=60, health_fall=1000)
+
+
+def test_a_decode_engine_that_stays_away_ends_the_stream(kit: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        await learn(cluster)
+        cluster.decode[0].behave = kit.dropping
+        assert (await broken(cluster, BODY))["type"] == "lost"
+        # An engine that was away has to show its streams anew.
+        engine = cluster.proxy.decode_pool.engines[0]
+        engine.refuse("away")
+        await kit.until(lambda: engine.usable, "the check that follows")
+        cluster.decode[0].behave = streaming()
+        await learn(cluster)
+
+    running(kit, scenario, engine_wait_seconds=0.1, health_interval_seconds=0.05)
+
+
+def test_a_decode_engines_refusal_is_told_in_its_own_words(kit: Any) -> None:
+    refusal = {"error": {"message": "the prompt is too long", "code": 400}}
+
+    async def scenario(cluster: Any) -> None:
+        await learn(cluster)
+        cluster.decode[0].behave = kit.answering(400, json.dumps(refusal).encode())
+        assert await broken(cluster, BODY) == refusal["error"]
+        assert len(cluster.decode[0].calls) == 2
+        cluster.decode[0].behave = kit.answering(200, b"{}")
+        assert (await broken(cluster, BODY))["type"] == "bad_answer"
+
+    running(kit, scenario)
+
+
+@pytest.mark.parametrize("num_events", [0, 1, 2])
+def test_a_decode_engine_that_dies_in_mid_stream_is_told(kit: Any, num_events: int) -> None:
+    async def scenario(cluster: Any) -> None:
+        await learn(cluster, DRAWN)
+        cluster.decode[0].behave = breaking(num_events)
+        async with cluster.post(DRAWN) as response:
+            assert response.headers[EARLY] == "early"
+            *events, told, rest = (await response.read()).split(b"\n\n")
+            expected = plain(ANSWER, response).split(b"\n\n")[: max(1, num_events)]
+        assert [timeless(event) for event in events] == [timeless(event) for event in expected]
+        assert json.loads(told.removeprefix(b"data: "))["error"]["type"] == "lost"
+        assert rest == b""
+
+    running(kit, scenario)
+
+
+def test_a_stream_that_ends_before_its_first_token_is_told(kit: Any) -> None:
+    async def empty(call: Any) -> None:
+        await call.begin_stream()
+        await call.end_stream()
+
+    async def scenario(cluster: Any) -> None:
+        await learn(cluster)
+        cluster.decode[0].behave = empty
+        assert (await broken(cluster, BODY))["type"] == "first_token_differs"
+
+    running(kit, scenario)
+
+
+def test_another_first_token_is_told_counted_and_the_last_one(kit: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        await learn(cluster)
+        cluster.decode[0].behave = streaming(OTHER)
+        error = await broken(cluster, BODY)
+        assert (error["type"], error["engine"]) == ("first_token_differs", "decode0")
+        assert "another" not in error["message"]
+        for _ in range(3):
+            async with cluster.post(BODY) as response:
+                assert EARLY not in response.headers
+                assert timeless(await response.read()) == timeless(plain(OTHER, response))
+        assert await ways(cluster) == {"unproven": 1, "early": 1, "refuted": 3}
+        text = await cluster.metrics()
+        assert 'outcome="first_token_differs",side="decode"} 1.0' in text
+
+    running(kit, scenario)
+
+
+def test_a_decode_engine_with_first_tokens_of_its_own_is_never_sent_ahead_of(kit: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        cluster.decode[0].behave = streaming(OTHER)
+        for _ in range(3):
+            async with cluster.post(BODY) as response:
+                assert EARLY not in response.headers
+                assert timeless(await response.read()) == timeless(plain(OTHER, response))
+        assert await ways(cluster) == {"unproven": 3}
+
+    running(kit, scenario)
+
+
+async def refusing(call: Any) -> None:
+    """As a decode engine with first tokens of its own: it fails what must begin with another."""
+    if call.body["kv_transfer_params"].get("remote_first_token_due"):
+        await call.begin_stream()
+        await call.chunk(b'data: {"error":{"message":"no","code":500}}\n\n')
+        await call.end_stream()
+    else:
+        await streaming()(call)
+
+
+def test_a_drawn_token_is_sent_ahead_only_of_an_engine_that_takes_it(kit: Any) -> None:
+    """By luck it draws the same one itself, which proves nothing."""
+
+    async def scenario(cluster: Any) -> None:
+        cluster.decode[0].behave = refusing
+        for _ in range(4):
+            async with cluster.post(DRAWN) as response:
+                assert EARLY not in response.headers
+                assert timeless(await response.read()) == timeless(plain(ANSWER, response))
+        asked = [call.body.get("kv_transfer_params", {}) for call in cluster.decode[0].calls]
+        assert [params.get("remote_first_token_due") for params in asked] == [
+            *(True, None, True, None, None, None)
+        ]
+        assert await ways(cluster) == {"unproven": 2, "refuted": 2}
+
+    running(kit, scenario, num_prefill=2)
+
+
+def test_an_engine_that_takes_a_drawn_token_is_told_that_it_must(kit: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        await learn(cluster, DRAWN)
+        async with cluster.post(DRAWN) as response:
+            assert response.headers[EARLY] == "early"
+            await response.read()
+        for call in cluster.decode[0].calls:
+            assert call.body["kv_transfer_params"]["remote_first_token_due"] is True
+        # What any engine answers in the same way needs no such promise.
+        async with cluster.post(BODY) as response:
+            await response.read()
+        assert "remote_first_token_due" not in cluster.decode[0].calls[2].body["kv_transfer_params"]
+        # One refusal may be an accident.
+        cluster.decode[0].behave = refusing
+        assert (await broken(cluster, DRAWN))["message"] == "no"
+        assert (await broken(cluster, DRAWN))["message"] == "no"
+        cluster.decode[0].behave = streaming()
+        await learn(cluster, DRAWN, BODY)
+        assert (await ways(cluster))["refuted"] == 2
+
+    running(kit, scenario)
+
+
+def test_a_client_that_leaves_after_the_first_token_ends_the_decode_engines_work(kit: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        await learn(cluster)
+        cluster.decode[0].behave = kit.hanging
+        response = await cluster.post(BODY).__aenter__()
+        assert response.headers[EARLY] == "early"
+        assert await response.content.readany()
+        await kit.until(lambda: len(cluster.decode[0].calls) == 2, "the decode engine's call")
+        response.close()
+        await kit.until(lambda: cluster.decode[0].num_left == 1, "the proxy to let go")
+
+    running(kit, scenario)
+
+
+def test_a_hanging_decode_engine_ends_the_stream_in_time(kit: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        await learn(cluster)
+        cluster.decode[0].behave = kit.hanging
+        error = await broken(cluster, BODY)
+        assert (error["type"], error["code"]) == ("timeout", 504)
+
+    running(kit, scenario, decode_timeout_seconds=2.0, decode_idle_timeout_seconds=2.0)
