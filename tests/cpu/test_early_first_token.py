@@ -1,0 +1,287 @@
+"""The proxy sends the prefill server's first token before the decode server has answered: what a
+client is told is, to the byte but for times, what it is told without that, and what a plain server
+tells it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from vllm_commext.testing import cluster
+from vllm_commext.testing.servers import ProxyServer, Server, VllmServer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SECONDS = 300.0
+NUM_TRIES = 200
+EARLY = "X-Commext-First-Token"
+WAYS = "commext_proxy_first_tokens_total"
+_number = iter(range(1000))
+USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
+CONTINUOUS: dict[str, Any] = {
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True}
+}
+
+
+@dataclass
+class Servers:
+    plain: Server
+    prefill: VllmServer
+    early: Server
+    late: Server
+
+
+@contextmanager
+def engines(model: Path, folder: Path) -> Iterator[list[VllmServer]]:
+    """A plain server, a prefill and a decode server."""
+    template = folder / "chat.jinja"
+    template.write_text(CHAT_TEMPLATE)
+    # With a parser of tool calls, as many servers have one, a chat's text goes through it.
+    args = ["--chat-template", str(template), "--enable-auto-tool-choice"]
+    args += ["--tool-call-parser", "hermes"]
+    with ExitStack() as stack:
+        servers = [cluster.plain_server("plain", model, folder, args=args)]
+        for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+            config = cluster.kv_transfer_config(role)
+            servers.append(cluster.engine_server(name, model, folder, config, args=args))
+        for server in servers:
+            stack.callback(server.stop)
+            server.start()
+        for server in servers:
+            server.wait_ready()
+        yield servers
+
+
+@contextmanager
+def proxy(name: str, prefill: Server, decode: Server, folder: Path, *args: str) -> Iterator[Server]:
+    with ProxyServer(
+        name,
+        prefill_urls=[prefill.url],
+        decode_urls=[decode.url],
+        folder=folder,
+        args=[*cluster.PATIENT_PROXY_ARGS, *args],
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    folder = tmp_path_factory.mktemp("early")
+    with engines(model, folder) as (plain, prefill, decode), ExitStack() as stack:
+        early = stack.enter_context(proxy("early", prefill, decode, folder))
+        late = stack.enter_context(proxy("late", prefill, decode, folder, "--no-early-first-token"))
+        yield Servers(plain, prefill, early, late)
+
+
+def body_of(path: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A request with a prompt that no server has seen."""
+    number = next(_number)
+    body: dict[str, Any] = {"model": cluster.MODEL_NAME, "max_tokens": 16, "temperature": 0.0}
+    if path == COMPLETIONS:
+        body["prompt"] = (
+            f"{number} times around the world and back again, and then once more {number}"
+        )
+    else:
+        body["messages"] = [
+            {"role": "system", "content": f"Answer question {number} shortly, and be kind."},
+            {"role": "user", "content": f"What is {number} squared, and what is half of that?"},
+        ]
+    return {**body, "stream": True, **changes}
+
+
+def spoken(servers: Servers, path: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A request whose answer begins with a letter or a figure: half of what the tiny model says is
+    no text at all."""
+    for _ in range(NUM_TRIES):
+        body = body_of(path, changes)
+        one = {**body, "stream": False, "max_tokens": 1, "stream_options": None}
+        answer = httpx.post(
+            f"{servers.plain.url}{path}", json=one, timeout=SECONDS, trust_env=False
+        )
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+        if re.fullmatch("[0-9A-Za-z]", text or ""):
+            return body
+    raise AssertionError(f"none of {NUM_TRIES} answers begins with a letter or a figure")
+
+
+@dataclass
+class Told:
+    """A stream's events as they came."""
+
+    is_early: bool
+    raw: bytes
+
+    @property
+    def events(self) -> list[bytes]:
+        assert self.raw.endswith(b"\n\n")
+        return self.raw.split(b"\n\n")[:-1]
+
+
+def told(server: Server, path: str, body: Mapping[str, Any], request_id: str) -> Told:
+    with httpx.stream(
+        "POST",
+        f"{server.url}{path}",
+        json=body,
+        headers={"X-Request-Id": request_id},
+        timeout=SECONDS,
+        trust_env=False,
+    ) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        return Told(EARLY in answer.headers, answer.read())
+
+
+def written(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def canonical(stream: Told) -> dict[str, Any]:
+    """All of a stream but how its tokens are cut into events, which follows from how fast they are
+    taken: texts and token ids end to end, the counts, and every event without these, to the byte.
+
+    The time and a server's fingerprint are left out too.
+    """
+    *events, done = stream.events
+    assert done == b"data: [DONE]"
+    texts, tokens, frames, counts, times = "", [], [], [], set()
+    for raw in events:
+        content = json.loads(raw.removeprefix(b"data: "))
+        assert written(content) == raw, "vLLM writes JSON in another way"
+        times.add(content["created"])
+        content["created"] = 0
+        if content.get("system_fingerprint"):
+            content["system_fingerprint"] = "fp"
+        for choice in content["choices"]:
+            # A parser leaves out an empty text that comes by itself.
+            holder, name = (choice["delta"], "content") if "delta" in choice else (choice, "text")
+            texts += holder.get(name) or ""
+            holder[name] = ""
+            tokens += choice.get("token_ids") or []
+            if choice.get("token_ids") is not None:
+                choice["token_ids"] = []
+        if content.get("usage"):
+            usage = content["usage"]
+            counts.append(usage["completion_tokens"])
+            assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+            usage["completion_tokens"] = usage["total_tokens"] = 0
+        frame = written(content)
+        if frame not in frames:
+            frames.append(frame)
+    assert len(times) == 1, "an answer was created once"
+    assert counts == sorted(counts)
+    return {"text": texts, "tokens": tokens, "frames": frames, "count": counts[-1:]}
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": (COMPLETIONS, {}),
+    "usage": (COMPLETIONS, USAGE),
+    "continuous usage": (COMPLETIONS, CONTINUOUS),
+    "token ids": (COMPLETIONS, {"return_token_ids": True}),
+    "two tokens": (COMPLETIONS, {"max_tokens": 2, **USAGE}),
+    "defaults spelt out": (COMPLETIONS, {"n": 1, "presence_penalty": 0, "stop": [], "echo": False}),
+    "a chat": (CHAT, {}),
+    "a chat with usage": (CHAT, USAGE),
+    "a chat with continuous usage": (CHAT, CONTINUOUS),
+    "a chat with token ids": (CHAT, {"return_token_ids": True, **CONTINUOUS}),
+    "a chat without a turn of its own": (
+        CHAT,
+        {"add_generation_prompt": False, "continue_final_message": True},
+    ),
+}
+NOT_EARLY: dict[str, tuple[str, dict[str, Any], str]] = {
+    "one token": (COMPLETIONS, {"max_tokens": 1}, "one_token"),
+    "a chat of one token": (CHAT, {"max_completion_tokens": 1}, "one_token"),
+    "a stop token": (COMPLETIONS, {"stop_token_ids": list(range(256))}, "ends"),
+    "a stop string": (COMPLETIONS, {"stop": ["e"]}, "request"),
+    "echo": (COMPLETIONS, {"echo": True}, "request"),
+    "log probabilities": (COMPLETIONS, {"logprobs": 1}, "request"),
+    "log probabilities of a chat": (CHAT, {"logprobs": True}, "request"),
+    "a seed": (COMPLETIONS, {"seed": 0, "temperature": 0.8}, "request"),
+    "a penalty": (CHAT, {"presence_penalty": 0.5}, "request"),
+    "a grammar": (COMPLETIONS, {"structured_outputs": {"regex": "[a-c]{9}"}}, "request"),
+    "several samples": (COMPLETIONS, {"n": 2, "temperature": 0.8}, "request"),
+}
+
+
+def ask_everywhere(servers: Servers, path: str, body: Mapping[str, Any]) -> Sequence[Told]:
+    request_id = uuid.uuid4().hex
+    order = (servers.early, servers.late, servers.plain)
+    return [told(server, path, body, request_id) for server in order]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_that_begins_early_is_that_of_one_server(servers: Servers, kind: str) -> None:
+    path, changes = KINDS[kind]
+    for is_known in (False, True):  # a stream of this kind shows what they look like
+        early, late, plain = ask_everywhere(servers, path, spoken(servers, path, changes))
+        assert early.is_early or not is_known
+        assert not late.is_early
+        assert canonical(early) == canonical(late) == canonical(plain)
+
+
+@pytest.mark.parametrize("kind", NOT_EARLY)
+def test_what_asks_for_more_waits_for_the_decode_server(servers: Servers, kind: str) -> None:
+    path, changes, way = NOT_EARLY[kind]
+    for _ in range(2):
+        before = num_requests(servers.early, way)
+        early, late, plain = ask_everywhere(servers, path, body_of(path, changes))
+        assert not early.is_early
+        if "n" not in changes:
+            texts = [canonical(stream)["text"] for stream in (early, late, plain)]
+            assert texts[0] == texts[1] == texts[2]
+        assert num_requests(servers.early, way) == before + 1
+
+
+def test_a_decode_server_that_is_killed_after_the_first_token(
+    servers: Servers, model: Path, tmp_path: Path
+) -> None:
+    mortal = cluster.engine_server(
+        "mortal", model, tmp_path, cluster.kv_transfer_config("kv_consumer")
+    )
+    with mortal, proxy("before-mortal", servers.prefill, mortal, tmp_path) as early:
+        told(early, COMPLETIONS, spoken(servers, COMPLETIONS, {}), uuid.uuid4().hex)
+        body, request_id = spoken(servers, COMPLETIONS, {}), uuid.uuid4().hex
+        whole = told(servers.plain, COMPLETIONS, body, request_id)
+        mortal.signal_all(signal.SIGSTOP)
+        with httpx.stream(
+            "POST",
+            f"{early.url}{COMPLETIONS}",
+            json=body,
+            headers={"X-Request-Id": request_id},
+            timeout=SECONDS,
+            trust_env=False,
+        ) as answer:
+            pieces = answer.iter_raw()
+            first = next(pieces)
+            mortal.signal_all(signal.SIGKILL)
+            rest = b"".join(pieces)
+        assert EARLY in answer.headers
+        assert json.loads(first.removeprefix(b"data: "))["choices"][0]["text"] == text_of(whole)[0]
+        error = json.loads(rest.removeprefix(b"data: "))["error"]
+        assert error["side"] == "decode"
+
+
+def text_of(stream: Told) -> str:
+    return str(canonical(stream)["text"])
+
+
+def num_requests(server: Server, way: str) -> int:
+    text = httpx.get(f"{server.url}/metrics", timeout=SECONDS, trust_env=False).text
+    match = re.search(rf'^{WAYS}{{way="{way}"}} (\S+)$', text, re.MULTILINE)
+    assert match is not None, text
+    return int(float(match[1]))
