@@ -1,16 +1,18 @@
 """The hand-over from prefill to decode: from the prefill server's answer to the decode server's
 first token, and what it is made of.
 
-A plain server, vLLM's NixlConnector as it comes and with `VLLM_KV_CACHE_LAYOUT=BLHNC`, ours, and
-ours with all first tokens sampled by the decode server; on GPUs also ours in the old layout.  All
-take turns, each while the others are stopped.  The read's share comes from the decode server's
-metrics; "rest" is the hand-over without it: HTTP, parsing, scheduling, the last token.  Where the
-first token comes from the prefill server it does not wait for the read, and what the hand-over
-costs shows in the second one.  The same bytes in one large copy stand beside.  The client does what
-a proxy does, one step after the other.
+A plain server, vLLM's NixlConnector as it comes and with `VLLM_KV_CACHE_LAYOUT=BLHNC`, ours, ours
+with all first tokens sampled by the decode server, and ours behind the proxy, without and with
+first tokens that it sends itself; on GPUs also ours in the old layout.  All take turns, each while
+the others are stopped.  The read's share comes from the decode server's metrics; "rest" is the
+hand-over without it: HTTP, parsing, scheduling, the last token.  Where the first token comes from
+the prefill server it does not wait for the read, and what the hand-over costs shows in the second
+one.  The same bytes in one large copy stand beside.  Without the proxy the client does what a proxy
+does, one step after the other.  "early" says how many first tokens were sent by the proxy itself.
 
     python benchmarks/handover.py --out benchmarks/results/handover_cpu
     python benchmarks/handover.py --device cuda --lengths 1000 8000 32000 --out OUT
+    python benchmarks/handover.py --engines plain ours "ours, proxy" "ours, proxy, early" --out OUT
 """
 
 from __future__ import annotations
@@ -36,11 +38,12 @@ from handover_parts.contestants import (
     NAMES,
     OURS_HND,
     PLAIN,
+    PROXIED,
     Setup,
     read_figures,
     started,
 )
-from handover_parts.requests import Answer, ask_all
+from handover_parts.requests import Answer, ask_all, begins_with_text
 from serve_parts.servers import Contestant, alone
 
 from vllm_commext.testing.metrics import scrape
@@ -48,7 +51,7 @@ from vllm_commext.testing.prompts import PRINTABLE
 
 COLUMNS = (
     *("prefill", "hand-over", "read", "post", "rest", "first token", "second token", "TPOT"),
-    *("MB", "descriptors", "GB/s", "one copy GB/s", "first from P %"),
+    *("MB", "descriptors", "GB/s", "one copy GB/s", "first from P %", "early %"),
 )
 REPORT_SECONDS = 0.5
 """Until a step's statistics stand on the metrics page."""
@@ -72,22 +75,33 @@ def one_copy_gb_s(device: str, num_bytes: int, gpus: Sequence[str]) -> float:
     return num_bytes / min(times) / 1e9
 
 
-def make_prompts(count: int, num_tokens: int, dice: random.Random) -> list[list[int]]:
-    return [[dice.choice(PRINTABLE) for _ in range(num_tokens)] for _ in range(count)]
+def make_prompts(
+    count: int, num_tokens: int, dice: random.Random, first: Contestant
+) -> list[list[int]]:
+    """Prompts to which the *first* contestant's answers begin with a text."""
+    prompts: list[list[int]] = []
+    url = next(iter(first.servers.values())).url
+    while len(prompts) < count:
+        prompt = [dice.choice(PRINTABLE) for _ in range(num_tokens)]
+        if begins_with_text(url, prompt):
+            prompts.append(prompt)
+    return prompts
 
 
 def turn(
     name: str, one: Contestant, prompts: Sequence[Sequence[int]], output_tokens: int
 ) -> tuple[list[Answer], dict[str, float]]:
     """A contestant's answers to some prompts at a time, and its medians."""
-    before = None if name == PLAIN else scrape(one.url)
-    source = None if name == PLAIN else one.servers["prefill"].url
+    decode = None if name == PLAIN else one.servers["decode"].url
+    before = None if decode is None else scrape(decode)
+    source = None if name == PLAIN or name in PROXIED else one.servers["prefill"].url
     answers = ask_all(source, one.url, prompts, output_tokens)
     each = [answer.figures() for answer in answers]
     figures = {key: statistics.median(row[key] for row in each) for key in each[0]}
-    if before is not None:
+    figures["early %"] = statistics.mean(row["early %"] for row in each)
+    if decode is not None and before is not None:
         time.sleep(REPORT_SECONDS)
-        figures |= read_figures(name, scrape(one.url).minus(before))
+        figures |= read_figures(name, scrape(decode).minus(before))
         if not figures.get("first from P %"):
             figures["rest"] = figures["hand-over"] - figures["read"]
     return answers, figures
@@ -102,16 +116,16 @@ def measure(args: argparse.Namespace, contestants: Mapping[str, Contestant]) -> 
             samples: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
             num_equal = num_answers = 0
             for number in range(args.rounds + 1):
-                prompts = make_prompts(at_once, length, dice)
-                tokens: dict[str, list[tuple[int, ...]]] = {}
+                prompts = make_prompts(at_once, length, dice, next(iter(contestants.values())))
+                texts: dict[str, list[str]] = {}
                 for name, one in contestants.items():
                     with alone(contestants, name) if len(contestants) > 1 else nullcontext():
                         answers, figures = turn(name, one, prompts, args.output_tokens)
-                    tokens[name] = [answer.token_ids for answer in answers]
+                    texts[name] = [answer.text for answer in answers]
                     if number:  # the first round connects and warms up
                         samples[name].append(figures)
-                reference = next(iter(tokens.values()))
-                for found in tokens.values():
+                reference = next(iter(texts.values()))
+                for found in texts.values():
                     num_equal += sum(a == b for a, b in zip(reference, found, strict=True))
                     num_answers += len(found)
             for name, taken in samples.items():

@@ -1,4 +1,5 @@
-"""What is compared: a plain server, vLLM's connector as it comes and with a layout, and ours."""
+"""What is compared: a plain server, vLLM's connector as it comes and with a layout, and ours; ours
+without and with its proxy."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from serve_parts.servers import Contestant
 
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import Metrics
-from vllm_commext.testing.servers import CUDA_ENVIRON, LOOPBACK, VllmServer, free_port
+from vllm_commext.testing.servers import (
+    CUDA_ENVIRON,
+    LOOPBACK,
+    ProxyServer,
+    Server,
+    VllmServer,
+    free_port,
+)
 from vllm_commext.testing.tiny_kinds import BOS_ID, EOS_ID
 from vllm_commext.testing.tiny_model import write_tiny_model, write_tokenizer
 
@@ -22,8 +30,13 @@ OURS_HND = "ours, HND"
 """Ours in the layout that it asked for before vLLM had others."""
 OURS_SAMPLING = "ours, D samples all"
 """Ours with every first token sampled by the decode server."""
-_ALL_OURS = (OURS_HND, OURS_SAMPLING, OURS)
+OURS_PROXY, OURS_EARLY = "ours, proxy", "ours, proxy, early"
+"""Ours behind the proxy, which waits for the decode server's first token, or sends it itself."""
+PROXIED: Mapping[str, Sequence[str]] = {OURS_PROXY: ["--no-early-first-token"], OURS_EARLY: []}
+_ALL_OURS = (OURS_HND, OURS_SAMPLING, OURS, *PROXIED)
 NAMES = (PLAIN, IN_TREE, IN_TREE_LAYOUT, *_ALL_OURS)
+# A proxy that was stopped in others' turns must not take that for an outage of the engines.
+_PATIENT = ("--health-timeout", "600", "--health-fall", "100", "--engine-lost", "3600")
 LAYOUTS: Mapping[str, str] = {IN_TREE_LAYOUT: "BLHNC", OURS_HND: "HND"}
 EIGHT_BILLION: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -118,13 +131,13 @@ def _server(setup: Setup, name: str, role: str, model: Path, options: Sequence[s
 @contextmanager
 def started(setup: Setup, names: Sequence[str]) -> Iterator[dict[str, Contestant]]:
     """All servers, ready; one after the other on a GPU, for each looks at how much memory is
-    free."""
+    free. Those with a proxy share the servers of ours without."""
     model, options = write_model(setup)
     is_shared = setup.device == "cuda" and setup.gpus[0] == setup.gpus[1]
     with ExitStack() as stack:
-        contestants: dict[str, Contestant] = {}
-        for name in names:
-            servers: dict[str, VllmServer] = {}
+        made: dict[str, dict[str, VllmServer]] = {}
+        for name in dict.fromkeys(OURS if name in PROXIED else name for name in names):
+            made[name] = servers = {}
             for role in ["plain"] if name == PLAIN else ["prefill", "decode"]:
                 servers[role] = _server(setup, name, role, model, options)
                 stack.callback(servers[role].stop)
@@ -133,10 +146,25 @@ def started(setup: Setup, names: Sequence[str]) -> Iterator[dict[str, Contestant
                     servers[role].wait_ready()
             for role, server in servers.items():
                 print(f"{name}, {role}: {server.wait_ready():.0f} s to start", flush=True)
-            contestants[name] = Contestant(
-                servers["plain" if name == PLAIN else "decode"].url, {**servers}
-            )
+        contestants: dict[str, Contestant] = {}
+        for name in names:
+            front: dict[str, Server] = {**made[OURS if name in PROXIED else name]}
+            url = front["plain" if name == PLAIN else "decode"].url
+            if name in PROXIED:
+                front["proxy"] = proxy = stack.enter_context(_proxy(setup, name, front))
+                url = proxy.url
+            contestants[name] = Contestant(url, front)
         yield contestants
+
+
+def _proxy(setup: Setup, name: str, servers: Mapping[str, Server]) -> Server:
+    return ProxyServer(
+        name.replace(", ", "-"),
+        [servers["prefill"].url],
+        [servers["decode"].url],
+        setup.folder,
+        args=[*_PATIENT, *PROXIED[name]],
+    )
 
 
 def read_figures(name: str, added: Metrics) -> dict[str, float]:

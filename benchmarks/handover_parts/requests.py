@@ -15,6 +15,7 @@ from vllm_commext.testing.cluster import MODEL_NAME
 from vllm_commext.testing.parity import PREFILL_PARAMS
 
 REQUEST_SECONDS = 600.0
+EARLY = "X-Commext-First-Token"
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,14 @@ class Answer:
     Attributes:
         prefilled: from sending it to the prefill server's answer; 0 where there is none.
         tokens: from sending it to each token.
-        token_ids: the tokens.
+        text: of all tokens.
+        is_early: a proxy has sent the first token.
     """
 
     prefilled: float
     tokens: tuple[float, ...]
-    token_ids: tuple[int, ...]
+    text: str
+    is_early: bool
 
     def figures(self) -> dict[str, float]:
         """Milliseconds, by name."""
@@ -40,6 +43,7 @@ class Answer:
             "first token": self.tokens[0] * 1e3,
             "second token": self.tokens[1] * 1e3,
             "TPOT": (self.tokens[-1] - self.tokens[1]) / gaps * 1e3,
+            "early %": 100.0 * self.is_early,
         }
 
 
@@ -76,23 +80,40 @@ async def _ask(
         body["kv_transfer_params"] = answer["kv_transfer_params"]
         prefilled = time.perf_counter() - begun
     body |= {"max_tokens": output_tokens, "ignore_eos": True, "stream": True}
-    body["return_token_ids"] = True
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     times: list[float] = []
-    token_ids: list[int] = []
+    text = ""
     async with session.post(f"{decode_url}/v1/completions", json=body) as response:
         if response.status != 200:
             raise RuntimeError(f"{decode_url}: HTTP {response.status}: {await response.text()}")
         async for line in response.content:
-            new = _tokens(decode_url, line) if line.startswith(b"data: {") else []
-            times += [time.perf_counter() - begun] * len(new)
-            token_ids += new
-    if len(token_ids) != output_tokens:
-        raise RuntimeError(f"{decode_url}: expected {output_tokens} tokens, got {len(token_ids)}")
-    return Answer(prefilled, tuple(times), tuple(token_ids))
+            if line.startswith(b"data: {"):
+                count, new = _read(decode_url, line)
+                times += [time.perf_counter() - begun] * (count - len(times))
+                text += new
+    if len(times) != output_tokens:
+        raise RuntimeError(f"{decode_url}: expected {output_tokens} tokens, got {len(times)}")
+    return Answer(prefilled, tuple(times), text, EARLY in response.headers)
 
 
-def _tokens(url: str, line: bytes) -> list[int]:
+def _read(url: str, line: bytes) -> tuple[int, str]:
+    """How many tokens there are with this event, and its text."""
     event = json.loads(line.removeprefix(b"data: "))
     if "error" in event:
         raise RuntimeError(f"{url}: {event['error']}")
-    return [token for choice in event["choices"] for token in choice.get("token_ids") or []]
+    return event["usage"]["completion_tokens"], "".join(one["text"] for one in event["choices"])
+
+
+def begins_with_text(url: str, prompt: Sequence[int]) -> bool:
+    """Whether a server's first token is a text: of some nothing can be sent before the next one."""
+    body = {"model": MODEL_NAME, "prompt": prompt, "temperature": 0.0, "ignore_eos": True}
+
+    async def run() -> bool:
+        timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.post(f"{url}/v1/completions", json={**body, "max_tokens": 1}) as response,
+        ):
+            return bool((await response.json())["choices"][0]["text"].strip("\ufffd"))
+
+    return asyncio.run(run())

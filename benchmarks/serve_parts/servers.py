@@ -71,10 +71,11 @@ class Contestant:
     url: str
     servers: Mapping[str, Server]
 
-    def signal_all(self, number: signal.Signals) -> None:
-        """Send a signal to every process of all servers."""
+    def signal_all(self, number: signal.Signals, but: Contestant | None = None) -> None:
+        """Send a signal to every process of all servers, *but* of those that another has too."""
         for server in self.servers.values():
-            server.signal_all(number)
+            if but is None or server not in but.servers.values():
+                server.signal_all(number)
 
     def wait_healthy(self) -> None:
         """Wait until all servers answer, as after a stop; ``CommextTimeoutError`` otherwise."""
@@ -173,17 +174,17 @@ def started(setup: Setup, cell: str) -> Iterator[dict[str, Contestant]]:
 def alone(contestants: Mapping[str, Contestant], name: str) -> Iterator[Contestant]:
     """The contestant, settled, while all processes of the others are stopped: what vLLM's queue and
     connector burn while idle would slow it down."""
+    chosen = contestants[name]
     others = [one for other, one in contestants.items() if other != name]
     for other in others:
-        other.signal_all(signal.SIGSTOP)
+        other.signal_all(signal.SIGSTOP, but=chosen)
     try:
-        chosen = contestants[name]
         time.sleep(SETTLE_SECONDS)
         chosen.wait_healthy()
         yield chosen
     finally:
         for other in others:
-            other.signal_all(signal.SIGCONT)
+            other.signal_all(signal.SIGCONT, but=chosen)
 
 
 def _wait(servers: Mapping[str, VllmServer]) -> None:
