@@ -31,7 +31,7 @@ class Release:
 WINDOW: tuple[Release, ...] = (
     Release("0.28", seams=True, contract=True, servers=False),
     Release("0.29", seams=True, contract=False, servers=False),
-    Release("0.30", seams=True, contract=True, servers=False),
+    Release("0.30", seams=True, contract=True, servers=True),
     Release("0.31", seams=True, contract=False, servers=False),
     Release("0.32", seams=True, contract=True, servers=True),
     Release("0.33", seams=True, contract=False, servers=False),
