@@ -1,10 +1,11 @@
 """CPU time of a prefill server that is idle, and of one that holds a prefilled request and nothing
-else: our NIXL connector against the installed vLLM's, in one run.
+else: our NIXL connector against the installed vLLM's, and a server without any, which can hold
+nothing, in one run.
 
-Both servers run at the same time, so whatever else the machine does meets both. Each has answered
+All servers run at the same time, so whatever else the machine does meets each. Each has answered
 one request, then nothing is sent for a while; the CPU seconds of all of a server's processes over
 that time are what is printed, first while nothing is held, then after a prefill that nobody
-fetches. After each such time both are sent short requests in turn: what holding adds to their
+fetches. After each such time all are sent short requests in turn: what holding adds to their
 latency is the second figure.
 
 With ``--releases N``, at last and alone, the milliseconds from a reader's release to the scheduler
@@ -34,7 +35,8 @@ from vllm_commext.testing.parity import complete, prefill
 from vllm_commext.testing.servers import Server
 from vllm_commext.testing.tiny_model import write_tiny_model
 
-CONNECTORS = ("CommextNixlConnector", "NixlConnector")
+PLAIN = "none, and this package off"
+CONNECTORS = ("CommextNixlConnector", "NixlConnector", PLAIN)
 
 
 def cpu_seconds(server: Server) -> float:
@@ -48,6 +50,11 @@ def cpu_seconds(server: Server) -> float:
 
 def start(stack: ExitStack, connector: str, model: Path, folder: Path) -> Server:
     """A prefill server; vLLM's connector takes its side channel from the environment."""
+    if connector == PLAIN:
+        server = cluster.plain_server("plain", model, folder)
+        stack.callback(server.stop)
+        server.start()
+        return server
     config = cluster.kv_transfer_config("kv_producer", connector=connector)
     extra = config["kv_connector_extra_config"]
     environ = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(extra["side_channel_port"])}
@@ -92,7 +99,7 @@ def measure(servers: dict[str, Server], rounds: int, seconds: float) -> tuple[Fi
         waits[state] = {name: [] for name in servers}
         for number in range(rounds):
             if state == "holding":
-                for server in servers.values():
+                for server in (one for name, one in servers.items() if name != PLAIN):
                     prefill(server.url, cluster.MODEL_NAME, list(range(50, 150 + number)))
             for name, used in cores_used(servers, seconds).items():
                 cores[state][name].append(used)

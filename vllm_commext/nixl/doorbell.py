@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-MAX_WAIT_SECONDS = 0.5
+MAX_WAIT_SECONDS = 1.0
 """Where all workers can ring; a look that no ring asks for is for statistics."""
 LOOK_SECONDS = 0.005
 """Where a worker cannot."""

@@ -26,8 +26,9 @@ from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
 BUSY_WAIT_SECONDS = 50e-6
 """First wait between two looks at reads under way; doubles while nothing changes."""
 PENDING_WAIT_SECONDS = 1e-3
-LEASED_WAIT_SECONDS = 4e-3
-"""Between two looks for releases, where blocks are held and nothing else is under way."""
+LEASED_WAIT_SECONDS = 5e-3
+"""Between two looks for releases, where blocks are held and nothing else is under way; each costs
+some 0.1 ms, most of it for waking up."""
 DUTY_WAIT_SECONDS = 0.1
 IDLE_WAIT_SECONDS = 1.0
 """Each look of an idle thread costs some 0.2 ms: its core has to wake up for it."""
