@@ -74,8 +74,8 @@ and logprobs with the server that prefilled:
 | --- | --- | --- | --- |
 | 0.32 | 0.30 | a dense Llama, 6 prompts each way | equal, within 0.001 nats |
 
-Other pairs and other models are expected to work and have not been run. The releases of this package
-are another matter: 0.2 and what follows it refuse one another, each with a line.
+Other pairs and other models are expected to work and have not been run. The releases of this
+package are another matter: 0.2 and what follows it refuse one another, each with a line.
 """
 
 SEAMS_INTRODUCTION = """
