@@ -234,22 +234,23 @@ class ThrottledLink:
         return state
 
 
-def test_a_burst_of_twenty_times_what_the_link_moves_in_a_timeout(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("times", [5, pytest.param(20, marks=pytest.mark.long)])
+def test_a_burst_of_many_times_what_the_link_moves_in_a_timeout(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    num_loads, num_blocks, timeout = 120, 20, 2.0
+    num_loads, num_blocks, timeout = 6 * times, 20, 2.0
     load_bytes = num_blocks * NUM_LAYERS * BLOCK_BYTES
     prefill = make_engine("p", serve=True)
     decode = make_engine("d", seed=2, transfer_timeout=timeout, max_bytes_in_flight=2 * load_bytes)
     assert_works(decode, prefill)
-    ThrottledLink(decode.agent, monkeypatch, num_loads * load_bytes / (20 * timeout))
+    ThrottledLink(decode.agent, monkeypatch, num_loads * load_bytes / (times * timeout))
     expected = expected_after(decode.memory, prefill.memory, [(n, n) for n in range(num_blocks)])
     blocks = list(range(num_blocks))
     begun = time.monotonic()
     decode.load(
         *(load_of(f"r{n}", prefill.remote(f"x{n}", blocks), blocks) for n in range(num_loads))
     )
-    assert time.monotonic() - begun >= 19 * timeout
+    assert time.monotonic() - begun >= (times - 1) * timeout
     assert decode.outcomes.late == set()
     assert decode.outcomes.failed == set()
     assert same(decode.memory, expected)
@@ -286,7 +287,8 @@ def test_loads_behind_a_link_that_stands_still_fail_together(
     for number in range(4):
         decode.thread.submit(load_of(f"r{number}", prefill.remote(f"x{number}", [1]), [number]))
     decode.wait(lambda: decode.collect().failed == {"r1", "r2", "r3"})
-    assert decode.outcomes.late == {"r0"}
+    assert "r0" in decode.outcomes.late
+    assert not decode.outcomes.late & decode.outcomes.failed
     assert decode.recorded["failures"] == {"timeout": 3}
     slow.end()
     decode.wait(lambda: "r0" in decode.collect().received)

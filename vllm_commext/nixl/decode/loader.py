@@ -474,17 +474,17 @@ class Loader:
         """Tell the scheduler side how a load ended, and people why it failed."""
         if not load.awaited:
             return
-        if failure is not None:
-            # Before the outcome, with which the scheduler side asks for it.
-            note = self._recorder.note_failure
-            self._guard("failure", lambda: note(load.request_id, failure.reason))
+        if failure is not None:  # before the outcome, with which others look for both
+            self._guard("failure", lambda: self._explain(load, failure))
         self._outcomes.received(load.request_id, failed=failure is not None)
-        if failure is not None:
-            self._log.warning(
-                failure.reason,
-                f"request {load.request_id} of decode engine {self._local.engine_id!r}: "
-                f"KV cache not loaded from {describe_source(load.remote)}: {failure.text}",
-            )
+
+    def _explain(self, load: Load, failure: Failure) -> None:
+        self._log.warning(
+            failure.reason,
+            f"request {load.request_id} of decode engine {self._local.engine_id!r}: "
+            f"KV cache not loaded from {describe_source(load.remote)}: {failure.text}",
+        )
+        self._recorder.note_failure(load.request_id, failure.reason)
 
     def _guard(self, what: str, step: Callable[[], None]) -> None:
         """Run a step that no load depends on."""
