@@ -84,7 +84,9 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         config = cluster.kv_transfer_config(role, policy="recompute")
         return cluster.engine_server(name, model, folder, config, args=args, environ=SECRET)
 
-    plain = cluster.plain_server("plain", model, folder, args=args)
+    # Without the connector. vLLM's own queue keeps a core busy for a second after each answer.
+    queue = {"VLLM_COMMEXT": "1", "VLLM_COMMEXT_NIXL": "0", **cluster.QUEUE_ENVIRON}
+    plain = cluster.plain_server("plain", model, folder, args=args, environ=queue)
     engines = [plain, engine("prefill", "kv_producer"), engine("decode", "kv_consumer")]
     with ExitStack() as stack:
         for server in engines:

@@ -35,7 +35,6 @@ IDLE_SECONDS = 5.0
 # NIXL's progress thread is not what is measured.
 PROGRESS_SECONDS = 0.01
 END_SECONDS = 60
-RINGS = "cpu_collectives: rings serve group tp:0"
 NO_RINGS = "cpu_collectives: not for group tp:0: vLLM's own shared memory serves it"
 EXECUTOR = os.environ.get("COMMEXT_TEST_EXECUTOR", "")
 
@@ -93,9 +92,9 @@ def named(server: Server, name: str) -> list[int]:
 def test_the_tokens_are_those_of_vllms_queue(servers: dict[str, Server]) -> None:
     log = servers["ours"].log_text()
     has_rings = TP > 1 and not torch.cpu._is_avx512_supported()  # vLLM has its own there
-    assert [RINGS in log, NO_RINGS in log] == [has_rings, TP > 1 and not has_rings]
-    num_rings = TP if has_rings else 0
-    assert len(cluster.queue_segments(servers["ours"])) == cluster.num_queues(TP) + num_rings
+    assert [cluster.COLLECTIVES in log, NO_RINGS in log] == [has_rings, TP > 1 and not has_rings]
+    ours = servers["ours"]
+    assert len(cluster.queue_segments(ours)) == cluster.num_queues(ours, TP)
     assert cluster.queue_segments(servers["theirs"]) == set()
     assert tokens(servers["ours"]) == tokens(servers["theirs"])
 

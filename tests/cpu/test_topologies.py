@@ -121,7 +121,8 @@ def test_answers_are_the_decode_engines_own(engines: Engines) -> None:
 
 def test_engines_and_workers_talk_over_our_queue(engines: Engines) -> None:
     for name, server in engines.servers.items():
-        assert len(cluster.queue_segments(server)) == cluster.num_queues(int(name[1])), name
+        expected = cluster.num_queues(server, int(name[1]))
+        assert len(cluster.queue_segments(server)) == expected, name
 
 
 def check_pair(engines: Engines, prefill: str, decode: str) -> None:

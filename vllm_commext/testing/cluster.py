@@ -14,7 +14,12 @@ from vllm_commext.testing.servers import LOOPBACK, Server, VllmServer, free_port
 
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 1024
+# Twice what as many requests as run at a time can need; a GiB a server is more than a small machine
+# has for a dozen of them.
+NUM_BLOCKS = 1024
 MODEL_NAME = "tiny"
+COLLECTIVES = "cpu_collectives: rings serve group tp:0"
+"""In the log of a server whose CPU collectives are ours: vLLM has its own on some processors."""
 CONNECTOR = "CommextNixlConnector"
 
 # Eager: the tiny models gain nothing from compilation, which would need a C++ compiler and a
@@ -30,6 +35,8 @@ ENGINE_ARGS = (
     str(MAX_MODEL_LEN),
     "--max-num-seqs",
     "16",
+    "--num-gpu-blocks-override",
+    str(NUM_BLOCKS),
 )
 
 
@@ -84,8 +91,10 @@ def plain_server(
     tensor_parallel_size: int = 1,
     port: int | None = None,
     args: Sequence[str] = (),
+    environ: Mapping[str, str | None] | None = None,
 ) -> VllmServer:
-    """A server as it would be without this package: the plugin switched off, no connector."""
+    """A server as it would be without this package: the plugin switched off, no connector.
+    ``environ`` wins over that."""
     return VllmServer(
         name,
         model,
@@ -93,7 +102,7 @@ def plain_server(
         port=port,
         tensor_parallel_size=tensor_parallel_size,
         args=[*ENGINE_ARGS, *_names(model), *args],
-        environ={"VLLM_COMMEXT": "0"},
+        environ={"VLLM_COMMEXT": "0", **(environ or {})},
     )
 
 
@@ -132,9 +141,12 @@ def queue_segments(server: Server) -> set[str]:
     return {name for name, num_processes in count.items() if num_processes > 1}
 
 
-def num_queues(tensor_parallel_size: int) -> int:
-    """Message queues of a server on CPUs: to its workers, from each, and between several."""
-    return 1 + tensor_parallel_size + (tensor_parallel_size > 1)
+def num_queues(server: Server, tensor_parallel_size: int) -> int:
+    """Message queues of a server on CPUs: to its workers, from each, and between several; and where
+    its log says that the workers' collectives use such queues, one more from each."""
+    between = int(tensor_parallel_size > 1)
+    collectives = tensor_parallel_size if COLLECTIVES in server.log_text() else 0
+    return 1 + tensor_parallel_size + between + collectives
 
 
 def disaggregated(
