@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from vllm.v1.request import RequestStatus
 
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.metadata import StepMetadata, WorkerMetadata
-from vllm_commext.nixl.prefill.fence import KEY_BYTES, first_nonces
+from vllm_commext.nixl.prefill.fence import KEY_BYTES, FenceSlots, first_nonces
 from vllm_commext.nixl.requests import Hold
 
+NUM_SLOTS = 64  # fewer than an engine has: all are to be taken twice
 LATE_ARE_GIVEN_UP = transfer_results_class() is not None
 
 
@@ -68,13 +70,15 @@ def test_a_prefilled_request_is_kept_and_described(
 
 
 def test_no_two_prefills_get_the_same_fence_in_this_start_or_another(
-    make_engine: Callable[[str], Engine],
+    make_engine: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    few = partial(FenceSlots, num_slots=NUM_SLOTS)
+    monkeypatch.setattr("vllm_commext.nixl.scheduler.FenceSlots", few)
     engine, later = make_engine("kv_producer"), make_engine("kv_producer")
     assert len(engine.fence_key) == KEY_BYTES
     assert engine.fence_key != later.fence_key
     seen: list[tuple[int, str]] = []
-    for number in range(65536 + 1):
+    for number in range(2 * NUM_SLOTS + 1):
         request = request_of(f"r{number}", TO_PREFILL, [1, 2])
         request.status = FINISHED[0]
         request.num_computed_tokens = 2
@@ -83,7 +87,7 @@ def test_no_two_prefills_get_the_same_fence_in_this_start_or_another(
         assert params is not None
         seen.append((params["remote_fence_slot"], params["remote_fence_nonce"]))
         engine.report(finished_sending={request.request_id})
-    assert seen[-1][0] == seen[0][0]
+    assert [slot for slot, _ in seen] == [*range(NUM_SLOTS), *range(NUM_SLOTS), 0]
     assert len({nonce for _, nonce in seen}) == len(seen)
 
 

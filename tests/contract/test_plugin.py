@@ -7,9 +7,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-from vllm_process import python, run_at_once
+from vllm_process import IMPORTS, python, run_at_once
 
-from tests.kit import forked
 from vllm_commext.compat.native import PROVEN_MACHINES
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
@@ -142,7 +141,7 @@ def test_strict_stops_vllm_where_a_capability_is_refused() -> None:
 
 def test_the_command_line_of_vllm_works_with_the_plugin() -> None:
     program = {"module": "vllm.entrypoints.cli.main", "arguments": ["serve", "--help"]}
-    (done,) = run_at_once([program], forked.SERVER_MODULES, {"VLLM_COMMEXT_NIXL": "auto"})
+    (done,) = run_at_once([program], IMPORTS, {"VLLM_COMMEXT_NIXL": "auto"})
     assert done.returncode == 0, done.stderr
     assert "usage: vllm serve" in done.stdout
     assert "commext: nixl active" in done.stdout + done.stderr

@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.kit import forked
 from vllm_commext.testing.cluster import BLOCK_SIZE
 from vllm_commext.testing.parity import logprob_difference
 from vllm_commext.testing.prompts import Prompt, almost_the_same, equal_prompts
@@ -24,14 +23,15 @@ ENGINES_SECONDS = 600
 # computed in float32 by less than 1e-4, in bfloat16 by 0.1.
 VISIBLE = {"float32": 0.01, "bfloat16": 0.2}
 # One process for all kinds, its engines inside it one after the other: importing vLLM takes far
-# longer than a tiny engine. Reads kinds and prompts, writes [token, top logprobs] a position.
+# longer than a tiny engine. Reads a file of kinds and prompts, writes one of
+# [token, top logprobs] a position.
 ENGINES = """
 import json, sys
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.models import registry
 registry._run_in_subprocess = lambda look: look()  # else a process for each kind imports vLLM
-asked = json.load(sys.stdin)
+asked = json.load(open(sys.argv[1]))
 prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
 sampling = SamplingParams(temperature=0, max_tokens=asked["tokens"], logprobs=5, ignore_eos=True)
 answers = {}
@@ -48,7 +48,7 @@ for kind, (folder, dtype, backend) in asked["kinds"].items():
         ])
     del engine
     cleanup_dist_env_and_memory()
-with open(sys.argv[1], "w") as file:
+with open(sys.argv[2], "w") as file:
     json.dump(answers, file)
 """
 
@@ -92,20 +92,18 @@ def ask(folder: Path, prompts: list[Prompt]) -> dict[str, list[Answer]]:
         "tokens": NUM_GENERATED,
         "block_size": BLOCK_SIZE,
     }
-    environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_COMMEXT": "0", **CPU_ENVIRON}
-    path = folder / "answers.json"
-    done = subprocess.run(
-        [sys.executable, "-c", ENGINES, str(path)],
-        input=json.dumps(asked),
-        env={**os.environ, **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=ENGINES_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    found = json.loads(path.read_text())
+    question, answers, log = (folder / name for name in ("asked.json", "answers.json", "log"))
+    question.write_text(json.dumps(asked))
+    program = {"code": ENGINES, "arguments": [str(question), str(answers)]}
+    environ = {**os.environ, **CPU_ENVIRON}  # as servers have it, so that they are forked alike
+    late = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_COMMEXT": "0"}
+    with log.open("wb") as output:
+        outputs = (output.fileno(), output.fileno())
+        made = forked.start(program, environ, forked.SERVER_MODULES, outputs, late)
+    status = made.wait(ENGINES_SECONDS)
+    made.stdin.close()
+    assert status == 0, log.read_text()[-4000:]
+    found = json.loads(answers.read_text())
     return {kind: [to_answer(one) for one in found[kind]] for kind in KINDS}
 
 

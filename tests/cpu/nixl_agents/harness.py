@@ -1,12 +1,14 @@
 """Workers made of the real NIXL agent, transfer thread and side channel, on numpy memory.
 
-Run as a program it is a prefill worker in a process of its own: it prints its description as one
-line (NIXL prints others), serves it where it is given a port, and goes on until its standard input
-ends.
+Run as a program it is a prefill worker in a process of its own: it prints its process id and its
+description as one line (NIXL prints others), serves it where it is given a port, and goes on until
+it is ended.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 import uuid
@@ -336,9 +338,9 @@ def main() -> None:
         incarnation=incarnation,
         serve=port > 0,
     )
-    sys.stdout.write(f"{DESCRIPTION}{engine.description.hex()}\n")
-    sys.stdout.flush()
-    sys.stdin.read()
+    # In one piece, with a line of its own: NIXL writes to the same output.
+    os.write(1, f"\n{DESCRIPTION}{os.getpid()} {engine.description.hex()}\n".encode())
+    signal.pause()
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -27,12 +25,15 @@ from nixl_agents_harness import (
     wait_until,
 )
 
+from tests.kit import forked
 from vllm_commext.nixl.geometry.topology import Rank, Split, interval
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Hold
 from vllm_commext.testing.servers import free_port
 
-PROGRAM = str(Path(__file__).with_name("harness.py"))
+PROGRAM = Path(__file__).with_name("harness.py")
+MODULES = ("torch", "numpy", "msgspec", "zmq")
+"""What takes longest of its imports: peers are forked from a process that has them."""
 MODEL_HEADS = 4
 
 
@@ -60,15 +61,16 @@ class PeerProcess:
         stride_bytes = num_heads // rank.size * HEAD_BYTES + GAP_BYTES
         self.memory = memory_of(seed, 3, num_blocks, stride_bytes)
         numbers = (seed, num_blocks, num_heads, rank.size, rank.index, self.port if whole else 0)
-        self._process = subprocess.Popen(
-            [sys.executable, PROGRAM, engine_id, self.incarnation, *map(str, numbers)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        line = next(line for line in self._process.stdout if line.startswith(DESCRIPTION))
-        self.description = bytes.fromhex(line.removeprefix(DESCRIPTION))
+        arguments = [engine_id, self.incarnation, *map(str, numbers)]
+        program = {"code": PROGRAM.read_text(), "arguments": arguments}
+        reader, writer = os.pipe()
+        with os.fdopen(reader) as output:
+            self._process = forked.start(program, os.environ, MODULES, (writer, 2))
+            os.close(writer)
+            line = next(line for line in output if line.startswith(DESCRIPTION))
+        pid, description = line.removeprefix(DESCRIPTION).split()
+        self._pid = int(pid)
+        self.description = bytes.fromhex(description)
         self.server: SideChannelServer | None = None
         if serve and not whole:
             self.serve(self.description)
@@ -78,8 +80,8 @@ class PeerProcess:
 
     def stop(self) -> None:
         """Stop the process; returns when each of its threads has stopped."""
-        os.kill(self._process.pid, signal.SIGSTOP)
-        tasks = Path(f"/proc/{self._process.pid}/task")
+        os.kill(self._pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{self._pid}/task")
         wait_until(
             lambda: all(_state(task / "stat") == "T" for task in tasks.iterdir()),
             "the peer's threads to stop",
@@ -87,14 +89,15 @@ class PeerProcess:
 
     def go_on(self) -> None:
         """Let a stopped process go on."""
-        os.kill(self._process.pid, signal.SIGCONT)
+        os.kill(self._pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """End the process at once, and its side channel with it."""
         if self.server is not None:
             self.server.close()
-        self._process.kill()
-        self._process.communicate(timeout=BOUND_SECONDS)
+        os.kill(self._pid, signal.SIGKILL)
+        self._process.wait(BOUND_SECONDS)
+        self._process.stdin.close()
 
     def __enter__(self) -> PeerProcess:
         return self
@@ -105,7 +108,7 @@ class PeerProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._process.returncode is None:
+        if self._process.poll() is None:
             self.kill()
 
 
