@@ -12,7 +12,7 @@ from vllm_commext.compat.seam_table import SEAMS
 @pytest.mark.timeout(600)
 def test_the_report_covers_vllm_its_seams_and_nixl() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "vllm_commext", "doctor", "--json"],
+        [sys.executable, "-m", "vllm_commext", "doctor", "--json", "--timeout", "450"],
         capture_output=True,
         text=True,
         timeout=500,
