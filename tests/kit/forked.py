@@ -30,7 +30,7 @@ SERVER_MODULES = (
     "vllm.v1.worker.cpu_worker",
 )
 # Variables that are read after the imports; others, of libraries, as they are loaded.
-LATE = ("VLLM_COMMEXT", "UCX_", "PYTEST_", "PYTHONPATH")
+LATE = ("VLLM_COMMEXT", "COMMEXT_", "UCX_", "PYTEST_", "PYTHONPATH")
 # With several API servers vLLM has prometheus_client share their metrics through files, and that is
 # decided when it is imported.
 UNFORKED = {"--data-parallel-size", "--api-server-count"}
