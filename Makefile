@@ -22,12 +22,15 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --durations=25 --durations-min=1
-# Files side by side: what a file's tests share, they share in one process.
-FILES := -n 2 --dist loadfile
+# Neighbours share a process and so what they import and compile; who is done takes from the other.
+NEIGHBOURS := -n 2 --dist worksteal
+# Files side by side, those that take longest first: what a file's tests share, they share in one
+# process. One more than there are cores, as these tests also wait.
+FILES := -n 3 --dist loadfile --no-loadscope-reorder
 DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
 	--requests $(REQUESTS) $(if $(filter-out 0,$(KEEP)),--keep)
 
-.PHONY: demo test nightly wheels unit contract cpu long chaos bench fuzz lint docs env matrix mixed test-matrix stress-shm \
+.PHONY: demo test pure nightly wheels unit contract cpu long chaos bench fuzz mutants lint docs env matrix mixed test-matrix stress-shm \
 	qemu sanitize clean help
 
 help: ## List the targets
@@ -36,15 +39,18 @@ help: ## List the targets
 demo: env ## Prefill and decode servers here, proven equal to one server; MODEL=granite P_TP=1 D_TP=2 TP=2 KEEP=1 REQUESTS=32
 	$(BIN)/vllm-commext demo $(DEMO_ARGS)
 
-test: env lint ## Lint, then unit, contract, cpu tests and a short chaos run
-	$(PYTEST) -n 2 tests/unit tests/contract $(PYTEST_ARGS)
+test: env ## Lint beside unit and contract tests, then cpu tests and a short chaos run
+	$(MAKE) --jobs 2 lint pure
 	$(PYTEST) $(FILES) tests/cpu tests/chaos $(PYTEST_ARGS)
 
+pure: env
+	$(PYTEST) $(NEIGHBOURS) tests/unit tests/contract $(PYTEST_ARGS)
+
 unit: env ## Tests that need no vLLM
-	$(PYTEST) -n 2 tests/unit $(PYTEST_ARGS)
+	$(PYTEST) $(NEIGHBOURS) tests/unit $(PYTEST_ARGS)
 
 contract: env ## Tests against the installed vLLM, without a model
-	$(PYTEST) -n 2 tests/contract $(PYTEST_ARGS)
+	$(PYTEST) $(NEIGHBOURS) tests/contract $(PYTEST_ARGS)
 
 cpu: env ## Tests with real servers on CPUs
 	$(PYTEST) $(FILES) tests/cpu $(PYTEST_ARGS)
@@ -52,10 +58,10 @@ cpu: env ## Tests with real servers on CPUs
 long: env ## Tests with real servers that `make test` has no time for, each server started from nothing
 	COMMEXT_TEST_LONG=1 COMMEXT_TEST_FORK=0 $(PYTEST) tests/cpu -m long $(PYTEST_ARGS)
 
-nightly: env ## Everything that runs here and takes hours: both demos, long, chaos, fuzz, matrix, stress, sanitizers, wheels
+nightly: env ## Everything that runs here and takes hours: both demos, long, chaos, fuzz, mutants, matrix, stress, sanitizers, wheels
 	$(MAKE) demo
 	$(MAKE) demo MODEL=granite1 P_TP=1 D_TP=2 REQUESTS=8
-	$(MAKE) long chaos fuzz test-matrix matrix mixed stress-shm sanitize wheels
+	$(MAKE) long chaos fuzz mutants test-matrix matrix mixed stress-shm sanitize wheels
 	if command -v qemu-aarch64 > /dev/null; then $(MAKE) qemu; else echo "make qemu left out: no qemu-aarch64"; fi
 
 bench: env ## Every benchmark that this machine can run, short, as one report in benchmarks/results; BENCH_ARGS='--only serve'
@@ -68,6 +74,9 @@ chaos: env ## Long chaos run with a report; SEED=1 CHAOS_REQUESTS=2000 FAULTS=11
 
 fuzz: env ## A million side-channel frames and 100,000 notifications of garbage; SEED=1
 	$(BIN)/python -m tests.chaos.fuzz --seed $(SEED)
+
+mutants: env ## Whether unit tests notice flipped operators and constants, 60 a target; SEED=1
+	$(BIN)/python tools/mutants.py --sample 60 --seed $(SEED)
 
 lint: env ## ruff and pyright
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 )
 
 from vllm_commext.nixl.prefill import leases
-from vllm_commext.nixl.prefill.leases import Beat, LeaseLedger
+from vllm_commext.nixl.prefill.leases import Beat, LeaseCounts, LeaseLedger
 
 EARLY_SECONDS = 30.0
 MAX_AGE = 90
@@ -161,10 +161,6 @@ class LedgerMachine(RuleBasedStateMachine):
         assert len(self.ledger) == len(self.deadline)
 
 
-TestLedger: Any = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=40, stateful_step_count=25)
-
-
 def test_the_lease_ends_at_its_deadline_and_not_before() -> None:
     ledger = LeaseLedger()
     assert not ledger.hold("r", 100.0, 5.0)
@@ -206,3 +202,69 @@ def test_a_lease_may_be_longer_than_the_age_up_to_which_heartbeats_extend_it() -
     assert ledger.extend("r", Beat("d/0", "s", 1), 4.0)
     assert ledger.expire(4.9, EARLY_SECONDS) == {}
     assert ledger.expire(5.0, EARLY_SECONDS) == {"r": 5.0}
+
+
+def test_each_heartbeat_begins_the_lease_anew_up_to_its_greatest_age() -> None:
+    ledger = LeaseLedger(max_age=12.0)
+    ledger.hold("r", 100.0, 5.0)
+    assert ledger.extend("r", Beat("d/0", "s", 1), 104.0)
+    assert ledger.expire(108.9, EARLY_SECONDS) == {}
+    assert ledger.extend("r", Beat("d/0", "s", 2), 108.9)
+    assert ledger.expire(111.9, EARLY_SECONDS) == {}
+    assert ledger.expire(112.0, EARLY_SECONDS) == {"r": 12.0}
+    assert ledger.take_counts() == LeaseCounts(expired=1, extended=2)
+
+
+def test_a_heartbeat_that_comes_again_or_late_or_after_the_release_is_ignored() -> None:
+    ledger = LeaseLedger()
+    ledger.hold("r", 0.0, 5.0)
+    assert ledger.extend("r", Beat("d/0", "s", 3), 1.0)
+    assert not ledger.extend("r", Beat("d/0", "s", 3), 2.0)
+    assert not ledger.extend("r", Beat("d/0", "s", 2), 2.0)
+    assert ledger.extend("r", Beat("d/0", "s", 4), 2.0)
+    assert ledger.extend("r", Beat("d/0", "after a restart", 1), 2.0)
+    assert ledger.extend("r", Beat("d/1", "t", 1), 3.0)
+    assert not ledger.release("r", "d/0", 2, 4.0)
+    assert not ledger.extend("r", Beat("d/0", "s", 5), 4.0)
+    assert not ledger.extend("unknown", Beat("d/0", "s", 6), 4.0)
+    assert ledger.take_counts() == LeaseCounts(extended=4, ignored_beats=4)
+
+
+def test_further_senders_than_are_told_apart_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "MAX_SENDERS", 2)
+    ledger = LeaseLedger()
+    ledger.hold("r", 0.0, 5.0)
+    taken = [ledger.extend("r", Beat("d/0", name, turn), turn) for turn in (1, 2) for name in "abc"]
+    assert taken == [True, True, False] * 2
+
+
+def test_every_release_and_every_end_counts_once() -> None:
+    ledger = LeaseLedger()
+    assert not ledger.take_counts()
+    for name, seconds in (("a", 5.0), ("b", 6.0), ("c", 9.0)):
+        ledger.hold(name, 0.0, seconds)
+    ledger.release("c", "d/0", 2, 1.0)
+    ledger.release("c", "d/0", 2, 1.0)
+    for _ in range(2):
+        ledger.release("early", "d/0", 2, 1.0)
+    counts = ledger.take_counts()
+    assert counts
+    assert counts == LeaseCounts(repeated=2)
+    # The next end to come is that of the first of those left.
+    for now, ended in ((5.0, {"a": 5.0}), (6.0, {"b": 6.0}), (9.0, {"c": 9.0})):
+        assert ledger.expire(now, EARLY_SECONDS) == ended
+    assert ledger.take_counts() == LeaseCounts(expired=3)
+
+
+def test_of_the_early_releases_the_oldest_are_forgotten() -> None:
+    ledger = LeaseLedger()
+    ledger.release("old", "d/0", 1, 0.0)
+    ledger.release("new", "d/0", 1, 10.0)
+    ledger.expire(EARLY_SECONDS, EARLY_SECONDS)
+    assert ledger.take_counts() == LeaseCounts(unmatched=1)
+    assert not ledger.hold("old", EARLY_SECONDS, 5.0)
+    assert ledger.hold("new", EARLY_SECONDS, 5.0)
+
+
+TestLedger: Any = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=40, stateful_step_count=25)

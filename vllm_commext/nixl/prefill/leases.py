@@ -119,7 +119,7 @@ class LeaseLedger:
             self.counts.ignored_beats += 1
             return False
         lease.last_beats[beat.sender] = beat.sequence
-        latest = max(lease.begun + self._max_age, lease.begun + lease.duration)
+        latest = lease.begun + self._max_age
         lease.deadline = max(lease.deadline, min(now + lease.duration, latest))
         self.counts.extended += 1
         return True

@@ -1,0 +1,74 @@
+"""What ``mutants.py`` changes and in which files, which tests must notice, and what none can."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+_ORDERED = ((ast.Lt, ast.LtE, ast.GtE), (ast.LtE, ast.Lt, ast.Gt))
+_ORDERED += ((ast.Gt, ast.GtE, ast.LtE), (ast.GtE, ast.Gt, ast.Lt))
+_PAIRS = ((ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.And, ast.Or))
+_PAIRS += ((ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.LShift, ast.RShift))
+_PAIRS += ((ast.BitAnd, ast.BitOr),)
+_SINGLE = ((ast.Div, ast.Mult), (ast.Mod, ast.Mult), (ast.BitXor, ast.BitAnd), (ast.USub, ast.UAdd))
+FLIPPED: dict[type[ast.AST], tuple[type[ast.AST], ...]] = {
+    **{one: others for one, *others in _ORDERED},
+    **{one: (other,) for pair in _PAIRS for one, other in (pair, pair[::-1])},
+    **{one: (other,) for one, other in _SINGLE},
+}
+CALLED = {"min": "max", "max": "min", "any": "all", "all": "any"}
+
+GEOMETRY = "vllm_commext/nixl/geometry"
+NIXL, SHM, ALLREDUCE = "tests/unit/nixl", "tests/unit/shm", "tests/unit/allreduce"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Files, and the tests that cover them."""
+
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+TARGETS = {
+    "planner": Target(
+        tuple(
+            f"{GEOMETRY}/{name}.py"
+            for name in ("plan", "lanes", "layout", "mamba", "topology", "request_blocks")
+        ),
+        tuple(
+            f"{NIXL}/test_{name}.py"
+            for name in (
+                "topology",
+                "layout",
+                "lanes",
+                "request_blocks",
+                "descriptors",
+                "plan_lists",
+                "plan_runs",
+                "mamba",
+                "plan",
+            )
+        ),
+    ),
+    "fence": Target(("vllm_commext/nixl/prefill/fence.py",), (f"{NIXL}/test_fence.py",)),
+    "leases": Target(("vllm_commext/nixl/prefill/leases.py",), (f"{NIXL}/test_leases.py",)),
+    "codec": Target(
+        ("vllm_commext/shm/codec.py", "vllm_commext/shm/plain.py"),
+        (f"{SHM}/test_plain.py", f"{SHM}/test_codec.py"),
+    ),
+    "dispatcher": Target(
+        tuple(f"vllm_commext/allreduce/{name}.py" for name in ("dispatcher", "table", "policy")),
+        (f"{ALLREDUCE}/test_dispatcher.py", f"{ALLREDUCE}/test_tables.py"),
+    ),
+}
+_CAPACITY = "a capacity: one more or less is as right"
+_PREFILL = "vllm_commext/nixl/prefill"
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (f"{_PREFILL}/leases.py", "MAX_EARLY_RELEASES = 4096", "4096 -> 4097"): _CAPACITY,
+    (f"{_PREFILL}/leases.py", "MAX_SENDERS = 64", "64 -> 65"): _CAPACITY,
+    (f"{_PREFILL}/fence.py", "NUM_SLOTS = 65536", "65536 -> 65537"): _CAPACITY,
+    (f"{_PREFILL}/fence.py", "NUM_CELLS = 1024", "1024 -> 1025"): _CAPACITY,
+    (f"{_PREFILL}/fence.py", "KEY_BYTES = 32", "32 -> 33"): _CAPACITY,
+}
+"""(file, the line's text, the change) to the reason."""
