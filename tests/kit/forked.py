@@ -108,7 +108,7 @@ def _fork_server(modules: Sequence[str], environ: Mapping[str, str]) -> Path:
     folder = Path(os.environ[FOLDER])
     key = json.dumps([list(modules), sorted(early.items())])
     path = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
-    with (folder / "lock").open("w") as lock:
+    with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             _begin(path, modules, early)
