@@ -31,6 +31,9 @@ SERVER_MODULES = (
 )
 # Variables that are read after the imports; others, of libraries, as they are loaded.
 LATE = ("VLLM_COMMEXT", "COMMEXT_", "UCX_", "PYTEST_", "PYTHONPATH")
+# What the run was given: its imports and tests set more, each worker other variables, so that each
+# would need a fork server of its own.
+GIVEN = dict(os.environ)
 # With several API servers vLLM has prometheus_client share their metrics through files, and that is
 # decided when it is imported.
 UNFORKED = {"--data-parallel-size", "--api-server-count"}
@@ -104,7 +107,11 @@ def start(
 
 def _fork_server(modules: Sequence[str], environ: Mapping[str, str]) -> Path:
     """The socket of the one with these modules and variables, which is started first if need be."""
-    early = {key: value for key, value in environ.items() if not key.startswith(LATE)}
+    early = {
+        key: value
+        for key, value in environ.items()
+        if not key.startswith(LATE) and value in (GIVEN.get(key), servers.CPU_ENVIRON.get(key))
+    }
     folder = Path(os.environ[FOLDER])
     key = json.dumps([list(modules), sorted(early.items())])
     path = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
