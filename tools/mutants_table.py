@@ -55,7 +55,7 @@ TARGETS = {
     "leases": Target(("vllm_commext/nixl/prefill/leases.py",), (f"{NIXL}/test_leases.py",)),
     "codec": Target(
         ("vllm_commext/shm/codec.py", "vllm_commext/shm/plain.py"),
-        (f"{SHM}/test_plain.py", f"{SHM}/test_codec.py"),
+        (f"{SHM}/test_plain.py", f"{SHM}/test_codec.py", f"{SHM}/test_steps.py"),
     ),
     "dispatcher": Target(
         tuple(f"vllm_commext/allreduce/{name}.py" for name in ("dispatcher", "table", "policy")),
@@ -64,9 +64,41 @@ TARGETS = {
 }
 _CAPACITY = "a capacity: one more or less is as right"
 _PREFILL = "vllm_commext/nixl/prefill"
+_CODEC, _PLAIN = "vllm_commext/shm/codec.py", "vllm_commext/shm/plain.py"
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (f"{_PREFILL}/leases.py", "MAX_EARLY_RELEASES = 4096", "4096 -> 4097"): _CAPACITY,
     (f"{_PREFILL}/leases.py", "MAX_SENDERS = 64", "64 -> 65"): _CAPACITY,
+    (_PLAIN, "MOST_KEPT = 1024  # of what either end made of words", "1024 -> 1025"): _CAPACITY,
+    (
+        _PLAIN,
+        "if len(_builders) >= MOST_KEPT:",
+        "len(_builders) >= MOST_KEPT -> len(_builders) > MOST_KEPT",
+    ): _CAPACITY,
+    (
+        _PLAIN,
+        "if len(self._heads) >= MOST_KEPT:",
+        "len(self._heads) >= MOST_KEPT -> len(self._heads) > MOST_KEPT",
+    ): _CAPACITY,
+    (
+        _CODEC,
+        "if len(self._reducers) < 2:",
+        "len(self._reducers) < 2 -> len(self._reducers) <= 2",
+    ): "asks again for what it has: slower, no other record",
+    (
+        _CODEC,
+        'header = opcode + len(payload).to_bytes(8, "little")[:width]',
+        "8 -> 9",
+    ): "only the first 4 or 8 bytes are used",
+    (
+        _CODEC,
+        "at = 2 if is_first and before[0] == _PROTO else 0",
+        "is_first and before[0] == _PROTO -> is_first or before[0] == _PROTO",
+    ): "pickle begins its first chunk, and no other, with this opcode",
+    (
+        _CODEC,
+        "if len(before) > at and before[at] == _FRAME:",
+        "len(before) > at -> len(before) >= at",
+    ): "pickle announces the payload in the same chunk, so there is a byte at this place",
     (f"{_PREFILL}/fence.py", "NUM_SLOTS = 65536", "65536 -> 65537"): _CAPACITY,
     (f"{_PREFILL}/fence.py", "NUM_CELLS = 1024", "1024 -> 1025"): _CAPACITY,
     (f"{_PREFILL}/fence.py", "KEY_BYTES = 32", "32 -> 33"): _CAPACITY,

@@ -109,6 +109,17 @@ def test_tensors_arrive() -> None:
     assert torch.equal(back.to_dense(), sparse.to_dense())
 
 
+def test_both_ends_keep_what_they_made_of_the_words_of_several_shapes() -> None:
+    encoder = Encoder()
+    arrays = [filled((rows, IN_BAND_BYTES), "u1") for rows in (3, 5)]
+    heads = [encoder.encode(array)[0] for array in arrays]
+    assert [encoder.encode(array)[0] for array in arrays] == heads
+    assert all(encoder.encode(one)[0] is head for one, head in zip(arrays, heads, strict=True))
+    for array in arrays:
+        travel(array, encoder)
+    assert {bytes(head) for head in heads} <= plain._builders.keys()
+
+
 def test_what_either_end_keeps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain, "MOST_KEPT", 8)
     encoder = Encoder()
