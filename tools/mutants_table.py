@@ -64,10 +64,20 @@ TARGETS = {
 }
 _CAPACITY = "a capacity: one more or less is as right"
 _PREFILL = "vllm_commext/nixl/prefill"
+_DISPATCHER = "vllm_commext/allreduce/dispatcher.py"
+_NEVER_ASKED = "the dispatcher makes the plan for no elements by itself and asks nobody"
+_EMPTY = "return message.num_elements == 0"
 _CODEC, _PLAIN = "vllm_commext/shm/codec.py", "vllm_commext/shm/plain.py"
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (f"{_PREFILL}/leases.py", "MAX_EARLY_RELEASES = 4096", "4096 -> 4097"): _CAPACITY,
     (f"{_PREFILL}/leases.py", "MAX_SENDERS = 64", "64 -> 65"): _CAPACITY,
+    (_DISPATCHER, _EMPTY, "0 -> 1"): _NEVER_ASKED,
+    (
+        _DISPATCHER,
+        _EMPTY,
+        "message.num_elements == 0 -> message.num_elements != 0",
+    ): _NEVER_ASKED,
+    ("vllm_commext/allreduce/table.py", "SCHEMA = 1", "1 -> 2"): "a version: any number would do",
     (_PLAIN, "MOST_KEPT = 1024  # of what either end made of words", "1024 -> 1025"): _CAPACITY,
     (
         _PLAIN,

@@ -12,7 +12,7 @@ from vllm_commext.allreduce import builtin, cache, names, tuning
 from vllm_commext.allreduce import table as tables
 from vllm_commext.allreduce.machine import Machine, digest
 from vllm_commext.allreduce.message import ITEM_BYTES, Message, message_of_bytes
-from vllm_commext.allreduce.policy import Policy
+from vllm_commext.allreduce.policy import FusedPolicy, Policy
 from vllm_commext.allreduce.table import Row, Table
 from vllm_commext.errors import ConfigError
 
@@ -111,6 +111,19 @@ def test_what_is_no_table_is_refused(text: bytes) -> None:
         tables.decode(text)
 
 
+def test_a_field_that_is_not_known_is_refused_and_a_table_stays_as_it_is() -> None:
+    table = Table(2, {"float16": (Row(1, ("a",)),)}, "a test")
+    text = tables.encode(table).decode()
+    assert tables.decode(text) == table
+    for place in ('{"world_size"', '{"max_bytes"'):
+        assert place in text
+        with pytest.raises(ConfigError, match="unknown"):
+            tables.decode(text.replace(place, place.replace("{", '{"unknown":1,')))
+    for one, field in ((table, "origin"), (table.rows["float16"][0], "max_bytes")):
+        with pytest.raises(AttributeError):
+            setattr(one, field, 1)
+
+
 def test_beyond_the_last_range_of_a_fused_norm_its_ranking_goes_on() -> None:
     rows = (Row(8, (names.APART, names.FUSED_PUSH)), Row(16, (names.FUSED_PUSH,)))
     table = Table(2, {}, "here", {"float16": rows})
@@ -154,6 +167,43 @@ class TestPolicy:
         assert self.policy("fast").candidates(Message((1,), "float32")) == ()
         assert self.policy("absent").candidates(Message((1,), "float32")) == ()
         assert self.policy(names.VLLM).candidates(Message((8,), "bfloat16")) == ()
+
+
+class TestFusedPolicy:
+    """One launch is fastest from 101 to 200 bytes alone."""
+
+    ROWS = (
+        Row(100, (names.APART,)),
+        Row(200, (names.FUSED_PUSH, names.APART)),
+        Row(300, (names.APART,)),
+    )
+    TABLE = Table(2, {}, "a test", fused={"float16": ROWS})
+
+    @pytest.mark.parametrize(
+        ("low", "high", "led"),
+        [
+            (1, 50, False),
+            (1, 100, False),
+            (1, 101, True),
+            (101, 101, True),
+            (200, 400, True),
+            (201, 400, False),
+            (250, 260, False),
+        ],
+    )
+    def test_it_leads_where_some_size_of_the_range_has_it_first(
+        self, low: int, high: int, led: bool
+    ) -> None:
+        assert FusedPolicy(self.TABLE).is_led("float16", low, high) == led
+
+    def test_a_forced_backend_is_followed_and_the_unknown_is_not_fused(self) -> None:
+        assert FusedPolicy(self.TABLE).ranking(150, "float16") == (names.FUSED_PUSH, names.APART)
+        assert FusedPolicy(self.TABLE).ranking(150, "bfloat16") == ()
+        assert FusedPolicy(None).ranking(150, "float16") == ()
+        for size in (50, 150):
+            forced = FusedPolicy(self.TABLE, names.PUSH)
+            assert forced.ranking(size, "float16") == (names.FUSED_PUSH,)
+            assert FusedPolicy(self.TABLE, names.NCCL).ranking(size, "float16") == ()
 
 
 class TestBuiltin:
