@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NIXL = "vllm_commext/nixl/"
 COPIED = ("vllm_commext", "tests", "tools", "docs", "deploy", "pyproject.toml", "README.md")
 TEST_SECONDS = 1200.0
-FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
