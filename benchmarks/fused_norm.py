@@ -7,6 +7,8 @@ microseconds a call in a CUDA graph of chained calls: of a sample the slowest ra
 the median. ``one-phase`` and ``two-phase`` are our kernels with the number of warps of a block;
 ``push + norm`` is our all-reduce followed by vLLM's norm, ``vllm + norm`` vLLM's own all-reduce
 followed by it, ``flashinfer`` the kernel that vLLM's fusion pass takes, called as the pass does.
+``--between 100`` reads 100 MiB of other weights before each call, as a model does, and takes off
+what these reads take alone: caches then hold nothing of what the call needs but its input.
 
 Before anything is timed, every form of ours is compared with a sum in the order of ranks: the new
 residual bit by bit, the norm within a unit in the last place. ``--stress N`` makes N calls of
@@ -35,6 +37,7 @@ MIB = 1 << 20
 SIZES = (*((16 << 10) << step for step in range(13)), 128 * MIB)  # 16 KiB to 64 MiB, 128 MiB
 WARPS = (4, 8, 16, 32)
 EPS = 1e-6
+ALONE = "other weights alone"
 LATE_SECONDS = 0.002
 PART = 4  # of stress calls one in so many replays a graph
 # Up to here vLLM's pass takes FlashInfer's kernel on compute capability 9.0, by number of ranks.
@@ -46,7 +49,7 @@ Call = Callable[[Any], Any]
 class Bench:
     """One rank: the group, our memory and kernels, and the tensors of a size."""
 
-    def __init__(self, group: Any, dtype: str, hidden: int, max_bytes: int) -> None:
+    def __init__(self, group: Any, dtype: str, hidden: int, max_bytes: int, between: int) -> None:
         import torch
 
         from vllm_commext.allreduce.fused import FusedKernels
@@ -69,6 +72,21 @@ class Bench:
         }
         self.kernels.prepare(self.shape, list(self.forms.values()))
         self.weight = torch.rand(hidden, device="cuda").to(self.dtype) + 0.5
+        columns = between * MIB // (hidden * self.dtype.itemsize)
+        self.others = torch.rand(columns, hidden, device="cuda").to(self.dtype)
+
+    def read_others(self, tensor: Any) -> Any:
+        """Multiply a row by the weights of others, as the layer before a call does."""
+        return self.others @ tensor[0]
+
+    def after_others(self, call: Call) -> Call:
+        """A call, and that before it."""
+
+        def both(tensor: Any) -> Any:
+            self.read_others(tensor)
+            return call(tensor)
+
+        return both
 
     def fitting(self, rows: int) -> dict[str, Any]:
         """The forms that so many rows find room for."""
@@ -252,9 +270,14 @@ def measure_sizes(bench: Bench, sizes: Sequence[int], samples: int) -> list[dict
         rows = rows_of(bench, size)
         message = Message((rows, bench.hidden), bench.shape.dtype)
         calls: Mapping[str, Call] = dict(variants(bench, rows))
+        if len(bench.others):
+            calls = {name: bench.after_others(call) for name, call in calls.items()}
+            calls = {**calls, ALONE: bench.read_others}
         times = measure.measure_message(
             calls, message, options, bench.lockstep, bench.group.graph_capture
         )
+        alone = times.pop(ALONE, 0.0)
+        times = {name: spent - alone for name, spent in times.items()}
         measure.give_back_memory()
         ours = {name: spent for name, spent in times.items() if name in bench.forms}
         best = min(ours, key=lambda name: ours[name]) if ours else ""
@@ -308,7 +331,7 @@ def run_rank(args: argparse.Namespace) -> None:
     from vllm_commext.compat.tp_group import tensor_parallel
 
     with tensor_parallel(args.rank, args.tp, args.port) as group, torch.inference_mode():
-        bench = Bench(group, args.dtype, args.hidden, max(args.sizes))
+        bench = Bench(group, args.dtype, args.hidden, max(args.sizes), args.between)
         checked = check(bench, args.sizes)
         stressed = stress(bench, args.stress)
         if args.rank == 0:
@@ -323,6 +346,7 @@ def run_rank(args: argparse.Namespace) -> None:
                 "machine": msgspec.to_builtins(machine),
                 "dtype": args.dtype,
                 "hidden": args.hidden,
+                "MiB of other weights before each call": args.between,
                 "comparisons without a difference": checked,
                 "stress": stressed,
                 "multicast": "off for all",
@@ -350,6 +374,9 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--hidden", type=int, default=8192)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in bytes")
+    parser.add_argument(
+        "--between", type=int, default=0, help="MiB of other weights that are read before each call"
+    )
     parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--stress", type=int, default=2000, help="calls of the stress run")
     parser.add_argument("--seconds", type=float, default=400.0, help="bound for the whole run")

@@ -138,8 +138,24 @@ def serve(figure: str, *cells: str) -> Callable[[Results], Triples]:
     return figures
 
 
+def fused_engine(*cells: str) -> Callable[[Results], Triples]:
+    """Milliseconds of `benchmarks/fused_engine.py`, vLLM's default against ours; the speedup is the
+    median of the rounds' own ratios."""
+
+    def figures(results: Results) -> Triples:
+        found = {row["cell"]: row for row in results["rows"]}
+        rows = [found[cell] for cell in cells]
+        return [
+            (row["ms"]["vllm"], row["ms"]["ours"], row["vllm / ours"]["median"]) for row in rows
+        ]
+
+    return figures
+
+
 FIRST_TOKEN, TPOT = "time to first token, p50", "time per output token, p50"
 HANDOVER, FUSED = "2026-11-23_handover_gpu", "2026-11-23_fused_norm_tp2"
+ENGINE = "2026-11-23_fused_engine_h200"
+OF_REQUESTS = tuple(f"time per output token, {number} requests" for number in (1, 64))
 QK_NORM, ALL_REDUCE = "2026-11-22_reduce_rms_tp", "2026-11-22_allreduce_tp"
 SERVE = "2026-11-22_serve_"
 TWO, FOUR = "Two H200", "Four H200"
@@ -172,6 +188,14 @@ ROWS = (
         "us",
         kernels("bytes", (1 << 14, 1 << 21), "flashinfer", "", column="microseconds"),
     ),
+    Row(
+        "time per token (f), 1; 64 requests",
+        ENGINE,
+        TWO,
+        "ms",
+        fused_engine(*OF_REQUESTS),
+    ),
+    Row("first token (f), 8,192 tokens", ENGINE, TWO, "ms", fused_engine("first token")),
     Row(
         "all-reduce, 16 KiB; 16 MiB",
         f"{ALL_REDUCE}2",
