@@ -71,6 +71,11 @@ _CODEC, _PLAIN = "vllm_commext/shm/codec.py", "vllm_commext/shm/plain.py"
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (f"{_PREFILL}/leases.py", "MAX_EARLY_RELEASES = 4096", "4096 -> 4097"): _CAPACITY,
     (f"{_PREFILL}/leases.py", "MAX_SENDERS = 64", "64 -> 65"): _CAPACITY,
+    (
+        f"{GEOMETRY}/layout.py",
+        '_expect(0 <= layout.tp_rank < layout.tp_size <= 1 << 16, "tp_rank below tp_size")',
+        "16 -> 17",
+    ): _CAPACITY,
     (_DISPATCHER, _EMPTY, "0 -> 1"): _NEVER_ASKED,
     (
         _DISPATCHER,
