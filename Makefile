@@ -21,6 +21,8 @@ CHAOS_OUT ?= chaos-report
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 BIN := $(VENV)/bin
+# Where it is set, every process compiles all of torch and vLLM that it imports: ten seconds each.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --durations=25 --durations-min=1
 # Neighbours share a process and so what they import and compile; who is done takes from the other.
 NEIGHBOURS := -n 2 --dist worksteal
