@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol
@@ -195,7 +196,8 @@ class Server:
     def signal_all(self, number: signal.Signals) -> None:
         """Send a signal to every process of the server, as a fault to be survived by its peers."""
         for pid in self.pids():
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):  # it has ended meanwhile, perhaps with another
+                os.kill(pid, number)
 
     def stop(self) -> int | None:
         """End the server and prove that nothing of it is left; return its exit status (None: never
