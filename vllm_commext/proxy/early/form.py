@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_commext.proxy.early.rule import FirstToken
+from vllm_commext.proxy.early.rule import FirstToken, only_choice
 
 MAX_FORMS = 256
 MAX_REFUSALS = 2
@@ -41,14 +41,6 @@ def write_event(content: Mapping[str, Any]) -> bytes:
     """As vLLM writes it. Raises `UnicodeEncodeError` for text that no server could have sent."""
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     return _DATA + text.encode() + _END
-
-
-def only_choice(content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The one choice of an event, None if there is not exactly one."""
-    choices = content.get("choices")
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        return None
-    return choices[0]
 
 
 def text_of(choice: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:

@@ -111,7 +111,7 @@ def first_token_of(endpoint: str, body: Mapping[str, Any], answer: Any) -> First
         return NOT_OFFERED
     if params.get("remote_first_token_goes_on") is not True or token in _stops(body):
         return ENDS
-    choice = _only_choice(answer)
+    choice = only_choice(answer) or {}
     message = _member(choice, "message") if endpoint == CHAT else {"content": choice.get("text")}
     text, role = message.get("content"), message.get("role", "")
     if choice.get("finish_reason") != "length" or not isinstance(role, str):
@@ -150,6 +150,14 @@ def is_greedy(body: Mapping[str, Any]) -> bool:
     return isinstance(temperature, int | float) and temperature == 0
 
 
+def only_choice(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The one choice of an answer or an event, None if there is not exactly one."""
+    choices = content.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        return None
+    return choices[0]
+
+
 def _asks_for_nothing_else(name: str, value: Any) -> bool:
     if value is None or value is False or name in _CONTENT or name in _DRAWN_BY:
         return True
@@ -165,13 +173,6 @@ def _asks_for_nothing_else(name: str, value: Any) -> bool:
 def _stops(body: Mapping[str, Any]) -> list[Any]:
     stops = body.get("stop_token_ids")
     return stops if isinstance(stops, list) else []
-
-
-def _only_choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        return {}
-    return choices[0]
 
 
 def _member(content: Any, name: str) -> Mapping[str, Any]:

@@ -9,11 +9,11 @@ from typing import Any
 
 from vllm_commext.proxy.early.form import (
     NotAnEventError,
-    only_choice,
     read_event,
     text_of,
     write_event,
 )
+from vllm_commext.proxy.early.rule import only_choice
 
 _END = b"\n\n"
 
