@@ -9,7 +9,7 @@ import re
 import signal
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,15 +132,22 @@ class Told:
         return self.raw.split(b"\n\n")[:-1]
 
 
-def told(server: Server, path: str, body: Mapping[str, Any], request_id: str) -> Told:
-    with httpx.stream(
+def asked(
+    server: Server, path: str, body: Mapping[str, Any], request_id: str
+) -> AbstractContextManager[httpx.Response]:
+    """A stream that begins."""
+    return httpx.stream(
         "POST",
         f"{server.url}{path}",
         json=body,
         headers={"X-Request-Id": request_id},
         timeout=SECONDS,
         trust_env=False,
-    ) as answer:
+    )
+
+
+def told(server: Server, path: str, body: Mapping[str, Any], request_id: str) -> Told:
+    with asked(server, path, body, request_id) as answer:
         assert answer.status_code == 200, answer.read()
         assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
         return Told(EARLY in answer.headers, answer.read())
@@ -258,14 +265,7 @@ def test_a_decode_server_that_is_killed_after_the_first_token(
         body, request_id = spoken(servers, COMPLETIONS, {}), uuid.uuid4().hex
         whole = told(servers.plain, COMPLETIONS, body, request_id)
         mortal.signal_all(signal.SIGSTOP)
-        with httpx.stream(
-            "POST",
-            f"{early.url}{COMPLETIONS}",
-            json=body,
-            headers={"X-Request-Id": request_id},
-            timeout=SECONDS,
-            trust_env=False,
-        ) as answer:
+        with asked(early, COMPLETIONS, body, request_id) as answer:
             pieces = answer.iter_raw()
             first = next(pieces)
             mortal.signal_all(signal.SIGKILL)
