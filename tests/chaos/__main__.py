@@ -28,6 +28,11 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=3)
     parser.add_argument("--kinds", default=",".join(KINDS), help="default: all")
     parser.add_argument("--policy", choices=("recompute", "fail"), default="recompute")
+    parser.add_argument(
+        "--spares",
+        action="store_true",
+        help="a second engine in each role, and one policy throughout",
+    )
     parser.add_argument("--no-namespaces", action="store_true", help="stay on loopback")
     parser.add_argument("--out", type=Path, default=Path("chaos-report"))
     args = parser.parse_args()
@@ -41,6 +46,7 @@ def main() -> int:
         num_clients=args.clients,
         namespaces=not args.no_namespaces,
         policy=args.policy,
+        spares=args.spares,
     )
     model = write_tiny_model(folder / "model")
     record = run(scenario, model, folder, lambda line: print(line, flush=True))

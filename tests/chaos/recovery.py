@@ -8,10 +8,8 @@ import httpx
 
 from tests.chaos.judge import RIGHT, Recovery
 from tests.chaos.load import Load, ask
-from tests.chaos.schedule import DECODE
 from tests.chaos.testbed import Testbed
 
-FAILURES = "vllm:commext_nixl_failures_total"
 LOCAL_PREFILLS = "commext_proxy_local_prefills_total"
 GIVE_UP_SECONDS = 40.0
 POLL_SECONDS = 0.05
@@ -50,10 +48,7 @@ def recover(testbed: Testbed, load: Load, back: float) -> Recovery:
 
 def _not_read(testbed: Testbed) -> float:
     """Requests so far that were answered without a read."""
-    local = testbed.proxy_metrics().total(LOCAL_PREFILLS)
-    if testbed.engines[DECODE].policy == "fail":
-        return local
-    return local + testbed.metrics(DECODE).total(FAILURES)
+    return testbed.proxy_metrics().total(LOCAL_PREFILLS) + testbed.failed_loads()
 
 
 def _wait_for_proxy(url: str, deadline: float) -> None:

@@ -40,6 +40,8 @@ class Scenario:
         max_delay_seconds: longest time without a fault.
         policy: the decode engine's first policy.
         corrupting: the decode engine damages what it has read, so that the run has to fail.
+        spares: each role has a second engine, which no fault is aimed at, and decode engines keep
+            their policy.
     """
 
     seed: int
@@ -53,6 +55,7 @@ class Scenario:
     max_delay_seconds: float = 2.0
     policy: str = "recompute"
     corrupting: bool = False
+    spares: bool = False
 
 
 def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None]) -> RunRecord:
@@ -73,7 +76,9 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
         references = (
             _plain_references(scenario, model, folder) if scenario.plain_reference else None
         )
-        testbed = Testbed(model, folder, link, scenario.policy, scenario.corrupting)
+        testbed = Testbed(
+            model, folder, link, scenario.policy, scenario.corrupting, scenario.spares
+        )
         stack.callback(testbed.stop)
         testbed.start()
         if references is None:

@@ -41,12 +41,15 @@ FRUGAL_HEAP = {
     "MALLOC_TRIM_THRESHOLD_": "131072",
 }
 BLOCKS_IN_USE = "vllm:kv_cache_usage_perc"
+FAILED_LOADS = "vllm:commext_nixl_failures_total"
 PROXY_ARGS = (
     "--connect-timeout", "3", "--prefill-timeout", f"{PREFILL_STEP_SECONDS:g}",
     "--decode-timeout", f"{DECODE_STEP_SECONDS:g}",
     "--decode-idle-timeout", f"{DECODE_STEP_SECONDS:g}",
     "--health-interval", "0.25", "--health-timeout", "2",
 )  # fmt: skip
+# Where another engine can serve it, no request waits for one that has fallen silent.
+SPARE_PROXY_ARGS = ("--engine-lost", "3")
 
 
 @dataclass
@@ -54,6 +57,7 @@ class Engine:
     """One engine's place: its HTTP port stays, its processes come and go.
 
     Attributes:
+        name: for logs.
         role: ``PREFILL`` or ``DECODE``.
         http_port: where the proxy expects it.
         engine_id: its id for the connector.
@@ -66,6 +70,7 @@ class Engine:
         heap_bytes: its private memory after each fault since its start.
     """
 
+    name: str
     role: str
     http_port: int
     engine_id: str
@@ -88,6 +93,10 @@ class Testbed:
         link: the link to the prefill engine's namespace, None where all is on loopback.
         policy: the decode engine's first policy; each of its restarts takes the other one.
         corrupting: the decode engine damages what it has read, so that the run has to fail.
+        with_spares: each role has a second engine, which no fault is aimed at, and the decode
+            engines keep their policy.
+        engines: by role, those that faults work on.
+        spares: the second ones, by role.
     """
 
     model: Path
@@ -95,19 +104,26 @@ class Testbed:
     link: Link | None = None
     policy: str = "recompute"
     corrupting: bool = False
+    with_spares: bool = False
     engines: dict[str, Engine] = field(default_factory=dict[str, Engine])
+    spares: dict[str, Engine] = field(default_factory=dict[str, Engine])
     proxy: ProxyServer | None = None
     censuses: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def start(self) -> None:
         """Start everything and wait until the proxy says that it can serve."""
         for role in (PREFILL, DECODE):
-            self.engines[role] = Engine(role, free_port(), f"{role}-0", free_port(), self.policy)
-            self._launch(self.engines[role])
-        for role in (PREFILL, DECODE):
-            self._wait_ready(self.engines[role])
-        urls = [self.url(PREFILL)], [self.url(DECODE)]
-        self.proxy = ProxyServer("proxy", *urls, self.folder, args=PROXY_ARGS)
+            self.engines[role] = self._begin(role, role)
+            if self.with_spares:
+                self.spares[role] = self._begin(role, f"{role}-spare")
+        for engine in self._all():
+            self._wait_ready(engine)
+        urls = {
+            role: [self._url(engine) for engine in self._all() if engine.role == role]
+            for role in ROLES
+        }
+        args = [*PROXY_ARGS, *(SPARE_PROXY_ARGS if self.with_spares else ())]
+        self.proxy = ProxyServer("proxy", urls[PREFILL], urls[DECODE], self.folder, args=args)
         self.proxy.start()
         self.proxy.wait_ready()
 
@@ -115,7 +131,7 @@ class Testbed:
         """End everything."""
         if self.proxy is not None:
             self.proxy.stop()
-        for engine in self.engines.values():
+        for engine in self._all():
             if engine.server is not None:
                 engine.server.stop()
 
@@ -125,7 +141,7 @@ class Testbed:
 
     def url(self, role: str) -> str:
         """Base URL of an engine."""
-        return f"http://{self.host(role)}:{self.engines[role].http_port}"
+        return self._url(self.engines[role])
 
     @property
     def proxy_url(self) -> str:
@@ -146,7 +162,7 @@ class Testbed:
         if as_another:
             engine.engine_id = f"{role}-{engine.generation}"
             engine.side_channel_port = free_port()
-        if role == DECODE:
+        if role == DECODE and not self.with_spares:
             engine.policy = "fail" if engine.policy == "recompute" else "recompute"
         self._launch(engine)
         self._wait_ready(engine)
@@ -155,6 +171,11 @@ class Testbed:
         """An engine's metrics now."""
         return scrape(self.url(role))
 
+    def failed_loads(self) -> float:
+        """Requests so far whose load failed and that their decode engine then computed."""
+        decode = [one for one in self._all() if one.role == DECODE and one.policy == "recompute"]
+        return sum(scrape(self._url(engine)).total(FAILED_LOADS) for engine in decode)
+
     def proxy_metrics(self) -> Metrics:
         """The proxy's metrics now."""
         return scrape(self.proxy_url)
@@ -162,8 +183,8 @@ class Testbed:
     def deaths(self) -> list[str]:
         """Engines whose processes ended without being told to."""
         found: list[str] = []
-        for engine in self.engines.values():
-            server = self._server(engine.role)
+        for engine in self._all():
+            server = self._server_of(engine)
             missing = engine.pids - set(server.pids())
             if missing:
                 found.append(f"{server.name}: processes ended: {server.log_tail(5)}")
@@ -190,8 +211,8 @@ class Testbed:
 
     def sample_memory(self) -> None:
         """Remember how much memory each engine has now, after a fault."""
-        for engine in self.engines.values():
-            engine.heap_bytes.append(take_census(self._server(engine.role).pids()).heap_bytes)
+        for engine in self._all():
+            engine.heap_bytes.append(take_census(self._server_of(engine).pids()).heap_bytes)
 
     def compare_with_baseline(self, role: str) -> list[str]:
         """What an engine holds more than at its baseline; keeps both for the report."""
@@ -221,10 +242,24 @@ class Testbed:
         except (CommextError, httpx.HTTPError, OSError):
             return float("nan")  # it does not answer: not quiet
 
+    def _all(self) -> list[Engine]:
+        return [*self.engines.values(), *self.spares.values()]
+
+    def _url(self, engine: Engine) -> str:
+        return f"http://{self.host(engine.role)}:{engine.http_port}"
+
+    def _begin(self, role: str, name: str) -> Engine:
+        engine = Engine(name, role, free_port(), f"{name}-0", free_port(), self.policy)
+        self._launch(engine)
+        return engine
+
     def _server(self, role: str) -> VllmServer:
-        server = self.engines[role].server
-        assert server is not None, "not started"
-        return server
+        return self._server_of(self.engines[role])
+
+    @staticmethod
+    def _server_of(engine: Engine) -> VllmServer:
+        assert engine.server is not None, "not started"
+        return engine.server
 
     def _launch(self, engine: Engine) -> None:
         engine.generation += 1
@@ -253,7 +288,7 @@ class Testbed:
             far = engine.role == PREFILL
             environ["UCX_NET_DEVICES"] = self.link.far if far else self.link.near
         engine.server = cluster.engine_server(
-            f"{engine.role}-{engine.generation}",
+            f"{engine.name}-{engine.generation}",
             self.model,
             self.folder,
             config,
@@ -261,12 +296,12 @@ class Testbed:
             args=args,
             environ=environ,
         )
-        engine.server.url = self.url(engine.role)
+        engine.server.url = self._url(engine)
         if self.link is not None and engine.role == PREFILL:
             engine.server.command[:0] = self.link.enter()
         engine.server.start()
 
     def _wait_ready(self, engine: Engine) -> None:
-        server = self._server(engine.role)
+        server = self._server_of(engine)
         server.wait_ready()
         engine.pids = frozenset(server.pids())
