@@ -14,7 +14,7 @@ from vllm_commext import __version__
 from vllm_commext.errors import CommextError
 
 PROGRAM = "vllm-commext"
-COMMANDS: tuple[str, ...] = ("doctor", "proxy", "demo", "tune")
+COMMANDS: tuple[str, ...] = ("doctor", "proxy", "drain", "demo", "tune")
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 

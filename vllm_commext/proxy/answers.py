@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 
+from vllm_commext.drain import HEADER
 from vllm_commext.proxy.config import MIB
 from vllm_commext.proxy.deadline import EngineLostError
 from vllm_commext.proxy.engines import PREFILL, Engine, EnginePool
@@ -84,6 +85,24 @@ def prefill_answer(engine: Engine, status: int, answer: EngineAnswer) -> dict[st
     return content
 
 
+def check_not_draining(engine: Engine, response: aiohttp.ClientResponse) -> None:
+    """Raise `ProxyError` for an answer that refuses the request because its engine drains: none of
+    it was begun, so another engine may be asked the very same."""
+    if HEADER not in response.headers:
+        return
+    engine.note_drain()
+    response.close()
+    raise ProxyError(
+        503,
+        "draining",
+        f"{engine.name} drains and takes no new work",
+        side=engine.role,
+        engine=engine.name,
+        can_retry=True,
+        can_restart=True,
+    )
+
+
 def engine_error(engine: Engine, status: int, answer: EngineAnswer) -> ProxyError:
     """An engine's own error, to be passed on unless another attempt goes well."""
     failed = status >= 500
@@ -96,6 +115,16 @@ def engine_error(engine: Engine, status: int, answer: EngineAnswer) -> ProxyErro
         can_retry=failed and engine.role == PREFILL,
         can_restart=failed,
         answer=answer,
+    )
+
+
+def aborted(engine: Engine) -> ProxyError:
+    """An engine that is told to end gives up requests so: finished, with status 200, while its
+    health is good. It is given no more until the next check."""
+    engine.note_drain()
+    message = f"{engine.name} gave the request up before its first token"
+    return ProxyError(
+        502, "aborted", message, side=engine.role, engine=engine.name, can_restart=True
     )
 
 

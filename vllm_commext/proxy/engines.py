@@ -1,11 +1,14 @@
 """The engines of one role: which of them may take work, and which takes the next request."""
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from vllm_commext.proxy.affinity import NO_PREFIX, Memory, Prefix
 from vllm_commext.proxy.early.form import Forms
+
+logger = logging.getLogger("vllm.commext.proxy")
 
 PREFILL = "prefill"
 DECODE = "decode"
@@ -20,7 +23,8 @@ class Engine:
 
     in_flight, tokens: requests of this proxy that the engine works on now, and what they weigh.
     suspected: a request lost its connection since the last check; others are asked first.
-    draining: it gets no new work; what runs goes on. leaving: it is to go when nothing runs.
+    draining: it gets no new work; what runs goes on. drains_itself: the same, since it says so
+    itself; until a check passes. leaving: it is to go when nothing runs.
     detail: the last reason why it is unhealthy, for people. on_lost: called when the engine has
     not been reachable for so long that nobody should wait for it any more. memory: what it was
     asked last, forgotten when it becomes unhealthy, and so are forms: how its streams begin.
@@ -31,6 +35,7 @@ class Engine:
     url: str
     healthy: bool = False
     draining: bool = False
+    drains_itself: bool = False
     leaving: bool = False
     suspected: bool = False
     in_flight: int = 0
@@ -50,11 +55,11 @@ class Engine:
     @property
     def usable(self) -> bool:
         """It may be given new work."""
-        return self.healthy and not self.draining
+        return self.healthy and not self.draining and not self.drains_itself
 
     def passed_check(self, rise: int) -> None:
         """Note a passed check; *rise* of them in a row make the engine healthy."""
-        self.num_failed, self.suspected = 0, False
+        self.num_failed, self.suspected, self.drains_itself = 0, False, False
         self.num_passed = min(self.num_passed + 1, rise)
         if self.num_passed >= rise:
             self.healthy, self.detail = True, "ok"
@@ -81,6 +86,12 @@ class Engine:
         self.healthy, self.detail, self.num_passed = False, detail, 0
         self._forget()
         self.suspect()
+
+    def note_drain(self) -> None:
+        """The engine has said that it drains: it is well, and takes no new work."""
+        if not self.drains_itself:
+            self.drains_itself = True
+            logger.info("%s (%s) drains", self.name, self.url)
 
     def _forget(self) -> None:
         self.memory.clear()
@@ -109,7 +120,7 @@ class Engine:
             "role": self.role,
             "url": self.url,
             "healthy": self.healthy,
-            "draining": self.draining,
+            "draining": self.draining or self.drains_itself,
             "in_flight": self.in_flight,
             "tokens": self.tokens,
             "detail": self.detail,

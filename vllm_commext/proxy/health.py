@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
+from vllm_commext.drain import HEADER
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines import Engine
 
@@ -74,8 +75,10 @@ class HealthMonitor:
     async def _check(self, engine: Engine) -> bool:
         """Whether *engine* answered, well or not."""
         was_healthy = engine.healthy
-        status, failure = await self._ask(engine)
-        if failure is None:
+        status, drains, failure = await self._ask(engine)
+        if drains:
+            engine.note_drain()
+        elif failure is None:
             engine.passed_check(self._config.health_rise)
         else:
             engine.failed_check(self._config.health_fall, failure)
@@ -85,15 +88,20 @@ class HealthMonitor:
             logger.log(level, "%s (%s) is now %s", engine.name, engine.url, state)
         return status is not None
 
-    async def _ask(self, engine: Engine) -> tuple[int | None, str | None]:
-        """The status of /health if there was one, and what is wrong with it if anything is."""
+    async def _ask(self, engine: Engine) -> tuple[int | None, bool, str | None]:
+        """The status of /health if there was one, whether the engine says that it drains, and
+        what is wrong with it if anything is."""
         try:
             async with self._session.get(
                 f"{engine.url}/health", timeout=self._timeout, allow_redirects=False
             ) as response:
                 failure = None if response.status == 200 else f"/health answered {response.status}"
-                return response.status, failure
+                return response.status, HEADER in response.headers, failure
         except asyncio.TimeoutError:
-            return None, f"/health did not answer within {self._config.health_timeout_seconds} s"
+            return (
+                None,
+                False,
+                f"/health did not answer within {self._config.health_timeout_seconds} s",
+            )
         except (aiohttp.ClientError, OSError) as error:
-            return None, f"/health failed: {error}"
+            return None, False, f"/health failed: {error}"

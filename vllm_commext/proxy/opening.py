@@ -6,10 +6,16 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from vllm_commext.proxy.answers import engine_error, read_answer
+from vllm_commext.proxy.answers import aborted, engine_error, read_answer
 from vllm_commext.proxy.engines import Engine
 from vllm_commext.proxy.failures import EngineAnswer
-from vllm_commext.proxy.sse import EventCutter, opening_error, says_nothing
+from vllm_commext.proxy.sse import (
+    EventCutter,
+    is_aborted,
+    opening_error,
+    opens_aborted,
+    says_nothing,
+)
 
 MAX_OPENING_BYTES = 64 << 10
 
@@ -44,9 +50,14 @@ async def read_opening(
     if response.status >= 500:
         raise engine_error(engine, response.status, await read_answer(engine, response))
     if response.content_type != "text/event-stream":
-        return await response.content.readany(), None
+        first = await response.content.readany()
+        if is_aborted(first):
+            raise aborted(engine)
+        return first, None
     cutter = EventCutter()
     first = await _opening(response, cutter)
+    if opens_aborted(first):
+        raise aborted(engine)
     if (failed := opening_error(first)) is not None and failed[0] >= 500:
         raise engine_error(engine, failed[0], EngineAnswer(failed[1], "application/json"))
     return first, cutter

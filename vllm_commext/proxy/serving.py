@@ -157,7 +157,7 @@ class Service:
             except ProxyError as error:
                 if error.status < 500:
                     raise
-                away = error.kind in ("no_engine", "unreachable", "lost")
+                away = error.kind in ("no_engine", "unreachable", "lost", "draining")
                 reason = two_step.PREFILL_AWAY if away else two_step.PREFILL_FAILED
                 reason = two_step.AFTER_FAILURE if attempts.failed_prefill else reason
             else:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_HELD_BYTES = 8 << 20
+_ABORT = b'"abort"'
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 
 
@@ -56,6 +57,43 @@ def opening_error(events: bytes) -> tuple[int, bytes] | None:
             code = error.get("code")
             return (code if isinstance(code, int) else 500), json.dumps(content).encode()
     return None
+
+
+def opens_aborted(events: bytes) -> bool:
+    """Whether *events* tell of a request that its engine has given up before its first token."""
+    if _ABORT not in events:
+        return False
+    contents = _contents(events)
+    said = [_says(choice) for content in contents for choice in _choices(content)]
+    return not any(said) and any(map(_has_aborted, contents))
+
+
+def is_aborted(answer: bytes) -> bool:
+    """Whether an answer in one piece is that of a request that its engine has given up."""
+    if _ABORT not in answer:
+        return False
+    try:
+        content = json.loads(answer)
+    except (ValueError, RecursionError):
+        return False  # the beginning of a long one
+    return isinstance(content, dict) and _has_aborted(content)
+
+
+def _choices(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    choices = content.get("choices")
+    choices = choices if isinstance(choices, list) else []
+    return [choice for choice in choices if isinstance(choice, dict)]
+
+
+def _has_aborted(content: Mapping[str, Any]) -> bool:
+    return any(choice.get("finish_reason") == "abort" for choice in _choices(content))
+
+
+def _says(choice: Mapping[str, Any]) -> bool:
+    """Whether a part of an answer holds more than a role."""
+    delta = choice.get("delta")
+    told = delta if isinstance(delta, dict) else {"text": choice.get("text")}
+    return any(value for name, value in told.items() if name != "role")
 
 
 def says_nothing(events: bytes) -> bool:

@@ -15,6 +15,7 @@ from vllm_commext.proxy.access import engine_tls
 from vllm_commext.proxy.affinity import NO_PREFIX, Prefix
 from vllm_commext.proxy.answers import (
     bad_answer,
+    check_not_draining,
     engine_error,
     failures_of,
     no_engine,
@@ -193,7 +194,7 @@ class Upstream:
         wait_seconds: float,
     ) -> T:
         failure: ProxyError | None = None
-        for _ in range(num_attempts):
+        while num_attempts > 0:
             engine = await self._pick(pool, payload, tried, 0.0 if failure else wait_seconds)
             if engine is None:
                 break
@@ -208,6 +209,7 @@ class Upstream:
                 if not error.can_retry:
                     raise
                 failure = error
+                num_attempts -= error.kind != "draining"  # each engine says so once
         raise failure or no_engine(pool)
 
     async def _pick(
@@ -254,10 +256,12 @@ class Upstream:
 
     async def _post(self, engine: Engine, payload: Payload) -> aiohttp.ClientResponse:
         bound = self._config.connect_timeout_seconds
-        return await self._session.post(
+        response = await self._session.post(
             engine.url + payload.path,
             data=payload.content(),
             headers={**payload.headers, "Content-Length": str(payload.num_bytes)},
             timeout=aiohttp.ClientTimeout(total=None, connect=bound, sock_connect=bound),
             allow_redirects=False,
         )
+        check_not_draining(engine, response)
+        return response

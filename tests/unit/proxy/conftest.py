@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from vllm_commext.drain import HEADER
+
 BOUND_SECONDS = 10.0
 KV_PARAMS = {
     "do_remote_prefill": True,
@@ -53,10 +55,12 @@ class Call:
         self.writer.write(data)
         await self.writer.drain()
 
-    async def answer(self, status: int, content: bytes, kind: str = "application/json") -> None:
+    async def answer(
+        self, status: int, content: bytes, kind: str = "application/json", headers: str = ""
+    ) -> None:
         head = f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}"
         self.complete = True
-        await self.send(head.encode() + b"\r\n\r\n" + content)
+        await self.send(f"{head}\r\n{headers}\r\n".encode() + content)
 
     async def begin_stream(self) -> None:
         head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
@@ -111,12 +115,15 @@ async def _left(reader: asyncio.StreamReader) -> None:
 
 @dataclass
 class EngineServer:
-    """One engine. `behave` answers what is posted; num_left: connections the proxy closed."""
+    """One engine. `behave` answers what is posted; drains: it refuses that, as the engines' gate
+    does; num_left: connections the proxy closed."""
 
     behave: Behaviour
     health_status: int = 200
+    drains: bool = False
     calls: list[Call] = field(default_factory=list)
     num_left: int = 0
+    num_refused: int = 0
     port: int = 0
 
     @property
@@ -168,7 +175,10 @@ class EngineServer:
 
     async def _answer(self, call: Call) -> bool:
         """Whether the connection can carry another request."""
-        if call.path == "/health":
+        if self.drains and call.path != "/v1/models":
+            self.num_refused += call.path != "/health"
+            await call.answer(503, b"", headers=f"{HEADER}: 1\r\n")
+        elif call.path == "/health":
             await (call.answer(self.health_status, b"") if self.health_status else hanging(call))
         elif call.path == "/v1/models":
             await call.answer(200, b'{"object": "list", "data": []}')

@@ -1,0 +1,134 @@
+"""`vllm-commext drain`: let an engine finish its work before it is stopped."""
+
+import argparse
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from vllm_commext.drain import HEADER, MIDDLEWARE, VARIABLE
+from vllm_commext.errors import CommextError, ConfigError
+
+HELP = "let an engine of this host take no new work and finish what it has"
+
+REQUEST_SECONDS = 10.0
+NOTICE_SECONDS = 10.0
+"""For the engine to notice the file."""
+POLL_SECONDS = 0.2
+# What an engine has to do, as it tells it on its page of metrics.
+UNFINISHED = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+HELD = "vllm:commext_nixl_held_requests"
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{.*\})?\s+(\S+)", re.MULTILINE)
+
+
+class EngineAwayError(CommextError, RuntimeError):
+    """The engine does not answer, or not as one that can drain."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--file",
+        default=os.environ.get(VARIABLE, ""),
+        help=f"what the engine's {VARIABLE} names; default: the same variable here",
+    )
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="the engine; default: %(default)s"
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="for its requests, and for the blocks that it holds for decode engines; "
+        "default: %(default)g",
+    )
+    parser.add_argument(
+        "--quiet",
+        type=float,
+        default=3.0,
+        metavar="SECONDS",
+        help="that it must have had nothing to do: longer than a router takes to notice that "
+        "/health is 503; default: %(default)g",
+    )
+    parser.add_argument(
+        "--undo", action="store_true", help="take the file away: the engine takes work again"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """0: it has nothing left to do, or takes work again; 1: it still has after ``--wait``."""
+    if not args.file:
+        raise ConfigError(f"expected --file FILE, or {VARIABLE}, as the engine has it")
+    file, url = Path(args.file), args.url.rstrip("/")
+    if args.undo:
+        file.unlink(missing_ok=True)
+        print(f"{url} takes work again")
+        return 0
+    try:
+        file.touch()
+    except OSError as error:
+        raise ConfigError(f"{file}: expected a file that can be made, got {error}") from error
+    return _wait(url, args.wait, args.quiet)
+
+
+def _wait(url: str, wait_seconds: float, quiet_seconds: float) -> int:
+    began = idle_since = time.monotonic()
+    told = ""
+    while True:
+        left, now = work_left(url), time.monotonic()
+        if left is None:
+            if now - began >= NOTICE_SECONDS:
+                raise EngineAwayError(
+                    f"{url}/health: expected 503 with {HEADER} within {NOTICE_SECONDS:g} s, got "
+                    f"none: start the engine with --middleware {MIDDLEWARE} and the same "
+                    f"{VARIABLE} as this command"
+                )
+            time.sleep(POLL_SECONDS)
+            continue
+        if any(left.values()):
+            idle_since = now
+        line = ", ".join(f"{number:g} {what}" for what, number in left.items())
+        if line != told:
+            print(f"{url} drains: {line}", flush=True)
+            told = line
+        if now - idle_since >= quiet_seconds:
+            print(f"{url} has drained, in {now - began:.1f} s")
+            return 0
+        if now - began >= wait_seconds:
+            print(f"{url} has not drained within {wait_seconds:g} s")
+            return 1
+        time.sleep(POLL_SECONDS)
+
+
+def work_left(url: str) -> dict[str, float] | None:
+    """What an engine that drains still has to do, by kind; None for one that does not drain.
+
+    Raises:
+        EngineAwayError: it does not answer.
+    """
+    headers, health = _get(f"{url}/health")
+    if HEADER not in headers:
+        return None
+    samples = [(name, float(value)) for name, value in _SAMPLE.findall(_get(f"{url}/metrics")[1])]
+    return {
+        "requests in its server": float(json.loads(health)["in_flight"]),
+        "in its engine": sum(value for name, value in samples if name in UNFINISHED),
+        "held for decode engines": sum(value for name, value in samples if name == HELD),
+    }
+
+
+def _get(url: str) -> tuple[Any, str]:
+    """Headers and text of an answer of any status."""
+    try:
+        with _OPENER.open(url, timeout=REQUEST_SECONDS) as response:
+            return response.headers, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.headers, error.read().decode()
+    except (OSError, ValueError) as error:
+        raise EngineAwayError(f"{url}: expected an engine that answers, got {error}") from error

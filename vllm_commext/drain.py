@@ -1,0 +1,111 @@
+"""An engine that is to go: a file tells all of its processes to take no new work and to finish what
+there is.
+
+The file is the one that ``COMMEXT_DRAIN_FILE`` names; while it is there, the engine drains.  The
+gate in front of the HTTP server refuses new work, the connector tells the decode engines that read
+from it.  ``vllm-commext drain`` makes the file and waits; Kubernetes calls that before it stops a
+container.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from vllm_commext.errors import ConfigError
+
+VARIABLE = "COMMEXT_DRAIN_FILE"
+"""Not called ``VLLM_...``: vLLM hands such variables on to other hosts, which have other files."""
+HEADER = "X-Commext-Draining"
+"""In an answer that refuses work for this reason alone: nothing of it was begun."""
+LOOK_SECONDS = 0.1
+MIDDLEWARE = "vllm_commext.drain.Gate"
+"""What vLLM's option ``--middleware`` takes."""
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class DrainFile:
+    """The file; it is looked for at most every ``LOOK_SECONDS``.
+
+    Attributes:
+        path: where it is while the engine drains.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self._is_there = False
+        self._next_look = 0.0
+
+    def is_there(self) -> bool:
+        """Whether the engine is to drain."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            self._is_there = self.path.exists()
+        return self._is_there
+
+
+def drain_file(environ: Mapping[str, str] = os.environ) -> DrainFile | None:
+    """The file that the environment names, None where it names none."""
+    path = environ.get(VARIABLE, "")
+    return DrainFile(path) if path else None
+
+
+class Gate:
+    """ASGI middleware in front of an engine's HTTP server.
+
+    While the engine drains, it answers ``/health`` and every POST with 503 and ``HEADER``, and
+    accepts no WebSocket; what is under way goes on, and so do metrics and all else that only reads.
+
+    Raises:
+        ConfigError: the environment names no file.
+    """
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        found = drain_file()
+        if found is None:
+            raise ConfigError(
+                f"--middleware {MIDDLEWARE}: expected {VARIABLE} to name the file that is there "
+                "while this engine drains, got none; set it, or start without that middleware"
+            )
+        self._app = app
+        self._file = found
+        self._num_in_flight = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One connection's request."""
+        is_work = scope["type"] == "websocket" or scope.get("method") == "POST"
+        if (is_work or scope.get("path") == "/health") and self._file.is_there():
+            await self._refuse(scope, receive, send)
+            return
+        self._num_in_flight += is_work
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_in_flight -= is_work
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1013})
+            return
+        # A client that still sends would otherwise find its connection cut, and no answer.
+        while (message := await receive()).get("more_body"):
+            pass
+        if message["type"] == "http.disconnect":
+            return
+        told = "this engine drains and takes no new work: ask another one"
+        body = {
+            "error": {"message": told, "type": "draining", "param": None, "code": 503},
+            "in_flight": self._num_in_flight,
+        }
+        headers = [(b"content-type", b"application/json"), (HEADER.lower().encode(), b"1")]
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(body).encode()})
