@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from vllm_commext.compat.kv_connector import drop_last_prompt_token
+from vllm_commext.drain import drain_file
 from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.quarantine import Quarantine
@@ -156,6 +157,7 @@ class SchedulerSide:
                 "MultiConnector passes on those of its first connector that has any, so name "
                 "CommextNixlConnector before it"
             )
+        file = drain_file()
         self._server = SideChannelServer(
             self.engine_id,
             self.incarnation,
@@ -163,6 +165,7 @@ class SchedulerSide:
             self._port,
             descriptions,
             self._secret,
+            None if file is None else file.is_there,
         )
         logger.info(
             "prefill engine %s serves its side channel on %s:%d",

@@ -153,10 +153,15 @@ class Engine:
         if serve:
             self.serve(self.description)
 
-    def serve(self, description: bytes) -> None:
-        """Answer on the side channel with this description."""
+    def serve(self, description: bytes, drains: Callable[[], bool] | None = None) -> None:
+        """Answer on the side channel with this description; ``drains`` says whether it drains."""
         self.server = SideChannelServer(
-            self.engine_id, self.incarnation, HOST, self.port, {self.rank.index: description}
+            self.engine_id,
+            self.incarnation,
+            HOST,
+            self.port,
+            {self.rank.index: description},
+            drains=drains,
         )
 
     def remote(self, request_id: str, block_ids: Sequence[int], **changes: Any) -> RemoteRequest:

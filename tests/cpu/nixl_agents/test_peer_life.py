@@ -1,6 +1,8 @@
 """Whole prefill engines in processes of their own that are killed and come back, seen from a decode
 worker that lives on."""
 
+import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +72,27 @@ def test_a_peer_that_was_killed_fails_requests_at_once_until_it_is_back(
         with PeerProcess("p", seed=5, port=first.port, whole=True) as second:
             assert_works(decode, second, "back")
             assert states(decode) == {"ready": 1}
+
+
+def test_a_peer_that_drains_is_read_from_and_its_end_is_no_surprise(
+    make_engine: MakeEngine, caplog: Lines
+) -> None:
+    drains = threading.Event()
+    decode, peer = make_engine("d", seed=2), make_engine("p", seed=1)
+    peer.serve(peer.description, drains.is_set)
+    assert_works(decode, peer, "before")
+    drains.set()
+    wait_until(lambda: states(decode) == {"draining": 1}, "the word of it")
+    assert_works(decode, peer, "while it drains")
+    drains.clear()
+    wait_until(lambda: states(decode) == {"ready": 1}, "the word that it is over")
+    drains.set()
+    wait_until(lambda: states(decode) == {"draining": 1}, "the word of the next one")
+    with caplog.at_level(logging.INFO, logger="vllm.commext.nixl"):
+        peer.server.close()
+        wait_until(lambda: states(decode) == {"suspect": 1}, "the closed connection")
+    assert any("has gone, as it had said" in line for line in caplog.messages)
+    assert not any("has closed" in line for line in caplog.messages)
 
 
 def test_peers_that_die_together_are_removed_and_swept_away(make_engine: MakeEngine) -> None:

@@ -29,6 +29,8 @@ from vllm_commext.nixl.wire.seal import read_secret
 CHECK_SECONDS = 0.1
 """Between two looks at connections and at what is not needed any more."""
 BACK_OFF = BackOff()
+DRAINING = "draining"
+"""How a ready peer is counted that has said that it drains."""
 
 
 @dataclass(eq=False)
@@ -52,6 +54,7 @@ class Peer:
         num_failures: handshakes that failed since the last good one.
         retry_at: when it may be asked again.
         last_used: when a request needed it last.
+        drains: it has said that it takes no new requests, and will go.
     """
 
     key: PeerKey
@@ -67,6 +70,7 @@ class Peer:
     num_failures: int = 0
     retry_at: float = 0.0
     last_used: float = 0.0
+    drains: bool = False
 
     @property
     def ready_link(self) -> Link | None:
@@ -151,10 +155,13 @@ class PeerTable:
         return self._inquire(("", host, port, 0))
 
     def count_states(self) -> dict[str, int]:
-        """Peers by state, every state named; retired ones are those whose reads go on."""
+        """Peers by state, every state named; retired ones are those whose reads go on, and ready
+        ones that drain are ``DRAINING``."""
         counts = Counter(peer.state for peer in self._peers.values())
         counts[PeerState.RETIRED] += self._links.num_retired
-        return {state.value: counts[state] for state in PeerState}
+        draining = sum(peer.drains for peer in self._peers.values() if peer.ready_link)
+        counts[PeerState.READY] -= draining
+        return {**{state.value: counts[state] for state in PeerState}, DRAINING: draining}
 
     def get(self, key: PeerKey) -> Peer | None:
         """What is known of a peer."""
@@ -331,6 +338,7 @@ class PeerTable:
         self._recorder.handshake(now - peer.asked)
         peer.apply(PeerEvent.ANSWERED)
         peer.num_failures = 0
+        peer.drains = False  # it says so after each answer
 
     def _connect(self, peer: Peer, described: wire.WorkerDescription, incarnation: str) -> None:
         """Connect to a worker that fits, or only to its agent where it does not."""
@@ -377,18 +385,33 @@ class PeerTable:
         for peer in list(self._peers.values()):
             if peer.state != PeerState.READY or peer.inquiry is None:
                 continue
+            self._take_news(peer, peer.inquiry)
             if peer.inquiry.is_connected():
                 continue
             is_idle = peer.is_idle
             peer.apply(PeerEvent.DOUBTED)
-            self._log.warning(
-                "connection", f"the connection to prefill engine {peer.key} has closed"
-            )
+            if peer.drains and is_idle:
+                logger.info("prefill engine %s has gone, as it had said", peer.key)
+            else:
+                self._log.warning(
+                    "connection", f"the connection to prefill engine {peer.key} has closed"
+                )
             peer.close_inquiry()
             if is_idle:
                 self._drop(peer)  # its process has ended, as far as can be told
             elif peer.link is not None:
                 self._prove(peer.key, peer.link.incarnation)
+
+    def _take_news(self, peer: Peer, inquiry: Inquiry) -> None:
+        try:
+            news = inquiry.take_news()
+        except ProtocolError as error:
+            self._log.warning("news", f"prefill engine {peer.key} says what is no news: {error}")
+            return
+        if news is not None and news.drains != peer.drains:
+            peer.drains = news.drains
+            what = "drains: it goes when its blocks are read" if news.drains else "drains no more"
+            logger.info("prefill engine %s %s", peer.key, what)
 
     def _prove(self, key: PeerKey, incarnation: str) -> None:
         """Reads are under way: find out now whether their peer lives."""

@@ -1,7 +1,8 @@
 """The prefill engine's half of the side channel: decode workers ask it for the description of one
 of its workers.
 
-It answers on a ZMQ ROUTER socket from a thread in its EngineCore process.  Nothing that arrives
+It answers on a ZMQ ROUTER socket from a thread in its EngineCore process, and tells whoever has
+asked when the engine begins to drain.  Nothing that arrives
 there can end the thread: what is not a valid request is counted, answered with the reason, and
 forgotten.
 """
@@ -12,18 +13,22 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 
 import zmq
 
 from vllm_commext.errors import ConfigError, ProtocolError
-from vllm_commext.nixl.log import RateLimitedLog
+from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.compatibility import digest
 from vllm_commext.nixl.wire.connection import bound_waits, endpoint
 from vllm_commext.nixl.wire.seal import Gate
 
 _RETRY_SECONDS = 0.2
+DRAIN_LOOK_SECONDS = 0.5
+MAX_TOLD = 4096
+"""Askers that are told of a drain, those that asked last."""
 
 
 def resolve(host: str, port: int) -> str:
@@ -62,6 +67,8 @@ class SideChannelServer:
         port: port to bind to.
         descriptions: the encoded ``WorkerDescription`` of each rank.
         secret: what a request must prove to know, see ``seal``; None lets everybody ask.
+        drains: whether the engine drains, asked from this server's thread; None where it never
+            does.
 
     Raises:
         ConfigError: the host has no address or the port cannot be bound.
@@ -75,11 +82,16 @@ class SideChannelServer:
         port: int,
         descriptions: Mapping[int, bytes],
         secret: bytes | None = None,
+        drains: Callable[[], bool] | None = None,
     ) -> None:
         self.engine_id = engine_id
         self.num_refused = 0
         self._num_taken = 0
         self._gate = Gate(secret)
+        self._drains = drains
+        self._told = False
+        # Who has asked, by envelope, with what its request had as nonce.
+        self._askers: OrderedDict[tuple[bytes, ...], bytes] = OrderedDict()
         described = {
             rank: wire.describe(body, incarnation, host, port)
             for rank, body in descriptions.items()
@@ -142,9 +154,11 @@ class SideChannelServer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._ear, zmq.POLLIN)
+        look_ms = None if self._drains is None else int(DRAIN_LOOK_SECONDS * 1000)
         while not self._stop.is_set():
             try:
-                poller.poll()
+                poller.poll(look_ms)
+                self._tell_drain()
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 continue
@@ -158,17 +172,39 @@ class SideChannelServer:
 
     def _reply(self, frames: list[bytes]) -> None:
         *envelope, frame = frames
-        answer = self._answer(frame)
+        self._send(envelope, self._answer(frame, tuple(envelope)))
+        if self._told and tuple(envelope) in self._askers:
+            self._send_draining(tuple(envelope))
+
+    def _send(self, envelope: Sequence[bytes], answer: bytes) -> None:
         try:
             self._socket.send_multipart([*envelope, answer])
         except zmq.ZMQError as error:
             self._log.warning("send", f"side channel: a reply was not sent: {error}")
 
-    def _answer(self, frame: bytes) -> bytes:
+    def _tell_drain(self) -> None:
+        """Tell whoever has asked where the engine drains, or does no more."""
+        if self._drains is None or self._drains() == self._told:
+            return
+        self._told = not self._told
+        what = "drains: it takes no new requests" if self._told else "takes requests again"
+        logger.info("prefill engine %s %s; its peers are told", self.engine_id, what)
+        for envelope in self._askers:
+            self._send_draining(envelope)
+
+    def _send_draining(self, envelope: tuple[bytes, ...]) -> None:
+        frame = wire.encode(wire.Draining(drains=self._told))
+        self._send(envelope, self._gate.prove(frame, self._askers[envelope], time.time()))
+
+    def _answer(self, frame: bytes, envelope: tuple[bytes, ...]) -> bytes:
         now = time.time()
         try:
             request, nonce = self._gate.admit(frame, now)
-            return self._gate.prove(self._answers[self._rank_asked_for(request)], nonce, now)
+            answer = self._gate.prove(self._answers[self._rank_asked_for(request)], nonce, now)
+            self._askers[envelope] = nonce
+            if len(self._askers) > MAX_TOLD:
+                self._askers.popitem(last=False)
+            return answer
         except ProtocolError as error:
             self.num_refused += 1
             self._log.warning("refused", f"side channel: refused a frame: {error}")

@@ -76,6 +76,18 @@ class Inquiry:
             raise ProtocolError(f"the prefill engine refused the handshake: {reply.reason}")
         return reply
 
+    def take_news(self) -> wire.Draining | None:
+        """What the engine has said since its answer, the oldest first; None where there is nothing.
+
+        Raises:
+            ProtocolError: it is not valid.
+        """
+        try:
+            frame = self._socket.recv_multipart(zmq.NOBLOCK)[-1]
+        except zmq.Again:
+            return None
+        return wire.decode_news(self._caller.check(frame))
+
     def is_connected(self) -> bool:
         """False once the connection was refused or has closed."""
         return self._watch is not None and not self._watch.has_failed()

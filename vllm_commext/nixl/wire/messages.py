@@ -73,6 +73,17 @@ class Refused(Frame, tag="refused", frozen=True):
     reason: str
 
 
+class Draining(Frame, tag="draining", frozen=True):
+    """Side channel, prefill to decode, to whoever has asked: whether the engine drains has changed.
+    What it holds can still be read; it takes no new requests.
+
+    Attributes:
+        drains: whether it does now.
+    """
+
+    drains: bool
+
+
 class Released(Frame, tag="released", frozen=True):
     """NIXL notification, decode to prefill: a consumer needs the request's blocks no longer.
 
@@ -134,6 +145,7 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
 _Any = TypeVar("_Any")
 _REQUEST = msgspec.msgpack.Decoder(DescribeRequest)
 _REPLY = msgspec.msgpack.Decoder(Described | Refused)
+_NEWS = msgspec.msgpack.Decoder(Draining)
 _NOTIFICATION = msgspec.msgpack.Decoder(Released | KeepAlive)
 _DESCRIPTION = msgspec.msgpack.Decoder(WorkerDescription)
 
@@ -151,6 +163,11 @@ def decode_request(frame: bytes) -> DescribeRequest:
 def decode_reply(frame: bytes) -> Described | Refused:
     """Decode the answer of a side channel; raises ProtocolError."""
     return _checked(_decode(_REPLY, frame, MAX_REPLY_BYTES, "handshake reply"))
+
+
+def decode_news(frame: bytes) -> Draining:
+    """Decode what a side channel sends after its answer; raises ProtocolError."""
+    return _checked(_decode(_NEWS, frame, MAX_REQUEST_BYTES, "side-channel news"))
 
 
 def decode_notification(frame: bytes) -> Released | KeepAlive:

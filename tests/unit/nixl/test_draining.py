@@ -1,0 +1,147 @@
+"""A prefill engine that drains says so on its side channel to whoever has asked, with its secret
+where it has one."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import zmq
+
+from vllm_commext.errors import ProtocolError
+from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
+from vllm_commext.nixl.prefill import side_channel
+from vllm_commext.nixl.prefill.side_channel import SideChannelServer
+from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.inquiry import Inquiry
+from vllm_commext.testing.ports import free_port
+
+HOST = "127.0.0.1"
+BOUND_SECONDS = 20.0
+SECRET = b"a secret of sixteen bytes and more"
+OTHER = b"another one of sixteen bytes and more"
+REQUEST = wire.DescribeRequest(engine_id="p", tp_rank=0)
+
+
+def description() -> bytes:
+    state = StateGeometry(1, 64, (StatePart("ssm", "float32", 0, 2, False, 64),))
+    layout = CacheLayout(1, 0, 1, [Group("state", 16)], [Family(0, ["l"], [4096], state)])
+    return wire.encode_description(
+        wire.WorkerDescription(
+            engine_id="p",
+            facts={},
+            agent_metadata=b"m",
+            memory_type="DRAM",
+            device_id=0,
+            layout=layout,
+        )
+    )
+
+
+@pytest.fixture
+def context() -> Iterator[Any]:
+    made = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@contextmanager
+def serving(drains: threading.Event, secret: bytes | None = None) -> Iterator[int]:
+    port = free_port()
+    descriptions = {0: description()}
+    server = SideChannelServer("p", "start-1", HOST, port, descriptions, secret, drains.is_set)
+    try:
+        yield port
+    finally:
+        server.close()
+
+
+def wait_for(look: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + BOUND_SECONDS
+    while time.monotonic() < deadline:
+        found = look()
+        if found is not None:
+            return found
+        time.sleep(0.002)
+    pytest.fail("nothing came in time")
+
+
+@contextmanager
+def asking(context: Any, port: int, secret: bytes | None = None) -> Iterator[Inquiry]:
+    """An engine that has its answer and keeps the connection."""
+    inquiry = Inquiry(context, HOST, port, REQUEST, secret)
+    try:
+        assert wait_for(inquiry.poll).incarnation == "start-1"
+        yield inquiry
+    finally:
+        inquiry.close()
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_whoever_has_asked_is_told_and_told_again_when_it_is_over(
+    context: Any, secret: bytes | None
+) -> None:
+    drains = threading.Event()
+    with (
+        serving(drains, secret) as port,
+        asking(context, port, secret) as one,
+        asking(context, port, secret) as two,
+    ):
+        assert one.take_news() is None
+        for expected in (True, False):
+            drains.set() if expected else drains.clear()
+            for inquiry in (one, two):
+                assert wait_for(inquiry.take_news).drains is expected
+                assert inquiry.take_news() is None, "once"
+                assert inquiry.is_connected()
+
+
+def test_who_asks_later_is_told_behind_the_answer(context: Any) -> None:
+    drains = threading.Event()
+    drains.set()
+    with serving(drains) as port, asking(context, port) as first:
+        assert wait_for(first.take_news).drains
+        with asking(context, port) as second:
+            assert wait_for(second.take_news).drains
+
+
+def test_who_was_refused_is_not_told(context: Any) -> None:
+    drains = threading.Event()
+    with serving(drains) as port, asking(context, port) as good:
+        request = wire.DescribeRequest(engine_id="another", tp_rank=0)
+        bad = Inquiry(context, HOST, port, request)
+        with pytest.raises(ProtocolError, match="refused the handshake"):
+            wait_for(bad.poll)
+        drains.set()
+        assert wait_for(good.take_news).drains
+        assert bad.take_news() is None
+        bad.close()
+
+
+def test_those_that_asked_last_are_told(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_channel, "MAX_TOLD", 1)
+    drains = threading.Event()
+    with (
+        serving(drains) as port,
+        asking(context, port) as one,
+        asking(context, port) as two,
+    ):
+        drains.set()
+        assert wait_for(two.take_news).drains
+        assert one.take_news() is None
+
+
+def test_news_with_another_secret_or_of_another_kind_are_none(context: Any) -> None:
+    drains = threading.Event()
+    with serving(drains, SECRET) as port, asking(context, port, SECRET) as inquiry:
+        inquiry._caller._secret = OTHER
+        drains.set()
+        with pytest.raises(ProtocolError, match="another secret"):
+            wait_for(inquiry.take_news)
+    with pytest.raises(ProtocolError, match="side-channel news: not a frame of this protocol"):
+        wire.decode_news(wire.encode(wire.Refused(reason="no")))
+    with pytest.raises(ProtocolError, match="protocol 9"):
+        wire.decode_news(wire.encode(wire.Draining(drains=True, version=9)))
+    assert wire.decode_news(wire.encode(wire.Draining(drains=False))).drains is False
