@@ -18,9 +18,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit import fleet
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import scrape
-from vllm_commext.testing.parity import Completion, compare, complete, near_enough
+from vllm_commext.testing.parity import Completion, compare, complete, near_enough, prefill
 from vllm_commext.testing.servers import VllmServer
 from vllm_commext.testing.tiny_kinds import KINDS
 from vllm_commext.testing.tiny_model import write_tiny_model
@@ -59,12 +60,13 @@ pytestmark = pytest.mark.timeout(900)
 @dataclass(frozen=True)
 class Engines:
     """Servers by name, the pairs of them to be asked, the answers that those of different sizes
-    give by themselves, and how many blocks each pair moved."""
+    give by themselves, where their files are, and how many blocks each pair moved."""
 
     kind: str
     pairs: Sequence[tuple[str, str]]
     servers: Mapping[str, VllmServer]
     own: Mapping[str, Sequence[Completion]]
+    folder: Path
     num_blocks: set[float] = field(default_factory=set[float])
 
     @property
@@ -87,7 +89,8 @@ def start(name: str, kind: str, model: Path, folder: Path) -> VllmServer:
         folder,
         cluster.kv_transfer_config("kv_both"),
         tensor_parallel_size=int(name[1]),
-        args=[*KINDS[kind].cpu_options, "--no-enable-prefix-caching", *split],
+        args=[*KINDS[kind].cpu_options, "--no-enable-prefix-caching", *split, *fleet.DRAIN_ARGS],
+        environ=fleet.drain_environ(folder, name),
     )
     server.start()
     return server
@@ -111,12 +114,12 @@ def engines(
             size: [complete(servers[f"a{size}"].url, cluster.MODEL_NAME, one) for one in prompts()]
             for size in ("1", "2")
         }
-        yield Engines(kind, SERVED[kind], servers, own)
+        yield Engines(kind, SERVED[kind], servers, own, folder)
 
 
 def test_answers_are_the_decode_engines_own(engines: Engines) -> None:
-    for prefill, decode in engines.pairs:
-        check_pair(engines, prefill, decode)
+    for source, target in engines.pairs:
+        check_pair(engines, source, target)
 
 
 def test_engines_and_workers_talk_over_our_queue(engines: Engines) -> None:
@@ -151,3 +154,44 @@ def check_pair(engines: Engines, prefill: str, decode: str) -> None:
         return
     assert max(one.max_logprob for one in differences) <= 2 * engines.noise
     assert all(near_enough(one, two, engines.noise) for one, two in zip(own, got, strict=True))
+
+
+# The last one of its engines: two of them end.
+@pytest.mark.parametrize("engines", ["llama"], indirect=True)
+def test_engines_change_roles_and_go_under_load_and_nothing_is_lost(engines: Engines) -> None:
+    servers, references = engines.servers, engines.own["1"]
+    routing = fleet.Routing(engines.folder, servers)
+    routing.assign(a1="prefill", a2="decode", b1="decode")
+    with routing.proxy, fleet.Load(routing.proxy.url, references) as load:
+        load.go_on(10)
+        before = scrape(servers["a1"].url)
+        routing.assign(b1="prefill", a1="decode", a2="decode")
+        load.go_on(20)
+        moved = scrape(servers["a1"].url).minus(before)
+        assert moved.total(f"{PREFIX}blocks_total") > 0, "it decodes now"
+        told = fleet.drain(servers["a1"], fleet.drain_file(engines.folder, "a1"))
+        assert "has drained" in told
+        fleet.terminate(servers["a1"])
+        assert fleet.wait_for_end(servers["a1"]) == 0
+        load.go_on(10)
+        check_a_lease_outlives_the_signal(engines, "b1", "a2")
+        load.go_on(10)
+    assert load.problems == []
+
+
+def check_a_lease_outlives_the_signal(engines: Engines, source: str, target: str) -> None:
+    """What a prefill engine holds when it is told to end is read, and then it ends."""
+    going, reader = engines.servers[source], engines.servers[target]
+    reference, before = engines.own["1"][0], scrape(reader.url)
+    params = prefill(going.url, cluster.MODEL_NAME, reference.prompt)
+    fleet.drain_file(engines.folder, source).touch()
+    fleet.terminate(going)
+    going.wait_for_log("EngineCore: start mode=drain", fleet.BOUND_SECONDS)
+    reader.wait_for_log("drains: it goes when its blocks are read", fleet.BOUND_SECONDS)
+    got = complete(
+        reader.url, cluster.MODEL_NAME, reference.prompt, extra={"kv_transfer_params": params}
+    )
+    assert near_enough(reference, got, engines.noise)
+    assert scrape(reader.url).minus(before).total(f"{PREFIX}failures_total") == 0
+    assert fleet.wait_for_end(going) == 0
+    reader.wait_for_log("has gone, as it had said", fleet.BOUND_SECONDS)

@@ -16,6 +16,7 @@ import pytest
 
 from vllm_commext.cli import main
 from vllm_commext.compat.versions import Verdict, judge
+from vllm_commext.drain import MIDDLEWARE, VARIABLE
 from vllm_commext.nixl.config import parse_config
 from vllm_commext.plugin import CONNECTOR_NAME
 from vllm_commext.proxy.config import ProxyConfig
@@ -137,8 +138,30 @@ def test_an_engine_has_shared_memory_a_gpu_and_probes(name: str) -> None:
     (volume,) = (one for one in volumes if one["name"] == shm)
     assert volume["emptyDir"]["medium"] == "Memory"
     assert found["resources"]["limits"]["nvidia.com/gpu"] == 1
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+    for probe in ("startupProbe", "readinessProbe"):
         assert found[probe]["httpGet"] == {"path": "/health", "port": "http"}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_is_drained_before_it_is_stopped(name: str) -> None:
+    found = container(name)
+    assert f"--middleware={MIDDLEWARE}" in found["args"]
+    (seconds,) = (int(arg[19:]) for arg in found["args"] if arg.startswith("--shutdown-timeout="))
+    command = found["lifecycle"]["preStop"]["exec"]["command"]
+    assert command[:2] == ["vllm-commext", "drain"]
+    args = main._build_parser(["drain"]).parse_args(command[1:])
+    assert args.url == f"http://127.0.0.1:{found['ports'][0]['containerPort']}"
+    assert any(one["name"] == VARIABLE and one["value"] for one in found["env"])
+    pod = of_kind("Deployment")[name]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] > args.wait + seconds
+    # While it drains, /health is 503, and the engine is not to be restarted.
+    assert found["livenessProbe"]["httpGet"] == {"path": "/ping", "port": "http"}
+
+
+def test_nothing_of_the_host_is_mounted() -> None:
+    for deployment in of_kind("Deployment").values():
+        for volume in deployment["spec"]["template"]["spec"].get("volumes", []):
+            assert "hostPath" not in volume
 
 
 def test_the_prefill_engine_names_its_own_pod() -> None:
@@ -155,6 +178,6 @@ def test_the_proxy_is_started_with_options_that_it_has_and_services_that_there_a
     assert found["command"] == ["vllm-commext", "proxy"]
     args = main._build_parser(["proxy"]).parse_args(["proxy", *found["args"]])
     config = ProxyConfig(prefill=args.prefill, decode=args.decode, host=args.host, port=args.port)
-    served = {f"http://{name}:8000" for name in of_kind("Service")}
+    served = {f"dns+http://{name}:8000" for name in of_kind("Service")}
     assert {*config.prefill, *config.decode} <= served
     assert "httpGet" not in found["livenessProbe"]

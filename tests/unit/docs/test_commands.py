@@ -52,6 +52,7 @@ COVERAGE: tuple[tuple[str, str], ...] = (
         "tests/unit/proxy/test_proxy_process.py::"
         "test_sigterm_lets_a_running_stream_end_and_refuses_new_connections",
     ),
+    (r"vllm-commext drain ", "tests/unit/test_drain.py"),
     (r"vllm-commext tune ", GPUS),
     (
         r"vllm serve .*(CommextNixlConnector)",

@@ -1,0 +1,152 @@
+"""Engines that come, go and change their roles behind a proxy under constant load."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from tests.chaos.judge import is_right
+from vllm_commext.drain import MIDDLEWARE, VARIABLE
+from vllm_commext.errors import CommextError
+from vllm_commext.testing import cluster
+from vllm_commext.testing.parity import Completion, complete
+from vllm_commext.testing.servers import ProxyServer, Server
+
+# vLLM's own bound on what an engine has under way when it is told to end, leases among it.
+DRAIN_ARGS = ("--middleware", MIDDLEWARE, "--shutdown-timeout", "240")
+PROXY_ARGS = (
+    *cluster.PATIENT_PROXY_ARGS, "--refresh-interval", "0.2", "--health-interval", "0.5",
+)  # fmt: skip
+BOUND_SECONDS = 300.0
+POLL_SECONDS = 0.05
+
+
+def drain_file(folder: Path, name: str) -> Path:
+    """Where the engine of this name looks."""
+    return folder / f"{name}.drain"
+
+
+def drain_environ(folder: Path, name: str) -> dict[str, str]:
+    """What such an engine needs beside ``DRAIN_ARGS``."""
+    return {VARIABLE: str(drain_file(folder, name))}
+
+
+@dataclass
+class Load:
+    """Clients that ask a proxy for known answers, one request each at a time.
+
+    Attributes:
+        url: the proxy.
+        references: the right answers.
+        num_right: right answers so far.
+        problems: what else came: wrong answers and errors.
+    """
+
+    url: str
+    references: Sequence[Completion]
+    num_right: int = 0
+    problems: list[str] = field(default_factory=list[str])
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _threads: list[threading.Thread] = field(default_factory=list[threading.Thread])
+
+    def __enter__(self) -> Load:
+        for number in range(3):
+            self._threads.append(threading.Thread(target=self._client, args=(number,), daemon=True))
+            self._threads[-1].start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(BOUND_SECONDS)
+        assert not any(thread.is_alive() for thread in self._threads)
+
+    def go_on(self, num_requests: int) -> None:
+        """Wait for as many more right answers; not for ever, and not after a problem."""
+        wanted, deadline = self.num_right + num_requests, time.monotonic() + BOUND_SECONDS
+        while self.num_right < wanted and not self.problems:
+            assert time.monotonic() < deadline, f"{self.num_right} of {wanted} right answers"
+            time.sleep(POLL_SECONDS)
+
+    def _client(self, number: int) -> None:
+        rng = random.Random(number)
+        while not self._stop.is_set():
+            reference = rng.choice(self.references)
+            problem = self._ask(reference, stream=rng.random() < 0.5)
+            with self._lock:
+                self.num_right += not problem
+                if problem:
+                    self.problems.append(problem)
+
+    def _ask(self, reference: Completion, *, stream: bool) -> str:
+        options = {"max_tokens": len(reference.token_ids), "stream": stream}
+        try:
+            got = complete(self.url, cluster.MODEL_NAME, reference.prompt, **options)  # type: ignore[arg-type]
+        except (CommextError, httpx.HTTPError, ValueError, KeyError) as error:
+            return f"{type(error).__name__}: {error}"
+        if is_right(reference, got):
+            return ""
+        return f"wrong: expected {reference.token_ids}, got {got.token_ids}"
+
+
+class Routing:
+    """A proxy whose engines and their roles are those of a file."""
+
+    def __init__(self, folder: Path, engines: Mapping[str, Server]) -> None:
+        self._engines = engines
+        self._file = folder / "engines.json"
+        self.roles: dict[str, str] = {}
+        self.proxy = ProxyServer(
+            "fleet", [], [], folder, args=[*PROXY_ARGS, "--engines-file", str(self._file)]
+        )
+
+    def assign(self, **roles: str) -> None:
+        """From now on these engines, by name, have these roles; the others get nothing."""
+        self.roles = roles
+        named = {
+            role: [self._engines[name].url for name, has in roles.items() if has == role]
+            for role in ("prefill", "decode")
+        }
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps(named))
+        new.rename(self._file)
+
+
+def drain(server: Server, file: Path) -> str:
+    """What `vllm-commext drain` prints until the engine has nothing left to do."""
+    command = [sys.executable, "-m", "vllm_commext", "drain", "--quiet", "1"]
+    done = subprocess.run(
+        [*command, "--file", str(file), "--url", server.url],
+        capture_output=True,
+        text=True,
+        timeout=BOUND_SECONDS + 60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def terminate(server: Server) -> None:
+    """Tell the server's own process to end, as Kubernetes does, and no other one."""
+    os.kill(server.pids()[0], signal.SIGTERM)
+
+
+def wait_for_end(server: Server) -> int | None:
+    """The exit status of a server that was told to end."""
+    deadline = time.monotonic() + BOUND_SECONDS
+    while server.running():
+        assert time.monotonic() < deadline, f"{server.name} goes on:\n{server.log_tail()}"
+        time.sleep(POLL_SECONDS)
+    return server.exit_status()
