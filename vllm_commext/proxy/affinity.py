@@ -11,13 +11,12 @@ begin like the one before (a window over the conversation's end).
 """
 
 import hashlib
-import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_commext.proxy.body import RawJson
+from vllm_commext.proxy.body import RawJson, dumps
 
 SESSION_HEADER = "X-Session-ID"
 BLOCK_BYTES = 1024
@@ -56,7 +55,7 @@ def prefix_of(body: Mapping[str, Any], tokens: int, session: str | None) -> Pref
         tokens: about how many tokens its prompt has.
         session: what the client calls the session, if it does.
     """
-    salt = json.dumps([body.get("model"), body.get("cache_salt")], default=str).encode()
+    salt = dumps([str(body.get("model")), str(body.get("cache_salt"))])
     prompt = body.get("messages", body.get("prompt"))
     text, num_bytes = _beginning(prompt)
     whole = len(text) // BLOCK_BYTES
@@ -99,8 +98,8 @@ def _pieces(items: list[Any]) -> Iterator[tuple[bytes, float]]:
     of all items that each piece is."""
     step = 1 if isinstance(items[0], (dict, list, str)) else _IDS_AT_ONCE
     for start in range(0, len(items), step):
-        text = json.dumps(items[start : start + step], separators=(",", ":"), default=str)
-        yield text[1:-1].encode() + b",", min(step, len(items) - start) / len(items)
+        text = dumps(items[start : start + step])
+        yield text[1:-1] + b",", min(step, len(items) - start) / len(items)
 
 
 class _Recent:

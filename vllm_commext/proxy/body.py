@@ -13,6 +13,8 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 LARGE_BODY_BYTES = 256 << 10
 MAX_DECODED_BYTES = 64 << 10
 WINDOW_BYTES = 128 << 10
@@ -50,9 +52,16 @@ def _finite(text: str) -> float:
 
 
 def decode(text: bytes | bytearray | memoryview) -> Any:
-    """The JSON in *text*. Raises `ValueError` or `RecursionError`."""
-    raw = bytes(text) if isinstance(text, memoryview) else text
-    return json.loads(raw, parse_constant=_no_constant, parse_float=_finite)
+    """The JSON in *text*. Raises `ValueError` or `RecursionError`.
+
+    msgspec takes a fifth of the time of Python's decoder, which judges what msgspec refuses: lone
+    surrogates and other encodings than UTF-8 are JSON to the engines.
+    """
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raw = bytes(text) if isinstance(text, memoryview) else text
+        return json.loads(raw, parse_constant=_no_constant, parse_float=_finite)
 
 
 def members_of(raw: bytes | bytearray) -> Generator[None, None, Any]:
@@ -172,19 +181,23 @@ def encode(body: Mapping[str, Any]) -> list[bytes | memoryview]:
     """*body* as JSON, in the pieces that it is made of; an engine reads what was judged here."""
     raw = {name: value for name, value in body.items() if isinstance(value, RawJson)}
     if not raw:
-        return [_dumps(body)]
+        return [dumps(body)]
     pieces: list[bytes | memoryview] = []
     opening = b"{"
     for name, value in raw.items():
-        pieces += [opening + _dumps(name) + b":", value.text]
+        pieces += [opening + dumps(name) + b":", value.text]
         opening = b","
-    rest = _dumps({name: value for name, value in body.items() if name not in raw})
+    rest = dumps({name: value for name, value in body.items() if name not in raw})
     pieces.append(b"," + rest[1:] if len(rest) > 2 else b"}")
     return pieces
 
 
-def _dumps(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+def dumps(value: Any) -> bytes:
+    """What `decode` returned, as JSON without spaces."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:  # a lone surrogate
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def num_tokens(body: Mapping[str, Any]) -> int:

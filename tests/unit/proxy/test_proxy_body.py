@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_commext.proxy import body as body_module
 from vllm_commext.proxy import two_step
-from vllm_commext.proxy.body import RawJson, encode, members_of, num_tokens
+from vllm_commext.proxy.body import RawJson, decode, dumps, encode, members_of, num_tokens
 from vllm_commext.proxy.two_step import COMPLETIONS
 
 awkward = st.text(alphabet='a"\\\n{[,:]}é\U0001f600', max_size=40)
@@ -82,6 +82,17 @@ def test_the_last_of_equal_names_counts_for_judgement_and_engine_alike() -> None
     members, _ = run(members_of(b'{"n": 1, "prompt": "0123456789abcdef", "n": 2}'))
     assert members["n"] == 2
     assert json.loads(b"".join(encode(members)))["n"] == 2
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32-be"])
+def test_every_encoding_that_the_engines_read_is_read(encoding: str) -> None:
+    assert decode('{"prompt": "caf\u00e9"}'.encode(encoding)) == {"prompt": "caf\u00e9"}
+
+
+@pytest.mark.parametrize("value", ["a\ud800", {"\udfff": [1 << 70, -0.0, 1e-7]}, ["\u2028"]])
+def test_a_value_is_the_same_after_both_ways(value: Any) -> None:
+    assert decode(json.dumps(value).encode()) == value
+    assert json.loads(dumps(value)) == value
 
 
 LONG = 1 << 20
