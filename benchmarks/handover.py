@@ -4,7 +4,8 @@ first token, and what it is made of.
 A plain server, vLLM's NixlConnector as it comes and with `VLLM_KV_CACHE_LAYOUT=BLHNC`, ours, ours
 with all first tokens sampled by the decode server, and ours behind the proxy, without and with
 first tokens that it sends itself; on GPUs also ours in the old layout.  All take turns, each while
-the others are stopped.  The read's share comes from the decode server's metrics; "rest" is the
+the others are stopped, in another order each round, and each after a short request that wakes its
+processes up.  The read's share comes from the decode server's metrics; "rest" is the
 hand-over without it: HTTP, parsing, scheduling, the last token.  Where the first token comes from
 the prefill server it does not wait for the read, and what the hand-over costs shows in the second
 one.  The same bytes in one large copy stand beside.  Without the proxy the client does what a proxy
@@ -53,6 +54,7 @@ COLUMNS = (
     *("prefill", "hand-over", "read", "post", "rest", "first token", "second token", "TPOT"),
     *("MB", "descriptors", "GB/s", "one copy GB/s", "first from P %", "early %"),
 )
+WAKING_TOKENS = 64
 REPORT_SECONDS = 0.5
 """Until a step's statistics stand on the metrics page."""
 Row = dict[str, Any]
@@ -93,8 +95,11 @@ def turn(
 ) -> tuple[list[Answer], dict[str, float]]:
     """A contestant's answers to some prompts at a time, and its medians."""
     decode = None if name == PLAIN else one.servers["decode"].url
-    before = None if decode is None else scrape(decode)
     source = None if name == PLAIN or name in PROXIED else one.servers["prefill"].url
+    ask_all(source, one.url, [prompts[0][:WAKING_TOKENS]], 2)
+    if decode is not None:
+        time.sleep(REPORT_SECONDS)
+    before = None if decode is None else scrape(decode)
     answers = ask_all(source, one.url, prompts, output_tokens)
     each = [answer.figures() for answer in answers]
     figures = {key: statistics.median(row[key] for row in each) for key in each[0]}
@@ -118,13 +123,16 @@ def measure(args: argparse.Namespace, contestants: Mapping[str, Contestant]) -> 
             for number in range(args.rounds + 1):
                 prompts = make_prompts(at_once, length, dice, next(iter(contestants.values())))
                 texts: dict[str, list[str]] = {}
-                for name, one in contestants.items():
+                first = number % len(contestants)
+                for name in [*contestants][first:] + [*contestants][:first]:
                     with alone(contestants, name) if len(contestants) > 1 else nullcontext():
-                        answers, figures = turn(name, one, prompts, args.output_tokens)
+                        answers, figures = turn(
+                            name, contestants[name], prompts, args.output_tokens
+                        )
                     texts[name] = [answer.text for answer in answers]
                     if number:  # the first round connects and warms up
                         samples[name].append(figures)
-                reference = next(iter(texts.values()))
+                reference = texts[next(iter(contestants))]
                 for found in texts.values():
                     num_equal += sum(a == b for a, b in zip(reference, found, strict=True))
                     num_answers += len(found)
