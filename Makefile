@@ -29,10 +29,12 @@ NEIGHBOURS := -n 2 --dist worksteal
 # Files side by side, those that take longest first: what a file's tests share, they share in one
 # process. One more than there are cores, as these tests also wait.
 FILES := -n 3 --dist loadfile --no-loadscope-reorder
+# What computes only takes what servers leave, which wait for a third of the time.
+AFTER := nice -n 5
 DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
 	--requests $(REQUESTS) $(if $(filter-out 0,$(KEEP)),--keep)
 
-.PHONY: demo test pure nightly wheels unit contract cpu long chaos bench fuzz mutants lint docs env matrix mixed test-matrix stress-shm \
+.PHONY: demo test servers pure checked nightly wheels unit contract cpu long chaos bench fuzz mutants lint docs env matrix mixed test-matrix stress-shm \
 	qemu sanitize clean help
 
 help: ## List the targets
@@ -41,12 +43,17 @@ help: ## List the targets
 demo: env ## Prefill and decode servers here, proven equal to one server; MODEL=granite P_TP=1 D_TP=2 TP=2 KEEP=1 REQUESTS=32
 	$(BIN)/vllm-commext demo $(DEMO_ARGS)
 
-test: env ## Lint beside unit and contract tests, then cpu tests and a short chaos run
-	$(MAKE) --jobs 2 lint pure
+test: env ## Tests with real servers and a short chaos run; lint, unit and contract tests while those wait
+	$(MAKE) --jobs 3 servers pure checked
+
+servers: env
 	$(PYTEST) $(FILES) tests/cpu tests/chaos $(PYTEST_ARGS)
 
 pure: env
-	$(PYTEST) $(NEIGHBOURS) tests/unit tests/contract $(PYTEST_ARGS)
+	$(AFTER) $(PYTEST) $(NEIGHBOURS) tests/unit tests/contract $(PYTEST_ARGS)
+
+checked: env
+	$(AFTER) $(MAKE) lint
 
 unit: env ## Tests that need no vLLM
 	$(PYTEST) $(NEIGHBOURS) tests/unit $(PYTEST_ARGS)
@@ -57,7 +64,8 @@ contract: env ## Tests against the installed vLLM, without a model
 cpu: env ## Tests with real servers on CPUs
 	$(PYTEST) $(FILES) tests/cpu $(PYTEST_ARGS)
 
-long: env ## Tests with real servers that `make test` has no time for, each server started from nothing
+long: env ## Tests that `make test` has no time for, each server started from nothing
+	COMMEXT_TEST_LONG=1 $(PYTEST) $(NEIGHBOURS) tests/unit tests/contract -m long $(PYTEST_ARGS)
 	COMMEXT_TEST_LONG=1 COMMEXT_TEST_FORK=0 $(PYTEST) tests/cpu -m long $(PYTEST_ARGS)
 
 nightly: env ## Everything that runs here and takes hours: both demos, long, chaos, fuzz, mutants, matrix, stress, sanitizers, wheels

@@ -34,17 +34,20 @@ def pytest_configure(config: pytest.Config) -> None:
 LONGEST = (
     "chaos/test_chaos.py",
     "cpu/test_parameters.py",
-    "cpu/test_demo.py",
     "cpu/test_topologies.py",
+    "cpu/test_demo.py",
     "cpu/test_tiny_model.py",
-    "cpu/test_faults.py",
     "cpu/test_shm_queue.py",
-    "cpu/test_mismatch.py",
-    "cpu/test_windows.py",
+    "cpu/test_faults.py",
+    "cpu/test_early_first_token.py",
     "cpu/test_defects.py",
     "cpu/nixl_agents/test_restarts.py",
+    "cpu/test_windows.py",
     "cpu/nixl_agents/test_simulated_cluster.py",
+    "cpu/test_mismatch.py",
     "cpu/nixl_agents/test_several_sources.py",
+    "chaos/test_fuzz.py",
+    "cpu/nixl_agents/test_faults.py",
 )
 
 

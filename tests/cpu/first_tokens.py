@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import httpx
+from vllm_commext.testing import parity
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 FIRST_TOKENS = "vllm:commext_nixl_first_tokens_total"
@@ -36,13 +36,9 @@ def told(url: str, path: str, body: Mapping[str, Any], *, stream: bool) -> Any:
     """What an answer says but for names and times of its own; a stream's pieces are put together,
     since how many tokens one holds depends on how fast they are taken."""
     if not stream:
-        answer = httpx.post(f"{url}{path}", json=body, timeout=300.0, trust_env=False)
-        assert answer.status_code == 200, answer.text
-        return _without_names(answer.json())
+        return _without_names(parity.post(f"{url}{path}", body).json())
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    with httpx.stream(
-        "POST", f"{url}{path}", json=streamed, timeout=300.0, trust_env=False
-    ) as answer:
+    with parity.stream(f"{url}{path}", streamed) as answer:
         assert answer.status_code == 200, answer.read()
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert lines[-1] == "[DONE]"

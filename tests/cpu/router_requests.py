@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from vllm_commext.testing.parity import PREFILL_PARAMS
+from vllm_commext.testing.parity import PREFILL_PARAMS, tls
 
 Body = Mapping[str, Any]
 Router = Callable[[str, str, str, Body], list[Any]]
@@ -25,6 +25,7 @@ def post(url: str, path: str, body: Body, headers: Mapping[str, str]) -> httpx.R
         headers={"Content-Type": "application/json", **headers},
         timeout=300.0,
         trust_env=False,
+        verify=tls(),
     )
     assert answer.status_code == 200, answer.text
     return answer

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import vllm
 from packaging.version import Version
@@ -22,6 +21,7 @@ from vllm_commext.testing.parity import (
     CompletionError,
     compare,
     complete,
+    post,
 )
 from vllm_commext.testing.servers import ServerEndedError
 from vllm_commext.testing.tiny_blip import image_url, write_tiny_blip
@@ -178,7 +178,7 @@ def test_images(composed: Cluster) -> None:
     assert max(abs(one - two) for one, two in zip(got[1], own[red][1], strict=True)) < ATOL
     moved = scrape(pair.decode.url).minus(before)
     assert moved.total(f"{NIXL}bytes_total") > 0
-    with pytest.raises(httpx.HTTPStatusError):
+    with pytest.raises(CompletionError):
         look(pair.decode.url, blue, prefilled(pair.prefill.url, red))
     assert look(pair.decode.url, blue, {})[0] == own[blue][0]
 
@@ -199,8 +199,7 @@ def chat(url: str, colour: tuple[int, int, int], extra: Mapping[str, Any]) -> di
         "return_token_ids": True,
         **extra,
     }
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300, trust_env=False)
-    return answer.raise_for_status().json()
+    return post(f"{url}/v1/chat/completions", body).json()
 
 
 def look(

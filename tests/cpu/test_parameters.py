@@ -17,14 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import first_tokens
-import httpx
 import pytest
 from router_requests import ROUTERS, text_of
 
 from vllm_commext.nixl.wire.params import read_params, write_params
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import Metrics, scrape, wait_for_added
-from vllm_commext.testing.parity import PREFILL_PARAMS, Completion, compare, complete, prefill
+from vllm_commext.testing.parity import (
+    PREFILL_PARAMS,
+    Completion,
+    compare,
+    complete,
+    post,
+    prefill,
+)
 from vllm_commext.testing.servers import ProxyServer, Server, VllmServer
 
 LOG_SECONDS = 30
@@ -225,9 +231,7 @@ def body_of(path: str, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 def ask(server: Server, path: str, body: Mapping[str, Any]) -> Any:
     """The answer's JSON."""
-    answer = httpx.post(f"{server.url}{path}", json=body, timeout=300.0, trust_env=False)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return post(f"{server.url}{path}", body).json()
 
 
 def ask_by_plain_router(servers: Servers, path: str, body: Mapping[str, Any]) -> Any:

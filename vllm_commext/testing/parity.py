@@ -3,8 +3,10 @@ position."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,9 @@ from vllm_commext.errors import CommextError, ProtocolError
 
 TOKEN_PREFIX = "token_id:"
 TOP_LOGPROBS = 5
+TIMEOUT_SECONDS = 300.0
+# httpx reads all certificates for each request, which takes longer than a tiny model's answer.
+tls = functools.cache(httpx.create_ssl_context)
 PREFILL_PARAMS: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -75,7 +80,7 @@ def complete(
     max_tokens: int = 16,
     stream: bool = False,
     extra: Mapping[str, Any] | None = None,
-    timeout_seconds: float = 300.0,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Completion:
     """Ask ``url``/v1/completions for exactly ``max_tokens`` greedy tokens after a prompt given as
     token ids.
@@ -118,10 +123,7 @@ def prefill(
         "kv_transfer_params": dict(PREFILL_PARAMS),
     }
     address = f"{url}/v1/completions"
-    response = httpx.post(address, json=body, timeout=timeout_seconds, trust_env=False)
-    if response.status_code != 200:
-        raise CompletionError(address, response.status_code, response.text)
-    params = response.json().get("kv_transfer_params")
+    params = post(address, body, timeout_seconds).json().get("kv_transfer_params")
     if not isinstance(params, dict):
         raise ProtocolError(
             f"expected kv_transfer_params from {url}, got {params!r}; has it a KV connector?"
@@ -129,15 +131,34 @@ def prefill(
     return params
 
 
-def _ask_once(url: str, body: Mapping[str, Any], timeout_seconds: float) -> list[dict[str, Any]]:
-    response = httpx.post(url, json=body, timeout=timeout_seconds, trust_env=False)
+def post(
+    url: str, body: Mapping[str, Any], timeout_seconds: float = TIMEOUT_SECONDS
+) -> httpx.Response:
+    """The answer to a body of JSON.
+
+    Raises ``CompletionError`` for any but 200, ``httpx.HTTPError`` when the connection fails.
+    """
+    response = httpx.post(url, json=body, timeout=timeout_seconds, trust_env=False, verify=tls())
     if response.status_code != 200:
         raise CompletionError(url, response.status_code, response.text)
-    return [response.json()["choices"][0]]
+    return response
+
+
+def stream(
+    url: str, body: Mapping[str, Any], timeout_seconds: float = TIMEOUT_SECONDS, **options: Any
+) -> AbstractContextManager[httpx.Response]:
+    """The answer as it comes, whatever its status; ``options`` go to ``httpx.stream``."""
+    return httpx.stream(
+        *("POST", url), json=body, timeout=timeout_seconds, trust_env=False, verify=tls(), **options
+    )
+
+
+def _ask_once(url: str, body: Mapping[str, Any], timeout_seconds: float) -> list[dict[str, Any]]:
+    return [post(url, body, timeout_seconds).json()["choices"][0]]
 
 
 def _ask_stream(url: str, body: Mapping[str, Any], timeout_seconds: float) -> list[dict[str, Any]]:
-    with httpx.stream("POST", url, json=body, timeout=timeout_seconds, trust_env=False) as response:
+    with stream(url, body, timeout_seconds) as response:
         if response.status_code != 200:
             raise CompletionError(
                 url, response.status_code, response.read().decode(errors="replace")

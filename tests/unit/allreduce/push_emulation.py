@@ -31,8 +31,7 @@ def compile_kernel(source: Program, macros: dict[str, int]) -> ctypes.CDLL:
     """A kernel for this CPU, of whichever rank."""
     defined: dict[str, object] = {k: value for k, value in macros.items() if k != "RANK"}
     defined |= {"KERNEL_NAME": source.name, "KERNEL_FILE": f'"{source.main.name}"'}
-    flags = ["-O0", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"]
-    return ctypes.CDLL(str(compiled(HERE / "emulate_push.cpp", source.folder, defined, flags)))
+    return ctypes.CDLL(str(compiled(HERE / "emulate_push.cpp", source.folder, defined)))
 
 
 class Ranks:

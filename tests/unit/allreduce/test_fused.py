@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.crossed import crossed
 from vllm_commext.allreduce import fused
 from vllm_commext.allreduce.fused_layout import (
     GROUP_FP8,
@@ -113,8 +114,7 @@ def test_the_kernels_arguments_are_as_the_source_has_them() -> None:
 
 
 @pytest.mark.usefixtures("needs_nvrtc")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "architecture"), crossed(SHAPES, ARCHITECTURES), ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_it_compiles_for_every_architecture(
     kernel: str, shape: FusedShape, architecture: int

@@ -23,7 +23,7 @@ EMPTY = layout.SENTINEL_BITS << 32 | layout.SENTINEL_BITS
 def library(shape: Shape, tiling: Tiling) -> ctypes.CDLL:
     """The kernel of one shape for this CPU."""
     macros = variants.macros(shape, tiling)
-    path = compiled(HERE / "emulate.cpp", PROGRAM.folder, macros, ["-O1", "-Wno-unknown-pragmas"])
+    path = compiled(HERE / "emulate.cpp", PROGRAM.folder, macros)
     loaded = ctypes.CDLL(str(path))
     assert loaded.args_bytes() == ctypes.sizeof(Arguments)
     return loaded

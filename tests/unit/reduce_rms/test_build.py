@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.crossed import crossed
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import nvrtc
 from vllm_commext.reduce_rms import build, variants
@@ -45,8 +46,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.usefixtures("needs_nvrtc")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "architecture"), crossed(SHAPES, ARCHITECTURES), ids=str)
 def test_every_form_compiles_for_every_architecture(shape: Shape, architecture: int) -> None:
     for tiling in variants.tilings(shape):
         cubin = PROGRAM.compile_cubin(variants.macros(shape, tiling), architecture)

@@ -1,0 +1,19 @@
+"""Pairs of what a test is to be tried with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def crossed(ones: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Every pair as parameters of a test; all but so many as meet each value are marked long."""
+    most = max(len(ones), len(others))
+    always = {(number % len(ones), number % len(others)) for number in range(most)}
+    return [
+        pytest.param(one, other, marks=[] if (i, j) in always else [pytest.mark.long])
+        for i, one in enumerate(ones)
+        for j, other in enumerate(others)
+    ]
