@@ -6,6 +6,7 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 VLLM ?= 0.32.0
+OLDER ?= 2f151d8
 MATRIX ?= 0.28.0 0.30.0 0.32.0
 OTHER ?= 0.30.0
 MODEL ?= llama
@@ -34,7 +35,7 @@ AFTER := nice -n 5
 DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
 	--requests $(REQUESTS) $(if $(filter-out 0,$(KEEP)),--keep)
 
-.PHONY: demo test servers pure checked nightly wheels unit contract cpu long chaos bench fuzz mutants lint docs env matrix mixed test-matrix stress-shm \
+.PHONY: demo test servers pure checked nightly wheels unit contract cpu long chaos bench fuzz mutants lint docs env matrix mixed older test-matrix stress-shm \
 	qemu sanitize clean help
 
 help: ## List the targets
@@ -71,7 +72,7 @@ long: env ## Tests that `make test` has no time for, each server started from no
 nightly: env ## Everything that runs here and takes hours: both demos, long, chaos, fuzz, mutants, matrix, stress, sanitizers, wheels
 	$(MAKE) demo
 	$(MAKE) demo MODEL=granite1 P_TP=1 D_TP=2 REQUESTS=8
-	$(MAKE) long chaos fuzz mutants test-matrix matrix mixed stress-shm sanitize wheels
+	$(MAKE) long chaos fuzz mutants test-matrix matrix mixed older stress-shm sanitize wheels
 	if command -v qemu-aarch64 > /dev/null; then $(MAKE) qemu; else echo "make qemu left out: no qemu-aarch64"; fi
 
 bench: env ## Every benchmark that this machine can run, short, as one report in benchmarks/results; BENCH_ARGS='--only serve'
@@ -114,6 +115,11 @@ mixed: env ## KV cache read between servers of VLLM and of OTHER=0.30.0, both wa
 	COMMEXT_TEST_LONG=1 COMMEXT_TEST_FORK=0 COMMEXT_TEST_OTHER_PYTHON=$(CURDIR)/.venv-$(OTHER)/bin/python \
 		$(PYTEST) tests/cpu/test_mixed_versions.py $(PYTEST_ARGS)
 
+older: env ## Servers of 0.2.0 (OLDER=its commit) and of this state beside each other: right answers, and a line on both sides
+	$(BIN)/python tools/older_release.py $(VENV) .older-$(OLDER) --commit $(OLDER)
+	COMMEXT_TEST_LONG=1 COMMEXT_TEST_FORK=0 COMMEXT_TEST_OLDER=$(CURDIR)/.older-$(OLDER) \
+		$(PYTEST) tests/cpu/test_older_release.py $(PYTEST_ARGS)
+
 matrix: env ## One table: every seam against every vLLM of the window, also those that are not installed
 	$(BIN)/python tools/seam_matrix.py
 
@@ -132,5 +138,5 @@ sanitize: env ## The native queue's core under ThreadSanitizer, AddressSanitizer
 	COMMEXT_RING_RECORDS=500000 $(PYTEST) tests/unit/shm/test_ring_native.py $(PYTEST_ARGS)
 
 clean: ## Remove the environments and what tests and tools left
-	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* .older-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
