@@ -269,6 +269,22 @@ async def running_cluster(
         await cluster.idle()
 
 
+def outcome(kind: str, side: str) -> str:
+    labels = f'endpoint="completions",outcome="{kind}",side="{side}"'
+    return f"commext_proxy_requests_total{{{labels}}} 1.0"
+
+
+async def expect_error(cluster: Cluster, status: int, kind: str, side: str) -> str:
+    """Ask once; check every sign of the failure. The message."""
+    async with cluster.post({"prompt": "hello", "max_tokens": 20}) as response:
+        assert response.status == status
+        assert response.headers["X-Commext-Side"] == side
+        error = (await response.json())["error"]
+    assert (error["type"], error["code"], error["side"]) == (kind, status, side)
+    assert outcome(kind, side) in await cluster.metrics()
+    return error["message"]
+
+
 class Kit:
     """What a test takes from here, since test files do not import one another."""
 
@@ -280,6 +296,8 @@ class Kit:
     answering = staticmethod(answering)
     dropping = staticmethod(dropping)
     hanging = staticmethod(hanging)
+    outcome = staticmethod(outcome)
+    expect_error = staticmethod(expect_error)
     kv_params = KV_PARAMS
 
 

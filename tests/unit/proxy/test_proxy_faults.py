@@ -1,7 +1,6 @@
-"""Engines and clients that fail: who is asked again, who is told what, and what is left over."""
+"""Engines that fail: who is asked again, and who is told what."""
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -9,22 +8,6 @@ import pytest
 BODY = {"prompt": "hello", "max_tokens": 20}
 STREAM = {**BODY, "stream": True}
 EVENT = b'data: {"n": 1}\n\n'
-
-
-def outcome(kind: str, side: str) -> str:
-    labels = f'endpoint="completions",outcome="{kind}",side="{side}"'
-    return f"commext_proxy_requests_total{{{labels}}} 1.0"
-
-
-async def expect_error(cluster: Any, status: int, kind: str, side: str) -> str:
-    """Ask once; check every sign of the failure. The message."""
-    async with cluster.post(BODY) as response:
-        assert response.status == status
-        assert response.headers["X-Commext-Side"] == side
-        error = (await response.json())["error"]
-    assert (error["type"], error["code"], error["side"]) == (kind, status, side)
-    assert outcome(kind, side) in await cluster.metrics()
-    return error["message"]
 
 
 def test_a_refused_prefill_goes_to_another_engine_and_the_first_is_left_alone(kit: Any) -> None:
@@ -75,7 +58,7 @@ def test_without_any_decode_engine_the_request_fails_and_health_says_so(kit: Any
         waits = {"health_interval_seconds": 60, "engine_wait_seconds": 0.1}
         async with kit.cluster(**waits) as cluster:
             await cluster.decode[0].stop()
-            assert "no usable decode engine among 1" in await expect_error(
+            assert "no usable decode engine among 1" in await kit.expect_error(
                 cluster, 503, "no_engine", "decode"
             )
             async with cluster.session.get(cluster.url + "/health") as response:
@@ -154,7 +137,7 @@ def test_a_prefill_engines_refusal_is_final_and_passed_on(kit: Any) -> None:
                 assert (response.status, response.headers["X-Commext-Side"]) == (400, "prefill")
                 assert await response.read() == b'{"error": "too long"}'
             assert (cluster.prefill[1].calls, cluster.decode[0].calls) == ([], [])
-            assert outcome("engine_error", "prefill") in await cluster.metrics()
+            assert kit.outcome("engine_error", "prefill") in await cluster.metrics()
 
     asyncio.run(scenario())
 
@@ -203,7 +186,7 @@ def test_unread_blocks_are_reported_when_no_decode_engine_can_be_reached(
         waits = {"health_interval_seconds": 60, "engine_wait_seconds": 0.1}
         async with kit.cluster(**waits) as cluster:
             await cluster.decode[0].stop()
-            await expect_error(cluster, 503, "no_engine", "decode")
+            await kit.expect_error(cluster, 503, "no_engine", "decode")
             assert len(cluster.prefill[0].calls) == 1
 
     asyncio.run(scenario())
@@ -224,6 +207,8 @@ def failing_stream(*events: bytes) -> Any:
 
 
 ROLE = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
+
+
 FAILED_DECODES = {
     "lost": lambda kit: kit.dropping,
     "status": lambda kit: kit.answering(500, b'{"error": "load failed"}'),
@@ -274,7 +259,7 @@ def test_a_request_that_fails_again_ends_with_the_engines_error(kit: Any) -> Non
                 assert (response.status, response.headers["X-Commext-Side"]) == (500, "decode")
                 assert await response.read() == b'{"error": "load failed"}'
             assert sum(len(engine.calls) for engine in cluster.decode) == 2
-            assert outcome("engine_error", "decode") in await cluster.metrics()
+            assert kit.outcome("engine_error", "decode") in await cluster.metrics()
 
     asyncio.run(scenario())
 
@@ -312,279 +297,3 @@ def test_an_error_after_the_first_token_is_the_clients_to_see(kit: Any) -> None:
             assert cluster.decode[1].calls == []
 
     asyncio.run(scenario())
-
-
-def test_a_stream_whose_first_token_never_comes_is_aborted(kit: Any) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(decode_timeout_seconds=0.1) as cluster:
-            cluster.decode[0].behave = kit.hanging
-            async with cluster.post(STREAM) as response:
-                assert response.status == 504
-            await kit.until(lambda: cluster.decode[0].num_left == 1, "the abort to arrive")
-
-    asyncio.run(scenario())
-
-
-def test_an_answer_in_one_piece_may_take_as_long_as_its_engine_lives(kit: Any) -> None:
-    async def slow(call: Any) -> None:
-        await asyncio.sleep(0.5)
-        await kit.decode_ok(call)
-
-    async def scenario() -> None:
-        short = {"decode_timeout_seconds": 0.05, "decode_idle_timeout_seconds": 0.05}
-        async with kit.cluster(**short, engine_lost_seconds=0.2) as cluster:
-            cluster.decode[0].behave = slow
-            async with cluster.post(BODY) as response:
-                assert response.status == 200
-
-    asyncio.run(scenario())
-
-
-def test_an_engine_that_answers_nothing_any_more_is_given_up(kit: Any) -> None:
-    checks = {"health_interval_seconds": 0.02, "health_timeout_seconds": 0.05}
-
-    async def scenario() -> None:
-        async with kit.cluster(num_decode=2, **checks, engine_lost_seconds=0.3) as cluster:
-            first = cluster.decode[0]
-            first.behave = kit.hanging
-            asking = asyncio.ensure_future(status_of(cluster))
-            await kit.until(lambda: bool(first.calls), "the decode step")
-            first.health_status = 0
-            assert await asyncio.wait_for(asking, 10) == 200
-            assert len(cluster.decode[1].calls) == 1
-
-    asyncio.run(scenario())
-
-
-def test_an_engine_that_only_says_that_it_is_unwell_is_waited_for(kit: Any) -> None:
-    release = asyncio.Event()
-
-    async def held(call: Any) -> None:
-        await release.wait()
-        await kit.decode_ok(call)
-
-    async def scenario() -> None:
-        checks = {"health_interval_seconds": 0.02, "engine_lost_seconds": 0.1}
-        async with kit.cluster(**checks) as cluster:
-            cluster.decode[0].behave = held
-            asking = asyncio.ensure_future(status_of(cluster))
-            await kit.until(lambda: bool(cluster.decode[0].calls), "the decode step")
-            cluster.decode[0].health_status = 503
-            await asyncio.sleep(0.4)
-            assert not asking.done()
-            release.set()
-            assert await asking == 200
-
-    asyncio.run(scenario())
-
-
-def test_headers_without_a_first_token_are_a_timeout_too(kit: Any) -> None:
-    async def silent_stream(call: Any) -> None:
-        await call.begin_stream()
-        await kit.hanging(call)
-
-    async def scenario() -> None:
-        async with kit.cluster(decode_timeout_seconds=0.1) as cluster:
-            cluster.decode[0].behave = silent_stream
-            async with cluster.post(STREAM) as response:
-                assert response.status == 504
-            assert outcome("timeout", "decode") in await cluster.metrics()
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize(
-    ("ending", "kind"), [("cut", "lost"), ("short", "lost"), ("silence", "timeout")]
-)
-def test_a_broken_stream_ends_with_an_error_event(kit: Any, ending: str, kind: str) -> None:
-    async def breaking(call: Any) -> None:
-        if ending == "short":
-            head = (
-                b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 60\r\n\r\n"
-            )
-            await call.send(head + EVENT + b'data: {"half of an ev')
-            return
-        await call.begin_stream()
-        await call.chunk(EVENT)
-        await call.chunk(b'data: {"half of an ev')
-        if ending == "silence":
-            await kit.hanging(call)
-
-    async def scenario() -> None:
-        async with kit.cluster(decode_idle_timeout_seconds=0.1) as cluster:
-            cluster.decode[0].behave = breaking
-            async with cluster.post(STREAM) as response:
-                assert response.status == 200
-                text = await response.read()
-            assert text.startswith(EVENT + b"data: ")
-            assert text.endswith(b"\n\n")
-            error = json.loads(text[len(EVENT) + len(b"data: ") :])["error"]
-            assert (error["type"], error["side"], error["engine"]) == (kind, "decode", "decode0")
-            assert outcome(kind, "decode") in await cluster.metrics()
-
-    asyncio.run(scenario())
-
-
-def test_a_broken_plain_answer_is_seen_as_incomplete(kit: Any) -> None:
-    async def breaking(call: Any) -> None:
-        await call.send(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n" + b"x" * 50)
-
-    async def scenario() -> None:
-        import aiohttp
-
-        async with kit.cluster() as cluster:
-            cluster.decode[0].behave = breaking
-            with pytest.raises(aiohttp.ClientError):
-                async with cluster.post(BODY) as response:
-                    await response.read()
-            await cluster.idle()
-            assert outcome("lost", "decode") in await cluster.metrics()
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("step", ["prefill", "decode"])
-@pytest.mark.parametrize("body", [BODY, STREAM], ids=["plain", "stream"])
-def test_a_client_that_leaves_before_the_answer_aborts_the_engine(
-    kit: Any, step: str, body: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    async def scenario() -> None:
-        async with kit.cluster() as cluster:
-            engine = getattr(cluster, step)[0]
-            engine.behave = kit.hanging
-            asking = asyncio.ensure_future(cluster.post(body).__aenter__())
-            await kit.until(lambda: bool(engine.calls), f"the {step} step")
-            asking.cancel()
-            await kit.until(lambda: engine.num_left == 1, "the abort to arrive")
-            await cluster.idle()
-            assert len(cluster.decode[0].calls) == (step == "decode")
-            assert outcome("client_gone", "proxy") in await cluster.metrics()
-
-    asyncio.run(scenario())
-    assert ("keeps its KV blocks" in caplog.text) == (step == "decode")
-
-
-def test_a_client_that_leaves_in_mid_stream_aborts_the_decode(kit: Any) -> None:
-    async def endless(call: Any) -> None:
-        await call.begin_stream()
-        await call.chunk(EVENT)
-        await kit.hanging(call)
-
-    async def scenario() -> None:
-        async with kit.cluster() as cluster:
-            cluster.decode[0].behave = endless
-            async with cluster.post(STREAM) as response:
-                assert await response.content.readany() == EVENT
-                response.close()
-            await kit.until(lambda: cluster.decode[0].num_left == 1, "the abort to arrive")
-            await cluster.idle()
-            assert outcome("client_gone", "proxy") in await cluster.metrics()
-
-    asyncio.run(scenario())
-
-
-def test_a_client_that_reads_nothing_holds_neither_memory_nor_an_engine(kit: Any) -> None:
-    async def flood(call: Any) -> None:
-        await call.begin_stream()
-        while True:
-            await call.chunk(b"data: " + b"x" * (1 << 20) + b"\n\n")
-
-    async def scenario() -> None:
-        async with kit.cluster(client_timeout_seconds=0.2) as cluster:
-            cluster.decode[0].behave = flood
-            host, port = cluster.url.removeprefix("http://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port), limit=1)
-            content = json.dumps(STREAM).encode()
-            writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\n\r\n" % len(content) + content
-            )
-            await kit.until(lambda: cluster.decode[0].num_left == 1, "the abort to arrive")
-            await cluster.idle()
-            assert outcome("client_gone", "proxy") in await cluster.metrics()
-            assert b"HTTP/1.1 499" not in await _until_cut(reader)
-            writer.close()
-
-    asyncio.run(scenario())
-
-
-async def _until_cut(reader: asyncio.StreamReader) -> bytes:
-    received = b""
-    try:
-        while piece := await asyncio.wait_for(reader.read(1 << 20), 10):
-            received += piece
-    except ConnectionResetError:
-        pass
-    return received
-
-
-def test_a_client_that_never_sends_its_body_is_told_so(kit: Any) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(client_timeout_seconds=0.1) as cluster:
-            host, port = cluster.url.removeprefix("http://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                b"Content-Length: 10\r\n\r\n{"
-            )
-            assert b" 408 " in await asyncio.wait_for(reader.readline(), 10)
-            writer.close()
-            assert cluster.prefill[0].calls == []
-
-    asyncio.run(scenario())
-
-
-async def status_of(cluster: Any) -> int:
-    async with cluster.post(BODY) as response:
-        return response.status
-
-
-def test_a_request_waits_a_moment_for_an_engine_to_be_well_again(kit: Any) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(health_interval_seconds=0.02, engine_wait_seconds=30) as cluster:
-            cluster.decode[0].health_status = 503
-            pool = cluster.proxy.decode_pool
-            await kit.until(lambda: pool.num_healthy == 0, "the sick engine to be noticed")
-            request = asyncio.create_task(status_of(cluster))
-            await asyncio.sleep(0.1)
-            assert not request.done()
-            assert cluster.decode[0].calls == []
-            cluster.decode[0].health_status = 200
-            assert await asyncio.wait_for(request, 20) == 200
-
-    asyncio.run(scenario())
-
-
-def test_health_follows_the_engines_down_and_up(kit: Any) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(num_decode=2, health_interval_seconds=0.02) as cluster:
-            pool = cluster.proxy.decode_pool
-            cluster.decode[0].health_status = 503
-            await kit.until(lambda: pool.num_healthy == 1, "the sick engine to be noticed")
-            assert pool.engines[0].detail == "/health answered 503"
-            for _ in range(2):
-                async with cluster.post(BODY) as response:
-                    assert response.headers["X-Commext-Decode"] == "decode1"
-            cluster.decode[0].health_status = 200
-            await kit.until(lambda: pool.num_healthy == 2, "the engine to be well again")
-            await cluster.decode[1].stop()
-            await kit.until(lambda: pool.num_healthy == 1, "the lost engine to be noticed")
-            await cluster.decode[1].start()
-            await kit.until(lambda: pool.num_healthy == 2, "the engine to be back")
-
-    asyncio.run(scenario())
-
-
-def test_a_fault_of_the_proxy_itself_is_answered_and_logged(
-    kit: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*_: object) -> None:
-        raise ArithmeticError("a bug")
-
-    async def scenario() -> None:
-        async with kit.cluster() as cluster:
-            monkeypatch.setattr("vllm_commext.proxy.two_step.prefill_body", broken)
-            await expect_error(cluster, 500, "internal", "proxy")
-
-    asyncio.run(scenario())
-    assert "ArithmeticError: a bug" in caplog.text
