@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from serve_parts.report import load_average, machine
+from serving.report import load_average, machine
 from torch import distributed as dist
 
 from vllm_commext.allreduce.selection import size_text

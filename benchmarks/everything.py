@@ -53,7 +53,7 @@ def commands(gpus: int) -> dict[str, list[str]]:
     found = {
         "queue": ["shm_queue.py", "--quick", "--contestants", "ours", "vllm"],
         "cpu_collectives": ["cpu_collectives.py", "--quick"],
-        "nixl": ["nixl.py", "--quick"],
+        "nixl": ["nixl_connector.py", "--quick"],
         "serve": ["serve.py", "--tp", "1", "--rounds", "3", "--requests", "32"],
     }
     if gpus < 2:

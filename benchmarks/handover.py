@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 import vllm
-from handover_parts.contestants import (
+from handovers.contestants import (
     IN_TREE_LAYOUT,
     NAMES,
     OURS_HND,
@@ -44,8 +44,8 @@ from handover_parts.contestants import (
     read_figures,
     started,
 )
-from handover_parts.requests import Answer, ask_all, begins_with_text
-from serve_parts.servers import Contestant, alone
+from handovers.requests import Answer, ask_all, begins_with_text
+from serving.servers import Contestant, alone
 
 from vllm_commext.testing.metrics import scrape
 from vllm_commext.testing.prompts import PRINTABLE

@@ -22,16 +22,16 @@ import math
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import vllm
+from kv_connector import releases
 
 from vllm_commext.testing import cluster
 from vllm_commext.testing.parity import complete, prefill
+from vllm_commext.testing.processes import cpu_seconds
 from vllm_commext.testing.servers import Server
 from vllm_commext.testing.tiny_model import write_tiny_model
 
@@ -39,39 +39,26 @@ PLAIN = "none, and this package off"
 CONNECTORS = ("CommextNixlConnector", "NixlConnector", PLAIN)
 
 
-def cpu_seconds(server: Server) -> float:
-    """User and system time of a server's processes so far."""
-    ticks = 0
-    for pid in server.pids():
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def start(stack: ExitStack, connector: str, model: Path, folder: Path) -> Server:
+def server_of(connector: str, model: Path, folder: Path) -> Server:
     """A prefill server; vLLM's connector takes its side channel from the environment."""
     if connector == PLAIN:
-        server = cluster.plain_server("plain", model, folder)
-        stack.callback(server.stop)
-        server.start()
-        return server
+        return cluster.plain_server("plain", model, folder)
     config = cluster.kv_transfer_config("kv_producer", connector=connector)
     extra = config["kv_connector_extra_config"]
     environ = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(extra["side_channel_port"])}
     if connector == "NixlConnector":
         config["kv_connector_extra_config"] = {}
-    server = cluster.engine_server(connector, model, folder, config, environ=environ)
-    stack.callback(server.stop)
-    server.start()
-    return server
+    return cluster.engine_server(connector, model, folder, config, environ=environ)
 
 
 def cores_used(servers: dict[str, Server], seconds: float) -> dict[str, float]:
     """Cores that each server's processes used while nothing was sent."""
     time.sleep(3)
-    before = {name: cpu_seconds(server) for name, server in servers.items()}
+    before = {name: cpu_seconds(server.pids()) for name, server in servers.items()}
     time.sleep(seconds)
-    return {name: (cpu_seconds(one) - before[name]) / seconds for name, one in servers.items()}
+    return {
+        name: (cpu_seconds(one.pids()) - before[name]) / seconds for name, one in servers.items()
+    }
 
 
 def latencies(servers: dict[str, Server], count: int) -> dict[str, list[float]]:
@@ -114,18 +101,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of silence in a round")
     parser.add_argument("--releases", type=int, default=0)
     args = parser.parse_args()
-    # Beside this file lies nixl.py, which is not the package of that name.
-    folder = Path(__file__).resolve().parent
-    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != folder]
-    sys.path.append(str(folder.parent))
-    from benchmarks.nixl_parts import releases
-
     folder = Path(tempfile.mkdtemp(prefix="nixl-idle-"))
     model = write_tiny_model(folder / "model")
-    with ExitStack() as stack:
-        servers = {name: start(stack, name, model, folder) for name in CONNECTORS}
+    servers = {name: server_of(name, model, folder) for name in CONNECTORS}
+    with cluster.all_ready(servers.values()):
         for server in servers.values():
-            server.wait_ready()
             complete(server.url, cluster.MODEL_NAME, list(range(40, 90)))
         cores, waits = measure(servers, args.rounds, args.seconds)
     taken = sorted(releases.measure(model, folder, args.releases)) if args.releases else []

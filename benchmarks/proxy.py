@@ -24,7 +24,11 @@ from importlib import metadata
 from pathlib import Path
 
 from proxy_load.client import Samples, run_clients
-from proxy_load.processes import HERE, cpu_seconds, engine, free_port, running, wait_listening
+from proxy_load.processes import HERE, engine, running, wait_listening
+
+from vllm_commext.testing.guardian import descendants
+from vllm_commext.testing.ports import free_port
+from vllm_commext.testing.processes import cpu_seconds
 
 DIRECT, OURS, TOY = "direct", "vllm-commext", "FastAPI + httpx"
 WARM_UP_SECONDS = 1.0
@@ -77,6 +81,11 @@ def way_to(way: str, prefill: int, decode: int, folder: Path) -> Iterator[tuple[
         yield port, process.pid
 
 
+def used(pid: int | None) -> float:
+    """Processor seconds of a process and of all below it; 0.0 where there is none."""
+    return 0.0 if pid is None else cpu_seconds([pid, *descendants(pid)])
+
+
 def measured(way: str, load: str, samples: Samples, cpu: float) -> Row:
     first, transit = samples.first_token, samples.transit
     return Row(
@@ -107,9 +116,9 @@ def one_round(way: str, folder: Path, seconds: float) -> list[Row]:
             body = {"model": "m", "prompt": PROMPT, "max_tokens": max_tokens}
             body |= {"stream": max_tokens > 1, "token_interval": interval}
             asyncio.run(run_clients(port, num_clients, body, WARM_UP_SECONDS))
-            before = 0.0 if pid is None else cpu_seconds(pid)
+            before = used(pid)
             samples = asyncio.run(run_clients(port, num_clients, body, seconds))
-            cpu = 0.0 if pid is None else cpu_seconds(pid) - before
+            cpu = used(pid) - before
             rows.append(measured(way, load, samples, cpu))
 
         for num_streams, interval in PACES:

@@ -23,10 +23,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from serve_parts import cpu, figures, load, report
-from serve_parts.figures import Sample
-from serve_parts.models import MODELS, write_model
-from serve_parts.servers import (
+from serving import cpu, figures, load, report
+from serving.figures import Sample
+from serving.models import MODELS, write_model
+from serving.servers import (
     CELLS,
     CONTESTANTS,
     SETTLE_SECONDS,

@@ -22,11 +22,11 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from shm_parts.cases import GAPS_SECONDS, SIZES, Cell, groups, one_round, pickling_us
-from shm_parts.links import CONTESTANTS, PLACEMENTS, core_of, linked, placed
-from shm_parts.report import Bottom, Floors, markdown, save
+from message_queue.cases import GAPS_SECONDS, SIZES, Cell, groups, one_round, pickling_us
+from message_queue.links import CONTESTANTS, PLACEMENTS, core_of, linked, placed
+from message_queue.report import Bottom, Floors, markdown, save
 
-FLOORS = Path(__file__).parent / "shm_parts" / "floors.c"
+FLOORS = Path(__file__).parent / "message_queue" / "floors.c"
 
 
 def floors(placement: str) -> Floors | None:

@@ -18,9 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from wheel_parts.build import Artefacts, WheelError, build_twice, digest
-from wheel_parts.contents import problems
-from wheel_parts.environments import CASES, VERSIONS, find_python, try_case
+from wheels.build import Artefacts, WheelError, build_twice, digest
+from wheels.contents import problems
+from wheels.environments import CASES, VERSIONS, find_python, try_case
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from matrix_parts.columns import (
+from seams.columns import (
     ROOT,
     Column,
     MatrixError,

@@ -1,4 +1,4 @@
-"""Child processes of the benchmark, and the processor time that they used."""
+"""Child processes of the benchmark."""
 
 import socket
 import subprocess
@@ -10,12 +10,6 @@ from pathlib import Path
 
 START_SECONDS = 30.0
 HERE = Path(__file__).parent
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager
@@ -59,16 +53,6 @@ def wait_listening(port: int) -> None:
             time.sleep(0.05)
         else:
             return
-
-
-def cpu_seconds(pid: int) -> float:
-    """Processor time of *pid*, all its threads and its children, from the scheduler's own count."""
-    total = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        total += int((task / "schedstat").read_text().split()[0])
-        children = (task / "children").read_text().split()
-        total += sum(int(cpu_seconds(int(child)) * 1e9) for child in children)
-    return total / 1e9
 
 
 def peak_memory_bytes(pid: int) -> int:

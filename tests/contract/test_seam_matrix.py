@@ -13,7 +13,7 @@ SITE = Path(vllm.__file__).parents[1]
 
 @pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.name)
 def test_text_and_import_agree(seam: Seam) -> None:
-    from matrix_parts.source_view import SourceView
+    from seams.source_view import SourceView
 
     text = seams.check(seam, vllm.__version__, SourceView(SITE))
     assert text.state is seams.check(seam, vllm.__version__).state

@@ -56,16 +56,11 @@ def engines(model: Path, folder: Path) -> Iterator[list[VllmServer]]:
     # With a parser of tool calls, as many servers have one, a chat's text goes through it.
     args = ["--chat-template", str(template), "--enable-auto-tool-choice"]
     args += ["--tool-call-parser", "hermes"]
-    with ExitStack() as stack:
-        servers = [cluster.plain_server("plain", model, folder, args=args, environ=PLAIN_ENVIRON)]
-        for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
-            config = cluster.kv_transfer_config(role)
-            servers.append(cluster.engine_server(name, model, folder, config, args=args))
-        for server in servers:
-            stack.callback(server.stop)
-            server.start()
-        for server in servers:
-            server.wait_ready()
+    servers = [cluster.plain_server("plain", model, folder, args=args, environ=PLAIN_ENVIRON)]
+    for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+        config = cluster.kv_transfer_config(role)
+        servers.append(cluster.engine_server(name, model, folder, config, args=args))
+    with cluster.all_ready(servers):
         yield servers
 
 

@@ -51,12 +51,7 @@ def servers(
         "model": decode("model", other_model, "--dtype", "bfloat16"),
         "block-size": decode("block-size", model, "--block-size", "64"),
     }
-    with ExitStack() as stack:
-        for server in made.values():
-            stack.callback(server.stop)
-            server.start()
-        for server in made.values():
-            server.wait_ready()
+    with cluster.all_ready(made.values()):
         yield made
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -94,21 +93,16 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     queue = {"VLLM_COMMEXT": "1", "VLLM_COMMEXT_NIXL": "0", **cluster.QUEUE_ENVIRON}
     plain = cluster.plain_server("plain", model, folder, args=args, environ=queue)
     engines = [plain, engine("prefill", "kv_producer"), engine("decode", "kv_consumer")]
-    with ExitStack() as stack:
-        for server in engines:
-            stack.callback(server.stop)
-            server.start()
-        for server in engines:
-            server.wait_ready()
-        _, prefill_server, decode = engines
-        proxy = ProxyServer(
-            "proxy",
-            prefill_urls=[prefill_server.url],
-            decode_urls=[decode.url],
-            folder=folder,
-            args=cluster.PATIENT_PROXY_ARGS,
-        )
-        yield Servers(plain, prefill_server, decode, stack.enter_context(proxy))
+    _, prefill_server, decode = engines
+    proxy = ProxyServer(
+        "proxy",
+        prefill_urls=[prefill_server.url],
+        decode_urls=[decode.url],
+        folder=folder,
+        args=cluster.PATIENT_PROXY_ARGS,
+    )
+    with cluster.all_ready(engines), proxy:
+        yield Servers(plain, prefill_server, decode, proxy)
 
 
 def test_swapped_parameters_answer_from_nobodys_cache_but_their_own(servers: Servers) -> None:

@@ -12,7 +12,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -70,12 +69,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
             ("ours", EXECUTOR or "mp", "0" if EXECUTOR else "1"),
         )
     }
-    with ExitStack() as stack:
-        for server in made.values():
-            stack.callback(server.stop)
-            server.start()
-        for server in made.values():
-            server.wait_ready()
+    with cluster.all_ready(made.values()):
         yield made
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,9 +80,9 @@ def prompts() -> list[list[int]]:
     return [[numbers.randrange(256) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
 
 
-def start(name: str, kind: str, model: Path, folder: Path) -> VllmServer:
+def engine(name: str, kind: str, model: Path, folder: Path) -> VllmServer:
     split = ["--max-num-batched-tokens", str(PROMPT_TOKENS - 1)]
-    server = cluster.engine_server(
+    return cluster.engine_server(
         name,
         model,
         folder,
@@ -92,8 +91,6 @@ def start(name: str, kind: str, model: Path, folder: Path) -> VllmServer:
         args=[*KINDS[kind].cpu_options, "--no-enable-prefix-caching", *split, *fleet.DRAIN_ARGS],
         environ=fleet.drain_environ(folder, name),
     )
-    server.start()
-    return server
 
 
 @pytest.fixture(scope="module", params=KINDS_SERVED)
@@ -103,13 +100,9 @@ def engines(
     kind: str = request.param
     folder = tmp_path_factory.mktemp(kind)
     model = write_tiny_model(folder / "model", kind)
-    with ExitStack() as stack:
-        servers: dict[str, VllmServer] = {}
-        for name in sorted({name for pair in SERVED[kind] for name in pair}):
-            servers[name] = start(name, kind, model, folder)
-            stack.callback(servers[name].stop)
-        for server in servers.values():
-            server.wait_ready()
+    names = sorted({name for pair in SERVED[kind] for name in pair})
+    servers = {name: engine(name, kind, model, folder) for name in names}
+    with cluster.all_ready(servers.values()):
         own = {
             size: [complete(servers[f"a{size}"].url, cluster.MODEL_NAME, one) for one in prompts()]
             for size in ("1", "2")

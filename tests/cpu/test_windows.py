@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 
@@ -29,22 +28,13 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmServ
     """A prefill and a decode engine; the second answers by itself, too."""
     folder = tmp_path_factory.mktemp("windows")
     model = write_tiny_model(folder / "model", "swa")
-    with ExitStack() as stack:
-        started: list[VllmServer] = []
-        for role in ("kv_producer", "kv_both"):
-            server = cluster.engine_server(
-                role,
-                model,
-                folder,
-                cluster.kv_transfer_config(role),
-                args=["--no-enable-prefix-caching"],
-            )
-            server.start()
-            stack.callback(server.stop)
-            started.append(server)
-        for server in started:
-            server.wait_ready()
-        yield started[0], started[1]
+    args = ["--no-enable-prefix-caching"]
+    prefill, decode = (
+        cluster.engine_server(role, model, folder, cluster.kv_transfer_config(role), args=args)
+        for role in ("kv_producer", "kv_both")
+    )
+    with cluster.all_ready([prefill, decode]):
+        yield prefill, decode
 
 
 def test_every_length_gives_the_single_servers_answer(

@@ -67,10 +67,7 @@ class Cluster:
                 }
             arguments = [*options, *args]
             servers.append(cluster.engine_server(role, model, self.folder, config, args=arguments))
-            servers[-1].start()
-            self.stack.callback(servers[-1].stop)
-        for server in servers:
-            server.wait_ready()
+        self.stack.enter_context(cluster.all_ready(servers))
         return Pair(servers[0], servers[1], names)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import make_wheels
 import pytest
-from wheel_parts import contents, environments
+from wheels import contents, environments
 
 import vllm_commext
 

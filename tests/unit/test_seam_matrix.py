@@ -6,8 +6,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from matrix_parts import columns
-from matrix_parts.source_view import SourceView
+from seams import columns
+from seams.source_view import SourceView
 
 from vllm_commext.compat import seam_probes as probes
 from vllm_commext.compat.seam_probes import Probe

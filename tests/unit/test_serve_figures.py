@@ -1,20 +1,15 @@
 """The arithmetic of benchmarks/serve.py: quantiles, ratios that say who is better, CPU time."""
 
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
-# Last: benchmarks/nixl.py is not to stand in for NIXL itself.
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from serve_parts import cpu, figures
-from serve_parts.figures import PERCENT, TOKENS_PER_SECOND, Sample
-from serve_parts.load import Answer, Outcome
-from serve_parts.servers import OFF, ON
+from serving import cpu, figures
+from serving.figures import PERCENT, TOKENS_PER_SECOND, Sample
+from serving.load import Answer, Outcome
+from serving.servers import OFF, ON
 
 NUMBERS = st.lists(st.integers(-1000, 1000), min_size=1, max_size=50)
 

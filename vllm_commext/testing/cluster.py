@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,22 @@ def engine_server(
         args=[*ENGINE_ARGS, *_names(model), *args],
         environ={**QUEUE_ENVIRON, **(environ or {})},
     )
+
+
+@contextmanager
+def all_ready(servers: Iterable[Server]) -> Iterator[None]:
+    """Start servers at the same time and wait until each is ready; they end with the context.
+
+    Raises what ``Server.wait_ready`` raises.
+    """
+    made = list(servers)
+    with ExitStack() as stack:
+        for server in made:
+            stack.callback(server.stop)
+            server.start()
+        for server in made:
+            server.wait_ready()
+        yield
 
 
 def queue_segments(server: Server) -> set[str]:

@@ -180,8 +180,8 @@ def test_scripts_are_there_and_know_their_options(command: Command) -> None:
 
 
 def sources_of(script: Path) -> list[Path]:
-    """A script, and the parts of it that lie in folders beside it."""
-    return [script, *script.parent.glob("*_parts/*.py")]
+    """A script, and the packages beside it."""
+    return [script, *script.parent.glob("*/*.py")]
 
 
 @by_place

@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from nixl_parts.samples import OURS, VLLM, Sample
+from kv_connector.samples import OURS, VLLM, Sample
 
 COLUMNS = ("ours", "vLLM")
 
@@ -109,7 +109,7 @@ def _version(name: str) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    command = shlex.join(["python", "benchmarks/nixl.py", *sys.argv[1:]])
+    command = shlex.join(["python", "benchmarks/nixl_connector.py", *sys.argv[1:]])
     lines = ["# The NIXL connector, measured", "", machine(), "", f"    {command}", ""]
     lines += ["Median (smallest) over rounds in which both take turns; less is better."]
     for part in dict.fromkeys(row.part for row in rows):

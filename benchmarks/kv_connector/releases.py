@@ -12,7 +12,7 @@ from typing import Any
 
 import zmq
 
-from benchmarks.nixl_parts.timed_connector import RECORD, TimedNixlConnector
+from kv_connector.timed_connector import RECORD, TimedNixlConnector
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
@@ -20,7 +20,7 @@ from vllm_commext.nixl.wire.inquiry import Inquiry
 from vllm_commext.testing import cluster
 from vllm_commext.testing.parity import complete, prefill
 
-ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = Path(__file__).resolve().parents[1]
 CONSUMER = "benchmark/0"
 BOUND_SECONDS = 30.0
 POLL_SECONDS = 0.002
@@ -37,13 +37,10 @@ def measure(model: Path, folder: Path, count: int) -> list[float]:
         connector=TimedNixlConnector.__name__,
         module_path=TimedNixlConnector.__module__,
     )
-    environ = {"PYTHONPATH": str(ROOT), RECORD: str(record)}
+    environ = {"PYTHONPATH": str(BENCHMARKS), RECORD: str(record)}
     dice = random.Random(3)
-    with ExitStack() as stack:
-        server = cluster.engine_server("releases", model, folder, config, environ=environ)
-        stack.callback(server.stop)
-        server.start()
-        server.wait_ready()
+    server = cluster.engine_server("releases", model, folder, config, environ=environ)
+    with server, ExitStack() as stack:
         complete(server.url, cluster.MODEL_NAME, list(range(40, 90)))
         agent, name = _reader(prefill(server.url, cluster.MODEL_NAME, list(range(50, 150))))
         stack.callback(agent.close)

@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from nixl_parts import in_tree, peer
-from nixl_parts.samples import OURS, VLLM, Sample
-from nixl_parts.shapes import (
+from kv_connector import in_tree, peer
+from kv_connector.samples import OURS, VLLM, Sample
+from kv_connector.shapes import (
     BLOCK_SIZE,
     Caches,
     Shape,

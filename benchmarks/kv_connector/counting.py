@@ -8,8 +8,8 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from nixl_parts import in_tree
-from nixl_parts.shapes import Caches
+from kv_connector import in_tree
+from kv_connector.shapes import Caches
 from vllm_commext.nixl.geometry.layout import CacheLayout
 from vllm_commext.nixl.geometry.plan import Blocks, plan_read
 from vllm_commext.nixl.transport.agent import DONE

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from nixl_parts import blocks, fence, latency, report, setup, stall, states
-from nixl_parts.report import Row, Target
-from nixl_parts.samples import Sample, in_child
-from nixl_parts.shapes import Shape
+from kv_connector import blocks, fence, latency, report, setup, stall, states
+from kv_connector.report import Row, Target
+from kv_connector.samples import Sample, in_child
+from kv_connector.shapes import Shape
 from vllm_commext.testing.tiny_model import write_tiny_model
 
 PARTS = ("setup", "stall", "fence", "blocks", "states", "latency")

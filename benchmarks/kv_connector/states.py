@@ -17,9 +17,9 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 
-from nixl_parts.counting import Counter
-from nixl_parts.samples import OURS, VLLM, Sample
-from nixl_parts.shapes import ATTENTION_BACKEND, CACHE_LAYOUT, NUM_KV_HEADS, Caches
+from kv_connector.counting import Counter
+from kv_connector.samples import OURS, VLLM, Sample
+from kv_connector.shapes import ATTENTION_BACKEND, CACHE_LAYOUT, NUM_KV_HEADS, Caches
 from vllm_commext.nixl.geometry.layout import CacheLayout
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.topology import Rank

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 import zmq
 
-from nixl_parts import peer
-from nixl_parts.samples import OURS, VLLM, Sample
-from nixl_parts.shapes import BLOCK_SIZE, Shape, make_caches, memory_ranges, our_layout
+from kv_connector import peer
+from kv_connector.samples import OURS, VLLM, Sample
+from kv_connector.shapes import BLOCK_SIZE, Shape, make_caches, memory_ranges, our_layout
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import LocalSide
 from vllm_commext.nixl.geometry.plan import Blocks

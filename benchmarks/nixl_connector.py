@@ -4,7 +4,7 @@ Both work on the same caches in the same processes and take turns, so that what 
 does meets both.  vLLM's side is its own worker class, built without a model: its constructor, its
 registration, its handshake and its reads are what runs.  Only ratios of one run mean anything.
 
-    python benchmarks/nixl.py --out benchmarks/results/mine
+    python benchmarks/nixl_connector.py --out benchmarks/results/mine
 
 writes mine.md, mine.json and, where matplotlib is installed, mine.png.  ``--quick`` runs small
 sizes and no servers; ``--only`` runs some of the parts:
@@ -20,22 +20,8 @@ sizes and no servers; ``--only`` runs some of the parts:
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-
-def import_the_package_nixl_first() -> None:
-    """This file is called like NIXL's package, so its folder must be searched last."""
-    folder = Path(__file__).resolve().parent
-    others = [entry for entry in sys.path if Path(entry).resolve() != folder]
-    sys.path[:] = [*others, str(folder)]
-
-
-def main() -> int:
-    import_the_package_nixl_first()
-    from nixl_parts.command import run
-
-    return run(__doc__ or "")
-
+from kv_connector.command import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__ or ""))

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from nixl_parts import in_tree
-from nixl_parts.samples import OURS, VLLM, Sample, cpu_milliseconds
-from nixl_parts.shapes import (
+from kv_connector import in_tree
+from kv_connector.samples import OURS, VLLM, Sample, cpu_milliseconds
+from kv_connector.shapes import (
     Shape,
     as_bytes,
     kv_cache_config,

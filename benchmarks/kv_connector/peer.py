@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from nixl_parts.samples import SPAWN
+from kv_connector.samples import SPAWN
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import LocalSide
 from vllm_commext.nixl.geometry.layout import CacheLayout

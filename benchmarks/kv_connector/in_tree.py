@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from nixl_parts.shapes import CACHE_LAYOUT, Shape
+from kv_connector.shapes import CACHE_LAYOUT, Shape
 from vllm_commext.testing.servers import LOOPBACK, free_port
 
 DECODE = "decode"

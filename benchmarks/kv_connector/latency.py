@@ -12,13 +12,12 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from nixl_parts.samples import OURS, VLLM, Sample
+from kv_connector.samples import OURS, VLLM, Sample
 from vllm_commext.testing import cluster
 from vllm_commext.testing.parity import complete, prefill
 from vllm_commext.testing.servers import VllmServer, free_port
@@ -56,15 +55,8 @@ def measure_latency(model: Path, folder: Path, num_requests: int, rounds: int) -
 def _one_start(
     contestant: str, model: Path, folder: Path, num_requests: int, dice: random.Random
 ) -> Iterator[Sample]:
-    with ExitStack() as stack:
-        servers = [
-            _server(contestant, role, model, folder) for role in ("kv_producer", "kv_consumer")
-        ]
-        for server in servers:
-            stack.callback(server.stop)
-            server.start()
-        for server in servers:
-            server.wait_ready()
+    servers = [_server(contestant, role, model, folder) for role in ("kv_producer", "kv_consumer")]
+    with cluster.all_ready(servers):
         urls = servers[0].url, servers[1].url
         _check(*urls)
         found = [_request(*urls, dice) for _ in range(NUM_WARM + num_requests)][NUM_WARM:]

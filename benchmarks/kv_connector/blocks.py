@@ -9,10 +9,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nixl_parts.churn import Service
-from nixl_parts.counting import Counter
-from nixl_parts.samples import OURS, VLLM, Sample
-from nixl_parts.shapes import BLOCK_SIZE, Shape, kv_cache_config, make_caches, our_layout
+from kv_connector.churn import Service
+from kv_connector.counting import Counter
+from kv_connector.samples import OURS, VLLM, Sample
+from kv_connector.shapes import BLOCK_SIZE, Shape, kv_cache_config, make_caches, our_layout
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.topology import Rank
 

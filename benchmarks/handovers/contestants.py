@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serve_parts.servers import Contestant
+from serving.servers import Contestant
 
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import Metrics

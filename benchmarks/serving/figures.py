@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from serve_parts.cpu import GLOO, INNER
-from serve_parts.load import Outcome
-from serve_parts.servers import OFF, ON
+from serving.cpu import GLOO, INNER
+from serving.load import Outcome
+from serving.servers import OFF, ON
 
 TOKENS_PER_SECOND = "output tokens/s"
 PERCENT = "% of a core"

@@ -14,9 +14,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from shm_parts.report import installed
+from message_queue.report import installed
 
-from serve_parts.figures import TOKENS_PER_SECOND, Row, Sample, rows_of
+from serving.figures import TOKENS_PER_SECOND, Row, Sample, rows_of
 
 SHOWN_IN_PLOT = ("time to first token, p50", "time per output token, p50", "throughput")
 Notes = dict[str, Any]
