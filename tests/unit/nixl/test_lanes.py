@@ -211,6 +211,7 @@ def test_a_slice_of_a_convolution_by_hand() -> None:
 def test_grids() -> None:
     grid = Grid(6, 32, 2, 4, 8)
     assert (grid.num_cells, grid.cells_per_block) == (24, 8)
+    assert Grid(6, 32) == Grid(6, 32, rows_per_block=1, cells_per_row=1, cell_stride=0)
     assert grid.flattened() == Grid(24, 8, 8)
     padded = replace(grid, row_stride=40)
     assert padded.flattened() == padded

@@ -129,6 +129,15 @@ def test_only_a_window_can_be_offered_without_blocks(kind: str, expected: bool) 
     assert is_complete(groups, [[5, 6], [7]])
 
 
+def test_every_group_has_a_list_of_blocks() -> None:
+    groups = [Group(FULL, 4), Group(WINDOW, 4)]
+    for offered in ([[5]], [[5], [], [6]]):
+        with pytest.raises(ValueError, match="argument 2"):
+            is_complete(groups, offered)
+        with pytest.raises(ValueError, match="argument 2"):
+            blocks_to_offer(groups, offered, 4)
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "expected"), [(0, True), (6, False), (8, False), (12, True), (24, True)]
 )
