@@ -6,7 +6,7 @@
 
 Cells: `single`, one server; `1P1D`, a prefill and a decode server behind our proxy, with vLLM's
 own NixlConnector (off) or ours (on): the same proxy serves both. Off is VLLM_COMMEXT=0, on is our
-queue and connector, with CUDA also our all-reduce and the norm of Q and K; `--on NAME=VALUE`
+queue and connector, with CUDA also our all-reduce and QK RMSNorm; `--on NAME=VALUE`
 changes that. Both are up all the time and take turns; the other one's processes are stopped
 meanwhile (SIGSTOP), for vLLM's are busy while idle. Measured are the client's times, the CPU time
 of every process under load, and that of silence. Answers of off and on are compared.

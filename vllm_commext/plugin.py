@@ -115,7 +115,9 @@ CAPABILITIES: tuple[Capability, ...] = (
         needs_proof=True,
     ),
     Capability("reduce_rms", _activate_reduce_rms, _leave_as_it_is, "vLLM's own norm remains"),
-    Capability("allreduce", _activate_allreduce, _leave_as_it_is, "vLLM's own order remains"),
+    Capability(
+        "allreduce", _activate_allreduce, _leave_as_it_is, "vLLM's default dispatch remains"
+    ),
 )
 
 

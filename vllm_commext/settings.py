@@ -103,7 +103,7 @@ TOGGLES: tuple[Toggle, ...] = (
         choices=("auto", "0", "1"),
         default="0",
         meaning=(
-            "The op for tensor-parallel RMSNorm of Q and K (MiniMax-M2, OLMoE). `auto` takes ours "
+            "The op for tensor-parallel QK RMSNorm (MiniMax-M2, OLMoE). `auto` takes ours "
             "where its kernel can be compiled, `1` logs an error where not, `0` leaves vLLM's."
         ),
     ),

@@ -68,8 +68,12 @@ def test_sizes_read_well() -> None:
 def test_a_description_joins_ranges_with_one_leader() -> None:
     rows = (Row(1024, ("custom", "nccl")), Row(2048, ("custom",)), Row(4096, ("nccl",)))
     (line,) = selection.describe(Table(2, {"bfloat16": rows}, "here"))
-    assert line == ("bfloat16: custom up to 2 KiB, nccl up to 4 KiB, then vLLM's own order (here)")
-    assert list(selection.describe(None)) == ["no table for this machine; vLLM's own order serves"]
+    assert line == (
+        "bfloat16: custom up to 2 KiB, nccl up to 4 KiB, then vLLM's default dispatch (here)"
+    )
+    assert list(selection.describe(None)) == [
+        "no table for this machine; vLLM's default dispatch serves"
+    ]
 
 
 @pytest.mark.parametrize("gpus", ["1", "2"])

@@ -25,7 +25,7 @@ class _Plan:
     """The choice for one shape and dtype, and how often it was taken.
 
     Attributes:
-        backend: None leaves it to vLLM's own order.
+        backend: None leaves it to vLLM's default dispatch.
         refused: backends that come before it in the table and could not take it.
     """
 
@@ -73,7 +73,7 @@ class Dispatcher:
     def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor | None":
         """The sum over all ranks in a fresh tensor laid out as `tensor`, or None.
 
-        None means that no backend of ours serves it, and vLLM's own order should.
+        None means that no backend of ours serves it, and vLLM's default dispatch should.
         """
         plan = self._plans.get((tensor.shape, tensor.dtype)) or self._make_plan(tensor)
         plan.calls += 1

@@ -9,7 +9,7 @@ SYMM_TWO_SHOT = "symm_two_shot"
 SYMM_TWO_SHOT_INPLACE = "symm_two_shot_inplace"
 NCCL = "nccl"
 PUSH = "push"  # our own kernel
-VLLM = "vllm"  # no backend of ours: vLLM's own order, untouched
+VLLM = "vllm"  # no backend of ours: vLLM's default dispatch, untouched
 
 BACKENDS = (
     *(FLASHINFER_ONE_SHOT, FLASHINFER_TWO_SHOT, FLASHINFER_MNNVL, CUSTOM),

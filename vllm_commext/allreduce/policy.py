@@ -34,7 +34,7 @@ class Policy:
         return self._table.ranking(message.num_bytes, message.dtype) if self._table else ()
 
     def candidates(self, message: Message) -> tuple[str, ...]:
-        """Those that can take it; none leaves the message to vLLM's own order."""
+        """Those that can take it; none leaves the message to vLLM's default dispatch."""
         return tuple(
             name
             for name in self.ranking(message)

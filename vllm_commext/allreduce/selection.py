@@ -52,11 +52,11 @@ def _leaders(rows: Iterable[Row]) -> list[tuple[str, int]]:
 def describe(table: Table | None) -> Iterator[str]:
     """A line a dtype: which backend comes first up to which size."""
     if table is None:
-        yield "no table for this machine; vLLM's own order serves"
+        yield "no table for this machine; vLLM's default dispatch serves"
         return
     for dtype, rows in table.rows.items():
         parts = (f"{name} up to {size_text(bound)}" for name, bound in _leaders(rows))
-        yield f"{dtype}: {', '.join(parts)}, then vLLM's own order ({table.origin})"
+        yield f"{dtype}: {', '.join(parts)}, then vLLM's default dispatch ({table.origin})"
     for dtype, rows in table.fused.items():
         parts = (f"{name} up to {size_text(bound)}" for name, bound in _leaders(rows))
         yield f"{dtype}, with residual and norm: {', '.join(parts)}"

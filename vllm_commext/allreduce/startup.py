@@ -70,7 +70,7 @@ def why_none(hosts: Sequence[str], wishes: Wishes) -> str:
 def start_dispatcher(
     parts: Parts, wishes: Wishes, read_machine: Callable[[], Machine]
 ) -> Dispatcher | None:
-    """The group's dispatcher, or None where vLLM's own order should serve; collective.
+    """The group's dispatcher, or None where vLLM's default dispatch should serve; collective.
 
     Raises:
         UnsupportedError: the ranks cannot agree; all of them raise it.
@@ -83,7 +83,7 @@ def start_dispatcher(
             "the toggles alike"
         )
     if reason := why_none([host for host, _ in facts], wishes):
-        logger.info("commext: allreduce: vLLM's own order serves: %s", reason)
+        logger.info("commext: allreduce: vLLM's default dispatch serves: %s", reason)
         return None
     startup = wishes.tune == STARTUP and wishes.only is None
 
@@ -106,7 +106,7 @@ def start_dispatcher(
     else:
         return dispatcher
     dispatcher.destroy()
-    logger.info("commext: allreduce: vLLM's own order serves: %s", reason)
+    logger.info("commext: allreduce: vLLM's default dispatch serves: %s", reason)
     return None
 
 

@@ -2,7 +2,7 @@
 
 The class stays vLLM's own, for parts of vLLM compare it: four of its methods are rebound. Each
 tensor-parallel communicator gets a dispatcher when it is made, asks it first in every all-reduce,
-and gives it back before its own parts go. What the dispatcher leaves takes vLLM's own order.
+and gives it back before its own parts go. What the dispatcher leaves takes vLLM's default dispatch.
 """
 
 import dataclasses
@@ -134,7 +134,9 @@ def attach(communicator: Any, tcp_store_group: Any = None) -> None:
     try:
         made = startup.start_dispatcher(parts, wishes, lambda: read_machine(parts.device))
     except UnsupportedError as error:
-        logger.warning("commext: allreduce: vLLM's own order serves group %s: %s", name, error)
+        logger.warning(
+            "commext: allreduce: vLLM's default dispatch serves group %s: %s", name, error
+        )
         return
     if made is None:
         return

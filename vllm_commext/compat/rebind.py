@@ -43,7 +43,7 @@ _QUEUE = {
     "removal": "vLLM lets an executor and a process group choose their queue's class",
 }
 _NORM = {
-    "why": "our op takes the place of vLLM's for the norm of Q and K, for which vLLM has no hook",
+    "why": "our op takes the place of vLLM's for QK RMSNorm, for which vLLM has no hook",
     "guard": "seams of `reduce_rms`; the kernel's compiler is there",
     "test": "tests/contract/test_reduce_rms.py",
     "removal": "vLLM lets a plugin choose the op of a tensor-parallel norm",

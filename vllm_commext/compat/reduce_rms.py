@@ -1,4 +1,4 @@
-"""Our reduce-RMS op in place of what vLLM does for a tensor-parallel RMSNorm of Q and K.
+"""Our reduce-RMS op in place of what vLLM does for a tensor-parallel QK RMSNorm.
 
 MiniMax-M2 calls a fused op of vLLM's through names of one module: they are rebound, and the shape
 of the compiled graph stays as it is. OLMoE gathers whole Q and K, normalises them and throws most

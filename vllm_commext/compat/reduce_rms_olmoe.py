@@ -1,4 +1,4 @@
-"""vLLM's OLMoE with our op for its norm of Q and K; vLLM imports this when it loads such a model.
+"""vLLM's OLMoE with our op for its QK RMSNorm; vLLM imports this when it loads such a model.
 
 The norm runs over all heads, which tensor parallelism has spread over the ranks. vLLM gathers whole
 Q and K on every rank for it; the op exchanges two numbers a token instead.

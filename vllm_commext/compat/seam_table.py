@@ -309,7 +309,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "olmoe_norm",
         "reduce_rms",
-        "OLMoE's norm of Q and K is a method of its own",
+        "OLMoE's QK RMSNorm is a method of its own",
         has_methods(f"{OLMOE}:OlmoeAttention", {"_apply_qk_norm": ("q", "k")}),
     ),
     Seam(
