@@ -1,7 +1,6 @@
 """Real servers on CPUs, shared by the tests of a module because each takes long to start."""
 
 import importlib.util
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,8 +10,6 @@ import pytest
 from tests.kit.composed import Cluster
 from vllm_commext.testing.tiny_model import write_tiny_model
 
-# Tests are no package: here lies what several of them share.
-sys.path.insert(0, str(Path(__file__).parent))
 NEEDED = ("vllm", "nixl", "httpx")
 SERVER_TIMEOUT = 900
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import first_tokens
 import pytest
-from router_requests import ROUTERS, text_of
 
+from tests.cpu import first_tokens
+from tests.cpu.router_requests import ROUTERS, text_of
 from vllm_commext.nixl.wire.params import read_params, write_params
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import Metrics, scrape, wait_for_added

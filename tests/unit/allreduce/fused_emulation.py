@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from allreduce_push_emulation import TIMEOUT_NS, compile_kernel
 
+from tests.unit.allreduce.push_emulation import TIMEOUT_NS, compile_kernel
 from vllm_commext.allreduce import fused
 from vllm_commext.allreduce.fused import Outputs
 from vllm_commext.allreduce.fused_layout import (

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from allreduce_fused_emulation import Call, Ranks, expected, make_call
 
 from tests.kit.host_kernels import COMPILER
+from tests.unit.allreduce.fused_emulation import Call, Ranks, expected, make_call
 from vllm_commext.allreduce.fused import Outputs
 from vllm_commext.allreduce.fused_layout import (
     GROUP_FP8,

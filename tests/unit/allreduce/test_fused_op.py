@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from allreduce_fused_emulation import expected, library, make_call
 
 from tests.kit.host_kernels import COMPILER
+from tests.unit.allreduce.fused_emulation import expected, library, make_call
 from vllm_commext.allreduce import fused, fused_op, names
 from vllm_commext.allreduce.fused import FusedKernels
 from vllm_commext.allreduce.fused_backend import PushFused

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from allreduce_push_emulation import compile_kernel
 
 from tests.kit.host_kernels import COMPILER
+from tests.unit.allreduce.push_emulation import compile_kernel
 from vllm_commext.allreduce import peer_check
 from vllm_commext.allreduce.peer_check import arguments_type, silent_peers
 from vllm_commext.allreduce.push_layout import EMPTY

@@ -4,9 +4,9 @@ import random
 
 import pytest
 import torch
-from allreduce_push_emulation import Ranks
 
 from tests.kit.host_kernels import COMPILER
+from tests.unit.allreduce.push_emulation import Ranks
 from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.allreduce.push_layout import EMPTY
 

@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 
 import pytest
-from document_commands import ROOT, Command, commands, documents
 
+from tests.unit.docs.document_commands import ROOT, Command, commands, documents
 from vllm_commext.cli import main
 from vllm_commext.nixl.config import KNOWN_KEYS
 from vllm_commext.plugin import CONNECTOR_NAME

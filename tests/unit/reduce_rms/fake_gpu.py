@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from reduce_rms_emulation import library
 
+from tests.unit.reduce_rms.emulation import library
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import ipc
 from vllm_commext.gpu.launch import Device

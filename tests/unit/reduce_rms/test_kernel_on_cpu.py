@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reduce_rms_emulation import Call, Ranks, exact, run
 
 from tests.kit.host_kernels import COMPILER
+from tests.unit.reduce_rms.emulation import Call, Ranks, exact, run
 from vllm_commext.reduce_rms.layout import FailureKind
 from vllm_commext.reduce_rms.variants import Shape, Tiling
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from reduce_rms_emulation import EPS, exact
-from reduce_rms_fake_gpu import Group, HostKernels, Runtime, fake_gpus
 
 from tests.kit.host_kernels import COMPILER
+from tests.unit.reduce_rms.emulation import EPS, exact
+from tests.unit.reduce_rms.fake_gpu import Group, HostKernels, Runtime, fake_gpus
 from vllm_commext.errors import CommextTimeoutError, ConfigError, ProtocolError, UnsupportedError
 from vllm_commext.gpu.launch import Device
 from vllm_commext.reduce_rms import layout
@@ -193,7 +193,7 @@ def test_what_torch_holds_may_lose_its_content(fakes: Fakes) -> None:
 def test_a_batch_invariant_row_has_the_same_bits_alone_and_among_others(
     fakes: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from reduce_rms_fake_gpu import workspace as made_with
+    from tests.unit.reduce_rms.fake_gpu import workspace as made_with
 
     monkeypatch.setattr(made_with, "current_device", lambda: Device(0, 90, 1))
     _, group, _ = fakes
