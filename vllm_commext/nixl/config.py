@@ -46,6 +46,10 @@ class ConnectorConfig:
         host_copy: let peers read from a copy of the cache in host memory and write to the device
             from there; for fabrics that do not reach the device's memory. It is also what
             ``kv_buffer_device: cpu`` means beside a cache on another device.
+        stream_chunks: let prompts be read while they are computed, where a router sends a request
+            to both engines at once; on both engines. See ``stream``.
+        stream_begin_timeout: how long a decode engine waits for a prefill engine to begin with such
+            a request.
         first_token_from_prefill: hand over the first token that was sampled after a prompt, and
             answer with one that was handed over, where that is exact; see ``first_token``.
         transport_probe: measure, when the first peer is reached, how fast its cache can be read,
@@ -71,6 +75,8 @@ class ConnectorConfig:
     host_copy: bool = False
     transport_probe: bool = True
     first_token_from_prefill: bool = True
+    stream_chunks: bool = False
+    stream_begin_timeout: float = 300.0
     side_channel_secret_file: str = ""
 
 
@@ -82,6 +88,7 @@ _SECONDS = (
     "handshake_timeout",
     "transfer_timeout",
     "peer_idle_timeout",
+    "stream_begin_timeout",
 )
 _ADDRESS = re.compile(r"(\[(?P<ipv6>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>\d{1,5})")
 _TOGGLES = (
@@ -90,6 +97,7 @@ _TOGGLES = (
     "host_copy",
     "transport_probe",
     "first_token_from_prefill",
+    "stream_chunks",
 )
 
 

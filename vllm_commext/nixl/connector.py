@@ -81,6 +81,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
                 f"kv_role {transfer.kv_role!r} does not do: set it on the decode engines"
             )
         engine_facts.check_supported(vllm_config, kv_cache_config, config)
+        streaming = engine_facts.streaming_of(vllm_config, kv_cache_config, config)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         self.engine_wait: engine_wait.EngineWait | None = None
@@ -94,6 +95,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
                 saves=engine_facts.keeps_host_copy(vllm_config, config),
+                streaming=streaming,
                 sampler=sampler_of(
                     vllm_config,
                     lambda: engine_facts.engine_facts(vllm_config, kv_cache_config),
@@ -111,6 +113,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
                 kv_cache_config,
                 engine_facts.model_facts(vllm_config, get_tensor_model_parallel_rank()),
                 keeps_host_copy=engine_facts.keeps_host_copy(vllm_config, config),
+                max_stream_blocks=streaming.max_blocks,
             )
 
     @staticmethod
@@ -192,9 +195,10 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Prompt tokens that can be loaded, and whether that happens between steps."""
+        """Prompt tokens that can be loaded, and whether that happens between steps; None where
+        that is not known yet."""
         num_tokens = self.scheduler_side.num_tokens_to_load(request, num_computed_tokens)
-        return num_tokens, num_tokens > 0
+        return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -235,6 +239,10 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """This worker's description."""
         return self.worker_side.handshake
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Before a step's kernels are launched: blocks may have gone to other requests."""
+        self.worker_side.prepare_step(metadata_of(kv_connector_metadata))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Hand this step's commands to the transfer thread."""

@@ -62,6 +62,14 @@ class Doorbell:
         num_seen, self._num_seen = self._num_seen, self._num_rings
         return self._num_seen != num_seen
 
+    def ring(self) -> None:
+        """Wake the engine up from a thread of this process."""
+        self._num_rings += 1
+        sleeper = self._sleeper
+        if sleeper is not None:
+            with sleeper:
+                sleeper.notify_all()
+
     def close(self) -> None:
         """End the thread, bounded; may be called again."""
         if self._thread.is_alive():
@@ -75,11 +83,7 @@ class Doorbell:
             if message != _RING:
                 self._workers.add(message)
                 continue
-            self._num_rings += 1
-            sleeper = self._sleeper
-            if sleeper is not None:
-                with sleeper:
-                    sleeper.notify_all()
+            self.ring()
 
 
 def ringer(address: str, worker: str) -> Callable[[], None]:

@@ -22,8 +22,16 @@ from vllm_commext.compat.versions import cache_meaning
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.layout import STATE
+from vllm_commext.nixl.geometry.plan import num_blocks_for
 from vllm_commext.nixl.geometry.topology import Rank
-from vllm_commext.nixl.vllm_cache import SERVED_SPECS, ModelFacts, groups_of, specs_of
+from vllm_commext.nixl.stream.ways import Streaming, refusal_of
+from vllm_commext.nixl.vllm_cache import (
+    SERVED_SPECS,
+    ModelFacts,
+    groups_of,
+    needs_zeroed_blocks,
+    specs_of,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -112,6 +120,28 @@ def keeps_host_copy(vllm_config: VllmConfig, config: ConnectorConfig) -> bool:
     transfer = vllm_config.kv_transfer_config
     asked = transfer is not None and transfer.kv_buffer_device == "cpu"
     return config.host_copy or (asked and _device_type() != "cpu")
+
+
+def streaming_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig
+) -> Streaming:
+    """What an engine does of chunk streaming."""
+    groups = groups_of(kv_cache_config)
+    refusal = refusal_of(
+        groups,
+        is_on=config.stream_chunks,
+        keeps_host_copy=keeps_host_copy(vllm_config, config),
+        zeroes_blocks=needs_zeroed_blocks(kv_cache_config),
+    )
+    if refusal:
+        return Streaming(refusal)
+    block_size = groups[0].block_size
+    return Streaming(
+        "",
+        block_size,
+        num_blocks_for(vllm_config.model_config.max_model_len, block_size),
+        vllm_config.scheduler_config.max_num_batched_tokens,
+    )
 
 
 def _check_spec(spec: KVCacheSpec) -> None:

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_commext.nixl.metrics.recorder import Ends
-from vllm_commext.nixl.requests import Hold, Load, Wait
+from vllm_commext.nixl.requests import Chunk, Hold, Load, Restart, Wait
 
 
 @dataclass
@@ -32,6 +32,8 @@ class StepMetadata(KVConnectorMetadata):
         given_up: late loads whose blocks the scheduler has taken out of use.
         saves: blocks, a list a group, to be copied to the host at the end of the step; used where
             peers read from a copy there.
+        chunks: what the step computes of prompts that are read meanwhile.
+        restarts: such prompts whose blocks were taken away before the step.
         fence_key: what the fences' nonces follow from, in the engine's first step only, so that all
             workers have it before a prefill has finished; see ``fence``.
         doorbell: the address that workers ring when a transfer has ended, in the engine's first
@@ -43,6 +45,8 @@ class StepMetadata(KVConnectorMetadata):
     holds: list[Hold] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
     saves: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    restarts: list[Restart] = field(default_factory=list)
     fence_key: bytes = b""
     doorbell: str = ""
 

@@ -9,7 +9,7 @@ from vllm_commext.nixl.geometry.plan import Blocks
 
 @dataclass(frozen=True)
 class RemoteRequest:
-    """A finished prefill, as its engine's request parameters describe it.
+    """A finished prefill, as its engine's request parameters describe it, or one that goes on.
 
     Attributes:
         engine_id: id of the prefill engine.
@@ -22,6 +22,9 @@ class RemoteRequest:
         num_tokens: tokens whose KV the blocks hold.
         fence_slot: slot of its fence, -1 where the parameters do not say.
         fence_nonce: what stands in the slot as long as the blocks are held.
+        stream_row: where its progress stands, as it is read while it is computed and its
+            ``block_ids`` are not known yet; -1 for one that has been.
+        stream_tag: what tells it from other requests that get the row.
     """
 
     engine_id: str
@@ -34,6 +37,8 @@ class RemoteRequest:
     num_tokens: int
     fence_slot: int = -1
     fence_nonce: int = 0
+    stream_row: int = -1
+    stream_tag: int = 0
 
 
 @dataclass
@@ -77,13 +82,46 @@ class Wait:
 class Hold:
     """A finished prefill whose blocks are kept for its readers for at most ``lease_seconds``.
 
-    Its fence's nonce is replaced when that ends; slot -1 for no fence.
+    Its fence's nonce is replaced when that ends; slot -1 for no fence.  Without a lease, nobody is
+    to read them any more: that ends at once.  With a ``stream_row`` the row says so, too.
     """
 
     request_id: str
     lease_seconds: float
     fence_slot: int = -1
     fence_nonce: int = 0
+    stream_row: int = -1
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a step computes of a prompt that is read meanwhile.
+
+    Attributes:
+        row: the prompt's row of the workers' boards.
+        nonce: its fence's.
+        first: position in the request of the first of ``block_ids``.
+        block_ids: blocks that the step adds.
+        num_tokens: tokens of the prompt that are computed after it.
+        begins: the prompt gets its row with this step.
+    """
+
+    row: int
+    nonce: int
+    first: int
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    begins: bool = False
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A prompt that is read meanwhile was preempted: its blocks are free, before the step's kernels
+    are launched.  Its row goes on under the nonce that follows in its fence's slot."""
+
+    row: int
+    slot: int
+    nonce: int
 
 
 @dataclass

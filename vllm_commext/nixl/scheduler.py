@@ -19,6 +19,7 @@ from vllm_commext.nixl.doorbell import Doorbell
 from vllm_commext.nixl.first_token import (
     ENGINE,
     NO_TOKEN,
+    NOT_OFFERED,
     PREFILL,
     Sampler,
     goes_on,
@@ -42,9 +43,15 @@ from vllm_commext.nixl.prefill.fence import FenceSlots, new_key
 from vllm_commext.nixl.prefill.prompt_tracker import PromptTracker
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Hold, Load, RemoteRequest, Wait
+from vllm_commext.nixl.stream.asker import StreamAsker
+from vllm_commext.nixl.stream.consumer import StreamConsumer
+from vllm_commext.nixl.stream.directory import StreamDirectory
+from vllm_commext.nixl.stream.producer import StreamProducer
+from vllm_commext.nixl.stream.ways import NO_KEY, NOT_FOUND, REFUSALS, STREAMED, Streaming
 from vllm_commext.nixl.wire.params import (
     Handle,
     OtherProtocolError,
+    asks_for_stream,
     is_for_decode,
     is_for_prefill,
     read_params,
@@ -62,6 +69,7 @@ if TYPE_CHECKING:
     from vllm_commext.nixl.geometry.layout import Group
 
 _NO_FIRST_TOKENS = Sampler()
+_NO_STREAMS = Streaming()
 _FINISHED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -78,6 +86,7 @@ class SchedulerSide:
         consumes: the role lets this engine decode for others.
         saves: peers read from a copy of the cache on the host, which must be kept up to date.
         sampler: what first tokens follow from beside requests; by default, none is handed over.
+        streaming: what this engine does of chunk streaming; by default, nothing.
 
     Raises:
         ConfigError: the side channel's secret cannot be read.
@@ -95,6 +104,7 @@ class SchedulerSide:
         consumes: bool,
         saves: bool = False,
         sampler: Sampler = _NO_FIRST_TOKENS,
+        streaming: Streaming = _NO_STREAMS,
     ) -> None:
         self.engine_id = engine_id
         self.incarnation = uuid.uuid4().hex
@@ -123,6 +133,10 @@ class SchedulerSide:
         self._pending = StepMetadata(fence_key=fence_key, doorbell=self.doorbell.address)
         self._quarantine = Quarantine(tp_size)
         self._fences = FenceSlots(fence_key)
+        self._streaming = streaming
+        self._directory = StreamDirectory()
+        self._producer = StreamProducer(self._fences, self._directory, streaming)
+        self._consumer = StreamConsumer(self._asker(), REFUSALS.get(streaming.refusal, ""))
         self._server: SideChannelServer | None = None
         self._recorder = TransferRecorder()
         # Blocks of the loads under way; when the held requests' leases began, in monotonic seconds;
@@ -131,6 +145,13 @@ class SchedulerSide:
         self._held: dict[str, float] = {}
         self._ends = Ends()
         self._log = RateLimitedLog()
+
+    def _asker(self) -> StreamAsker | None:
+        if self._streaming.refusal:
+            return None
+        config = self._config
+        limits = config.stream_begin_timeout, config.handshake_timeout
+        return StreamAsker(self.engine_id, self._secret, *limits, self.doorbell.ring)
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         """Learn of the pool, so that blocks of late loads can be kept out of use."""
@@ -166,6 +187,7 @@ class SchedulerSide:
             descriptions,
             self._secret,
             None if file is None else file.is_there,
+            None if self._streaming.refusal else self._directory,
         )
         logger.info(
             "prefill engine %s serves its side channel on %s:%d",
@@ -176,6 +198,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Stop serving."""
+        self._consumer.close()
         self.doorbell.close()
         if self._server is not None:
             self._server.close()
@@ -195,6 +218,8 @@ class SchedulerSide:
             self._cut.add(request.request_id)
         if self._prompts is not None and is_for_prefill(params) and self._produces:
             self._prompts.add(request.request_id, request.num_prompt_tokens)
+        if is_for_prefill(params) and self._produces:
+            self._recorder.stream(self._producer.add(request))
         if self._is_to_load(request):
             self._welcome(request)
         if is_for_decode(params) and not self._consumes:
@@ -205,6 +230,11 @@ class SchedulerSide:
     def _welcome(self, request: Request) -> None:
         """Have the blocks kept where they are until there is room for them here, and look whether
         the first token is there."""
+        if asks_for_stream(request.kv_transfer_params):
+            self._consumer.watch(request)
+            self._note_own_first_token(request, NOT_OFFERED)
+            return
+        self._recorder.stream(NO_KEY)
         try:
             handle = self._handle(request)
         except ProtocolError:
@@ -213,7 +243,11 @@ class SchedulerSide:
         way = way_of(self._sampler, handle, request)
         if way == PREFILL:
             self._first_tokens[request.request_id] = request, handle.first_token
-            return
+        else:
+            self._note_own_first_token(request, way)
+
+    def _note_own_first_token(self, request: Request, way: str) -> None:
+        """A request's first token is computed here, or it fails where that must not be."""
         self._recorder.first_token(way)
         if is_due(request):
             self._first_tokens[request.request_id] = request, NO_TOKEN
@@ -237,10 +271,13 @@ class SchedulerSide:
         taken, self._unread = self._unread, []
         return taken
 
-    def num_tokens_to_load(self, request: Request, num_computed_tokens: int) -> int:
-        """Prompt tokens beyond ``num_computed_tokens`` that the prefill engine offers."""
+    def num_tokens_to_load(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Prompt tokens beyond ``num_computed_tokens`` that the prefill engine offers; None while
+        it has not begun with them."""
         if not self._is_to_load(request):
             return 0
+        if self._waits_for_stream(request):
+            return None
         if request.skip_reading_prefix_cache:
             return 0  # the logprobs of the prompt's tokens come of computing them
         if not is_at_block_boundary(self._groups, num_computed_tokens):
@@ -252,6 +289,27 @@ class SchedulerSide:
             # recomputation.
             num_tokens = self._most_tokens(request)
         return max(0, num_tokens - num_computed_tokens)
+
+    def _waits_for_stream(self, request: Request) -> bool:
+        """Whether a request's prefill engine has not begun, as far as is known."""
+        request_id = request.request_id
+        if request_id not in self._consumer:
+            return False
+        answer = self._consumer.take(request_id)
+        if answer is None:
+            return True
+        if isinstance(answer, Handle):
+            try:
+                self._check(request, answer)
+            except ProtocolError as error:
+                answer = error
+        way = self._streaming.refusal or NOT_FOUND
+        if isinstance(answer, Handle):
+            way = STREAMED
+            self._pending.waits.append(Wait(request_id, answer.remote))
+        self._recorder.stream(way)
+        self._handles[request_id] = answer
+        return False
 
     def plan_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks are allocated: queue the load, or only the release where nothing is missing."""
@@ -296,6 +354,21 @@ class SchedulerSide:
         self._cut.discard(request.request_id)
         if not (is_for_prefill(request.kv_transfer_params) and self._produces):
             return False, None
+        kept = self._offer(request, block_ids, was_cut=was_cut)
+        self._producer.note_finish(request.request_id)
+        row = self._producer.row_of(request.request_id)
+        if row < 0 or kept[0]:
+            return kept
+        # Its blocks may be under reads: they are free when all workers have replaced the nonce.
+        fence = self._fences.held_by(request.request_id)
+        assert fence is not None  # it has come with the row
+        self._pending.holds.append(Hold(request.request_id, 0.0, *fence, row))
+        return True, None
+
+    def _offer(
+        self, request: Request, block_ids: tuple[list[int], ...], *, was_cut: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """What a prefill that has ended hands over."""
         if request.status not in _FINISHED or (self._leaves_last_token and not was_cut):
             return False, None
         # What was generated after the prompt is in no prompt that the offer could be compared with.
@@ -309,7 +382,7 @@ class SchedulerSide:
         self, request: Request, offered: tuple[tuple[int, ...], ...], num_tokens: int
     ) -> tuple[bool, dict[str, Any] | None]:
         """Keep a finished prefill's blocks for its readers."""
-        fence = self._fences.take(request.request_id)
+        fence = self._fences.held_by(request.request_id) or self._fences.take(request.request_id)
         if fence is None:
             self._log.warning(
                 "fences",
@@ -319,7 +392,8 @@ class SchedulerSide:
             return False, None
         self._held[request.request_id] = time.monotonic()
         lease = self._config.kv_lease_duration
-        self._pending.holds.append(Hold(request.request_id, lease, *fence))
+        row = self._producer.row_of(request.request_id)
+        self._pending.holds.append(Hold(request.request_id, lease, *fence, row))
         remote = RemoteRequest(
             engine_id=self.engine_id,
             incarnation=self.incarnation,
@@ -336,7 +410,13 @@ class SchedulerSide:
         if num_tokens == request.num_prompt_tokens and not self._leaves_last_token:
             token, sampling = offer(self._sampler, request)
         handle = Handle(remote, digests(prompt_of(request), num_tokens), token, sampling)
-        return True, write_params(handle, self._secret, goes_on=goes_on(token, request))
+        params = write_params(
+            handle,
+            self._secret,
+            goes_on=goes_on(token, request),
+            chunk_tokens=self._streaming.chunk_tokens,
+        )
+        return True, params
 
     def take_stats(self) -> dict[str, Any] | None:
         """What was recorded here since the last call, see ``recorder.empty_data``; the gauges are
@@ -357,6 +437,8 @@ class SchedulerSide:
         loaded = {load.request_id for load in taken.loads}
         taken.waits = [wait for wait in taken.waits if wait.request_id not in loaded]
         taken.given_up = self._quarantine.take_given_up()
+        if not self._streaming.refusal and self._produces:
+            taken.chunks, taken.restarts = self._producer.take_step(scheduled)
         if self._prompts is not None:
             taken.saves = [
                 blocks_to_offer(self._groups, block_ids, num_tokens)
@@ -369,8 +451,9 @@ class SchedulerSide:
         return self._pending != StepMetadata() or self._quarantine.has_given_up
 
     def is_loading(self, request_id: str) -> bool:
-        """Whether a request waits for blocks that the workers load."""
-        return self._quarantine.is_loading(request_id)
+        """Whether a request waits for blocks that the workers load, or for a prefill engine to
+        begin, which ends with a ring."""
+        return self._quarantine.is_loading(request_id) or request_id in self._consumer
 
     def note_outcomes(self, received: set[str], sent: set[str], worker: Any) -> None:
         """Loads ended or are late on the workers, and prefills are no longer kept.
@@ -389,6 +472,7 @@ class SchedulerSide:
             self._count_load(request_id)
         for request_id in sent:
             self._fences.give_back(request_id)
+            self._producer.give_back(request_id)
             self._count_lease(request_id)
         if isinstance(worker, WorkerMetadata):
             self._quarantine.note_late(worker.late)
@@ -403,8 +487,10 @@ class SchedulerSide:
             self._recorder.loaded(num_blocks)
 
     def _count_lease(self, request_id: str) -> None:
-        now = time.monotonic()
-        seconds = now - self._held.pop(request_id, now)
+        begun = self._held.pop(request_id, None)
+        if begun is None:
+            return  # kept until its readers were told that it was aborted
+        seconds = time.monotonic() - begun
         expired = request_id in self._ends.expired
         self._ends.expired.discard(request_id)
         self._recorder.lease_ended(seconds, expired=expired)
@@ -441,6 +527,15 @@ class SchedulerSide:
         params = request.kv_transfer_params
         assert params is not None  # only called where the parameters ask for a remote prefill
         handle = read_params(params, self._secret)
+        self._check(request, handle)
+        return handle
+
+    def _check(self, request: Request, handle: Handle) -> None:
+        """Refuse what is not this request's.
+
+        Raises:
+            ProtocolError: it is another prompt's, or another model's.
+        """
         remote, num_prompt = handle.remote, request.num_prompt_tokens
         source = f"prefill engine {remote.engine_id!r} (request {remote.request_id!r} there)"
         if remote.num_tokens > num_prompt:
@@ -456,7 +551,6 @@ class SchedulerSide:
                 f"{self._sampler.num_tokens}, the model's tokens, got {handle.first_token}: do "
                 f"{source} and this engine serve the same model?"
             )
-        return handle
 
     def _take_load(self, request: Request) -> None:
         """Each request is loaded once: mark it."""
@@ -508,6 +602,9 @@ class SchedulerSide:
 
     def _release_unread(self, request: Request) -> None:
         """The request ended before its load was planned: let the prefill engine free its blocks."""
+        if self._waits_for_stream(request):
+            self._consumer.forget(request.request_id)
+            return  # its lease frees them
         try:
             remote = self._remote(request)
         except ProtocolError as error:

@@ -21,6 +21,8 @@ from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.outcomes import OutcomeBox
 from vllm_commext.nixl.prefill.holder import Holder
 from vllm_commext.nixl.requests import Hold, Load, Outcomes, Wait
+from vllm_commext.nixl.stream.publisher import Publisher
+from vllm_commext.nixl.stream.reader import LOOK_SECONDS
 from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
 
 BUSY_WAIT_SECONDS = 50e-6
@@ -43,8 +45,13 @@ class GiveUp:
     request_id: str
 
 
+@dataclass(frozen=True)
+class Look:
+    """Something was launched whose end is to be noticed soon: begin to look."""
+
+
 T = TypeVar("T")
-Command = Load | Wait | Hold | GiveUp
+Command = Load | Wait | Hold | GiveUp | Look
 
 
 class TransferThread:
@@ -58,6 +65,8 @@ class TransferThread:
         on_start: called once in the thread, before anything else (selects the GPU).
         probe: given the first peer that is reached, measures in the thread how fast it is read, in
             turns.
+        publisher: says what has been computed of prompts that are read meanwhile; None where none
+            are.
     """
 
     def __init__(
@@ -68,8 +77,10 @@ class TransferThread:
         recorder: TransferRecorder,
         on_start: Callable[[], None] = lambda: None,
         probe: Callable[[Link], Generator[None]] | None = None,
+        publisher: Publisher | None = None,
     ) -> None:
         self._agent = agent
+        self._publisher = publisher
         self._on_start = on_start
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._outcomes = OutcomeBox()
@@ -123,6 +134,8 @@ class TransferThread:
 
     def _turn(self) -> None:
         """One look at each side, whatever happens to the others."""
+        if self._publisher is not None:
+            self._guard("chunks", self._publisher.poll, lost=None)
         progressed = self._guard("loads", self._loader.poll, lost=False)
         self._guard("notifications", self._holder.take_notifications, lost=None)
         self._guard("leases", self._holder.end_leases, lost=None)
@@ -154,11 +167,17 @@ class TransferThread:
             if progressed or self._wait_seconds > PENDING_WAIT_SECONDS:
                 return BUSY_WAIT_SECONDS
             return min(2 * self._wait_seconds, PENDING_WAIT_SECONDS)
-        if self._loader.num_handshakes:
+        if self._loader.num_handshakes or self._num_launched():
             return PENDING_WAIT_SECONDS
+        if self._loader.num_streams:
+            return LOOK_SECONDS
         if len(self._holder):
             return LEASED_WAIT_SECONDS
         return DUTY_WAIT_SECONDS if self._loader.has_duties else IDLE_WAIT_SECONDS
+
+    def _num_launched(self) -> int:
+        """Steps of which the publisher waits for the end."""
+        return len(self._publisher) if self._publisher is not None else 0
 
     def _take_commands(self) -> bool:
         """Wait for a command, then take all there are; False where the thread is to end."""
@@ -179,12 +198,13 @@ class TransferThread:
             self._loader.wait(command)
         elif isinstance(command, GiveUp):
             self._loader.give_up(command.request_id)
-        else:
+        elif isinstance(command, Hold):
             self._holder.hold(command)
 
     def _close(self) -> None:
         """No agent is taken down under a read: that could end the peer's process."""
         deadline = time.monotonic() + STOP_SECONDS / 2
+        self._loader.end_streams()
         while self._loader.num_reads and time.monotonic() < deadline:
             self._loader.poll_reads()
             time.sleep(PENDING_WAIT_SECONDS)

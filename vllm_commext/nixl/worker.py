@@ -20,7 +20,9 @@ from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.prefill.fence import NUM_SLOTS
 from vllm_commext.nixl.prefill.host_buffer import HostBuffer
 from vllm_commext.nixl.requests import Load, Outcomes
-from vllm_commext.nixl.transfer_thread import GiveUp, TransferThread
+from vllm_commext.nixl.stream.board import StreamBoard
+from vllm_commext.nixl.stream.publisher import Publisher
+from vllm_commext.nixl.transfer_thread import GiveUp, Look, TransferThread
 from vllm_commext.nixl.transport import probe
 from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
 from vllm_commext.nixl.vllm_cache import (
@@ -72,6 +74,8 @@ class WorkerSide:
         kv_cache_config: groups and specifications of the cache.
         model: what these do not say.
         keeps_host_copy: peers read from a copy of the cache in host memory.
+        max_stream_blocks: blocks of the longest prompt, where prompts are read while they are
+            computed; 0 where they are not.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class WorkerSide:
         model: ModelFacts,
         *,
         keeps_host_copy: bool = False,
+        max_stream_blocks: int = 0,
     ) -> None:
         self.recorder = TransferRecorder()
         self.handshake: HandshakeMetadata | None = None
@@ -91,7 +96,10 @@ class WorkerSide:
         self._facts = facts
         self._kv_cache_config = kv_cache_config
         self._model = model
-        self._agent = NixlAgent(config)
+        # The longest prompt's blocks, where prompts are read while they are computed.
+        self._streams = StreamBoard(max_stream_blocks) if max_stream_blocks else None
+        self._publisher: Publisher | None = None
+        self._agent = NixlAgent(config, self._streams)
         self._thread: TransferThread | None = None
         self._keeps_host_copy = keeps_host_copy
         self._host: HostBuffer | None = None
@@ -118,6 +126,9 @@ class WorkerSide:
             memory_type=memory_type(device),
             device_id=device.index or 0,
         )
+        if self._streams is not None:
+            on_device = local.memory_type != "DRAM"
+            self._publisher = Publisher(self._streams, self._agent.board, is_on_device=on_device)
         self._agent.register(allocations(caches.values()), local.memory_type, local.device_id)
         self.handshake = HandshakeMetadata(wire.encode_description(self._describe(local)))
         self._thread = TransferThread(
@@ -127,6 +138,7 @@ class WorkerSide:
             self.recorder,
             lambda: self._select_device(local),
             (lambda peer: self._probe(device, peer)) if self._config.transport_probe else None,
+            self._publisher,
         )
         self._thread.start()
         self._log_registered(local)
@@ -145,6 +157,11 @@ class WorkerSide:
             local.memory_type,
             "+".join(self._config.backends),
         )
+
+    def prepare_step(self, step: StepMetadata) -> None:
+        """Before a step's kernels are launched: tell readers of prompts that were preempted."""
+        if self._publisher is not None:
+            self._publisher.prepare(step.chunks, step.restarts)
 
     def start_step(self, step: StepMetadata) -> None:
         """Pass on what the scheduler side asks for in this step."""
@@ -181,7 +198,12 @@ class WorkerSide:
         return outcomes
 
     def save(self, step: StepMetadata) -> None:
-        """Bring the copy on the host up to date with this step's prompts."""
+        """Bring the copy on the host up to date with this step's prompts, and have readers told
+        what the step computes of theirs."""
+        if self._publisher is not None and step.chunks:
+            self._publisher.launched(step.chunks)
+            if len(self._publisher):
+                self._require_thread().submit(Look())
         if self._host is not None:
             for block_ids in step.saves:
                 self._host.save(block_ids)
@@ -219,7 +241,19 @@ class WorkerSide:
             fence_address=self._agent.board.nonces.ctypes.data,
             num_fence_slots=NUM_SLOTS,
             lease_seconds=self._config.kv_lease_duration,
+            **self._describe_streams(),
         )
+
+    def _describe_streams(self) -> dict[str, int]:
+        board = self._streams
+        if board is None:
+            return {}
+        return {
+            "stream_headers": board.headers.ctypes.data,
+            "stream_block_ids": board.block_ids.ctypes.data,
+            "num_stream_rows": len(board.headers),
+            "pieces_per_row": board.pieces_per_row,
+        }
 
     def _probe(self, device: torch.device, peer: Link) -> Generator[None]:
         """Measure in the transfer thread, turn by turn, how fast a peer can be read."""

@@ -23,7 +23,7 @@ if importlib.util.find_spec("nixl") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     # Tests are no package, so the modules that they share are given their names here.
-    for _name in ("harness", "ranks", "simulation"):
+    for _name in ("harness", "ranks", "simulation", "streams"):
         _spec = importlib.util.spec_from_file_location(
             f"nixl_agents_{_name}", Path(__file__).with_name(f"{_name}.py")
         )

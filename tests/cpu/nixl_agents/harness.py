@@ -2,7 +2,7 @@
 
 Run as a program it is a prefill worker in a process of its own: it prints its process id and its
 description as one line (NIXL prints others), serves it where it is given a port, and goes on until
-it is ended.
+it is ended.  It has begun with a prompt where it is told how many of its blocks are computed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.metrics.recorder import Ends, TransferRecorder, empty_data, merge
 from vllm_commext.nixl.prefill.fence import NUM_SLOTS
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
-from vllm_commext.nixl.requests import Load, Outcomes, RemoteRequest
+from vllm_commext.nixl.requests import Chunk, Load, Outcomes, RemoteRequest
+from vllm_commext.nixl.stream.board import StreamBoard
+from vllm_commext.nixl.stream.publisher import Publisher
 from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS, NixlAgent
 from vllm_commext.nixl.wire import messages as wire
@@ -51,6 +53,8 @@ BLOCK_BYTES = NUM_HEADS * HEAD_BYTES
 STRIDE_BYTES = BLOCK_BYTES + GAP_BYTES
 FACTS = {"model": "m", "dtype": "uint8"}
 ALONE = Rank(1, 0)
+STREAM = {"fence_slot": 3, "fence_nonce": 77, "stream_row": 2, "stream_tag": 77}
+"""Where the program's prompt is."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -138,7 +142,8 @@ class Engine:
                 **settings,
             },
         )
-        self.agent = NixlAgent(self.config)
+        board = StreamBoard(num_blocks, num_rows=4) if self.config.stream_chunks else None
+        self.agent = NixlAgent(self.config, board)
         ranges = [(row.ctypes.data, row.nbytes) for row in self.memory]
         self.agent.register(ranges, "DRAM", 0)
         facts = FACTS if facts is None else facts
@@ -147,7 +152,10 @@ class Engine:
         self.recorded = empty_data()
         self.outcomes = Outcomes()
         local = LocalSide(engine_id, facts, self.layout)
-        self.thread = TransferThread(self.agent, self.config, local, self.recorder)
+        self.publisher = Publisher(board, self.agent.board, is_on_device=False) if board else None
+        self.thread = TransferThread(
+            self.agent, self.config, local, self.recorder, publisher=self.publisher
+        )
         self.thread.start()
         self.server: SideChannelServer | None = None
         if serve:
@@ -222,7 +230,20 @@ class Engine:
             fence_address=self.agent.board.nonces.ctypes.data,
             num_fence_slots=NUM_SLOTS,
             lease_seconds=self.config.kv_lease_duration,
+            **board_of(self.agent.streams),
         )
+
+
+def board_of(board: StreamBoard | None) -> dict[str, int]:
+    """What a description says of a worker's board for streams."""
+    if board is None:
+        return {}
+    return {
+        "stream_headers": board.headers.ctypes.data,
+        "stream_block_ids": board.block_ids.ctypes.data,
+        "num_stream_rows": len(board.headers),
+        "pieces_per_row": board.pieces_per_row,
+    }
 
 
 def _geometry(
@@ -330,9 +351,19 @@ class SlowReads:
         self._is_over = True
 
 
+def begin_prompt(engine: Engine, num_blocks: int) -> None:
+    """Publish the first blocks of a prompt, which are those from 1 on."""
+    assert engine.publisher is not None
+    engine.agent.board.nonces[STREAM["fence_slot"]] = STREAM["fence_nonce"]
+    row, nonce = STREAM["stream_row"], STREAM["stream_tag"]
+    block_ids = tuple(range(1, 1 + num_blocks))
+    chunk = Chunk(row, nonce, 0, block_ids, BLOCK_SIZE * num_blocks, begins=True)
+    engine.publisher.launched([chunk])
+
+
 def main() -> None:
     engine_id, incarnation, *numbers = sys.argv[1:]
-    seed, num_blocks, num_heads, size, index, port = map(int, numbers)
+    seed, num_blocks, num_heads, size, index, port, num_computed = map(int, numbers)
     engine = Engine(
         engine_id,
         seed=seed,
@@ -342,7 +373,10 @@ def main() -> None:
         port=port,
         incarnation=incarnation,
         serve=port > 0,
+        stream_chunks=num_computed > 0,
     )
+    if engine.publisher is not None:
+        begin_prompt(engine, num_computed)
     # In one piece, with a line of its own: NIXL writes to the same output.
     os.write(1, f"\n{DESCRIPTION}{os.getpid()} {engine.description.hex()}\n".encode())
     signal.pause()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from cluster_cases import Case, Request
-from nixl_agents_harness import BOUND_SECONDS, FACTS, HOST, Bytes, counted, wait_until
+from nixl_agents_harness import BOUND_SECONDS, FACTS, HOST, Bytes, board_of, counted, wait_until
 from reference_cache import Cache
 from reference_layout import describe
 from reference_meaning import Int64Array, as_bytes, differences
@@ -21,7 +21,9 @@ from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.metrics.recorder import TransferRecorder, empty_data, merge
 from vllm_commext.nixl.prefill.fence import NUM_SLOTS
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
-from vllm_commext.nixl.requests import Hold, Load, Outcomes, RemoteRequest
+from vllm_commext.nixl.requests import Chunk, Hold, Load, Outcomes, RemoteRequest
+from vllm_commext.nixl.stream.board import StreamBoard
+from vllm_commext.nixl.stream.publisher import Publisher
 from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
@@ -34,7 +36,14 @@ class Worker:
     """One rank: an agent, its thread, and its memory."""
 
     def __init__(
-        self, engine_id: str, cache: Cache, rank: int, tags: Int64Array, port: int
+        self,
+        engine_id: str,
+        cache: Cache,
+        rank: int,
+        tags: Int64Array,
+        port: int,
+        *,
+        streams: bool = False,
     ) -> None:
         self.memory: Bytes = as_bytes(tags)
         address = self.memory.ctypes.data
@@ -46,7 +55,9 @@ class Worker:
             handshake_timeout=BOUND_SECONDS,
             progress_interval=0.002,
         )
-        self.agent = NixlAgent(config)
+        board = StreamBoard(cache.engine.num_blocks) if streams else None
+        self.agent = NixlAgent(config, board)
+        self.publisher = Publisher(board, self.agent.board, is_on_device=False) if board else None
         self.agent.register([(address, self.memory.nbytes)], "DRAM", 0)
         self.recorder = TransferRecorder()
         self.recorded = empty_data()
@@ -64,6 +75,7 @@ class Worker:
                 fence_address=self.agent.board.nonces.ctypes.data,
                 num_fence_slots=NUM_SLOTS,
                 lease_seconds=config.kv_lease_duration,
+                **board_of(board),
             )
         )
         self.thread.start()
@@ -83,13 +95,20 @@ class Worker:
 class Prefill:
     """A prefill engine that has computed a case's requests and holds them."""
 
-    def __init__(self, case: Case, engine_id: str = "p") -> None:
+    def __init__(self, case: Case, engine_id: str = "p", *, streams: bool = False) -> None:
         self.case = case
         self.engine_id = engine_id
         self.incarnation = uuid.uuid4().hex
         self.port = free_port()
         self.workers = [
-            Worker(engine_id, case.prefill, rank, case.prefill_memory(rank), self.port)
+            Worker(
+                engine_id,
+                case.prefill,
+                rank,
+                case.prefill_memory(rank),
+                self.port,
+                streams=streams,
+            )
             for rank in range(case.prefill.engine.tp_size)
         ]
         descriptions = {rank: worker.description for rank, worker in enumerate(self.workers)}
@@ -114,6 +133,29 @@ class Prefill:
             "fence_slot": request.number,
         }
         return RemoteRequest(**{**values, **changes})
+
+    def begin(self, request: Request) -> None:
+        """The request gets its row, whose number is the request's; nothing is computed yet."""
+        self._tell(Chunk(request.number, request.number, 0, (), 0, begins=True))
+
+    def compute(self, request: Request, done: int, end: int) -> None:
+        """A step computes the tokens ``[done, end)``."""
+        size = self.case.prefill.engine.block_sizes[0]
+        first, stop = -(-done // size), -(-end // size)
+        block_ids = tuple(request.remote[0].block_ids[first:stop])
+        self._tell(Chunk(request.number, request.number, first, block_ids, end))
+
+    def _tell(self, chunk: Chunk) -> None:
+        for worker in self.workers:
+            assert worker.publisher is not None
+            worker.agent.board.nonces[chunk.row] = chunk.nonce
+            worker.publisher.launched([chunk])
+
+    def stream(self, request: Request) -> RemoteRequest:
+        """Where the request is read while it is computed."""
+        number = request.number
+        told = {"fence_nonce": number, "stream_row": number, "stream_tag": number}
+        return self.remote(request, block_ids=(), **told)
 
     def is_untouched(self) -> bool:
         """Whether every rank's memory is as it was."""
@@ -143,10 +185,17 @@ class Prefill:
 class Decode:
     """A decode engine that has nothing yet."""
 
-    def __init__(self, case: Case, engine_id: str = "d") -> None:
+    def __init__(self, case: Case, engine_id: str = "d", *, streams: bool = False) -> None:
         self.case = case
         self.workers = [
-            Worker(engine_id, case.decode, rank, case.decode_memory(rank), free_port())
+            Worker(
+                engine_id,
+                case.decode,
+                rank,
+                case.decode_memory(rank),
+                free_port(),
+                streams=streams,
+            )
             for rank in range(case.decode.engine.tp_size)
         ]
 
@@ -202,10 +251,13 @@ class Cluster:
     """The engines of a case; ``others`` have prefill engines of other sizes and the same
     requests."""
 
-    def __init__(self, case: Case, *others: Case) -> None:
+    def __init__(self, case: Case, *others: Case, streams: bool = False) -> None:
         self.requests = case.requests
-        self.decode = Decode(case)
-        self.prefills = [Prefill(one, f"p{number}") for number, one in enumerate((case, *others))]
+        self.decode = Decode(case, streams=streams)
+        self.prefills = [
+            Prefill(one, f"p{number}", streams=streams)
+            for number, one in enumerate((case, *others))
+        ]
 
     @property
     def prefill(self) -> Prefill:

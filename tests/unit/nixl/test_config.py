@@ -16,6 +16,7 @@ SECONDS = (
     "transfer_timeout",
     "progress_interval",
     "peer_idle_timeout",
+    "stream_begin_timeout",
 )
 FLAGS = (
     "enforce_handshake_compat",
@@ -23,6 +24,7 @@ FLAGS = (
     "host_copy",
     "transport_probe",
     "first_token_from_prefill",
+    "stream_chunks",
 )
 
 GOOD: list[tuple[str, Any, Any]] = [

@@ -15,6 +15,7 @@ from vllm_commext.nixl.metrics.recorder import (
     is_empty,
     merge,
 )
+from vllm_commext.nixl.stream.ways import WAYS as HANDOVER_WAYS
 
 RECORDS = st.fixed_dictionaries(
     {
@@ -45,6 +46,7 @@ RECORDS = st.fixed_dictionaries(
         },
         "failures": st.dictionaries(st.sampled_from(FAILURE_REASONS), st.integers(1, 9)),
         "first_tokens": st.dictionaries(st.sampled_from(WAYS), st.integers(1, 9)),
+        "handovers": st.dictionaries(st.sampled_from(HANDOVER_WAYS), st.integers(1, 9)),
         "gauges": st.dictionaries(
             st.sampled_from(["worker 0", "scheduler"]),
             st.dictionaries(st.sampled_from(["peers/ready", "held_requests"]), st.floats(0, 9)),
@@ -74,6 +76,9 @@ def test_everything_recorded_is_taken_once() -> None:
     recorder.first_token("prefill")
     recorder.first_token("seeded")
     recorder.first_token("prefill")
+    recorder.stream("streamed")
+    recorder.stream("no_key")
+    recorder.stream("streamed")
     recorder.leases(unmatched=1)
     recorder.leases(heartbeats=4, ignored_heartbeats=3)
     recorder.queued(0.125)
@@ -101,6 +106,7 @@ def test_everything_recorded_is_taken_once() -> None:
         "side_channel_rejects": 4,
         "failures": {"timeout": 2},
         "first_tokens": {"prefill": 2, "seeded": 1},
+        "handovers": {"streamed": 2, "no_key": 1},
         "gauges": {},
     }
     assert recorder.take() is None
@@ -146,8 +152,8 @@ def test_merge_adds_key_by_key_and_leaves_the_second_alone(
     for key in empty_data():
         if key == "gauges":
             assert total[key] == {**first[key], **second[key]}
-        elif key in ("failures", "first_tokens"):
-            for reason in (*FAILURE_REASONS, *WAYS):
+        elif key in ("failures", "first_tokens", "handovers"):
+            for reason in (*FAILURE_REASONS, *WAYS, *HANDOVER_WAYS):
                 expected = first[key].get(reason, 0) + second[key].get(reason, 0)
                 assert total[key].get(reason, 0) == expected
         else:

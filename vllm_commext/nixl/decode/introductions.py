@@ -106,6 +106,7 @@ class Introductions:
             return None
         reply = entry.inquiry.poll()
         if reply is not None:
+            reply = wire.as_description(reply)
             described = wire.open_description(reply)
             host, port = reply.host or entry.host, reply.port or entry.port
             size = described.layout.tp_size

@@ -84,6 +84,11 @@ class Link:
         device_id: device of its cache.
         fence_list: prepared list of its fences' nonces, None where it has none.
         num_fence_slots: how many there are.
+        stream_headers: prepared list of the headers of its board for streams, None where it has
+            none, or this worker streams nothing.
+        stream_pieces: prepared list of the board's pieces of block ids.
+        num_stream_rows: rows of the board.
+        pieces_per_row: pieces in each.
         lease_seconds: how long it keeps blocks after the last sign of a reader, 0 where it takes no
             heartbeats.
         held: what of NIXL's it uses, in the order in which it was made.
@@ -105,6 +110,10 @@ class Link:
     device_id: int
     fence_list: Any = None
     num_fence_slots: int = 0
+    stream_headers: Any = None
+    stream_pieces: Any = None
+    num_stream_rows: int = 0
+    pieces_per_row: int = 0
     lease_seconds: float = 0.0
     held: list[Shared] = field(default_factory=list[Shared])
     num_users: int = 1
@@ -187,7 +196,7 @@ class Links:
         """
         held = [self.reach(described)]
         name: str = held[0].value
-        remote = fences = None
+        remote = fences = headers = pieces = None
         num_slots = described.num_fence_slots
         try:
             local = self._local_list(plan.local_rows, held)
@@ -197,6 +206,13 @@ class Links:
             if num_slots:
                 prepared = self._agent.prepare_fences(name, described.fence_address, num_slots)
                 fences = self._keep(prepared, held)
+            if described.num_stream_rows and self._agent.streams is not None:
+                rows, per_row = described.num_stream_rows, described.pieces_per_row
+                prepared = self._agent.prepare_headers(name, described.stream_headers, rows)
+                headers = self._keep(prepared, held)
+                address = described.stream_block_ids
+                prepared = self._agent.prepare_pieces(name, address, rows * per_row)
+                pieces = self._keep(prepared, held)
         except Exception:
             while held:
                 held.pop().drop()
@@ -212,6 +228,10 @@ class Links:
             device_id=described.device_id,
             fence_list=fences,
             num_fence_slots=num_slots,
+            stream_headers=headers,
+            stream_pieces=pieces,
+            num_stream_rows=described.num_stream_rows,
+            pieces_per_row=described.pieces_per_row,
             lease_seconds=described.lease_seconds,
             held=held,
         )

@@ -38,6 +38,7 @@ from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.outcomes import OutcomeBox
 from vllm_commext.nixl.requests import Load, RemoteRequest, Wait
+from vllm_commext.nixl.stream.reader import StreamReader, failure_of_stream
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
 
@@ -74,6 +75,7 @@ class Loader:
         self._introductions = Introductions(self._peers, config)
         self._keep_alive = KeepAlive(agent, local.consumer, self._peers)
         self._reads = ReadSet(agent, recorder, config.max_bytes_in_flight, config.transfer_timeout)
+        self._streams = StreamReader(agent, config.transfer_timeout)
         self._transfers: dict[Identity, Transfer] = {}
         # Transfers to be released, by the time when they are.
         self._closing: deque[tuple[float, Transfer]] = deque()
@@ -86,7 +88,12 @@ class Loader:
     @property
     def num_reads(self) -> int:
         """Reads under way."""
-        return len(self._reads) + self._peers.is_sweeping
+        return len(self._reads) + self._streams.num_looks + self._peers.is_sweeping
+
+    @property
+    def num_streams(self) -> int:
+        """Prompts that are read while they are computed."""
+        return len(self._streams)
 
     @property
     def num_handshakes(self) -> int:
@@ -107,6 +114,7 @@ class Loader:
         ended = self._peers.poll()
         for peer in ended:
             self._greet(peer)
+        self._read_streams()
         self._serve_waiting()
         self._keep_alive.send_due()
         self._release_due()
@@ -118,6 +126,10 @@ class Loader:
         """What is under way, and the known peers by state."""
         peers = {f"peers/{state}": num for state, num in self._peers.count_states().items()}
         return {"transfers_in_flight": len(self._reads), **peers}
+
+    def end_streams(self) -> None:
+        """Read nothing more of prompts that are not computed yet."""
+        self._streams.end_all()
 
     def refuse_all(self, error: Exception) -> None:
         """Nothing can be read on this worker: let each load fail with the reason."""
@@ -292,6 +304,10 @@ class Loader:
         if not link.serves(part.remote.incarnation):
             self._close_part(part, restarted(part.remote))
             return True
+        if part.remote.stream_row >= 0:
+            self._check_size(part, link)
+            self._streams.begin(part, link)
+            return True
         if part.pairs is None or part.pairs[0] is not link:
             self._check_size(part, link)
             self._check_fence(part)
@@ -304,6 +320,28 @@ class Loader:
         else:
             self._reads.post(part, link, pairs)
         return True
+
+    def _read_streams(self) -> None:
+        """Look how far prompts are, and read what has been computed, as far as there is room."""
+        for cursor in self._streams.due():
+            part, link = cursor.part, cursor.link
+            try:
+                if part.use.failure is not None:
+                    self._end_stream(part)
+                    continue
+                pairs = self._streams.advance(cursor)
+                if pairs is not None and self._reads.has_room(pairs, link):
+                    self._reads.post(part, link, pairs)
+                    self._streams.note_posted(cursor)
+            except Exception as error:  # noqa: BLE001 NIXL raises many types; only this part failed
+                failure = failure_of_stream(error)
+                if failure.reason in ("timeout", "transfer"):
+                    self._peers.doubt(link, broken=failure.reason == "transfer")
+                self._end_stream(part, failure)
+
+    def _end_stream(self, part: Part, failure: Failure | None = None) -> None:
+        self._streams.leave(part)
+        self._close_part(part, failure)
 
     def _retry(self, part: Part, link: Link, error: Exception) -> None:
         """A peer that cannot be reached may have been restarted: ask it once more."""
@@ -350,6 +388,7 @@ class Loader:
             if end is not None:
                 num_ended += 1
                 self._end_read(read, end)
+        self._streams.poll_left()
         self._note_late()
         self._peers.sweep()
         return num_ended > 0 or self._reads.num_fences > num_fences
@@ -359,7 +398,8 @@ class Loader:
             self._guard("record", lambda: self._reads.record(read))
         if end.failure is not None and end.failure.reason == "transfer":
             self._peers.doubt(read.link, broken=True)
-        self._close_part(read.part, end.failure)
+        if read.part.stream is None or not self._streams.note_end(read.part, end.failure):
+            self._close_part(read.part, end.failure)
 
     def _note_late(self) -> None:
         """Have what is late taken out of use, and fail what has waited behind it."""
@@ -400,7 +440,7 @@ class Loader:
         use.failure = use.failure or failure
         use.is_given_up = True
         self._report(use.load, failure)
-        for part in self._peers.withdraw(use):
+        for part in self._peers.withdraw(use) + self._streams.withdraw(use):
             self._close_part(part, failure)
 
     def _close_part(self, part: Part, failure: Failure | None = None) -> None:

@@ -301,7 +301,7 @@ class PeerTable:
             assert peer.inquiry is not None  # open during a handshake
             reply = peer.inquiry.poll()
             if reply is not None:
-                self._admit(peer, reply, now)
+                self._admit(peer, wire.as_description(reply), now)
                 return True
             self._check_time(peer.inquiry, now - peer.asked)
         except Exception as failure:  # noqa: BLE001 one peer's error is no other's

@@ -127,7 +127,8 @@ class ReadSet:
             Exception: what NIXL raises where it cannot be posted; nothing is under way then.
         """
         started = time.perf_counter()
-        self._recorder.queued(started - part.begun)
+        if part.stream is None or part.stream.done == part.stream.first:
+            self._recorder.queued(started - part.begun)
         pieces = pieces_of_read(self._agent, link.local_list, link.remote_list, pairs)
         posting = Posting(self._agent, pieces)
         now = time.perf_counter()
@@ -239,7 +240,7 @@ class ReadSet:
 
     @staticmethod
     def _judge(read: Read, nonce: int) -> End:
-        if nonce == read.part.remote.fence_nonce:
+        if nonce == read.part.nonce:
             return End()
         text = (
             "the prefill engine had freed the blocks before they were read: the request came later "

@@ -23,6 +23,7 @@ from vllm_commext.nixl.requests import Load, RemoteRequest
 
 if TYPE_CHECKING:
     from vllm_commext.nixl.decode.links import Link
+    from vllm_commext.nixl.stream.reader import Cursor
 
 RELEASE_DELAY_SECONDS = 0.25
 """From the end of the last load of a remote request to its release: other uses of it, such as the
@@ -137,6 +138,7 @@ class Part:
         retried: it was tried before, over a connection that turned out to be broken.
         begun: when it began, in seconds of ``time.perf_counter``.
         pairs: what is copied over a link, once it is known.
+        stream: how far it has come, where it is read while its prompt is computed.
     """
 
     use: Use
@@ -146,6 +148,12 @@ class Part:
     retried: bool = False
     begun: float = field(default_factory=time.perf_counter)
     pairs: tuple[Link, Pairs] | None = None
+    stream: Cursor | None = None
+
+    @property
+    def nonce(self) -> int:
+        """What its fence must have."""
+        return self.remote.fence_nonce if self.stream is None else self.stream.nonce
 
     @property
     def remote(self) -> RemoteRequest:

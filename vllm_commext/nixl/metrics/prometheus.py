@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm_commext.nixl.first_token import WAYS
 from vllm_commext.nixl.metrics import recorder
 from vllm_commext.nixl.metrics.recorder import FAILURE_REASONS, empty_data, is_empty, merge
+from vllm_commext.nixl.stream.ways import WAYS as HANDOVER_WAYS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -139,6 +140,11 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
             documentation="Requests with a remote prefill, by where their first token comes from.",
             labelnames=[*labelnames, "way"],
         )
+        self._handovers = make_counter(
+            name=f"vllm:commext_nixl_{recorder.HANDOVERS}",
+            documentation="Requests that are handed over, by chunks or whole, by why.",
+            labelnames=[*labelnames, "way"],
+        )
         make_gauge: Any = self._gauge_cls
         self._gauges = {
             key: make_gauge(
@@ -170,6 +176,8 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
             self._failures.labels(*values, reason).inc(count)
         for way, count in transfer_stats_data[recorder.FIRST_TOKENS].items():
             self._first_tokens.labels(*values, way).inc(count)
+        for way, count in transfer_stats_data[recorder.HANDOVERS].items():
+            self._handovers.labels(*values, way).inc(count)
         self._set_gauges(values, sum_of_sources(transfer_stats_data[recorder.GAUGES]))
 
     def _set_gauges(self, values: list[object], sums: dict[str, float]) -> None:
@@ -192,6 +200,8 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
             self._failures.labels(*values, reason)
         for way in WAYS:
             self._first_tokens.labels(*values, way)
+        for way in HANDOVER_WAYS:
+            self._handovers.labels(*values, way)
 
 
 def sum_of_sources(sources: dict[str, dict[str, float]]) -> dict[str, float]:

@@ -21,6 +21,7 @@ FAILURE_REASONS = (
 )
 """Every reason a load or a release can fail for; the label of the failures metric."""
 FIRST_TOKENS = "first_tokens"
+HANDOVERS = "handovers"
 GAUGES = "gauges"
 
 
@@ -50,7 +51,8 @@ def empty_data() -> dict[str, Any]:
     """What a recorder starts from; plain values, so that it can cross processes.
 
     Keys: those that end in ``_seconds``: one float an event; ``failures``: a sum a reason;
-    ``first_tokens``: a sum a way, see ``first_token.WAYS``; ``gauges``: the last values of every
+    ``first_tokens``: a sum a way, see ``first_token.WAYS``; ``handovers``: a sum a way, see
+    ``stream.ways``; ``gauges``: the last values of every
     source (the workers and the scheduler side), or nothing where none has changed; the others:
     sums.
     """
@@ -72,6 +74,7 @@ def empty_data() -> dict[str, Any]:
         "side_channel_rejects": 0,
         "failures": {},
         FIRST_TOKENS: {},
+        HANDOVERS: {},
         GAUGES: {},
     }
 
@@ -196,6 +199,12 @@ class TransferRecorder:
         """A loading request gets its first token on one of ``first_token.WAYS``."""
         with self._lock:
             ways = self._data[FIRST_TOKENS]
+            ways[way] = ways.get(way, 0) + 1
+
+    def stream(self, way: str) -> None:
+        """A request is handed over on one of ``stream.ways.WAYS``."""
+        with self._lock:
+            ways = self._data[HANDOVERS]
             ways[way] = ways.get(way, 0) + 1
 
     def leases(

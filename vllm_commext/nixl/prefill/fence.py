@@ -76,12 +76,23 @@ class FenceSlots:
         self._taken[request_id] = slot
         return slot, int(self._nonces[slot])
 
+    def held_by(self, request_id: str) -> tuple[int, int] | None:
+        """The (slot, nonce) that a request has, None for none."""
+        slot = self._taken.get(request_id)
+        return None if slot is None else (slot, int(self._nonces[slot]))
+
+    def renew(self, request_id: str) -> int:
+        """The workers are going to replace the nonce of a request that keeps its slot: the one that
+        follows."""
+        slot = self._taken[request_id]
+        self._nonces[slot] = nonce = next_nonce(self._key, slot, int(self._nonces[slot]))
+        return nonce
+
     def give_back(self, request_id: str) -> None:
         """All workers have replaced the slot's nonce: the next user gets the next one."""
-        slot = self._taken.pop(request_id, None)
-        if slot is not None:
-            self._nonces[slot] = next_nonce(self._key, slot, int(self._nonces[slot]))
-            self._free.append(slot)
+        if request_id in self._taken:
+            self.renew(request_id)
+            self._free.append(self._taken.pop(request_id))
 
 
 class FenceBoard:
@@ -103,9 +114,10 @@ class FenceBoard:
         self._key = key
         self.nonces[:] = first_nonces(key)
 
-    def end(self, slot: int, nonce: int) -> None:
-        """A request's blocks are about to be freed."""
-        self.nonces[slot] = next_nonce(self._key, slot, nonce)
+    def end(self, slot: int, nonce: int) -> int:
+        """A request's blocks are about to be freed; the nonce that stands there now."""
+        self.nonces[slot] = new = next_nonce(self._key, slot, nonce)
+        return new
 
     def take_cell(self) -> int | None:
         """A cell to read a peer's nonce into, None where all are in use."""

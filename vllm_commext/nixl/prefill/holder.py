@@ -40,7 +40,7 @@ class Holder:
         self._recorder = recorder
         self._outcomes = outcomes
         self._leases = LeaseLedger(config.kv_lease_max_duration)
-        self._fences: dict[str, tuple[int, int]] = {}
+        self._holds: dict[str, Hold] = {}
         self._expired: set[str] = set()
         # Ended, and not reported yet: an error in the midst of that must not keep their blocks.
         self._unsent: list[str] = []
@@ -52,8 +52,10 @@ class Holder:
 
     def hold(self, hold: Hold) -> None:
         """Keep a finished prefill's blocks."""
-        self._fences[hold.request_id] = (hold.fence_slot, hold.fence_nonce)
-        if self._leases.hold(hold.request_id, time.monotonic(), hold.lease_seconds):
+        self._holds[hold.request_id] = hold
+        is_read = hold.lease_seconds > 0
+        now = time.monotonic()
+        if not is_read or self._leases.hold(hold.request_id, now, hold.lease_seconds):
             self._report_sent(hold.request_id)
 
     def take_notifications(self) -> None:
@@ -118,17 +120,19 @@ class Holder:
     def _report_unsent(self) -> None:
         """What fails here is tried again in the next turn."""
         for request_id in list(self._unsent):
-            slot, nonce = self._fences[request_id]
+            hold = self._holds[request_id]
             try:
-                if slot >= 0:
-                    self._agent.board.end(slot, nonce)
+                if hold.fence_slot >= 0:
+                    self._agent.board.end(hold.fence_slot, hold.fence_nonce)
+                if hold.stream_row >= 0 and self._agent.streams is not None:
+                    self._agent.streams.end(hold.stream_row)
             except Exception:  # noqa: BLE001 one request's error is no other's
                 self._log.exception(
                     "report", f"request {request_id}: its fence was not changed yet"
                 )
                 continue
             self._unsent.remove(request_id)
-            del self._fences[request_id]
+            del self._holds[request_id]
             if request_id in self._expired:
                 self._note_expired(request_id)
             self._outcomes.sent(request_id)

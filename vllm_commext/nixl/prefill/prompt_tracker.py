@@ -1,17 +1,51 @@
 """Which step computes the last token of each prompt, and which blocks the prompt then has.
 
 The scheduler tells workers of a request's blocks as they are added; only where a copy of the cache
-is kept on the host does the connector have to follow that.
+is kept on the host, or where prompts are read while they are computed, does the connector have to
+follow that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a step does for one request.
+
+    Attributes:
+        request_id: the request.
+        begins: ``block_ids`` are all of its blocks; otherwise they come behind those it has.
+        block_ids: by group and position.
+        num_computed: tokens that have been computed before the step.
+        end: the same after the step.
+    """
+
+    request_id: str
+    begins: bool
+    block_ids: Sequence[Sequence[int]]
+    num_computed: int
+    end: int
+
+
+def progress_in(step: SchedulerOutput) -> Iterator[Progress]:
+    """What a step does for each of its requests."""
+    counts = step.num_scheduled_tokens
+    for new in step.scheduled_new_reqs:
+        end = new.num_computed_tokens + counts.get(new.req_id, 0)
+        yield Progress(new.req_id, True, new.block_ids, new.num_computed_tokens, end)
+    cached = step.scheduled_cached_reqs
+    columns = (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens)
+    for request_id, block_ids, num_computed in zip(*columns, strict=True):
+        end = num_computed + counts.get(request_id, 0)
+        begins = request_id in cached.resumed_req_ids
+        yield Progress(request_id, begins, block_ids or (), num_computed, end)
 
 
 @dataclass
@@ -37,28 +71,15 @@ class PromptTracker:
     def completed(self, step: SchedulerOutput) -> Iterator[tuple[int, list[list[int]]]]:
         """Prompts that this step completes: their tokens, and their blocks by group and
         position."""
-        for request_id, num_computed in self._note_blocks(step):
-            prompt = self._prompts[request_id]
-            end = num_computed + step.num_scheduled_tokens.get(request_id, 0)
-            if num_computed < prompt.num_tokens <= end:
-                yield prompt.num_tokens, prompt.block_ids
-
-    def _note_blocks(self, step: SchedulerOutput) -> Iterator[tuple[str, int]]:
-        """Take in the step's blocks; gives the followed requests and their computed tokens."""
-        for new in step.scheduled_new_reqs:
-            if new.req_id in self._prompts:
-                self._prompts[new.req_id].block_ids = [list(ids) for ids in new.block_ids]
-                yield new.req_id, new.num_computed_tokens
-        cached = step.scheduled_cached_reqs
-        columns = (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens)
-        for request_id, block_ids, num_computed in zip(*columns, strict=True):
-            if request_id not in self._prompts:
+        for progress in progress_in(step):
+            prompt = self._prompts.get(progress.request_id)
+            if prompt is None:
                 continue
-            prompt = self._prompts[request_id]
-            if request_id in cached.resumed_req_ids:
+            if progress.begins:
                 prompt.block_ids = []
-            if block_ids is not None:
-                prompt.block_ids = prompt.block_ids or [[] for _ in block_ids]
-                for known, added in zip(prompt.block_ids, block_ids, strict=True):
+            if progress.block_ids:
+                prompt.block_ids = prompt.block_ids or [[] for _ in progress.block_ids]
+                for known, added in zip(prompt.block_ids, progress.block_ids, strict=True):
                     known += added
-            yield request_id, num_computed
+            if progress.num_computed < prompt.num_tokens <= progress.end:
+                yield prompt.num_tokens, prompt.block_ids

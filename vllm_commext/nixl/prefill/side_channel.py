@@ -1,5 +1,5 @@
 """The prefill engine's half of the side channel: decode workers ask it for the description of one
-of its workers.
+of its workers, and decode engines where prompts are read while they are computed.
 
 It answers on a ZMQ ROUTER socket from a thread in its EngineCore process, and tells whoever has
 asked when the engine begins to drain.  Nothing that arrives
@@ -20,6 +20,7 @@ import zmq
 
 from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.log import RateLimitedLog, logger
+from vllm_commext.nixl.stream.directory import StreamDirectory
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.compatibility import digest
 from vllm_commext.nixl.wire.connection import bound_waits, endpoint
@@ -69,6 +70,7 @@ class SideChannelServer:
         secret: what a request must prove to know, see ``seal``; None lets everybody ask.
         drains: whether the engine drains, asked from this server's thread; None where it never
             does.
+        streams: what is known of prompts that are read while they are computed.
 
     Raises:
         ConfigError: the host has no address or the port cannot be bound.
@@ -83,8 +85,11 @@ class SideChannelServer:
         descriptions: Mapping[int, bytes],
         secret: bytes | None = None,
         drains: Callable[[], bool] | None = None,
+        streams: StreamDirectory | None = None,
     ) -> None:
         self.engine_id = engine_id
+        self._place = (incarnation, host, port)
+        self._streams = streams
         self.num_refused = 0
         self._num_taken = 0
         self._gate = Gate(secret)
@@ -199,7 +204,10 @@ class SideChannelServer:
     def _answer(self, frame: bytes, envelope: tuple[bytes, ...]) -> bytes:
         now = time.time()
         try:
-            request, nonce = self._gate.admit(frame, now)
+            body, nonce = self._gate.admit(frame, now)
+            request = wire.decode_request(body)
+            if isinstance(request, wire.FindStreams):
+                return self._gate.prove(wire.encode(self._find(request.keys)), nonce, now)
             answer = self._gate.prove(self._answers[self._rank_asked_for(request)], nonce, now)
             self._askers[envelope] = nonce
             if len(self._askers) > MAX_TOLD:
@@ -210,8 +218,25 @@ class SideChannelServer:
             self._log.warning("refused", f"side channel: refused a frame: {error}")
             return wire.encode(wire.Refused(reason=str(error)))
 
-    def _rank_asked_for(self, frame: bytes) -> int:
-        request = wire.decode_request(frame)
+    def _find(self, keys: list[str]) -> wire.FoundStreams:
+        if self._streams is None:
+            raise ProtocolError(
+                f"engine {self.engine_id!r} streams no chunks: set stream_chunks in its "
+                "kv_connector_extra_config"
+            )
+        if len(keys) > wire.MAX_KEYS:
+            raise ProtocolError(f"expected at most {wire.MAX_KEYS} keys, got {len(keys)}")
+        incarnation, host, port = self._place
+        return wire.FoundStreams(
+            engine_id=self.engine_id,
+            incarnation=incarnation,
+            host=host,
+            port=port,
+            tp_size=len(self._answers),
+            found=self._streams.find(keys),
+        )
+
+    def _rank_asked_for(self, request: wire.DescribeRequest) -> int:
         if request.engine_id not in ("", self.engine_id):
             raise ProtocolError(
                 f"this is engine {self.engine_id!r}, the request is for engine "

@@ -12,18 +12,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from packaging.version import Version
 
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.descriptors import Int32Array, UInt64Array, expand_rows, strided_row
 from vllm_commext.nixl.prefill.fence import NONCE_BYTES, NUM_CELLS, FenceBoard
+from vllm_commext.nixl.stream import rows as stream_rows
+from vllm_commext.nixl.stream.board import StreamBoard
 from vllm_commext.nixl.transport.ucx_log import UcxLog
 
 STRIDED_SINCE = (1, 5)
 MAX_EXPANDED = 1 << 26
 """Descriptors in a list where each takes a row: 1.5 GiB of them."""
 ucx_log = UcxLog()
+_CELL_PIECES = stream_rows.NUM_CELLS * stream_rows.MAX_PIECES
 DONE = "DONE"
 IN_PROGRESS = "PROC"
 
@@ -88,6 +92,17 @@ def nonce_rows(address: int, num_slots: int) -> UInt64Array:
     return strided_row(address=address, num_bytes=NONCE_BYTES, count=num_slots)
 
 
+def header_rows(address: int, num_rows: int) -> UInt64Array:
+    """Headers of a board for streams as strided descriptors."""
+    values = [[address, stream_rows.HEADER_BYTES, 0, 8 * stream_rows.HEADER_WORDS, num_rows]]
+    return np.array(values, dtype=np.uint64)
+
+
+def piece_rows(address: int, num_pieces: int) -> UInt64Array:
+    """Pieces of block ids as strided descriptors."""
+    return strided_row(address=address, num_bytes=stream_rows.PIECE_BYTES, count=num_pieces)
+
+
 def _same(index: int, times: int) -> Int32Array:
     return np.full(times, index, dtype=np.int32)
 
@@ -96,7 +111,7 @@ class NixlAgent:
     """One NIXL agent with this worker's cache registered.  Not safe for threads: one thread owns
     it."""
 
-    def __init__(self, config: ConnectorConfig) -> None:
+    def __init__(self, config: ConnectorConfig, streams: StreamBoard | None = None) -> None:
         api = load_nixl()
         self.name = str(uuid.uuid4())
         self._strided = takes_strided_lists()
@@ -106,8 +121,10 @@ class NixlAgent:
         self._create_backends(config)
         ucx_log.detach()
         self.board = FenceBoard()
+        self.streams = streams
         self._registered: list[Any] = []
         self._cell_list: Any = None
+        self._stream_cells: tuple[Any, Any] | None = None
 
     def _create_backends(self, config: ConnectorConfig) -> None:
         plugins = self._agent.get_plugin_list()
@@ -128,11 +145,20 @@ class NixlAgent:
         """
         rows = [(address, num_bytes, device_id, "") for address, num_bytes in ranges]
         self._registered.append(self._agent.register_memory(rows, memory_type))
-        arrays = (self.board.nonces, self.board.cells)
+        arrays: list[npt.NDArray[Any]] = [self.board.nonces, self.board.cells]
+        streams = self.streams
+        if streams is not None:
+            arrays += [streams.headers, streams.block_ids, streams.header_cells, streams.id_cells]
         rows = [(array.ctypes.data, array.nbytes, 0, "") for array in arrays]
         self._registered.append(self._agent.register_memory(rows, "DRAM"))
         cells = nonce_rows(self.board.cells.ctypes.data, NUM_CELLS)
         self._cell_list = self.prepare("", cells, "DRAM")
+        if streams is not None:
+            headers, block_ids = streams.header_cells.ctypes.data, streams.id_cells.ctypes.data
+            self._stream_cells = (
+                self.prepare("", header_rows(headers, stream_rows.NUM_CELLS), "DRAM"),
+                self.prepare("", piece_rows(block_ids, _CELL_PIECES), "DRAM"),
+            )
 
     @contextlib.contextmanager
     def registered(self, memory: tuple[int, int, int], memory_type: str) -> Iterator[None]:
@@ -180,6 +206,26 @@ class NixlAgent:
     def prepare_fences(self, name: str, address: int, num_slots: int) -> Any:
         """Prepare the list of a peer's nonces."""
         return self.prepare(name, nonce_rows(address, num_slots), "DRAM")
+
+    def prepare_headers(self, name: str, address: int, num_rows: int) -> Any:
+        """Prepare the list of the headers of a peer's board for streams."""
+        return self.prepare(name, header_rows(address, num_rows), "DRAM")
+
+    def prepare_pieces(self, name: str, address: int, num_pieces: int) -> Any:
+        """Prepare the list of the pieces of block ids of a peer's board for streams."""
+        return self.prepare(name, piece_rows(address, num_pieces), "DRAM")
+
+    def make_header_read(self, headers: Any, cell: int, row: int) -> Any:
+        """Describe a read of a header of a peer's board into a cell."""
+        assert self._stream_cells is not None  # links have lists of headers only with cells
+        return self.make_read(self._stream_cells[0], _same(cell, 1), headers, _same(row, 1))
+
+    def make_pieces_read(self, pieces: Any, cell: int, indices: Int32Array) -> Any:
+        """Describe a read of pieces of a peer's block ids into the first ones of a cell."""
+        assert self._stream_cells is not None  # links have lists of pieces only with cells
+        first = cell * stream_rows.MAX_PIECES
+        own = np.arange(first, first + len(indices), dtype=np.int32)
+        return self.make_read(self._stream_cells[1], own, pieces, indices)
 
     def release_list(self, prepared: Any) -> None:
         """Give a prepared list back."""
@@ -235,8 +281,9 @@ class NixlAgent:
 
     def close(self) -> None:
         """Give back the lists and the registrations; no read may be in flight."""
-        if self._cell_list is not None:
-            self._agent.release_dlist_handle(self._cell_list)
-        self._cell_list = None
+        for prepared in (self._cell_list, *(self._stream_cells or ())):
+            if prepared is not None:
+                self._agent.release_dlist_handle(prepared)
+        self._cell_list = self._stream_cells = None
         while self._registered:
             self._agent.deregister_memory(self._registered.pop())

@@ -1,4 +1,4 @@
-"""The decode worker's half of the side channel: one question to one prefill rank."""
+"""The decode engine's half of the side channel: questions to one prefill engine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import ConnectionWatch, bound_waits, endpoint
 from vllm_commext.nixl.wire.seal import Caller
 
+Request = wire.DescribeRequest | wire.FindStreams
+Reply = wire.Described | wire.FoundStreams
+
 
 class Inquiry:
-    """A decode worker's question to one prefill rank; never blocks.
+    """A decode engine's question to one prefill engine; never blocks.
 
     Its connection may be kept open after the answer: it closes with the prefill engine's process.
 
@@ -28,11 +31,11 @@ class Inquiry:
         context: zmq.Context[zmq.Socket[bytes]],
         host: str,
         port: int,
-        request: wire.DescribeRequest,
+        request: Request,
         secret: bytes | None = None,
     ) -> None:
         self.address = endpoint(host, port)
-        self._caller = Caller(secret)
+        self._secret = secret
         self._watch: ConnectionWatch | None = None
         try:
             self._socket = context.socket(zmq.DEALER)
@@ -49,12 +52,21 @@ class Inquiry:
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_REPLY_BYTES)
         try:
             self._socket.connect(self.address)
-            self._socket.send(self._caller.prove(wire.encode(request)), zmq.NOBLOCK)
+            self.ask(request)
         except Exception as error:  # a request may name any host and engine
             self.close()
             raise ProtocolError(f"{self.address!r} is not an address to ask: {error}") from error
 
-    def poll(self) -> wire.Described | None:
+    def ask(self, request: Request) -> None:
+        """Ask one more question over the same connection, the one before being answered.
+
+        Raises:
+            zmq.ZMQError: it cannot be sent.
+        """
+        self._caller = Caller(self._secret)
+        self._socket.send(self._caller.prove(wire.encode(request)), zmq.NOBLOCK)
+
+    def poll(self) -> Reply | None:
         """The answer, or None where there is none yet.
 
         Raises:

@@ -24,6 +24,12 @@ MAX_REQUEST_BYTES = 4 * 1024
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 MAX_NOTIFICATION_BYTES = 64 * 1024
 MAX_DEVICES = 4096
+MAX_ROWS = 4096
+MAX_PIECES = 1 << 18
+"""Of a board for chunk streaming: rows, and pieces of block ids in each."""
+MAX_KEYS = 64
+"""Streams in one question."""
+KEY_DIGITS = 32
 
 
 class Frame(msgspec.Struct, tag_field="kind", kw_only=True, frozen=True):
@@ -84,6 +90,62 @@ class Draining(Frame, tag="draining", frozen=True):
     drains: bool
 
 
+class FindStreams(Frame, tag="find_streams", frozen=True):
+    """Side channel, decode to prefill: where are the prompts with these keys read?
+
+    Attributes:
+        keys: at most ``MAX_KEYS``, as their router chose them.
+        consumer: who asks, engine id.
+    """
+
+    keys: list[str]
+    consumer: str = ""
+
+
+class FoundStream(msgspec.Struct, kw_only=True, frozen=True):
+    """Where a prompt is read while it is computed.
+
+    Attributes:
+        refusal: why it will not be, "" where it is.
+        request_id: the request's id in the prefill engine.
+        num_tokens: tokens of its prompt.
+        row: its row of the workers' boards, see ``stream.rows``.
+        tag: what tells it there from other requests that get the row.
+        fence_slot: slot of its fence.
+        fence_nonce: what stands there until the request is preempted or ends.
+        prompt: what is computed, see ``prompt.digests``.
+    """
+
+    refusal: str = ""
+    request_id: str = ""
+    num_tokens: int = 0
+    row: int = -1
+    tag: int = 0
+    fence_slot: int = -1
+    fence_nonce: int = 0
+    prompt: dict[str, str] = {}
+
+
+class FoundStreams(Frame, tag="found_streams", frozen=True):
+    """Side channel, the answer: what is known of the keys, by key; of the others nothing, yet.
+
+    Attributes:
+        engine_id: the prefill engine.
+        incarnation: differs at every start of the engine.
+        host: what request parameters call the side channel's host.
+        port: its port.
+        tp_size: the engine's tensor-parallel ranks.
+        found: by key.
+    """
+
+    engine_id: str
+    incarnation: str
+    host: str
+    port: int
+    tp_size: int
+    found: dict[str, FoundStream]
+
+
 class Released(Frame, tag="released", frozen=True):
     """NIXL notification, decode to prefill: a consumer needs the request's blocks no longer.
 
@@ -129,6 +191,11 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
         num_fence_slots: how many there are, 0 for none.
         lease_seconds: how long the worker keeps a request's blocks after the last sign of a reader,
             0 where it takes no ``KeepAlive``.
+        stream_headers: address of the headers of its board for chunk streaming, see
+            ``stream.rows``.
+        stream_block_ids: address of the board's block ids.
+        num_stream_rows: rows of the board, 0 where it streams nothing.
+        pieces_per_row: pieces of block ids in a row.
     """
 
     engine_id: str
@@ -140,11 +207,15 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     fence_address: int = 0
     num_fence_slots: int = 0
     lease_seconds: float = 0.0
+    stream_headers: int = 0
+    stream_block_ids: int = 0
+    num_stream_rows: int = 0
+    pieces_per_row: int = 0
 
 
 _Any = TypeVar("_Any")
-_REQUEST = msgspec.msgpack.Decoder(DescribeRequest)
-_REPLY = msgspec.msgpack.Decoder(Described | Refused)
+_REQUEST = msgspec.msgpack.Decoder(DescribeRequest | FindStreams)
+_REPLY = msgspec.msgpack.Decoder(Described | FoundStreams | Refused)
 _NEWS = msgspec.msgpack.Decoder(Draining)
 _NOTIFICATION = msgspec.msgpack.Decoder(Released | KeepAlive)
 _DESCRIPTION = msgspec.msgpack.Decoder(WorkerDescription)
@@ -155,12 +226,12 @@ def encode(frame: Frame) -> bytes:
     return msgspec.msgpack.encode(frame)
 
 
-def decode_request(frame: bytes) -> DescribeRequest:
+def decode_request(frame: bytes) -> DescribeRequest | FindStreams:
     """Decode what arrived at a side channel; raises ProtocolError."""
     return _checked(_decode(_REQUEST, frame, MAX_REQUEST_BYTES, "handshake request"))
 
 
-def decode_reply(frame: bytes) -> Described | Refused:
+def decode_reply(frame: bytes) -> Described | FoundStreams | Refused:
     """Decode the answer of a side channel; raises ProtocolError."""
     return _checked(_decode(_REPLY, frame, MAX_REPLY_BYTES, "handshake reply"))
 
@@ -188,6 +259,13 @@ def describe(description: bytes, incarnation: str, host: str = "", port: int = 0
     )
 
 
+def as_description(reply: Described | FoundStreams) -> Described:
+    """The answer to a ``DescribeRequest``; raises ProtocolError where it is that to another."""
+    if isinstance(reply, FoundStreams):
+        raise ProtocolError("expected a worker's description, got an answer about streams")
+    return reply
+
+
 def open_description(reply: Described) -> WorkerDescription:
     """Check and decode a worker's description.
 
@@ -200,6 +278,8 @@ def open_description(reply: Described) -> WorkerDescription:
     check_layout(opened.layout)
     if not 0 <= opened.device_id < MAX_DEVICES or opened.num_fence_slots < 0:
         raise ProtocolError("the worker description's device or number of slots is out of range")
+    if not (0 <= opened.num_stream_rows <= MAX_ROWS and 0 <= opened.pieces_per_row <= MAX_PIECES):
+        raise ProtocolError("the worker description's board for streams is out of range")
     if not 0 <= opened.lease_seconds < math.inf:
         raise ProtocolError(
             f"expected lease_seconds of at least 0 and finite, got {opened.lease_seconds}"

@@ -17,7 +17,7 @@ import msgspec
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.requests import RemoteRequest
-from vllm_commext.nixl.wire.messages import PROTOCOL_VERSION
+from vllm_commext.nixl.wire.messages import KEY_DIGITS, MAX_ROWS, PROTOCOL_VERSION
 from vllm_commext.nixl.wire.prompt import DIGEST_DIGITS, PARTS
 from vllm_commext.nixl.wire.seal import SECRET_VARIABLE, check_params, prove_params
 
@@ -37,6 +37,7 @@ OWN_FIELDS = (
     "remote_seal",
 )
 _NONCE = re.compile("[0-9a-f]{16}")
+_KEY = re.compile(f"[0-9a-f]{{{KEY_DIGITS}}}")
 _DIGEST = re.compile(f"[0-9a-f]{{{DIGEST_DIGITS}}}")
 
 
@@ -140,8 +141,56 @@ def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> Handl
     )
 
 
+def key_of(params: Mapping[str, Any] | None) -> str:
+    """The key under which a request's two halves are sent to both engines at once, "" for none."""
+    key = (params or {}).get("stream_key")
+    return key if isinstance(key, str) and _KEY.fullmatch(key) else ""
+
+
+def asks_for_stream(params: Mapping[str, Any] | None) -> bool:
+    """Whether a prompt is to be read while another engine computes it: its blocks are not named."""
+    blocks = (params or {}).get("remote_block_ids")
+    return is_for_decode(params) and blocks is None and key_of(params) != ""
+
+
+def place_of_stream(params: Mapping[str, Any]) -> tuple[str, int]:
+    """Host and port of the side channel to ask.
+
+    Raises:
+        ProtocolError: they are missing or none.
+    """
+    host, port = params.get("remote_host"), params.get("remote_port")
+    is_port = isinstance(port, int) and not isinstance(port, bool) and 0 < port < 65536
+    if not isinstance(host, str) or not host or not isinstance(port, int) or not is_port:
+        raise ProtocolError(
+            "kv_transfer_params: expected with stream_key the prefill engine's remote_host and "
+            f"remote_port, got {host!r} and {port!r}"
+        )
+    return host, port
+
+
+def handle_of_stream(remote: RemoteRequest, prompt: Mapping[str, str]) -> Handle:
+    """What a side channel says of a stream, as the parameters would say it.
+
+    Raises:
+        ProtocolError: a value is out of range.
+    """
+    for name, value, low, high in (
+        ("port", remote.port, 1, 65535),
+        ("tp_size", remote.tp_size, 1, MAX_RANKS),
+        ("num_tokens", remote.num_tokens, 1, MAX_INT),
+        ("row", remote.stream_row, 0, MAX_ROWS - 1),
+        ("tag", remote.stream_tag, 0, (1 << 64) - 1),
+        ("fence_slot", remote.fence_slot, 0, MAX_INT),
+        ("fence_nonce", remote.fence_nonce, 0, (1 << 64) - 1),
+    ):
+        _check_range(name, value, low, high, "the prefill engine's stream")
+    _check_prompt(prompt)
+    return Handle(remote, prompt)
+
+
 def write_params(
-    handle: Handle, secret: bytes | None = None, *, goes_on: bool = False
+    handle: Handle, secret: bytes | None = None, *, goes_on: bool = False, chunk_tokens: int = 0
 ) -> dict[str, Any]:
     """The parameters that a prefill engine returns for a finished request.
 
@@ -150,6 +199,8 @@ def write_params(
         secret: what proves them, None where the side channel has no secret.
         goes_on: no engine ends an answer with the first token by itself. That is for routers;
             decode engines do not read it, and nothing proves it.
+        chunk_tokens: a longer prompt can be read while it is computed; 0 where none can. For
+            routers, too.
     """
     remote = handle.remote
     written = _RemoteParams(
@@ -175,6 +226,8 @@ def write_params(
         del fields["remote_first_token"], fields["remote_sampling"]
     else:
         fields["remote_first_token_goes_on"] = goes_on
+    if chunk_tokens:
+        fields["remote_chunk_tokens"] = chunk_tokens
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -252,8 +305,8 @@ def _read_nonce(remote: _RemoteParams) -> int:
     return int(nonce, 16)
 
 
-def _check_range(name: str, value: float, low: float, high: float) -> None:
+def _check_range(
+    name: str, value: float, low: float, high: float, what: str = "kv_transfer_params"
+) -> None:
     if not low <= value <= high:
-        raise ProtocolError(
-            f"kv_transfer_params: expected {name} from {low} to {high}, got {value}"
-        )
+        raise ProtocolError(f"{what}: expected {name} from {low} to {high}, got {value}")

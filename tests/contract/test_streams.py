@@ -1,0 +1,360 @@
+"""Chunk streaming in vLLM's own scheduler: what a prefill engine tells of a prompt step by step,
+and how a decode engine waits for one, without any blocks, until it has begun."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scheduled_core import BLOCK, Core, next_token, request_of
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
+
+from vllm_commext.compat import engine_wait, rebind
+from vllm_commext.compat.kv_connector import transfer_results_class
+from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
+from vllm_commext.nixl.metadata import StepMetadata
+from vllm_commext.nixl.prefill.side_channel import SideChannelServer
+from vllm_commext.nixl.requests import Chunk, Hold, Restart
+from vllm_commext.nixl.stream.directory import StreamDirectory
+from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.prompt import digests, prompt_of
+from vllm_commext.testing.ports import free_port
+from vllm_commext.testing.tiny_model import write_tiny_model
+
+pytestmark = [
+    pytest.mark.skipif(
+        transfer_results_class() is None, reason="vLLM before 0.30 is told of failures by blocks"
+    ),
+    pytest.mark.timeout(600),
+]
+HOST = "127.0.0.1"
+KEY = "0123456789abcdef" * 2
+TO_STREAM = {"do_remote_decode": True, "do_remote_prefill": False, "stream_key": KEY}
+PROMPT = list(range(40))
+BOUND_SECONDS = 60.0
+MakeCore = Callable[..., Core]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture
+def make(folder: Path) -> Iterator[MakeCore]:
+    made: list[Core] = []
+
+    def core(role: str, **settings: Any) -> Core:
+        made.append(Core(folder, role, stream_chunks=True, **settings))
+        return made[-1]
+
+    yield core
+    for one in made:
+        one.close()
+    if rebind.is_rebound(rebind.row_of(engine_wait.SYMBOL)):
+        rebind.restore(rebind.row_of(engine_wait.SYMBOL))
+
+
+class Told:
+    """What a worker was told of streams."""
+
+    def __init__(self, core: Core) -> None:
+        self.chunks: list[Chunk] = []
+        self.restarts: list[Restart] = []
+        self.holds: list[Hold] = []
+        execute = core.worker.execute
+
+        def note(step: Any) -> Any:
+            told = step.kv_connector_metadata
+            assert isinstance(told, StepMetadata)
+            if told.restarts:
+                self.chunks.clear()
+            self.chunks += told.chunks
+            self.restarts += told.restarts
+            self.holds += told.holds
+            return execute(step)
+
+        core.worker.execute = note
+
+
+def blocks_in(told: Told) -> list[int]:
+    """The prompt's blocks, as they were told."""
+    found: list[int] = []
+    for chunk in told.chunks:
+        assert chunk.first == len(found)
+        found += chunk.block_ids
+    return found
+
+
+def params_of(core: Core, name: str) -> Any:
+    (output,) = [one for one in core.outputs if one.request_id == name and one.finish_reason]
+    return output.kv_transfer_params
+
+
+def free(core: Core) -> int:
+    return core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "async scheduling"])
+def test_each_step_of_a_prompt_is_told_with_its_blocks(make: MakeCore, is_async: bool) -> None:
+    core = make("kv_producer", is_async=is_async)
+    told = Told(core)
+    core.add(request_of("warm", PROMPT[:10], max_tokens=1))
+    core.run("warm")
+    core.add(request_of("p", PROMPT, TO_STREAM, max_tokens=1))
+    core.run("p")
+    params = params_of(core, "p")
+    assert [chunk.num_tokens for chunk in told.chunks] == [24, 40]
+    assert [chunk.begins for chunk in told.chunks] == [True, False]
+    assert blocks_in(told) == params["remote_block_ids"][0]
+    assert params["remote_chunk_tokens"] == 16
+    nonce = int(params["remote_fence_nonce"], 16)
+    assert {(chunk.row, chunk.nonce) for chunk in told.chunks} == {(told.chunks[0].row, nonce)}
+    core.turn()
+    hold = Hold("p", 60.0, params["remote_fence_slot"], nonce, told.chunks[0].row)
+    assert told.holds == [hold]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "async scheduling"])
+def test_a_preempted_prompt_is_told_anew(make: MakeCore, is_async: bool) -> None:
+    core = make("kv_producer", is_async=is_async, num_blocks=14)
+    told = Told(core)
+    # Both are let in, and the last block that the prompt needs has gone to the other by then.
+    other = [100 + token for token in range(11)]
+    core.add(request_of("other", other, max_tokens=30))
+    core.add(request_of("p", PROMPT, TO_STREAM, max_tokens=1))
+    core.run("other", "p")
+    params = params_of(core, "p")
+    assert told.restarts
+    assert all(one.slot == params["remote_fence_slot"] for one in told.restarts)
+    nonces = [one.nonce for one in told.restarts]
+    assert len({*nonces, int(params["remote_fence_nonce"], 16)}) == len(nonces) + 1
+    assert {chunk.nonce for chunk in told.chunks} == {int(params["remote_fence_nonce"], 16)}
+    assert blocks_in(told) == params["remote_block_ids"][0]
+    assert told.chunks[-1].num_tokens == len(PROMPT)
+
+
+def test_an_aborted_prompt_keeps_its_blocks_until_its_readers_are_told(make: MakeCore) -> None:
+    core = make("kv_producer")
+    told = Told(core)
+    before = free(core)
+    core.add(request_of("p", PROMPT, TO_STREAM, max_tokens=1))
+    core.turn()
+    (chunk,) = told.chunks
+    core.scheduler.finish_requests("p", RequestStatus.FINISHED_ABORTED)
+    assert free(core) < before
+    core.turn()
+    assert [(one.lease_seconds, one.stream_row) for one in told.holds] == [(0.0, chunk.row)]
+    core.turn()
+    assert free(core) == before
+
+
+def test_what_is_not_streamed_is_handed_over_whole(make: MakeCore) -> None:
+    core = make("kv_producer")
+    told = Told(core)
+    core.add(request_of("p", PROMPT, {**TO_STREAM, "stream_key": "short"}, max_tokens=1))
+    core.run("p")
+    assert told.chunks == []
+    assert params_of(core, "p")["remote_block_ids"]
+
+
+class Channel:
+    """A prefill engine's side channel."""
+
+    def __init__(self) -> None:
+        state = StateGeometry(1, 64, (StatePart("ssm", "float32", 0, 2, False, 64),))
+        layout = CacheLayout(1, 0, 1, [Group("state", 16)], [Family(0, ["l"], [4096], state)])
+        description = wire.WorkerDescription(
+            engine_id="p",
+            facts={},
+            agent_metadata=b"",
+            memory_type="DRAM",
+            device_id=0,
+            layout=layout,
+        )
+        self.port = free_port(HOST)
+        self.directory = StreamDirectory()
+        self._server = SideChannelServer(
+            "p",
+            "start-1",
+            HOST,
+            self.port,
+            {0: wire.encode_description(description)},
+            streams=self.directory,
+        )
+
+    def begin(self, tokens: list[int], **changes: Any) -> None:
+        prompt = digests(prompt_of(request_of("there", tokens)), len(tokens))
+        values: dict[str, Any] = {
+            "request_id": "there",
+            "num_tokens": len(tokens),
+            "row": 3,
+            "tag": 77,
+            "fence_slot": 5,
+            "fence_nonce": 77,
+            "prompt": prompt,
+        }
+        self.directory.open(KEY, wire.FoundStream(**{**values, **changes}))
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "stream_key": KEY,
+            "remote_host": HOST,
+            "remote_port": self.port,
+        }
+
+    def close(self) -> None:
+        self._server.close()
+
+
+@pytest.fixture
+def channel() -> Iterator[Channel]:
+    made = Channel()
+    yield made
+    made.close()
+
+
+def turn_until(core: Core, look: Callable[[], bool]) -> None:
+    """Turns of an engine, which sleeps while it waits."""
+    end = time.monotonic() + BOUND_SECONDS
+    while not look():
+        assert time.monotonic() < end
+        core.turn()
+
+
+def has_ended(core: Core, name: str) -> bool:
+    return core.answer(name).finish_reason is not None
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "async scheduling"])
+def test_a_request_waits_without_blocks_and_without_steps_until_its_prompt_has_begun(
+    make: MakeCore, channel: Channel, is_async: bool
+) -> None:
+    core = make("kv_consumer", is_async=is_async)
+    before = free(core)
+    core.add(request_of("d", PROMPT, channel.params, max_tokens=3))
+    begun, num_steps = time.monotonic(), core._num_steps
+    while time.monotonic() < begun + 0.5:
+        core.turn()
+    assert core._num_steps - num_steps < 200
+    assert free(core) == before
+    assert core.worker.loads == []
+    core.worker.holds_loads = True
+    channel.begin(PROMPT)
+    turn_until(core, lambda: bool(core.worker.loads))
+    (load,) = core.worker.loads
+    assert (load.remote.stream_row, load.remote.stream_tag, load.remote.fence_nonce) == (3, 77, 77)
+    assert load.num_tokens == len(PROMPT)
+    assert len(load.block_ids) == len(PROMPT) // BLOCK
+    core.worker.holds_loads = False
+    turn_until(core, lambda: has_ended(core, "d"))
+    tokens = list(PROMPT)
+    for _ in range(3):
+        tokens.append(next_token(tokens))
+    assert core.answer("d").tokens == tokens[len(PROMPT) :]
+    assert core.worker.computed["d"][0] == len(PROMPT) - 1
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda channel: channel.begin([1, *PROMPT[1:]]),
+        lambda channel: channel.begin([*PROMPT, 5]),
+        lambda channel: channel.begin(PROMPT, refusal="no"),
+        lambda channel: channel.begin(PROMPT, row=-1),
+        lambda channel: channel.begin(PROMPT, fence_slot=-1),
+        lambda channel: channel.begin(PROMPT, num_tokens=0),
+        lambda channel: channel.close(),
+    ],
+    ids=["another prompt", "longer", "refused", "no row", "no fence", "no tokens", "gone"],
+)
+def test_what_a_request_is_told_in_vain_fails_it(
+    make: MakeCore, channel: Channel, begin: Callable[[Channel], None]
+) -> None:
+    core = make("kv_consumer")
+    core.worker.fails = lambda request_id: True
+    before = free(core)
+    begin(channel)
+    core.add(request_of("d", PROMPT, channel.params, max_tokens=3))
+    turn_until(core, lambda: has_ended(core, "d"))
+    assert core.answer("d").finish_reason == FinishReason.ERROR
+    turn_until(core, lambda: free(core) == before)
+
+
+def test_a_request_that_waits_too_long_fails(make: MakeCore, channel: Channel) -> None:
+    core = make("kv_consumer", stream_begin_timeout=0.2)
+    refusals: list[str] = []
+
+    def fails(request_id: str) -> bool:
+        refusals.extend(load.refusal for load in loads)
+        return True
+
+    loads: list[Any] = []
+    execute = core.worker.execute
+
+    def note(step: Any) -> Any:
+        loads[:] = step.kv_connector_metadata.loads or loads
+        return execute(step)
+
+    core.worker.execute, core.worker.fails = note, fails
+    core.add(request_of("d", PROMPT, channel.params, max_tokens=3))
+    turn_until(core, lambda: has_ended(core, "d"))
+    assert core.answer("d").finish_reason == FinishReason.ERROR
+    assert "stream_begin_timeout" in refusals[0]
+
+
+def test_an_aborted_request_is_forgotten(make: MakeCore, channel: Channel) -> None:
+    core = make("kv_consumer")
+    core.add(request_of("d", PROMPT, channel.params, max_tokens=3))
+    core.turn()
+    core.scheduler.finish_requests("d", RequestStatus.FINISHED_ABORTED)
+    channel.begin(PROMPT)
+    for _ in range(5):
+        core.turn()
+    assert core.worker.loads == []
+    side = core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
+    assert "d" not in side._consumer
+    assert not side.is_loading("d")
+
+
+def test_an_engine_that_streams_nothing_says_what_to_set(folder: Path, channel: Channel) -> None:
+    core = Core(folder, "kv_consumer")
+    try:
+        core.worker.fails = lambda request_id: True
+        told: list[Any] = []
+        execute = core.worker.execute
+
+        def note(step: Any) -> Any:
+            told.extend(step.kv_connector_metadata.loads)
+            return execute(step)
+
+        core.worker.execute = note
+        core.add(request_of("d", PROMPT, channel.params, max_tokens=3))
+        turn_until(core, lambda: has_ended(core, "d"))
+        assert "stream_chunks" in told[0].refusal
+    finally:
+        core.close()
+        if rebind.is_rebound(rebind.row_of(engine_wait.SYMBOL)):
+            rebind.restore(rebind.row_of(engine_wait.SYMBOL))
+
+
+def test_names() -> None:
+    """``SimpleNamespace`` stands for vLLM's steps in the unit tests: they have these names."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    step = SchedulerOutput.make_empty()
+    stand_in = SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=step.scheduled_cached_reqs,
+        num_scheduled_tokens={},
+        preempted_req_ids=None,
+    )
+    assert vars(stand_in).keys() <= vars(step).keys()

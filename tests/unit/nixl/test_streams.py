@@ -1,0 +1,322 @@
+"""Chunk streaming without a network: rows, boards, and the prefill engine's scheduler side."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_commext.nixl.geometry.layout import FULL, STATE, WINDOW, Group
+from vllm_commext.nixl.prefill.fence import FenceBoard, FenceSlots
+from vllm_commext.nixl.requests import Chunk, Restart
+from vllm_commext.nixl.stream import rows
+from vllm_commext.nixl.stream.board import ENDED, Header, StreamBoard
+from vllm_commext.nixl.stream.directory import MAX_ENDED, StreamDirectory
+from vllm_commext.nixl.stream.producer import StreamProducer
+from vllm_commext.nixl.stream.publisher import Publisher
+from vllm_commext.nixl.stream.ways import (
+    HOST_COPY,
+    LAYERS,
+    NO_KEY,
+    NO_ROOM,
+    OFF,
+    PROMPT,
+    REPEATED_KEY,
+    STREAMED,
+    ZEROED,
+    Streaming,
+    refusal_of,
+)
+from vllm_commext.nixl.wire.messages import FoundStream
+
+NONCES = st.integers(1, (1 << 64) - 1)
+TOKENS = st.integers(0, (1 << 31) - 1)
+FENCE_KEY = bytes(32)
+
+
+@given(NONCES, NONCES, TOKENS)
+def test_a_mark_is_of_one_nonce(nonce: int, other: int, num_tokens: int) -> None:
+    mark = rows.mark_of(nonce, num_tokens)
+    assert mark < 1 << 64
+    assert rows.tokens_in(mark, nonce) == num_tokens
+    if (nonce - other) % (1 << 32):
+        assert rows.tokens_in(mark, other) == 0
+
+
+@given(st.integers(0, 63), st.integers(1, 300), st.integers(0, 19_000), st.integers(1, 19_000))
+def test_pieces_hold_the_ids_that_are_asked_for(
+    row: int, per_row: int, first: int, count: int
+) -> None:
+    first = min(first, per_row * rows.PIECE_IDS - 1)
+    end = min(first + count, per_row * rows.PIECE_IDS)
+    found = rows.pieces(row, per_row, first, end)
+    begin, stop = first // rows.PIECE_IDS, (end - 1) // rows.PIECE_IDS + 1
+    expected = [row * per_row + piece for piece in range(begin, stop)][: rows.MAX_PIECES]
+    assert found.tolist() == expected
+
+
+@given(st.integers(0, 50), st.integers(0, 500), st.integers(1, 500), st.integers(1, 64))
+def test_chunks_grow_by_whole_steps_up_to_the_end(
+    done_steps: int, ready: int, num_tokens: int, step: int
+) -> None:
+    done = min(done_steps * step, num_tokens)
+    target = rows.next_chunk(done, ready, num_tokens, step)
+    assert done <= target <= max(ready, done)
+    assert target in (done, num_tokens) or (target % step == 0 and target < num_tokens)
+    if ready - done >= step and done < num_tokens:
+        assert target > done
+
+
+def read(board: StreamBoard, row: int) -> Header:
+    board.header_cells[0] = board.headers[row]
+    return board.header_in(0)
+
+
+def test_a_row_through_the_life_of_a_request() -> None:
+    board = StreamBoard(100, num_rows=3)
+    board.begin(1, 77)
+    assert read(board, 1) == Header(77, 77, 0)
+    board.publish(1, 77, 0, [5, 9], 20)
+    board.publish(1, 77, 2, [3], 40)
+    board.begin(1, 77)
+    assert read(board, 1) == Header(77, 77, 40)
+    assert board.block_ids[1, :3].tolist() == [5, 9, 3]
+    board.restart(1, 88)
+    assert read(board, 1) == Header(77, 88, 0)
+    board.publish(1, 77, 0, [1, 1, 1], 60)
+    assert read(board, 1) == Header(77, 88, 0)
+    assert board.block_ids[1, :3].tolist() == [5, 9, 3]
+    board.publish(1, 88, 0, [4], 10)
+    assert read(board, 1) == Header(77, 88, 10)
+    board.end(1)
+    assert read(board, 1) == Header(77, ENDED, 0)
+    board.begin(1, 99)
+    assert read(board, 1) == Header(99, 99, 0)
+    assert not board.headers[[0, 2]].any()
+
+
+def test_cells_run_out_and_come_back() -> None:
+    board = StreamBoard(64)
+    cells = [board.take_cell() for _ in range(rows.NUM_CELLS)]
+    assert sorted(filter(None, cells)) == list(range(1, rows.NUM_CELLS))
+    assert board.take_cell() is None
+    board.id_cells[3, :64] = np.arange(64)
+    ids = board.ids_in(3, 1)
+    board.give_back_cell(3)
+    board.id_cells[3] = 0
+    assert ids.tolist() == list(range(64))
+    assert board.take_cell() == 3
+
+
+class Work:
+    """A device's work that ends when a test says so."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.has_ended
+
+
+def test_on_a_device_a_chunk_is_published_when_its_work_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    board, fences, made = StreamBoard(8), FenceBoard(), []
+    fences.arm(FENCE_KEY)
+
+    def event() -> Work:
+        made.append(Work())
+        return made[-1]
+
+    monkeypatch.setattr("vllm_commext.nixl.stream.publisher.torch.Event", event)
+    publisher = Publisher(board, fences, is_on_device=True)
+    nonce = int(fences.nonces[5])
+    publisher.launched([Chunk(2, nonce, 0, (7,), 16, begins=True)])
+    publisher.launched([Chunk(2, nonce, 1, (6,), 32)])
+    publisher.poll()
+    assert (read(board, 2), len(publisher)) == (Header(nonce, nonce, 0), 2)
+    made[1].has_ended = True
+    publisher.poll()
+    assert read(board, 2).num_tokens == 0
+    made[0].has_ended = True
+    publisher.poll()
+    assert (read(board, 2).num_tokens, len(publisher)) == (32, 0)
+    publisher.launched([Chunk(2, nonce, 2, (4,), 48)])
+    publisher.prepare([], [Restart(2, 5, nonce)])
+    made[2].has_ended = True
+    publisher.poll()
+    new = int(fences.nonces[5])
+    assert new != nonce
+    assert read(board, 2) == Header(nonce, new, 0)
+
+
+def request(name: str, key: str = "a" * 32, num_tokens: int = 40, **changes: Any) -> Any:
+    values: dict[str, Any] = {
+        "request_id": name,
+        "num_prompt_tokens": num_tokens,
+        "prompt_token_ids": list(range(num_tokens)),
+        "prompt_embeds": None,
+        "lora_request": None,
+        "cache_salt": None,
+        "mm_features": [],
+        "resumable": False,
+        "kv_transfer_params": {"do_remote_decode": True, "stream_key": key},
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+def step(
+    new: dict[str, tuple[int, list[int], int]] | None = None,
+    cached: dict[str, tuple[int, list[int] | None, int]] | None = None,
+    resumed: tuple[str, ...] = (),
+    preempted: tuple[str, ...] = (),
+) -> Any:
+    """A scheduler's step: request -> (computed tokens, blocks, scheduled tokens)."""
+    running = cached or {}
+    counts = {name: count for name, (_, _, count) in {**(new or {}), **running}.items()}
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, num_computed_tokens=done, block_ids=[ids])
+            for name, (done, ids, _) in (new or {}).items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(running),
+            new_block_ids=[None if ids is None else [ids] for _, ids, _ in running.values()],
+            num_computed_tokens=[done for done, _, _ in running.values()],
+            resumed_req_ids=set(resumed),
+        ),
+        num_scheduled_tokens=counts,
+        preempted_req_ids=set(preempted),
+    )
+
+
+class Side:
+    def __init__(self, num_rows: int = 2, num_slots: int = 8) -> None:
+        self.fences = FenceSlots(FENCE_KEY, num_slots)
+        self.directory = StreamDirectory()
+        streaming = Streaming("", 16, 4, 32)
+        self.producer = StreamProducer(self.fences, self.directory, streaming, num_rows)
+
+    def found(self, key: str = "a" * 32) -> FoundStream | None:
+        return self.directory.find([key]).get(key)
+
+
+def test_a_prompt_gets_its_row_with_its_first_step_and_tells_each_chunk() -> None:
+    side = Side()
+    assert side.producer.add(request("r")) == STREAMED
+    assert side.found() is None
+    (first,), restarts = side.producer.take_step(step(new={"r": (16, [3, 8], 16)}))
+    assert restarts == []
+    slot, nonce = side.fences.held_by("r") or (-1, 0)
+    assert first == Chunk(1, nonce, 0, (3, 8), 32, begins=True)
+    found = side.found()
+    assert found is not None
+    assert (found.row, found.tag, found.fence_slot, found.fence_nonce) == (1, nonce, slot, nonce)
+    assert (found.request_id, found.num_tokens, list(found.prompt)) == ("r", 40, ["tokens"])
+    (last,), _ = side.producer.take_step(step(cached={"r": (32, [5, 6], 8)}))
+    assert last == Chunk(1, nonce, 2, (5,), 40)
+    assert side.producer.take_step(step(cached={"r": (40, None, 1)})) == ([], [])
+    side.producer.note_finish("r")
+    assert side.producer.row_of("r") == 1
+    side.fences.give_back("r")
+    side.producer.give_back("r")
+    assert side.producer.row_of("r") == -1
+    ended = side.found()
+    assert ended is not None
+    assert ended.refusal
+    assert side.producer.add(request("again")) == REPEATED_KEY
+
+
+def test_a_preempted_prompt_goes_on_in_its_row_under_the_next_nonce() -> None:
+    side = Side()
+    side.producer.add(request("r"))
+    side.producer.take_step(step(new={"r": (0, [3, 8], 32)}))
+    slot, nonce = side.fences.held_by("r") or (-1, 0)
+    chunks, restarts = side.producer.take_step(step(preempted=("r", "other")))
+    assert (chunks, restarts) == ([], [Restart(1, slot, nonce)])
+    new = side.fences.held_by("r")
+    assert new is not None
+    assert new[0] == slot
+    assert new[1] != nonce
+    again = step(cached={"r": (16, [9, 7], 16)}, resumed=("r",))
+    assert side.producer.take_step(again) == ([Chunk(1, new[1], 0, (9, 7), 32)], [])
+    found = side.found()
+    assert found is not None
+    assert (found.tag, found.fence_nonce) == (nonce, new[1])
+
+
+def test_what_cannot_be_streamed_is_counted_and_told() -> None:
+    side = Side(num_rows=1)
+    assert side.producer.add(request("r", kv_transfer_params={"do_remote_decode": True})) == NO_KEY
+    for key in ("A" * 32, "a" * 31, 5):
+        params = {"do_remote_decode": True, "stream_key": key}
+        assert side.producer.add(request("r", kv_transfer_params=params)) == NO_KEY
+    keys = ["1" * 32, "2" * 32, "3" * 32, "4" * 32]
+    assert side.producer.add(request("long", keys[0], num_tokens=65)) == NO_ROOM
+    assert side.producer.add(request("embeds", keys[1], prompt_embeds=object())) == PROMPT
+    assert side.producer.add(request("one", keys[2], num_tokens=64)) == STREAMED
+    assert side.producer.add(request("two", keys[2])) == REPEATED_KEY
+    assert side.producer.add(request("two", keys[3])) == NO_ROOM
+    assert side.found(keys[2]) is None
+    for key in (keys[0], keys[1], keys[3]):
+        found = side.found(key)
+        assert found is not None
+        assert found.refusal
+    side.producer.note_finish("one")
+    assert side.producer.add(request("two", "5" * 32)) == STREAMED
+
+
+def test_without_a_fence_a_prompt_is_not_streamed() -> None:
+    side = Side(num_slots=1)
+    side.fences.take("other")
+    assert side.producer.add(request("r")) == STREAMED
+    assert side.producer.take_step(step(new={"r": (0, [3], 16)})) == ([], [])
+    found = side.found()
+    assert found is not None
+    assert found.refusal
+
+
+def test_an_engine_that_streams_nothing_says_why() -> None:
+    full, window, state = Group(FULL, 16), Group(WINDOW, 16), Group(STATE, 16)
+    usual = {"is_on": True, "keeps_host_copy": False, "zeroes_blocks": False}
+    assert refusal_of([full], **usual) == ""
+    for groups in ([window], [state], [full, full], [full, window], [full, state]):
+        assert refusal_of(groups, **usual) == LAYERS
+    assert refusal_of([full], **{**usual, "is_on": False}) == OFF
+    assert refusal_of([full], **{**usual, "keeps_host_copy": True}) == HOST_COPY
+    assert refusal_of([full], **{**usual, "zeroes_blocks": True}) == ZEROED
+    fences, directory = FenceSlots(FENCE_KEY, 1), StreamDirectory()
+    assert StreamProducer(fences, directory, Streaming(OFF)).add(request("r")) == OFF
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from("oer")), max_size=20))
+@settings(max_examples=100)
+def test_the_directory_is_what_was_said_last(said: list[tuple[int, str]]) -> None:
+    directory, expected = StreamDirectory(), dict[str, str]()
+    for number, what in said:
+        key = str(number)
+        if what == "e":
+            directory.end(key)
+            expected |= {key: "e"} if expected.get(key) == "o" else {}
+        elif expected.get(key, "o") == "o":  # a key is used once
+            directory.open(key, FoundStream(refusal="no" if what == "r" else ""))
+            expected[key] = what if expected.get(key) is None or what == "o" else "o"
+    for key, what in expected.items():
+        assert key in directory
+        assert bool(directory.find([key])[key].refusal) == (what != "o")
+    assert directory.find(["none"]) == {}
+
+
+def test_ended_keys_are_remembered_for_a_while() -> None:
+    directory = StreamDirectory()
+    for number in range(MAX_ENDED + 1):
+        directory.open(str(number), FoundStream(refusal="no"))
+    assert "0" not in directory
+    assert "1" in directory

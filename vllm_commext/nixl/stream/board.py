@@ -1,0 +1,110 @@
+"""One worker's memory for chunk streaming: rows that peers read, and cells to read theirs into."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_commext.nixl.stream.rows import (
+    HEADER_WORDS,
+    MAX_PIECES,
+    NUM_CELLS,
+    NUM_ROWS,
+    PIECE_IDS,
+    mark_of,
+    num_pieces_for,
+    tokens_in,
+)
+
+ENDED = 0
+"""In the nonce's place: the request's blocks are free, or going to be."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a row's header said; ``num_tokens`` can be read under ``nonce``."""
+
+    tag: int
+    nonce: int
+    num_tokens: int
+
+
+class StreamBoard:
+    """Rows and cells; safe for threads.
+
+    Attributes:
+        headers: ``[num_rows, HEADER_WORDS]`` uint64, see ``rows``.
+        block_ids: ``[num_rows, pieces_per_row * PIECE_IDS]`` uint32.
+        header_cells: ``[NUM_CELLS, HEADER_WORDS]`` uint64, peers' headers.
+        id_cells: ``[NUM_CELLS, MAX_PIECES * PIECE_IDS]`` uint32, peers' block ids.
+        pieces_per_row: pieces of block ids in a row.
+
+    Args:
+        max_blocks: blocks that the longest prompt takes.
+        num_rows: prompts that can be streamed at a time.
+    """
+
+    def __init__(self, max_blocks: int, num_rows: int = NUM_ROWS) -> None:
+        self.pieces_per_row = num_pieces_for(max_blocks)
+        num_ids = self.pieces_per_row * PIECE_IDS
+        self.headers = np.zeros((num_rows, HEADER_WORDS), dtype=np.uint64)
+        self.block_ids = np.zeros((num_rows, num_ids), dtype=np.uint32)
+        self.header_cells = np.zeros((NUM_CELLS, HEADER_WORDS), dtype=np.uint64)
+        self.id_cells = np.zeros((NUM_CELLS, MAX_PIECES * PIECE_IDS), dtype=np.uint32)
+        self._free_cells = list(range(NUM_CELLS))
+        self._lock = threading.Lock()
+
+    def begin(self, row: int, nonce: int) -> None:
+        """A request gets a row: its tag is its first nonce.  Safe to repeat."""
+        if int(self.headers[row, 0]) != nonce:
+            self._enter(row, nonce, tag=nonce)
+
+    def restart(self, row: int, nonce: int) -> None:
+        """The row's request is preempted, and goes on from its first token under another nonce."""
+        self._enter(row, nonce)
+
+    def end(self, row: int) -> None:
+        """The row's request is not to be read any more."""
+        self._enter(row, ENDED)
+
+    def _enter(self, row: int, nonce: int, tag: int | None = None) -> None:
+        with self._lock:
+            self.headers[row, 2] = mark_of(nonce, 0)
+            if tag is not None:
+                self.headers[row, 0] = tag
+        with self._lock:  # what was stored under the lock before is seen before
+            self.headers[row, 1] = nonce
+
+    def publish(
+        self, row: int, nonce: int, first: int, block_ids: Sequence[int], num_tokens: int
+    ) -> None:
+        """A chunk is computed: its blocks' ids, from the position ``first`` on, then how many
+        tokens there are now.  Nothing where the row's nonce is another one by now."""
+        with self._lock:
+            if int(self.headers[row, 1]) != nonce:
+                return
+            self.block_ids[row, first : first + len(block_ids)] = block_ids
+        with self._lock:
+            if int(self.headers[row, 1]) == nonce:
+                self.headers[row, 2] = mark_of(nonce, num_tokens)
+
+    def take_cell(self) -> int | None:
+        """A cell to read a peer's row into, None where all are in use."""
+        return self._free_cells.pop() if self._free_cells else None
+
+    def header_in(self, cell: int) -> Header:
+        """The header that has arrived in a cell."""
+        tag, nonce, mark = map(int, self.header_cells[cell, :3])
+        return Header(tag, nonce, tokens_in(mark, nonce))
+
+    def ids_in(self, cell: int, num_pieces: int) -> npt.NDArray[np.uint32]:
+        """The block ids that have arrived in a cell's first pieces."""
+        return self.id_cells[cell, : num_pieces * PIECE_IDS].copy()
+
+    def give_back_cell(self, cell: int) -> None:
+        """A cell is free again: nothing is read into it any more."""
+        self._free_cells.append(cell)

@@ -1,0 +1,69 @@
+"""The decode engine's scheduler side of chunk streaming: requests that wait, without any blocks,
+for their prefill engines to begin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_commext.errors import CommextError, ProtocolError
+from vllm_commext.nixl.stream.asker import StreamAsker
+from vllm_commext.nixl.wire.params import Handle, key_of, place_of_stream
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class StreamConsumer:
+    """Requests whose prompts are to be read while they are computed.
+
+    Args:
+        asker: asks the prefill engines; None where chunk streaming cannot be done here.
+        refusal: why it cannot.
+    """
+
+    def __init__(self, asker: StreamAsker | None, refusal: str = "") -> None:
+        self._asker = asker
+        self._refusal = refusal
+        self._waiting: set[str] = set()
+        self._failed: dict[str, ProtocolError] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request has no answer yet, as far as ``take`` knows."""
+        return request_id in self._waiting
+
+    def watch(self, request: Request) -> None:
+        """Ask for a request's key until ``take`` gives the answer."""
+        request_id, params = request.request_id, request.kv_transfer_params or {}
+        self._waiting.add(request_id)
+        if self._asker is None:
+            text = f"the request is to be read while it is computed, which {self._refusal}"
+            self._failed[request_id] = ProtocolError(text)
+            return
+        try:
+            self._asker.watch(request_id, key_of(params), place_of_stream(params))
+        except ProtocolError as error:
+            self._failed[request_id] = error
+
+    def take(self, request_id: str) -> Handle | ProtocolError | None:
+        """Where a request's prompt is read, or why it cannot be; None while nothing is known."""
+        answer = self._failed.get(request_id)
+        if answer is None and self._asker is not None:
+            answer = self._asker.answer(request_id)
+        if answer is None:
+            return None
+        self.forget(request_id)
+        if isinstance(answer, CommextError) and not isinstance(answer, ProtocolError):
+            return ProtocolError(str(answer))
+        return answer
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended, or has its answer."""
+        self._waiting.discard(request_id)
+        self._failed.pop(request_id, None)
+        if self._asker is not None:
+            self._asker.forget(request_id)
+
+    def close(self) -> None:
+        """Ask nobody any more."""
+        if self._asker is not None:
+            self._asker.close()
