@@ -1,16 +1,17 @@
 """The proxy sends the prefill server's first token before the decode server has answered: what a
 client is told is, to the byte but for times, what it is told without that, and what a plain server
-tells it."""
+tells it.  So it is where the decode server reads a prompt while it is computed."""
 
 from __future__ import annotations
 
 import json
+import random
 import re
 import signal
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import httpx
 import pytest
 
 from vllm_commext.testing import cluster, parity
-from vllm_commext.testing.metrics import scrape
+from vllm_commext.testing.metrics import scrape, wait_for_added
 from vllm_commext.testing.servers import ProxyServer, Server, VllmServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -28,7 +29,10 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{{ messages[-1]['content'].split()[-1] }}{% endif %}"
 )
+CHUNK_TOKENS = 128
 NUM_TRIES = 400
+HANDOVERS = "vllm:commext_nixl_handovers_total"
+ATOL = 1e-4  # nats, at float32
 EARLY = "X-Commext-First-Token"
 WAYS = "commext_proxy_first_tokens_total"
 # Without the connector. vLLM's own queue keeps a core busy for a second after each answer.
@@ -44,8 +48,10 @@ CONTINUOUS: dict[str, Any] = {
 class Servers:
     plain: Server
     prefill: VllmServer
+    decode: VllmServer
     early: Server
     late: Server
+    streamed: Server
 
 
 @contextmanager
@@ -58,8 +64,9 @@ def engines(model: Path, folder: Path) -> Iterator[list[VllmServer]]:
     args += ["--tool-call-parser", "hermes"]
     servers = [cluster.plain_server("plain", model, folder, args=args, environ=PLAIN_ENVIRON)]
     for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
-        config = cluster.kv_transfer_config(role)
-        servers.append(cluster.engine_server(name, model, folder, config, args=args))
+        config = cluster.kv_transfer_config(role, extra={"stream_chunks": True})
+        chunk = ["--max-num-batched-tokens", str(CHUNK_TOKENS)] if name == "prefill" else []
+        servers.append(cluster.engine_server(name, model, folder, config, args=args + chunk))
     with cluster.all_ready(servers):
         yield servers
 
@@ -82,7 +89,10 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     with engines(model, folder) as (plain, prefill, decode), ExitStack() as stack:
         early = stack.enter_context(proxy("early", prefill, decode, folder))
         late = stack.enter_context(proxy("late", prefill, decode, folder, "--no-early-first-token"))
-        yield Servers(plain, prefill, early, late)
+        streamed = stack.enter_context(
+            proxy("streamed", prefill, decode, folder, "--stream-chunks")
+        )
+        yield Servers(plain, prefill, decode, early, late, streamed)
 
 
 def body_of(path: str, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,6 +250,28 @@ def test_what_asks_for_more_waits_for_the_decode_server(servers: Servers, kind: 
             texts = [canonical(stream)["text"] for stream in (early, late, plain)]
             assert texts[0] == texts[1] == texts[2]
         assert num_requests(servers.early, way) == before + 1
+
+
+def test_a_prompt_is_read_while_it_is_computed(servers: Servers) -> None:
+    def ask(server: Server, prompt: Sequence[int]) -> parity.Completion:
+        return parity.complete(server.url, cluster.MODEL_NAME, prompt)
+
+    dice = random.Random(29)
+    ask(servers.streamed, [dice.randrange(32, 127) for _ in range(20)])  # tells the proxy where
+    before = scrape(servers.streamed.url), scrape(servers.decode.url)
+    for num_tokens in (5 * CHUNK_TOKENS, 5 * CHUNK_TOKENS + 77, CHUNK_TOKENS + 1):
+        prompt = [dice.randrange(32, 127) for _ in range(num_tokens)]
+        right, found = ask(servers.plain, prompt), ask(servers.streamed, prompt)
+        assert parity.compare(right, found, ATOL).position is None
+        altered = ask(servers.streamed, [33, *prompt[1:-1], 33])
+        altered = replace(altered, prompt=right.prompt)
+        assert parity.compare(right, altered, ATOL).position is not None
+    added = scrape(servers.streamed.url).minus(before[0])
+    assert added.total("commext_proxy_streams_total", way="streamed") == 6
+    wait_for_added(servers.decode.url, before[1], HANDOVERS, at_least=6)
+    added = scrape(servers.decode.url).minus(before[1])
+    assert added.total(HANDOVERS, way="streamed") == 6
+    assert added.total("vllm:commext_nixl_failures_total") == 0
 
 
 def test_a_decode_server_that_is_killed_after_the_first_token(

@@ -53,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="send no first token before the decode engine has answered with it",
     )
+    parser.add_argument(
+        "--stream-chunks",
+        action="store_true",
+        help="send long prompts to both engines at once: D reads while P computes; needs "
+        "stream_chunks in both engines' kv_connector_extra_config",
+    )
     for option in fields(ProxyConfig):
         if "file" in option.metadata:
             name = "--" + option.name.replace("_", "-")

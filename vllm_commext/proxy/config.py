@@ -90,6 +90,7 @@ class ProxyConfig:
     access_log: bool = False
     affinity: bool = True
     early_first_token: bool = True
+    stream_chunks: bool = False
     admin_token_file: str = _file("holds the admin port's token")
     drain_timeout_seconds: float = _option(30.0, "for running requests to end after SIGTERM")
 

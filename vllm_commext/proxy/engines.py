@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from vllm_commext.proxy.affinity import NO_PREFIX, Memory, Prefix
 from vllm_commext.proxy.early.form import Forms
+from vllm_commext.proxy.streams import Streams
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -27,7 +28,8 @@ class Engine:
     itself; until a check passes. leaving: it is to go when nothing runs.
     detail: the last reason why it is unhealthy, for people. on_lost: called when the engine has
     not been reachable for so long that nobody should wait for it any more. memory: what it was
-    asked last, forgotten when it becomes unhealthy, and so are forms: how its streams begin.
+    asked last, forgotten when it becomes unhealthy, and so are forms: how its streams begin, and
+    streams: where its prompts can be read while it computes them.
     """
 
     role: str
@@ -47,6 +49,7 @@ class Engine:
     on_suspect: Callable[[], None] | None = None
     memory: Memory = field(default_factory=lambda: Memory(0))
     forms: Forms = field(default_factory=Forms)
+    streams: Streams = field(default_factory=Streams)
 
     @property
     def name(self) -> str:
@@ -96,6 +99,7 @@ class Engine:
     def _forget(self) -> None:
         self.memory.clear()
         self.forms.clear()
+        self.streams.clear()
 
     def lose(self) -> None:
         """Let go whoever waits for an answer."""

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from vllm_commext.proxy import streams
 from vllm_commext.proxy.early.rule import WAYS
 from vllm_commext.proxy.engines import EnginePool
 from vllm_commext.proxy.two_step import LOCAL_PREFILL_REASONS
@@ -58,6 +59,14 @@ class ProxyMetrics:
         )
         for way in WAYS:
             self.first_tokens.labels(way)
+        self.streams = Counter(
+            "commext_proxy_streams",
+            "Requests in two steps by whether both were taken at once, or why not.",
+            ("way",),
+            registry=registry,
+        )
+        for way in streams.WAYS:
+            self.streams.labels(way)
         self.affinity_tokens = Counter(
             "commext_proxy_affinity_tokens",
             "About how many tokens of prompts the chosen engines were taken to hold, and not.",

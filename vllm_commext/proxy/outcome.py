@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from vllm_commext.proxy.failures import SIDE_PROXY
 
 TWO_STEP = "two-step"
+STREAMED = "streamed"
 LOCAL_PREFILL = "local-prefill"
 DIRECT = "direct"
 
@@ -13,8 +14,9 @@ DIRECT = "direct"
 @dataclass
 class Outcome:
     """Filled in while the request is served. kind, side: labels of the count. path: how it went,
-    one of `TWO_STEP`, `LOCAL_PREFILL` and `DIRECT`. first_token: when it was sent, one of
-    `rule.WAYS`, "" where there is none. first_token_seconds: None before it came."""
+    one of `TWO_STEP`, `STREAMED` (both steps at once), `LOCAL_PREFILL` and `DIRECT`. first_token:
+    when it was sent, one of `rule.WAYS`, "" where there is none. first_token_seconds: None before
+    it came."""
 
     request_id: str
     kind: str = "ok"
@@ -38,4 +40,5 @@ class Outcome:
         """What the client is told of the engines that answered."""
         told = {"X-Request-Id": self.request_id, "X-Commext-Path": self.path}
         told |= {"X-Commext-Decode": self.decode}
-        return told | ({"X-Commext-Prefill": self.prefill} if self.path == TWO_STEP else {})
+        has_prefill = self.path in (TWO_STEP, STREAMED)
+        return told | ({"X-Commext-Prefill": self.prefill} if has_prefill else {})

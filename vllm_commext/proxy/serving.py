@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from vllm_commext.proxy import two_step
+from vllm_commext.proxy import streams, two_step
 from vllm_commext.proxy.affinity import NO_PREFIX, SESSION_HEADER, prefix_of
 from vllm_commext.proxy.body import num_tokens
 from vllm_commext.proxy.config import ProxyConfig
@@ -18,8 +18,9 @@ from vllm_commext.proxy.failures import ProxyError
 from vllm_commext.proxy.intake import BodyBudget, Intake
 from vllm_commext.proxy.metrics import ProxyMetrics
 from vllm_commext.proxy.opening import Opened
-from vllm_commext.proxy.outcome import DIRECT, LOCAL_PREFILL, TWO_STEP, Outcome
+from vllm_commext.proxy.outcome import DIRECT, LOCAL_PREFILL, STREAMED, TWO_STEP, Outcome
 from vllm_commext.proxy.relay import Relay, end_stream
+from vllm_commext.proxy.streams import Stream
 from vllm_commext.proxy.upstream import Payload, Prefilled, Upstream
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -114,7 +115,17 @@ class Service:
     async def _attempt(self, attempts: "_Attempts", outcome: Outcome, lead: Lead) -> Opened:
         prefilled, body, due = None, attempts.body, attempts.body
         if attempts.path in ENDPOINTS:
-            prefilled = await self._prefill(attempts)
+            stream = self._stream(attempts, outcome)
+            try:
+                prefilled = await self._prefill(attempts, stream)
+                if prefilled is not None and stream.is_under_way:
+                    opened = await self._take_stream(attempts, stream, prefilled, outcome, lead)
+                    if opened is not None:
+                        return opened
+            finally:
+                await stream.cancel()
+                if prefilled is not None:
+                    self._metrics.streams.labels(stream.way).inc()
             outcome.path = LOCAL_PREFILL
             answer = prefilled.answer if prefilled else None
             lead.offer(ENDPOINTS[attempts.path], body, answer)
@@ -146,14 +157,62 @@ class Service:
             lead.learn(opened)
         return opened
 
-    async def _prefill(self, attempts: "_Attempts") -> Prefilled | None:
+    def _stream(self, attempts: "_Attempts", outcome: Outcome) -> Stream:
+        """An attempt at both steps at once, where that may be."""
+
+        async def ask(payload: Payload) -> Opened:
+            async def payload_for(engine: Engine) -> Payload:
+                outcome.decode = engine.name
+                return payload
+
+            return await self._upstream.decode(payload, attempts.failed_decode, payload_for)
+
+        refusal = "" if self._config.stream_chunks else streams.OFF
+        refusal = streams.AGAIN if attempts.num_failed else refusal
+        return Stream(attempts.body, attempts.tokens, attempts.payload, ask, refusal=refusal)
+
+    async def _take_stream(
+        self,
+        attempts: "_Attempts",
+        stream: Stream,
+        prefilled: Prefilled,
+        outcome: Outcome,
+        lead: Lead,
+    ) -> Opened | None:
+        """The decode engine's answer, where both were asked at once and the prefill engine has
+        answered; None where it has failed, to be asked once more with that answer."""
+        outcome.path, outcome.prefill = STREAMED, prefilled.engine.name
+        lead.offer(ENDPOINTS[attempts.path], attempts.body, prefilled.answer)
+        lead.keep_to_greedy()
+        asked = next((e for e in self._pools[DECODE].engines if e.name == outcome.decode), None)
+        if asked is not None:
+            await lead.begin(asked)
+        opened = await stream.opened()
+        if isinstance(opened, ProxyError):
+            if not opened.can_restart:
+                raise opened
+            logger.warning("request %s is not streamed: %s", outcome.request_id, opened)
+            return None
+        if lead.response is not None:
+            await self._upstream.check_stream(opened)
+        outcome.decode = opened.engine.name
+        if lead.response is None:
+            outcome.first_token_seconds = opened.opened_at - outcome.began
+            lead.learn(opened)
+        return opened
+
+    async def _prefill(self, attempts: "_Attempts", stream: Stream) -> Prefilled | None:
         """Step 1, or None (counted, with the reason) if the request goes without it."""
         endpoint, body = ENDPOINTS[attempts.path], attempts.body
         reason = two_step.local_prefill_reason(endpoint, body, self._config.min_prompt_tokens)
         if reason is None:
             payload = attempts.payload(two_step.prefill_body(body), is_stream=False)
             try:
-                prefilled = await self._upstream.prefill(payload, attempts.failed_prefill)
+                prefilled = await self._upstream.prefill(
+                    payload,
+                    attempts.failed_prefill,
+                    lambda engine: stream.prefill_payload(engine.streams),
+                )
             except ProxyError as error:
                 if error.status < 500:
                     raise
@@ -210,17 +269,17 @@ class _Attempts:
         self.failed_decode: list[Engine] = []
         self.prefilled_by: Engine | None = None
         self._headers = headers
-        self._tokens = num_tokens(self.body)
+        self.tokens = num_tokens(self.body)
         self._prefix = NO_PREFIX
 
     def remember(self, session: str | None) -> None:
         """Have engines chosen that may hold the beginning of the prompt."""
-        self._prefix = prefix_of(self.body, self._tokens, session)
+        self._prefix = prefix_of(self.body, self.tokens, session)
 
     def payload(self, body: Mapping[str, Any], is_stream: bool | None = None) -> Payload:
         """*body* on its way to an engine; by default the answer streams if the client's does."""
         streams = bool(body.get("stream")) if is_stream is None else is_stream
-        return Payload(self.path, self._headers, body, self._tokens, streams, self._prefix)
+        return Payload(self.path, self._headers, body, self.tokens, streams, self._prefix)
 
     def avoided(self) -> list[Engine]:
         """Decode engines that had better not answer: an engine cannot read from itself, which

@@ -115,12 +115,20 @@ class Upstream:
         self._decode_pool = decode
         self._metrics = metrics
 
-    async def prefill(self, payload: Payload, failed: Sequence[Engine]) -> Prefilled:
+    async def prefill(
+        self,
+        payload: Payload,
+        failed: Sequence[Engine],
+        payload_for: Callable[[Engine], Awaitable[Payload]],
+    ) -> Prefilled:
         """Step 1 on the best prefill engine, none of *failed*; on another one if that cannot be
-        reached or answers 5xx. Raises `ProxyError`, at once if there is no engine."""
+        reached or answers 5xx. *payload_for* says what an engine is asked, as in `decode`. Raises
+        `ProxyError`, at once if there is no engine."""
 
         async def ask(engine: Engine) -> Prefilled:
-            return await self._prefill_on(engine, payload)
+            prefilled = await self._prefill_on(engine, await payload_for(engine))
+            engine.streams.learn(prefilled.kv_transfer_params)
+            return prefilled
 
         began = time.monotonic()
         tried = list(failed)

@@ -65,6 +65,12 @@ class Lead:
         self._first, self._kind = found, rule.form_of(endpoint, body)
         self._is_greedy = rule.is_greedy(body)
 
+    def keep_to_greedy(self) -> None:
+        """The decode engine draws a first token of its own, without knowing the prefill engine's:
+        only a greedy one is the same."""
+        if self._first is not None and not self._is_greedy:
+            self._first, self._outcome.first_token = None, rule.STREAMED
+
     async def begin(self, engine: Engine) -> None:
         """*engine* is about to be asked: send the token if its streams are known to begin with
         such tokens. Raises `ClientGoneError`."""

@@ -26,6 +26,7 @@ ENDS = "ends"
 TEXT = "text"
 UNPROVEN = "unproven"
 REFUTED = "refuted"
+STREAMED = "streamed"
 WAYS = (
     EARLY,
     OFF,
@@ -38,6 +39,7 @@ WAYS = (
     TEXT,
     UNPROVEN,
     REFUTED,
+    STREAMED,
 )
 """When a request's first token is sent: early, or later for one of the other reasons."""
 

@@ -1,0 +1,262 @@
+"""Requests that go to both engines at once: when, what each engine is told, and what becomes of the
+other one if one of them fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.kit.vllm_streams import Stream
+
+BODY = {"model": "tiny", "prompt": "long " * 40, "max_tokens": 3, "temperature": 0, "stream": True}
+DRAWN = {**BODY, "temperature": 0.7}
+SHORT = {**BODY, "prompt": "short"}
+ANSWER = Stream(((7, "one"), (8, " two"), (9, " three")))
+PLACE = {"remote_host": "10.0.0.7", "remote_port": 5600, "remote_chunk_tokens": 16}
+KEY = re.compile("[0-9a-f]{32}")
+
+
+def answering(**params: Any) -> Any:
+    """A prefill engine that streams; ``params`` are laid over what it returns."""
+
+    async def behave(call: Any) -> None:
+        answer = ANSWER.prefill_answer()
+        answer["kv_transfer_params"] |= {"remote_block_ids": [[1]], **PLACE, **params}
+        await call.answer(200, json.dumps(answer).encode())
+
+    return behave
+
+
+async def decode(call: Any) -> None:
+    stream = replace(ANSWER, request_id=call.headers["x-request-id"])
+    await call.begin_stream()
+    for event in stream.events((1, 1, 1)):
+        await call.chunk(event)
+    await call.end_stream()
+
+
+def params_of(call: Any) -> Any:
+    return call.body.get("kv_transfer_params")
+
+
+async def ways(cluster: Any) -> dict[str, int]:
+    found = re.findall(r'commext_proxy_streams_total{way="(\w+)"} (\d+)', await cluster.metrics())
+    return {way: int(count) for way, count in found if count != "0"}
+
+
+async def ask(cluster: Any, body: Any = BODY) -> tuple[str, bytes]:
+    """The way that a request took, and its answer."""
+    async with cluster.post(body) as response:
+        assert response.status == 200
+        return response.headers["X-Commext-Path"], await response.read()
+
+
+def running(kit: Any, scenario: Callable[[Any], Any], **options: Any) -> None:
+    async def run() -> None:
+        settings = {"affinity": False, "stream_chunks": True, **options}
+        async with kit.cluster(**settings) as cluster:
+            for engine in cluster.prefill:
+                engine.behave = answering()
+            for engine in cluster.decode:
+                engine.behave = decode
+            await scenario(cluster)
+
+    asyncio.run(run())
+
+
+def test_both_engines_are_asked_at_once_as_soon_as_it_is_known_where(kit: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        prefill, decoding = cluster.prefill[0], cluster.decode[0]
+        assert (await ask(cluster))[0] == "two-step"
+        assert "stream_key" not in params_of(prefill.calls[0])
+        begun = asyncio.Event()
+
+        async def waiting(call: Any) -> None:
+            begun.set()
+            await decode(call)
+
+        async def after(call: Any) -> None:
+            await asyncio.wait_for(begun.wait(), 10)
+            await answering()(call)
+
+        decoding.behave, prefill.behave = waiting, after
+        path, answer = await ask(cluster)
+        assert path == "streamed"
+        assert answer.endswith(b"data: [DONE]\n\n")
+        key = params_of(prefill.calls[1])["stream_key"]
+        assert KEY.fullmatch(key)
+        assert params_of(prefill.calls[1])["do_remote_decode"] is True
+        assert params_of(decoding.calls[1]) == {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "stream_key": key,
+            "remote_host": "10.0.0.7",
+            "remote_port": 5600,
+        }
+        assert decoding.calls[1].body["prompt"] == BODY["prompt"]
+        await ask(cluster)
+        assert params_of(prefill.calls[2])["stream_key"] != key
+        assert await ways(cluster) == {"not_known": 1, "streamed": 2}
+
+    running(kit, scenario, early_first_token=False)
+
+
+def test_the_first_token_is_sent_when_the_prefill_engine_has_it(kit: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        prefill, decoding = cluster.prefill[0], cluster.decode[0]
+        for _ in range(2):
+            await ask(cluster)
+        may_answer = asyncio.Event()
+
+        async def waiting(call: Any) -> None:
+            await may_answer.wait()
+            await decode(call)
+
+        decoding.behave = waiting
+        async with cluster.post(BODY) as response:
+            assert response.headers["X-Commext-Path"] == "streamed"
+            assert response.headers["X-Commext-First-Token"] == "early"
+            assert b"one" in await response.content.readany()
+            may_answer.set()
+            assert (await response.read()).endswith(b"data: [DONE]\n\n")
+        async with cluster.post(DRAWN) as response:
+            assert "X-Commext-First-Token" not in response.headers
+            await response.read()
+        assert "remote_first_token_due" not in params_of(decoding.calls[-1])
+        assert len(prefill.calls) == 4
+
+    running(kit, scenario)
+
+
+@pytest.mark.parametrize(("body", "told"), [(BODY, "streamed"), (DRAWN, "two-step")])
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_decode_engine_that_cannot_is_asked_once_more_with_the_answer(
+    kit: Any, status: int, body: Any, told: str
+) -> None:
+    """A client that has the first token early was told of the way before."""
+
+    async def scenario(cluster: Any) -> None:
+        prefill, decoding = cluster.prefill[0], cluster.decode[0]
+        await ask(cluster)
+
+        async def refusing(call: Any) -> None:
+            if "stream_key" in params_of(call):
+                await call.answer(status, b'{"error": {"message": "no"}}')
+            else:
+                await decode(call)
+
+        decoding.behave = refusing
+        path, answer = await ask(cluster, body)
+        assert path == told
+        assert answer.count(b"data: ") == 4
+        assert answer.endswith(b"data: [DONE]\n\n")
+        assert len(prefill.calls) == 2
+        assert params_of(decoding.calls[-1])["remote_block_ids"] == [[1]]
+        assert await ways(cluster) == {"not_known": 1, "failed": 1}
+
+    running(kit, scenario)
+
+
+def test_a_prefill_engine_that_fails_ends_the_decode_engines_wait(kit: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        prefill, decoding = cluster.prefill[0], cluster.decode[0]
+        await ask(cluster)
+
+        async def waiting(call: Any) -> None:
+            if params_of(call) is None:
+                await decode(call)
+            else:
+                await asyncio.Event().wait()
+
+        decoding.behave = waiting
+        prefill.behave = kit.answering(500, b"{}")
+        path, _ = await ask(cluster)
+        assert path == "local-prefill"
+        await kit.until(lambda: decoding.num_left == 1, "the decode engine to be left")
+
+    running(kit, scenario)
+
+
+def test_another_prefill_engine_is_asked_in_two_steps(kit: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        for _ in range(2):
+            await ask(cluster)
+        cluster.prefill[0].behave = cluster.prefill[1].behave = answering()
+        failing = cluster.prefill[0]
+        failing.behave = kit.answering(503, b"{}")
+        decoding = cluster.decode[0]
+
+        async def whole_only(call: Any) -> None:
+            if "stream_key" in params_of(call):
+                await asyncio.Event().wait()
+            await decode(call)
+
+        decoding.behave = whole_only
+        path, _ = await ask(cluster)
+        assert path == "two-step"
+        assert (await ways(cluster))["again"] == 1
+
+    running(kit, scenario, num_prefill=2)
+
+
+def test_a_client_that_leaves_takes_both_requests_along(kit: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        prefill, decoding = cluster.prefill[0], cluster.decode[0]
+        await ask(cluster)
+        prefill.behave = decoding.behave = kit.hanging
+        task = asyncio.ensure_future(ask(cluster))
+        await kit.until(lambda: len(prefill.calls) + len(decoding.calls) == 4, "both requests")
+        task.cancel()
+        await kit.until(lambda: prefill.num_left and decoding.num_left, "both to be left")
+
+    running(kit, scenario)
+
+
+@pytest.mark.parametrize(
+    ("answers", "body", "way"),
+    [
+        ([{}], SHORT, "short_prompt"),
+        ([{"remote_chunk_tokens": None}], BODY, "not_known"),
+        ([{}, {"remote_port": 5601}], BODY, "several"),
+    ],
+)
+def test_what_is_not_streamed_is_counted_with_the_reason(
+    kit: Any, answers: list[Any], body: Any, way: str
+) -> None:
+    async def scenario(cluster: Any) -> None:
+        for params in answers:
+            cluster.prefill[0].behave = answering(**params)
+            await ask(cluster, SHORT)
+        before = await ways(cluster)
+        path, _ = await ask(cluster, body)
+        assert path == "two-step"
+        assert (await ways(cluster))[way] == before.get(way, 0) + 1
+
+    running(kit, scenario)
+
+
+def test_an_engine_that_was_away_may_be_another_one(kit: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        await ask(cluster)
+        (engine,) = cluster.proxy.pools[0].engines
+        engine.refuse("gone")
+        engine.passed_check(1)
+        assert (await ask(cluster))[0] == "two-step"
+        assert (await ask(cluster))[0] == "streamed"
+
+    running(kit, scenario)
+
+
+def test_nothing_is_streamed_unless_it_is_asked_for(kit: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        for _ in range(2):
+            assert (await ask(cluster))[0] == "two-step"
+        assert await ways(cluster) == {"off": 2}
+
+    running(kit, scenario, stream_chunks=False)
