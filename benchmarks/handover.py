@@ -3,7 +3,8 @@ first token, and what it is made of.
 
 A plain server, vLLM's NixlConnector as it comes and with `VLLM_KV_CACHE_LAYOUT=BLHNC`, ours, ours
 with all first tokens sampled by the decode server, and ours behind the proxy, without and with
-first tokens that it sends itself; on GPUs also ours in the old layout.  All take turns, each while
+first tokens that it sends itself, and with both servers asked at once, so that chunks are read
+while the prefill runs; on GPUs also ours in the old layout.  All take turns, each while
 the others are stopped, in another order each round, and each after a short request that wakes its
 processes up.  The read's share comes from the decode server's metrics; "rest" is the
 hand-over without it: HTTP, parsing, scheduling, the last token.  Where the first token comes from
@@ -14,6 +15,9 @@ does, one step after the other.  "early" says how many first tokens were sent by
     python benchmarks/handover.py --out benchmarks/results/handover_cpu
     python benchmarks/handover.py --device cuda --lengths 1000 8000 32000 --out OUT
     python benchmarks/handover.py --engines plain ours "ours, proxy" "ours, proxy, early" --out OUT
+    python benchmarks/throttled.py --mbit 80 -- python benchmarks/handover.py --lengths 4096 \
+        --engines plain "ours, proxy, early" "ours, proxy, streamed" --at-once 1 --out OUT \
+        --server-args --max-num-batched-tokens 512
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from handovers.contestants import (
     IN_TREE_LAYOUT,
     NAMES,
     OURS_HND,
+    OURS_STREAMED,
     PLAIN,
     PROXIED,
     Setup,
@@ -208,6 +213,7 @@ def main() -> int:
             gpu_memory=args.gpu_memory,
             start_seconds=args.start_seconds,
             server_args=args.server_args,
+            streams=OURS_STREAMED in args.engines,
         )
         with started(setup, args.engines) as contestants:
             rows = measure(args, contestants)

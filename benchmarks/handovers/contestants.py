@@ -32,7 +32,13 @@ OURS_SAMPLING = "ours, D samples all"
 """Ours with every first token sampled by the decode server."""
 OURS_PROXY, OURS_EARLY = "ours, proxy", "ours, proxy, early"
 """Ours behind the proxy, which waits for the decode server's first token, or sends it itself."""
-PROXIED: Mapping[str, Sequence[str]] = {OURS_PROXY: ["--no-early-first-token"], OURS_EARLY: []}
+OURS_STREAMED = "ours, proxy, streamed"
+"""The last, with both servers asked at once where the prompt is longer than a chunk."""
+PROXIED: Mapping[str, Sequence[str]] = {
+    OURS_PROXY: ["--no-early-first-token"],
+    OURS_EARLY: [],
+    OURS_STREAMED: ["--stream-chunks"],
+}
 _ALL_OURS = (OURS_HND, OURS_SAMPLING, OURS, *PROXIED)
 NAMES = (PLAIN, IN_TREE, IN_TREE_LAYOUT, *_ALL_OURS)
 # A proxy that was stopped in others' turns must not take that for an outage of the engines.
@@ -64,7 +70,8 @@ class Setup:
     """What all servers of a run have in common.
 
     ``gpus``: of the prefill (or plain) and of the decode server; ``gpu_memory``: share of a GPU's
-    memory for each of the servers on it; ``server_args``: for every vLLM.
+    memory for each of the servers on it; ``server_args``: for every vLLM; ``streams``: ours can
+    read a prompt while it is computed.
     """
 
     device: str
@@ -75,6 +82,7 @@ class Setup:
     gpu_memory: float
     start_seconds: float
     server_args: Sequence[str] = ()
+    streams: bool = False
 
 
 def write_model(setup: Setup) -> tuple[Path, list[str]]:
@@ -110,6 +118,8 @@ def _server(setup: Setup, name: str, role: str, model: Path, options: Sequence[s
         }
         if name == OURS_SAMPLING:
             config["kv_connector_extra_config"] = {"first_token_from_prefill": False}
+        elif ours and setup.streams:
+            config["kv_connector_extra_config"] = {"stream_chunks": True}
     args = ["--served-model-name", cluster.MODEL_NAME, "--no-enable-prefix-caching", *options]
     args += setup.server_args
     args += ["--max-model-len", str(setup.max_tokens), "--max-num-seqs", str(setup.concurrency)]
