@@ -6,6 +6,7 @@ Prints as JSON what serves the group, and whether sums and gathers have the bits
 """
 
 import json
+import os
 import sys
 
 import torch
@@ -30,6 +31,8 @@ def inputs(rank: int) -> list[torch.Tensor]:
 
 def main() -> None:
     rank, port = int(sys.argv[1]), sys.argv[2]
+    # vLLM's own shared memory, on processors that it has it for, needs one name on all ranks.
+    os.environ["VLLM_DIST_IDENT"] = f"contract-{rank}"
     load_general_plugins()
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(
