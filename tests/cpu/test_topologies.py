@@ -19,7 +19,7 @@ import pytest
 
 from tests.kit import fleet
 from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import scrape
+from vllm_commext.testing.metrics import scrape, wait_for_added
 from vllm_commext.testing.parity import Completion, compare, complete, near_enough, prefill
 from vllm_commext.testing.servers import VllmServer
 from vllm_commext.testing.tiny_kinds import KINDS
@@ -159,9 +159,11 @@ def test_engines_change_roles_and_go_under_load_and_nothing_is_lost(engines: Eng
         load.go_on(10)
         before = scrape(servers["a1"].url)
         routing.assign(b1="prefill", a1="decode", a2="decode")
-        load.go_on(20)
-        moved = scrape(servers["a1"].url).minus(before)
-        assert moved.total(f"{PREFIX}blocks_total") > 0, "it decodes now"
+        name = f"{PREFIX}blocks_total"
+        url, seconds = servers["a1"].url, fleet.BOUND_SECONDS
+        moved = wait_for_added(url, before, name, at_least=1, seconds=seconds)
+        assert moved.total(name) > 0, "it decodes now"
+        load.go_on(10)
         told = fleet.drain(servers["a1"], fleet.drain_file(engines.folder, "a1"))
         assert "has drained" in told
         fleet.terminate(servers["a1"])
