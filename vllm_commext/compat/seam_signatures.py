@@ -15,6 +15,7 @@ ABSTRACT_METHODS: Mapping[str, tuple[str, ...]] = {
 HOOKS: Mapping[str, tuple[str, ...]] = {
     "register_kv_caches": ("kv_caches",),
     "bind_gpu_block_pool": ("gpu_block_pool",),
+    "handle_preemptions": ("kv_connector_metadata",),
     "get_finished": ("finished_req_ids",),
     "get_block_ids_with_load_errors": (),
     "get_handshake_metadata": (),
