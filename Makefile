@@ -31,7 +31,7 @@ NEIGHBOURS := -n 2 --dist worksteal
 # process. One more than there are cores, as these tests also wait.
 FILES := -n 3 --dist loadfile --no-loadscope-reorder
 # What computes only takes what servers leave, which wait for a third of the time.
-AFTER := nice -n 5
+AFTER := nice -n 2
 DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
 	--requests $(REQUESTS) $(if $(filter-out 0,$(KEEP)),--keep)
 

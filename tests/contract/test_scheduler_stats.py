@@ -20,7 +20,7 @@ from vllm_commext.nixl.wire.connection import endpoint
 from vllm_commext.testing.ports import free_port
 
 HOST = "127.0.0.1"
-BOUND_SECONDS = 20
+BOUND_SECONDS = 60
 
 
 def scheduler_side(port: int, tp_size: int = 1, **settings: Any) -> SchedulerSide:

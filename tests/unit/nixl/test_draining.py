@@ -19,7 +19,7 @@ from vllm_commext.nixl.wire.inquiry import Inquiry
 from vllm_commext.testing.ports import free_port
 
 HOST = "127.0.0.1"
-BOUND_SECONDS = 20.0
+BOUND_SECONDS = 60.0
 SECRET = b"a secret of sixteen bytes and more"
 OTHER = b"another one of sixteen bytes and more"
 REQUEST = wire.DescribeRequest(engine_id="p", tp_rank=0)

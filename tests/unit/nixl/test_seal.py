@@ -28,7 +28,7 @@ REQUEST = wire.DescribeRequest(engine_id="p", tp_rank=0)
 FRAME = wire.encode(REQUEST)
 REFUSED = wire.encode(wire.Refused(reason="no"))
 DESCRIBED = wire.encode(wire.describe(b"a description", "start-1"))
-BOUND_SECONDS = 20.0
+BOUND_SECONDS = 60.0
 
 
 def sealed(**changes: Any) -> bytes:

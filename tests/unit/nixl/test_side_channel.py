@@ -19,7 +19,7 @@ from vllm_commext.nixl.wire.connection import endpoint
 from vllm_commext.nixl.wire.inquiry import Inquiry
 from vllm_commext.testing.ports import free_port
 
-BOUND_SECONDS = 20.0
+BOUND_SECONDS = 60.0
 HOST = "127.0.0.1"
 REQUEST = wire.DescribeRequest(engine_id="p", tp_rank=1)
 DEEP = b"\x84\xa4kind\xa8describe\xa9engine_id\xa1p\xa7tp_rank\x01\xa1x" + b"\x91" * 3900 + b"\xc0"

@@ -15,7 +15,7 @@ import pytest
 
 from vllm_commext.drain import HEADER
 
-BOUND_SECONDS = 10.0
+BOUND_SECONDS = 60.0
 KV_PARAMS = {
     "do_remote_prefill": True,
     "do_remote_decode": False,

@@ -11,7 +11,7 @@ RUN = (
     "import argparse, sys; from vllm_commext.cli import proxy; p = argparse.ArgumentParser(); "
     "proxy.add_arguments(p); sys.exit(proxy.run(p.parse_args()))"
 )
-BOUND_SECONDS = 20.0
+BOUND_SECONDS = 60.0
 
 
 async def _start(*options: str) -> asyncio.subprocess.Process:
