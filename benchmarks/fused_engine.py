@@ -7,7 +7,9 @@ turns, round after round, in another order each time: the time per output token 
 requests, and the first token of a prompt of one 8k chunk. What the second of vLLM's engines differs
 by from the first is what this machine cannot tell apart. Weights are random, multicast is off for
 all. Writes fused_engine_tp2.md and .json after every round, with the calls of the fused op by who
-served them; under CUDA graphs a call counts where it is captured.
+served them; under CUDA graphs a call counts where it is captured. Says too how many greedy tokens
+the engines agree on, and with --profile in which kernels they differ where requests come one at a
+time.
 """
 
 import argparse
@@ -26,6 +28,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import engine_profile
+
 from vllm_commext.testing import gpu_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +39,8 @@ TOGGLE = "VLLM_COMMEXT_ALLREDUCE"
 ENGINES = {VLLM: "0", AGAIN: "0", OURS: "1"}  # name: the toggle
 BATCHES = (1, 16, 64)
 FIRST = "first token"
+TOKENS, PROFILE = "tokens", "profile"
+COMPARED = 64  # requests whose tokens are compared
 CHUNK, PROMPT, OUTPUT = 8192, 64, 128  # tokens
 SAMPLES = 3
 KV_BYTES = 3 << 30
@@ -127,8 +133,25 @@ class Served:
             **more,
         )
 
+    def answer(self, cell: str) -> Any:
+        """What a line of the input asks for."""
+        if cell == TOKENS:
+            return self._tokens(COMPARED, PROMPT, self._output)[1]
+        return self._profile() if cell == PROFILE else self.measure(cell)
+
+    def _profile(self) -> dict[str, Any]:
+        """Of the first worker, while one request's output tokens come."""
+        self._generate(1, PROMPT, 1 + self._output)
+        self._engine.collective_rpc(engine_profile.start)
+        self._generate(1, 1, self._output)
+        return self._engine.collective_rpc(engine_profile.stop)[0]
+
     def _generate(self, requests: int, prompt: int, output: int) -> float:
         """Seconds that so many requests take together."""
+        return self._tokens(requests, prompt, output)[0]
+
+    def _tokens(self, requests: int, prompt: int, output: int) -> tuple[float, list[list[int]]]:
+        """Seconds that so many requests take together, and the tokens of each."""
         from vllm import SamplingParams
 
         wanted = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
@@ -142,8 +165,9 @@ class Served:
             for request in range(requests)
         ]
         begun = time.perf_counter()
-        self._engine.generate(prompts, wanted, use_tqdm=False)
-        return time.perf_counter() - begun
+        answers = self._engine.generate(prompts, wanted, use_tqdm=False)
+        seconds = time.perf_counter() - begun
+        return seconds, [list(answer.outputs[0].token_ids) for answer in answers]
 
     def measure(self, cell: str) -> float:
         """Milliseconds: of the first token of a chunk, or an output token of so many requests; the
@@ -171,7 +195,7 @@ def serve(args: argparse.Namespace) -> None:
         served.measure(cell)  # what is compiled or captured late is not to be timed
     print(f"\n{READY}{json.dumps(served.calls())}", flush=True)
     for line in sys.stdin:
-        print(f"\n{ANSWER}{json.dumps(served.measure(line.strip()))}", flush=True)
+        print(f"\n{ANSWER}{json.dumps(served.answer(line.strip()))}", flush=True)
 
 
 class Engine:
@@ -225,8 +249,8 @@ class Engine:
         text = "\n".join(self.lines)[-6000:]
         raise RuntimeError(f"{self.name}: expected {mark.strip()} in time, got\n{text}")
 
-    def measure(self, cell: str, end: float) -> float:
-        """Milliseconds of a cell, once."""
+    def ask(self, cell: str, end: float) -> Any:
+        """What the engine says of a cell, once: milliseconds, `TOKENS` or `PROFILE`."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{cell}\n")
         self._process.stdin.flush()
@@ -294,6 +318,23 @@ def rows_of(rounds: Rounds, cells: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def agreement(tokens: Mapping[str, list[list[int]]]) -> dict[str, Any]:
+    """How far answers agree with the first of vLLM's engines: whole ones, and tokens until the
+    first that differs, as shares of all."""
+    shares: dict[str, Any] = {}
+    for other in (AGAIN, OURS):
+        pairs = list(zip(tokens[VLLM], tokens[other], strict=True))
+        same = [
+            next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+            for a, b in pairs
+        ]
+        shares[f"{VLLM} and {other}"] = {
+            "answers": round(sum(a == b for a, b in pairs) / len(pairs), 4),
+            "tokens": round(sum(same) / sum(len(a) for a, _ in pairs), 4),
+        }
+    return shares
+
+
 def markdown(report: Mapping[str, Any]) -> str:
     """The report as a page."""
     lines = [f"# {report['name']}", ""]
@@ -313,10 +354,14 @@ def markdown(report: Mapping[str, Any]) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "The fused op, of each worker of the engine with ours:", ""]
     lines += [f"    {json.dumps(each)}" for each in report["fused op"]]
+    lines += ["", f"Greedy tokens that are equal: {json.dumps(report['equal tokens'])}"]
+    if report["profile"]:
+        lines += ["", "One request at a time, the first worker's GPU:", ""]
+        lines += engine_profile.table(report["profile"], report["facts"]["profiled steps"])
     return "\n".join([*lines, ""])
 
 
-def write(args: argparse.Namespace, calls: Any, rounds: Rounds, log: list[str]) -> None:
+def write(args: argparse.Namespace, rounds: Rounds, said: Mapping[str, Any]) -> None:
     name = f"fused_engine_tp{args.tp}" + (f"_{args.quantization}" if args.quantization else "")
     import torch
     import vllm
@@ -332,11 +377,11 @@ def write(args: argparse.Namespace, calls: Any, rounds: Rounds, log: list[str]) 
             "layers": args.layers,
             "chunk": args.chunk,
             "rounds": len(rounds),
+            "profiled steps": args.output,
             "multicast": "off for all",
         },
-        "fused op": calls,
+        **said,
         "rows": rows_of(rounds, cells_of(args)),
-        "log": log,
         "rounds": rounds,
     }
     args.out.mkdir(parents=True, exist_ok=True)
@@ -352,7 +397,7 @@ def one_round(made: Mapping[str, Engine], cells: Sequence[str], number: int, end
     """Every cell once on every engine; the first of them is another in each round."""
     order = list(made)
     order = order[number % len(order) :] + order[: number % len(order)]
-    return {cell: {name: made[name].measure(cell, end) for name in order} for cell in cells}
+    return {cell: {name: made[name].ask(cell, end) for name in order} for cell in cells}
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -365,12 +410,22 @@ def compare(args: argparse.Namespace) -> int:
             for name, engine in made.items()
         }
         print(f"the fused op: {json.dumps(ready)}", flush=True)
+        tokens = {name: engine.ask(TOKENS, end) for name, engine in made.items()}
+        said = {
+            "fused op": ready[OURS],
+            "log": made[OURS].log(),
+            "equal tokens": agreement(tokens),
+            "profile": {name: engine.ask(PROFILE, end) for name, engine in made.items()}
+            if args.profile
+            else {},
+        }
+        print(json.dumps(said), flush=True)
         spent = 0.0
         while len(rounds) < args.rounds and time.monotonic() + 1.5 * spent < end:
             begun = time.monotonic()
             rounds.append(one_round(made, cells_of(args), len(rounds), end))
             spent = time.monotonic() - begun
-            write(args, ready[OURS], rounds, made[OURS].log())
+            write(args, rounds, said)
             print(f"round {len(rounds)}: {json.dumps(rounds[-1])}", flush=True)
         for row in rows_of(rounds, cells_of(args)):
             print(json.dumps(row), flush=True)
@@ -388,6 +443,7 @@ def main() -> int:
     parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens of the long prompt")
     parser.add_argument("--output", type=int, default=OUTPUT, help="tokens of an answer")
     parser.add_argument("--quantization", default="", help="as vLLM's, such as fp8")
+    parser.add_argument("--profile", action="store_true", help="time kernels, before the rounds")
     parser.add_argument("--seconds", type=float, default=560.0, help="bound for the whole run")
     parser.add_argument("--start-seconds", type=float, default=420.0, help="for the engines' start")
     parser.add_argument("--out", type=Path, default=Path("results"))
