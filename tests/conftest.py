@@ -30,6 +30,13 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("patient")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Why tests were run again."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.write_line(f"RERUN {report.nodeid} because of")
+        terminalreporter.write_line(report.longreprtext)
+
+
 # Those that take longest, measured by the processor time of all of their processes.
 LONGEST = (
     "chaos/test_chaos.py",
