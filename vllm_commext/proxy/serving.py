@@ -151,10 +151,7 @@ class Service:
             if prefilled is not None:
                 _log_unread_blocks(prefilled, outcome.request_id)
             raise
-        outcome.decode = opened.engine.name
-        if lead.response is None:
-            outcome.first_token_seconds = opened.opened_at - outcome.began
-            lead.learn(opened)
+        _note_opened(opened, lead, outcome)
         return opened
 
     def _stream(self, attempts: "_Attempts", outcome: Outcome) -> Stream:
@@ -195,10 +192,7 @@ class Service:
             return None
         if lead.response is not None:
             await self._upstream.check_stream(opened)
-        outcome.decode = opened.engine.name
-        if lead.response is None:
-            outcome.first_token_seconds = opened.opened_at - outcome.began
-            lead.learn(opened)
+        _note_opened(opened, lead, outcome)
         return opened
 
     async def _prefill(self, attempts: "_Attempts", stream: Stream) -> Prefilled | None:
@@ -294,6 +288,14 @@ class _Attempts:
         if self.prefilled_by is not None:
             self.failed_prefill.append(self.prefilled_by)
             self.prefilled_by = None
+
+
+def _note_opened(opened: Opened, lead: Lead, outcome: Outcome) -> None:
+    """A decode engine's answer has begun."""
+    outcome.decode = opened.engine.name
+    if lead.response is None:
+        outcome.first_token_seconds = opened.opened_at - outcome.began
+        lead.learn(opened)
 
 
 def _log_unread_blocks(prefilled: Prefilled, request_id: str) -> None:
