@@ -4,7 +4,6 @@ the blocks were read. COMMEXT_TEST_OTHER_PYTHON is the interpreter that has the 
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -37,12 +36,7 @@ def servers(
         environ = {"PYTHONPATH": str(ROOT)}  # one state of this package in both
         made[name] = cluster.engine_server(name, model, folder, config, environ=environ)
     made["other"].command[0] = OTHER
-    with ExitStack() as stack:
-        for server in made.values():
-            stack.callback(server.stop)
-            server.start()
-        for server in made.values():
-            server.wait_ready()
+    with cluster.all_ready(made.values()):
         yield made
 
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -61,12 +60,7 @@ def servers(
         for name in FROM
         for policy in ("recompute", "fail")
     }
-    with ExitStack() as stack:
-        for server in made.values():
-            stack.callback(server.stop)
-            server.start()
-        for server in made.values():
-            server.wait_ready()
+    with cluster.all_ready(made.values()):
         yield made
 
 
