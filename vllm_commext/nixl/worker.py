@@ -241,19 +241,8 @@ class WorkerSide:
             fence_address=self._agent.board.nonces.ctypes.data,
             num_fence_slots=NUM_SLOTS,
             lease_seconds=self._config.kv_lease_duration,
-            **self._describe_streams(),
+            **(self._streams.described() if self._streams is not None else {}),
         )
-
-    def _describe_streams(self) -> dict[str, int]:
-        board = self._streams
-        if board is None:
-            return {}
-        return {
-            "stream_headers": board.headers.ctypes.data,
-            "stream_block_ids": board.block_ids.ctypes.data,
-            "num_stream_rows": len(board.headers),
-            "pieces_per_row": board.pieces_per_row,
-        }
 
     def _probe(self, device: torch.device, peer: Link) -> Generator[None]:
         """Measure in the transfer thread, turn by turn, how fast a peer can be read."""

@@ -230,20 +230,8 @@ class Engine:
             fence_address=self.agent.board.nonces.ctypes.data,
             num_fence_slots=NUM_SLOTS,
             lease_seconds=self.config.kv_lease_duration,
-            **board_of(self.agent.streams),
+            **(self.agent.streams.described() if self.agent.streams is not None else {}),
         )
-
-
-def board_of(board: StreamBoard | None) -> dict[str, int]:
-    """What a description says of a worker's board for streams."""
-    if board is None:
-        return {}
-    return {
-        "stream_headers": board.headers.ctypes.data,
-        "stream_block_ids": board.block_ids.ctypes.data,
-        "num_stream_rows": len(board.headers),
-        "pieces_per_row": board.pieces_per_row,
-    }
 
 
 def _geometry(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from cluster_cases import Case, Request
-from nixl_agents_harness import BOUND_SECONDS, FACTS, HOST, Bytes, board_of, counted, wait_until
+from nixl_agents_harness import BOUND_SECONDS, FACTS, HOST, Bytes, counted, wait_until
 from reference_cache import Cache
 from reference_layout import describe
 from reference_meaning import Int64Array, as_bytes, differences
@@ -75,7 +75,7 @@ class Worker:
                 fence_address=self.agent.board.nonces.ctypes.data,
                 num_fence_slots=NUM_SLOTS,
                 lease_seconds=config.kv_lease_duration,
-                **board_of(board),
+                **(board.described() if board is not None else {}),
             )
         )
         self.thread.start()

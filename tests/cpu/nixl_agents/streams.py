@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from nixl_agents_harness import BLOCK_SIZE, BOUND_SECONDS, HOST, STRIDE_BYTES, load_of, wait_until
 
+from tests.kit.stream_requests import request
 from vllm_commext.nixl.prefill.fence import FenceSlots
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Hold, Load
@@ -84,18 +85,7 @@ class Prefill:
 
     def add(self, name: str, number: int, num_tokens: int = NUM_TOKENS, **changes: Any) -> str:
         """A request comes in; the way it goes."""
-        values: dict[str, Any] = {
-            "request_id": name,
-            "num_prompt_tokens": num_tokens,
-            "prompt_token_ids": list(range(num_tokens)),
-            "prompt_embeds": None,
-            "lora_request": None,
-            "cache_salt": None,
-            "mm_features": [],
-            "resumable": False,
-            "kv_transfer_params": {"do_remote_decode": True, "stream_key": key_of(number)},
-        }
-        return self.producer.add(SimpleNamespace(**{**values, **changes}))
+        return self.producer.add(request(name, key_of(number), num_tokens, **changes))
 
     def run(self, step: Any, computed: Sequence[int]) -> None:
         """One step of the worker, which computes these blocks."""

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit import stream_requests
 from vllm_commext.nixl.geometry.layout import FULL, STATE, WINDOW, Group
 from vllm_commext.nixl.prefill.fence import FenceBoard, FenceSlots
 from vllm_commext.nixl.requests import Chunk, Restart
@@ -158,18 +159,7 @@ def test_on_a_device_a_chunk_is_published_when_its_work_has_ended(
 
 
 def request(name: str, key: str = "a" * 32, num_tokens: int = 40, **changes: Any) -> Any:
-    values: dict[str, Any] = {
-        "request_id": name,
-        "num_prompt_tokens": num_tokens,
-        "prompt_token_ids": list(range(num_tokens)),
-        "prompt_embeds": None,
-        "lora_request": None,
-        "cache_salt": None,
-        "mm_features": [],
-        "resumable": False,
-        "kv_transfer_params": {"do_remote_decode": True, "stream_key": key},
-    }
-    return SimpleNamespace(**{**values, **changes})
+    return stream_requests.request(name, key, num_tokens, **changes)
 
 
 def step(

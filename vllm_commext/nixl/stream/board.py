@@ -58,6 +58,15 @@ class StreamBoard:
         self._free_cells = list(range(NUM_CELLS))
         self._lock = threading.Lock()
 
+    def described(self) -> dict[str, int]:
+        """What a worker's description says of it, by field of `WorkerDescription`."""
+        return {
+            "stream_headers": self.headers.ctypes.data,
+            "stream_block_ids": self.block_ids.ctypes.data,
+            "num_stream_rows": len(self.headers),
+            "pieces_per_row": self.pieces_per_row,
+        }
+
     def begin(self, row: int, nonce: int) -> None:
         """A request gets a row: its tag is its first nonce.  Safe to repeat."""
         if int(self.headers[row, 0]) != nonce:
