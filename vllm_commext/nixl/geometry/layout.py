@@ -25,6 +25,8 @@ FULL, WINDOW, STATE = "full", "window", "state"
 
 MAX_COUNT = 1 << 16
 """Heads, units, runs or kernel blocks a block that a description may have."""
+MAX_STAGES = 1 << 12
+"""Pipeline stages that a description may name."""
 MAX_PARTS = 64
 """Parts of a state that a description may have."""
 
@@ -153,7 +155,10 @@ class CacheLayout(msgspec.Struct, frozen=True):
         tp_rank: this worker, from 0.
         num_blocks: blocks that the cache manager hands out.
         groups: in the order of a request's lists of blocks.
-        families: the layers, each once.
+        families: the worker's layers, each once.
+        pp_rank: the worker's pipeline stage, from 0.
+        stages: names of the layers of every pipeline stage of the engine; empty where this worker's
+            layers are all.
     """
 
     tp_size: int
@@ -161,6 +166,8 @@ class CacheLayout(msgspec.Struct, frozen=True):
     num_blocks: int
     groups: list[Group]
     families: list[Family]
+    pp_rank: int = 0
+    stages: list[list[str]] = []
 
     @property
     def rank(self) -> Rank:
@@ -171,6 +178,14 @@ class CacheLayout(msgspec.Struct, frozen=True):
     def num_regions(self) -> int:
         """Layers."""
         return sum(len(family.names) for family in self.families)
+
+    def own_names(self) -> set[str]:
+        """Names of this worker's layers."""
+        return {name for family in self.families for name in family.names}
+
+    def engine_names(self) -> set[str]:
+        """Names of the layers of all pipeline stages of the engine."""
+        return {name for names in self.stages for name in names} or self.own_names()
 
     def splits(self) -> frozenset[Split]:
         """Every way in which something is dealt out to the ranks."""
@@ -216,6 +231,16 @@ def check_layout(layout: CacheLayout) -> None:
         _expect(0 < len(family.names) == len(family.base_addresses), "a base address a layer")
         _expect(all(0 < address < 1 << 63 for address in family.base_addresses), "base_addresses")
         _check_geometry(family.geometry, layout.num_blocks, layout.groups[family.group])
+    _check_stages(layout)
+
+
+def _check_stages(layout: CacheLayout) -> None:
+    """The stages share no layer, and this worker has those of its own."""
+    stages = layout.stages or [list(layout.own_names())]
+    _expect(0 <= layout.pp_rank < len(stages) <= MAX_STAGES, "pp_rank below the number of stages")
+    _expect(set(stages[layout.pp_rank]) == layout.own_names(), "the layers of its stage")
+    num_names = sum(map(len, stages))
+    _expect(len(layout.engine_names()) == num_names, "each layer in one stage, and once there")
 
 
 def _check_geometry(geometry: Geometry, num_blocks: int, group: Group) -> None:

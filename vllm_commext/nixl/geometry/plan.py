@@ -225,7 +225,7 @@ def _cells_at(grid: Grid, blocks: _Held, first: int, end: int) -> Int64Array:
 
 def _indices(parts: Sequence[tuple[Grid, int, int, Int64Array]]) -> Int32Array:
     """Descriptor indices of cells in every lane, lane after lane."""
-    found: list[Int64Array] = []
+    found = [np.empty(0, dtype=np.int64)]
     for grid, offset, num_lanes, cells in parts:
         row, cell = np.divmod(cells, grid.cells_per_row)
         lanes = offset + np.arange(num_lanes, dtype=np.int64) * grid.num_cells
@@ -256,10 +256,11 @@ def _checked_ids(
 def plan_read(
     local: CacheLayout, remote: CacheLayout, *, local_device: int, remote_device: int
 ) -> ReadPlan:
-    """Plan how the local worker reads from the remote one.
+    """Plan how the local worker reads from the remote one: layers that both have, by name. Workers
+    of different pipeline stages may have none in common; then nothing is read.
 
     Raises:
-        ProtocolError: the two have different layers.
+        ProtocolError: the two engines have different layers.
         UnsupportedError: one side's bytes cannot be placed in the other's; says why.
     """
     sections: list[Section] = []
@@ -308,7 +309,9 @@ def plan_read(
 def _matched(
     local: CacheLayout, remote: CacheLayout
 ) -> Iterator[tuple[Family, Family, Int64Array, Int64Array]]:
-    """Families of both sides that have layers in common, and where these layers begin."""
+    """Families of both sides that have layers in common, and where these layers begin; of engines
+    with pipeline stages, each has layers that the other has not."""
+    _check_names(local.engine_names(), remote.engine_names())
     if [one.names for one in local.families] == [one.names for one in remote.families]:
         for own, theirs in zip(local.families, remote.families, strict=True):
             yield own, theirs, _addresses(own), _addresses(theirs)
@@ -318,13 +321,12 @@ def _matched(
         for number, family in enumerate(remote.families)
         for index, name in enumerate(family.names)
     }
-    _check_names({name for family in local.families for name in family.names}, set(place))
     for own in local.families:
-        found = [place[name] for name in own.names]
-        for number in sorted({number for number, _ in found}):
+        found = {here: place[name] for here, name in enumerate(own.names) if name in place}
+        for number in sorted({number for number, _ in found.values()}):
             theirs = remote.families[number]
-            here = [index for index, (other, _) in enumerate(found) if other == number]
-            there = [index for other, index in found if other == number]
+            here = [index for index, (other, _) in found.items() if other == number]
+            there = [index for other, index in found.values() if other == number]
             yield own, theirs, _addresses(own)[here], _addresses(theirs)[there]
 
 

@@ -1,0 +1,170 @@
+"""Planned reads between engines whose layers are dealt out to pipeline stages, evenly or not,
+against the meaning of the bytes: a stage's worker holds its own layers and nothing else."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from case_strategies import cases
+from cluster_cases import MODELS, PAIRS, Case, named_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned_read import LOCAL_ADDRESS, REMOTE_ADDRESS, offsets_of, pairs_of, sources_of
+from reference_cache import Cache
+from reference_layout import describe
+from reference_meaning import differences
+
+from vllm_commext.errors import ProtocolError
+from vllm_commext.nixl.geometry.layout import CacheLayout, check_layout
+from vllm_commext.nixl.geometry.plan import plan_read
+
+Stages = list[list[str]]
+MAX_STAGES = 4
+
+
+def names_of(cache: Cache) -> list[str]:
+    return [region.name for region in cache.regions]
+
+
+def cut(names: Sequence[str], ends: Sequence[int]) -> Stages:
+    """Stages that end behind these positions, the last one behind the last layer."""
+    bounds = [0, *sorted(set(ends)), len(names)]
+    return [list(names[one:two]) for one, two in zip(bounds, bounds[1:], strict=False)]
+
+
+@st.composite
+def stages(draw: st.DrawFn, cache: Cache) -> Stages:
+    """Any way to deal out an engine's layers; each stage has at least one."""
+    names = names_of(cache)
+    if len(names) == 1:
+        return [names]
+    ends = st.lists(st.integers(1, len(names) - 1), max_size=MAX_STAGES - 1)
+    return cut(names, draw(ends))
+
+
+def stage_of(cache: Cache, names: Sequence[str]) -> Cache:
+    """The same memory, with a meaning only where these layers are."""
+    one = copy.copy(cache)
+    one.regions = [region for region in cache.regions if region.name in names]
+    return one
+
+
+def described(cache: Cache, dealt: Stages, stage: int, rank: int, address: int) -> CacheLayout:
+    layout = describe(stage_of(cache, dealt[stage]), rank, address)
+    layout = msgspec.structs.replace(layout, pp_rank=stage, stages=dealt)
+    check_layout(layout)
+    return layout
+
+
+def faults(case: Case, theirs: Stages, ours: Stages, shift: int = 0) -> list[str]:
+    """What is wrong after every decode worker has read from every prefill stage; a ``shift`` reads
+    from the memory of another stage than the one that was planned for."""
+    return [
+        f"stage {stage}, rank {rank}: {fault}"
+        for stage in range(len(ours))
+        for rank in range(case.decode.engine.tp_size)
+        for fault in faults_of_worker(case, theirs, ours, (stage, rank), shift)
+    ]
+
+
+def faults_of_worker(
+    case: Case, theirs: Stages, ours: Stages, worker: tuple[int, int], shift: int
+) -> list[str]:
+    stage, rank = worker
+    own = replace(case, decode=stage_of(case.decode, ours[stage]))
+    memory = own.decode_memory(rank)
+    right = memory.copy()
+    num_writes = np.zeros(len(memory), dtype=np.int64)
+    local = described(case.decode, ours, stage, rank, LOCAL_ADDRESS)
+    for number, names in enumerate(theirs):
+        there = theirs[(number + shift) % len(theirs)]
+        source_case = replace(own, prefill=stage_of(case.prefill, there))
+        for source in sources_of(case, rank).read:
+            remote = described(case.prefill, theirs, number, source, REMOTE_ADDRESS)
+            held = source_case.prefill_memory(source)
+            plan = plan_read(local, remote, local_device=0, remote_device=0)
+            assert not plan.sections or set(names) & set(ours[stage])
+            for request in case.requests:
+                pairs, lists = pairs_of(local, remote, request)
+                target = offsets_of(lists[0][pairs.local], LOCAL_ADDRESS)
+                memory[target] = held[offsets_of(lists[1][pairs.remote], REMOTE_ADDRESS)]
+                np.add.at(num_writes, target, 1)
+    for request in own.requests:
+        wanted = own.wanted(rank, request)
+        right[wanted.offsets] = wanted.tags
+    allowed = np.concatenate([own.allowed(request) for request in own.requests])
+    wrong = differences(right, memory, allowed)
+    found = [f"{len(wrong)} bytes are wrong, first at {wrong[0]}"] if len(wrong) else []
+    return [*found, *(["a byte is written twice"] if num_writes.max() > 1 else [])]
+
+
+@given(st.data(), cases())
+@settings(max_examples=60, deadline=None)
+def test_any_stages_and_ranks_read_from_any_others(data: st.DataObject, case: Case) -> None:
+    theirs, ours = data.draw(stages(case.prefill)), data.draw(stages(case.decode))
+    assert faults(case, theirs, ours) == []
+
+
+@pytest.mark.parametrize("sizes", PAIRS, ids=lambda sizes: f"{sizes[0]}:{sizes[1]}")
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "one head"])
+def test_uneven_stages_of_models_of_every_kind(name: str, sizes: tuple[int, int]) -> None:
+    case = named_case(name, sizes, alike=False)
+    names = names_of(case.prefill)
+    for theirs, ours in (([1], []), ([], [2]), ([1], [2]), ([1, 2], [1])):
+        assert faults(case, cut(names, theirs), cut(names, ours)) == []
+
+
+def test_a_read_from_another_stages_memory_is_noticed() -> None:
+    case = named_case("eight heads", (1, 2), alike=True)
+    dealt = cut(names_of(case.prefill), [1, 2])
+    assert faults(case, dealt, dealt) == []
+    assert len(faults(case, dealt, dealt, shift=1)) == 6
+
+
+def test_stages_with_no_layer_in_common_read_nothing() -> None:
+    case = named_case("eight heads", (1, 1), alike=True)
+    dealt = cut(names_of(case.prefill), [2])
+    local = described(case.decode, dealt, 0, 0, LOCAL_ADDRESS)
+    remote = described(case.prefill, dealt, 1, 0, REMOTE_ADDRESS)
+    plan = plan_read(local, remote, local_device=0, remote_device=0)
+    assert (plan.sections, len(plan.local_rows), len(plan.remote_rows)) == ((), 0, 0)
+
+
+def test_engines_of_different_layers_are_refused() -> None:
+    """Each stage alone has what it should; together, one engine has a layer less."""
+    case = named_case("eight heads", (1, 1), alike=True)
+    names = names_of(case.prefill)
+    local = described(case.decode, [names[:1], names[1:]], 0, 0, LOCAL_ADDRESS)
+    remote = described(case.prefill, [names[:1], names[1:2]], 0, 0, REMOTE_ADDRESS)
+    with pytest.raises(ProtocolError, match=r"layers differ: only in decode \['layers.2'\]"):
+        plan_read(local, remote, local_device=0, remote_device=0)
+    with pytest.raises(ProtocolError, match=r"only in prefill \['layers.2'\]"):
+        plan_read(remote, local, local_device=0, remote_device=0)
+    # A worker that names no stages claims to have all layers.
+    alone = describe(stage_of(case.prefill, names[:1]), 0, REMOTE_ADDRESS)
+    with pytest.raises(ProtocolError, match="layers differ"):
+        plan_read(local, alone, local_device=0, remote_device=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"pp_rank": 2}, "pp_rank below the number of stages"),
+        ({"pp_rank": -1}, "pp_rank below the number of stages"),
+        ({"pp_rank": 1}, "the layers of its stage"),
+        ({"stages": [["layers.9"]]}, "the layers of its stage"),
+        ({"stages": [["layers.0"], ["layers.0", "layers.1"]]}, "each layer in one stage"),
+        ({"stages": [["layers.0"], ["layers.1", "layers.1"]]}, "each layer in one stage"),
+    ],
+)
+def test_inconsistent_stages_are_refused(changes: dict[str, object], expected: str) -> None:
+    case = named_case("eight heads", (1, 1), alike=True)
+    dealt = cut(names_of(case.prefill), [1])
+    good = described(case.prefill, dealt, 0, 0, REMOTE_ADDRESS)
+    with pytest.raises(ProtocolError, match=expected):
+        check_layout(msgspec.structs.replace(good, **changes))
