@@ -21,16 +21,17 @@ from vllm_commext.nixl.decode.introductions import Introduced, Introductions
 from vllm_commext.nixl.decode.links import Link, LocalSide
 from vllm_commext.nixl.decode.peers import Peer, PeerTable
 from vllm_commext.nixl.decode.reads import End, Read, ReadSet, prepare
+from vllm_commext.nixl.decode.releases import Teller
 from vllm_commext.nixl.decode.transfers import (
     Failure,
     Identity,
     Part,
-    Source,
     Transfer,
     Use,
     describe_source,
     failure_of,
     identity,
+    remote_of,
     restarted,
 )
 from vllm_commext.nixl.geometry.topology import Sources, check_even, sources
@@ -40,7 +41,6 @@ from vllm_commext.nixl.outcomes import OutcomeBox
 from vllm_commext.nixl.requests import Load, RemoteRequest, Wait
 from vllm_commext.nixl.stream.reader import StreamReader, failure_of_stream
 from vllm_commext.nixl.transport.agent import NixlAgent
-from vllm_commext.nixl.wire import messages as wire
 
 
 class Loader:
@@ -83,6 +83,7 @@ class Loader:
         self._sources: dict[int, Sources] = {}
         self._splits = local.layout.splits()
         self._log = RateLimitedLog()
+        self._teller = Teller(agent, local.consumer, self._peers, self._log)
         self._refusal: Exception | None = None
 
     @property
@@ -156,7 +157,7 @@ class Loader:
         self._keep_alive.end_all(load.request_id)
         known = self._uses.get(load.request_id)
         try:
-            transfer = known.transfer if known is not None else self._transfer_of(_remote(load))
+            transfer = known.transfer if known is not None else self._transfer_of(remote_of(load))
             use = self._use(transfer, load.request_id)
             use.failure = self._refused(load, transfer.remote)
             parts = transfer.begin(load)
@@ -242,7 +243,7 @@ class Loader:
             self._fail_waiting(peer, failure_of(peer.error, "handshake"))
         releases, peer.releases = peer.releases, []
         for transfer, source in releases:
-            self._tell(transfer, source)
+            self._teller.tell(transfer, source)
 
     def _fail_waiting(self, peer: Peer, failure: Failure) -> None:
         while peer.waiting:
@@ -466,49 +467,11 @@ class Loader:
     def _release(self, transfer: Transfer, now: float) -> None:
         """Tell the sources that are due that they are not needed, and forget what is over."""
         for source in transfer.take_due(now):
-            self._tell(transfer, source)
+            self._teller.tell(transfer, source)
         if transfer.next_release < math.inf:
             self._closing.append((transfer.next_release, transfer))
         if transfer.is_over:
             self._transfers.pop(identity(transfer.remote), None)
-
-    def _tell(self, transfer: Transfer, source: Source) -> None:
-        """Tell a prefill worker that this one needs the request's blocks no longer, now or as soon
-        as it is ready."""
-        remote, agent_name = transfer.remote, ""
-        try:
-            agent_name = self._agent_to_tell(transfer, source)
-            if agent_name:
-                released = wire.Released(
-                    request_id=remote.request_id,
-                    consumer=self._local.consumer,
-                    num_consumers=source.num_consumers,
-                )
-                self._agent.notify(agent_name, wire.encode(released))
-        except Exception as error:  # noqa: BLE001 NIXL raises many types; the lease frees the blocks
-            link = self._peers.find(source.key)
-            if agent_name and link is not None:
-                self._peers.doubt(link, broken=True)
-            if agent_name and not source.is_retried:
-                source.is_retried = True
-                self._tell(transfer, source)
-                return
-            text = f"{describe_source(remote)} was not told that its blocks are not needed: {error}"
-            self._log.warning("release", text)
-
-    def _agent_to_tell(self, transfer: Transfer, source: Source) -> str:
-        """The agent to notify, "" where there is none, or none yet."""
-        peer = self._peers.get(source.key)
-        if peer is not None and peer.reach is not None:
-            return peer.reach.value
-        if peer is not None and peer.has_closed:
-            return ""
-        peer = self._peers.prepare(source.key, transfer.remote.incarnation)
-        if peer.ready_link is None:
-            peer.releases.append((transfer, source))
-        elif peer.ready_link.serves(transfer.remote.incarnation):
-            return peer.ready_link.agent_name
-        return ""
 
     def _report(self, load: Load, failure: Failure | None) -> None:
         """Tell the scheduler side how a load ended, and people why it failed."""
@@ -532,9 +495,3 @@ class Loader:
             step()
         except Exception as error:  # noqa: BLE001 nothing depends on it
             self._log.warning(what, f"an error in the connector's own code: {error!r}")
-
-
-def _remote(load: Load) -> RemoteRequest:
-    if load.remote is None:
-        raise ProtocolError(load.refusal or "no remote request")
-    return load.remote

@@ -71,6 +71,17 @@ def restarted(remote: RemoteRequest) -> Failure:
     return Failure("expired", ProtocolError(text))
 
 
+def remote_of(load: Load) -> RemoteRequest:
+    """Where a load's blocks are.
+
+    Raises:
+        ProtocolError: its parameters could not be read.
+    """
+    if load.remote is None:
+        raise ProtocolError(load.refusal or "no remote request")
+    return load.remote
+
+
 def describe_source(remote: RemoteRequest | None) -> str:
     """The prefill engine and request that a message is about."""
     if remote is None:
