@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 MAX_MORE_DESCRIPTORS = 8
 """HTTP connections come and go.  Dead peers need no allowance: a survivor holds none of their
-sockets once it has read from another peer."""
+sockets once it has read from another peer.  A connection between two agents is five sockets on
+either side, and one that a peer has given up goes only when UCX has found out."""
+SETTLE_SECONDS = 90.0
+"""For what goes by itself; what stays longer is held for good."""
 MAX_MORE_THREADS = 3
 MAX_STEADY_BYTES = 1 << 20
 """From one fault to the next; a buffer of a KV cache or of a transfer is larger, a dead peer costs
@@ -31,20 +36,23 @@ class Census:
         descriptors: open file descriptors.
         threads: threads.
         heap_bytes: resident private memory, without what is mapped from files or shared.
+        kinds: the descriptors by what they are, e.g. "socket" or "anon_inode".
     """
 
     pids: frozenset[int]
     descriptors: int
     threads: int
     heap_bytes: int
+    kinds: Counter[str] = field(default_factory=Counter)
 
 
 def take_census(pids: Sequence[int]) -> Census:
     """Count what the processes hold now; those that have ended count nothing."""
-    descriptors = threads = heap_bytes = 0
+    threads = heap_bytes = 0
+    kinds = Counter[str]()
     for pid in pids:
         try:
-            descriptors += sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+            kinds += _kinds(pid)
             fields = dict(
                 line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
             )
@@ -52,20 +60,39 @@ def take_census(pids: Sequence[int]) -> Census:
             continue
         threads += int(fields["Threads"])
         heap_bytes += int(fields.get("RssAnon", "0 kB").split()[0]) * 1024
-    return Census(frozenset(pids), descriptors, threads, heap_bytes)
+    return Census(frozenset(pids), kinds.total(), threads, heap_bytes, kinds)
+
+
+def _kinds(pid: int) -> Counter[str]:
+    found = Counter[str]()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = str(descriptor.readlink())
+        except FileNotFoundError:
+            continue  # closed meanwhile
+        found[target.split(":", 1)[0]] += 1
+    return found
+
+
+def settled(take: Callable[[], Census], before: Census, seconds: float = SETTLE_SECONDS) -> Census:
+    """A census in which nothing has grown by more than its tolerance; the last, if none is."""
+    deadline = time.monotonic() + seconds
+    while growth(before, now := take()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return now
 
 
 def growth(before: Census, after: Census) -> list[str]:
     """What has grown by more than its tolerance; ``leak`` judges memory closer."""
+    more = after.kinds - before.kinds
+    descriptors = f"file descriptors ({', '.join(f'{more[kind]} {kind}' for kind in more)})"
     changes = (
-        ("file descriptors", after.descriptors - before.descriptors, MAX_MORE_DESCRIPTORS),
+        (descriptors, after.descriptors - before.descriptors, MAX_MORE_DESCRIPTORS),
         ("threads", after.threads - before.threads, MAX_MORE_THREADS),
         ("bytes of memory", after.heap_bytes - before.heap_bytes, MAX_MORE_BYTES),
     )
     found = [
-        f"{more} more {what}, expected at most {most}"
-        for what, more, most in changes
-        if more > most
+        f"{by} more {what}, expected at most {most}" for what, by, most in changes if by > most
     ]
     missing = before.pids - after.pids
     return [*found, f"processes {sorted(missing)} have ended"] if missing else found

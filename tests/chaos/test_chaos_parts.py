@@ -1,6 +1,7 @@
 """The pure parts of the chaos suite: the schedule, the judgement, the report, the garbage."""
 
 import json
+import os
 import random
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from tests.chaos.census import (
     Census,
     growth,
     leak,
+    settled,
     take_census,
 )
 from tests.chaos.faults import ACTIONS
@@ -162,6 +164,25 @@ def test_growth_beyond_its_tolerance_is_found() -> None:
         {"pids": frozenset({1})},
     ):
         assert len(growth(before, replace(before, **change))) == 1
+
+
+def test_descriptors_are_named_by_what_they_are() -> None:
+    before = take_census([os.getpid()])
+    sockets = [socket.socket() for _ in range(MAX_MORE_DESCRIPTORS + 1)]
+    try:
+        [problem] = growth(before, take_census([os.getpid()]))
+    finally:
+        for one in sockets:
+            one.close()
+    assert f"file descriptors ({len(sockets)} socket)" in problem
+
+
+def test_what_goes_by_itself_is_no_growth_and_what_stays_is() -> None:
+    before = Census(frozenset({1}), 100, 20, 1 << 30)
+    many = replace(before, descriptors=200)
+    later = iter([many, many, before])
+    assert settled(lambda: next(later), before) == before
+    assert settled(lambda: many, before, seconds=0.0) == many
 
 
 # In MiB, of a decode engine: it grows by 130 as it sees its first batches, a big step comes late.

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from tests.chaos.census import Census, growth, leak, take_census
+from tests.chaos.census import Census, growth, leak, settled, take_census
 from tests.chaos.network import Link
 from tests.chaos.schedule import DECODE, PREFILL
 from tests.kit import CORRUPTING, CORRUPTING_MODULE, ROOT
@@ -219,8 +219,8 @@ class Testbed:
         engine, server = self.engines[role], self._server(role)
         if engine.baseline is None:
             return []
-        now = take_census(server.pids())
         before = engine.baseline
+        now = settled(lambda: take_census(server.pids()), before)
         self.censuses.append(
             {
                 "engine": server.name,
