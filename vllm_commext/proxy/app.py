@@ -13,7 +13,7 @@ from aiohttp import web
 from vllm_commext.proxy.access import ApiKeys, log_access
 from vllm_commext.proxy.admin import AdminState
 from vllm_commext.proxy.config import ProxyConfig, read_secret
-from vllm_commext.proxy.deadline import Deadline
+from vllm_commext.proxy.deadline import Deadline, end_tasks
 from vllm_commext.proxy.engines import DECODE, PREFILL, EnginePool
 from vllm_commext.proxy.errors import answer_errors
 from vllm_commext.proxy.failures import SIDE_PROXY, ClientGoneError, ProxyError
@@ -89,8 +89,7 @@ class ProxyApp:
                 self.registry.on_removed = monitor.forget
                 watching = asyncio.create_task(self._sources.watch())
                 yield
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
+                await end_tasks([watching])
 
     async def drain(self) -> bool:
         """Refuse new requests and wait for the running ones; True if all have ended in time."""

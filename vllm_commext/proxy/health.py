@@ -9,6 +9,7 @@ import aiohttp
 
 from vllm_commext.drain import HEADER
 from vllm_commext.proxy.config import ProxyConfig
+from vllm_commext.proxy.deadline import Deadline, end_tasks
 from vllm_commext.proxy.engines import Engine
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -39,7 +40,7 @@ class HealthMonitor:
             watches = list(self._watches.values())
             for engine in list(self._watches):
                 self.forget(engine)
-            await asyncio.gather(*watches, return_exceptions=True)
+            await end_tasks(watches)
 
     def watch(self, engine: Engine) -> None:
         """Check *engine* from now on."""
@@ -57,9 +58,10 @@ class HealthMonitor:
         last_answered = loop.time()
         if engine.num_passed == 0 and engine.num_failed == 0:
             woken.set()
-        while True:
+        while self._watches.get(engine) is asyncio.current_task():
             try:
-                await asyncio.wait_for(woken.wait(), self._config.health_interval_seconds)
+                with Deadline(self._config.health_interval_seconds):
+                    await woken.wait()
             except asyncio.TimeoutError:
                 pass
             else:

@@ -12,7 +12,7 @@ from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines import EnginePool
 from vllm_commext.proxy.registry import Place, Registry
-from vllm_commext.proxy.sources import read_places
+from vllm_commext.proxy.sources import Sources, read_places
 
 BODY = {"prompt": "hello", "max_tokens": 20}
 QUICK = {"health_interval_seconds": 0.05, "refresh_interval_seconds": 0.05}
@@ -177,6 +177,57 @@ def test_a_name_stands_for_an_engine_at_each_of_its_addresses(
                 assert len(pool.engines) == 2, "a name server that fails takes no engine away"
                 addresses[:] = ["127.0.0.1"]
                 await kit.until(lambda: len(pool.engines) == 1, "the second address to go")
+
+    asyncio.run(scenario())
+
+
+def test_a_watch_of_names_ends_though_it_is_told_so_as_a_name_is_resolved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+
+        async def getaddrinfo(*_: Any, **__: Any) -> Any:
+            loop.call_soon(watching.cancel)
+            return [(2, 1, 6, "", ("127.0.0.1", 1))]
+
+        monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+        config = ProxyConfig(
+            (P1.url,), ("dns+http://engines.test:1",), refresh_interval_seconds=0.01
+        )
+        watching = asyncio.create_task(Sources(config, registry()[0]).watch())
+        ended, _ = await asyncio.wait([watching], timeout=5)
+        assert ended
+
+    asyncio.run(scenario())
+
+
+def test_checks_end_though_they_are_told_so_as_an_engine_is_suspected(kit: Any) -> None:
+    import aiohttp
+
+    from vllm_commext.proxy.health import HealthMonitor
+
+    async def scenario() -> None:
+        async with (
+            kit.engine(kit.decode_ok).running() as server,
+            aiohttp.ClientSession() as session,
+        ):
+            pool = EnginePool("decode", [server.url])
+            monitor = HealthMonitor(session, ProxyConfig((P1.url,), (server.url,)))
+            async with monitor.running(pool.engines):
+                await asyncio.sleep(0)  # until it waits
+            [engine] = pool.engines
+            for num_turns in range(4):
+                others = asyncio.all_tasks()
+                monitor.watch(engine)
+                [watch] = asyncio.all_tasks() - others
+                await asyncio.sleep(0)  # until it waits
+                engine.suspect()
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                monitor.forget(engine)
+                ended, _ = await asyncio.wait([watch], timeout=5)
+                assert ended, num_turns
 
     asyncio.run(scenario())
 
