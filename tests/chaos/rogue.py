@@ -48,7 +48,7 @@ def _answer(inquiry: Inquiry) -> wire.Described:
     deadline = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < deadline:
         reply = inquiry.poll()
-        if reply is not None:
+        if isinstance(reply, wire.Described):
             return reply
         time.sleep(0.01)
     raise TimeoutError(f"no answer from {inquiry.address} within {ANSWER_SECONDS:g} s")
