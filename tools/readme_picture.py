@@ -16,13 +16,13 @@ WIDTH, LABEL, BAR_SPACE, GAP, BAR = 760, 112, 500, 14, 16
 STYLE = 'font-family="sans-serif" font-size="12" fill="#333"'
 
 
-def draw(rows: Sequence[Mapping[str, Any]], lengths: Sequence[int], about: str) -> str:
+def draw(rows: Sequence[Mapping[str, Any]], lengths: Sequence[int], about: Sequence[str]) -> str:
     """Horizontal bars: a panel a figure, a group a prompt length, a bar an engine.
 
     Args:
         rows: of the result file, one request at a time.
         lengths: the prompt lengths to show, tokens.
-        about: the line below: hardware, versions, commit.
+        about: the lines below: hardware, versions, commit.
     """
     found = {(row["tokens"], row["engine"]): row for row in rows if row["at once"] == 1}
     parts: list[str] = []
@@ -56,8 +56,10 @@ def draw(rows: Sequence[Mapping[str, Any]], lengths: Sequence[int], about: str) 
                 y += BAR
             y += GAP
         y += 14
-    parts.append(f'<text x="10" y="{y}" {STYLE} font-style="italic">{escape(about)}</text>')
-    height = y + 12
+    for text in about:
+        parts.append(f'<text x="10" y="{y}" {STYLE} font-style="italic">{escape(text)}</text>')
+        y += BAR
+    height = y - BAR + 12
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
         f'viewBox="0 0 {WIDTH} {height}">'

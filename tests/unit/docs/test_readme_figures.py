@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from vllm_commext.compat.rebind import INVENTORY
+
 ROOT = Path(__file__).resolve().parents[3]
 TOOLS = ROOT / "tools"
 
@@ -63,6 +65,29 @@ def test_queue_rows_take_medians_of_one_reader_alone(rows: ModuleType) -> None:
     cells.append(cell("ours", 1000.0, n_readers=4))
     row = rows.Row("x", "file", "here", "us", rows.queue("x"))
     assert row.cells({"cells": cells}) == ("20.0 us", "10.0 us", "2.00x")
+
+
+def test_the_speedup_of_collectives_is_that_of_the_rounds(rows: ModuleType) -> None:
+    figures = {"gloo": (10.0, 20.0, 90.0), "rings": (10.0, 10.0, 30.0)}
+    cells = [
+        {"num_ranks": 2, "num_bytes": 8, "number": n, "contestant": who, "median_us": value}
+        for who, values in figures.items()
+        for n, value in enumerate(values)
+    ]
+    row = rows.Row("x", "file", "here", "us", rows.collectives(2, 8))
+    assert row.cells({"cells": cells}) == ("20.0 us", "10.0 us", "2.00x")
+    figures["rings"] = (10.0, 40.0, 30.0)
+    for cell in cells[3:]:
+        cell["median_us"] = figures["rings"][cell["number"]]
+    assert row.cells({"cells": cells}) == ("20.0 us", "30.0 us", "1.00x")
+
+
+def test_the_readme_counts_the_monkey_patched_symbols() -> None:
+    text = (ROOT / "README.md").read_text()
+    of_torch = sum(row.symbol.startswith("torch.") for row in INVENTORY)
+    assert of_torch == 1
+    assert f"monkey-patch {len(INVENTORY)} symbols" in text
+    assert f"({len(INVENTORY) - of_torch} of vLLM, one of torch)" in " ".join(text.split())
 
 
 def test_each_row_links_a_page_that_is_there(rows: ModuleType) -> None:
