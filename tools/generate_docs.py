@@ -37,6 +37,20 @@ about them, or not start at all under `--fail-on-environ-validation`.
 `commext`, this package is not even imported.
 """
 
+OTHER_VARIABLES = "Two variables are no toggles; each engine has its own:"
+OTHER_VARIABLES_ROWS = (
+    (
+        "`COMMEXT_NIXL_SECRET`",
+        "the secret of the KV connector's side channel, where `side_channel_secret_file` names no "
+        "file ([security](ports_and_security.md#the-side-channels-secret))",
+    ),
+    (
+        "`COMMEXT_DRAIN_FILE`",
+        "the file that makes this engine drain while it is there; also the default of "
+        "`vllm-commext drain --file` ([draining](operations.md#draining-an-engine))",
+    ),
+)
+
 COMPATIBILITY_INTRODUCTION = f"""
 # Compatibility
 
@@ -45,12 +59,12 @@ and later need 3.11; this package needs 3.10. A version is judged by its base re
 `vllm.__version__` says, so `0.32.0+cpu` and builds between releases count as that release.
 
 1. A version older than the window is refused.
-2. Then every seam of a capability is probed: the names, signatures and abstract methods that it
-   relies on. If one does not hold, the capability is refused, and the log line says which.
+2. Then the vLLM APIs that a capability relies on are checked: names, signatures, abstract methods.
+   If one check fails, the capability is refused, and the log line says which.
 3. On a version that is newer than the window, or in it but not tested, the connector runs if all
-   its seams hold, because it enters through a registry that vLLM offers; the log line and
-   `vllm-commext doctor` then say `unverified`. What replaces names of vLLM's stays out, and its log
-   line says so. `VLLM_COMMEXT_STRICT=1` stops vLLM there.
+   its checks pass, because it enters through vLLM's own registry; the log line and
+   `vllm-commext doctor` then say `unverified`. Parts that monkey-patch vLLM stay off, and say so in
+   the log. `VLLM_COMMEXT_STRICT=1` stops vLLM there.
 
 A refused capability leaves vLLM's own in its place. A connector that was asked for by name and is
 refused stops the server with the reason.
@@ -89,17 +103,20 @@ under `recompute`, when prompts are computed twice meanwhile.
 """
 
 SEAMS_INTRODUCTION = """
-## Seams
+## API checks
 
-Every place where this package meets vLLM. `vllm-commext doctor` probes each of them in the
-installed vLLM, and `make matrix` in every version of the window, installed or not
-([the last run](../benchmarks/results/2026-11-22_seam_matrix.md)).
+Every vLLM API that this package depends on. `vllm-commext doctor` checks the installed vLLM,
+`make matrix` every version of the window, installed or not ([run of
+2026-11-22](../benchmarks/results/2026-11-22_seam_matrix.md), which calls them seams and lacks the
+checks added since). An API with a later version in the last column is optional: on an older vLLM
+the capability runs without it.
 """
 
 REBINDINGS_INTRODUCTION = """
-## Rebound names
+## Monkey-patched symbols
 
-Names of vLLM's that this package replaces at run time, because there is no hook for what it does.
+What this package replaces at run time, because there is no hook for it. A symbol is replaced only
+where its part is on and the checks named as its guard pass.
 """
 
 
@@ -125,7 +142,8 @@ def toggles_page() -> str:
         for toggle in TOGGLES
     ]
     heads = ("name", "values", "default", "meaning")
-    return page(TOGGLES_INTRODUCTION, table(heads, rows), TOGGLES_END)
+    others = table(("name", "meaning"), OTHER_VARIABLES_ROWS)
+    return page(TOGGLES_INTRODUCTION, table(heads, rows), OTHER_VARIABLES, others, TOGGLES_END)
 
 
 def compatibility_page() -> str:
@@ -145,12 +163,12 @@ def compatibility_page() -> str:
     return page(
         COMPATIBILITY_INTRODUCTION,
         table(
-            ("vLLM", "all seams are in it", "contract tests run on it", "servers run on it"),
+            ("vLLM", "API checks pass", "contract tests run on it", "servers run on it"),
             versions,
         ),
         TOGETHER,
         SEAMS_INTRODUCTION,
-        table(("seam", "capability", "why", "since vLLM"), seams),
+        table(("API check", "capability", "why", "since vLLM"), seams),
         REBINDINGS_INTRODUCTION,
         rebound,
     )

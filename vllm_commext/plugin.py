@@ -125,7 +125,7 @@ def _check_vllm(capability: Capability) -> str:
     """A remark where this vLLM is untested.
 
     Raises:
-        UnsupportedError: it is too old, a seam of the capability does not hold, or nobody has
+        UnsupportedError: it is too old, an API check of the capability fails, or nobody has
             tested it and the capability is a monkey-patch.
     """
     from vllm_commext.compat import hooks, seams, versions

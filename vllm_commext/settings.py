@@ -50,8 +50,8 @@ TOGGLES: tuple[Toggle, ...] = (
         choices=("0", "1"),
         default="0",
         meaning=(
-            "`1` turns a refused or unverified capability, a bad value or an unknown name of ours "
-            "into an error that stops vLLM."
+            "`1` turns a refused or unverified capability, a bad value or an unknown "
+            "`VLLM_COMMEXT*` name into an error that stops vLLM."
         ),
     ),
     Toggle(
@@ -70,9 +70,9 @@ TOGGLES: tuple[Toggle, ...] = (
         choices=("auto", "0", "1"),
         default="auto",
         meaning=(
-            "The message queue between engine and workers. `auto` takes ours where it is proven: "
-            "a tested vLLM for CPUs, x86-64, all readers on one host; `1` takes it everywhere and "
-            "logs an error where it cannot run; `0` leaves vLLM's. Set it alike on all hosts."
+            "The message queue between engine and workers. `auto` replaces vLLM's on a tested "
+            "CPU vLLM and x86-64, with all readers on one host; `1` replaces it everywhere and "
+            "logs an error where it cannot run; `0` keeps vLLM's. Set it alike on all hosts."
         ),
     ),
     Toggle(
@@ -92,9 +92,9 @@ TOGGLES: tuple[Toggle, ...] = (
         choices=("auto", "0", "1"),
         default="auto",
         meaning=(
-            "Sums and gathers among the tensor-parallel CPU workers of one host. `auto` and `1` "
-            "take shared memory where vLLM would take Gloo, `auto` where that is proven (a tested "
-            "vLLM, x86-64), `1` logs an error where it cannot run, `0` leaves vLLM's."
+            "All-reduce and all-gather of the tensor-parallel CPU workers of one host. `auto` and "
+            "`1` use shared memory where vLLM would use Gloo, `auto` on a tested vLLM and x86-64 "
+            "alone; `1` logs an error where it cannot run; `0` keeps vLLM's."
         ),
     ),
     Toggle(
@@ -103,8 +103,8 @@ TOGGLES: tuple[Toggle, ...] = (
         choices=("auto", "0", "1"),
         default="0",
         meaning=(
-            "The op for tensor-parallel QK RMSNorm (MiniMax-M2, OLMoE). `auto` takes ours "
-            "where its kernel can be compiled, `1` logs an error where not, `0` leaves vLLM's."
+            "The op for tensor-parallel QK RMSNorm (MiniMax-M2, OLMoE). `auto` replaces "
+            "vLLM's where the kernel compiles, `1` logs an error where not, `0` keeps vLLM's."
         ),
     ),
     Toggle(
@@ -123,7 +123,7 @@ TOGGLES: tuple[Toggle, ...] = (
         default="0",
         meaning=(
             "The all-reduce of tensor parallelism. `auto` sends each message to the backend that "
-            "was measured fastest, `1` logs an error where that cannot be, `0` leaves vLLM's order."
+            "was measured fastest, `1` logs an error where that cannot be, `0` keeps vLLM's."
         ),
     ),
     Toggle(

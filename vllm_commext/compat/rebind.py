@@ -1,9 +1,9 @@
-"""The one helper through which a name of vLLM's is rebound, and the inventory of all such.
+"""The one helper that monkey-patches symbols of vLLM, and the inventory of them.
 
-Rebinding is the last resort, where vLLM offers no hook. A row in `INVENTORY` says what is rebound,
-why, what guards it, which test covers it and when it can go. A sentinel on the owner of the
-name remembers the original, so a second rebinding is refused even if it comes from a second copy
-of this package in the same process.
+It is the last resort, where vLLM offers no hook. A row in `INVENTORY` says what is replaced, why,
+what guards it, which test covers it and when it can go. A sentinel on the owner of the name
+remembers the original, so a second replacement is refused even if it comes from a second copy of
+this package in the same process.
 """
 
 import importlib
@@ -37,20 +37,20 @@ class Rebinding:
 
 
 _QUEUE = {
-    "why": "our message queue takes the place of vLLM's, for which vLLM has no hook",
-    "guard": "seams of `shm_queue`; the class is vLLM's own; the native extension is built",
+    "why": "our message queue replaces vLLM's, and vLLM has no hook for that",
+    "guard": "API checks of `shm_queue`; the class is vLLM's own; the native extension is built",
     "test": "tests/contract/test_shm_queue.py",
     "removal": "vLLM lets an executor and a process group choose their queue's class",
 }
 _NORM = {
-    "why": "our op takes the place of vLLM's for QK RMSNorm, for which vLLM has no hook",
-    "guard": "seams of `reduce_rms`; the kernel's compiler is there",
+    "why": "our op replaces vLLM's for QK RMSNorm, and vLLM has no hook for that",
+    "guard": "API checks of `reduce_rms`; the kernel's compiler is there",
     "test": "tests/contract/test_reduce_rms.py",
     "removal": "vLLM lets a plugin choose the op of a tensor-parallel norm",
 }
 _SUM = {
     "why": "each message goes to the backend measured fastest, for which vLLM has no hook",
-    "guard": "seams of `allreduce`; the platform is NVIDIA's",
+    "guard": "API checks of `allreduce`; the platform is NVIDIA's",
     "test": "tests/contract/test_allreduce.py",
     "removal": "vLLM lets a plugin register an all-reduce backend and its place in the order",
 }
@@ -71,7 +71,7 @@ INVENTORY: tuple[Rebinding, ...] = (
     Rebinding(
         "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator.__init__",
         why="a tensor-parallel group on CPUs gets our rings where it would get Gloo; no hook",
-        guard="seams of `cpu_collectives`; the native extension is built",
+        guard="API checks of `cpu_collectives`; the native extension is built",
         test="tests/contract/test_cpu_collectives.py",
         removal="vLLM's own shared memory serves every CPU, not only those with AVX-512",
     ),
@@ -96,7 +96,7 @@ INVENTORY: tuple[Rebinding, ...] = (
     Rebinding(
         "vllm.compilation.passes.pass_manager:PostGradPassManager.configure",
         why="our pass must come before vLLM's own fusion; what a user adds, vLLM puts at the end",
-        guard="seams of `fused_norm`; a group has kernels and a table says that they are faster",
+        guard="API checks of `fused_norm`; a group has kernels, and a table has them fastest",
         test="tests/contract/test_fused_pass.py",
         removal="vLLM lets a plugin say where among its passes its own is to come",
     ),

@@ -1,4 +1,4 @@
-"""The table of seams: every place where vLLM and this package meet, with what is expected there.
+"""The table of API checks ("seams"): every vLLM API that we depend on, and what we expect of it.
 
 Nothing of vLLM's is imported when this module is; a probe does it, when it runs.
 """
@@ -40,7 +40,7 @@ QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 
 @dataclass(frozen=True)
 class Seam:
-    """One place where we rely on vLLM.
+    """One API of vLLM that we depend on.
 
     Attributes:
         name: short and unique; what the log and ``vllm-commext doctor`` print.

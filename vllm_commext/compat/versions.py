@@ -17,7 +17,7 @@ class Release:
 
     Attributes:
         minor: its first two numbers, such as ``0.32``.
-        seams: every seam was found in it, imported or in its text (``make matrix``).
+        seams: every API check passes on it, imported or as text (``make matrix``).
         contract: the contract tests, which need no model, are run on it.
         servers: servers that move KV cache are run on it.
     """
@@ -41,7 +41,7 @@ NEWEST = WINDOW[-1].minor
 
 
 class Verdict(str, Enum):
-    """INSIDE: in the window and tested. UNVERIFIED: runs if every seam holds. OUTSIDE: refused."""
+    """INSIDE: in the window and tested. UNVERIFIED: runs if API checks pass. OUTSIDE: refused."""
 
     INSIDE = "inside"
     UNVERIFIED = "unverified"
@@ -73,8 +73,8 @@ def _minor_of(row: Release) -> tuple[int, int]:
 def judge(version: str) -> Judgement:
     """Judge ``vllm.__version__``.
 
-    What is older than the window lacks seams that we rely on and is outside. What is newer may
-    have kept them all, so the probes of the seams decide, and the verdict says that nobody has
+    What is older than the window lacks APIs that we rely on and is outside. What is newer may
+    have kept them all, so the API checks decide, and the verdict says that nobody has
     tested it; so also for a version that cannot be read, as an untagged build has.
     """
     window = f"the window {OLDEST} to {NEWEST}"
