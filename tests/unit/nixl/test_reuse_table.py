@@ -1,0 +1,143 @@
+"""What is on offer, and that a block's generation changes when it no longer is."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from vllm_commext.errors import UnsupportedError
+from vllm_commext.nixl.reuse.generations import GenerationBoard, open_shared
+from vllm_commext.nixl.reuse.table import OfferTable
+
+NUM_BLOCKS = 8
+
+
+def boards(count: int = 2) -> list[np.ndarray]:
+    return [np.zeros(NUM_BLOCKS, dtype=np.uint64) for _ in range(count)]
+
+
+def name(number: int) -> bytes:
+    return bytes([number]) * 32
+
+
+def test_a_run_ends_at_the_first_block_that_is_not_there() -> None:
+    table = OfferTable(made := boards())
+    table.offer([name(1), name(2), name(3)], [5, 2, 7])
+    run = table.find([name(1), name(2), name(9), name(3)])
+    assert run.block_ids == [5, 2]
+    assert run.generations == [int(made[0][5]), int(made[0][2])]
+    assert table.find([name(9), name(1)]).block_ids == []
+
+
+def test_a_dropped_block_is_gone_and_its_generation_is_another_on_every_worker() -> None:
+    table = OfferTable(made := boards())
+    table.offer([name(1), name(2)], [5, 2])
+    before = [board.copy() for board in made]
+    table.drop(2)
+    assert table.find([name(1), name(2)]).block_ids == [5]
+    for board, old in zip(made, before, strict=True):
+        assert [place for place in range(NUM_BLOCKS) if board[place] != old[place]] == [2]
+    assert np.array_equal(made[0], made[1])
+
+
+def test_of_two_blocks_with_the_same_the_last_is_found() -> None:
+    table = OfferTable(boards())
+    table.offer([name(1)], [5])
+    table.offer([name(1)], [6])
+    table.drop(5)
+    assert table.find([name(1)]).block_ids == [6]
+    table.drop(6)
+    assert table.find([name(1)]).block_ids == []
+    assert len(table) == 0
+
+
+def test_after_a_clear_nothing_is_found_and_nothing_read_before_counts() -> None:
+    table = OfferTable(made := boards())
+    table.offer([name(1)], [5])
+    before = made[0].copy()
+    table.clear()
+    assert table.find([name(1)]).block_ids == []
+    assert not (made[0] == before).any()
+
+
+def test_two_starts_begin_with_other_generations() -> None:
+    found = set[int]()
+    for _ in range(4):
+        OfferTable(made := boards(1))
+        found.add(int(made[0][0]))
+    assert len(found) == 4
+
+
+def test_random_offers_and_drops_against_a_plain_model() -> None:
+    """The model keeps what each block holds; a generation counts how often a block was dropped."""
+    dice = random.Random(7)
+    table = OfferTable(made := boards())
+    first = int(made[0][0])
+    holds: dict[int, bytes] = {}
+    drops = [0] * NUM_BLOCKS
+    for _ in range(3000):
+        block = dice.randrange(NUM_BLOCKS)
+        if dice.random() < 0.5:
+            if block not in holds:
+                holds[block] = name(dice.randrange(12))
+                table.offer([holds[block]], [block])
+        else:
+            table.drop(block)
+            holds.pop(block, None)
+            drops[block] += 1
+        one = name(dice.randrange(12))
+        run = table.find([one])
+        for found, generation in zip(run.block_ids, run.generations, strict=True):
+            assert holds[found] == one
+            assert generation == first + drops[found]
+
+
+def test_the_scheduler_writes_where_the_worker_reads() -> None:
+    board = GenerationBoard(NUM_BLOCKS, 4)
+    OfferTable([opened := open_shared(board.shared)]).drop(3)
+    assert np.array_equal(opened, board.generations)
+    assert board.generations[3] == board.generations[2] + np.uint64(1)
+    board.close()
+    assert board.generations[3] == opened[3]
+
+
+def test_another_process_writes_there_too() -> None:
+    board = GenerationBoard(NUM_BLOCKS, 4)
+    code = (
+        "from vllm_commext.nixl.reuse.generations import Shared, open_shared\n"
+        "from vllm_commext.nixl.reuse.table import OfferTable\n"
+        f"OfferTable([open_shared({board.shared!r})]).drop(5)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert board.generations[5] == board.generations[4] + np.uint64(1)
+    assert board.generations[4] != 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"path": "/proc/1/fd/1000000"}, {"token": bytes(16)}, {"num_blocks": 1 << 20}],
+    ids=["no such file", "another file", "too small"],
+)
+def test_memory_that_is_not_the_workers_is_refused(changes: dict[str, object]) -> None:
+    board = GenerationBoard(NUM_BLOCKS, 4)
+    with pytest.raises(UnsupportedError, match="on one host"):
+        open_shared(replace(board.shared, **changes))  # pyright: ignore[reportArgumentType]
+
+
+def test_cells_are_taken_whole_or_not_at_all() -> None:
+    board = GenerationBoard(NUM_BLOCKS, 4)
+    taken = board.take_cells(3)
+    assert taken is not None
+    assert taken == sorted(taken)
+    assert board.take_cells(2) is None
+    board.cells[taken] = [7, 8, 9]
+    assert board.have(taken, [7, 8, 9])
+    assert not board.have(taken, [7, 8, 10])
+    assert not board.have(taken, [7, 8])
+    board.give_back_cells(taken)
+    assert board.take_cells(4) == [0, 1, 2, 3]
