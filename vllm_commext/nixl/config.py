@@ -50,6 +50,11 @@ class ConnectorConfig:
             to both engines at once; on both engines. See ``stream``.
         stream_begin_timeout: how long a decode engine waits for a prefill engine to begin with such
             a request.
+        reuse_blocks: let other engines read, by hash, blocks of finished requests for as long as
+            they are not used again, and read blocks that a router says another engine has; on all
+            engines involved. See ``reuse``.
+        reuse_lookup_timeout: how long a request waits for the answer which of its blocks those
+            engines have; without one it is computed here.
         first_token_from_prefill: hand over the first token that was sampled after a prompt, and
             answer with one that was handed over, where that is exact; see ``first_token``.
         transport_probe: measure, when the first peer is reached, how fast its cache can be read,
@@ -77,6 +82,8 @@ class ConnectorConfig:
     first_token_from_prefill: bool = True
     stream_chunks: bool = False
     stream_begin_timeout: float = 300.0
+    reuse_blocks: bool = False
+    reuse_lookup_timeout: float = 0.5
     side_channel_secret_file: str = ""
 
 
@@ -89,6 +96,7 @@ _SECONDS = (
     "transfer_timeout",
     "peer_idle_timeout",
     "stream_begin_timeout",
+    "reuse_lookup_timeout",
 )
 _ADDRESS = re.compile(r"(\[(?P<ipv6>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>\d{1,5})")
 _TOGGLES = (
@@ -98,6 +106,7 @@ _TOGGLES = (
     "transport_probe",
     "first_token_from_prefill",
     "stream_chunks",
+    "reuse_blocks",
 )
 
 

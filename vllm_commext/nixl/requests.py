@@ -25,6 +25,8 @@ class RemoteRequest:
         stream_row: where its progress stands, as it is read while it is computed and its
             ``block_ids`` are not known yet; -1 for one that has been.
         stream_tag: what tells it from other requests that get the row.
+        generations: one a block, where the blocks are kept for nobody: what was read counts if each
+            still stands there afterwards, see ``reuse.generations``. Without fence and lease.
     """
 
     engine_id: str
@@ -39,6 +41,12 @@ class RemoteRequest:
     fence_nonce: int = 0
     stream_row: int = -1
     stream_tag: int = 0
+    generations: tuple[int, ...] = ()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its engine keeps the blocks until it is told that they are not needed."""
+        return not self.generations
 
 
 @dataclass

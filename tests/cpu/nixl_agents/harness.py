@@ -35,6 +35,7 @@ from vllm_commext.nixl.metrics.recorder import Ends, TransferRecorder, empty_dat
 from vllm_commext.nixl.prefill.fence import NUM_SLOTS
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Chunk, Load, Outcomes, RemoteRequest
+from vllm_commext.nixl.reuse.generations import GenerationBoard
 from vllm_commext.nixl.stream.board import StreamBoard
 from vllm_commext.nixl.stream.publisher import Publisher
 from vllm_commext.nixl.transfer_thread import TransferThread
@@ -143,7 +144,8 @@ class Engine:
             },
         )
         board = StreamBoard(num_blocks, num_rows=4) if self.config.stream_chunks else None
-        self.agent = NixlAgent(self.config, board)
+        generations = GenerationBoard(num_blocks, 64) if self.config.reuse_blocks else None
+        self.agent = NixlAgent(self.config, board, generations)
         ranges = [(row.ctypes.data, row.nbytes) for row in self.memory]
         self.agent.register(ranges, "DRAM", 0)
         facts = FACTS if facts is None else facts
@@ -231,6 +233,7 @@ class Engine:
             num_fence_slots=NUM_SLOTS,
             lease_seconds=self.config.kv_lease_duration,
             **(self.agent.streams.described() if self.agent.streams is not None else {}),
+            **(self.agent.generations.described() if self.agent.generations is not None else {}),
         )
 
 

@@ -17,6 +17,7 @@ SECONDS = (
     "progress_interval",
     "peer_idle_timeout",
     "stream_begin_timeout",
+    "reuse_lookup_timeout",
 )
 FLAGS = (
     "enforce_handshake_compat",
@@ -25,6 +26,7 @@ FLAGS = (
     "transport_probe",
     "first_token_from_prefill",
     "stream_chunks",
+    "reuse_blocks",
 )
 
 GOOD: list[tuple[str, Any, Any]] = [

@@ -126,6 +126,8 @@ class KeepAlive:
     def watch(self, use: Use) -> None:
         """A request waits for its load, so its lease may have begun long ago, or is about to be
         read, which most often has ended before the first heartbeat is due."""
+        if not use.transfer.remote.is_kept:
+            return
         now = time.monotonic()
         remote_id = use.transfer.remote.request_id
         for rank in use.ranks:

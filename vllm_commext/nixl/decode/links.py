@@ -89,6 +89,8 @@ class Link:
         stream_pieces: prepared list of the board's pieces of block ids.
         num_stream_rows: rows of the board.
         pieces_per_row: pieces in each.
+        generation_list: prepared list of its blocks' generations, None where it offers none, or
+            this worker asks for none.
         lease_seconds: how long it keeps blocks after the last sign of a reader, 0 where it takes no
             heartbeats.
         held: what of NIXL's it uses, in the order in which it was made.
@@ -114,6 +116,7 @@ class Link:
     stream_pieces: Any = None
     num_stream_rows: int = 0
     pieces_per_row: int = 0
+    generation_list: Any = None
     lease_seconds: float = 0.0
     held: list[Shared] = field(default_factory=list[Shared])
     num_users: int = 1
@@ -196,7 +199,7 @@ class Links:
         """
         held = [self.reach(described)]
         name: str = held[0].value
-        remote = fences = headers = pieces = None
+        remote = fences = headers = pieces = generations = None
         num_slots = described.num_fence_slots
         try:
             local = self._local_list(plan.local_rows, held)
@@ -213,6 +216,9 @@ class Links:
                 address = described.stream_block_ids
                 prepared = self._agent.prepare_pieces(name, address, rows * per_row)
                 pieces = self._keep(prepared, held)
+            if described.num_generations and self._agent.generations is not None:
+                place = described.generations, described.num_generations
+                generations = self._keep(self._agent.prepare_fences(name, *place), held)
         except Exception:
             while held:
                 held.pop().drop()
@@ -232,6 +238,7 @@ class Links:
             stream_pieces=pieces,
             num_stream_rows=described.num_stream_rows,
             pieces_per_row=described.pieces_per_row,
+            generation_list=generations,
             lease_seconds=described.lease_seconds,
             held=held,
         )

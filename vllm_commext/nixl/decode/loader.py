@@ -371,7 +371,7 @@ class Loader:
         )
 
     def _check_fence(self, part: Part) -> None:
-        if part.remote.fence_slot >= 0:
+        if part.remote.fence_slot >= 0 or not part.remote.is_kept:
             return
         text = (
             "the router dropped remote_fence_slot from the request parameters, so blocks that were "

@@ -1,15 +1,20 @@
-"""Reads under way: blocks first, then the fence that proves them, until they end or are late."""
+"""Reads under way: blocks first, then the fence that proves them, until they end or are late.
+
+Blocks that are kept for nobody are proven by their generations in the fence's place.
+"""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.decode.transfers import Failure, Part
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
+from vllm_commext.nixl.requests import RemoteRequest
+from vllm_commext.nixl.reuse.generations import GenerationBoard
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.pauses import pause
 from vllm_commext.nixl.transport.posting import Posting, pieces_of_read
@@ -35,6 +40,7 @@ class Read:
         mark: ``link.num_bytes_done`` at that time.
         num_merged: descriptors after merging, known at the blocks' end.
         cell: where the fence is read into, None before that.
+        cells: where generations are read into, rather.
         is_late: it has not moved on for too long.
     """
 
@@ -49,12 +55,19 @@ class Read:
     mark: int
     num_merged: int = 0
     cell: int | None = None
+    cells: list[int] = field(default_factory=list[int])
     is_late: bool = False
 
     @property
     def is_fenced(self) -> bool:
         """Whether the request's fence is known, so that it can be checked."""
-        return self.part.remote.fence_slot >= 0 and self.link.fence_list is not None
+        remote = self.part.remote
+        return not remote.is_kept or (remote.fence_slot >= 0 and self.link.fence_list is not None)
+
+    @property
+    def is_being_proven(self) -> bool:
+        """Whether the fence or the generations are being read, or have been."""
+        return self.cell is not None or bool(self.cells)
 
 
 @dataclass(frozen=True)
@@ -77,6 +90,8 @@ def prepare(part: Part, link: Link) -> Pairs:
             f"kv_transfer_params: expected remote_fence_slot below {link.num_fence_slots}, got "
             f"{remote.fence_slot}"
         )
+    if not remote.is_kept:
+        _check_generations(remote, link)
     return link.plan.pairs(
         load.blocks,
         remote.block_ids,
@@ -84,6 +99,24 @@ def prepare(part: Part, link: Link) -> Pairs:
         num_remote_tokens=remote.num_tokens,
         pause=pause,
     )
+
+
+def _check_generations(remote: RemoteRequest, link: Link) -> None:
+    """Refuse what could not be proven.
+
+    Raises:
+        ProtocolError: the peer's worker has no generations, or they are not one a block.
+    """
+    if link.generation_list is None:
+        raise ProtocolError(
+            f"engine {remote.engine_id!r} offers blocks whose generations cannot be read: set "
+            "reuse_blocks in the kv_connector_extra_config of both engines"
+        )
+    num_blocks = sum(map(len, remote.block_ids))
+    if len(remote.generations) != num_blocks:
+        raise ProtocolError(
+            f"expected a generation for each of {num_blocks} blocks, got {len(remote.generations)}"
+        )
 
 
 class ReadSet:
@@ -204,6 +237,9 @@ class ReadSet:
         if read.cell is not None:
             self._agent.board.give_back_cell(read.cell)
             read.cell = None
+        if read.cells:
+            self._generations.give_back_cells(read.cells)
+            read.cells = []
         link.drop()
 
     def _advance(self, read: Read) -> End | None:
@@ -211,19 +247,23 @@ class ReadSet:
             error = read.posting.look()
             if error is None:
                 return None
-            if read.cell is None:
+            if not read.is_being_proven:
                 read.num_merged = read.posting.num_merged
             read.posting = None
             if error:
                 return End(Failure("transfer", ProtocolError(f"NIXL: {error}")))
         if read.cell is not None:
             return self._judge(read, self._agent.board.nonce_in(read.cell))
+        if read.cells:
+            return self._judge_generations(read)
         if read.part.use.is_given_up or not read.is_fenced:
             return End()
         return self._post_fence(read)
 
     def _post_fence(self, read: Read) -> End | None:
         """The blocks have arrived: read the fence, now or as soon as a cell is free."""
+        if not read.part.remote.is_kept:
+            return self._post_generations(read)
         cell = self._agent.board.take_cell()
         if cell is None:
             return None
@@ -237,6 +277,40 @@ class ReadSet:
             return End(Failure("transfer", ProtocolError(f"NIXL: {error}")))
         self.num_fences += 1
         return self._advance(read)  # within a host it has arrived by now
+
+    def _post_generations(self, read: Read) -> End | None:
+        """The same for blocks that are kept for nobody."""
+        block_ids = sorted(block for group in read.part.remote.block_ids for block in group)
+        cells = self._generations.take_cells(len(block_ids))
+        if cells is None:
+            return None
+        read.cells = cells
+        try:
+            generations = self._agent.make_generations_read(
+                read.link.generation_list, cells, block_ids
+            )
+            read.posting = Posting(self._agent, [generations])
+        except Exception as error:  # noqa: BLE001 NIXL raises many types; the read has failed
+            return End(Failure("transfer", ProtocolError(f"NIXL: {error}")))
+        self.num_fences += 1
+        return self._advance(read)
+
+    def _judge_generations(self, read: Read) -> End:
+        remote = read.part.remote
+        ids = [block for group in remote.block_ids for block in group]
+        pairs = sorted(zip(ids, remote.generations, strict=True))
+        if self._generations.have(read.cells, [generation for _, generation in pairs]):
+            return End()
+        text = (
+            "the engine has used some of the blocks again before they were read: they were kept "
+            "for nobody"
+        )
+        return End(Failure("expired", ProtocolError(text)))
+
+    @property
+    def _generations(self) -> GenerationBoard:
+        assert self._agent.generations is not None  # links have lists of generations only with one
+        return self._agent.generations
 
     @staticmethod
     def _judge(read: Read, nonce: int) -> End:

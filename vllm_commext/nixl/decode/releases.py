@@ -30,6 +30,8 @@ class Teller:
     def tell(self, transfer: Transfer, source: Source) -> None:
         """Tell a prefill worker that this one needs the request's blocks no longer, now or as soon
         as it is ready."""
+        if not transfer.remote.is_kept:
+            return
         remote, agent_name = transfer.remote, ""
         try:
             agent_name = self._agent_to_tell(transfer, source)

@@ -19,6 +19,7 @@ from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.descriptors import Int32Array, UInt64Array, expand_rows, strided_row
 from vllm_commext.nixl.prefill.fence import NONCE_BYTES, NUM_CELLS, FenceBoard
+from vllm_commext.nixl.reuse.generations import GenerationBoard
 from vllm_commext.nixl.stream import rows as stream_rows
 from vllm_commext.nixl.stream.board import StreamBoard
 from vllm_commext.nixl.transport.ucx_log import UcxLog
@@ -111,7 +112,12 @@ class NixlAgent:
     """One NIXL agent with this worker's cache registered.  Not safe for threads: one thread owns
     it."""
 
-    def __init__(self, config: ConnectorConfig, streams: StreamBoard | None = None) -> None:
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        streams: StreamBoard | None = None,
+        generations: GenerationBoard | None = None,
+    ) -> None:
         api = load_nixl()
         self.name = str(uuid.uuid4())
         self._strided = takes_strided_lists()
@@ -122,8 +128,10 @@ class NixlAgent:
         ucx_log.detach()
         self.board = FenceBoard()
         self.streams = streams
+        self.generations = generations
         self._registered: list[Any] = []
         self._cell_list: Any = None
+        self._generation_cells: Any = None
         self._stream_cells: tuple[Any, Any] | None = None
 
     def _create_backends(self, config: ConnectorConfig) -> None:
@@ -149,10 +157,16 @@ class NixlAgent:
         streams = self.streams
         if streams is not None:
             arrays += [streams.headers, streams.block_ids, streams.header_cells, streams.id_cells]
+        generations = self.generations
+        if generations is not None:
+            arrays += [generations.generations, generations.cells]
         rows = [(array.ctypes.data, array.nbytes, 0, "") for array in arrays]
         self._registered.append(self._agent.register_memory(rows, "DRAM"))
         cells = nonce_rows(self.board.cells.ctypes.data, NUM_CELLS)
         self._cell_list = self.prepare("", cells, "DRAM")
+        if generations is not None:
+            cells = nonce_rows(generations.cells.ctypes.data, len(generations.cells))
+            self._generation_cells = self.prepare("", cells, "DRAM")
         if streams is not None:
             headers, block_ids = streams.header_cells.ctypes.data, streams.id_cells.ctypes.data
             self._stream_cells = (
@@ -204,7 +218,7 @@ class NixlAgent:
         return self._agent.prep_xfer_dlist(name, rows, memory_type)
 
     def prepare_fences(self, name: str, address: int, num_slots: int) -> Any:
-        """Prepare the list of a peer's nonces."""
+        """Prepare the list of a peer's nonces, or of its blocks' generations."""
         return self.prepare(name, nonce_rows(address, num_slots), "DRAM")
 
     def prepare_headers(self, name: str, address: int, num_rows: int) -> Any:
@@ -249,6 +263,14 @@ class NixlAgent:
             "READ", self._cell_list, _same(cell, times), fence_list, _same(slot, times)
         )
 
+    def make_generations_read(
+        self, generations: Any, cells: Sequence[int], block_ids: Sequence[int]
+    ) -> Any:
+        """Describe a read of the generations of a peer's blocks into as many cells."""
+        assert self._generation_cells is not None  # links have lists of generations only with cells
+        own, theirs = (np.array(one, dtype=np.int32) for one in (cells, block_ids))
+        return self.make_read(self._generation_cells, own, generations, theirs)
+
     def post(self, read: Any) -> str:
         """Start a read; returns its state."""
         return self._agent.transfer(read)
@@ -281,9 +303,10 @@ class NixlAgent:
 
     def close(self) -> None:
         """Give back the lists and the registrations; no read may be in flight."""
-        for prepared in (self._cell_list, *(self._stream_cells or ())):
+        lists = (self._cell_list, self._generation_cells, *(self._stream_cells or ()))
+        for prepared in lists:
             if prepared is not None:
                 self._agent.release_dlist_handle(prepared)
-        self._cell_list = self._stream_cells = None
+        self._cell_list = self._generation_cells = self._stream_cells = None
         while self._registered:
             self._agent.deregister_memory(self._registered.pop())

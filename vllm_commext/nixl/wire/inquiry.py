@@ -1,4 +1,4 @@
-"""The decode engine's half of the side channel: questions to one prefill engine."""
+"""The asking half of the side channel: questions to one engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import ConnectionWatch, bound_waits, endpoint
 from vllm_commext.nixl.wire.seal import Caller
 
-Request = wire.DescribeRequest | wire.FindStreams
-Reply = wire.Described | wire.FoundStreams
+Request = wire.AnyRequest
+Reply = wire.AnyReply
 
 
 class Inquiry:

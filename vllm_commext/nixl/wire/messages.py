@@ -30,6 +30,11 @@ MAX_PIECES = 1 << 18
 MAX_KEYS = 64
 """Streams in one question."""
 KEY_DIGITS = 32
+HASH_BYTES = 32
+MAX_HASHES = 1 << 15
+"""Blocks in one question: half a million tokens in blocks of 16."""
+MAX_QUESTION_BYTES = MAX_HASHES * HASH_BYTES + MAX_REQUEST_BYTES
+"""Of a request to an engine that has blocks on offer."""
 
 
 class Frame(msgspec.Struct, tag_field="kind", kw_only=True, frozen=True):
@@ -146,6 +151,46 @@ class FoundStreams(Frame, tag="found_streams", frozen=True):
     found: dict[str, FoundStream]
 
 
+class FindBlocks(Frame, tag="find_blocks", frozen=True):
+    """Side channel, between any two engines: which of these blocks are on offer?
+
+    Attributes:
+        question: what tells the answer from those to other questions.
+        hashes: of a prompt's blocks from its first on, see ``reuse.hashes``, one behind the other,
+            ``HASH_BYTES`` each and at most ``MAX_HASHES``.
+        consumer: who asks, engine id.
+    """
+
+    question: bytes
+    hashes: bytes
+    consumer: str = ""
+
+
+class FoundBlocks(Frame, tag="found_blocks", frozen=True):
+    """Side channel, the answer: the blocks up to the first that is not there.
+
+    Attributes:
+        question: as it was asked.
+        engine_id: the engine that has them.
+        incarnation: differs at every start of the engine.
+        host: its side channel's host, as request parameters would call it.
+        port: its side channel's port.
+        tp_size: the engine's tensor-parallel ranks.
+        block_ids: by position in the prompt.
+        generations: what stands at each of them as long as its bytes do, see
+            ``reuse.generations``.
+    """
+
+    question: bytes
+    engine_id: str
+    incarnation: str
+    host: str
+    port: int
+    tp_size: int
+    block_ids: list[int]
+    generations: list[int]
+
+
 class Released(Frame, tag="released", frozen=True):
     """NIXL notification, decode to prefill: a consumer needs the request's blocks no longer.
 
@@ -196,6 +241,8 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
         stream_block_ids: address of the board's block ids.
         num_stream_rows: rows of the board, 0 where it streams nothing.
         pieces_per_row: pieces of block ids in a row.
+        generations: address of its blocks' generations, see ``reuse.generations``.
+        num_generations: how many there are: one a block, or 0 where it has no blocks on offer.
     """
 
     engine_id: str
@@ -211,11 +258,15 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     stream_block_ids: int = 0
     num_stream_rows: int = 0
     pieces_per_row: int = 0
+    generations: int = 0
+    num_generations: int = 0
 
 
+AnyRequest = DescribeRequest | FindStreams | FindBlocks
+AnyReply = Described | FoundStreams | FoundBlocks
 _Any = TypeVar("_Any")
-_REQUEST = msgspec.msgpack.Decoder(DescribeRequest | FindStreams)
-_REPLY = msgspec.msgpack.Decoder(Described | FoundStreams | Refused)
+_REQUEST = msgspec.msgpack.Decoder(AnyRequest)
+_REPLY = msgspec.msgpack.Decoder(AnyReply | Refused)
 _NEWS = msgspec.msgpack.Decoder(Draining)
 _NOTIFICATION = msgspec.msgpack.Decoder(Released | KeepAlive)
 _DESCRIPTION = msgspec.msgpack.Decoder(WorkerDescription)
@@ -226,12 +277,12 @@ def encode(frame: Frame) -> bytes:
     return msgspec.msgpack.encode(frame)
 
 
-def decode_request(frame: bytes) -> DescribeRequest | FindStreams:
+def decode_request(frame: bytes, max_bytes: int = MAX_REQUEST_BYTES) -> AnyRequest:
     """Decode what arrived at a side channel; raises ProtocolError."""
-    return _checked(_decode(_REQUEST, frame, MAX_REQUEST_BYTES, "handshake request"))
+    return _checked(_decode(_REQUEST, frame, max_bytes, "handshake request"))
 
 
-def decode_reply(frame: bytes) -> Described | FoundStreams | Refused:
+def decode_reply(frame: bytes) -> AnyReply | Refused:
     """Decode the answer of a side channel; raises ProtocolError."""
     return _checked(_decode(_REPLY, frame, MAX_REPLY_BYTES, "handshake reply"))
 
@@ -259,10 +310,11 @@ def describe(description: bytes, incarnation: str, host: str = "", port: int = 0
     )
 
 
-def as_description(reply: Described | FoundStreams) -> Described:
+def as_description(reply: AnyReply) -> Described:
     """The answer to a ``DescribeRequest``; raises ProtocolError where it is that to another."""
-    if isinstance(reply, FoundStreams):
-        raise ProtocolError("expected a worker's description, got an answer about streams")
+    if not isinstance(reply, Described):
+        what = "streams" if isinstance(reply, FoundStreams) else "blocks"
+        raise ProtocolError(f"expected a worker's description, got an answer about {what}")
     return reply
 
 
@@ -280,6 +332,11 @@ def open_description(reply: Described) -> WorkerDescription:
         raise ProtocolError("the worker description's device or number of slots is out of range")
     if not (0 <= opened.num_stream_rows <= MAX_ROWS and 0 <= opened.pieces_per_row <= MAX_PIECES):
         raise ProtocolError("the worker description's board for streams is out of range")
+    if opened.num_generations not in (0, opened.layout.num_blocks):
+        raise ProtocolError(
+            f"expected num_generations 0 or {opened.layout.num_blocks}, as there are blocks, got "
+            f"{opened.num_generations}"
+        )
     if not 0 <= opened.lease_seconds < math.inf:
         raise ProtocolError(
             f"expected lease_seconds of at least 0 and finite, got {opened.lease_seconds}"
