@@ -6,6 +6,8 @@ transfer_thread                the one thread that owns a worker's NIXL agent
 vllm_cache, engine_facts       from vLLM's tensors and settings to layouts and facts
 geometry/                      pure: layouts, lanes, plans, block lists
 decode/                        remote requests, their reads, and the peers they come from
+stream/                        prompts that are read while they are computed
+reuse/                         blocks of finished requests, read by hash, kept for nobody
 prefill/                       held requests, leases, fences, the side channel's server
 wire/                          messages, request parameters, seals, the side channel's client
 transport/                     the care that NIXL and UCX need

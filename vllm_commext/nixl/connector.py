@@ -82,6 +82,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
             )
         engine_facts.check_supported(vllm_config, kv_cache_config, config)
         streaming = engine_facts.streaming_of(vllm_config, kv_cache_config, config)
+        reusing = engine_facts.reusing_of(vllm_config, kv_cache_config, config)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         self.engine_wait: engine_wait.EngineWait | None = None
@@ -96,6 +97,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
                 consumes=transfer.is_kv_consumer,
                 saves=engine_facts.keeps_host_copy(vllm_config, config),
                 streaming=streaming,
+                reusing=reusing,
                 sampler=sampler_of(
                     vllm_config,
                     lambda: engine_facts.engine_facts(vllm_config, kv_cache_config),
@@ -114,6 +116,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
                 engine_facts.model_facts(vllm_config, get_tensor_model_parallel_rank()),
                 keeps_host_copy=engine_facts.keeps_host_copy(vllm_config, config),
                 max_stream_blocks=streaming.max_blocks,
+                max_reuse_blocks=reusing.max_blocks,
             )
 
     @staticmethod
@@ -217,6 +220,11 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
             connector_output.finished_sending or set(),
             connector_output.kv_connector_worker_meta,
         )
+
+    def reset_cache(self) -> bool:
+        """What was computed so far means nothing any more: offer nothing of it."""
+        self.scheduler_side.clear_offers()
+        return True
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -24,6 +24,8 @@ from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.layout import STATE
 from vllm_commext.nixl.geometry.plan import num_blocks_for
 from vllm_commext.nixl.geometry.topology import Rank
+from vllm_commext.nixl.reuse import ways
+from vllm_commext.nixl.reuse.ways import Reusing
 from vllm_commext.nixl.stream.ways import Streaming, refusal_of
 from vllm_commext.nixl.vllm_cache import (
     SERVED_SPECS,
@@ -32,6 +34,7 @@ from vllm_commext.nixl.vllm_cache import (
     needs_zeroed_blocks,
     specs_of,
 )
+from vllm_commext.nixl.wire.compatibility import digest
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -141,6 +144,30 @@ def streaming_of(
         block_size,
         num_blocks_for(vllm_config.model_config.max_model_len, block_size),
         vllm_config.scheduler_config.max_num_batched_tokens,
+    )
+
+
+def reusing_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig
+) -> Reusing:
+    """What an engine does of reuse across engines."""
+    groups = groups_of(kv_cache_config)
+    refusal = refusal_of(
+        groups,
+        is_on=config.reuse_blocks,
+        keeps_host_copy=keeps_host_copy(vllm_config, config),
+        zeroes_blocks=needs_zeroed_blocks(kv_cache_config),
+    )
+    if not refusal and vllm_config.speculative_config is not None:
+        refusal = ways.SPECULATION
+    if refusal:
+        return Reusing(refusal)
+    block_size = groups[0].block_size
+    return Reusing(
+        "",
+        block_size,
+        num_blocks_for(vllm_config.model_config.max_model_len, block_size),
+        lambda: digest(engine_facts(vllm_config, kv_cache_config)),
     )
 
 

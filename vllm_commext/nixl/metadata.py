@@ -12,13 +12,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_commext.nixl.metrics.recorder import Ends
 from vllm_commext.nixl.requests import Chunk, Hold, Load, Restart, Wait
+from vllm_commext.nixl.reuse.generations import Shared
 
 
 @dataclass
 class HandshakeMetadata(KVConnectorHandshakeMetadata):
-    """A worker's encoded ``WorkerDescription``, on its way to the side channel."""
+    """A worker's encoded ``WorkerDescription``, on its way to the side channel, and where its
+    blocks' generations are, None where it offers no blocks."""
 
     description: bytes
+    generations: Shared | None = None
 
 
 @dataclass

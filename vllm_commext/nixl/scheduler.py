@@ -43,6 +43,8 @@ from vllm_commext.nixl.prefill.fence import FenceSlots, new_key
 from vllm_commext.nixl.prefill.prompt_tracker import PromptTracker
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Hold, Load, RemoteRequest, Wait
+from vllm_commext.nixl.reuse.side import ReuseSide
+from vllm_commext.nixl.reuse.ways import Reusing
 from vllm_commext.nixl.stream.asker import StreamAsker
 from vllm_commext.nixl.stream.consumer import StreamConsumer
 from vllm_commext.nixl.stream.directory import StreamDirectory
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
 
 _NO_FIRST_TOKENS = Sampler()
 _NO_STREAMS = Streaming()
+_NO_REUSE = Reusing()
 _FINISHED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -87,6 +90,7 @@ class SchedulerSide:
         saves: peers read from a copy of the cache on the host, which must be kept up to date.
         sampler: what first tokens follow from beside requests; by default, none is handed over.
         streaming: what this engine does of chunk streaming; by default, nothing.
+        reusing: what it does of reuse across engines; by default, nothing.
 
     Raises:
         ConfigError: the side channel's secret cannot be read.
@@ -105,6 +109,7 @@ class SchedulerSide:
         saves: bool = False,
         sampler: Sampler = _NO_FIRST_TOKENS,
         streaming: Streaming = _NO_STREAMS,
+        reusing: Reusing = _NO_REUSE,
     ) -> None:
         self.engine_id = engine_id
         self.incarnation = uuid.uuid4().hex
@@ -139,6 +144,14 @@ class SchedulerSide:
         self._consumer = StreamConsumer(self._asker(), REFUSALS.get(streaming.refusal, ""))
         self._server: SideChannelServer | None = None
         self._recorder = TransferRecorder()
+        self._reuse = ReuseSide(
+            reusing,
+            engine_id,
+            self._secret,
+            config.reuse_lookup_timeout,
+            self._recorder,
+            self.doorbell.ring,
+        )
         # Blocks of the loads under way; when the held requests' leases began, in monotonic seconds;
         # what of both has gone wrong on the ranks that are done.
         self._loading: dict[str, int] = {}
@@ -154,8 +167,10 @@ class SchedulerSide:
         return StreamAsker(self.engine_id, self._secret, *limits, self.doorbell.ring)
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
-        """Learn of the pool, so that blocks of late loads can be kept out of use."""
+        """Learn of the pool, so that blocks of late loads can be kept out of use, and blocks of
+        finished requests offered until they are used again."""
         self._quarantine.bind(block_pool)
+        self._reuse.bind(block_pool)
 
     def serve(self, metadata: Mapping[tuple[int, int], Any]) -> None:
         """Serve the workers' descriptions; ``metadata`` is keyed by (pipeline rank, tensor rank).
@@ -164,12 +179,13 @@ class SchedulerSide:
             ConfigError: the side channel's address cannot be bound, or the descriptions are those
                 of another connector.
         """
-        descriptions = {
-            tp_rank: worker.description
+        workers = {
+            tp_rank: worker
             for (_, tp_rank), worker in metadata.items()
             if isinstance(worker, HandshakeMetadata)
         }
-        if not self._produces or self._server is not None:
+        descriptions = {tp_rank: worker.description for tp_rank, worker in workers.items()}
+        if not (self._produces or self._reuse.is_on) or self._server is not None:
             return
         if len(descriptions) < len(metadata):
             kinds = sorted({type(worker).__name__ for worker in metadata.values()})
@@ -188,9 +204,10 @@ class SchedulerSide:
             self._secret,
             None if file is None else file.is_there,
             None if self._streaming.refusal else self._directory,
+            self._reuse.open([worker.generations for worker in workers.values()]),
         )
         logger.info(
-            "prefill engine %s serves its side channel on %s:%d",
+            "engine %s serves its side channel on %s:%d",
             self.engine_id,
             self._config.side_channel_host,
             self._port,
@@ -199,6 +216,7 @@ class SchedulerSide:
     def close(self) -> None:
         """Stop serving."""
         self._consumer.close()
+        self._reuse.close()
         self.doorbell.close()
         if self._server is not None:
             self._server.close()
@@ -222,6 +240,8 @@ class SchedulerSide:
             self._recorder.stream(self._producer.add(request))
         if self._is_to_load(request):
             self._welcome(request)
+        else:
+            self._reuse.search(request)
         if is_for_decode(params) and not self._consumes:
             self._refuse_role(request, "do_remote_prefill", "kv_producer")
         elif is_for_prefill(params) and not self._produces:
@@ -266,8 +286,9 @@ class SchedulerSide:
             self._answered.add(request.request_id)
 
     def take_unread(self) -> list[str]:
-        """Requests whose loads have failed after their first tokens were sent; they are to be
-        computed here."""
+        """Requests whose loads have failed, and that vLLM has not been told of; they are to be
+        computed here; asked before each step."""
+        self._reuse.note_steps()
         taken, self._unread = self._unread, []
         return taken
 
@@ -275,7 +296,8 @@ class SchedulerSide:
         """Prompt tokens beyond ``num_computed_tokens`` that the prefill engine offers; None while
         it has not begun with them."""
         if not self._is_to_load(request):
-            return 0
+            most = request.num_prompt_tokens - 1
+            return self._reuse.num_tokens(request.request_id, num_computed_tokens, most)
         if self._waits_for_stream(request):
             return None
         if request.skip_reading_prefix_cache:
@@ -314,6 +336,7 @@ class SchedulerSide:
     def plan_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks are allocated: queue the load, or only the release where nothing is missing."""
         if not self._is_to_load(request):
+            self._plan_reuse(request.request_id, blocks, num_external_tokens)
             return
         load = Load(request.request_id, None, awaited=num_external_tokens > 0)
         try:
@@ -332,11 +355,24 @@ class SchedulerSide:
             self._recorder.first_token(ENGINE)  # nothing here sends it before the engine's steps
         if load.awaited:
             # A refused load has its blocks too: vLLM before 0.30 is told of a failure by them.
-            load.blocks = self._choose_blocks(load, blocks, num_external_tokens)
-            every = [block for group in blocks.blocks for block in group if not block.is_null]
-            self._quarantine.note_load(request.request_id, every)
-            self._loading[request.request_id] = len(load.block_ids)
+            self._await(load, blocks, num_external_tokens)
         self._pending.loads.append(load)
+
+    def _plan_reuse(self, request_id: str, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The same for blocks that another engine has on offer."""
+        remote = self._reuse.take(request_id, num_external_tokens)
+        if remote is None:
+            return
+        load = Load(request_id, remote, num_tokens=remote.num_tokens, recomputes=True)
+        self._await(load, blocks, num_external_tokens)
+        self._pending.loads.append(load)
+
+    def _await(self, load: Load, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The request runs when its blocks are filled."""
+        load.blocks = self._choose_blocks(load, blocks, num_external_tokens)
+        every = [block for group in blocks.blocks for block in group if not block.is_null]
+        self._quarantine.note_load(load.request_id, every)
+        self._loading[load.request_id] = len(load.block_ids)
 
     def finish(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -345,9 +381,12 @@ class SchedulerSide:
         know."""
         self._first_tokens.pop(request.request_id, None)
         self._answered.discard(request.request_id)
+        self._reuse.forget(request.request_id)
         if self._is_to_load(request):
             self._release_unread(request)
             return False, None
+        if request.status in _FINISHED:
+            self._reuse.offer(request, block_ids[0])
         if self._prompts is not None:
             self._prompts.forget(request.request_id)
         was_cut = request.request_id in self._cut
@@ -418,6 +457,10 @@ class SchedulerSide:
         )
         return True, params
 
+    def clear_offers(self) -> None:
+        """What this engine has computed so far means nothing any more."""
+        self._reuse.clear()
+
     def take_stats(self) -> dict[str, Any] | None:
         """What was recorded here since the last call, see ``recorder.empty_data``; the gauges are
         those of the whole engine."""
@@ -451,9 +494,10 @@ class SchedulerSide:
         return self._pending != StepMetadata() or self._quarantine.has_given_up
 
     def is_loading(self, request_id: str) -> bool:
-        """Whether a request waits for blocks that the workers load, or for a prefill engine to
-        begin, which ends with a ring."""
-        return self._quarantine.is_loading(request_id) or request_id in self._consumer
+        """Whether a request waits for blocks that the workers load, for a prefill engine to
+        begin, or for what other engines have of it; the last two end with a ring."""
+        waits = request_id in self._consumer or self._reuse.is_waiting(request_id)
+        return waits or self._quarantine.is_loading(request_id)
 
     def note_outcomes(self, received: set[str], sent: set[str], worker: Any) -> None:
         """Loads ended or are late on the workers, and prefills are no longer kept.
@@ -465,11 +509,12 @@ class SchedulerSide:
             self._failed_unread |= worker.unread
             for source, values in worker.gauges.items():
                 self._recorder.gauges(source, values)
-        self._unread += self._failed_unread & received
+        unread = self._failed_unread & received
+        self._unread += unread
         self._failed_unread -= received
         for request_id in received:
             self._quarantine.note_end(request_id)
-            self._count_load(request_id)
+            self._count_load(request_id, is_unread=request_id in unread)
         for request_id in sent:
             self._fences.give_back(request_id)
             self._producer.give_back(request_id)
@@ -478,9 +523,10 @@ class SchedulerSide:
             self._quarantine.note_late(worker.late)
             self._quarantine.note_settled(worker.settled)
 
-    def _count_load(self, request_id: str) -> None:
+    def _count_load(self, request_id: str, *, is_unread: bool) -> None:
         num_blocks = self._loading.pop(request_id, 0)
         reason = self._ends.failed.pop(request_id, "")
+        self._reuse.note_end(request_id, failed=is_unread or bool(reason))
         if reason:
             self._recorder.failure(reason)
         else:

@@ -20,6 +20,7 @@ from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.prefill.fence import NUM_SLOTS
 from vllm_commext.nixl.prefill.host_buffer import HostBuffer
 from vllm_commext.nixl.requests import Load, Outcomes
+from vllm_commext.nixl.reuse.generations import MIN_CELLS, GenerationBoard
 from vllm_commext.nixl.stream.board import StreamBoard
 from vllm_commext.nixl.stream.publisher import Publisher
 from vllm_commext.nixl.transfer_thread import GiveUp, Look, TransferThread
@@ -76,6 +77,7 @@ class WorkerSide:
         keeps_host_copy: peers read from a copy of the cache in host memory.
         max_stream_blocks: blocks of the longest prompt, where prompts are read while they are
             computed; 0 where they are not.
+        max_reuse_blocks: the same where blocks of finished requests are reused across engines.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class WorkerSide:
         *,
         keeps_host_copy: bool = False,
         max_stream_blocks: int = 0,
+        max_reuse_blocks: int = 0,
     ) -> None:
         self.recorder = TransferRecorder()
         self.handshake: HandshakeMetadata | None = None
@@ -99,7 +102,11 @@ class WorkerSide:
         # The longest prompt's blocks, where prompts are read while they are computed.
         self._streams = StreamBoard(max_stream_blocks) if max_stream_blocks else None
         self._publisher: Publisher | None = None
-        self._agent = NixlAgent(config, self._streams)
+        self._generations: GenerationBoard | None = None
+        if max_reuse_blocks:
+            num_cells = max(MIN_CELLS, max_reuse_blocks)
+            self._generations = GenerationBoard(kv_cache_config.num_blocks, num_cells)
+        self._agent = NixlAgent(config, self._streams, self._generations)
         self._thread: TransferThread | None = None
         self._keeps_host_copy = keeps_host_copy
         self._host: HostBuffer | None = None
@@ -130,7 +137,10 @@ class WorkerSide:
             on_device = local.memory_type != "DRAM"
             self._publisher = Publisher(self._streams, self._agent.board, is_on_device=on_device)
         self._agent.register(allocations(caches.values()), local.memory_type, local.device_id)
-        self.handshake = HandshakeMetadata(wire.encode_description(self._describe(local)))
+        self.handshake = HandshakeMetadata(
+            wire.encode_description(self._describe(local)),
+            None if self._generations is None else self._generations.shared,
+        )
         self._thread = TransferThread(
             self._agent,
             self._config,
@@ -229,6 +239,8 @@ class WorkerSide:
         """End the transfer thread; bounded."""
         if self._thread is not None:
             self._thread.stop()
+        if self._generations is not None:
+            self._generations.close()
 
     def _describe(self, local: LocalSide) -> wire.WorkerDescription:
         return wire.WorkerDescription(
@@ -242,6 +254,7 @@ class WorkerSide:
             num_fence_slots=NUM_SLOTS,
             lease_seconds=self._config.kv_lease_duration,
             **(self._streams.described() if self._streams is not None else {}),
+            **(self._generations.described() if self._generations is not None else {}),
         )
 
     def _probe(self, device: torch.device, peer: Link) -> Generator[None]:

@@ -42,6 +42,9 @@ RECORDS = st.fixed_dictionaries(
                 "unmatched_notifications",
                 "heartbeats",
                 "ignored_heartbeats",
+                "reuse_lookups",
+                "reuse_blocks",
+                "reuse_recomputed_blocks",
             )
         },
         "failures": st.dictionaries(st.sampled_from(FAILURE_REASONS), st.integers(1, 9)),
@@ -87,6 +90,9 @@ def test_everything_recorded_is_taken_once() -> None:
     recorder.lease_ended(1.0, expired=False)
     recorder.loaded(6)
     recorder.side_channel_rejects(4)
+    recorder.reuse(lookups=1)
+    recorder.reuse(blocks=7)
+    recorder.reuse(lookups=1, recomputed=2)
     recorder.gauges("worker 0", {"held_requests": 1})
     assert recorder.take() == {
         "transfer_seconds": [2.0, 2.0],
@@ -104,6 +110,9 @@ def test_everything_recorded_is_taken_once() -> None:
         "heartbeats": 4,
         "ignored_heartbeats": 3,
         "side_channel_rejects": 4,
+        "reuse_lookups": 2,
+        "reuse_blocks": 7,
+        "reuse_recomputed_blocks": 2,
         "failures": {"timeout": 2},
         "first_tokens": {"prefill": 2, "seeded": 1},
         "handovers": {"streamed": 2, "no_key": 1},

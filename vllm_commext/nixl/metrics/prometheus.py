@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -12,10 +13,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
+from vllm_commext.nixl.config import parse_config
 from vllm_commext.nixl.first_token import WAYS
 from vllm_commext.nixl.metrics import recorder
 from vllm_commext.nixl.metrics.recorder import FAILURE_REASONS, empty_data, is_empty, merge
 from vllm_commext.nixl.stream.ways import WAYS as HANDOVER_WAYS
+from vllm_commext.nixl.wire.params import write_place
+from vllm_commext.nixl.wire.seal import read_secret
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,6 +60,9 @@ COUNTERS = {
     "heartbeats": "Leases of prefilled requests that a decode engine's heartbeat extended.",
     "ignored_heartbeats": "Heartbeats that fitted no lease, or came twice or out of order.",
     "side_channel_rejects": "Frames that the side channel refused.",
+    "reuse_lookups": "Requests for which other engines were asked which blocks they have.",
+    "reuse_blocks": "Blocks that other engines had on offer, read and proven.",
+    "reuse_recomputed_blocks": "Such blocks that were read in vain: used again meanwhile, or lost.",
 }
 GAUGES = {
     "transfers_in_flight": "Reads of KV blocks under way.",
@@ -63,6 +70,8 @@ GAUGES = {
     "quarantined_blocks": "Blocks kept out of use because a late read may still write to them.",
 }
 PEERS = "peers"
+REUSE_PLACE = "reuse_place"
+PLACE_LABELS = ("host", "port", "seal")
 
 
 class CommextNixlStats(KVConnectorStats):
@@ -163,6 +172,30 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
         )
         for values in per_engine_labelvalues.values():
             self._show_zeros(values)
+        self._show_places(vllm_config, make_gauge, labelnames)
+
+    def _show_places(self, vllm_config: VllmConfig, make_gauge: Any, labelnames: list[str]) -> None:
+        """Say where each engine's blocks are asked for, where it has any on offer: routers read it
+        here and pass it on."""
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None  # its connector has these metrics
+        config = parse_config(
+            transfer.kv_connector_extra_config,
+            default_host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
+            default_port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
+        )
+        if not config.reuse_blocks:
+            return
+        secret = read_secret(config.side_channel_secret_file)
+        gauge = make_gauge(
+            name=f"vllm:commext_nixl_{REUSE_PLACE}",
+            documentation="Side channels that tell which blocks are on offer for reuse; always 1.",
+            labelnames=[*labelnames, *PLACE_LABELS],
+            multiprocess_mode="mostrecent",
+        )
+        for index, values in self._values.items():
+            place = write_place(config.side_channel_host, config.side_channel_port + index, secret)
+            gauge.labels(*values, *(str(place[name]) for name in PLACE_LABELS)).set(1)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one interval's record to the metrics of an engine."""

@@ -72,6 +72,9 @@ def empty_data() -> dict[str, Any]:
         "heartbeats": 0,
         "ignored_heartbeats": 0,
         "side_channel_rejects": 0,
+        "reuse_lookups": 0,
+        "reuse_blocks": 0,
+        "reuse_recomputed_blocks": 0,
         "failures": {},
         FIRST_TOKENS: {},
         HANDOVERS: {},
@@ -151,6 +154,14 @@ class TransferRecorder:
         """A load ended well on all ranks."""
         with self._lock:
             self._data["blocks"] += num_blocks
+
+    def reuse(self, *, lookups: int = 0, blocks: int = 0, recomputed: int = 0) -> None:
+        """Other engines are asked for blocks, blocks of theirs were read and proven, or read in
+        vain."""
+        with self._lock:
+            self._data["reuse_lookups"] += lookups
+            self._data["reuse_blocks"] += blocks
+            self._data["reuse_recomputed_blocks"] += recomputed
 
     def queued(self, seconds: float) -> None:
         """A read is posted, so long after its load began."""

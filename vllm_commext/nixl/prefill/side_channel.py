@@ -1,5 +1,6 @@
-"""The prefill engine's half of the side channel: decode workers ask it for the description of one
-of its workers, and decode engines where prompts are read while they are computed.
+"""The answering half of the side channel: decode workers ask a prefill engine for the description
+of one of its workers, and decode engines where prompts are read while they are computed; any engine
+asks another which blocks it has on offer.
 
 It answers on a ZMQ ROUTER socket from a thread in its EngineCore process, and tells whoever has
 asked when the engine begins to drain.  Nothing that arrives
@@ -20,6 +21,8 @@ import zmq
 
 from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.log import RateLimitedLog, logger
+from vllm_commext.nixl.reuse.hashes import HASH_BYTES
+from vllm_commext.nixl.reuse.table import OfferTable
 from vllm_commext.nixl.stream.directory import StreamDirectory
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.compatibility import digest
@@ -71,6 +74,7 @@ class SideChannelServer:
         drains: whether the engine drains, asked from this server's thread; None where it never
             does.
         streams: what is known of prompts that are read while they are computed.
+        blocks: blocks of finished requests that are on offer; None where none are.
 
     Raises:
         ConfigError: the host has no address or the port cannot be bound.
@@ -86,10 +90,13 @@ class SideChannelServer:
         secret: bytes | None = None,
         drains: Callable[[], bool] | None = None,
         streams: StreamDirectory | None = None,
+        blocks: OfferTable | None = None,
     ) -> None:
         self.engine_id = engine_id
         self._place = (incarnation, host, port)
         self._streams = streams
+        self._blocks = blocks
+        self._max_bytes = wire.MAX_REQUEST_BYTES if blocks is None else wire.MAX_QUESTION_BYTES
         self.num_refused = 0
         self._num_taken = 0
         self._gate = Gate(secret)
@@ -134,7 +141,7 @@ class SideChannelServer:
         bound = self._context.socket(zmq.ROUTER)
         bound.setsockopt(zmq.LINGER, 0)
         bound.setsockopt(zmq.IPV6, int(":" in address))
-        bound.setsockopt(zmq.MAXMSGSIZE, wire.MAX_REQUEST_BYTES)
+        bound.setsockopt(zmq.MAXMSGSIZE, self._max_bytes)
         bound.setsockopt(zmq.SNDTIMEO, 0)
         bound_waits(bound)
         try:
@@ -205,9 +212,11 @@ class SideChannelServer:
         now = time.time()
         try:
             body, nonce = self._gate.admit(frame, now)
-            request = wire.decode_request(body)
+            request = wire.decode_request(body, self._max_bytes)
             if isinstance(request, wire.FindStreams):
                 return self._gate.prove(wire.encode(self._find(request.keys)), nonce, now)
+            if isinstance(request, wire.FindBlocks):
+                return self._gate.prove(wire.encode(self._find_blocks(request)), nonce, now)
             answer = self._gate.prove(self._answers[self._rank_asked_for(request)], nonce, now)
             self._askers[envelope] = nonce
             if len(self._askers) > MAX_TOLD:
@@ -234,6 +243,32 @@ class SideChannelServer:
             port=port,
             tp_size=len(self._answers),
             found=self._streams.find(keys),
+        )
+
+    def _find_blocks(self, request: wire.FindBlocks) -> wire.FoundBlocks:
+        if self._blocks is None:
+            raise ProtocolError(
+                f"engine {self.engine_id!r} offers no blocks for reuse: set reuse_blocks in its "
+                "kv_connector_extra_config, and see what its log says of it"
+            )
+        num_hashes, rest = divmod(len(request.hashes), HASH_BYTES)
+        if rest or num_hashes > wire.MAX_HASHES:
+            raise ProtocolError(
+                f"expected at most {wire.MAX_HASHES} hashes of {HASH_BYTES} bytes, got "
+                f"{len(request.hashes)} bytes"
+            )
+        begins = range(0, len(request.hashes), HASH_BYTES)
+        run = self._blocks.find(request.hashes[one : one + HASH_BYTES] for one in begins)
+        incarnation, host, port = self._place
+        return wire.FoundBlocks(
+            question=request.question[:HASH_BYTES],
+            engine_id=self.engine_id,
+            incarnation=incarnation,
+            host=host,
+            port=port,
+            tp_size=len(self._answers),
+            block_ids=run.block_ids,
+            generations=run.generations,
         )
 
     def _rank_asked_for(self, request: wire.DescribeRequest) -> int:

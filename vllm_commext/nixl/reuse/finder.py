@@ -135,7 +135,7 @@ class BlockFinder:
     def _look(self, context: zmq.Context[zmq.Socket[bytes]], channel: _Channel) -> None:
         """One step of a channel: ask, or take the answer."""
         search, now = channel.searches[0], time.monotonic()
-        if now < channel.not_before:
+        if now < channel.not_before or (now >= search.until and not channel.question):
             self._end(channel, None)
         elif not channel.question:
             self._ask(context, channel, search)
@@ -206,7 +206,11 @@ def checked(found: wire.FoundBlocks, num_asked: int) -> wire.FoundBlocks:
     good = good and all(0 <= one < 1 << 64 for one in found.generations)
     good = good and 0 < found.port < 65536 and 0 < found.tp_size <= 1024
     if not good:
-        raise ProtocolError(f"expected at most {num_asked} blocks with a generation each")
+        raise ProtocolError(
+            f"expected at most {num_asked} blocks with ids from 1 to {most} and a generation each, "
+            f"a port and a number of ranks, got {num_blocks} blocks with "
+            f"{len(found.generations)} generations at port {found.port}"
+        )
     return found
 
 

@@ -30,6 +30,8 @@ from vllm_commext.errors import UnsupportedError
 
 Generations = npt.NDArray[np.uint64]
 TOKEN_BYTES = 16
+MIN_CELLS = 4096
+"""Generations that one worker can read at a time, or those of its longest prompt."""
 _HEADER_BYTES = 64
 _GENERATION_BYTES = 8
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.request import RequestStatus
-
 from vllm_commext.nixl.geometry.request_blocks import NULL_BLOCK
 from vllm_commext.nixl.reuse.hashes import chain, root_of
 from vllm_commext.nixl.reuse.table import OfferTable
@@ -18,8 +16,6 @@ from vllm_commext.nixl.wire.prompt import Prompt, prompt_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-_FINISHED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 class Names:
@@ -51,8 +47,11 @@ class Names:
 def _is_text(request: Any, prompt: Prompt) -> bool:
     """Whether a request's blocks follow from its tokens, its adapter and its salt."""
     is_whole = not getattr(request, "resumable", False)  # else its tokens may be replaced
-    return is_whole and prompt.token_ids is not None and prompt.embeddings is None and not (
-        prompt.items
+    return (
+        is_whole
+        and prompt.token_ids is not None
+        and prompt.embeddings is None
+        and not (prompt.items)
     )
 
 
@@ -78,9 +77,7 @@ class Offers:
         self._pool = pool
 
     def add(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Offer a request's whole blocks; it has ended and still holds them."""
-        if request.status not in _FINISHED:
-            return
+        """Offer a request's whole blocks; it has ended well and still holds them."""
         names = self._names.of(request, num_computed(request))
         count = min(len(names), len(block_ids))
         if NULL_BLOCK in block_ids[:count]:

@@ -16,6 +16,7 @@ import msgspec
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.geometry.layout import CacheLayout, check_layout
+from vllm_commext.nixl.reuse.hashes import HASH_BYTES
 
 MAGIC = "commext-nixl"
 PROTOCOL_VERSION = 4
@@ -30,7 +31,6 @@ MAX_PIECES = 1 << 18
 MAX_KEYS = 64
 """Streams in one question."""
 KEY_DIGITS = 32
-HASH_BYTES = 32
 MAX_HASHES = 1 << 15
 """Blocks in one question: half a million tokens in blocks of 16."""
 MAX_QUESTION_BYTES = MAX_HASHES * HASH_BYTES + MAX_REQUEST_BYTES

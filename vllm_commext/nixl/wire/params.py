@@ -169,6 +169,51 @@ def place_of_stream(params: Mapping[str, Any]) -> tuple[str, int]:
     return host, port
 
 
+class _Place(msgspec.Struct, forbid_unknown_fields=True):
+    host: str
+    port: int
+    seal: str = ""
+
+
+_PLACES = "reuse_from"
+MAX_PLACES = 16
+
+
+def write_place(host: str, port: int, secret: bytes | None = None) -> dict[str, Any]:
+    """How a router names an engine that has blocks on offer, one of a list under ``reuse_from``;
+    the secret proves that it is one."""
+    place = _Place(host, port)
+    if secret is not None:
+        place.seal = prove_params(secret, _CANONICAL.encode(place))
+    return msgspec.to_builtins(place)
+
+
+def places_for_reuse(
+    params: Mapping[str, Any] | None, secret: bytes | None = None
+) -> list[tuple[str, int]]:
+    """Host and port of the side channels of engines that may have blocks of a request's prompt.
+
+    Raises:
+        ProtocolError: they are not those of engines, or not proven.
+    """
+    named = (params or {}).get(_PLACES)
+    if named is None:
+        return []
+    try:
+        places = msgspec.convert(named, list[_Place])
+    except msgspec.ValidationError as error:
+        raise ProtocolError(
+            f"kv_transfer_params: expected {_PLACES} as a list of host, port and seal: {error}"
+        ) from error
+    _check_range(f"len({_PLACES})", len(places), 0, MAX_PLACES)
+    for place in places:
+        _check_range(f"port in {_PLACES}", place.port, 1, 65535)
+        proof, place.seal = place.seal, ""
+        if secret is not None:
+            check_params(secret, _CANONICAL.encode(place), proof)
+    return list(dict.fromkeys((place.host, place.port) for place in places))
+
+
 def handle_of_stream(remote: RemoteRequest, prompt: Mapping[str, str]) -> Handle:
     """What a side channel says of a stream, as the parameters would say it.
 

@@ -1,0 +1,401 @@
+"""Reuse in vLLM's own scheduler: what an engine has on offer, and how another one takes it.
+
+Blocks are told apart by what they hold: every step says which tokens it puts into which blocks.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scheduled_core import BLOCK, Core, next_token, request_of
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_commext.compat import engine_wait, rebind
+from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
+from vllm_commext.nixl.metadata import HandshakeMetadata
+from vllm_commext.nixl.reuse.generations import GenerationBoard
+from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.params import write_place
+from vllm_commext.testing.ports import free_port
+from vllm_commext.testing.tiny_model import write_tiny_model
+
+pytestmark = [
+    pytest.mark.skipif(
+        not hasattr(BlockPool, "unpin_blocks"), reason="vLLM before 0.32 tells of no block's reuse"
+    ),
+    pytest.mark.timeout(600),
+]
+HOST = "127.0.0.1"
+BOUND_SECONDS = 60.0
+PROMPT = list(range(21))
+IS_ASYNC = pytest.mark.parametrize(
+    "is_async", [False, True], ids=["one step at a time", "async scheduling"]
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+def answer_to(tokens: Sequence[int], count: int) -> list[int]:
+    """What the model says after these tokens."""
+    said = list(tokens)
+    for _ in range(count):
+        said.append(next_token(said))
+    return said[len(tokens) :]
+
+
+def free(core: Core) -> int:
+    return core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def turn_until(core: Core, look: Callable[[], bool]) -> None:
+    end = time.monotonic() + BOUND_SECONDS
+    while not look():
+        assert time.monotonic() < end
+        core.turn()
+
+
+def has_ended(core: Core, name: str) -> bool:
+    return core.answer(name).finish_reason is not None
+
+
+@dataclass
+class Engine:
+    """An engine that reuses blocks, its one worker's board, and the loads that it was told of."""
+
+    core: Core
+    board: GenerationBoard
+    port: int
+    loads: list[Any] = field(default_factory=list[Any])
+    num_prompt: dict[str, int] = field(default_factory=dict[str, int])
+    counted: Counter[str] = field(default_factory=Counter[str])
+
+    @property
+    def place(self) -> dict[str, Any]:
+        return write_place(HOST, self.port)
+
+    @property
+    def side(self) -> Any:
+        return self.core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
+
+    def ask(self, name: str, tokens: Sequence[int], *others: Engine, **params: Any) -> list[int]:
+        """A request's answer; the others may have blocks of it."""
+        self.add(name, tokens, *others, **params)
+        turn_until(self.core, lambda: has_ended(self.core, name))
+        assert self.core.answer(name).finish_reason is not FinishReason.ERROR
+        return self.core.answer(name).tokens
+
+    def add(self, name: str, tokens: Sequence[int], *others: Engine, **params: Any) -> None:
+        kv_params = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "reuse_from": [one.place for one in others],
+        }
+        self.core.add(changed(request_of(name, tokens, kv_params, **_sampling(params)), params))
+
+    def num_computed(self, name: str) -> int:
+        """Prompt positions that were computed here."""
+        prompt = [one for one in self.core.worker.computed[name] if one < self.num_prompt[name]]
+        return len(prompt)
+
+
+def _sampling(params: dict[str, Any]) -> dict[str, Any]:
+    return {"max_tokens": params.get("max_tokens", 1)}
+
+
+def changed(request: Request, params: dict[str, Any]) -> Request:
+    """With the salt or the adapter that the parameters name."""
+    request.cache_salt = params.get("salt")
+    if "lora" in params:
+        request.lora_request = LoRARequest(params["lora"], 1, "/nowhere")
+    return request
+
+
+def description() -> bytes:
+    state = StateGeometry(1, 64, (StatePart("ssm", "float32", 0, 2, False, 64),))
+    layout = CacheLayout(1, 0, 1, [Group("state", 16)], [Family(0, ["l"], [4096], state)])
+    return wire.encode_description(
+        wire.WorkerDescription(
+            engine_id="o",
+            facts={},
+            agent_metadata=b"",
+            memory_type="DRAM",
+            device_id=0,
+            layout=layout,
+        )
+    )
+
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def make(folder: Path) -> Iterator[MakeEngine]:
+    made: list[Engine] = []
+
+    def engine(role: str, **settings: Any) -> Engine:
+        port = free_port(HOST)
+        values: dict[str, Any] = {
+            "reuse_blocks": True,
+            "reuse_lookup_timeout": BOUND_SECONDS,
+            **settings,
+        }
+        core = Core(folder, role, side_channel_port=port, **values)
+        num_blocks = core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+        one = Engine(core, GenerationBoard(num_blocks, 4), port)
+        metadata = HandshakeMetadata(description(), one.board.shared)
+        one.side.serve({(0, 0): metadata})
+        execute = core.worker.execute
+
+        def note(step: Any) -> Any:
+            one.loads += step.kv_connector_metadata.loads
+            for new in step.scheduled_new_reqs:
+                one.num_prompt[new.req_id] = len(new.prompt_token_ids)
+            return execute(step)
+
+        take_stats = one.side.take_stats
+
+        def count() -> Any:
+            stats = take_stats()
+            for name, value in (stats or {}).items():
+                if name.startswith("reuse_") and value:
+                    one.counted[name] += value
+            return stats
+
+        one.side.take_stats = count
+        core.worker.execute = note
+        made.append(one)
+        return one
+
+    yield engine
+    for one in made:
+        one.core.close()
+        one.board.close()
+    if rebind.is_rebound(rebind.row_of(engine_wait.SYMBOL)):
+        rebind.restore(rebind.row_of(engine_wait.SYMBOL))
+
+
+@IS_ASYNC
+def test_the_second_turn_computes_what_is_new_and_at_most_a_block(
+    make: MakeEngine, is_async: bool
+) -> None:
+    owner = make("kv_consumer", is_async=is_async)
+    reader = make("kv_producer", is_async=is_async)
+    before = free(owner.core)
+    said = owner.ask("turn-1", PROMPT, max_tokens=10)
+    assert free(owner.core) == before
+    history = PROMPT + said
+    prompt = [*history, 7, 8, 9]
+    assert reader.ask("turn-2", prompt, owner) == answer_to(prompt, 1)
+    (load,) = reader.loads
+    # The last token that was said is never computed.
+    num_blocks = (len(history) - 1) // BLOCK
+    assert load.recomputes
+    assert load.num_tokens == num_blocks * BLOCK
+    assert len(load.block_ids) == num_blocks == len(load.remote.block_ids[0])
+    assert not load.remote.is_kept
+    assert [int(owner.board.generations[one]) for one in load.remote.block_ids[0]] == list(
+        load.remote.generations
+    )
+    assert reader.num_computed("turn-2") == len(prompt) - num_blocks * BLOCK <= 3 + BLOCK
+    turn_until(reader.core, lambda: not reader.core.scheduler.requests)
+    assert reader.counted == {"reuse_lookups": 1, "reuse_blocks": num_blocks}
+
+
+@IS_ASYNC
+def test_what_is_here_already_is_not_read(make: MakeEngine, is_async: bool) -> None:
+    owner = make("kv_consumer", is_async=is_async)
+    reader = make("kv_producer", is_async=is_async)
+    reader.ask("first", PROMPT)
+    history = PROMPT + owner.ask("turn-1", PROMPT, max_tokens=10)
+    reader.ask("turn-2", [*history, 7, 8, 9], owner)
+    (load,) = reader.loads
+    assert load.blocks[0].first == len(PROMPT) // BLOCK
+    assert len(load.remote.block_ids[0]) == len(load.block_ids) == 30 // BLOCK - 5
+    reader.ask("turn-2 again", [*history, 7, 8, 9], owner)
+    assert len(reader.loads) == 1
+
+
+@IS_ASYNC
+def test_a_load_that_fails_is_computed_here_whatever_the_policy(
+    make: MakeEngine, is_async: bool
+) -> None:
+    owner = make("kv_consumer", is_async=is_async)
+    reader = make("kv_producer", is_async=is_async, policy="fail")
+    reader.core.worker.fails = lambda request_id: True
+    history = PROMPT + owner.ask("turn-1", PROMPT, max_tokens=10)
+    prompt = [*history, 7, 8, 9]
+    assert reader.ask("turn-2", prompt, owner) == answer_to(prompt, 1)
+    assert len(reader.loads) == 1
+    assert reader.num_computed("turn-2") == len(prompt)
+    turn_until(reader.core, lambda: not reader.core.scheduler.requests)
+    assert reader.counted == {"reuse_lookups": 1, "reuse_recomputed_blocks": 30 // BLOCK}
+
+
+def test_nothing_is_asked_where_no_engine_is_named(make: MakeEngine) -> None:
+    """The negative control of the tests above: without reuse all is computed."""
+    owner, reader = make("kv_consumer"), make("kv_producer")
+    history = PROMPT + owner.ask("turn-1", PROMPT, max_tokens=10)
+    reader.ask("turn-2", history)
+    assert reader.loads == []
+    assert reader.num_computed("turn-2") == len(history)
+
+
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        ({"salt": "a"}, {"salt": "b"}),
+        ({"salt": "a"}, {}),
+        ({}, {"salt": "b"}),
+        ({"lora": "a"}, {}),
+        ({"lora": "a"}, {"lora": "b"}),
+        ({"lora": "a"}, {"salt": "a"}),
+    ],
+)
+def test_no_tenant_finds_anothers_blocks(
+    make: MakeEngine, own: dict[str, str], other: dict[str, str]
+) -> None:
+    owner, reader = make("kv_consumer"), make("kv_producer")
+    request = changed(request_of("turn-1", PROMPT, max_tokens=10), own)
+    names = reader.side._reuse._names
+    request.num_computed_tokens = len(PROMPT)
+    owner.side._reuse.offer(request, [1, 2, 3, 4, 5])
+    table = owner.side._reuse._offers._table
+    assert len(table) == 5
+    for params, num_found in ((own, 5), (other, 0)):
+        asked = changed(request_of("turn-2", [*PROMPT, 7, 8, 9]), params)
+        assert len(table.find(names.of(asked, 23)).block_ids) == num_found
+
+
+def test_a_salt_is_asked_for_end_to_end(make: MakeEngine) -> None:
+    owner, reader = make("kv_consumer"), make("kv_producer")
+    history = PROMPT + owner.ask("turn-1", PROMPT, max_tokens=10, salt="a")
+    reader.ask("other", [*history, 7], owner, salt="b")
+    assert reader.loads == []
+    same = make("kv_producer")
+    same.ask("own", [*history, 7], owner, salt="a")
+    assert len(same.loads) == 1
+
+
+def test_the_longest_answer_counts_and_who_is_gone_does_not(make: MakeEngine) -> None:
+    short, long = make("kv_consumer"), make("kv_both")
+    gone = make("kv_consumer")
+    gone.core.close()
+    reader = make("kv_producer")
+    short.ask("turn-1", PROMPT)
+    history = PROMPT + long.ask("turn-1", PROMPT, max_tokens=10)
+    prompt = [*history, 7, 8, 9]
+    assert reader.ask("turn-2", prompt, short, gone, long) == answer_to(prompt, 1)
+    (load,) = reader.loads
+    assert load.remote.port == long.port
+
+
+def test_an_idle_engine_answers_without_stepping(make: MakeEngine) -> None:
+    owner, reader = make("kv_consumer"), make("kv_producer")
+    history = PROMPT + owner.ask("turn-1", PROMPT, max_tokens=10)
+    num_steps = owner.core._num_steps
+    reader.ask("turn-2", [*history, 7, 8, 9], owner)
+    assert len(reader.loads) == 1
+    assert owner.core._num_steps == num_steps
+
+
+def test_a_reset_takes_everything_off_the_offer(make: MakeEngine) -> None:
+    owner, reader = make("kv_consumer"), make("kv_producer")
+    history = PROMPT + owner.ask("turn-1", PROMPT, max_tokens=10)
+    before = owner.board.generations.copy()
+    turn_until(owner.core, lambda: not owner.core.scheduler.requests)
+    assert owner.core.scheduler.reset_prefix_cache()
+    assert (owner.board.generations != before).sum() == 30 // BLOCK
+    reader.ask("turn-2", history, owner)
+    assert reader.loads == []
+
+
+def test_an_aborted_request_offers_nothing_and_is_forgotten(make: MakeEngine) -> None:
+    owner, reader = make("kv_consumer"), make("kv_producer")
+    owner.add("turn-1", PROMPT, max_tokens=50)
+    for _ in range(4):
+        owner.core.turn()
+    owner.core.scheduler.finish_requests("turn-1", RequestStatus.FINISHED_ABORTED)
+    assert len(owner.side._reuse._offers._table) == 0
+    reader.add("turn-2", PROMPT, owner)
+    reader.core.scheduler.finish_requests("turn-2", RequestStatus.FINISHED_ABORTED)
+    assert not reader.side.is_loading("turn-2")
+    assert reader.side._reuse._finder.take("turn-2") is None
+
+
+@IS_ASYNC
+def test_under_eviction_every_block_on_offer_holds_what_its_name_says(
+    make: MakeEngine, is_async: bool
+) -> None:
+    """Many conversations in a pool of few blocks.  Before each step, every block that the step
+    writes to has another generation than any that was told of with a name before."""
+    owner = make("kv_consumer", is_async=is_async, num_blocks=24)
+    table, dice = owner.side._reuse._offers._table, random.Random(3)
+    told: dict[int, int] = {}
+    execute, num_seen, num_reused = owner.core.worker.execute, 0, 0
+
+    def written(step: Any) -> set[int]:
+        """Blocks that the step's tokens go to."""
+        manager, found = owner.core.scheduler.kv_cache_manager, set[int]()
+        cached = step.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for name, count in step.num_scheduled_tokens.items():
+            (ids,) = manager.get_block_ids(name)
+            ends = range(starts[name], starts[name] + count)
+            found |= {ids[one // BLOCK] for one in ends}
+        return found
+
+    def check(step: Any) -> Any:
+        nonlocal num_reused
+        for block in written(step):
+            if block in told:
+                num_reused += 1
+                assert int(owner.board.generations[block]) != told.pop(block)
+            assert block not in table._hash_of
+        return execute(step)
+
+    owner.core.worker.execute = check
+    names = owner.side._reuse._names
+    for number in range(60):
+        prompt = [dice.randrange(3) for _ in range(dice.randrange(4, 40))]
+        owner.ask(f"r{number}", prompt, max_tokens=dice.randrange(1, 8))
+        run = table.find(names.of(request_of("look", prompt), len(prompt)))
+        num_seen += len(run.block_ids)
+        told |= dict(zip(run.block_ids, run.generations, strict=True))
+        assert [int(owner.board.generations[one]) for one in run.block_ids] == run.generations
+        turn_until(owner.core, lambda: not owner.core.scheduler.requests)
+        assert free(owner.core) == 23
+    assert min(num_seen, num_reused) > 100
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "here",
+        {"host": HOST},
+        [{"host": HOST, "port": 0}],
+        [{"host": HOST, "port": 1, "more": 1}],
+        [{"host": HOST, "port": "1"}],
+        [{"host": HOST, "port": 1}] * 17,
+    ],
+)
+def test_what_names_no_engine_is_computed_here(make: MakeEngine, place: Any) -> None:
+    reader = make("kv_producer")
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "reuse_from": place}
+    reader.core.add(request_of("r", PROMPT, params, max_tokens=1))
+    turn_until(reader.core, lambda: has_ended(reader.core, "r"))
+    assert reader.core.answer("r").tokens == answer_to(PROMPT, 1)
+    assert reader.side._reuse._finder._thread is None

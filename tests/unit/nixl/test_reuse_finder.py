@@ -1,0 +1,264 @@
+"""Asking side channels which blocks they have: right answers, and what comes of no answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from vllm_commext.errors import ProtocolError
+from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
+from vllm_commext.nixl.prefill.side_channel import SideChannelServer
+from vllm_commext.nixl.reuse.finder import BlockFinder, checked
+from vllm_commext.nixl.reuse.table import OfferTable
+from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.connection import endpoint
+from vllm_commext.nixl.wire.params import places_for_reuse, write_place
+from vllm_commext.testing.ports import free_port
+
+BOUND_SECONDS = 60.0
+HOST = "127.0.0.1"
+SECRET, OTHER = b"s" * 32, b"o" * 32
+NAMES = [bytes([number]) * 32 for number in range(10)]
+
+
+def start(port: int, *, offers: bool = True, secret: bytes | None = None) -> tuple[Any, Any]:
+    state = StateGeometry(1, 64, (StatePart("ssm", "float32", 0, 2, False, 64),))
+    layout = CacheLayout(1, 0, 1, [Group("state", 16)], [Family(0, ["l"], [4096], state)])
+    description = wire.WorkerDescription(
+        engine_id="o", facts={}, agent_metadata=b"", memory_type="DRAM", device_id=0, layout=layout
+    )
+    table = OfferTable([np.zeros(16, dtype=np.uint64)]) if offers else None
+    described = {0: wire.encode_description(description)}
+    server = SideChannelServer("o", "start-1", HOST, port, described, secret, blocks=table)
+    return server, table
+
+
+class Finder:
+    """A finder whose rings are counted."""
+
+    def __init__(self, limit_seconds: float, secret: bytes | None = None) -> None:
+        self.num_rings = 0
+        self.asks = BlockFinder("d", secret, limit_seconds, self._ring)
+
+    def _ring(self) -> None:
+        self.num_rings += 1
+
+    def find(self, name: str, hashes: list[bytes], *ports: int) -> wire.FoundBlocks | None:
+        self.asks.search(name, hashes, [(HOST, port) for port in ports])
+        end = time.monotonic() + BOUND_SECONDS
+        while not self.asks.is_done(name):
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        return self.asks.take(name)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Finder]]:
+    made: list[Finder] = []
+
+    def finder(limit_seconds: float = BOUND_SECONDS, secret: bytes | None = None) -> Finder:
+        made.append(Finder(limit_seconds, secret))
+        return made[-1]
+
+    yield finder
+    for one in made:
+        one.asks.close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., tuple[int, Any]]]:
+    made: list[Any] = []
+
+    def served(port: int = 0, **settings: Any) -> tuple[int, Any]:
+        port = port or free_port(HOST)
+        server, table = start(port, **settings)
+        made.append(server)
+        return port, table
+
+    yield served
+    for server in made:
+        server.close()
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_the_run_that_is_on_offer_is_found(make: Any, serve: Any, secret: bytes | None) -> None:
+    port, table = serve(secret=secret)
+    table.offer(NAMES[:3], [5, 2, 7])
+    finder = make(secret=secret)
+    found = finder.find("r", NAMES, port)
+    assert (found.block_ids, found.generations) == ([5, 2, 7], table.find(NAMES).generations)
+    assert (found.engine_id, found.host, found.port, found.tp_size) == ("o", HOST, port, 1)
+    table.drop(2)
+    assert finder.find("again", NAMES, port).block_ids == [5]
+    assert finder.find("others", NAMES[3:], port) is None
+    assert finder.num_rings == 3
+
+
+def test_a_long_prompt_is_one_question(make: Any, serve: Any) -> None:
+    port, table = serve()
+    hashes = [number.to_bytes(32, "big") for number in range(wire.MAX_HASHES)]
+    table.offer(hashes[:15], range(1, 16))
+    assert len(make().find("r", [*hashes, *hashes], port).block_ids) == 15
+
+
+def test_many_requests_share_a_channel(make: Any, serve: Any) -> None:
+    port, table = serve()
+    table.offer(NAMES[:6], range(1, 7))
+    finder = make()
+    for number in range(1, 6):
+        finder.asks.search(f"r{number}", NAMES[:number], [(HOST, port)])
+    end = time.monotonic() + BOUND_SECONDS
+    while not all(finder.asks.is_done(f"r{number}") for number in range(1, 6)):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    found = [finder.asks.take(f"r{number}").block_ids for number in range(1, 6)]
+    assert found == [list(range(1, number + 1)) for number in range(1, 6)]
+
+
+@pytest.mark.parametrize(
+    ("server", "own"),
+    [
+        ({"offers": False}, None),
+        ({"secret": SECRET}, None),
+        ({"secret": SECRET}, OTHER),
+        ({}, SECRET),
+    ],
+    ids=["offers nothing", "secret there", "another secret", "secret here"],
+)
+def test_who_refuses_has_nothing_and_rings(
+    make: Any, serve: Any, server: Any, own: bytes | None
+) -> None:
+    port, _ = serve(**server)
+    finder = make(secret=own)
+    assert finder.find("r", NAMES, port) is None
+    assert finder.num_rings == 1
+
+
+def test_who_does_not_answer_costs_the_limit_once(make: Any) -> None:
+    context = zmq.Context()
+    silent = context.socket(zmq.ROUTER)
+    port = free_port(HOST)
+    silent.bind(endpoint(HOST, port))
+    try:
+        finder = make(0.3)
+        assert finder.find("r", NAMES, port) is None
+        # The next one is asked nothing: it would have to wait, too.
+        assert finder.find("next", NAMES, port) is None
+        silent.recv_multipart()
+        assert silent.poll(0) == 0
+    finally:
+        context.destroy(linger=0)
+
+
+def test_who_is_not_there_is_no_reason_to_wait(make: Any, serve: Any) -> None:
+    port, table = serve()
+    table.offer(NAMES[:3], [5, 2, 7])
+    assert len(make().find("r", NAMES, free_port(HOST), port).block_ids) == 3
+
+
+def test_an_engine_that_comes_back_is_asked_over_a_new_connection(make: Any) -> None:
+    port = free_port(HOST)
+    finder = make()
+    for _ in range(2):
+        server, table = start(port)
+        table.offer(NAMES[:3], [5, 2, 7])
+        try:
+            assert len(finder.find("r", NAMES, port).block_ids) == 3
+        finally:
+            server.close()
+
+
+def test_an_answer_to_another_question_counts_for_nothing(make: Any) -> None:
+    context = zmq.Context()
+    other = context.socket(zmq.ROUTER)
+    port = free_port(HOST)
+    other.bind(endpoint(HOST, port))
+    try:
+        finder = make()
+        finder.asks.search("r", NAMES, [(HOST, port)])
+        assert other.poll(int(BOUND_SECONDS * 1000))
+        *envelope, _ = other.recv_multipart()
+        answer = wire.FoundBlocks(
+            question=bytes(16),
+            engine_id="o",
+            incarnation="1",
+            host=HOST,
+            port=port,
+            tp_size=1,
+            block_ids=[1],
+            generations=[1],
+        )
+        other.send_multipart([*envelope, wire.encode(answer)])
+        end = time.monotonic() + BOUND_SECONDS
+        while not finder.asks.is_done("r"):
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        assert finder.asks.take("r") is None
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_ids": [1, 2, 3]},
+        {"generations": [1]},
+        {"block_ids": [0, 1]},
+        {"block_ids": [1, -1]},
+        {"block_ids": [1, 1 << 31]},
+        {"generations": [1, -1]},
+        {"generations": [1, 1 << 64]},
+        {"port": 0},
+        {"port": 65536},
+        {"tp_size": 0},
+        {"tp_size": 1025},
+    ],
+)
+def test_numbers_that_no_engine_gives_are_refused(changes: dict[str, Any]) -> None:
+    values: dict[str, Any] = {
+        "question": b"",
+        "engine_id": "o",
+        "incarnation": "1",
+        "host": HOST,
+        "port": 1,
+        "tp_size": 1,
+        "block_ids": [1, 2],
+        "generations": [3, 4],
+    }
+    assert checked(wire.FoundBlocks(**values), 2).block_ids == [1, 2]
+    with pytest.raises(ProtocolError):
+        checked(wire.FoundBlocks(**{**values, **changes}), 2)
+    with pytest.raises(ProtocolError):
+        checked(wire.FoundBlocks(**values), 1)
+
+
+@pytest.mark.parametrize("length", [31, 33, 32 * wire.MAX_HASHES + 32])
+def test_what_is_no_list_of_hashes_is_refused(serve: Any, length: int) -> None:
+    port, _ = serve()
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(endpoint(HOST, port))
+    try:
+        socket.send(wire.encode(wire.FindBlocks(question=b"q", hashes=bytes(length))))
+        assert socket.poll(int(BOUND_SECONDS * 1000))
+        assert isinstance(wire.decode_reply(socket.recv()), wire.Refused)
+    finally:
+        context.destroy(linger=0)
+
+
+def test_places_are_read_as_they_were_written_and_proven() -> None:
+    params = {"reuse_from": [write_place("d0", 5600, SECRET), write_place("d1", 5601, SECRET)]}
+    assert places_for_reuse(params, SECRET) == [("d0", 5600), ("d1", 5601)]
+    assert places_for_reuse({"reuse_from": [write_place("d0", 1)] * 2}) == [("d0", 1)]
+    assert places_for_reuse({}) == places_for_reuse(None) == []
+    for wrong in ({"host": "d1"}, {"port": 5601}, {"seal": ""}, {"seal": "0" * 64}):
+        place = {**write_place("d0", 5600, SECRET), **wrong}
+        with pytest.raises(ProtocolError):
+            places_for_reuse({"reuse_from": [place]}, SECRET)
+    with pytest.raises(ProtocolError):
+        places_for_reuse(params, OTHER)

@@ -1,0 +1,38 @@
+"""Whether an engine reuses blocks across engines, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from vllm_commext.nixl.stream.ways import HOST_COPY, LAYERS, OFF, ZEROED
+
+SPECULATION = "speculation"
+POOL = "pool"
+STEPS = "steps"
+REFUSALS = {
+    LAYERS: "this model's blocks do not all stay in one group until the end",
+    HOST_COPY: "a copy of the cache is kept in host memory",
+    ZEROED: "vLLM zeroes this model's blocks before it uses them",
+    SPECULATION: "drafts have a KV cache of their own, which is not complete for the last tokens",
+    POOL: "this vLLM's block pool does not tell when a block is used again: expected 0.32 or newer",
+    STEPS: "the engine's step is left as it is, so that failed reads could not be computed here",
+}
+"""Why an engine that was asked to does not."""
+
+
+@dataclass(frozen=True)
+class Reusing:
+    """What an engine does of reuse.
+
+    Attributes:
+        refusal: why it does nothing of it, ``OFF`` or one of ``REFUSALS``; "" where it does.
+        block_size: tokens of a block.
+        max_blocks: blocks of the longest prompt.
+        configuration: gives the digest of the facts on which engines must agree.
+    """
+
+    refusal: str = OFF
+    block_size: int = 0
+    max_blocks: int = 0
+    configuration: Callable[[], str] = field(default=str, compare=False)
