@@ -59,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="send long prompts to both engines at once: D reads while P computes; needs "
         "stream_chunks in both engines' kv_connector_extra_config",
     )
+    parser.add_argument(
+        "--reuse-blocks",
+        action="store_true",
+        help="name to P the decode engines that may hold the beginning of a prompt, whose blocks P "
+        "then reads; needs reuse_blocks in all engines' kv_connector_extra_config",
+    )
     for option in fields(ProxyConfig):
         if "file" in option.metadata:
             name = "--" + option.name.replace("_", "-")

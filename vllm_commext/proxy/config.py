@@ -91,6 +91,7 @@ class ProxyConfig:
     affinity: bool = True
     early_first_token: bool = True
     stream_chunks: bool = False
+    reuse_blocks: bool = False
     admin_token_file: str = _file("holds the admin port's token")
     drain_timeout_seconds: float = _option(30.0, "for running requests to end after SIGTERM")
 
@@ -102,6 +103,11 @@ class ProxyConfig:
                 _check_number(option.name, getattr(self, option.name), option.default)
         if self.admin_port is not None and not self.admin_token_file:
             raise ConfigError("the admin port needs a token: expected --admin-token-file FILE")
+        if self.reuse_blocks and not self.affinity:
+            raise ConfigError(
+                "reuse_blocks: expected affinity, by which the proxy knows which decode engine may "
+                "hold a conversation: leave out --no-affinity or --reuse-blocks"
+            )
         may_be_empty = bool(self.engines_file) or self.admin_port is not None
         for role in ("prefill", "decode"):
             urls = _engine_urls(role, getattr(self, role), may_be_empty)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from vllm_commext.proxy.affinity import NO_PREFIX, Memory, Prefix
 from vllm_commext.proxy.early.form import Forms
+from vllm_commext.proxy.reuse import Offers
 from vllm_commext.proxy.streams import Streams
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -29,7 +30,8 @@ class Engine:
     detail: the last reason why it is unhealthy, for people. on_lost: called when the engine has
     not been reachable for so long that nobody should wait for it any more. memory: what it was
     asked last, forgotten when it becomes unhealthy, and so are forms: how its streams begin, and
-    streams: where its prompts can be read while it computes them.
+    streams: where its prompts can be read while it computes them, and offers: where it is asked
+    for blocks of what it has computed.
     """
 
     role: str
@@ -50,6 +52,7 @@ class Engine:
     memory: Memory = field(default_factory=lambda: Memory(0))
     forms: Forms = field(default_factory=Forms)
     streams: Streams = field(default_factory=Streams)
+    offers: Offers = field(default_factory=Offers)
 
     @property
     def name(self) -> str:
@@ -100,6 +103,7 @@ class Engine:
         self.memory.clear()
         self.forms.clear()
         self.streams.clear()
+        self.offers.clear()
 
     def lose(self) -> None:
         """Let go whoever waits for an answer."""

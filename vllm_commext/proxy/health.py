@@ -10,7 +10,7 @@ import aiohttp
 from vllm_commext.drain import HEADER
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline, end_tasks
-from vllm_commext.proxy.engines import Engine
+from vllm_commext.proxy.engines import DECODE, Engine
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -82,6 +82,7 @@ class HealthMonitor:
             engine.note_drain()
         elif failure is None:
             engine.passed_check(self._config.health_rise)
+            await self._learn_offers(engine)
         else:
             engine.failed_check(self._config.health_fall, failure)
         if engine.healthy != was_healthy:
@@ -89,6 +90,26 @@ class HealthMonitor:
             level = logging.INFO if engine.healthy else logging.WARNING
             logger.log(level, "%s (%s) is now %s", engine.name, engine.url, state)
         return status is not None
+
+    async def _learn_offers(self, engine: Engine) -> None:
+        """Ask *engine*'s metrics page, once in its life, where its blocks are on offer."""
+        if not self._config.reuse_blocks or engine.role != DECODE or engine.offers.is_known:
+            return
+        try:
+            async with self._session.get(
+                f"{engine.url}/metrics", timeout=self._timeout, allow_redirects=False
+            ) as response:
+                engine.offers.learn(await response.text())
+        except (asyncio.TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+            logger.info("%s (%s) does not say what it offers: %s", engine.name, engine.url, error)
+            return
+        if not engine.offers.places:
+            logger.warning(
+                "%s (%s) offers no blocks for reuse: set reuse_blocks in its "
+                "kv_connector_extra_config",
+                engine.name,
+                engine.url,
+            )
 
     async def _ask(self, engine: Engine) -> tuple[int | None, bool, str | None]:
         """The status of /health if there was one, whether the engine says that it drains, and

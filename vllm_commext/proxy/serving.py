@@ -20,6 +20,7 @@ from vllm_commext.proxy.metrics import ProxyMetrics
 from vllm_commext.proxy.opening import Opened
 from vllm_commext.proxy.outcome import DIRECT, LOCAL_PREFILL, STREAMED, TWO_STEP, Outcome
 from vllm_commext.proxy.relay import Relay, end_stream
+from vllm_commext.proxy.reuse import Place, places_of
 from vllm_commext.proxy.streams import Stream
 from vllm_commext.proxy.upstream import Payload, Prefilled, Upstream
 
@@ -166,7 +167,10 @@ class Service:
 
         refusal = "" if self._config.stream_chunks else streams.OFF
         refusal = streams.AGAIN if attempts.num_failed else refusal
-        return Stream(attempts.body, attempts.tokens, attempts.payload, ask, refusal=refusal)
+        places = attempts.places() if self._config.reuse_blocks else []
+        return Stream(
+            attempts.body, attempts.tokens, attempts.payload, ask, refusal=refusal, places=places
+        )
 
     async def _take_stream(
         self,
@@ -274,6 +278,10 @@ class _Attempts:
         """*body* on its way to an engine; by default the answer streams if the client's does."""
         streams = bool(body.get("stream")) if is_stream is None else is_stream
         return Payload(self.path, self._headers, body, self.tokens, streams, self._prefix)
+
+    def places(self) -> list[Place]:
+        """Where blocks of the prompt's beginning may be on offer."""
+        return places_of(self._decode.engines, self._prefix)
 
     def avoided(self) -> list[Engine]:
         """Decode engines that had better not answer: an engine cannot read from itself, which

@@ -7,7 +7,7 @@ Where that is, a prefill engine's earlier answers have said.
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -76,9 +76,11 @@ class Streams:
         return self._place if tokens > self._place.chunk_tokens else SHORT_PROMPT
 
 
-def prefill_body(body: Mapping[str, Any], key: str) -> dict[str, Any]:
+def prefill_body(
+    body: Mapping[str, Any], key: str, places: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
     """*body* for the prefill engine."""
-    step = two_step.prefill_body(body)
+    step = two_step.prefill_body(body, places)
     step["kv_transfer_params"]["stream_key"] = key
     return step
 
@@ -105,7 +107,8 @@ class Stream:
     """One request's attempt at both steps at once. way: how it went, one of `WAYS`.
 
     decode: the decode engine's answer, begun by *ask* with its payload once a prefill engine is
-    known that streams; None before.
+    known that streams; None before. places: side channels of engines that may have blocks of the
+    prompt.
     """
 
     def __init__(
@@ -116,7 +119,9 @@ class Stream:
         ask: Callable[[Any], Any],
         *,
         refusal: str = "",
+        places: Sequence[Mapping[str, Any]] = (),
     ) -> None:
+        self._places = places
         self._body = body
         self._tokens = tokens
         self._payload = payload
@@ -138,12 +143,12 @@ class Stream:
         place = self.way or streams.place_for(self._tokens)
         if isinstance(place, str):
             self.way = place
-            return self._payload(two_step.prefill_body(self._body), is_stream=False)
+            return self._payload(two_step.prefill_body(self._body, self._places), is_stream=False)
         self._has_begun = True
         key = secrets.token_hex(KEY_BYTES)
         payload = self._payload(decode_body(self._body, key, place))
         self._decode = asyncio.create_task(self._ask(payload))
-        return self._payload(prefill_body(self._body, key), is_stream=False)
+        return self._payload(prefill_body(self._body, key, self._places), is_stream=False)
 
     async def opened(self) -> "Opened | ProxyError":
         """The decode engine's answer, which is the caller's to close, or why there is none."""

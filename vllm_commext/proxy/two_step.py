@@ -14,7 +14,7 @@ prompt tokens), or mean another prompt once ``max_tokens`` is 1 (truncation to w
 the context). All of these go to a decode engine as they are, which prefills for itself.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_commext.proxy.body import RawJson, num_tokens
@@ -125,8 +125,11 @@ def _is_count(value: Any) -> bool:
     return value is None or (isinstance(value, int) and value >= 0)
 
 
-def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """*body* for the prefill engine: the same prompt, one token that nobody will see.
+def prefill_body(
+    body: Mapping[str, Any], places: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """*body* for the prefill engine: the same prompt, one token that nobody will see. *places*: the
+    side channels of engines that may have some of its blocks.
 
     All else stays, so that a request an engine would refuse is refused here, before any block
     is kept for it.
@@ -139,6 +142,8 @@ def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(min_tokens, int | float) and min_tokens > 1:
         step["min_tokens"] = 1
     step["kv_transfer_params"] = dict(KEEP_FOR_DECODE)
+    if places:
+        step["kv_transfer_params"]["reuse_from"] = [dict(place) for place in places]
     return step
 
 

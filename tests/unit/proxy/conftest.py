@@ -130,6 +130,12 @@ class EngineServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def page(self) -> str:
+        """Its metrics: where blocks of its own are asked for, under its HTTP port's number."""
+        labels = f'model_name="tiny",engine="0",host="127.0.0.1",port="{self.port}",seal="ab"'
+        return f"vllm:commext_nixl_reuse_place{{{labels}}} 1.0\n"
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator["EngineServer"]:
         await self.start()
@@ -180,6 +186,8 @@ class EngineServer:
             await call.answer(503, b"", headers=f"{HEADER}: 1\r\n")
         elif call.path == "/health":
             await (call.answer(self.health_status, b"") if self.health_status else hanging(call))
+        elif call.path == "/metrics":
+            await call.answer(200, self.page.encode())
         elif call.path == "/v1/models":
             await call.answer(200, b'{"object": "list", "data": []}')
         else:
