@@ -112,7 +112,8 @@ class Engine:
 
 
 def _sampling(params: dict[str, Any]) -> dict[str, Any]:
-    return {"max_tokens": params.get("max_tokens", 1)}
+    stop = {"stop_token_ids": params["stop"]} if "stop" in params else {}
+    return {"max_tokens": params.get("max_tokens", 1), **stop}
 
 
 def changed(request: Request, params: dict[str, Any]) -> Request:
@@ -194,7 +195,7 @@ def test_the_second_turn_computes_what_is_new_and_at_most_a_block(
     owner = make("kv_consumer", is_async=is_async)
     reader = make("kv_producer", is_async=is_async)
     before = free(owner.core)
-    said = owner.ask("turn-1", PROMPT, max_tokens=10)
+    said = owner.ask("turn-1", PROMPT, max_tokens=11)
     assert free(owner.core) == before
     history = PROMPT + said
     prompt = [*history, 7, 8, 9]
@@ -212,6 +213,32 @@ def test_the_second_turn_computes_what_is_new_and_at_most_a_block(
     assert reader.num_computed("turn-2") == len(prompt) - num_blocks * BLOCK <= 3 + BLOCK
     turn_until(reader.core, lambda: not reader.core.scheduler.requests)
     assert reader.counted == {"reuse_lookups": 1, "reuse_blocks": num_blocks}
+
+
+@IS_ASYNC
+def test_a_block_that_a_step_begun_ahead_may_be_writing_is_not_on_offer(
+    make: MakeEngine, is_async: bool
+) -> None:
+    """A stop token ends the answer, when vLLM has scheduled a step for that token already: the last
+    of a block."""
+    owner = make("kv_consumer", is_async=is_async)
+    said = answer_to(PROMPT, 11)
+    assert said[-1] not in said[:-1]
+    computed: list[int] = []
+    offer = owner.side._reuse.offer
+
+    def note(request: Request, block_ids: Sequence[int]) -> None:
+        computed.append(request.num_computed_tokens)
+        offer(request, block_ids)
+
+    owner.side._reuse.offer = note
+    assert owner.ask("turn-1", PROMPT, max_tokens=50, stop=[said[-1]]) == said
+    history = PROMPT + said
+    assert len(history) % BLOCK == 0
+    assert computed == [len(history) - (not is_async)]
+    names = owner.side._reuse._names.of(request_of("look", history), len(history))
+    run = owner.side._reuse._offers._table.find(names)
+    assert len(run.block_ids) == len(names) - 1 == len(history) // BLOCK - 1
 
 
 @IS_ASYNC

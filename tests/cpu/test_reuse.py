@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,19 +44,19 @@ class Servers:
     off: Server
 
 
-@pytest.fixture(scope="module")
-def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    folder = tmp_path_factory.mktemp("reuse")
+@contextmanager
+def started(model: Path, folder: Path, p_tp: int = 1, d_tp: int = 1) -> Iterator[Servers]:
     environ = {"COMMEXT_NIXL_SECRET": SECRET}
     made = [cluster.plain_server("plain", model, folder)]
-    for name, role, args in (
-        # What P has of a conversation by itself is none of this test's.
-        ("prefill", "kv_producer", ["--no-enable-prefix-caching"]),
-        ("decode", "kv_consumer", ["--num-gpu-blocks-override", str(DECODE_BLOCKS)]),
+    for name, role, tp, args in (
+        # What P has of a conversation by itself is none of these tests'.
+        ("prefill", "kv_producer", p_tp, ["--no-enable-prefix-caching"]),
+        ("decode", "kv_consumer", d_tp, ["--num-gpu-blocks-override", str(DECODE_BLOCKS)]),
     ):
         extra = {"reuse_blocks": True, "reuse_lookup_timeout": 60.0}
         config = cluster.kv_transfer_config(role, extra=extra)
-        made.append(cluster.engine_server(name, model, folder, config, args=args, environ=environ))
+        options: dict[str, Any] = {"args": args, "environ": environ, "tensor_parallel_size": tp}
+        made.append(cluster.engine_server(name, model, folder, config, **options))
     with cluster.all_ready(made), ExitStack() as stack:
         plain, prefill, decode = made
         proxies = [
@@ -72,6 +72,12 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
             for name, args in (("on", ["--reuse-blocks"]), ("off", []))
         ]
         yield Servers(plain, prefill, decode, *proxies)
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    with started(model, tmp_path_factory.mktemp("reuse")) as made:
+        yield made
 
 
 class Conversation:
@@ -134,7 +140,11 @@ def computed(figures: Metrics) -> float:
 
 
 def test_each_further_turn_computes_what_is_new_and_at_most_a_block(servers: Servers) -> None:
-    news, figures, lengths = turns(servers, servers.on, 1)
+    assert_only_new_is_computed(servers, 1)
+
+
+def assert_only_new_is_computed(servers: Servers, seed: int) -> None:
+    news, figures, lengths = turns(servers, servers.on, seed)
     assert figures[0].total(REUSED) == 0
     for new, one, length in zip(news[1:], figures[1:], lengths[1:], strict=True):
         reused = one.total(REUSED)
@@ -216,3 +226,11 @@ def test_no_answer_is_wrong_while_blocks_are_used_again(servers: Servers) -> Non
     assert one.total(LOOKUPS) == len(talks) * (NUM_TURNS - 1)
     assert 0 < one.total(REUSED) * BLOCK_SIZE < lengths - len(talks) * FIRST_TOKENS
     assert computed(one) > len(talks) * NUM_TURNS * NEW_TOKENS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 2), (2, 1), (2, 2)])
+def test_between_other_numbers_of_ranks(model: Path, tmp_path: Path, p_tp: int, d_tp: int) -> None:
+    """Workers in processes of their own, each with a part of every block: all are proven."""
+    with started(model, tmp_path, p_tp, d_tp) as servers:
+        assert_only_new_is_computed(servers, 1)
