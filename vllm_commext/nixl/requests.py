@@ -25,6 +25,7 @@ class RemoteRequest:
         stream_row: where its progress stands, as it is read while it is computed and its
             ``block_ids`` are not known yet; -1 for one that has been.
         stream_tag: what tells it from other requests that get the row.
+        pp_size: the engine's pipeline stages.
         generations: one a block, where the blocks are kept for nobody: what was read counts if each
             still stands there afterwards, see ``reuse.generations``. Without fence and lease.
     """
@@ -41,6 +42,7 @@ class RemoteRequest:
     fence_nonce: int = 0
     stream_row: int = -1
     stream_tag: int = 0
+    pp_size: int = 1
     generations: tuple[int, ...] = ()
 
     @property

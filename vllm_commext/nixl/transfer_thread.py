@@ -89,7 +89,7 @@ class TransferThread:
         self._wait_seconds = IDLE_WAIT_SECONDS
         self._next_turn = 0.0
         self._recorder = recorder
-        self._source = f"worker {local.layout.tp_rank}"
+        self._source = f"worker {local.layout.worker}"
         self._next_gauges = 0.0
         self._log = RateLimitedLog()
         self._thread = threading.Thread(target=self._run, name="commext-transfer", daemon=True)

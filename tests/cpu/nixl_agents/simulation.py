@@ -1,10 +1,11 @@
-"""Engines of any tensor-parallel sizes in this process, with real NIXL agents, transfer threads and
-a side channel, on memory that the planner's reference fills."""
+"""Engines of any tensor-parallel sizes and pipeline stages in this process, with real NIXL agents,
+transfer threads and a side channel, on memory that the planner's reference fills."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +15,7 @@ from nixl_agents_harness import BOUND_SECONDS, FACTS, HOST, Bytes, counted, wait
 from reference_cache import Cache
 from reference_layout import describe
 from reference_meaning import Int64Array, as_bytes, differences
+from reference_stages import Stages, described, names_of, stage_of
 
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import LocalSide
@@ -30,10 +32,16 @@ from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.testing.servers import free_port
 
 LEASE_SECONDS = 600.0
+NO_STAGES: Stages = []
+
+
+def places(dealt: Stages, cache: Cache) -> list[tuple[int, int]]:
+    """Stage and rank of each of an engine's workers, by their numbers."""
+    return [(stage, rank) for stage in range(len(dealt)) for rank in range(cache.engine.tp_size)]
 
 
 class Worker:
-    """One rank: an agent, its thread, and its memory."""
+    """One rank of one stage: an agent, its thread, and its memory."""
 
     def __init__(
         self,
@@ -44,10 +52,15 @@ class Worker:
         port: int,
         *,
         streams: bool = False,
+        stage: int = 0,
+        dealt: Stages,
     ) -> None:
         self.memory: Bytes = as_bytes(tags)
         address = self.memory.ctypes.data
         self.layout = describe(cache, rank, address)
+        splits = self.layout.splits()
+        if len(dealt) > 1:
+            self.layout = described(cache, dealt, stage, rank, address)
         config = ConnectorConfig(
             side_channel_host=HOST,
             side_channel_port=port,
@@ -62,7 +75,7 @@ class Worker:
         self.recorder = TransferRecorder()
         self.recorded = empty_data()
         self.outcomes = Outcomes()
-        local = LocalSide(engine_id, FACTS, self.layout)
+        local = LocalSide(engine_id, FACTS, self.layout, other_splits=splits)
         self.thread = TransferThread(self.agent, config, local, self.recorder)
         self.description = wire.encode_description(
             wire.WorkerDescription(
@@ -95,8 +108,11 @@ class Worker:
 class Prefill:
     """A prefill engine that has computed a case's requests and holds them."""
 
-    def __init__(self, case: Case, engine_id: str = "p", *, streams: bool = False) -> None:
+    def __init__(
+        self, case: Case, engine_id: str = "p", *, streams: bool = False, dealt: Stages = NO_STAGES
+    ) -> None:
         self.case = case
+        self.dealt = dealt or [names_of(case.prefill)]
         self.engine_id = engine_id
         self.incarnation = uuid.uuid4().hex
         self.port = free_port()
@@ -105,14 +121,20 @@ class Prefill:
                 engine_id,
                 case.prefill,
                 rank,
-                case.prefill_memory(rank),
+                self._case_of(stage).prefill_memory(rank),
                 self.port,
                 streams=streams,
+                stage=stage,
+                dealt=self.dealt,
             )
-            for rank in range(case.prefill.engine.tp_size)
+            for stage, rank in places(self.dealt, case.prefill)
         ]
-        descriptions = {rank: worker.description for rank, worker in enumerate(self.workers)}
+        descriptions = dict(enumerate(worker.description for worker in self.workers))
         self.server = SideChannelServer(engine_id, self.incarnation, HOST, self.port, descriptions)
+
+    def _case_of(self, stage: int) -> Case:
+        """What a worker of a stage has computed."""
+        return replace(self.case, prefill=stage_of(self.case.prefill, self.dealt[stage]))
 
     def hold(self, request: Request) -> None:
         """Keep the request's blocks; its number is its fence's slot."""
@@ -127,6 +149,7 @@ class Prefill:
             "host": HOST,
             "port": self.port,
             "tp_size": self.case.prefill.engine.tp_size,
+            "pp_size": len(self.dealt),
             "request_id": f"p{request.number}",
             "block_ids": tuple(table.block_ids for table in request.remote),
             "num_tokens": request.num_remote_tokens,
@@ -158,19 +181,21 @@ class Prefill:
         return self.remote(request, block_ids=(), **told)
 
     def is_untouched(self) -> bool:
-        """Whether every rank's memory is as it was."""
+        """Whether every worker's memory is as it was."""
         return all(
-            np.array_equal(worker.memory, as_bytes(self.case.prefill_memory(rank)))
-            for rank, worker in enumerate(self.workers)
+            np.array_equal(worker.memory, as_bytes(self._case_of(stage).prefill_memory(rank)))
+            for (stage, rank), worker in zip(
+                places(self.dealt, self.case.prefill), self.workers, strict=True
+            )
         )
 
     def wait_released(self, requests: Iterable[Request]) -> None:
-        """Until every rank may free the blocks of these requests, and of no others."""
+        """Until every worker may free the blocks of these requests, and of no others."""
         names = {f"p{request.number}" for request in requests}
-        for rank, worker in enumerate(self.workers):
+        for number, worker in enumerate(self.workers):
             wait_until(
                 lambda worker=worker: worker.collect().sent >= names,
-                f"the releases of prefill rank {rank}",
+                f"the releases of prefill worker {number}",
             )
             assert worker.outcomes.sent == names
             assert worker.recorded["expired_requests"] == 0
@@ -185,60 +210,75 @@ class Prefill:
 class Decode:
     """A decode engine that has nothing yet."""
 
-    def __init__(self, case: Case, engine_id: str = "d", *, streams: bool = False) -> None:
+    def __init__(
+        self, case: Case, engine_id: str = "d", *, streams: bool = False, dealt: Stages = NO_STAGES
+    ) -> None:
         self.case = case
+        self.dealt = dealt or [names_of(case.decode)]
         self.workers = [
             Worker(
                 engine_id,
                 case.decode,
                 rank,
-                case.decode_memory(rank),
+                self._case_of(stage).decode_memory(rank),
                 free_port(),
                 streams=streams,
+                stage=stage,
+                dealt=self.dealt,
             )
-            for rank in range(case.decode.engine.tp_size)
+            for stage, rank in places(self.dealt, case.decode)
         ]
 
+    def _case_of(self, stage: int) -> Case:
+        """What a worker of a stage is to read."""
+        return replace(self.case, decode=stage_of(self.case.decode, self.dealt[stage]))
+
     def submit(
-        self, request: Request, remote: RemoteRequest, *, nothing_missing: bool = False
+        self,
+        request: Request,
+        remote: RemoteRequest,
+        *,
+        nothing_missing: bool = False,
+        workers: Sequence[int] | None = None,
     ) -> None:
-        """Load a request on every rank."""
+        """Load a request on every worker, or on these."""
         blocks = tuple(Blocks(table.first, list(table.block_ids)) for table in request.local)
         name = f"d{request.number}"
-        for worker in self.workers:
+        for worker in self.workers if workers is None else [self.workers[one] for one in workers]:
             load = Load(name, remote, () if nothing_missing else blocks, request.num_tokens)
             worker.thread.submit(load)
 
     def wait_received(self, requests: Iterable[Request]) -> list[set[str]]:
-        """Until these requests' loads have ended; those that failed, a rank at a time."""
+        """Until these requests' loads have ended; those that failed, a worker at a time."""
         names = {f"d{request.number}" for request in requests}
-        for rank, worker in enumerate(self.workers):
+        for number, worker in enumerate(self.workers):
             wait_until(
                 lambda worker=worker: worker.collect().received >= names,
-                f"the loads of decode rank {rank}",
+                f"the loads of decode worker {number}",
             )
             assert worker.outcomes.received == names
         return [worker.outcomes.failed for worker in self.workers]
 
     def faults(self, requests: Iterable[Request]) -> list[str]:
-        """What is wrong in the ranks' memory after exactly these requests were loaded."""
+        """What is wrong in the workers' memory after exactly these requests were loaded."""
         loaded = list(requests)
         found: list[str] = []
-        for rank, worker in enumerate(self.workers):
-            right = self.case.decode_memory(rank)
+        for number, (stage, rank) in enumerate(places(self.dealt, self.case.decode)):
+            worker, case = self.workers[number], self._case_of(stage)
+            right = case.decode_memory(rank)
             allowed = [np.empty(0, dtype=np.int64)]
             least = 0
             for request in loaded:
-                wanted = self.case.wanted(rank, request)
+                wanted = case.wanted(rank, request)
                 right[wanted.offsets] = wanted.tags
-                allowed.append(self.case.allowed(request))
+                allowed.append(case.allowed(request))
                 least += len(wanted.offsets)
             wrong = differences(right, worker.memory, np.concatenate(allowed))
             if len(wrong):
-                found.append(f"decode rank {rank}: {len(wrong)} bytes wrong, first {wrong[0]}")
+                found.append(f"decode worker {number}: {len(wrong)} bytes wrong, first {wrong[0]}")
             num_bytes = worker.recorded["bytes"]
             if not least <= num_bytes <= least + sum(map(len, allowed)):
-                found.append(f"decode rank {rank}: read {num_bytes} bytes, expected {least}")
+                found.append(f"decode worker {number}: read {num_bytes} bytes, expected {least}")
         return found
 
     def close(self) -> None:
@@ -249,13 +289,20 @@ class Decode:
 
 class Cluster:
     """The engines of a case; ``others`` have prefill engines of other sizes and the same
-    requests."""
+    requests. ``theirs`` and ``ours`` are the pipeline stages of prefill and decode engines."""
 
-    def __init__(self, case: Case, *others: Case, streams: bool = False) -> None:
+    def __init__(
+        self,
+        case: Case,
+        *others: Case,
+        streams: bool = False,
+        theirs: Stages = NO_STAGES,
+        ours: Stages = NO_STAGES,
+    ) -> None:
         self.requests = case.requests
-        self.decode = Decode(case, streams=streams)
+        self.decode = Decode(case, streams=streams, dealt=ours)
         self.prefills = [
-            Prefill(one, f"p{number}", streams=streams)
+            Prefill(one, f"p{number}", streams=streams, dealt=theirs)
             for number, one in enumerate((case, *others))
         ]
 

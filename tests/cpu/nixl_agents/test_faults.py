@@ -122,7 +122,7 @@ def altered(right: wire.WorkerDescription, **change: Any) -> wire.WorkerDescript
         ({"memory_type": "MOON"}, "NIXL cannot use the metadata"),
         ({"engine_id": "q"}, "'q'"),
         ({"tp_rank": 1}, "expected tp_rank below tp_size"),
-        ({"tp_size": 2, "tp_rank": 1}, "rank 1"),
+        ({"tp_size": 2, "tp_rank": 1}, "worker 1"),
     ],
 )
 def test_a_description_that_does_not_hold(

@@ -98,7 +98,7 @@ def test_the_comparison_notices_one_altered_byte() -> None:
         cluster.run()
         faults = cluster.decode.faults(cluster.requests)
         assert len(faults) == 1
-        assert faults[0].startswith("decode rank 0: 1 bytes wrong")
+        assert faults[0].startswith("decode worker 0: 1 bytes wrong")
         assert len(cluster.decode.faults([])) == 2
 
 

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from vllm_commext.nixl.wire.params import (
     MAX_RANKS,
     MAX_SAMPLING_CHARACTERS,
     OWN_FIELDS,
+    PIPELINE_PROTOCOL,
     Handle,
     OtherProtocolError,
     is_for_decode,
@@ -22,6 +24,7 @@ from vllm_commext.nixl.wire.params import (
     read_params,
     write_params,
 )
+from vllm_commext.nixl.wire.seal import prove_params
 
 REMOTE = RemoteRequest(
     engine_id="p",
@@ -67,6 +70,7 @@ def test_roles() -> None:
         host=st.text(),
         port=st.integers(1, 65535),
         tp_size=st.integers(1, 64),
+        pp_size=st.sampled_from([1, 2, 16]),
         request_id=st.text(),
         block_ids=st.lists(
             st.lists(st.integers(0, 1 << 31), max_size=9).map(tuple), min_size=1, max_size=4
@@ -103,10 +107,47 @@ def test_no_field_of_ours_can_be_dropped_unnoticed() -> None:
 
 def test_another_version_is_named_and_can_be_told() -> None:
     params = write_params(HANDLE)
-    for version in (0, PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1):
+    for version in (0, PROTOCOL_VERSION - 1, PIPELINE_PROTOCOL + 1):
         with pytest.raises(OtherProtocolError, match=f"remote_protocol {PROTOCOL_VERSION}") as told:
             read_params({**params, "remote_protocol": version})
         assert told.value.remote == REMOTE
+
+
+STAGED = Handle(replace(REMOTE, pp_size=3), PROMPT)
+
+
+def test_stages_have_a_version_of_their_own() -> None:
+    """An older engine takes ``PROTOCOL_VERSION`` alone, and knows of one stage."""
+    assert write_params(HANDLE)["remote_protocol"] == PROTOCOL_VERSION
+    assert write_params(STAGED)["remote_protocol"] == PIPELINE_PROTOCOL > PROTOCOL_VERSION
+    older = write_params(HANDLE)
+    del older["pp_size"]
+    assert read_params(older) == HANDLE
+    with pytest.raises(OtherProtocolError, match=f"expected remote_protocol {PIPELINE_PROTOCOL}"):
+        read_params({**write_params(STAGED), "remote_protocol": 3})
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_the_number_of_stages_cannot_be_lost_or_changed(secret: bytes | None) -> None:
+    lost = write_params(STAGED, secret)
+    del lost["pp_size"]
+    expected = "altered" if secret else "remote_protocol 5 does not go with pp_size 1: let the"
+    with pytest.raises(ProtocolError, match=expected):
+        read_params(lost, secret)
+    expected = "altered" if secret else "remote_protocol 4 does not go with pp_size 2"
+    with pytest.raises(ProtocolError, match=expected):
+        read_params({**write_params(HANDLE, secret), "pp_size": 2}, secret)
+
+
+def test_a_seal_of_one_stage_is_that_of_older_engines() -> None:
+    """They encode the fields that they know, without the number of stages."""
+    params = write_params(HANDLE, SECRET)
+    unknown = ("pp_size", "remote_first_token_goes_on", "do_remote_prefill", "do_remote_decode")
+    known = {name: one for name, one in params.items() if name not in (*unknown, "transfer_mode")}
+    content = msgspec.msgpack.Encoder(order="sorted").encode({**known, "remote_seal": ""})
+    assert params["remote_seal"] == prove_params(SECRET, content)
+    content = msgspec.msgpack.Encoder(order="sorted").encode({**known, "remote_seal": "", "x": 1})
+    assert params["remote_seal"] != prove_params(SECRET, content)
 
 
 def test_a_proof_is_that_of_one_secret_and_of_all_values() -> None:
@@ -143,6 +184,8 @@ def test_a_missing_or_empty_field_is_named(name: str) -> None:
         ("tp_size", 0),
         ("tp_size", MAX_RANKS + 1),
         ("tp_size", -1),
+        ("pp_size", 0),
+        ("pp_size", MAX_RANKS),
         ("tp_size", []),
         ("remote_host", 5),
         ("remote_engine_id", ["p"]),

@@ -3,8 +3,6 @@ against the meaning of the bytes: a stage's worker holds its own layers and noth
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -18,23 +16,13 @@ from planned_read import LOCAL_ADDRESS, REMOTE_ADDRESS, offsets_of, pairs_of, so
 from reference_cache import Cache
 from reference_layout import describe
 from reference_meaning import differences
+from reference_stages import Stages, cut, described, names_of, stage_of
 
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.geometry.layout import CacheLayout, check_layout
+from vllm_commext.nixl.geometry.layout import check_layout
 from vllm_commext.nixl.geometry.plan import plan_read
 
-Stages = list[list[str]]
 MAX_STAGES = 4
-
-
-def names_of(cache: Cache) -> list[str]:
-    return [region.name for region in cache.regions]
-
-
-def cut(names: Sequence[str], ends: Sequence[int]) -> Stages:
-    """Stages that end behind these positions, the last one behind the last layer."""
-    bounds = [0, *sorted(set(ends)), len(names)]
-    return [list(names[one:two]) for one, two in zip(bounds, bounds[1:], strict=False)]
 
 
 @st.composite
@@ -45,20 +33,6 @@ def stages(draw: st.DrawFn, cache: Cache) -> Stages:
         return [names]
     ends = st.lists(st.integers(1, len(names) - 1), max_size=MAX_STAGES - 1)
     return cut(names, draw(ends))
-
-
-def stage_of(cache: Cache, names: Sequence[str]) -> Cache:
-    """The same memory, with a meaning only where these layers are."""
-    one = copy.copy(cache)
-    one.regions = [region for region in cache.regions if region.name in names]
-    return one
-
-
-def described(cache: Cache, dealt: Stages, stage: int, rank: int, address: int) -> CacheLayout:
-    layout = describe(stage_of(cache, dealt[stage]), rank, address)
-    layout = msgspec.structs.replace(layout, pp_rank=stage, stages=dealt)
-    check_layout(layout)
-    return layout
 
 
 def faults(case: Case, theirs: Stages, ours: Stages, shift: int = 0) -> list[str]:

@@ -104,8 +104,8 @@ def test_the_rank_that_was_asked_for_is_described(
     ("request_", "words"),
     [
         (wire.DescribeRequest(engine_id="q", tp_rank=1), ["'p'", "'q'"]),
-        (wire.DescribeRequest(engine_id="p", tp_rank=2), ["[0, 1]", "rank 2"]),
-        (wire.DescribeRequest(engine_id="p", tp_rank=-1), ["[0, 1]", "rank -1"]),
+        (wire.DescribeRequest(engine_id="p", tp_rank=2), ["[0, 1]", "worker 2"]),
+        (wire.DescribeRequest(engine_id="p", tp_rank=-1), ["[0, 1]", "worker -1"]),
         (wire.DescribeRequest(engine_id="p", tp_rank=1, version=9), ["protocol 4", "protocol 9"]),
         (wire.DescribeRequest(engine_id="p", tp_rank=1, magic="m"), ["commext-nixl"]),
     ],

@@ -13,8 +13,10 @@ from vllm_commext.nixl.geometry.topology import (
     Split,
     check_even,
     interval,
+    over_stages,
     sources,
     units_from,
+    worker_number,
 )
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
@@ -136,6 +138,35 @@ def test_every_prefill_rank_waits_for_those_that_come(
         }
         assert plan.read == tuple(sorted(reads))
         assert set(plan.num_consumers) == {*plan.read, *plan.release_only}
+
+
+@given(st.data(), SIZES, SIZES, st.integers(1, 4), st.integers(1, 4))
+@settings(max_examples=100)
+def test_every_worker_of_every_stage_waits_for_those_that_come(
+    data: st.DataObject, num_sources: int, num_readers: int, num_stages: int, num_own: int
+) -> None:
+    dealt_out = data.draw(st.lists(splits(num_sources, num_readers), min_size=1, max_size=3))
+    alone = [
+        sources(dealt_out, Rank(num_readers, rank), num_sources) for rank in range(num_readers)
+    ]
+    plans = [
+        over_stages(one, num_sources, num_stages=num_stages, num_reader_stages=num_own)
+        for _ in range(num_own)
+        for one in alone
+    ]
+    for stage in range(num_stages):
+        for rank in range(num_sources):
+            number = stage * num_sources + rank
+            assert worker_number(stage, Rank(num_sources, rank)) == number
+            coming = [plan for plan in plans if number in (*plan.read, *plan.release_only)]
+            assert coming
+            assert {plan.num_consumers[number] for plan in coming} == {len(coming)}
+            # Whoever reads from a rank of one stage has to do with that rank of each.
+            for one, plan in zip(alone * num_own, plans, strict=True):
+                assert (rank in one.read) == (number in plan.read)
+    for plan in plans:
+        assert set(plan.num_consumers) == {*plan.read, *plan.release_only}
+        assert max(plan.num_consumers, default=0) < num_stages * num_sources
 
 
 def test_small_sources() -> None:

@@ -193,8 +193,8 @@ def test_random_histories_end_every_use_and_release_every_source_once(data: st.D
         if not expected.parts:
             assert expected.use.failure is (expected.failures[0] if expected.failures else None)
             del open_uses[name]
-        wanted = {one.rank for other in open_uses.values() for one in other.parts}
-        in_use = {rank for rank, source in transfer.sources.items() if source.num_users}
+        wanted = {one.worker for other in open_uses.values() for one in other.parts}
+        in_use = {worker for worker, source in transfer.sources.items() if source.num_users}
         assert in_use == wanted
         assert transfer.uses.keys() == open_uses.keys()
     assert sorted(due(transfer, later())) == sorted(transfer.sources)

@@ -28,7 +28,7 @@ MAX_IDS_BYTES = 32 * 1024
 """Request ids in one message: their number, and their bytes."""
 
 PeerKey = tuple[str, str, int, int]
-"""A prefill worker: engine id, host and port of its side channel, rank."""
+"""A prefill worker: engine id, host and port of its side channel, its number there."""
 
 
 def interval_of(lease_seconds: float) -> float:
@@ -130,8 +130,8 @@ class KeepAlive:
             return
         now = time.monotonic()
         remote_id = use.transfer.remote.request_id
-        for rank in use.ranks:
-            key = use.transfer.sources[rank].key
+        for worker in use.workers:
+            key = use.transfer.sources[worker].key
             link = self._peers.find(key) if use.load is not None else None
             delay = 0.0 if use.load is None else _interval(link)
             self._watched.watch(use.request_id, key, remote_id, now + delay)

@@ -29,7 +29,7 @@ class Asker(Protocol):
     """Who can ask, as far as is needed here."""
 
     def ask(self, host: str, port: int) -> Inquiry:
-        """Ask whichever engine serves there for the description of its first rank."""
+        """Ask whichever engine serves there for the description of its first worker."""
         ...
 
 
@@ -42,6 +42,7 @@ class Introduced:
     host: str
     port: int
     tp_size: int
+    pp_size: int
 
 
 @dataclass
@@ -109,8 +110,8 @@ class Introductions:
             reply = wire.as_description(reply)
             described = wire.open_description(reply)
             host, port = reply.host or entry.host, reply.port or entry.port
-            size = described.layout.tp_size
-            return Introduced(described.engine_id, reply.incarnation, host, port, size)
+            size = described.layout.tp_size, described.layout.pp_size
+            return Introduced(described.engine_id, reply.incarnation, host, port, *size)
         if now - entry.asked >= self._limit_seconds:
             raise CommextTimeoutError(f"no answer within {self._limit_seconds:g} s")
         return None

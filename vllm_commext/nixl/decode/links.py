@@ -13,6 +13,7 @@ from vllm_commext.nixl.decode.heartbeats import PeerKey
 from vllm_commext.nixl.geometry.descriptors import UInt64Array
 from vllm_commext.nixl.geometry.layout import CacheLayout
 from vllm_commext.nixl.geometry.plan import ReadPlan
+from vllm_commext.nixl.geometry.topology import Split
 from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.sweep import Sweeper, num_descriptors
@@ -31,6 +32,7 @@ class LocalSide:
         layout: this worker's cache.
         memory_type: NIXL memory type of the cache, "DRAM" or "VRAM".
         device_id: device of the cache.
+        other_splits: ways in which something is dealt out to the ranks of other pipeline stages.
     """
 
     engine_id: str
@@ -38,11 +40,18 @@ class LocalSide:
     layout: CacheLayout
     memory_type: str = "DRAM"
     device_id: int = 0
+    other_splits: frozenset[Split] = frozenset()
 
     @property
     def consumer(self) -> str:
         """How a prefill worker tells this reader from others."""
-        return f"{self.engine_id}/{self.layout.tp_rank}"
+        return f"{self.engine_id}/{self.layout.worker}"
+
+    @property
+    def splits(self) -> frozenset[Split]:
+        """Every way in which something is dealt out to the ranks, in any stage: all workers have to
+        agree on who reads from whom."""
+        return self.layout.splits() | self.other_splits
 
 
 class Shared:
@@ -74,7 +83,7 @@ class Link:
     """A connection to a prefill worker that can be read from; made with one user.
 
     Attributes:
-        key: engine id, host, port and rank it was asked under.
+        key: engine id, host, port and worker number it was asked under.
         incarnation: the start of its engine.
         agent_name: name of its NIXL agent.
         plan: how to read from it.

@@ -22,6 +22,7 @@ from vllm_commext.nixl.decode.links import Link, LocalSide
 from vllm_commext.nixl.decode.peers import Peer, PeerTable
 from vllm_commext.nixl.decode.reads import End, Read, ReadSet, prepare
 from vllm_commext.nixl.decode.releases import Teller
+from vllm_commext.nixl.decode.source_plan import SourcePlan
 from vllm_commext.nixl.decode.transfers import (
     Failure,
     Identity,
@@ -34,7 +35,6 @@ from vllm_commext.nixl.decode.transfers import (
     remote_of,
     restarted,
 )
-from vllm_commext.nixl.geometry.topology import Sources, check_even, sources
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.outcomes import OutcomeBox
@@ -80,8 +80,7 @@ class Loader:
         # Transfers to be released, by the time when they are.
         self._closing: deque[tuple[float, Transfer]] = deque()
         self._uses: dict[str, Use] = {}
-        self._sources: dict[int, Sources] = {}
-        self._splits = local.layout.splits()
+        self._sources = SourcePlan(local)
         self._log = RateLimitedLog()
         self._teller = Teller(agent, local.consumer, self._peers, self._log)
         self._refusal: Exception | None = None
@@ -152,7 +151,7 @@ class Loader:
         self._keep_alive.watch(self._use(transfer, wait.request_id))
 
     def begin(self, load: Load) -> None:
-        """Start a load: a part for each prefill rank that it reads from."""
+        """Start a load: a part for each prefill worker that it reads from."""
         parts: list[Part] = []
         self._keep_alive.end_all(load.request_id)
         known = self._uses.get(load.request_id)
@@ -180,7 +179,9 @@ class Loader:
     def _transfer_of(self, remote: RemoteRequest) -> Transfer:
         key = identity(remote)
         if key not in self._transfers:
-            self._transfers[key] = Transfer(remote, self._sources_of(remote.tp_size))
+            self._transfers[key] = Transfer(
+                remote, self._sources.of(remote.tp_size, remote.pp_size)
+            )
         return self._transfers[key]
 
     def _refused(self, load: Load, remote: RemoteRequest) -> Failure | None:
@@ -190,26 +191,10 @@ class Loader:
         if load.refusal:
             return Failure("request", ProtocolError(load.refusal))
         try:
-            self._check_even(remote.tp_size)
+            self._sources.check(remote.tp_size)
         except UnsupportedError as error:
             return Failure("configuration", error)
         return None
-
-    def _check_even(self, tp_size: int) -> None:
-        for split in self._splits:
-            check_even(split, tp_size, "the prefill engine's ranks")
-
-    def _sources_of(self, tp_size: int) -> Sources:
-        if tp_size not in self._sources:
-            rank = self._local.layout.rank
-            try:
-                self._check_even(tp_size)
-                self._sources[tp_size] = sources(self._splits, rank, tp_size)
-            except UnsupportedError:
-                # No rank of this engine reads: the first one releases all of them.
-                ranks = tuple(range(tp_size)) if rank.index == 0 else ()
-                self._sources[tp_size] = Sources((), ranks, dict.fromkeys(ranks, 1))
-        return self._sources[tp_size]
 
     def _start(self, part: Part) -> None:
         """Queue a part at its peer, and go on with what is queued there."""
@@ -251,9 +236,9 @@ class Loader:
 
     def _connect(self, introduced: Introduced) -> None:
         """Connect to the workers of an engine that this one will read from."""
-        ranks = self._sources_of(introduced.tp_size).num_consumers
-        for rank in ranks:
-            key = (introduced.engine_id, introduced.host, introduced.port, rank)
+        workers = self._sources.of(introduced.tp_size, introduced.pp_size).num_consumers
+        for worker in workers:
+            key = (introduced.engine_id, introduced.host, introduced.port, worker)
             try:
                 self._peers.prepare(key, introduced.incarnation)
             except CommextError as error:
@@ -356,18 +341,19 @@ class Loader:
         self._start(part)
 
     def _check_size(self, part: Part, link: Link) -> None:
-        """Refuse a wrong number of ranks; the ranks that there are keep the blocks in vain."""
-        transfer, tp_size = part.use.transfer, link.plan.remote.tp_size
-        if part.remote.tp_size == tp_size:
+        """Refuse a wrong number of workers; those that there are keep the blocks in vain."""
+        transfer, remote, there = part.use.transfer, part.remote, link.plan.remote
+        if (remote.tp_size, remote.pp_size) == (there.tp_size, there.pp_size):
             return
         if not all(source.is_gone for source in transfer.sources.values()):
             transfer.give_up_sources()
-            right = self._transfer_of(replace(part.remote, tp_size=tp_size))
+            right = self._transfer_of(replace(remote, tp_size=there.tp_size, pp_size=there.pp_size))
             right.release_unused()
             self._release(right, time.perf_counter())
         raise ProtocolError(
-            f"kv_transfer_params: tp_size is {part.remote.tp_size}, but the prefill engine has "
-            f"{tp_size} ranks: let the router pass tp_size on"
+            f"kv_transfer_params: tp_size is {remote.tp_size} and pp_size {remote.pp_size}, but "
+            f"the prefill engine has {there.tp_size} ranks in {there.pp_size} stages: let the "
+            "router pass both on"
         )
 
     def _check_fence(self, part: Part) -> None:

@@ -17,6 +17,7 @@ from vllm_commext.nixl.decode.heartbeats import PeerKey
 from vllm_commext.nixl.decode.links import Link, Links, LocalSide, Shared
 from vllm_commext.nixl.decode.peer_states import BackOff, PeerEvent, PeerState, next_state
 from vllm_commext.nixl.decode.transfers import Part, Source, Transfer, Use
+from vllm_commext.nixl.geometry.layout import describe_place
 from vllm_commext.nixl.geometry.plan import plan_read
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
@@ -147,7 +148,7 @@ class PeerTable:
         )
 
     def ask(self, host: str, port: int) -> Inquiry:
-        """Ask the first rank of whichever engine serves a side channel for its description.
+        """Ask the first worker of whichever engine serves a side channel for its description.
 
         Raises:
             ProtocolError: it cannot be asked.
@@ -275,10 +276,10 @@ class PeerTable:
         return peer
 
     def _inquire(self, key: PeerKey) -> Inquiry:
-        engine_id, host, port, rank = key
+        engine_id, host, port, worker = key
         request = wire.DescribeRequest(
             engine_id=engine_id,
-            tp_rank=rank,
+            tp_rank=worker,
             consumer=self._local.consumer,
             configuration=digest(self._local.facts),
         )
@@ -325,10 +326,10 @@ class PeerTable:
     def _admit(self, peer: Peer, reply: wire.Described, now: float) -> None:
         described = wire.open_description(reply)
         key = peer.key
-        found = (described.engine_id, described.layout.tp_rank)
+        found = (described.engine_id, described.layout.worker)
         if found != (key[0], key[3]):
             raise ProtocolError(
-                f"asked for rank {key[3]} of engine {key[0]!r}, got rank {found[1]} of engine "
+                f"asked for worker {key[3]} of engine {key[0]!r}, got worker {found[1]} of engine "
                 f"{found[0]!r}"
             )
         if peer.link is None or peer.link.incarnation != reply.incarnation:
@@ -443,16 +444,15 @@ def _as_error(failure: Exception, key: PeerKey) -> CommextError:
 
 def _log_ready(link: Link, described: wire.WorkerDescription, tolerated: str) -> None:
     """Say once how a peer will be read."""
-    engine_id, host, port, rank = link.key
+    engine_id, host, port, _ = link.key
     lengths = link.plan.local_rows[:, 1]
     logger.info(
-        "prefill engine %s at %s:%d is ready: rank %d of %d, %d blocks; %d descriptors of "
+        "prefill engine %s at %s:%d is ready: %s, %d blocks; %d descriptors of "
         "%d to %d bytes for each cell of tokens or state%s",
         engine_id,
         host,
         port,
-        rank,
-        described.layout.tp_size,
+        describe_place(described.layout),
         described.layout.num_blocks,
         sum(section.num_lanes for section in link.plan.sections),
         lengths.min(initial=1 << 62) if len(lengths) else 0,

@@ -1,11 +1,11 @@
 """What one worker does for one remote request: everything that is under way for it, in one object.
 
 Pure.  Several requests of this engine may use one remote request (``n`` > 1, or a router that uses
-parameters again).  Each of these uses is read in parts, one for each prefill rank involved, and
+parameters again).  Each of these uses is read in parts, one for each prefill worker involved, and
 ends when all of its parts have: blocks into which a part is still being read must not be given to
 anybody else, even if another part has failed.  A use that took too long is given up: it counts as
-failed at once, and as settled when its last part has ended.  A prefill rank is released when no use
-needs it any more.
+failed at once, and as settled when its last part has ended.  A prefill worker is released when no
+use needs it any more.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Failure:
         return str(self.error)
 
 
-Identity = tuple[str, str, str, int, int, str]
+Identity = tuple[str, str, str, int, int, int, str]
 
 
 def identity(remote: RemoteRequest) -> Identity:
     """What tells one remote request from others."""
-    one = remote
-    return one.engine_id, one.incarnation, one.host, one.port, one.tp_size, one.request_id
+    sizes = remote.tp_size, remote.pp_size
+    return remote.engine_id, remote.incarnation, remote.host, remote.port, *sizes, remote.request_id
 
 
 def failure_of(error: Exception, reason: str) -> Failure:
@@ -94,11 +94,11 @@ def describe_source(remote: RemoteRequest | None) -> str:
 
 @dataclass
 class Source:
-    """One prefill rank of a remote request.
+    """One prefill worker of a remote request.
 
     Attributes:
         key: the prefill worker.
-        num_consumers: decode ranks that it waits for.
+        num_consumers: decode workers that it waits for.
         num_users: uses that still need its blocks.
         release_at: when it is to be released, in seconds of ``time.perf_counter``; infinite while
             it is used, and after the release.
@@ -122,7 +122,7 @@ class Use:
         request_id: its id in this engine.
         transfer: what it is a use of.
         load: what is to be read, None before it is known.
-        ranks: prefill ranks that it still needs.
+        workers: numbers of the prefill workers that it still needs.
         failure: why it has failed, None where it has not.
         lateness: why it is to fail, where the scheduler side has been told that it is late.
         is_given_up: it has been reported as failed and has only to settle.
@@ -131,7 +131,7 @@ class Use:
     request_id: str
     transfer: Transfer
     load: Load | None = None
-    ranks: set[int] = field(default_factory=set[int])
+    workers: set[int] = field(default_factory=set[int])
     failure: Failure | None = None
     lateness: Failure | None = None
     is_given_up: bool = False
@@ -139,13 +139,13 @@ class Use:
 
 @dataclass(eq=False)
 class Part:
-    """What one use reads from one prefill rank.
+    """What one use reads from one prefill worker.
 
     Attributes:
         use: whose part it is.
         load: what is read.
-        rank: the prefill rank.
-        key: the prefill worker.
+        worker: number of the prefill worker.
+        key: what it is asked under.
         retried: it was tried before, over a connection that turned out to be broken.
         begun: when it began, in seconds of ``time.perf_counter``.
         pairs: what is copied over a link, once it is known.
@@ -154,7 +154,7 @@ class Part:
 
     use: Use
     load: Load
-    rank: int
+    worker: int
     key: PeerKey
     retried: bool = False
     begun: float = field(default_factory=time.perf_counter)
@@ -175,8 +175,8 @@ class Part:
 class Transfer:
     """One remote request.
 
-    Attributes: ``remote``: where its blocks are.  ``sources``: by prefill rank, those that this
-        worker has to do with.  ``uses``: by request id of this engine.
+    Attributes: ``remote``: where its blocks are.  ``sources``: by number of the prefill worker,
+        those that this worker has to do with.  ``uses``: by request id of this engine.
 
     Args:
         remote: the remote request.
@@ -187,8 +187,8 @@ class Transfer:
         self.remote = remote
         self._read = found.read
         self.sources = {
-            rank: Source((remote.engine_id, remote.host, remote.port, rank), num_consumers)
-            for rank, num_consumers in found.num_consumers.items()
+            worker: Source((remote.engine_id, remote.host, remote.port, worker), num_consumers)
+            for worker, num_consumers in found.num_consumers.items()
         }
         self.uses: dict[str, Use] = {}
 
@@ -204,7 +204,7 @@ class Transfer:
 
     def wait(self, request_id: str) -> Use:
         """A request will load it later: all of its sources are needed."""
-        use = self.uses[request_id] = Use(request_id, self, ranks=set(self.sources))
+        use = self.uses[request_id] = Use(request_id, self, workers=set(self.sources))
         for source in self.sources.values():
             source.num_users += 1
             source.release_at = math.inf
@@ -215,31 +215,31 @@ class Transfer:
         use = self.uses.get(load.request_id) or self.wait(load.request_id)
         use.load = load
         wanted = self._read if load.block_ids else ()
-        for rank in use.ranks - set(wanted):
-            self._drop(use, rank, 0.0)
-        return [Part(use, load, rank, self.sources[rank].key) for rank in wanted]
+        for worker in use.workers - set(wanted):
+            self._drop(use, worker, 0.0)
+        return [Part(use, load, worker, self.sources[worker].key) for worker in wanted]
 
     def close(self, part: Part, failure: Failure | None = None) -> bool:
         """A part has ended; whether its use has ended with it."""
         use = part.use
         use.failure = use.failure or failure
         if failure is not None and failure.reason == "expired":
-            self.sources[part.rank].is_gone = True
-        self._drop(use, part.rank, 0.0 if use.failure else RELEASE_DELAY_SECONDS)
+            self.sources[part.worker].is_gone = True
+        self._drop(use, part.worker, 0.0 if use.failure else RELEASE_DELAY_SECONDS)
         return self.end(use)
 
     def end(self, use: Use) -> bool:
         """Forget a use that needs nothing any more; whether it was one."""
-        if use.ranks or use.load is None:
+        if use.workers or use.load is None:
             return False
         return self.uses.pop(use.request_id, None) is not None
 
-    def _drop(self, use: Use, rank: int, delay: float) -> None:
+    def _drop(self, use: Use, worker: int, delay: float) -> None:
         """A use needs a source no more; the last one has it released after a delay."""
-        if rank not in use.ranks:
+        if worker not in use.workers:
             return
-        use.ranks.discard(rank)
-        source = self.sources[rank]
+        use.workers.discard(worker)
+        source = self.sources[worker]
         source.num_users -= 1
         if source.num_users == 0:
             source.release_at = time.perf_counter() + delay

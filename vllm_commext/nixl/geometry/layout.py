@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.geometry.topology import Rank, Split, interval
+from vllm_commext.nixl.geometry.topology import Rank, Split, interval, worker_number
 
 TOKENS = "tokens"
 """Content of an attention cache in which every token's bytes of a head are one run."""
@@ -175,6 +175,16 @@ class CacheLayout(msgspec.Struct, frozen=True):
         return Rank(self.tp_size, self.tp_rank)
 
     @property
+    def worker(self) -> int:
+        """What tells this worker from the others of its engine."""
+        return worker_number(self.pp_rank, self.rank)
+
+    @property
+    def pp_size(self) -> int:
+        """Pipeline stages of the engine."""
+        return max(1, len(self.stages))
+
+    @property
     def num_regions(self) -> int:
         """Layers."""
         return sum(len(family.names) for family in self.families)
@@ -190,6 +200,12 @@ class CacheLayout(msgspec.Struct, frozen=True):
     def splits(self) -> frozenset[Split]:
         """Every way in which something is dealt out to the ranks."""
         return frozenset(part.split for family in self.families for part in parts_of(family))
+
+
+def describe_place(layout: CacheLayout) -> str:
+    """Where a worker stands in its engine, for people."""
+    rank = f"rank {layout.tp_rank} of {layout.tp_size}"
+    return rank if layout.pp_size == 1 else f"{rank}, stage {layout.pp_rank} of {layout.pp_size}"
 
 
 def parts_of(family: Family) -> Iterator[AttentionGeometry | StatePart]:

@@ -7,6 +7,9 @@ where N exceeds U, vLLM replicates each unit over N/U ranks, so that rank r hold
 
 Each unit that a decode rank needs is read from one of the prefill ranks that hold it.  A prefill
 rank that nobody reads from still has to be told that its blocks are free, by one decode rank.
+
+Of engines with pipeline stages, each stage's ranks do the same with those of every stage of the
+other engine: they read the layers that both have, and where there is none, they only say so.
 """
 
 from __future__ import annotations
@@ -96,6 +99,8 @@ class Sources:
         read: prefill ranks that it reads from, ascending.
         release_only: prefill ranks that it reads nothing from and has to release.
         num_consumers: for each of both, the decode ranks that the prefill rank waits for.
+
+    Where ``over_stages`` has been, all of these are workers.
     """
 
     read: tuple[int, ...]
@@ -116,6 +121,36 @@ def sources(splits: Collection[Split], reader: Rank, num_sources: int) -> Source
     read = tuple(sorted(readers[reader.index]))
     return Sources(
         read, release_only, {source: max(1, consumers[source]) for source in (*read, *release_only)}
+    )
+
+
+def worker_number(stage: int, rank: Rank) -> int:
+    """How a worker is told from the others of its engine: stage after stage, its tensor-parallel
+    rank where there is one stage."""
+    return stage * rank.size + rank.index
+
+
+def over_stages(
+    found: Sources, num_ranks: int, *, num_stages: int, num_reader_stages: int
+) -> Sources:
+    """A decode worker's part in reading from all stages of a prefill engine, by worker numbers.
+
+    Args:
+        found: its part within one stage of each engine, by ranks.
+        num_ranks: tensor-parallel ranks of the prefill engine.
+        num_stages: its pipeline stages.
+        num_reader_stages: those of the decode engine; a prefill worker waits for each of them.
+    """
+
+    def numbers(ranks: Collection[int]) -> tuple[int, ...]:
+        stages = range(num_stages)
+        return tuple(worker_number(one, Rank(num_ranks, rank)) for one in stages for rank in ranks)
+
+    counts = [count * num_reader_stages for count in found.num_consumers.values()]
+    return Sources(
+        numbers(found.read),
+        numbers(found.release_only),
+        dict(zip(numbers(found.num_consumers), counts * num_stages, strict=True)),
     )
 
 

@@ -69,7 +69,7 @@ class SideChannelServer:
         incarnation: differs at every start of the engine; goes out with each answer.
         host: address or name to bind to.
         port: port to bind to.
-        descriptions: the encoded ``WorkerDescription`` of each rank.
+        descriptions: the encoded ``WorkerDescription`` of each worker, by its number.
         secret: what a request must prove to know, see ``seal``; None lets everybody ask.
         drains: whether the engine drains, asked from this server's thread; None where it never
             does.
@@ -105,10 +105,10 @@ class SideChannelServer:
         # Who has asked, by envelope, with what its request had as nonce.
         self._askers: OrderedDict[tuple[bytes, ...], bytes] = OrderedDict()
         described = {
-            rank: wire.describe(body, incarnation, host, port)
-            for rank, body in descriptions.items()
+            number: wire.describe(body, incarnation, host, port)
+            for number, body in descriptions.items()
         }
-        self._answers = {rank: wire.encode(answer) for rank, answer in described.items()}
+        self._answers = {number: wire.encode(answer) for number, answer in described.items()}
         self._configurations = {
             digest(wire.open_description(answer).facts) for answer in described.values()
         }
@@ -217,7 +217,7 @@ class SideChannelServer:
                 return self._gate.prove(wire.encode(self._find(request.keys)), nonce, now)
             if isinstance(request, wire.FindBlocks):
                 return self._gate.prove(wire.encode(self._find_blocks(request)), nonce, now)
-            answer = self._gate.prove(self._answers[self._rank_asked_for(request)], nonce, now)
+            answer = self._gate.prove(self._answers[self._worker_asked_for(request)], nonce, now)
             self._askers[envelope] = nonce
             if len(self._askers) > MAX_TOLD:
                 self._askers.popitem(last=False)
@@ -271,7 +271,7 @@ class SideChannelServer:
             generations=run.generations,
         )
 
-    def _rank_asked_for(self, request: wire.DescribeRequest) -> int:
+    def _worker_asked_for(self, request: wire.DescribeRequest) -> int:
         if request.engine_id not in ("", self.engine_id):
             raise ProtocolError(
                 f"this is engine {self.engine_id!r}, the request is for engine "
@@ -279,8 +279,8 @@ class SideChannelServer:
             )
         if request.tp_rank not in self._answers:
             raise ProtocolError(
-                f"engine {self.engine_id!r} has the ranks {sorted(self._answers)}, the request is "
-                f"for rank {request.tp_rank}"
+                f"engine {self.engine_id!r} has the workers {sorted(self._answers)}, the request "
+                f"is for worker {request.tp_rank}"
             )
         if request.configuration and request.configuration not in self._configurations:
             self._log.warning(

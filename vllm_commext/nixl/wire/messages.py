@@ -49,8 +49,9 @@ class DescribeRequest(Frame, tag="describe", frozen=True):
 
     Attributes:
         engine_id: the prefill engine that the request is meant for, "" for whichever it is.
-        tp_rank: rank of the worker there.
-        consumer: who asks, engine id and rank.
+        tp_rank: number of the worker there: its tensor-parallel rank where the engine has no
+            pipeline stages, else the stages' ranks counted on.
+        consumer: who asks, engine id and worker number.
         configuration: digest of the facts of the engine that asks.
     """
 
@@ -196,8 +197,8 @@ class Released(Frame, tag="released", frozen=True):
 
     Attributes:
         request_id: the request's id in the prefill engine.
-        consumer: engine id and rank of the reader; the same consumer counts once.
-        num_consumers: consumers that the prefill rank has to wait for.
+        consumer: engine id and worker number of the reader; the same consumer counts once.
+        num_consumers: consumers that the prefill worker has to wait for.
     """
 
     request_id: str
@@ -210,7 +211,7 @@ class KeepAlive(Frame, tag="keep_alive", frozen=True):
     reads them.
 
     Attributes:
-        consumer: engine id and rank of the reader, as in ``Released``.
+        consumer: engine id and worker number of the reader, as in ``Released``.
         sender: differs at every start of the reader.
         sequence: grows with each message of the sender.
         request_ids: the requests' ids in the prefill engine.

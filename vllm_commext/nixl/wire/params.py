@@ -24,6 +24,10 @@ from vllm_commext.nixl.wire.seal import SECRET_VARIABLE, check_params, prove_par
 MAX_BLOCKS = 1 << 24
 MAX_GROUPS = 1024
 MAX_RANKS = 1024  # a load may have a part for each, and what is derived from each number is kept
+PIPELINE_PROTOCOL = 5
+"""Version of the parameters of an engine with pipeline stages.  Those of one without are of
+``PROTOCOL_VERSION``: an older reader knows of no stages, and would read those of the first alone.
+"""
 MAX_INT = (1 << 31) - 1
 MAX_SAMPLING_CHARACTERS = 256
 OWN_FIELDS = (
@@ -74,6 +78,7 @@ class _RemoteParams(msgspec.Struct, kw_only=True):
     remote_block_ids: list[list[int]]
     remote_num_tokens: int
     tp_size: int
+    pp_size: int = 1
     remote_protocol: int = 0
     remote_incarnation: str = ""
     remote_fence_slot: int = -1
@@ -125,13 +130,7 @@ def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> Handl
         ) from error
     _check_seal(remote, secret)
     _check_ranges(remote)
-    if remote.remote_protocol != PROTOCOL_VERSION:
-        raise OtherProtocolError(
-            f"kv_transfer_params: expected remote_protocol {PROTOCOL_VERSION}, got "
-            f"{remote.remote_protocol or 'none'}: install the same vllm-commext on both engines "
-            "(0.2 has none), and let the router pass all parameters on",
-            _remote_of(remote),
-        )
+    _check_protocol(remote)
     _check_prompt(remote.remote_prompt)
     return Handle(
         _remote_of(remote),
@@ -256,7 +255,8 @@ def write_params(
         remote_block_ids=[list(group) for group in remote.block_ids],
         remote_num_tokens=remote.num_tokens,
         tp_size=remote.tp_size,
-        remote_protocol=PROTOCOL_VERSION,
+        pp_size=remote.pp_size,
+        remote_protocol=_protocol_of(remote.pp_size),
         remote_incarnation=remote.incarnation,
         remote_fence_slot=remote.fence_slot,
         remote_fence_nonce=f"{remote.fence_nonce:016x}",
@@ -265,7 +265,7 @@ def write_params(
         remote_sampling=handle.sampling,
     )
     if secret is not None:
-        written.remote_seal = prove_params(secret, _CANONICAL.encode(written))
+        written.remote_seal = prove_params(secret, _proven(written))
     fields = msgspec.to_builtins(written)
     if handle.first_token < 0:
         del fields["remote_first_token"], fields["remote_sampling"]
@@ -292,15 +292,47 @@ def _check_seal(remote: _RemoteParams, secret: bytes | None) -> None:
             )
         return
     try:
-        content = _CANONICAL.encode(remote)
+        content = _proven(remote)
     except OverflowError as error:
         raise ProtocolError(f"kv_transfer_params were altered: {error}") from error
     check_params(secret, content, proof)
 
 
+def _proven(remote: _RemoteParams) -> bytes:
+    """What a seal proves: of engines without pipeline stages what it has always been."""
+    fields = msgspec.structs.asdict(remote)
+    if remote.pp_size == 1:
+        del fields["pp_size"]
+    return _CANONICAL.encode(fields)
+
+
+def _protocol_of(pp_size: int) -> int:
+    return PROTOCOL_VERSION if pp_size == 1 else PIPELINE_PROTOCOL
+
+
+def _check_protocol(remote: _RemoteParams) -> None:
+    """Refuse another version's parameters, and those that have lost the number of stages."""
+    got, expected = remote.remote_protocol, _protocol_of(remote.pp_size)
+    if got == expected:
+        return
+    if got in (PROTOCOL_VERSION, PIPELINE_PROTOCOL):
+        raise ProtocolError(
+            f"kv_transfer_params: remote_protocol {got} does not go with pp_size "
+            f"{remote.pp_size}: let the router pass pp_size on"
+        )
+    raise OtherProtocolError(
+        f"kv_transfer_params: expected remote_protocol {expected}, got {got or 'none'}: install "
+        "the same vllm-commext on both engines (0.2 has none), and let the router pass all "
+        "parameters on",
+        _remote_of(remote),
+    )
+
+
 def _check_ranges(remote: _RemoteParams) -> None:
     _check_range("remote_port", remote.remote_port, 1, 65535)
     _check_range("tp_size", remote.tp_size, 1, MAX_RANKS)
+    _check_range("pp_size", remote.pp_size, 1, MAX_RANKS)
+    _check_range("tp_size * pp_size", remote.tp_size * remote.pp_size, 1, MAX_RANKS)
     _check_range("len(remote_block_ids)", len(remote.remote_block_ids), 1, MAX_GROUPS)
     num_blocks = sum(len(block_ids) for block_ids in remote.remote_block_ids)
     _check_range("blocks in remote_block_ids", num_blocks, 0, MAX_BLOCKS)
@@ -329,6 +361,7 @@ def _remote_of(remote: _RemoteParams) -> RemoteRequest:
         host=remote.remote_host,
         port=remote.remote_port,
         tp_size=remote.tp_size,
+        pp_size=remote.pp_size,
         request_id=remote.remote_request_id,
         block_ids=tuple(tuple(block_ids) for block_ids in remote.remote_block_ids),
         num_tokens=remote.remote_num_tokens,
