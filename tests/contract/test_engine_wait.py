@@ -112,6 +112,19 @@ def test_an_engine_that_only_holds_or_loads_waits_before_each_step(
     assert waits == [False] * 10
 
 
+@pytest.mark.parametrize(("under_way", "num_steps"), [(1, 3), (2, 3), (3, 4), (5, 6)])
+def test_what_is_under_way_is_flushed_before_the_first_wait(
+    under_way: int, num_steps: int, bell: Doorbell, waits: list[bool]
+) -> None:
+    """vLLM keeps a step for each pipeline stage, and one more, under way."""
+    core = Core(bell, HELD)
+    core.batch_queue_size = under_way  # pyright: ignore
+    assert core.turn(num_steps) == num_steps
+    assert waits == []
+    core.turn()
+    assert len(waits) == 1
+
+
 def test_it_really_sleeps(bell: Doorbell, monkeypatch: pytest.MonkeyPatch) -> None:
     """One wait of half a minute, ended by a ring of the last step's."""
     monkeypatch.setattr(doorbell, "MAX_WAIT_SECONDS", 30.0)

@@ -231,16 +231,47 @@ def test_states_are_not_copied_to_the_host() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ],
+    ["decode_context_parallel_size", "prefill_context_parallel_size"],
 )
 def test_other_parallelism_is_refused_by_name(name: str) -> None:
     config = vllm_config()
     setattr(config.parallel_config, name, 2)
     with pytest.raises(UnsupportedError, match=f"{name} > 1 .* got 2"):
+        CommextNixlConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
+
+
+def staged(**extra: Any) -> VllmConfig:
+    config = vllm_config(**extra)
+    config.parallel_config.pipeline_parallel_size = 2
+    config.parallel_config.distributed_executor_backend = "mp"
+    return config
+
+
+def test_pipeline_stages_are_served_where_vllm_names_their_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert compat.tells_stages_apart() == (Version("0.32") <= VLLM)
+    monkeypatch.setattr(engine_facts, "tells_stages_apart", lambda: True)
+    engine_facts.check_supported(staged(), cache_config(FULL), settings())
+    monkeypatch.setattr(engine_facts, "tells_stages_apart", lambda: False)
+    engine_facts.check_supported(vllm_config(), cache_config(FULL), settings())
+    with pytest.raises(UnsupportedError, match=r"-size 2: vLLM .* alone, expected vLLM >= 0\.32"):
+        engine_facts.check_supported(staged(), cache_config(FULL), settings())
+
+
+def test_what_does_not_go_with_pipeline_stages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_facts, "tells_stages_apart", lambda: True)
+    with pytest.raises(UnsupportedError, match="while they are computed: start without stream_ch"):
+        CommextNixlConnector(
+            staged(stream_chunks=True), KVConnectorRole.SCHEDULER, cache_config(FULL)
+        )
+    with pytest.raises(UnsupportedError, match="finished requests: start without reuse_blocks"):
+        CommextNixlConnector(
+            staged(reuse_blocks=True), KVConnectorRole.SCHEDULER, cache_config(FULL)
+        )
+    config = staged()
+    config.parallel_config.distributed_executor_backend = "ray"
+    with pytest.raises(UnsupportedError, match="executor-backend mp, got 'ray'"):
         CommextNixlConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
 
 

@@ -12,10 +12,18 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from vllm_commext.errors import ConfigError
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.geometry.layout import FULL, Group
-from vllm_commext.nixl.metadata import WorkerMetadata
+from vllm_commext.nixl.geometry.layout import (
+    FULL,
+    TOKENS,
+    AttentionGeometry,
+    CacheLayout,
+    Family,
+    Group,
+)
+from vllm_commext.nixl.metadata import HandshakeMetadata, WorkerMetadata
 from vllm_commext.nixl.metrics.recorder import Ends
 from vllm_commext.nixl.scheduler import SchedulerSide
+from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import endpoint
 from vllm_commext.testing.ports import free_port
 
@@ -23,11 +31,18 @@ HOST = "127.0.0.1"
 BOUND_SECONDS = 60
 
 
-def scheduler_side(port: int, tp_size: int = 1, **settings: Any) -> SchedulerSide:
+def scheduler_side(port: int, tp_size: int = 1, pp_size: int = 1, **settings: Any) -> SchedulerSide:
     config = ConnectorConfig(side_channel_host=HOST, side_channel_port=port, **settings)
     groups = [Group(FULL, 16)]
     return SchedulerSide(
-        "p", config, groups=groups, tp_size=tp_size, port=port, produces=True, consumes=True
+        "p",
+        config,
+        groups=groups,
+        tp_size=tp_size,
+        pp_size=pp_size,
+        port=port,
+        produces=True,
+        consumes=True,
     )
 
 
@@ -107,6 +122,69 @@ def test_a_request_is_counted_once_whatever_the_number_of_ranks(num_ranks: int) 
     assert stats["gauges"]["scheduler"]["held_requests"] == 0
     assert side._ends == Ends()
     side.close()
+
+
+def test_blocks_of_a_late_load_wait_for_the_workers_of_all_stages() -> None:
+    side = scheduler_side(free_port(), tp_size=2, pp_size=3)
+    freed: list[Any] = []
+    pool: Any = SimpleNamespace(touch=lambda blocks: None, free_blocks=freed.extend)
+    side.bind_block_pool(pool)
+    side._quarantine.note_load("r", ["block"])  # pyright: ignore[reportArgumentType]
+    side.note_outcomes(set(), set(), WorkerMetadata(late={"r"}))
+    side.note_outcomes(set(), set(), WorkerMetadata(settled={"r": 5}))
+    assert freed == []
+    side.note_outcomes(set(), set(), WorkerMetadata(settled={"r": 1}))
+    assert freed == ["block"]
+    assert side.doorbell._num_workers == 6
+    side.close()
+
+
+def test_workers_of_all_stages_are_described_under_their_numbers() -> None:
+    side = scheduler_side(free_port(), tp_size=2, pp_size=2)
+    described = {
+        (stage, rank): HandshakeMetadata(description(stage, rank))
+        for stage in range(2)
+        for rank in range(2)
+    }
+    side.serve(described)
+    assert side._server is not None
+    layouts = {
+        number: wire.open_description(wire.as_description(wire.decode_reply(answer))).layout
+        for number, answer in side._server._answers.items()
+    }
+    side.close()
+    assert sorted(layouts) == [0, 1, 2, 3]
+    places = {number: (one.pp_rank, one.tp_rank) for number, one in layouts.items()}
+    assert places == {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}
+    assert all(layout.worker == number for number, layout in layouts.items())
+
+
+def description(stage: int, rank: int) -> bytes:
+    """What the worker of a stage with one layer says."""
+    geometry = AttentionGeometry(
+        *(8, 1, 64, 16, 2, False, 1, 32, 2, 2),
+        content=TOKENS,
+        dtype="uint8",
+    )
+    layout = CacheLayout(
+        tp_size=2,
+        tp_rank=rank,
+        num_blocks=8,
+        groups=[Group(FULL, 16)],
+        families=[Family(0, [f"layer{stage}"], [4096], geometry)],
+        pp_rank=stage,
+        stages=[["layer0"], ["layer1"]],
+    )
+    return wire.encode_description(
+        wire.WorkerDescription(
+            engine_id="p",
+            facts={},
+            agent_metadata=b"",
+            memory_type="DRAM",
+            device_id=0,
+            layout=layout,
+        )
+    )
 
 
 def test_each_record_has_the_gauges_of_the_whole_engine() -> None:

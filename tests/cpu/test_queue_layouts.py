@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.layouts import UNCOMPILED
 from vllm_commext.testing import cluster
 from vllm_commext.testing.parity import complete
 from vllm_commext.testing.prompts import prompt_set
@@ -16,14 +17,6 @@ from vllm_commext.testing.servers import VllmServer
 
 pytestmark = pytest.mark.long  # four servers
 PROMPTS = prompt_set(6, seed=5, block_size=cluster.BLOCK_SIZE)
-
-# On a CPU, vLLM 0.32 makes the tensors between pipeline stages in the run that warms compiled code
-# up, and an eager server has none. So this one believes that it compiles, and torch does not.
-UNCOMPILED = {
-    "TORCH_COMPILE_DISABLE": None,
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_USE_AOT_COMPILE": "0",
-}
 
 WORKERS = re.compile(r"^\(VllmWorker-\d+ pid=(\d+)\).*commext: shm_queue active", re.MULTILINE)
 

@@ -21,7 +21,8 @@ from vllm_commext.nixl.doorbell import Doorbell
 SYMBOL = "vllm.v1.engine.core:EngineCoreProc._process_engine_step"
 FLUSH_STEPS = 3
 """Steps without tokens that bring the workers what the scheduler has to say and the scheduler what
-they have to say, also where vLLM keeps two steps under way."""
+they have to say, also where vLLM keeps two steps under way.  It keeps one for each pipeline stage
+and one more: see ``flush_steps``."""
 
 Step = Callable[[Any], bool]
 
@@ -62,6 +63,11 @@ def install() -> None:
     rebind(row, process_engine_step)
 
 
+def flush_steps(core: Any) -> int:
+    """``FLUSH_STEPS`` of an engine that may keep more than two steps under way."""
+    return max(FLUSH_STEPS, getattr(core, "batch_queue_size", 1) + 1)
+
+
 class EngineWait:
     """What one engine's thread does before its steps.
 
@@ -94,13 +100,14 @@ class EngineWait:
         if not self._has_nothing_to_compute(core):
             self._num_quiet_steps = 0
             return process(core)
-        if self._num_quiet_steps >= FLUSH_STEPS:
+        num_flushing = flush_steps(core)
+        if self._num_quiet_steps >= num_flushing:
             if self._doorbell.wait(core.input_queue):
                 self._num_quiet_steps = 0
             if not core.input_queue.empty():
                 return False
         self._num_quiet_steps += 1
-        return process(core) if self._num_quiet_steps > FLUSH_STEPS else _at_once(core, process)
+        return process(core) if self._num_quiet_steps > num_flushing else _at_once(core, process)
 
     def _has_nothing_to_compute(self, core: Any) -> bool:
         """Whether all requests are finished ones whose blocks are kept, or wait for a load."""

@@ -111,12 +111,14 @@ def drop_last_prompt_token(request: Request) -> None:
     request.max_tokens = 1
 
 
+def tells_stages_apart() -> bool:
+    """Whether vLLM hands over the workers of every pipeline stage (0.32 and newer)."""
+    base = importlib.import_module(_BASE).KVConnectorBase_V1
+    return hasattr(base, "set_xfer_handshake_metadata_pp_aware")
+
+
 def context_parallel_sizes(vllm_config: VllmConfig) -> dict[str, int]:
-    """Sizes of the kinds of parallelism that split a request's KV cache by token or by layer."""
+    """Sizes of the kinds of parallelism that split a request's KV cache by token."""
     parallel = vllm_config.parallel_config
-    names = (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    )
+    names = ("decode_context_parallel_size", "prefill_context_parallel_size")
     return {name: int(getattr(parallel, name, 1)) for name in names}

@@ -27,6 +27,7 @@ from vllm_commext.nixl import engine_facts
 from vllm_commext.nixl.config import parse_config
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.metrics.prometheus import CommextNixlPromMetrics, CommextNixlStats
+from vllm_commext.nixl.pipeline import ONE_STAGE, Pipeline, gather_bytes
 from vllm_commext.nixl.scheduler import SchedulerSide
 from vllm_commext.nixl.vllm_cache import groups_of
 from vllm_commext.nixl.worker import WorkerSide, metadata_of
@@ -52,6 +53,18 @@ _TransferResults = transfer_results_class()
 # vLLM imports this module where the connector is to be used and nowhere else, before any cache is
 # shaped.
 conv_state.ask_for_dim_first()
+
+
+def pipeline_of(vllm_config: VllmConfig) -> Pipeline:
+    """This worker's place among its engine's stages."""
+    if vllm_config.parallel_config.pipeline_parallel_size == 1:
+        return ONE_STAGE
+    from vllm.distributed.parallel_state import get_pp_group
+
+    group = get_pp_group()
+    return Pipeline(
+        group.world_size, group.rank_in_group, lambda own: gather_bytes(own, group.cpu_group)
+    )
 
 
 class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
@@ -92,6 +105,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
                 config,
                 groups=groups_of(kv_cache_config),
                 tp_size=vllm_config.parallel_config.tensor_parallel_size,
+                pp_size=vllm_config.parallel_config.pipeline_parallel_size,
                 port=config.side_channel_port + vllm_config.parallel_config.data_parallel_index,
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
@@ -115,6 +129,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
                 kv_cache_config,
                 engine_facts.model_facts(vllm_config, get_tensor_model_parallel_rank()),
                 keeps_host_copy=engine_facts.keeps_host_copy(vllm_config, config),
+                pipeline=pipeline_of(vllm_config),
                 max_stream_blocks=streaming.max_blocks,
                 max_reuse_blocks=reusing.max_blocks,
             )

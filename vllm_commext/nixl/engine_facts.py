@@ -16,6 +16,7 @@ from vllm_commext.compat.kv_connector import (
     attention_backends,
     config_file_of,
     context_parallel_sizes,
+    tells_stages_apart,
     transfer_results_class,
 )
 from vllm_commext.compat.versions import cache_meaning
@@ -67,6 +68,7 @@ def check_supported(
             _check_spec(spec)
     _check_model(vllm_config)
     _check_speculation(vllm_config)
+    _check_stages(vllm_config, config)
     num_groups = len(kv_cache_config.kv_cache_groups)
     if num_groups > 1 and transfer_results_class() is None:
         raise UnsupportedError(
@@ -85,6 +87,35 @@ def check_supported(
         raise UnsupportedError(
             "CommextNixlConnector keeps no copy of states in host memory: start without "
             f"host_copy and with kv_buffer_device {device!r}"
+        )
+
+
+def _check_stages(vllm_config: VllmConfig, config: ConnectorConfig) -> None:
+    """Refuse pipeline stages where the workers of all of them are not heard of, or not read."""
+    parallel = vllm_config.parallel_config
+    what = f"CommextNixlConnector with --pipeline-parallel-size {parallel.pipeline_parallel_size}"
+    if parallel.pipeline_parallel_size == 1:
+        return
+    if not tells_stages_apart():
+        raise UnsupportedError(
+            f"{what}: vLLM {vllm.__version__} hands over the first stage's workers alone, expected "
+            "vLLM >= 0.32: start without it"
+        )
+    backend = parallel.distributed_executor_backend
+    if backend != "mp":
+        raise UnsupportedError(
+            f"{what}: expected --distributed-executor-backend mp, got {backend!r}: other executors "
+            "pass on what the last stage's workers report alone, or were not tried"
+        )
+    if config.stream_chunks:
+        raise UnsupportedError(
+            f"{what} does not let prompts be read while they are computed: start without "
+            "stream_chunks in kv_connector_extra_config"
+        )
+    if config.reuse_blocks:
+        raise UnsupportedError(
+            f"{what} does not let other engines read blocks of finished requests: start without "
+            "reuse_blocks in kv_connector_extra_config"
         )
 
 
@@ -238,7 +269,7 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dic
         "cache_dtype": cache.cache_dtype,
         "num_kv_heads": 1 if model.use_mla else model.get_total_num_kv_heads(),
         "head_size": model.get_head_size(),
-        "num_layers": model.get_num_layers(vllm_config.parallel_config),
+        "num_layers": model.get_total_num_hidden_layers(),
         "layer_specs": _layer_specs(kv_cache_config),
         "draft_kv_cache": _draft_kv_cache(vllm_config),
     }

@@ -36,6 +36,7 @@ from vllm_commext.nixl.geometry.request_blocks import (
     is_complete,
     keeps_every_token,
 )
+from vllm_commext.nixl.geometry.topology import Rank, worker_number
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
 from vllm_commext.nixl.metrics.recorder import GAUGES, Ends, TransferRecorder, empty_data
@@ -84,6 +85,7 @@ class SchedulerSide:
         config: the connector's settings.
         groups: the cache's groups, in the order of a request's lists of blocks.
         tp_size: tensor-parallel ranks of this engine.
+        pp_size: its pipeline stages.
         port: this engine's side-channel port.
         produces: the role lets this engine prefill for others.
         consumes: the role lets this engine decode for others.
@@ -106,6 +108,7 @@ class SchedulerSide:
         port: int,
         produces: bool,
         consumes: bool,
+        pp_size: int = 1,
         saves: bool = False,
         sampler: Sampler = _NO_FIRST_TOKENS,
         streaming: Streaming = _NO_STREAMS,
@@ -129,14 +132,14 @@ class SchedulerSide:
         self._leaves_last_token = not keeps_every_token(groups)
         self._cut: set[str] = set()
         self._prompts = PromptTracker() if saves else None
-        self._tp_size = tp_size
+        self._tp_size, self._pp_size = tp_size, pp_size
         self._port = port
         self._produces = produces
         self._consumes = consumes
         fence_key = new_key()
-        self.doorbell = Doorbell(tp_size)
+        self.doorbell = Doorbell(tp_size * pp_size)
         self._pending = StepMetadata(fence_key=fence_key, doorbell=self.doorbell.address)
-        self._quarantine = Quarantine(tp_size)
+        self._quarantine = Quarantine(tp_size * pp_size)
         self._fences = FenceSlots(fence_key)
         self._streaming = streaming
         self._directory = StreamDirectory()
@@ -180,11 +183,11 @@ class SchedulerSide:
                 of another connector.
         """
         workers = {
-            tp_rank: worker
-            for (_, tp_rank), worker in metadata.items()
+            worker_number(stage, Rank(self._tp_size, rank)): worker
+            for (stage, rank), worker in metadata.items()
             if isinstance(worker, HandshakeMetadata)
         }
-        descriptions = {tp_rank: worker.description for tp_rank, worker in workers.items()}
+        descriptions = {number: worker.description for number, worker in workers.items()}
         if not (self._produces or self._reuse.is_on) or self._server is not None:
             return
         if len(descriptions) < len(metadata):
@@ -439,6 +442,7 @@ class SchedulerSide:
             host=self._config.side_channel_host,
             port=self._port,
             tp_size=self._tp_size,
+            pp_size=self._pp_size,
             request_id=request.request_id,
             block_ids=offered,
             num_tokens=num_tokens,

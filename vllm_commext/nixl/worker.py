@@ -13,10 +13,12 @@ from vllm_commext.nixl import doorbell
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.last_blocks import LastBlocks
 from vllm_commext.nixl.decode.links import Link, LocalSide
-from vllm_commext.nixl.geometry.layout import block_bytes
+from vllm_commext.nixl.geometry.layout import block_bytes, describe_place
+from vllm_commext.nixl.geometry.topology import worker_number
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
+from vllm_commext.nixl.pipeline import ONE_STAGE, Pipeline
 from vllm_commext.nixl.prefill.fence import NUM_SLOTS
 from vllm_commext.nixl.prefill.host_buffer import HostBuffer
 from vllm_commext.nixl.requests import Load, Outcomes
@@ -75,6 +77,7 @@ class WorkerSide:
         kv_cache_config: groups and specifications of the cache.
         model: what these do not say.
         keeps_host_copy: peers read from a copy of the cache in host memory.
+        pipeline: this worker's place among the engine's stages.
         max_stream_blocks: blocks of the longest prompt, where prompts are read while they are
             computed; 0 where they are not.
         max_reuse_blocks: the same where blocks of finished requests are reused across engines.
@@ -89,6 +92,7 @@ class WorkerSide:
         model: ModelFacts,
         *,
         keeps_host_copy: bool = False,
+        pipeline: Pipeline = ONE_STAGE,
         max_stream_blocks: int = 0,
         max_reuse_blocks: int = 0,
     ) -> None:
@@ -109,6 +113,7 @@ class WorkerSide:
         self._agent = NixlAgent(config, self._streams, self._generations)
         self._thread: TransferThread | None = None
         self._keeps_host_copy = keeps_host_copy
+        self._pipeline = pipeline
         self._host: HostBuffer | None = None
         self._last_blocks: LastBlocks | None = None
         self._loads: dict[str, Load] = {}
@@ -117,6 +122,7 @@ class WorkerSide:
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Make the cache readable and start the transfer thread."""
+        self._pipeline.check_caches(len(caches))
         layers = [group.layer_names for group in self._kv_cache_config.kv_cache_groups]
         if self._keeps_host_copy:
             self._host = HostBuffer(caches, self._kv_cache_config.num_blocks, layers)
@@ -126,12 +132,15 @@ class WorkerSide:
             num_blocks = self._kv_cache_config.num_blocks
             self._last_blocks = LastBlocks(caches, layers, groups, num_blocks)
         device = device_of(caches.values())
+        layout = cache_layout(caches, self._kv_cache_config, self._model)
+        layout, splits = self._pipeline.place(layout)
         local = LocalSide(
             self._engine_id,
             self._facts,
-            cache_layout(caches, self._kv_cache_config, self._model),
+            layout,
             memory_type=memory_type(device),
             device_id=device.index or 0,
+            other_splits=splits,
         )
         if self._streams is not None:
             on_device = local.memory_type != "DRAM"
@@ -156,10 +165,10 @@ class WorkerSide:
     def _log_registered(self, local: LocalSide) -> None:
         layout = local.layout
         logger.info(
-            "rank %d of engine %s: %d layers in %d groups, %d blocks, registered, %d bytes a block "
+            "engine %s, %s: %d layers in %d groups, %d blocks, registered, %d bytes a block "
             "of each layer in all, %s, backends %s",
-            layout.tp_rank,
             self._engine_id,
+            describe_place(layout),
             layout.num_regions,
             len(layout.groups),
             layout.num_blocks,
@@ -179,7 +188,11 @@ class WorkerSide:
         if step.fence_key:
             self._agent.board.arm(step.fence_key)
         if step.doorbell:
-            thread.ring(doorbell.ringer(step.doorbell, f"worker {self._model.rank.index}"))
+            thread.ring(
+                doorbell.ringer(
+                    step.doorbell, f"worker {worker_number(self._pipeline.index, self._model.rank)}"
+                )
+            )
         for wait in step.waits:
             thread.submit(wait)
         for load in step.loads:
