@@ -27,6 +27,10 @@ from vllm_commext.testing.tiny_model import write_tiny_model
 PROMPT_TOKENS = 130
 NUM_PROMPTS = 3
 PREFIX = "vllm:commext_nixl_"
+ROUNDINGS = 4
+"""How many times the noise an answer may be away that goes on from another engine's cache; the
+control is further away than ``WRONG`` times.  Measured: up to 2.3 times, of latent attention."""
+WRONG = 10
 PIPELINE_ARGS = ("--pipeline-parallel-size", "2", "--no-enforce-eager")
 
 Size = tuple[int, int]
@@ -141,7 +145,7 @@ def check_pair(engines: Engines, prefill_size: Size, decode_size: Size) -> float
     own = engines.own[decode_size]
     assert len({completion.token_ids for completion in own}) == NUM_PROMPTS
     differences = [compare(one, two) for one, two in zip(own, got, strict=True)]
-    assert max(one.max_logprob for one in differences) <= 2 * engines.noise
+    assert max(one.max_logprob for one in differences) <= ROUNDINGS * engines.noise
     assert all(near_enough(one, two, engines.noise) for one, two in zip(own, got, strict=True))
     return moved.total(f"{PREFIX}bytes_total")
 
@@ -163,4 +167,4 @@ def test_other_blocks_give_other_answers(engines: Engines) -> None:
         )
         own = engines.own[target][0]
         assert not near_enough(own, got, engines.noise)
-        assert compare(own, got).max_logprob > 10 * engines.noise
+        assert compare(own, got).max_logprob > WRONG * engines.noise
