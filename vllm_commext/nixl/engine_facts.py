@@ -234,7 +234,7 @@ def _check_states(spec: MambaSpec) -> None:
     if spec.num_speculative_blocks:
         raise UnsupportedError(
             "CommextNixlConnector transfers one state a request, and with speculative decoding "
-            "this model keeps one for each guess: start without --speculative-config"
+            "this model keeps one for each draft token: start without --speculative-config"
         )
 
 

@@ -448,7 +448,7 @@ def _log_ready(link: Link, described: wire.WorkerDescription, tolerated: str) ->
     lengths = link.plan.local_rows[:, 1]
     logger.info(
         "prefill engine %s at %s:%d is ready: %s, %d blocks; %d descriptors of "
-        "%d to %d bytes for each cell of tokens or state%s",
+        "%d to %d bytes for each run of tokens or state%s",
         engine_id,
         host,
         port,
