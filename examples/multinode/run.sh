@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Two network namespaces stand for two hosts: prefill engine in one, decode engine and proxy in the
-# other, one virtual cable between them; see README.md. Run it as root.
+# other, a veth pair between them; see README.md. Run it as root.
 set -euo pipefail
 
 MODEL=${1:?usage: run.sh MODEL}

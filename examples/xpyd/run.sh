@@ -22,10 +22,6 @@ engine() {
     local environment=("VLLM_NIXL_SIDE_CHANNEL_PORT=$((SIDE_CHANNEL_PORT + 100 * number))")
     if [ "$DEVICE" = cpu ]; then
         environment+=(VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1)
-        # vLLM's own queue keeps a core busy for each worker that waits, and Gloo's sums are slow.
-        if [ "$tp" -gt 1 ]; then
-            environment+=(VLLM_COMMEXT_SHM_QUEUE=1 VLLM_COMMEXT_CPU_COLLECTIVES=1)
-        fi
     else
         environment+=("CUDA_VISIBLE_DEVICES=$(seq -s, "$next_gpu" $((next_gpu + tp - 1)))")
         next_gpu=$((next_gpu + tp))
