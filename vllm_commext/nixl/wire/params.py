@@ -267,6 +267,8 @@ def write_params(
     if secret is not None:
         written.remote_seal = prove_params(secret, _proven(written))
     fields = msgspec.to_builtins(written)
+    if remote.pp_size == 1:
+        del fields["pp_size"]
     if handle.first_token < 0:
         del fields["remote_first_token"], fields["remote_sampling"]
     else:
