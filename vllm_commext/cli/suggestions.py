@@ -62,8 +62,8 @@ OFFERS = (
     Suggestion(
         "reduce_rms",
         "VLLM_COMMEXT_REDUCE_RMS=1",
-        "tensor-parallel QK-norm of MiniMax-M2 and OLMoE 1.27x to 1.76x faster (on 2 and 4 H200); "
-        "other models are left alone",
+        "tensor-parallel QK RMSNorm of MiniMax-M2 and OLMoE 1.27x to 1.76x faster (on 2 and 4 "
+        "H200); other models are left alone",
         _peers,
     ),
     Suggestion(
