@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -26,10 +26,16 @@ MIN_PHRASE = 12
 PLACEHOLDER = re.compile(r"%[-.\d]*[sdgf]")
 
 
+class Transfer:
+    """With every option that adds a metric."""
+
+    kv_connector_extra_config: ClassVar[dict[str, Any]] = {"reuse_blocks": True}
+
+
 class Config:
     """As much of vLLM's configuration as the metrics look at."""
 
-    kv_transfer_config = None
+    kv_transfer_config = Transfer()
 
 
 def families() -> dict[str, tuple[str, set[str]]]:
