@@ -26,6 +26,7 @@ HOOKS: Mapping[str, tuple[str, ...]] = {
     "build_connector_worker_meta": (),
     "update_connector_output": ("connector_output",),
     "request_finished": ("request", "block_ids"),
+    "reset_cache": (),
     "get_required_kvcache_layout": ("vllm_config",),
     "build_kv_connector_stats": ("data",),
     "build_prom_metrics": PROM_PARAMETERS,
