@@ -146,9 +146,9 @@ def run(description: str) -> int:
                 print(part.title, file=sys.stderr)
                 targets = {} if args.quick else part.targets
                 rows += report.rows_of(part.title, part.measure(), targets, part.columns)
+                if args.out:
+                    _write(rows, args.out)  # a later part may fail
     print(report.markdown(rows))
-    if args.out:
-        _write(rows, args.out)
     return 0
 
 

@@ -1,8 +1,8 @@
 """One request at a time through a prefill and a decode server on this machine, with ours and with
 vLLM's connector.
 
-The pairs of servers are started in turn, for a server of vLLM's keeps a core busy even when it is
-idle, which the other pair would pay for.  Each prompt is new.
+The pairs of servers are started in turn.  Both use our message queue: with vLLM's, four processes
+that spin share two cores here, and requests wait for tens of seconds.  Each prompt is new.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ FIRST, DECODE, WHOLE = "decode request, first token", "decode request", "prefill
 
 
 def _server(contestant: str, role: str, model: Path, folder: Path) -> VllmServer:
-    """vLLM's connector takes its side channel from the environment."""
+    """vLLM's takes its side channel from the environment; all but the connector is alike."""
     name = f"{contestant}-{role}"
     if contestant == OURS:
         config = cluster.kv_transfer_config(role)
         return cluster.engine_server(name, model, folder, config)
     config = cluster.kv_transfer_config(role, connector=IN_TREE)
     config["kv_connector_extra_config"] = {}
-    port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "VLLM_COMMEXT": "0"}
-    return cluster.engine_server(name, model, folder, config, environ=port)
+    environ = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "VLLM_COMMEXT_NIXL": "0"}
+    return cluster.engine_server(name, model, folder, config, environ=environ)
 
 
 def measure_latency(model: Path, folder: Path, num_requests: int, rounds: int) -> list[Sample]:
