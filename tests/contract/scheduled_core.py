@@ -146,6 +146,7 @@ class Core:
         config = self._config(model, role, policy, is_async, extra)
         config.cache_config.block_size = BLOCK
         config.cache_config.num_gpu_blocks = num_blocks
+        config.scheduler_config.async_scheduling = is_async  # else vLLM takes it back on CPUs
         kind = AsyncScheduler if is_async else Scheduler
         self.scheduler = kind(
             config, cache, StructuredOutputManager(config), block_size=BLOCK, log_stats=True

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_commext.compat import engine_wait, rebind
+from vllm_commext.compat.block_frees import defer_frees
 from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
 from vllm_commext.nixl.metadata import HandshakeMetadata
 from vllm_commext.nixl.reuse.generations import GenerationBoard
@@ -69,6 +71,19 @@ def turn_until(core: Core, look: Callable[[], bool]) -> None:
 
 def has_ended(core: Core, name: str) -> bool:
     return core.answer(name).finish_reason is not None
+
+
+def written(core: Core, step: Any) -> set[int]:
+    """Blocks that the step's tokens go to, before it is executed."""
+    manager, found = core.scheduler.kv_cache_manager, set[int]()
+    cached = step.scheduled_cached_reqs
+    starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+    starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    for name, count in step.num_scheduled_tokens.items():
+        (ids,) = manager.get_block_ids(name)
+        ends = range(starts[name], starts[name] + count)
+        found |= {ids[one // BLOCK] for one in ends}
+    return found
 
 
 @dataclass
@@ -271,6 +286,60 @@ def test_a_load_that_fails_is_computed_here_whatever_the_policy(
     assert reader.counted == {"reuse_lookups": 1, "reuse_recomputed_blocks": 30 // BLOCK}
 
 
+@IS_ASYNC
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
+def test_nothing_is_read_into_a_block_that_a_step_under_way_writes_to(
+    make: MakeEngine, role: str, is_async: bool
+) -> None:
+    """vLLM frees the blocks of an aborted request while a step writes to them, save on consumers:
+    reads are not ordered behind that step."""
+    owner = make("kv_consumer")
+    reader = make(role, is_async=is_async)
+    history = PROMPT + owner.ask("turn-1", PROMPT, max_tokens=10)
+    writes: list[set[int]] = []
+    execute = reader.core.worker.execute
+
+    def check(step: Any) -> Any:
+        """Of a step with loads, what the steps before write to that have not ended."""
+        num_under_way = len(reader.core._under_way)
+        for load in step.kv_connector_metadata.loads:
+            under_way = set[int]().union(*writes[len(writes) - num_under_way :])
+            assert not under_way & set(load.block_ids)
+        writes.append(written(reader.core, step))
+        return execute(step)
+
+    reader.core.worker.execute = check
+    reader.add("aborted", list(range(50, 70)), max_tokens=50)
+    turn_until(reader.core, lambda: len(reader.core.answer("aborted").tokens) > 2)
+    prompt = [*history, 7, 8, 9]
+    reader.add("turn-2", prompt, owner)
+    end = time.monotonic() + BOUND_SECONDS
+    while not reader.side._reuse._finder.is_done("turn-2"):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert len(reader.core._under_way) == is_async
+    reader.core.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
+    turn_until(reader.core, lambda: has_ended(reader.core, "turn-2"))
+    assert reader.core.answer("turn-2").tokens == answer_to(prompt, 1)
+    assert len(reader.loads) == 1
+
+
+def test_a_producer_that_reuses_nothing_frees_blocks_as_vllm_does(make: MakeEngine) -> None:
+    engine = make("kv_producer", is_async=True, reuse_blocks=False)
+    engine.ask("turn-1", PROMPT)
+    assert engine.core.scheduler.defer_block_free is False
+
+
+def test_an_engine_that_cannot_keep_such_blocks_reads_nothing(make: MakeEngine) -> None:
+    owner, reader = make("kv_consumer"), make("kv_producer", is_async=True)
+    reader.core.scheduler.current_step = 1  # vLLM counts steps for that from the first one on
+    history = PROMPT + owner.ask("turn-1", PROMPT, max_tokens=10)
+    assert reader.ask("turn-2", history, owner) == answer_to(history, 1)
+    assert reader.loads == []
+    assert not reader.side._reuse.is_on
+    assert defer_frees(SimpleNamespace()) is False  # a vLLM that knows nothing of it
+
+
 def test_nothing_is_asked_where_no_engine_is_named(make: MakeEngine) -> None:
     """The negative control of the tests above: without reuse all is computed."""
     owner, reader = make("kv_consumer"), make("kv_producer")
@@ -373,21 +442,9 @@ def test_under_eviction_every_block_on_offer_holds_what_its_name_says(
     told: dict[int, int] = {}
     execute, num_seen, num_reused = owner.core.worker.execute, 0, 0
 
-    def written(step: Any) -> set[int]:
-        """Blocks that the step's tokens go to."""
-        manager, found = owner.core.scheduler.kv_cache_manager, set[int]()
-        cached = step.scheduled_cached_reqs
-        starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
-        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for name, count in step.num_scheduled_tokens.items():
-            (ids,) = manager.get_block_ids(name)
-            ends = range(starts[name], starts[name] + count)
-            found |= {ids[one // BLOCK] for one in ends}
-        return found
-
     def check(step: Any) -> Any:
         nonlocal num_reused
-        for block in written(step):
+        for block in written(owner.core, step):
             if block in told:
                 num_reused += 1
                 assert int(owner.board.generations[block]) != told.pop(block)

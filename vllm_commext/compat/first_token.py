@@ -25,6 +25,7 @@ from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
+from vllm_commext.compat.block_frees import defer_frees
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.first_token import (
     ENGINE,
@@ -81,6 +82,11 @@ def _samples_otherwise(vllm_config: VllmConfig) -> bool:
 class Source(Protocol):
     """The connector's scheduler side, as far as it is asked here."""
 
+    def note_step(self, defer_frees: Callable[[], bool]) -> None:
+        """The engine is going to take a step; ``defer_frees`` has blocks kept that a step under way
+        may write to, and says whether they are."""
+        ...
+
     def take_first_tokens(self) -> Iterable[tuple[Request, int]]:
         """New requests whose first tokens are there, or must be and are not (``NO_TOKEN``)."""
         ...
@@ -106,6 +112,7 @@ class FirstTokens:
 
     def before_step(self, core: Any) -> None:
         """Send what first tokens there are; ``core`` is vLLM's ``EngineCoreProc``."""
+        self._source.note_step(lambda: defer_frees(core.scheduler))
         for request_id in self._source.take_unread():
             _compute_here(core.scheduler, request_id)
         for request, token in self._source.take_first_tokens():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -288,10 +288,13 @@ class SchedulerSide:
         if way == PREFILL:
             self._answered.add(request.request_id)
 
+    def note_step(self, defer_frees: Callable[[], bool]) -> None:
+        """The engine is going to take a step; see ``ReuseSide.note_step``."""
+        self._reuse.note_step(defer_frees)
+
     def take_unread(self) -> list[str]:
         """Requests whose loads have failed, and that vLLM has not been told of; they are to be
         computed here; asked before each step."""
-        self._reuse.note_steps()
         taken, self._unread = self._unread, []
         return taken
 

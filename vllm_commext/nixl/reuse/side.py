@@ -14,7 +14,7 @@ from vllm_commext.nixl.reuse.finder import BlockFinder
 from vllm_commext.nixl.reuse.generations import Shared, open_shared
 from vllm_commext.nixl.reuse.offers import Names, Offers
 from vllm_commext.nixl.reuse.table import OfferTable
-from vllm_commext.nixl.reuse.ways import OFF, POOL, REFUSALS, STEPS, Reusing
+from vllm_commext.nixl.reuse.ways import FREES, OFF, POOL, REFUSALS, STEPS, Reusing
 from vllm_commext.nixl.wire.params import places_for_reuse
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class ReuseSide:
         self._finder = BlockFinder(consumer, secret, limit_seconds, ring)
         self._pool: Any = None
         self._offers: Offers | None = None
-        self._can_recompute = False
+        self._has_steps = False
         # Requests that wait for answers; what was found for a request, until its load is planned;
         # blocks of the loads under way.
         self._waiting: set[str] = set()
@@ -90,9 +90,16 @@ class ReuseSide:
         """Ask nobody any more."""
         self._finder.close()
 
-    def note_steps(self) -> None:
-        """What has failed is computed here before the engine's next step."""
-        self._can_recompute = True
+    def note_step(self, defer_frees: Callable[[], bool]) -> None:
+        """The engine is going to take a step, before which it computes what has failed.
+
+        Args:
+            defer_frees: has blocks kept that a step under way may write to, since a load into them
+                is not ordered behind it; whether they are kept.
+        """
+        if not self._has_steps and self._is_on and not defer_frees():
+            self._refuse(FREES)
+        self._has_steps = True
 
     def clear(self) -> None:
         """What this engine has computed so far means nothing any more."""
@@ -134,8 +141,9 @@ class ReuseSide:
             num_computed: tokens that are here, whole blocks.
             most: tokens that may be here before it is computed.
         """
-        if not self._can_recompute and request_id in self._waiting:
+        if not self._has_steps and request_id in self._waiting:
             self._refuse(STEPS)
+        if not self._is_on:
             self.forget(request_id)
         if request_id in self._waiting:
             is_useful = most - num_computed >= self._names.block_size

@@ -10,6 +10,7 @@ from vllm_commext.nixl.stream.ways import HOST_COPY, LAYERS, OFF, ZEROED
 SPECULATION = "speculation"
 POOL = "pool"
 STEPS = "steps"
+FREES = "frees"
 REFUSALS = {
     LAYERS: "this model's blocks do not all stay in one group until the end",
     HOST_COPY: "a copy of the cache is kept in host memory",
@@ -17,6 +18,7 @@ REFUSALS = {
     SPECULATION: "drafts have a KV cache of their own, which is not complete for the last tokens",
     POOL: "this vLLM's block pool does not tell when a block is used again: expected 0.32 or newer",
     STEPS: "the engine's step is left as it is, so that failed reads could not be computed here",
+    FREES: "this vLLM cannot be told to keep blocks that a step under way may still write to",
 }
 """Why an engine that was asked to does not."""
 
