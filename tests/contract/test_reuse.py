@@ -135,7 +135,7 @@ def changed(request: Request, params: dict[str, Any]) -> Request:
     """With the salt or the adapter that the parameters name."""
     request.cache_salt = params.get("salt")
     if "lora" in params:
-        request.lora_request = LoRARequest(params["lora"], 1, "/nowhere")
+        request.lora_request = LoRARequest(params["lora"], 1, params.get("path", "/nowhere"))
     return request
 
 
@@ -357,6 +357,7 @@ def test_nothing_is_asked_where_no_engine_is_named(make: MakeEngine) -> None:
         ({}, {"salt": "b"}),
         ({"lora": "a"}, {}),
         ({"lora": "a"}, {"lora": "b"}),
+        ({"lora": "a", "path": "/first"}, {"lora": "a", "path": "/second"}),
         ({"lora": "a"}, {"salt": "a"}),
     ],
 )

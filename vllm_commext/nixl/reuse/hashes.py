@@ -27,7 +27,7 @@ def root_of(configuration: str, block_size: int, *, lora: str, cache_salt: str) 
     Args:
         configuration: digest of the facts on which engines must agree.
         block_size: tokens of a block.
-        lora: name of the LoRA adapter, "" for none.
+        lora: what tells the LoRA adapter from others, "" for none.
         cache_salt: the request's, "" for none.
     """
     content = msgspec.msgpack.encode((configuration, block_size, lora, cache_salt))

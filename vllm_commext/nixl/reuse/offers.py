@@ -38,10 +38,19 @@ class Names:
         if not _is_text(request, prompt):
             return []
         self._digest = self._digest or self._configuration()
-        root = root_of(
-            self._digest, self.block_size, lora=prompt.lora, cache_salt=prompt.cache_salt
-        )
+        lora, salt = _adapter_of(request), prompt.cache_salt
+        root = root_of(self._digest, self.block_size, lora=lora, cache_salt=salt)
         return chain(root, request.all_token_ids[:num_tokens], self.block_size)
+
+
+def _adapter_of(request: Any) -> str:
+    """Name and path of a request's adapter, "" for none.
+
+    Both, as in the names of vLLM's own prefix cache: an adapter's name may be given to another one,
+    while blocks of the first one are on offer.
+    """
+    lora = request.lora_request
+    return f"{lora.lora_name}\0{lora.lora_path}" if lora is not None else ""
 
 
 def _is_text(request: Any, prompt: Prompt) -> bool:
