@@ -173,6 +173,26 @@ def test_an_engine_that_comes_back_is_asked_over_a_new_connection(make: Any) -> 
             server.close()
 
 
+def test_side_channels_of_the_past_are_forgotten(
+    make: Any, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines come and go, each at an address of its own: what is kept of them is bounded."""
+    monkeypatch.setattr("vllm_commext.nixl.reuse.finder.MAX_CHANNELS", 4)
+    finder = make()
+    used = [serve() for _ in range(6)]
+    for number, (port, table) in enumerate(used):
+        table.offer(NAMES[:2], [5, 2])
+        assert len(finder.find(f"r{number}", NAMES, port).block_ids) == 2
+        assert len(finder.asks._channels) <= 4
+    assert list(finder.asks._channels) == [(HOST, port) for port, _ in used[2:]]
+    assert len(finder.find("again", NAMES, used[2][0], used[0][0]).block_ids) == 2
+    assert list(finder.asks._channels)[-2:] == [(HOST, used[2][0]), (HOST, used[0][0])]
+    end = time.monotonic() + BOUND_SECONDS
+    while finder.asks._unused:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 def test_an_answer_to_another_question_counts_for_nothing(make: Any) -> None:
     context = zmq.Context()
     other = context.socket(zmq.ROUTER)

@@ -23,6 +23,8 @@ from vllm_commext.nixl.wire.inquiry import Inquiry
 
 BACK_OFF_SECONDS = 5.0
 """A side channel that did not answer is not asked again for as long."""
+MAX_CHANNELS = 128
+"""Side channels that are known at a time; the one that was asked least recently makes room."""
 _LOOK_SECONDS = 0.001
 _CLOSE_SECONDS = 1.0
 _QUESTION_BYTES = 16
@@ -70,7 +72,9 @@ class BlockFinder:
         self._secret = secret
         self._limit_seconds = limit_seconds
         self._ring = ring
+        # The one that was asked last comes last; those whose connections are to be closed.
         self._channels: dict[Place, _Channel] = {}
+        self._unused: list[_Channel] = []
         self._searches: dict[str, _Search] = {}
         self._wakes = threading.Condition()
         self._is_closed = False
@@ -84,11 +88,21 @@ class BlockFinder:
         with self._wakes:
             self._searches[request_id] = one
             for place in places:
-                self._channels.setdefault(place, _Channel(place)).searches.append(one)
+                channel = self._channels.pop(place, None) or _Channel(place)
+                channel.searches.append(one)
+                self._channels[place] = channel
+            self._make_room()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="commext-reuse", daemon=True)
                 self._thread.start()
             self._wakes.notify()
+
+    def _make_room(self) -> None:
+        """Forget the side channels that nobody has asked for the longest."""
+        num_over = max(0, len(self._channels) - MAX_CHANNELS)
+        idle = [one for one in self._channels.values() if not one.searches][:num_over]
+        for channel in idle:
+            self._unused.append(self._channels.pop(channel.place))
 
     def is_done(self, request_id: str) -> bool:
         """Whether all have answered, or no time is left."""
@@ -118,6 +132,9 @@ class BlockFinder:
                 if self._is_closed:
                     break
                 channels = [one for one in self._channels.values() if one.searches]
+                unused, self._unused = self._unused, []
+            for channel in unused:
+                _hang_up(channel)
             for channel in channels:
                 try:
                     self._look(context, channel)
@@ -125,7 +142,7 @@ class BlockFinder:
                     self._fail(channel, error)
             with self._wakes:
                 self._wakes.wait_for(lambda: self._is_closed, _LOOK_SECONDS)
-        for channel in self._channels.values():
+        for channel in (*self._channels.values(), *self._unused):
             _hang_up(channel)
         context.destroy(linger=0)
 
