@@ -9,6 +9,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from scheduled_core import BLOCK, Core, next_token, request_of
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
@@ -406,6 +408,26 @@ def test_an_idle_engine_answers_without_stepping(make: MakeEngine) -> None:
     reader.ask("turn-2", [*history, 7, 8, 9], owner)
     assert len(reader.loads) == 1
     assert owner.core._num_steps == num_steps
+
+
+def test_an_engine_does_not_sleep_over_a_request_that_waits_for_its_grammar(
+    make: MakeEngine,
+) -> None:
+    """Nobody rings when a grammar is there: only until the answer does the engine sleep."""
+    owner, reader = make("kv_consumer"), make("kv_producer")
+    history = PROMPT + owner.ask("turn-1", PROMPT, max_tokens=10)
+    params = {"do_remote_decode": True, "reuse_from": [owner.place]}
+    choice = StructuredOutputsParams(choice=["a"])
+    request = request_of("turn-2", history, params, max_tokens=1, structured_outputs=choice)
+    assert request.structured_output_request is not None
+    request.structured_output_request._grammar = Future()
+    reader.core.add(request)
+    assert request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    turn_until(reader.core, lambda: reader.side._reuse._finder.is_done("turn-2"))
+    reader.side.doorbell.wait = lambda arrivals: pytest.fail("it sleeps")
+    for _ in range(10):
+        reader.core.turn()
+    reader.core.scheduler.finish_requests("turn-2", RequestStatus.FINISHED_ABORTED)
 
 
 def test_a_reset_takes_everything_off_the_offer(make: MakeEngine) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from scheduled_core import BLOCK, Core, next_token, request_of
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
@@ -261,6 +263,26 @@ def test_a_request_waits_without_blocks_and_without_steps_until_its_prompt_has_b
         tokens.append(next_token(tokens))
     assert core.answer("d").tokens == tokens[len(PROMPT) :]
     assert core.worker.computed["d"][0] == len(PROMPT) - 1
+
+
+def test_an_engine_does_not_sleep_over_a_request_that_waits_for_its_grammar(
+    make: MakeCore, channel: Channel
+) -> None:
+    """Nobody rings when a grammar is there: only until the answer does the engine sleep."""
+    core = make("kv_consumer")
+    side = core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
+    choice = StructuredOutputsParams(choice=["a"])
+    request = request_of("d", PROMPT, channel.params, max_tokens=3, structured_outputs=choice)
+    assert request.structured_output_request is not None
+    request.structured_output_request._grammar = Future()
+    core.add(request)
+    assert side.is_loading("d")
+    channel.begin(PROMPT)
+    turn_until(core, lambda: side._consumer._asker.answer("d") is not None)
+    side.doorbell.wait = lambda arrivals: pytest.fail("it sleeps")
+    for _ in range(10):
+        core.turn()
+    core.scheduler.finish_requests("d", RequestStatus.FINISHED_ABORTED)
 
 
 @pytest.mark.parametrize(

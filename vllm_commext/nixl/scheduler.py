@@ -503,7 +503,7 @@ class SchedulerSide:
     def is_loading(self, request_id: str) -> bool:
         """Whether a request waits for blocks that the workers load, for a prefill engine to
         begin, or for what other engines have of it; the last two end with a ring."""
-        waits = request_id in self._consumer or self._reuse.is_waiting(request_id)
+        waits = self._consumer.is_waiting(request_id) or self._reuse.is_waiting(request_id)
         return waits or self._quarantine.is_loading(request_id)
 
     def note_outcomes(self, received: set[str], sent: set[str], worker: Any) -> None:

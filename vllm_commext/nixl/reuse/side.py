@@ -130,8 +130,9 @@ class ReuseSide:
         self._finder.search(request.request_id, hashes, places)
 
     def is_waiting(self, request_id: str) -> bool:
-        """Whether a request waits for an answer."""
-        return request_id in self._waiting
+        """Whether a request waits for an answer that has not come; with one it can still wait for
+        something else, such as its grammar."""
+        return request_id in self._waiting and not self._finder.is_done(request_id)
 
     def num_tokens(self, request_id: str, num_computed: int, most: int) -> int | None:
         """Tokens beyond ``num_computed`` that others have, whole blocks; None while they are asked.

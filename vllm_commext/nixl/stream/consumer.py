@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_commext.errors import CommextError, ProtocolError
-from vllm_commext.nixl.stream.asker import StreamAsker
+from vllm_commext.nixl.stream.asker import Answer, StreamAsker
 from vllm_commext.nixl.wire.params import Handle, key_of, place_of_stream
 
 if TYPE_CHECKING:
@@ -31,6 +31,11 @@ class StreamConsumer:
         """Whether a request has no answer yet, as far as ``take`` knows."""
         return request_id in self._waiting
 
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether a request waits for an answer that has not come; with one it can still wait for
+        something else, such as its grammar."""
+        return request_id in self._waiting and self._answer(request_id) is None
+
     def watch(self, request: Request) -> None:
         """Ask for a request's key until ``take`` gives the answer."""
         request_id, params = request.request_id, request.kv_transfer_params or {}
@@ -46,14 +51,18 @@ class StreamConsumer:
 
     def take(self, request_id: str) -> Handle | ProtocolError | None:
         """Where a request's prompt is read, or why it cannot be; None while nothing is known."""
-        answer = self._failed.get(request_id)
-        if answer is None and self._asker is not None:
-            answer = self._asker.answer(request_id)
+        answer = self._answer(request_id)
         if answer is None:
             return None
         self.forget(request_id)
         if isinstance(answer, CommextError) and not isinstance(answer, ProtocolError):
             return ProtocolError(str(answer))
+        return answer
+
+    def _answer(self, request_id: str) -> Answer | None:
+        answer = self._failed.get(request_id)
+        if answer is None and self._asker is not None:
+            return self._asker.answer(request_id)
         return answer
 
     def forget(self, request_id: str) -> None:
