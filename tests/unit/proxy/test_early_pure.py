@@ -286,6 +286,46 @@ def test_what_a_prefill_engine_must_answer(is_chat: bool) -> None:
         assert first_token_of(endpoint, BODY, nothing) == rule.NOT_OFFERED
 
 
+def test_what_a_token_is_drawn_by_is_told_but_for_what_the_request_says() -> None:
+    answer = Stream([(1, "a"), (2, "b")]).prefill_answer()
+    answer["kv_transfer_params"]["remote_sampling"] = "facts temperature=0.5 top_p=0.9 top_k=0"
+
+    def drawn_by(**changes: Any) -> str:
+        first = first_token_of(COMPLETIONS, {**BODY, **changes}, answer)
+        assert isinstance(first, FirstToken)
+        return first.drawn_by
+
+    assert drawn_by(temperature=0.5) == "facts top_p=0.9 top_k=0"
+    assert drawn_by(temperature=None, top_k=0) == "facts temperature=0.5 top_p=0.9"
+    assert drawn_by(temperature=0) == ""
+    answer["kv_transfer_params"]["remote_sampling"] = 3
+    assert drawn_by(temperature=0.5) == ""
+
+
+def test_an_engine_that_refuses_one_kind_of_token_takes_the_others() -> None:
+    stream, forms = Stream([(1, "a"), (2, "b")]), Forms()
+    form = learnt_from(stream)
+    for kind in ("one", "other"):
+        forms.note(kind, form)
+    forms.refuse("one")
+    forms.note("one", form)
+    forms.refuse("one")
+    assert forms.get("one") is form
+    assert not forms.is_refused("one")
+    forms.refuse("one")
+    forms.note("one", form)
+    assert forms.get("one") is None
+    assert forms.is_refused("one")
+    assert forms.get("other") is form
+    assert not forms.is_refused("other")
+    for number in range(MAX_FORMS):
+        forms.refuse(str(number))
+    assert not forms.is_refused("one")
+    forms.refuse("0")
+    forms.clear()
+    assert not forms.is_refused("0")
+
+
 def test_a_form_is_that_of_all_that_it_could_follow_from() -> None:
     same = [
         {},
@@ -300,3 +340,4 @@ def test_a_form_is_that_of_all_that_it_could_follow_from() -> None:
     assert len({*kinds, form_of(CHAT, BODY)}) == len(others) + 2
     drawn = [{**BODY, "temperature": value} for value in (0.5, 1)]
     assert form_of(COMPLETIONS, drawn[0]) == form_of(COMPLETIONS, drawn[1])
+    assert form_of(COMPLETIONS, drawn[0], "facts") != form_of(COMPLETIONS, drawn[0], "others")

@@ -392,10 +392,50 @@ def test_an_engine_that_takes_a_drawn_token_is_told_that_it_must(kit: Any) -> No
         assert (await broken(cluster, DRAWN))["message"] == "no"
         assert (await broken(cluster, DRAWN))["message"] == "no"
         cluster.decode[0].behave = streaming()
-        await learn(cluster, DRAWN, BODY)
-        assert (await ways(cluster))["refuted"] == 2
+        await learn(cluster, DRAWN)
+        assert (await ways(cluster))["refuted"] == 1
+        # A greedy one is the same wherever it comes from.
+        async with cluster.post(BODY) as response:
+            assert response.headers[EARLY] == "early"
 
     running(kit, scenario)
+
+
+def drawn_by(facts: str) -> Any:
+    """As a prefill engine with these facts."""
+
+    async def behave(call: Any) -> None:
+        answer = answer_of(call).prefill_answer()
+        answer["kv_transfer_params"]["remote_sampling"] = f"{facts} temperature=0.7 top_p=1.0"
+        await call.answer(200, json.dumps(answer).encode())
+
+    return behave
+
+
+def test_what_a_prefill_engine_has_proven_does_not_hold_for_one_of_another_version(
+    kit: Any,
+) -> None:
+    """Engines of two versions behind one proxy: a decode engine takes drawn tokens of its own
+    version alone, and no client may be told a token that is then refused."""
+
+    async def takes_its_own_version(call: Any) -> None:
+        params = call.body.get("kv_transfer_params", {})
+        is_other = not params.get("remote_sampling", "").startswith("this ")
+        await (refusing if is_other else streaming())(call)
+
+    async def ask(cluster: Any, facts: str) -> str | None:
+        cluster.prefill[0].behave = cluster.prefill[1].behave = drawn_by(facts)
+        async with cluster.post(DRAWN) as response:
+            assert timeless(await response.read()) == timeless(plain(ANSWER, response))
+            return response.headers.get(EARLY)
+
+    async def scenario(cluster: Any) -> None:
+        cluster.decode[0].behave = takes_its_own_version
+        versions = ("this", "this", *["other"] * 4, "this")
+        told = [await ask(cluster, version) for version in versions]
+        assert told == [None, "early", *[None] * 4, "early"]
+
+    running(kit, scenario, num_prefill=2)
 
 
 def test_a_client_that_leaves_after_the_first_token_ends_the_decode_engines_work(kit: Any) -> None:

@@ -135,7 +135,7 @@ class Forms:
 
     def __init__(self) -> None:
         self._forms: OrderedDict[str, Form] = OrderedDict()
-        self._num_refusals = 0
+        self._num_refusals: OrderedDict[str, int] = OrderedDict()
         self.is_refuted = False
 
     def get(self, kind: str) -> Form | None:
@@ -144,19 +144,25 @@ class Forms:
 
     def note(self, kind: str, form: Form) -> None:
         """Remember a form; the oldest one makes room."""
-        if self.is_refuted:
+        if self.is_refused(kind):
             return
-        self._num_refusals = 0
+        self._num_refusals.pop(kind, None)
         self._forms[kind] = form
         if len(self._forms) > MAX_FORMS:
             self._forms.popitem(last=False)
 
-    def refused(self) -> None:
-        """The engine has failed a request that was to begin with a token that it was given. If that
-        is no accident, it does so again."""
-        self._num_refusals += 1
-        if self._num_refusals >= MAX_REFUSALS:
-            self.refute()
+    def refuse(self, kind: str) -> None:
+        """The engine has failed a request of *kind* that was to begin with a token that it was
+        given. If that is no accident, it does so again; then the form counts no more."""
+        self._num_refusals[kind] = self._num_refusals.pop(kind, 0) + 1
+        if self.is_refused(kind):
+            self._forms.pop(kind, None)
+        if len(self._num_refusals) > MAX_FORMS:
+            self._num_refusals.popitem(last=False)
+
+    def is_refused(self, kind: str) -> bool:
+        """Whether the engine begins streams of *kind* with tokens of its own."""
+        return self.is_refuted or self._num_refusals.get(kind, 0) >= MAX_REFUSALS
 
     def refute(self) -> None:
         """No form counts any more."""
@@ -166,5 +172,5 @@ class Forms:
     def clear(self) -> None:
         """The engine is away: what comes back may be another."""
         self._forms.clear()
-        self._num_refusals = 0
+        self._num_refusals.clear()
         self.is_refuted = False

@@ -62,7 +62,7 @@ class Lead:
         if self._has_failed:
             self._outcome.first_token = rule.UNPROVEN
             return
-        self._first, self._kind = found, rule.form_of(endpoint, body)
+        self._first, self._kind = found, rule.form_of(endpoint, body, found.drawn_by)
         self._is_greedy = rule.is_greedy(body)
 
     def keep_to_greedy(self) -> None:
@@ -81,8 +81,8 @@ class Lead:
         created = int(time.time())
         events = form and form.fill(self._outcome.request_id, created, self._first)
         if form is None or events is None:
-            is_refuted = engine.forms.is_refuted
-            self._outcome.first_token = rule.REFUTED if is_refuted else rule.UNPROVEN
+            is_refused = engine.forms.is_refused(self._kind)
+            self._outcome.first_token = rule.REFUTED if is_refused else rule.UNPROVEN
             return
         self.splice, self.engine = Splice(events), engine
         await self._send(form, b"".join(map(write_event, events)))
@@ -91,7 +91,7 @@ class Lead:
     def is_due(self) -> bool:
         if self._first is None or self._is_greedy or self._asked is None:
             return False
-        return self.response is not None or not self._asked.forms.is_refuted
+        return self.response is not None or not self._asked.forms.is_refused(self._kind)
 
     def note_failed(self, error: BaseException) -> None:
         """The engine that was asked has failed the request; nothing is tried with it once more."""
@@ -99,7 +99,7 @@ class Lead:
             return
         if self.is_due and self._asked is not None:
             self._has_failed = True
-            self._asked.forms.refused()
+            self._asked.forms.refuse(self._kind)
 
     def learn(self, opened: Opened) -> None:
         """A decode engine's stream has begun: if that is how it would have been begun here, the

@@ -83,7 +83,8 @@ _UNFINISHED = re.compile("\ufffd$|[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class FirstToken:
-    """A prefill engine's token. role: of a chat's answer. prompt_token_ids: if asked for."""
+    """A prefill engine's token. role: of a chat's answer. prompt_token_ids: if asked for. drawn_by:
+    what of that engine's own such tokens follow from, "" for a greedy one."""
 
     text: str
     token: int
@@ -91,6 +92,7 @@ class FirstToken:
     num_prompt_tokens: int
     role: str = ""
     prompt_token_ids: list[int] | None = None
+    drawn_by: str = ""
 
 
 def refusal(body: Mapping[str, Any]) -> str:
@@ -129,12 +131,15 @@ def first_token_of(endpoint: str, body: Mapping[str, Any], answer: Any) -> First
     prompt_token_ids = (answer if endpoint == CHAT else choice).get("prompt_token_ids")
     if body.get("return_token_ids") and not isinstance(prompt_token_ids, list):
         return NOT_OFFERED
-    return FirstToken(text, token, model, num_prompt, role, prompt_token_ids)
+    return FirstToken(
+        text, token, model, num_prompt, role, prompt_token_ids, _drawn_by(body, params)
+    )
 
 
-def form_of(endpoint: str, body: Mapping[str, Any]) -> str:
+def form_of(endpoint: str, body: Mapping[str, Any], drawn_by: str = "") -> str:
     """A name of what the form of the first events follows from, and of how tokens are drawn: by the
-    request's own values or by an engine's."""
+    request's own values or by an engine's, and on an engine with these facts of its own: a decode
+    engine that takes tokens of one prefill engine may refuse those of another."""
     told = {
         name: "given" if name in _DRAWN_BY else value
         for name, value in body.items()
@@ -142,8 +147,17 @@ def form_of(endpoint: str, body: Mapping[str, Any]) -> str:
     }
     if is_greedy(body):
         told["temperature"] = "greedy"
-    text = json.dumps([endpoint, told], sort_keys=True)
+    text = json.dumps([endpoint, told, drawn_by], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _drawn_by(body: Mapping[str, Any], params: Mapping[str, Any]) -> str:
+    """What a prefill engine says that it draws by, without what the request says itself."""
+    told = params.get("remote_sampling")
+    if is_greedy(body) or not isinstance(told, str):
+        return ""
+    given = {name for name in _DRAWN_BY if body.get(name) is not None}
+    return " ".join(word for word in told.split() if word.partition("=")[0] not in given)
 
 
 def is_greedy(body: Mapping[str, Any]) -> bool:
