@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -43,7 +44,7 @@ from vllm_commext.nixl.metrics.recorder import GAUGES, Ends, TransferRecorder, e
 from vllm_commext.nixl.prefill.fence import FenceSlots, new_key
 from vllm_commext.nixl.prefill.prompt_tracker import PromptTracker
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
-from vllm_commext.nixl.requests import Hold, Load, RemoteRequest, Wait
+from vllm_commext.nixl.requests import Hold, Load, RemoteRequest, Restart, Wait
 from vllm_commext.nixl.reuse.side import ReuseSide
 from vllm_commext.nixl.reuse.ways import Reusing
 from vllm_commext.nixl.stream.asker import StreamAsker
@@ -489,12 +490,21 @@ class SchedulerSide:
         taken.given_up = self._quarantine.take_given_up()
         if not self._streaming.refusal and self._produces:
             taken.chunks, taken.restarts = self._producer.take_step(scheduled)
+            taken.holds = [self._renewed(one, taken.restarts) for one in taken.holds]
         if self._prompts is not None:
             taken.saves = [
                 blocks_to_offer(self._groups, block_ids, num_tokens)
                 for num_tokens, block_ids in self._prompts.completed(scheduled)
             ]
         return taken
+
+    def _renewed(self, hold: Hold, restarts: Sequence[Restart]) -> Hold:
+        """The same, of a request that was preempted and ended between two steps: its nonce has been
+        renewed since."""
+        if all(one.slot != hold.fence_slot for one in restarts):
+            return hold
+        _, nonce = self._fences.held_by(hold.request_id) or (-1, hold.fence_nonce)
+        return replace(hold, fence_nonce=nonce)
 
     def has_news(self) -> bool:
         """Whether there is something that the workers have not been told."""
