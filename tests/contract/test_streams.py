@@ -179,6 +179,15 @@ def test_fences_agree_after_a_prompt_was_preempted_and_aborted_between_two_steps
     assert int(board.nonces[hold.fence_slot]) == int(side._fences._nonces[hold.fence_slot])
 
 
+def test_what_both_engines_are_asked_for_takes_no_room_when_it_is_aborted(make: MakeCore) -> None:
+    """Parameters of both steps in one request, as only a client's mistake or malice makes them."""
+    core = make("kv_both")
+    side = core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
+    core.add(request_of("d", PROMPT, {**TO_STREAM, "do_remote_prefill": True}, max_tokens=1))
+    core.scheduler.finish_requests("d", RequestStatus.FINISHED_ABORTED)
+    assert side._producer._streams == {}
+
+
 def test_what_is_not_streamed_is_handed_over_whole(make: MakeCore) -> None:
     core = make("kv_producer")
     told = Told(core)

@@ -389,19 +389,19 @@ class SchedulerSide:
         self._first_tokens.pop(request.request_id, None)
         self._answered.discard(request.request_id)
         self._reuse.forget(request.request_id)
+        self._producer.note_finish(request.request_id)
+        if self._prompts is not None:
+            self._prompts.forget(request.request_id)
+        was_cut = request.request_id in self._cut
+        self._cut.discard(request.request_id)
         if self._is_to_load(request):
             self._release_unread(request)
             return False, None
         if request.status in _FINISHED:
             self._reuse.offer(request, block_ids[0])
-        if self._prompts is not None:
-            self._prompts.forget(request.request_id)
-        was_cut = request.request_id in self._cut
-        self._cut.discard(request.request_id)
         if not (is_for_prefill(request.kv_transfer_params) and self._produces):
             return False, None
         kept = self._offer(request, block_ids, was_cut=was_cut)
-        self._producer.note_finish(request.request_id)
         row = self._producer.row_of(request.request_id)
         if row < 0 or kept[0]:
             return kept
