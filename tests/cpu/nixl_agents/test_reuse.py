@@ -24,6 +24,7 @@ from nixl_agents_harness import (
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.reuse.generations import open_shared
 from vllm_commext.nixl.reuse.table import OfferTable
+from vllm_commext.nixl.transfer_thread import GiveUp
 
 NUM_OVERWRITES = 1000
 MakeEngine = Callable[..., Any]
@@ -161,6 +162,25 @@ def test_more_blocks_than_cells_wait_for_their_turn(owner: Owner, reader: Any) -
     assert not reader.outcomes.failed
     board = reader.agent.generations
     wait_until(lambda: len(board._free_cells) == len(board.cells), "the cells to be given back")
+
+
+def test_a_load_does_not_wait_for_cells_that_never_come_back(
+    owner: Owner, make_engine: MakeEngine
+) -> None:
+    """A read from an engine that is stopped keeps its cells until NIXL reports its end."""
+    reader = make_engine("d", seed=2, reuse_blocks=True, transfer_timeout=0.5)
+    board = reader.agent.generations
+    kept = board.take_cells(len(board.cells))
+    remote = owner.remote("once", owner.offer([9, 2, 5]))
+    reader.thread.submit(load_of("r", remote, [0, 4, 1]))
+    reader.wait(lambda: "r" in reader.collect().late)
+    reader.thread.submit(GiveUp("r"))
+    reader.wait(lambda: "r" in reader.collect().settled)
+    assert "r" in reader.outcomes.failed
+    assert reader.recorded["failures"] == {"timeout": 1}
+    board.give_back_cells(kept)
+    reader.load(load_of("again", owner.remote("twice", owner.offer([9, 2, 5])), [0, 4, 1]))
+    assert "again" not in reader.outcomes.failed
 
 
 def test_a_thousand_overwrites_between_looking_up_and_reading(owner: Owner, reader: Any) -> None:

@@ -101,6 +101,10 @@ def prepare(part: Part, link: Link) -> Pairs:
     )
 
 
+def _num_open(posting: Posting | None) -> int:
+    return posting.num_open if posting is not None else 0
+
+
 def _check_generations(remote: RemoteRequest, link: Link) -> None:
     """Refuse what could not be proven.
 
@@ -184,14 +188,17 @@ class ReadSet:
     def look(self, read: Read) -> End | None:
         """One step of blocks, then fence, then end; None while under way.  What goes wrong ends
         this read, as soon as nothing of it is under way."""
-        num_open = read.posting.num_open if read.posting is not None else 0
+        posting = read.posting
+        num_open = _num_open(posting)
         try:
             end = self._advance(read)
         except Exception as error:  # noqa: BLE001 one read's error is no other's
             if read.posting is not None and read.posting.num_open:
                 return None  # looked at again, until it ends or is late
             end = End(Failure("internal", error))
-        if end is not None or read.posting is None or read.posting.num_open < num_open:
+        # Without a posting it waits for a cell, which others may never give back.
+        has_moved = read.posting is not posting or _num_open(posting) < num_open
+        if end is not None or has_moved:
             self._note_progress(read)
         if end is not None:
             self._end(read)
