@@ -97,7 +97,10 @@ class HealthMonitor:
             return
         try:
             async with self._session.get(
-                f"{engine.url}/metrics", timeout=self._timeout, allow_redirects=False
+                f"{engine.url}/metrics",
+                timeout=self._timeout,
+                allow_redirects=False,
+                raise_for_status=True,
             ) as response:
                 engine.offers.learn(await response.text())
         except (asyncio.TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:

@@ -33,6 +33,8 @@ class Offers:
         found: list[Place] = []
         for family in text_string_to_metric_families("".join(f"{line}\n" for line in lines)):
             for sample in family.samples:
+                if missing := {"host", "port", "seal"} - sample.labels.keys():
+                    raise ValueError(f"expected {METRIC} with labels {sorted(missing)}, too")
                 host, port, seal = (sample.labels[name] for name in ("host", "port", "seal"))
                 found.append({"host": host, "port": int(port), "seal": seal})
         self.places, self.is_known = tuple(found), True

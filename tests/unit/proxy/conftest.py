@@ -122,6 +122,8 @@ class EngineServer:
     health_status: int = 200
     drains: bool = False
     calls: list[Call] = field(default_factory=list)
+    metrics_status: int = 200
+    num_scrapes: int = 0
     num_left: int = 0
     num_refused: int = 0
     port: int = 0
@@ -187,7 +189,8 @@ class EngineServer:
         elif call.path == "/health":
             await (call.answer(self.health_status, b"") if self.health_status else hanging(call))
         elif call.path == "/metrics":
-            await call.answer(200, self.page.encode())
+            self.num_scrapes += 1
+            await call.answer(self.metrics_status, self.page.encode())
         elif call.path == "/v1/models":
             await call.answer(200, b'{"object": "list", "data": []}')
         else:

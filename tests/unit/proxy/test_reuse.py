@@ -44,7 +44,14 @@ def test_a_page_without_one_is_known_to_have_none() -> None:
     assert (offers.places, offers.is_known) == ((), True)
 
 
-@pytest.mark.parametrize("broken", [row("d", 5600).replace("5600", "x"), f"{METRIC}{{no"])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        row("d", 5600).replace("5600", "x"),
+        row("d", 5600).replace("seal", "proof"),
+        f"{METRIC}{{no",
+    ],
+)
 def test_a_page_that_cannot_be_read_is_an_error(broken: str) -> None:
     offers = Offers()
     with pytest.raises(ValueError, match=".+"):
@@ -111,5 +118,23 @@ def test_the_second_turn_names_the_engine_of_the_first(kit: Any, is_on: bool) ->
             (used,) = [one for one in cluster.decode if one.calls]
             place = {"host": "127.0.0.1", "port": used.port, "seal": "ab"}
             assert told == [None, [place] if is_on else None]
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_whose_metrics_cannot_be_had_yet_is_asked_again(kit: Any) -> None:
+    async def scenario() -> None:
+        async with kit.cluster(reuse_blocks=True, health_interval_seconds=0.05) as cluster:
+            (engine,) = cluster.decode
+            known = [one for pool in cluster.proxy.pools for one in pool.engines]
+            (offers,) = [one.offers for one in known if one.url == engine.url]
+            engine.metrics_status = 503
+            offers.clear()
+            before = engine.num_scrapes
+            await kit.until(lambda: engine.num_scrapes > before + 1, "two more questions")
+            assert not offers.is_known
+            engine.metrics_status = 200
+            await kit.until(lambda: offers.is_known, "an answer")
+            assert [place["port"] for place in offers.places] == [engine.port]
 
     asyncio.run(scenario())
