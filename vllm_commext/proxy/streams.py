@@ -6,9 +6,9 @@ Where that is, a prefill engine's earlier answers have said.
 """
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +17,8 @@ from vllm_commext.proxy.failures import ProxyError
 
 if TYPE_CHECKING:
     from vllm_commext.proxy.opening import Opened
+
+logger = logging.getLogger("vllm.commext.proxy")
 
 STREAMED = "streamed"
 OFF = "off"
@@ -167,5 +169,16 @@ class Stream:
         if decode is None:
             return
         decode.cancel()
-        with suppress(asyncio.CancelledError, ProxyError):
-            (await decode).close()
+        decode.add_done_callback(_close)  # also where this task is cancelled meanwhile
+        await asyncio.wait([decode])
+
+
+def _close(decode: "asyncio.Task[Opened]") -> None:
+    """Nobody takes a decode engine's answer."""
+    if decode.cancelled():
+        return
+    error = decode.exception()
+    if error is None:
+        decode.result().close()
+    elif not isinstance(error, ProxyError):
+        logger.error("a decode engine could not be let go", exc_info=error)

@@ -8,11 +8,14 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.kit.vllm_streams import Stream
+from vllm_commext.proxy.streams import Stream as OneStream
+from vllm_commext.proxy.streams import Streams
 
 BODY = {"model": "tiny", "prompt": "long " * 40, "max_tokens": 3, "temperature": 0, "stream": True}
 DRAWN = {**BODY, "temperature": 0.7}
@@ -260,3 +263,57 @@ def test_nothing_is_streamed_unless_it_is_asked_for(kit: Any) -> None:
         assert await ways(cluster) == {"off": 2}
 
     running(kit, scenario, stream_chunks=False)
+
+
+def test_a_cancellation_is_not_lost_while_the_decode_engine_is_let_go() -> None:
+    """It says that the client has gone, or that the proxy ends."""
+
+    async def scenario() -> None:
+        let_go, may_end = asyncio.Event(), asyncio.Event()
+
+        async def asked(payload: Any) -> Any:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                let_go.set()
+                await may_end.wait()
+
+        def payload(body: Any, is_stream: bool | None = None) -> Any:
+            return body
+
+        known = Streams()
+        known.learn(PLACE)
+        stream = OneStream(BODY, 100, payload, asked)
+        await stream.prefill_payload(known)
+        assert stream.is_under_way
+        await asyncio.sleep(0)
+        letting_go = asyncio.create_task(stream.cancel())
+        await let_go.wait()
+        letting_go.cancel()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await letting_go
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_comes_while_it_is_let_go_is_closed() -> None:
+    async def scenario() -> None:
+        closed: list[bool] = []
+
+        async def asked(payload: Any) -> Any:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                return SimpleNamespace(close=lambda: closed.append(True))
+
+        known = Streams()
+        known.learn(PLACE)
+        stream = OneStream(BODY, 100, lambda body, is_stream=None: body, asked)
+        await stream.prefill_payload(known)
+        await asyncio.sleep(0)
+        await stream.cancel()
+        assert closed == [True]
+        assert not stream.is_under_way
+
+    asyncio.run(scenario())
