@@ -118,6 +118,14 @@ def engine_error(engine: Engine, status: int, answer: EngineAnswer) -> ProxyErro
     )
 
 
+def empty(engine: Engine) -> ProxyError:
+    """An engine that has ended a stream without a token and without a reason."""
+    told = "the request failed before its first token; the engine's log says why"
+    error = {"message": told, "type": "InternalServerError", "param": None, "code": 500}
+    body = json.dumps({"error": error}).encode()
+    return engine_error(engine, 500, EngineAnswer(body, "application/json"))
+
+
 def aborted(engine: Engine) -> ProxyError:
     """An engine that is told to end gives up requests so: finished, with status 200, while its
     health is good. It is given no more until the next check."""

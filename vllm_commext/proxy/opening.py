@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from vllm_commext.proxy.answers import aborted, engine_error, read_answer
+from vllm_commext.proxy.answers import aborted, empty, engine_error, read_answer
 from vllm_commext.proxy.engines import Engine
 from vllm_commext.proxy.failures import EngineAnswer
 from vllm_commext.proxy.sse import (
     EventCutter,
+    ends_empty,
     is_aborted,
     opening_error,
     opens_aborted,
@@ -45,7 +46,7 @@ async def read_opening(
 
     Raises `ProxyError` if it tells of a failed request. Only its beginning can: vLLM answers a
     stream with status 200 before it has computed anything, and a failure is then the first
-    event, or follows the role that opens a chat.
+    event, or follows the role that opens a chat, or is the end of a stream without an answer.
     """
     if response.status >= 500:
         raise engine_error(engine, response.status, await read_answer(engine, response))
@@ -60,6 +61,8 @@ async def read_opening(
         raise aborted(engine)
     if (failed := opening_error(first)) is not None and failed[0] >= 500:
         raise engine_error(engine, failed[0], EngineAnswer(failed[1], "application/json"))
+    if ends_empty(first):
+        raise empty(engine)
     return first, cutter
 
 

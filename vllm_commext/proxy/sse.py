@@ -6,6 +6,7 @@ from typing import Any
 
 MAX_HELD_BYTES = 8 << 20
 _ABORT = b'"abort"'
+_DONE = b"data: [DONE]"
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 
 
@@ -97,9 +98,19 @@ def _says(choice: Mapping[str, Any]) -> bool:
 
 
 def says_nothing(events: bytes) -> bool:
-    """Whether *events* are only what vLLM sends before a chat's first token: the role."""
+    """Whether *events* are only what vLLM sends before a chat's first token, the role, or around an
+    answer, what it took."""
     contents = _contents(events)
-    return bool(contents) and all(map(_is_role_alone, contents))
+    return bool(contents) and all(_is_role_alone(one) or _is_usage_alone(one) for one in contents)
+
+
+def ends_empty(events: bytes) -> bool:
+    """Whether *events* are a whole stream without any part of an answer: so vLLM 0.30 ends that of
+    a completion which has failed before its first token."""
+    lines = [line for line in map(bytes.strip, events.split(b"\n")) if line]
+    contents = _contents(events)
+    is_whole = _DONE in lines and len(contents) == len(lines) - 1
+    return is_whole and all(map(_is_usage_alone, contents))
 
 
 def _contents(events: bytes) -> list[dict[str, Any]]:
@@ -116,6 +127,10 @@ def _contents(events: bytes) -> list[dict[str, Any]]:
             return []
         contents.append(content)
     return contents
+
+
+def _is_usage_alone(content: Mapping[str, Any]) -> bool:
+    return content.get("choices") == []
 
 
 def _is_role_alone(content: dict[str, Any]) -> bool:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from vllm_commext.proxy.sse import ends_empty
+
 BODY = {"prompt": "hello", "max_tokens": 20}
 STREAM = {**BODY, "stream": True}
 EVENT = b'data: {"n": 1}\n\n'
@@ -165,3 +167,59 @@ def test_a_fault_of_the_proxy_itself_is_answered_and_logged(
 
     asyncio.run(scenario())
     assert "ArithmeticError: a bug" in caplog.text
+
+
+DONE = b"data: [DONE]\n\n"
+USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 0}}\n\n'
+TOLD = b'data: {"choices": [{"text": "a"}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        (DONE, True),
+        (USAGE + DONE, True),
+        (TOLD + DONE, False),
+        (TOLD + USAGE + DONE, False),
+        (USAGE, False),
+        (b"", False),
+        (b"data: half an\n\n" + DONE, False),
+        (b"event: response.created\n" + USAGE + DONE, False),
+        (b'data: {"type": "response.created"}\n\n' + DONE, False),
+    ],
+)
+def test_a_stream_that_ends_without_an_answer_is_known(events: bytes, expected: bool) -> None:
+    assert ends_empty(events) is expected
+
+
+@pytest.mark.parametrize("pieces", [(DONE,), (USAGE, DONE)])
+def test_a_stream_that_ends_without_an_answer_has_failed(
+    kit: Any, pieces: tuple[bytes, ...]
+) -> None:
+    """As vLLM 0.30 ends the stream of a completion whose KV load has failed: it is served anew, and
+    where that fails too, the client is told."""
+
+    def ending_with(*events: bytes) -> Any:
+        async def behave(call: Any) -> None:
+            await call.begin_stream()
+            for event in events:
+                await call.chunk(event)
+            await call.end_stream()
+
+        return behave
+
+    async def scenario() -> None:
+        async with kit.cluster(num_decode=2) as cluster:
+            cluster.decode[0].behave = ending_with(*pieces)
+            cluster.decode[1].behave = ending_with(TOLD, DONE)
+            for _ in range(2):
+                async with cluster.post(STREAM) as response:
+                    assert response.status == 200
+                    assert await response.read() == TOLD + DONE
+            assert cluster.decode[0].calls
+            cluster.decode[1].behave = ending_with(*pieces)
+            async with cluster.post(STREAM) as response:
+                assert response.status == 500
+                assert "before its first token" in (await response.json())["error"]["message"]
+
+    asyncio.run(scenario())
