@@ -1,9 +1,11 @@
 """Our message queue against the installed vLLM's, `multiprocessing.Pipe` and ZMQ, in one run.
 
 A round trip is: the writer sends to all readers over one queue, and each answers with the same
-object over a queue of its own (for throughput, only the last one is answered). Every figure is the
-median over rounds in which all contestants take turns, so that what else the machine does meets
-all of them. Only ratios of one run mean anything.
+object over a queue of its own (for throughput, only the last one is answered). A step is what
+vLLM's engine sends for one, a SchedulerOutput and then the call for sampling, and what a worker
+answers, None and then the ModelRunnerOutput; in one call: only the first and the last of it. Every
+figure is the median over rounds in which all contestants take turns, so that what else the machine
+does meets all of them. Only ratios of one run mean anything.
 
     python benchmarks/shm_queue.py --out benchmarks/results/mine
     python benchmarks/shm_queue.py --quick
@@ -22,7 +24,16 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from message_queue.cases import GAPS_SECONDS, SIZES, Cell, groups, one_round, pickling_us
+from message_queue.cases import (
+    GAPS_SECONDS,
+    SIZES,
+    STEP_GAPS_SECONDS,
+    Cell,
+    groups,
+    one_round,
+    pickling_us,
+    step_encoding_us,
+)
 from message_queue.links import CONTESTANTS, PLACEMENTS, core_of, linked, placed
 from message_queue.report import Bottom, Floors, markdown, save
 
@@ -55,9 +66,13 @@ def run(args: argparse.Namespace, placement: str, n_readers: int) -> list[Cell]:
             for name in args.contestants
         }
         stack.enter_context(placed(placement))
-        measurements = list(groups(args.sizes, args.gaps, args.seconds, args.pace_seconds))
+        measurements = list(
+            groups(args.sizes, args.gaps, args.step_gaps, args.seconds, args.pace_seconds)
+        )
         for number in range(args.rounds):
-            cells += one_round(links, measurements, placement, n_readers)
+            cells += one_round(
+                links, measurements, placement, n_readers, with_silence=bool(args.gaps)
+            )
             print(f"{placement}, {n_readers} readers: {number + 1} rounds", file=sys.stderr)
     return cells
 
@@ -68,8 +83,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--readers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=["free", "pinned"])
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="in bytes")
+    parser.add_argument("--sizes", type=int, nargs="*", default=list(SIZES), help="in bytes")
     parser.add_argument("--gaps", type=float, nargs="*", default=list(GAPS_SECONDS))
+    parser.add_argument(
+        "--step-gaps",
+        type=float,
+        nargs="*",
+        default=list(STEP_GAPS_SECONDS),
+        help="seconds that the worker computes in each step",
+    )
     parser.add_argument("--seconds", type=float, default=0.1, help="of each round trip's case")
     parser.add_argument("--pace-seconds", type=float, default=1.0, help="of each gap's case")
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
@@ -78,6 +100,7 @@ def arguments() -> argparse.Namespace:
     if args.quick:
         args.rounds, args.readers, args.placements = 2, [1, 4], ["free"]
         args.seconds, args.pace_seconds, args.gaps = 0.1, 0.4, [0.002, 0.01]
+        args.step_gaps = [0.01]
     return args
 
 
@@ -85,7 +108,7 @@ def main() -> int:
     args = arguments()
     found = {placement: floors(placement) for placement in args.placements}
     known = {placement: floor for placement, floor in found.items() if floor is not None}
-    bottom = Bottom(known, pickling_us())
+    bottom = Bottom(known, pickling_us(), step_encoding_us())
     cells: list[Cell] = []
     for placement in args.placements:
         for n_readers in args.readers:

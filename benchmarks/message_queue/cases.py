@@ -1,19 +1,29 @@
 """What is sent and what is measured."""
 
+from __future__ import annotations
+
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from vllm_commext.testing.processes import cpu_seconds
 
-from .links import Link
+from .links import Answers, Link
+
+if TYPE_CHECKING:
+    from .engine_steps import StepMaker
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (100, 10 * KIB, 100 * KIB, MIB, 12 * MIB, 24 * MIB)
 GAPS_SECONDS = (0.002, 0.01, 0.05, 1.4)
+STEP_REQUESTS = (8, 256)
+STEP_GAPS_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05)
+STEPS, WARM_STEPS = 300, 10
+ENGINE_SECONDS = 0.0005
 ARRAYS_FROM = 100 * KIB
 LONG_GAP_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
@@ -35,25 +45,6 @@ Figures = list[tuple[str, str, float]]  # case, unit, value
 Measurement = Callable[[Link], Figures]
 
 
-def scheduler_output(n_requests: int) -> Any:
-    """vLLM's own, of a decode step of so many requests."""
-    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
-
-    names = [f"cmpl-{number:032x}-0" for number in range(n_requests)]
-    output = SchedulerOutput.make_empty()
-    cached = CachedRequestData.make_empty()
-    cached.req_ids = names
-    cached.new_block_ids = [
-        ([number],) if number % 16 == 0 else None for number in range(n_requests)
-    ]
-    cached.num_computed_tokens = [100 + number for number in range(n_requests)]
-    cached.num_output_tokens = list(range(n_requests))
-    output.scheduled_cached_reqs = cached
-    output.num_scheduled_tokens = dict.fromkeys(names, 1)
-    output.total_num_scheduled_tokens = n_requests
-    return output
-
-
 def named(size: int) -> str:
     for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
         if size >= unit:
@@ -70,14 +61,12 @@ def payloads(sizes: Sequence[int]) -> dict[str, Any]:
         if size >= ARRAYS_FROM:
             made[f"{named(size)} numpy"] = np.frombuffer(os.urandom(size), np.uint8).copy()
             made[f"{named(size)} torch"] = torch.randint(0, 255, (size,), dtype=torch.uint8)
-    for n_requests in (8, 256):
-        made[f"SchedulerOutput of {n_requests}"] = scheduler_output(n_requests)
     return made
 
 
 def pickling_us() -> dict[str, float]:
-    """What a round trip of 100 KiB takes of ours without any queue: twice to the parts of a record
-    and back."""
+    """What a round trip of 100 KiB, and a step, take of ours without any queue: to the parts of a
+    record and back, there and back."""
     from vllm_commext.shm.codec import Encoder, decode
 
     encode, found = Encoder().encode, {}
@@ -91,6 +80,31 @@ def pickling_us() -> dict[str, float]:
             decode(parts)
             times.append((time.perf_counter_ns() - started) / 500)
         found[case] = percentile(times, 0.5)
+    return found
+
+
+def step_encoding_us() -> dict[str, dict[str, float]]:
+    """Microseconds of a step of so many requests without any queue, by what encodes it: the call to
+    a record, the record to the call, and the same for the answer, together."""
+    from vllm_commext.compat.steps import vllm_steps
+    from vllm_commext.shm.codec import Decoder, Encoder
+
+    classes, found = vllm_steps(), {}
+    for n_requests in STEP_REQUESTS:
+        steps = list(step_maker(n_requests).steps(300, in_one_call=True))
+        found[f"step of {n_requests}"] = of_kind = {}
+        for name, kind in (("columns", classes), ("pickle", None)):
+            ends = [(Encoder(kind), Decoder(kind)) for _ in range(2)]
+            times = []
+            for step in steps:
+                started = time.perf_counter_ns()
+                for (encoder, decoder), message in zip(
+                    ends, (step.calls[0], step.answers[0]), strict=True
+                ):
+                    record: Any = encoder.encode(message)
+                    decoder.decode(record)
+                times.append((time.perf_counter_ns() - started) / 1e3)
+            of_kind[name] = percentile(times, 0.5)
     return found
 
 
@@ -125,6 +139,47 @@ def round_trips(case: str, obj: object, seconds: float) -> Measurement:
     return measure
 
 
+@functools.cache
+def step_maker(n_requests: int) -> StepMaker:
+    from .engine_steps import StepMaker  # imports vLLM's scheduler, which readers do without
+
+    return StepMaker(n_requests)
+
+
+def engine_steps(n_requests: int, gap: float, seconds: float, *, in_one_call: bool) -> Measurement:
+    """Steps of vLLM's scheduler, there and back, beyond the `gap` that the worker computes in each.
+
+    Where there is one, the engine is busy between two steps, as vLLM's scheduler is.
+    """
+    count = max(20, int(seconds / (gap + ENGINE_SECONDS))) if gap else STEPS
+    kind = ", in one call" if in_one_call else ""
+    name = f"step of {n_requests}{kind}"
+    if gap:
+        name += f", beyond the worker's {gap * 1e3:g} ms"
+
+    def measure(link: Link) -> Figures:
+        steps = list(step_maker(n_requests).steps(WARM_STEPS + count, in_one_call=in_one_call))
+        answers = [answer for step in steps for answer in step.answers]
+        link.round_trip(Answers(answers, gap))
+        found = []
+        for step in steps:
+            if gap:
+                occupied(ENGINE_SECONDS)
+            started = time.perf_counter()
+            link.step(step.calls)
+            found.append((time.perf_counter() - started - gap) * 1e6)
+        found = found[WARM_STEPS:]
+        return [(name, "us p50", percentile(found, 0.5)), (name, "us p99", percentile(found, 0.99))]
+
+    return measure
+
+
+def occupied(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
 def throughput(size: int, seconds: float) -> Measurement:
     message = (os.urandom(size),)
 
@@ -155,7 +210,6 @@ def paced(gap: float, seconds: float) -> Measurement:
         if gap < LONG_GAP_SECONDS:
             figures.append((name, "us p99", percentile(found, 0.99)))
         share = 100 / wall
-        reader = cpu_seconds([link.pids[0]]) - reader
         figures.append(
             (name, "% of a core, reader", (cpu_seconds([link.pids[0]]) - reader) * share)
         )
@@ -179,20 +233,38 @@ def silence(links: dict[str, Link]) -> dict[str, float]:
 
 
 def groups(
-    sizes: Sequence[int], gaps: Sequence[float], seconds: float, pace_seconds: float
+    sizes: Sequence[int],
+    gaps: Sequence[float],
+    step_gaps: Sequence[float],
+    seconds: float,
+    pace_seconds: float,
 ) -> Iterator[list[Measurement]]:
     """What one contestant measures in a row before it is the next one's turn."""
+    yield [
+        engine_steps(n_requests, 0, seconds, in_one_call=in_one_call)
+        for n_requests in STEP_REQUESTS
+        for in_one_call in (False, True)
+    ]
+    for gap in step_gaps:
+        yield [engine_steps(n, gap, pace_seconds, in_one_call=False) for n in STEP_REQUESTS]
     made = [round_trips(case, obj, seconds) for case, obj in payloads(sizes).items()]
     for first in range(0, len(made), 5):
         yield made[first : first + 5]
-    yield [throughput(size, seconds) for size in (100, 10 * KIB)]
-    yield [paced(gap, max(pace_seconds, 2 * gap)) for gap in gaps]
+    if sizes:
+        yield [throughput(size, seconds) for size in (100, 10 * KIB)]
+    if gaps:
+        yield [paced(gap, max(pace_seconds, 2 * gap)) for gap in gaps]
 
 
 def one_round(
-    links: dict[str, Link], measurements: list[list[Measurement]], placement: str, n_readers: int
+    links: dict[str, Link],
+    measurements: list[list[Measurement]],
+    placement: str,
+    n_readers: int,
+    *,
+    with_silence: bool,
 ) -> Iterator[Cell]:
-    """Every group, and in it one contestant after the other."""
+    """Every group, and in it one contestant after the other; then silence, if so."""
     for group in measurements:
         for name, link in links.items():
             for measure in group:
@@ -200,6 +272,8 @@ def one_round(
                     yield Cell(placement, n_readers, case, unit, name, value)
             if name == "vllm":
                 time.sleep(CALM_SECONDS)
+    if not with_silence:
+        return
     case, unit = f"{SILENCE_SECONDS:g} s of silence", "% of a core, reader"
     for name, share in silence(links).items():
         yield Cell(placement, n_readers, case, unit, name, share)

@@ -1,7 +1,9 @@
 """The contestants: a writer here, readers in processes of their own, and how both are placed.
 
-A link sends one object to all readers and takes their answers: each answers with the object that it
-got, over a way of its own, unless it is a tuple.
+A link sends one object to all readers and takes their answers: each answers with the object that
+it got, over a way of its own, unless it is a tuple. A call, a tuple as the engine sends it to its
+workers, is answered by the first reader, as by vLLM's output rank, with the next of the answers
+that it was given before.
 """
 
 import contextlib
@@ -13,6 +15,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,14 +23,15 @@ from typing import Any
 import zmq
 
 QUEUES = {
-    "ours": "vllm_commext.shm.queue",
-    "vllm": "vllm.distributed.device_communicators.shm_broadcast",
+    "ours": ("vllm_commext.compat.queue_groups", "GroupMessageQueue"),
+    "vllm": ("vllm.distributed.device_communicators.shm_broadcast", "MessageQueue"),
 }
 CONTESTANTS = ("ours", "vllm", "pipe", "zmq")
 PLACEMENTS = ("free", "pinned", "one core", "hogs")
 SPAWN = multiprocessing.get_context("spawn")
 READY_SECONDS, ANSWER_SECONDS = 300, 120
 HOG = "while True: pass"
+CALL_LENGTH = 4  # method, arguments, keyword arguments, rank that answers
 
 
 def core_of(placement: str, place: int) -> int | None:
@@ -60,6 +64,18 @@ def placed(placement: str) -> Iterator[None]:
 
 
 @dataclasses.dataclass
+class Answers:
+    """What the first reader answers calls with, one after the other.
+
+    It is busy for `step_seconds` before each answer that holds an output: vLLM's worker on a GPU
+    answers `execute_model` with None at once, and then `sample_tokens` when the GPU is done.
+    """
+
+    answers: list[Any]
+    step_seconds: float
+
+
+@dataclasses.dataclass
 class Link:
     """The writer's side: how to send to all, to receive from each, and who the readers are."""
 
@@ -72,26 +88,48 @@ class Link:
         for receive in self.receive:
             receive()
 
+    def step(self, calls: Sequence[Any]) -> None:
+        """The calls of a step, each after the answer to the one before."""
+        for call in calls:
+            self.send(call)
+            self.receive[0]()
 
-def answer_all(receive: Callable[[], Any], send: Callable[[Any], None]) -> None:
+
+def answer_all(rank: int, receive: Callable[[], Any], send: Callable[[Any], None]) -> None:
+    told, number = Answers([], 0.0), 0
     while (obj := receive()) is not None:
-        if not isinstance(obj, tuple):
+        got = time.perf_counter()
+        if isinstance(obj, Answers):
+            told, number = obj, 0
+            send("ready")
+        elif not isinstance(obj, tuple):
             send(obj)
+        elif len(obj) == CALL_LENGTH and rank == 0:
+            status, answer = told.answers[number]
+            while answer is not None and time.perf_counter() - got < told.step_seconds:
+                pass
+            send((status, answer))
+            number += 1
+
+
+def queue_class(contestant: str) -> Any:
+    module, name = QUEUES[contestant]
+    return getattr(importlib.import_module(module), name)
 
 
 def serve_queue(contestant: str, rank: int, core: int | None, control: Connection) -> None:
     pin(core)
-    queue = importlib.import_module(QUEUES[contestant]).MessageQueue
+    queue = queue_class(contestant)
     requests = queue.create_from_handle(control.recv(), rank)
     answers = queue(1, 1)
     control.send(answers.export_handle())
     requests.wait_until_ready()
     answers.wait_until_ready()
-    answer_all(lambda: requests.dequeue(indefinite=True), answers.enqueue)
+    answer_all(rank, lambda: requests.dequeue(indefinite=True), answers.enqueue)
 
 
 def link_queue(contestant: str, controls: list[Connection], pids: list[int]) -> Link:
-    queue = importlib.import_module(QUEUES[contestant]).MessageQueue
+    queue = queue_class(contestant)
     requests = queue(len(controls), len(controls))
     for control in controls:
         control.send(requests.export_handle())
@@ -108,9 +146,9 @@ def link_queue(contestant: str, controls: list[Connection], pids: list[int]) -> 
     return Link(requests.enqueue, receive, pids)
 
 
-def serve_pipe(_contestant: str, _rank: int, core: int | None, control: Connection) -> None:
+def serve_pipe(_contestant: str, rank: int, core: int | None, control: Connection) -> None:
     pin(core)
-    answer_all(control.recv, control.send)
+    answer_all(rank, control.recv, control.send)
 
 
 def link_pipe(_contestant: str, controls: list[Connection], pids: list[int]) -> Link:
@@ -129,7 +167,7 @@ def zmq_receive(socket: "zmq.Socket[bytes]") -> Any:
     return pickle.loads(socket.recv(copy=False).buffer)
 
 
-def serve_zmq(_contestant: str, _rank: int, core: int | None, control: Connection) -> None:
+def serve_zmq(_contestant: str, rank: int, core: int | None, control: Connection) -> None:
     """Requests over PUB and SUB, answers over PUSH and PULL."""
     pin(core)
     context, (requests_at, answers_at) = zmq.Context(), control.recv()
@@ -137,7 +175,7 @@ def serve_zmq(_contestant: str, _rank: int, core: int | None, control: Connectio
     requests.subscribe(b"")
     requests.connect(requests_at)
     answers.connect(answers_at)
-    answer_all(lambda: zmq_receive(requests), lambda obj: zmq_send(answers, obj))
+    answer_all(rank, lambda: zmq_receive(requests), lambda obj: zmq_send(answers, obj))
 
 
 def link_zmq(_contestant: str, controls: list[Connection], pids: list[int]) -> Link:

@@ -28,10 +28,12 @@ class Floors(NamedTuple):
 
 
 class Bottom(NamedTuple):
-    """What no queue can be faster than: of each placement, and microseconds of pickling alone."""
+    """What no queue can be faster than: of each placement, and microseconds of pickling alone, and
+    of encoding steps by each way."""
 
     floors: dict[str, Floors]
     pickling: dict[str, float]
+    steps: dict[str, dict[str, float]]
 
 
 def medians(cells: list[Cell]) -> dict[Key, dict[str, float]]:
@@ -83,6 +85,9 @@ def markdown(cells: list[Cell], bottom: Bottom, rounds: int, names: list[str]) -
         )
     pickling = ", ".join(f"{case} {found:.1f} us" for case, found in bottom.pickling.items())
     lines += ["", f"Pickling and unpickling for a round trip of ours, alone: {pickling}."]
+    for case, ways in bottom.steps.items():
+        shown = ", ".join(f"{found:.1f} us by {way}" for way, found in ways.items())
+        lines += ["", f"Encoding and decoding a {case} there and back, alone: {shown}."]
     lines += ["", f"| placement | readers | case | unit | {' | '.join(names)} | ours better by |"]
     lines.append("|" + "---|" * (len(names) + 5))
     for (placement, n_readers, case, unit), row in medians(cells).items():
@@ -134,6 +139,7 @@ def save(
         "machine": machine(rounds),
         "floors": {placement: floor._asdict() for placement, floor in bottom.floors.items()},
         "pickling": bottom.pickling,
+        "steps": bottom.steps,
         "cells": [cell._asdict() for cell in cells],
     }
     out.with_suffix(".json").write_text(json.dumps(rows) + "\n")
