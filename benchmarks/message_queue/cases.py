@@ -93,7 +93,7 @@ def step_encoding_us() -> dict[str, dict[str, float]]:
     for n_requests in STEP_REQUESTS:
         steps = list(step_maker(n_requests).steps(300, in_one_call=True))
         found[f"step of {n_requests}"] = of_kind = {}
-        for name, kind in (("columns", classes), ("pickle", None)):
+        for name, kind in (("the step codec", classes), ("pickle", None)):
             ends = [(Encoder(kind), Decoder(kind)) for _ in range(2)]
             times = []
             for step in steps:

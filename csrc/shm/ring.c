@@ -3,8 +3,9 @@
  *
  * Limited API of Python 3.10, so one binary serves every later Python.
  */
-#include "columns.h"
 #include "records.h"
+#include "step_pack.h"
+#include "step_unpack.h"
 
 #include <pthread.h>
 #include <sys/mman.h>
@@ -296,17 +297,6 @@ static PyType_Spec ring_spec = {
 static PyMethodDef module_methods[] = {
     {"create_file", module_create_file, METH_VARARGS,
      "create_file(path, num_bytes) -> descriptor of a new file, reserved and locked as its writer's"},
-    {"pack_ints", columns_pack_ints, METH_VARARGS,
-     "pack_ints(list, count) -> int (all are that), bytes of int32, or None if it is anything else"},
-    {"unpack_ints", columns_unpack_ints, METH_O, "unpack_ints(bytes) -> list"},
-    {"pack_singles", columns_pack_singles, METH_VARARGS,
-     "pack_singles(list of lists of one int, count) -> bytes of int32, or None"},
-    {"unpack_singles", columns_unpack_singles, METH_O, "unpack_singles(bytes) -> list of lists"},
-    {"same_names", columns_same_names, METH_VARARGS, "same_names(list, list of str) -> bool"},
-    {"pack_names", columns_pack_names, METH_VARARGS,
-     "pack_names(list, numbers, fresh) -> bytes of int32, or None if not all are str"},
-    {"unpack_names", columns_unpack_names, METH_VARARGS, "unpack_names(bytes, names) -> list"},
-    {"is_index", columns_is_index, METH_VARARGS, "is_index(dict, list of str) -> bool"},
     {"remove_abandoned", module_remove_abandoned, METH_VARARGS,
      "remove_abandoned(path) -> whether no writer had locked it, and it is gone"},
     {NULL, NULL, 0, NULL},
@@ -317,17 +307,25 @@ static struct PyModuleDef ring_module = {
     NULL, NULL, NULL, NULL,
 };
 
+static int add_type(PyObject *module, const char *name, PyType_Spec *spec) {
+    PyObject *type = PyType_FromSpec(spec);
+    if (type != NULL && PyModule_AddObject(module, name, type) == 0) return 0;
+    Py_XDECREF(type);
+    return -1;
+}
+
 PyMODINIT_FUNC PyInit__shm_ring(void) {
     PyObject *module = PyModule_Create(&ring_module);
     if (module == NULL) return NULL;
-    PyObject *type = PyType_FromSpec(&ring_spec);
-    if (type == NULL || PyModule_AddObject(module, "Ring", type) < 0) {
-        Py_XDECREF(type);
+    if (add_type(module, "Ring", &ring_spec) < 0 || add_type(module, "Packer", &packer_spec) < 0 ||
+        add_type(module, "Unpacker", &unpacker_spec) < 0) {
         Py_DECREF(module);
         return NULL;
     }
     pthread_atfork(NULL, NULL, ring_after_fork);
     PyModule_AddIntConstant(module, "VERSION", RING_VERSION);
     PyModule_AddIntConstant(module, "MAX_PARTS", RING_MAX_PARTS);
+    PyModule_AddIntConstant(module, "STEP_FORMAT", STEP_FORMAT);
+    PyModule_AddIntConstant(module, "STEP_NO_SLOT", STEP_NO_SLOT);
     return module;
 }

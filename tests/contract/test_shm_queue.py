@@ -275,7 +275,7 @@ def vllm_step(n_requests: int, number: int) -> tuple[Any, Any]:
     return ("execute_model", (output,), {}, None), (WorkerProc.ResponseStatus.SUCCESS, answer)
 
 
-def test_vllms_steps_go_as_columns_and_arrive_as_pickle_makes_them() -> None:
+def test_vllms_steps_go_field_by_field_and_arrive_as_pickle_makes_them() -> None:
     from vllm_commext.compat.steps import vllm_steps
 
     classes = vllm_steps()

@@ -47,7 +47,7 @@ class GroupMessageQueue(MessageQueue):
 
     @staticmethod
     def step_classes() -> StepClasses | None:
-        """vLLM's, where they are what the columns were made for."""
+        """vLLM's, where they are what the codec was made for."""
         return vllm_steps()
 
     @staticmethod

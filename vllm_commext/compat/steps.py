@@ -10,14 +10,15 @@ logger = logging.getLogger("vllm.commext.shm")
 
 @functools.cache
 def vllm_steps() -> StepClasses | None:
-    """None, and a line that says why, where they differ from what the columns were made for."""
+    """None, and a line that says why, where they differ from what the codec was made for."""
     try:
-        from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+        from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
         from vllm.v1.executor.multiproc_executor import WorkerProc
         from vllm.v1.outputs import ModelRunnerOutput
 
         status = WorkerProc.ResponseStatus
-        found = StepClasses(SchedulerOutput, CachedRequestData, ModelRunnerOutput, status)
+        kinds = SchedulerOutput, NewRequestData, CachedRequestData, ModelRunnerOutput
+        found = StepClasses(*kinds, status)
         problem = found.problem()
     except (ImportError, AttributeError) as error:
         found, problem = None, str(error)

@@ -16,7 +16,7 @@ from ..errors import ProtocolError
 from . import _shm_ring
 from .plain import IN_BAND_BYTES, PlainEncoder, build
 from .reducers import PROTOCOL, reduce_array, reduce_tensor
-from .steps import MARK, StepClasses, StepDecoder, StepEncoder
+from .steps import MARK, StepClasses, packer, unpacker
 
 MAX_BUFFERS = 64  # of one message; more go in band. Fewer than any ring's parts.
 BYPASS_BYTES = 64 << 10  # pickle hands larger bytes to the file as they are
@@ -58,13 +58,13 @@ class _Reducers(dict[Any, Any]):
 class Encoder:
     """Turns objects into records. Kept between messages; one thread at a time.
 
-    `classes`: of the steps that go as columns; then every record has to be sent, or `forget`
+    `classes`: of the steps that go field by field; then every record has to be sent, or `forget`
     called, and a `Decoder` has to take them.
     """
 
     def __init__(self, classes: StepClasses | None = None) -> None:
         self._plain = PlainEncoder()
-        self._steps = StepEncoder(classes) if classes is not None else None
+        self._steps = packer(classes) if classes is not None else None
         self._start()
 
     def _start(self) -> None:
@@ -100,7 +100,8 @@ class Encoder:
             self._plain.add_types()
         if type(obj) is tuple:
             if self._steps is not None and (step := self._steps.pack(obj)) is not None:
-                return _behind(step[0], self._pickle(step[1]))
+                head, others = step
+                return head if others is None else _behind(head, self._pickle(others))
             return self._pickle(obj)
         plain = self._plain.by_type.get(type(obj))
         if plain is not None and (record := plain(obj)) is not None:
@@ -132,7 +133,7 @@ class Decoder:
     """Turns records into objects: `decode`, and the steps of `classes`. Kept between messages."""
 
     def __init__(self, classes: StepClasses | None = None) -> None:
-        self._steps = StepDecoder(classes) if classes is not None else None
+        self._steps = unpacker(classes) if classes is not None else None
 
     def decode(self, record: "bytes | list[bytes | bytearray]") -> Any:
         """The object of a record as `RingReader.read` returns it. It owns all its memory."""
@@ -147,7 +148,7 @@ def decode(record: bytes | list[bytes | bytearray]) -> Any:
     """The object of a record as `RingReader.read` returns it. It owns all its memory."""
     head = record if isinstance(record, bytes) else record[0]
     if head[:1] == MARK:
-        raise ProtocolError("got a step as columns: expected the same vLLM at both ends")
+        raise ProtocolError("got a step field by field: expected the same vLLM at both ends")
     if isinstance(record, bytes):
         return pickle.loads(record)
     if head[0] != _PROTO:

@@ -108,7 +108,7 @@ class MessageQueue:
 
     @staticmethod
     def step_classes() -> StepClasses | None:
-        """Of the steps that go as columns."""
+        """Of the steps that go field by field."""
         return None
 
     @staticmethod
@@ -229,23 +229,25 @@ class MessageQueue:
                 record = self._core.read(wait)
                 if isinstance(record, int):
                     record = self._read_on(record, wait, timeout)
+                message = self._decode(record)  # before another thread does with the next
             finally:
                 try:  # noqa: SIM105 - as in enqueue
                     self._end_turn()
                 except RuntimeError:
                     pass
-            return self._decode(record)
+            return message
         if not isinstance(self._remote, RemoteReader):
             raise RuntimeError("only a reader can dequeue")  # noqa: TRY004 - as vLLM's queue does
         try:
             if not self._take_turn(False):
                 timeout = self._wait_for_turn(timeout)
-            return self._decode(self._remote.receive(timeout, indefinite))
+            message = self._decode(self._remote.receive(timeout, indefinite))
         finally:
             try:  # noqa: SIM105 - as in enqueue
                 self._end_turn()
             except RuntimeError:
                 pass
+        return message  # not above: a handler might raise between the value and the end of the turn
 
     def _wait_for_turn(self, timeout: float | None) -> float | None:
         """Take the turn from another thread; what of the timeout is left then."""

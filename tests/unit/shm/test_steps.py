@@ -1,5 +1,6 @@
-"""Steps as columns arrive as pickle would have made them, whatever they hold."""
+"""Steps that go field by field arrive as pickle would have made them, whatever they hold."""
 
+import contextlib
 import pickle
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -14,7 +15,7 @@ pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not b
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.shm.codec import Decoder, Encoder
-from vllm_commext.shm.steps import MARK, StepClasses
+from vllm_commext.shm.steps import MARK, StepClasses, unpacker
 
 
 class Status(Enum):
@@ -28,6 +29,13 @@ class Cached:
     new_block_ids: Any
     num_computed_tokens: Any
     num_output_tokens: Any
+
+
+@dataclass
+class New:
+    req_id: Any
+    prompt_token_ids: Any
+    sampling_params: Any = None
 
 
 @dataclass
@@ -51,17 +59,28 @@ class Name(str):
     """Equal to a str, and none."""
 
 
-CLASSES = StepClasses(Scheduled, Cached, Output, Status)
+CLASSES = StepClasses(Scheduled, New, Cached, Output, Status)
 NAMES = st.lists(st.sampled_from([f"request-{n}" for n in range(12)]), max_size=8)
-ODD = st.one_of(
+SMALL = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(),
     st.floats(allow_nan=False),
     st.text(max_size=3),
-    st.just(Name("request-1")),
-    st.tuples(st.integers(0, 3)),
-    st.lists(st.integers(0, 3), max_size=3),
+    st.text(st.characters(categories=("Cs", "Lu")), max_size=3),
+    st.sampled_from(["request-1", "request-20", Name("request-1"), b"bytes", *Status]),
+)
+ODD = st.recursive(
+    SMALL,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.tuples(inner, inner),
+        st.dictionaries(SMALL, inner, max_size=3),
+        st.sets(SMALL, max_size=3),
+        st.frozensets(SMALL, max_size=2),
+        st.builds(New, inner, inner),
+    ),
+    max_leaves=8,
 )
 INTEGERS = st.one_of(st.integers(0, 9), st.integers(-9, 2**31 - 1), st.integers(-(2**33), 2**33))
 
@@ -103,7 +122,11 @@ def call(draw: st.DrawFn) -> Any:
     )
     lengths = 1 if draw(st.booleans()) else list_like(draw, keyed, INTEGERS)
     tokens = seldom_odd(draw, as_dict(keyed, lengths))
-    made = Scheduled([], seldom_odd(draw, cached), tokens, draw(ODD))
+    fresh = [
+        New(f"request-{draw(st.integers(0, 20))}", list_like(draw, names, INTEGERS), draw(ODD))
+        for _ in range(draw(st.integers(0, 2)))
+    ]
+    made = Scheduled(fresh, seldom_odd(draw, cached), tokens, draw(ODD))
     if draw(st.integers(0, 9)) == 0:
         made.unexpected = 1  # pyright: ignore[reportAttributeAccessIssue]
     return "execute_model", (made, draw(ODD)), {"timeout": draw(ODD)}, draw(ODD)
@@ -123,17 +146,32 @@ def answer(draw: st.DrawFn) -> Any:
 
 def exactly(obj: Any) -> Any:
     """Something that is equal only for objects that are equal in every type and order."""
-    if isinstance(obj, (Cached, Scheduled, Output)):
+    if isinstance(obj, (New, Cached, Scheduled, Output)):
         return type(obj), exactly(obj.__dict__)
     if isinstance(obj, dict):
         return dict, [(exactly(key), exactly(value)) for key, value in obj.items()]
     if isinstance(obj, (list, tuple)):
         return type(obj), [exactly(item) for item in obj]
+    if isinstance(obj, (set, frozenset)):
+        return type(obj), sorted(repr((type(item), item)) for item in obj)
     return type(obj), obj
 
 
-@settings(max_examples=150)
-@given(st.lists(st.tuples(st.one_of(call(), answer()), st.booleans()), max_size=8))
+@st.composite
+def other_message(draw: st.DrawFn) -> Any:
+    """Calls and answers without a step, and what is neither."""
+    status = draw(st.sampled_from(Status))
+    return draw(
+        st.one_of(
+            st.tuples(st.text(max_size=5), st.tuples(ODD), st.just({}), ODD),
+            st.tuples(st.just(status), ODD),
+            st.tuples(ODD, ODD),
+        )
+    )
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.one_of(call(), answer(), other_message()), st.booleans()), max_size=8))
 def test_any_steps_arrive_as_pickle_would_have_made_them(steps: list[tuple[Any, bool]]) -> None:
     encoder, decoder = Encoder(CLASSES), Decoder(CLASSES)
     for message, is_sent in steps:
@@ -145,13 +183,127 @@ def test_any_steps_arrive_as_pickle_would_have_made_them(steps: list[tuple[Any, 
         assert exactly(decoder.decode(record)) == exactly(pickle.loads(pickle.dumps(message)))
 
 
+class Course:
+    """Requests that come and end, in an engine's order and in a worker's, who puts who comes into
+    the place of who has ended."""
+
+    def __init__(self) -> None:
+        self.running: list[str] = []
+        self.batch: list[str] = []
+        self.places: dict[str, int] = {}
+        self._number = 0
+
+    def turn(self, ended: list[int], n_new: int) -> tuple[Any, Any]:
+        """The next step's call and answer; `ended`: places among those that run."""
+        gone = {self.running[place % len(self.running)] for place in ended if self.running}
+        fresh = [f"request-{self._number + place}" for place in range(n_new)]
+        self._number += n_new
+        self.running = [name for name in self.running if name not in gone]
+        free = [place for place, name in enumerate(self.batch) if name in gone]
+        for name in gone:
+            del self.places[name]
+        for name in fresh:
+            place = free.pop(0) if free else len(self.batch)
+            self.batch[place : place + 1] = [name]
+            self.places[name] = place
+        for place in reversed(free):  # the last one moves into the gap
+            last = self.batch.pop()
+            if last not in gone and place < len(self.batch):
+                self.batch[place], self.places[last] = last, place
+        n = len(self.running)
+        cached = Cached(list(self.running), [None] * n, list(range(n)), [9] * n)
+        tokens = dict.fromkeys(self.running, 1) | dict.fromkeys(fresh, 64)
+        made = Scheduled([New(name, [5, 6]) for name in fresh], cached, tokens)
+        self.running += fresh
+        rows = [[place] for place in range(len(self.batch))]
+        output = Output(list(self.batch), dict(self.places), rows)
+        return ("execute_model", (made,), {}, 0), (Status.SUCCESS, output)
+
+
+TURNS = st.tuples(st.lists(st.integers(0, 40), max_size=3), st.integers(0, 3), st.booleans())
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 30), st.lists(TURNS, max_size=20))
+def test_requests_that_come_and_end(
+    at_first: int, turns: list[tuple[list[int], int, bool]]
+) -> None:
+    course, ends = Course(), [(Encoder(CLASSES), Decoder(CLASSES)) for _ in range(2)]
+    for ended, n_new, is_sent in [([], at_first, True), *turns]:
+        for (encoder, decoder), message in zip(ends, course.turn(ended, n_new), strict=True):
+            record: Any = encoder.encode(message)
+            if not is_sent:
+                encoder.forget()
+                continue
+            assert exactly(decoder.decode(record)) == exactly(message)
+
+
+def test_a_request_that_comes_or_ends_costs_few_bytes() -> None:
+    course, encoder = Course(), Encoder(CLASSES)
+    sizes = []
+    for ended, n_new in (([], 200), ([], 0), ([], 0), ([7], 0), ([], 1), ([], 0)):
+        record = encoder.encode(course.turn(ended, n_new)[0])
+        assert isinstance(record, bytes)
+        sizes.append(len(record))
+    steady = sizes[2]  # the numbers of tokens, and that the names are the same
+    assert max(sizes[3:]) < steady + 1000  # with 200 lengths, as who comes has more than one token
+    assert sizes[3] < steady + 40
+
+
+# Ours, and those of Unicode, of dicts and of sets.
+DAMAGE = ProtocolError, UnicodeError, TypeError, KeyError
+
+
+def refuse(_: bytes) -> Any:
+    """In place of pickle, to which damaged bytes can say anything."""
+    raise ProtocolError("nothing was pickled")
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_damage_is_an_error_or_another_message(data: st.DataObject) -> None:
+    """And never a crash, or a reader that cannot go on."""
+    course, encoder, decoder = Course(), Encoder(CLASSES), unpacker(CLASSES)
+    for ended, n_new in (([], 5), ([1], 1), ([2, 3], 0)):
+        record: Any = encoder.encode(course.turn(ended, n_new)[0])
+        if data.draw(st.booleans()):
+            at = data.draw(st.integers(9, len(record) - 1))
+            kind = data.draw(st.integers(0, 2))
+            byte = bytes([data.draw(st.integers(0, 255))])
+            record = record[:at] + (b"", byte, byte + record[at:])[kind] + record[at + kind :]
+        with contextlib.suppress(*DAMAGE):
+            decoder.unpack(record, refuse)
+    encoder.forget()
+    message = course.turn([0], 2)[0]
+    record = encoder.encode(message)
+    assert exactly(decoder.unpack(record, refuse)) == exactly(message)
+
+
+def test_a_message_that_holds_itself_or_one_list_very_often_is_pickled() -> None:
+    encoder, decoder = Encoder(CLASSES), Decoder(CLASSES)
+    decoder.decode(encoder.encode(step(5)))  # pyright: ignore[reportArgumentType]
+    many: Any = [[0], []]
+    for _ in range(9):
+        many = [many] * 10
+    record = encoder.encode(("method", (many,), {}, 0))
+    assert record[:1] != MARK
+    itself: Any = []
+    itself.append(itself)
+    got: Any = decoder.decode(encoder.encode(("method", (itself,), {}, 0)))  # pyright: ignore
+    (got,) = got[1]
+    for _ in range(20):
+        (got,) = got
+    assert got[0] is got
+    assert exactly(decoder.decode(encoder.encode(step(5)))) == exactly(step(5))  # pyright: ignore
+
+
 def step(n: int, begin: int = 0) -> Any:
     names = [f"request-{number}" for number in range(begin, begin + n)]
     cached = Cached(names, [None] * n, list(range(n)), [3] * n)
     return "execute_model", (Scheduled([], cached, dict.fromkeys(names, 1)),), {}, 0
 
 
-def test_steps_are_sent_as_columns_and_names_only_once() -> None:
+def test_integers_go_as_columns_and_names_only_once() -> None:
     encoder = Encoder(CLASSES)
     first, second, third = (encoder.encode(step(100, at)) for at in (0, 0, 1))
     assert first[:1] == second[:1] == third[:1] == MARK
@@ -239,14 +391,14 @@ class Special(Cached):
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
-        (Renamed, "Renamed has no num_computed_tokens, num_output_tokens, req_ids"),
+        (Renamed, "Renamed has no req_ids"),
         (Plain, "Plain is no dataclass"),
         (Special, "Special is pickled in a way of its own"),
     ],
 )
 def test_classes_that_differ_are_found_at_the_start(kind: type, problem: str) -> None:
     assert CLASSES.problem() == ""
-    assert StepClasses(Scheduled, kind, Output, Status).problem() == problem
+    assert StepClasses(Scheduled, New, kind, Output, Status).problem() == problem
 
 
 def test_another_layout_is_refused() -> None:
@@ -254,8 +406,8 @@ def test_another_layout_is_refused() -> None:
     class Longer(Output):
         more: int = 0
 
-    encoder = Encoder(StepClasses(Scheduled, Cached, Longer, Status))
+    encoder = Encoder(StepClasses(Scheduled, New, Cached, Longer, Status))
     with pytest.raises(ProtocolError, match="other fields"):
         Decoder(CLASSES).decode(encoder.encode(step(2)))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ProtocolError, match="as columns"):
+    with pytest.raises(ProtocolError, match="field by field"):
         Decoder().decode(encoder.encode(step(2)))  # pyright: ignore[reportArgumentType]

@@ -13,6 +13,9 @@ import pytest
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
 from vllm_commext.shm.queue import MessageQueue
+from vllm_commext.shm.steps import StepClasses
+
+from .test_steps import CLASSES, exactly, step
 
 # Where CPython runs signal handlers within a function: after these.
 AFTER = ("CALL", "RESUME", "JUMP_BACKWARD")
@@ -98,3 +101,42 @@ def test_a_timeout_runs_while_another_thread_uses_the_end() -> None:
     writer.enqueue("for the first")
     first.join(10)
     assert not first.is_alive()
+
+
+class StepQueue(MessageQueue):
+    """A queue whose steps go field by field."""
+
+    @staticmethod
+    def step_classes() -> StepClasses:
+        return CLASSES
+
+
+def while_unpickling() -> str:
+    """Give another thread the time to take the next message while this one is being unpickled."""
+    second_reader.start()
+    second_reader.join(0.5)
+    return "unpickled"
+
+
+class Slow:
+    def __reduce__(self) -> Any:
+        return while_unpickling, ()
+
+
+second_reader = threading.Thread()
+
+
+def test_two_threads_read_steps_in_their_order() -> None:
+    global second_reader  # noqa: PLW0603 - what is unpickled can only be told by a name
+    writer = StepQueue(1, 1, max_chunk_bytes=1024, max_chunks=2)
+    reader = StepQueue.create_from_handle(writer.export_handle(), 0)
+    messages = [step(3), step(4)]
+    messages[0][1][0].connector_metadata = Slow()
+    for message in messages:
+        writer.enqueue(message)
+    got: list[Any] = []
+    second_reader = threading.Thread(target=lambda: got.append(reader.dequeue(timeout=10)))
+    got.append(reader.dequeue(timeout=10))
+    second_reader.join(10)
+    messages[0][1][0].connector_metadata = "unpickled"
+    assert sorted(map(repr, map(exactly, got))) == sorted(map(repr, map(exactly, messages)))
