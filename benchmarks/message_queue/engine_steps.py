@@ -69,7 +69,8 @@ class StepMaker:
             config, cache, StructuredOutputManager(config), block_size=BLOCK_TOKENS
         )
         self._n_requests, self._numbers = n_requests, itertools.count()
-        self._batch: list[str] = []  # in the worker's order, where who comes takes a free place
+        self._batch: list[str] = []  # in the worker's order
+        self._places: dict[str, int] = {}
         for _ in self.steps(MIN_OUTPUT_TOKENS):  # until they begin and end at different times
             pass
 
@@ -101,19 +102,29 @@ class StepMaker:
             self._scheduler.add_request(Request(f"cmpl-{number:032x}-0", prompt, params, None))
 
     def _answer(self, scheduled: Any) -> ModelRunnerOutput:
+        """As of vLLM's worker: who comes takes the place of who has ended, and what is then left
+        empty is taken by the last ones."""
         ended = scheduled.finished_req_ids
         free = [place for place, name in enumerate(self._batch) if name in ended]
+        for name in ended:
+            del self._places[name]
         for new in scheduled.scheduled_new_reqs:
-            if free:
-                self._batch[free.pop(0)] = new.req_id
+            self._put(new.req_id, free.pop(0) if free else len(self._batch))
+        while free:
+            last = self._batch.pop()
+            if last in ended:
+                free.remove(len(self._batch))
             else:
-                self._batch.append(new.req_id)
-        self._batch = [name for name in self._batch if name not in ended]
+                self._put(last, free.pop(0))
         return ModelRunnerOutput(
             req_ids=list(self._batch),
-            req_id_to_index={name: place for place, name in enumerate(self._batch)},
+            req_id_to_index=dict(self._places),
             sampled_token_ids=[
                 [(place * 7919 + scheduled.total_num_scheduled_tokens) % VOCABULARY]
                 for place in range(len(self._batch))
             ],
         )
+
+    def _put(self, name: str, place: int) -> None:
+        self._batch[place : place + 1] = [name]
+        self._places[name] = place
