@@ -16,18 +16,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from scheduled_core import BLOCK, Core, next_token, request_of
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine import FinishReason
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_commext.compat import engine_wait, rebind
 from vllm_commext.compat.block_frees import defer_frees
+from vllm_commext.nixl.config import parse_config
+from vllm_commext.nixl.engine_facts import reusing_of
 from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
 from vllm_commext.nixl.metadata import HandshakeMetadata
 from vllm_commext.nixl.reuse.generations import GenerationBoard
+from vllm_commext.nixl.reuse.ways import REFUSALS
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.params import write_place
 from vllm_commext.testing.ports import free_port
@@ -428,6 +433,18 @@ def test_an_engine_does_not_sleep_over_a_request_that_waits_for_its_grammar(
     for _ in range(10):
         reader.core.turn()
     reader.core.scheduler.finish_requests("turn-2", RequestStatus.FINISHED_ABORTED)
+
+
+@pytest.mark.parametrize("what", ["speculative_config", "diffusion_config"])
+def test_tokens_that_were_guessed_are_not_on_offer(folder: Path, what: str) -> None:
+    """Drafts, and canvases that a request is answered from without a pass that computes them."""
+    config: Any = Core._config(folder, "kv_both", "fail", False, {})
+    spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec)])
+    settings = parse_config({"reuse_blocks": True}, default_host=HOST, default_port=1)
+    assert reusing_of(config, cache, settings).refusal == ""
+    setattr(config, what, SimpleNamespace())
+    assert reusing_of(config, cache, settings).refusal in REFUSALS
 
 
 def test_a_reset_takes_everything_off_the_offer(make: MakeEngine) -> None:

@@ -191,6 +191,8 @@ def reusing_of(
     )
     if not refusal and vllm_config.speculative_config is not None:
         refusal = ways.SPECULATION
+    if not refusal and getattr(vllm_config, "diffusion_config", None) is not None:
+        refusal = ways.DIFFUSION
     if refusal:
         return Reusing(refusal)
     block_size = groups[0].block_size
