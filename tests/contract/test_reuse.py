@@ -458,6 +458,28 @@ def test_a_reset_takes_everything_off_the_offer(make: MakeEngine) -> None:
     assert reader.loads == []
 
 
+@pytest.mark.parametrize("is_taken", [False, True], ids=["answered", "taken"])
+def test_what_was_found_before_a_reset_is_not_read_after_it(
+    make: MakeEngine, is_taken: bool
+) -> None:
+    """The other engine may still have the weights that this one had before."""
+    owner, reader = make("kv_consumer"), make("kv_producer")
+    history = PROMPT + owner.ask("turn-1", PROMPT, max_tokens=10)
+    reader.ask("first", PROMPT[:4])
+    turn_until(reader.core, lambda: not reader.core.scheduler.requests)
+    reader.add("turn-2", history, owner)
+    end = time.monotonic() + BOUND_SECONDS
+    while not reader.side._reuse._finder.is_done("turn-2"):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    if is_taken:
+        assert reader.side._reuse.num_tokens("turn-2", 0, len(history) - 1)
+    assert reader.core.scheduler.reset_prefix_cache(reset_connector=True)
+    turn_until(reader.core, lambda: has_ended(reader.core, "turn-2"))
+    assert reader.core.answer("turn-2").tokens == answer_to(history, 1)
+    assert reader.loads == []
+
+
 def test_an_aborted_request_offers_nothing_and_is_forgotten(make: MakeEngine) -> None:
     owner, reader = make("kv_consumer"), make("kv_producer")
     owner.add("turn-1", PROMPT, max_tokens=50)

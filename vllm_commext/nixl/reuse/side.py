@@ -102,9 +102,12 @@ class ReuseSide:
         self._has_steps = True
 
     def clear(self) -> None:
-        """What this engine has computed so far means nothing any more."""
+        """What this engine has computed so far means nothing any more, nor what others have that
+        were like it."""
         if self._offers is not None:
             self._offers.clear()
+        for request_id in (*self._waiting, *self._found):
+            self.forget(request_id)
 
     def offer(self, request: Request, block_ids: Sequence[int]) -> None:
         """A request has ended well, and still holds its blocks."""
