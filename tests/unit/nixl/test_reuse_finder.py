@@ -171,6 +171,11 @@ def test_an_engine_that_comes_back_is_asked_over_a_new_connection(make: Any) -> 
             assert len(finder.find("r", NAMES, port).block_ids) == 3
         finally:
             server.close()
+        (channel,) = finder.asks._channels.values()
+        end = time.monotonic() + BOUND_SECONDS
+        while channel.inquiry.is_connected():  # nobody else looks while nothing is asked
+            assert time.monotonic() < end
+            time.sleep(0.001)
 
 
 def test_side_channels_of_the_past_are_forgotten(
