@@ -6,9 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import (
+    Phi3LongRoPEScaledRotaryEmbedding,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from vllm_commext.compat.kv_connector import config_file_of
-from vllm_commext.nixl.engine_facts import _config_digest
+from vllm_commext.nixl.engine_facts import _config_digest, engine_facts
+from vllm_commext.testing.tiny_model import write_tiny_model
 
 CONFIG = {"model_type": "llama", "rope_theta": 1e4, "transformers_version": "5.1"}
 
@@ -57,3 +64,45 @@ def test_without_a_file_or_with_code_that_changes_it_the_made_configuration_coun
         one, other = ({**CONFIG, "head_dim": size} for size in (8, 16))
         digests = {_config_digest(model(where, made, overrides)) for made in (one, other)}
         assert len(digests) == 2
+
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(("max_model_len", "is_long"), [(64, False), (65, True), (128, True)])
+def test_the_length_that_an_engine_serves_decides_how_long_rope_turns_keys(
+    tmp_path: Path, max_model_len: int, is_long: bool
+) -> None:
+    """vLLM takes the long factors for all tokens where longer prompts can come."""
+    folder = write_tiny_model(tmp_path / "llama")
+    overrides = {"rope_parameters": LONG_ROPE, "max_position_embeddings": 128}
+    config = VllmConfig(
+        model_config=ModelConfig(
+            str(folder),
+            skip_tokenizer_init=True,
+            max_model_len=max_model_len,
+            hf_overrides=overrides,
+        )
+    )
+    with set_current_vllm_config(config):
+        chosen = Phi3LongRoPEScaledRotaryEmbedding(
+            *(16, 16, 128, 64, 1e4, True, torch.float32, [1.0] * 8, [4.0] * 8)
+        )
+    assert chosen.use_long_rope == is_long
+    spec = FullAttentionSpec(4, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec)])
+    assert engine_facts(config, cache)["long_rope"] == str(is_long)
+
+
+def test_other_models_say_nothing_of_long_rope(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "llama")
+    config = VllmConfig(model_config=ModelConfig(str(folder), skip_tokenizer_init=True))
+    spec = FullAttentionSpec(4, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec)])
+    assert "long_rope" not in engine_facts(config, cache)

@@ -274,8 +274,19 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dic
         "num_layers": model.get_total_num_hidden_layers(),
         "layer_specs": _layer_specs(kv_cache_config),
         "draft_kv_cache": _draft_kv_cache(vllm_config),
+        **_long_rope(model),
     }
     return {name: str(value) for name, value in facts.items()}
+
+
+def _long_rope(model: ModelConfig) -> dict[str, bool]:
+    """Of a model with two sets of rotations, whether the long one is used: vLLM takes it for all
+    tokens where the engine serves more of them than the model was first trained on."""
+    rope: Any = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    first = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") != "longrope" or first is None:
+        return {}
+    return {"long_rope": model.max_model_len > first}
 
 
 def _layer_specs(kv_cache_config: KVCacheConfig) -> str:
