@@ -18,7 +18,7 @@ import zlib
 from typing import Any
 
 from ..errors import ProtocolError
-from . import _shm_ring as native
+from ._shm_ring import STEP_FORMAT, STEP_NO_SLOT, VERSION, Packer, Unpacker
 
 MARK = b"s"
 HEADER = struct.Struct("=cIIII")  # the mark, the fingerprint, epoch, number, bytes of the step
@@ -68,7 +68,7 @@ class StepClasses:
             kind: type = getattr(self, role)
             fields = tuple(field.name for field in dataclasses.fields(kind))
             slots = (
-                places.index((role, name)) if (role, name) in places else native.STEP_NO_SLOT
+                places.index((role, name)) if (role, name) in places else STEP_NO_SLOT
                 for name in fields
             )
             found.append((kind, fields, bytes(slots)))
@@ -83,15 +83,15 @@ class StepClasses:
         """Of all that both ends must agree on."""
         layout = [(fields, slots) for _, fields, slots in self.kinds]
         statuses = list(map(str, self.statuses))
-        return zlib.crc32(repr((native.VERSION, native.STEP_FORMAT, layout, statuses)).encode())
+        return zlib.crc32(repr((VERSION, STEP_FORMAT, layout, statuses)).encode())
 
 
-def packer(classes: StepClasses) -> native.Packer:
+def packer(classes: StepClasses) -> Packer:
     """A writer's side."""
-    return native.Packer(classes.kinds, classes.statuses, classes.fingerprint)
+    return Packer(classes.kinds, classes.statuses, classes.fingerprint)
 
 
-def unpacker(classes: StepClasses) -> native.Unpacker:
+def unpacker(classes: StepClasses) -> Unpacker:
     """A reader's side. It raises ProtocolError for another vLLM's steps, for one that follows a
     step which this reader has not had, and for damage."""
-    return native.Unpacker(classes.kinds, classes.statuses, classes.fingerprint, ProtocolError)
+    return Unpacker(classes.kinds, classes.statuses, classes.fingerprint, ProtocolError)
