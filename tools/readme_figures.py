@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from readme_picture import draw
-from readme_rows import HANDOVER, ROWS, Row
+from readme_rows import FOUR, HANDOVER, ROWS, TWO, Row
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -23,6 +23,7 @@ README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "first_token.svg"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 LENGTHS = (8000, 32000)
+ON_GPUS = (TWO, FOUR)
 
 
 def load(name: str) -> Any:
@@ -55,7 +56,8 @@ def tables() -> str:
     """A table for each hardware, and what the links mean."""
     parts: list[str] = []
     for where, rows in groupby(ROWS, key=lambda row: row.where):
-        head = f"| {where} | vLLM 0.32 | vllm_commext | speedup | |\n|---|---|---|---|---|"
+        baseline = "vLLM 0.32, multicast off" if where in ON_GPUS else "vLLM 0.32"
+        head = f"| {where} | {baseline} | vllm_commext | speedup | |\n|---|---|---|---|---|"
         parts.append("\n".join([head, *map(line, rows)]))
     files = sorted({row.file for row in ROWS})
     links = "\n".join(f"[{label(name)}]: benchmarks/results/{name}.md" for name in files)

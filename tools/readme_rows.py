@@ -169,7 +169,7 @@ STEPS = ("SchedulerOutput of 8", "SchedulerOutput of 256")
 
 ROWS = (
     Row(
-        "hand-over (a), 8,000; 32,000 tokens",
+        "prefill to decode (a), 8,000; 32,000 tokens",
         HANDOVER,
         TWO,
         "ms",
@@ -180,7 +180,7 @@ ROWS = (
         "time per output token (a), the same", HANDOVER, TWO, "ms", handover("TPOT", (8000, 32000))
     ),
     Row(
-        "one server (b), tokens a second",
+        "one server (b), tokens a second: noise, 0.85x to 1.76x",
         f"{SERVE}gpu_single",
         TWO,
         "",
