@@ -120,8 +120,8 @@ older: env ## Servers of 0.2.0 (OLDER=its commit) and of this state beside each 
 	COMMEXT_TEST_LONG=1 COMMEXT_TEST_FORK=0 COMMEXT_TEST_OLDER=$(CURDIR)/.older-$(OLDER) \
 		$(PYTEST) tests/cpu/test_older_release.py $(PYTEST_ARGS)
 
-matrix: env ## One table: every seam against every vLLM of the window, also those that are not installed
-	$(BIN)/python tools/seam_matrix.py
+matrix: env ## One table: every API check against every supported vLLM, also those that are not installed
+	$(BIN)/python tools/api_matrix.py
 
 stress-shm: env ## The message queue: 10 million messages, signals and stops, 500 deaths, damage; some minutes
 	$(BIN)/python tests/unit/shm/stress_traffic.py --messages 10000000

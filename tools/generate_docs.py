@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from vllm_commext.compat.rebind import INVENTORY
-from vllm_commext.compat.seam_table import SEAMS
+from vllm_commext.compat.api_table import API_CHECKS
+from vllm_commext.compat.monkey_patch import INVENTORY
 from vllm_commext.compat.versions import NEWEST, OLDEST, WINDOW
 from vllm_commext.settings import TOGGLES
 
@@ -102,7 +102,7 @@ way (they are under no secret). So upgrade the engines of a pair together, or on
 under `recompute`, when prompts are computed twice meanwhile.
 """
 
-SEAMS_INTRODUCTION = """
+API_CHECKS_INTRODUCTION = """
 ## API checks
 
 Every vLLM API that this package depends on. `vllm-commext doctor` checks the installed vLLM,
@@ -112,7 +112,7 @@ checks added since). An API with a later version in the last column is optional:
 the capability runs without it.
 """
 
-REBINDINGS_INTRODUCTION = """
+MONKEY_PATCHES_INTRODUCTION = """
 ## Monkey-patched symbols
 
 What this package replaces at run time, because there is no hook for it. A symbol is replaced only
@@ -148,16 +148,16 @@ def toggles_page() -> str:
 
 def compatibility_page() -> str:
     versions = [
-        (row.minor, *("yes" if it else "no" for it in (row.seams, row.contract, row.servers)))
+        (row.minor, *("yes" if it else "no" for it in (row.apis, row.contract, row.servers)))
         for row in WINDOW
     ]
-    seams = [(f"`{seam.name}`", seam.capability, seam.why, seam.since) for seam in SEAMS]
-    rebindings = [
+    checks = [(f"`{api.name}`", api.capability, api.why, api.since) for api in API_CHECKS]
+    monkey_patches = [
         (f"`{row.symbol}`", row.why, row.guard, row.test, row.removal) for row in INVENTORY
     ]
-    rebound = (
-        table(("symbol", "why", "guard", "test", "can go when"), rebindings)
-        if rebindings
+    patched = (
+        table(("symbol", "why", "guard", "test", "can go when"), monkey_patches)
+        if monkey_patches
         else "None."
     )
     return page(
@@ -167,10 +167,10 @@ def compatibility_page() -> str:
             versions,
         ),
         TOGETHER,
-        SEAMS_INTRODUCTION,
-        table(("API check", "capability", "why", "since vLLM"), seams),
-        REBINDINGS_INTRODUCTION,
-        rebound,
+        API_CHECKS_INTRODUCTION,
+        table(("API check", "capability", "why", "since vLLM"), checks),
+        MONKEY_PATCHES_INTRODUCTION,
+        patched,
     )
 
 

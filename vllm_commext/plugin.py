@@ -37,7 +37,7 @@ class Capability:
     """One row of what this package can bring into vLLM.
 
     Attributes:
-        name: its name in the log, in `compat.seams`, and the `Toggle.field` of its toggle.
+        name: its name in the log, in `compat.api_checks`, and the `Toggle.field` of its toggle.
         activate: puts it in place, or raises `UnsupportedError` with the reason why it cannot.
         refuse: called where it is refused, so that asking for it by name tells why.
         fallback: what the user has instead where it is refused.
@@ -128,16 +128,16 @@ def _check_vllm(capability: Capability) -> str:
         UnsupportedError: it is too old, an API check of the capability fails, or nobody has
             tested it and the capability is a monkey-patch.
     """
-    from vllm_commext.compat import hooks, seams, versions
+    from vllm_commext.compat import api_checks, hooks, versions
 
     version = hooks.vllm_version()
     judgement = versions.judge(version)
     if judgement.verdict is versions.Verdict.OUTSIDE:
         raise UnsupportedError(judgement.reason)
-    outcomes = seams.check_all(version, capability.name)
-    broken = [outcome for outcome in outcomes if outcome.state is seams.SeamState.BROKEN]
+    outcomes = api_checks.check_all(version, capability.name)
+    broken = [outcome for outcome in outcomes if outcome.state is api_checks.CheckState.BROKEN]
     if broken:
-        found = "; ".join(f"{outcome.seam.name}: {outcome.problem}" for outcome in broken)
+        found = "; ".join(f"{outcome.api.name}: {outcome.problem}" for outcome in broken)
         raise UnsupportedError(f"vLLM {version} differs where we meet it: {found}")
     if judgement.verdict is not versions.Verdict.UNVERIFIED:
         return ""

@@ -15,7 +15,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.plugins import load_general_plugins
 
-from vllm_commext.compat import cpu_collectives, rebind
+from vllm_commext.compat import cpu_collectives, monkey_patch
 
 WORLD = 2
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int64)
@@ -58,7 +58,7 @@ def main() -> None:
     collected = communicator.gather(torch.full((2,), rank), dst=0)
     found = {
         "communicator": type(communicator).__name__,
-        "rebound": rebind.is_rebound(rebind.row_of(cpu_collectives.SYMBOL)),
+        "patched": monkey_patch.is_patched(monkey_patch.row_of(cpu_collectives.SYMBOL)),
         "served_by": type(dist_module).__name__,
         "sums": sums,
         "gathers": gathers,

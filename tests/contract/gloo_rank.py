@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d
 from vllm.distributed.utils import stateless_init_torch_distributed_process_group
 
-from vllm_commext.compat import gloo, rebind
+from vllm_commext.compat import gloo, monkey_patch
 from vllm_commext.testing.processes import thread_names
 from vllm_commext.testing.servers import GLOO_THREAD
 
@@ -61,7 +61,7 @@ def main() -> None:
         "127.0.0.1", other_port, rank, WORLD, "gloo"
     )
     threads.append(num_threads())
-    rebind.restore(rebind.row_of(gloo.SYMBOL))
+    monkey_patch.restore(monkey_patch.row_of(gloo.SYMBOL))
     dist.new_group(backend="gloo", timeout=LIMIT)
     threads.append(num_threads())
     found = {

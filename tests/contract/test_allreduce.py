@@ -9,7 +9,7 @@ from vllm_process import python_at_once, ranks
 
 from vllm_commext.allreduce import names
 from vllm_commext.compat import tp_group
-from vllm_commext.compat.rebind import INVENTORY, is_rebound, restore
+from vllm_commext.compat.monkey_patch import INVENTORY, is_patched, restore
 from vllm_commext.settings import TOGGLES
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
@@ -102,7 +102,7 @@ def test_an_nccl_without_sleep_mode_can_be_measured(monkeypatch: pytest.MonkeyPa
         assert set(tp_group.let_vllm_use_nccl()) == missing
         names_now = [function.name for function in wrapper.NCCLLibrary.exported_functions]
         assert names_now == [name for name in names_before if name not in missing]
-    if is_rebound(row):
+    if is_patched(row):
         restore(row)
     assert [function.name for function in wrapper.NCCLLibrary.exported_functions] == names_before
 

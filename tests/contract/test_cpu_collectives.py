@@ -41,7 +41,7 @@ def test_sums_and_gathers_have_the_bits_of_gloos() -> None:
     first, second = found
     assert first == second
     assert first["communicator"] == "CpuCommunicator"
-    assert (first["served_by"], first["rebound"]) == ("RingModule", True)
+    assert (first["served_by"], first["patched"]) == ("RingModule", True)
     assert all(first["sums"])
     assert all(first["gathers"])
     assert (len(first["sums"]), len(first["gathers"])) == (21, 18)
@@ -50,7 +50,7 @@ def test_sums_and_gathers_have_the_bits_of_gloos() -> None:
 
 def test_turned_off_vllm_is_as_it_is() -> None:
     found = run_ranks(**{TOGGLE: "0"})
-    assert (found[0]["served_by"], found[0]["rebound"]) == ("module", False)
+    assert (found[0]["served_by"], found[0]["patched"]) == ("module", False)
 
 
 def communicator(**changes: Any) -> Any:

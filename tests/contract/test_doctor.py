@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from vllm_commext.compat.seam_table import SEAMS
+from vllm_commext.compat.api_table import API_CHECKS
 
 
 @pytest.mark.timeout(600)
-def test_the_report_covers_vllm_its_seams_and_nixl() -> None:
+def test_the_report_covers_vllm_its_apis_and_nixl() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "vllm_commext", "doctor", "--json", "--timeout", "450"],
         capture_output=True,
@@ -22,8 +22,8 @@ def test_the_report_covers_vllm_its_seams_and_nixl() -> None:
     assert done.returncode == report["status"]
     found = {(check["section"], check["name"]): check for check in report["checks"]}
     assert found["vllm", "window"]["value"].startswith("inside: ")
-    for seam in SEAMS:
-        assert found["seams", seam.name]["level"] in ("ok", "info")
+    for api in API_CHECKS:
+        assert found["apis", api.name]["level"] in ("ok", "info")
     assert found["capabilities", "nixl"]["value"] == "active"
     assert "UCX" in found["nixl", "plug-ins that load"]["value"]
     assert "error" not in {check["level"] for check in report["checks"]}

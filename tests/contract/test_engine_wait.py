@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine import core as vllm_core
 
-from vllm_commext.compat import engine_wait, rebind
+from vllm_commext.compat import engine_wait, monkey_patch
 from vllm_commext.compat.engine_wait import FLUSH_STEPS, EngineWait
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl import doorbell
@@ -63,11 +63,11 @@ class Core:
 
 
 @pytest.fixture(autouse=True)
-def _rebound(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     engine_wait.install()
     engine_wait.install()
     yield
-    rebind.restore(rebind.row_of(engine_wait.SYMBOL))
+    monkey_patch.restore(monkey_patch.row_of(engine_wait.SYMBOL))
 
 
 @pytest.fixture(name="bell")
@@ -194,12 +194,12 @@ def test_ranks_of_data_parallelism_keep_vllms_word_on_whether_the_model_ran(
 
 
 def test_a_vllm_that_nobody_has_tested_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    rebind.restore(rebind.row_of(engine_wait.SYMBOL))
+    monkey_patch.restore(monkey_patch.row_of(engine_wait.SYMBOL))
     with monkeypatch.context() as patch:
         patch.setattr(engine_wait, "vllm_version", lambda: "0.99.0")
         with pytest.raises(UnsupportedError, match=r"0\.99\.0"):
             engine_wait.install()
-        assert not rebind.is_rebound(rebind.row_of(engine_wait.SYMBOL))
+        assert not monkey_patch.is_patched(monkey_patch.row_of(engine_wait.SYMBOL))
     engine_wait.install()
 
 

@@ -25,7 +25,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 from vllm_caches import make_caches
 
-from vllm_commext.compat import engine_wait, rebind
+from vllm_commext.compat import engine_wait, monkey_patch
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl import first_token
 from vllm_commext.nixl.config import ConnectorConfig
@@ -68,8 +68,8 @@ def make(folder: Path) -> Iterator[MakeCore]:
     yield core
     for one in made:
         one.close()
-    if rebind.is_rebound(rebind.row_of(engine_wait.SYMBOL)):
-        rebind.restore(rebind.row_of(engine_wait.SYMBOL))
+    if monkey_patch.is_patched(monkey_patch.row_of(engine_wait.SYMBOL)):
+        monkey_patch.restore(monkey_patch.row_of(engine_wait.SYMBOL))
 
 
 def answered(core: Core, name: str, tokens: list[int], params: Any, **sampling: Any) -> Any:

@@ -22,8 +22,8 @@ from vllm_process import python_at_once
 from vllm_commext.allreduce import fused_op, names
 from vllm_commext.allreduce.policy import FusedPolicy
 from vllm_commext.allreduce.table import Row, Table
-from vllm_commext.compat import fused_pass, seams
-from vllm_commext.compat.rebind import is_rebound, restore, row_of
+from vllm_commext.compat import api_checks, fused_pass
+from vllm_commext.compat.monkey_patch import is_patched, restore, row_of
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
 pytestmark = pytest.mark.timeout(600)
@@ -96,7 +96,7 @@ def served() -> Iterator[Callable[[str], None]]:
     yield serve
     fused_op.forget_group(GROUP)
     envs.environment_variables.pop(fused_pass.IDENTITY, None)
-    if is_rebound(row_of(fused_pass.CONFIGURE)):
+    if is_patched(row_of(fused_pass.CONFIGURE)):
         restore(row_of(fused_pass.CONFIGURE))
 
 
@@ -165,6 +165,6 @@ def test_ours_comes_before_vllms_fusion(theirs: tuple[str, ...], place: int) -> 
 
 def test_where_vllm_differs_its_own_fusion_remains(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fused_pass.why_not() == ""
-    broken = SimpleNamespace(seam=SimpleNamespace(name="pass_list"), problem="it is gone")
-    monkeypatch.setattr(seams, "check_all", lambda *_: [broken])
+    broken = SimpleNamespace(api=SimpleNamespace(name="pass_list"), problem="it is gone")
+    monkeypatch.setattr(api_checks, "check_all", lambda *_: [broken])
     assert fused_pass.why_not() == "pass_list: it is gone"

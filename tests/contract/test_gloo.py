@@ -25,9 +25,9 @@ from vllm.plugins import load_general_plugins
 load_general_plugins()
 from torch.distributed import distributed_c10d
 from vllm_commext import status
-from vllm_commext.compat import gloo, rebind
+from vllm_commext.compat import gloo, monkey_patch
 print(json.dumps({
-    "rebound": rebind.is_rebound(rebind.row_of(gloo.SYMBOL)),
+    "patched": monkey_patch.is_patched(monkey_patch.row_of(gloo.SYMBOL)),
     "lines": [outcome.line() for outcome in status.recorded()],
 }))
 """
@@ -40,12 +40,12 @@ distributed_c10d.ProcessGroupGloo = ProcessGroupGloo
 
 
 def look(code: str = LOOK, **environ: str) -> tuple[bool, str]:
-    """Whether torch's class is rebound, and the line about it."""
+    """Whether torch's class is patched, and the line about it."""
     done = python(code, **environ)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     (line,) = (line for line in found["lines"] if "commext: gloo" in line)
-    return found["rebound"], line
+    return found["patched"], line
 
 
 def test_all_groups_of_a_rank_share_one_device() -> None:
@@ -82,8 +82,8 @@ def test_the_toggle_puts_it_in_place() -> None:
 
 
 def test_a_torch_whose_groups_tell_no_devices_is_left_alone() -> None:
-    rebound, line = look(NO_DEVICES + LOOK, **{TOGGLE: "1"})
-    assert not rebound
+    patched, line = look(NO_DEVICES + LOOK, **{TOGGLE: "1"})
+    assert not patched
     assert line == (
         "commext: gloo refused (the options of torch's Gloo groups have no _devices, _threads; "
         "a device for each group remains)"

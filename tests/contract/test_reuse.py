@@ -25,7 +25,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_commext.compat import engine_wait, rebind
+from vllm_commext.compat import engine_wait, monkey_patch
 from vllm_commext.compat.block_frees import defer_frees
 from vllm_commext.nixl.config import parse_config
 from vllm_commext.nixl.engine_facts import reusing_of
@@ -206,8 +206,8 @@ def make(folder: Path) -> Iterator[MakeEngine]:
     for one in made:
         one.core.close()
         one.board.close()
-    if rebind.is_rebound(rebind.row_of(engine_wait.SYMBOL)):
-        rebind.restore(rebind.row_of(engine_wait.SYMBOL))
+    if monkey_patch.is_patched(monkey_patch.row_of(engine_wait.SYMBOL)):
+        monkey_patch.restore(monkey_patch.row_of(engine_wait.SYMBOL))
 
 
 @IS_ASYNC

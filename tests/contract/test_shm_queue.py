@@ -14,8 +14,8 @@ pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not b
 import torch
 from vllm_process import python, ranks
 
+from vllm_commext.compat.monkey_patch import original_of
 from vllm_commext.compat.queue_groups import GroupMessageQueue
-from vllm_commext.compat.rebind import original_of
 from vllm_commext.compat.shm_queue import finding_itself
 from vllm_commext.errors import ProtocolError
 from vllm_commext.shm.codec import Decoder, Encoder, decode
@@ -40,10 +40,10 @@ from vllm.plugins import load_general_plugins
 load_general_plugins()
 names = ["{STOCK}", "vllm.v1.executor.multiproc_executor"]
 from vllm_commext import status
-from vllm_commext.compat import hooks, seams
-outcomes = seams.check_all(hooks.vllm_version(), "shm_queue")
+from vllm_commext.compat import hooks, api_checks
+outcomes = api_checks.check_all(hooks.vllm_version(), "shm_queue")
 print(json.dumps({{
-    "seams": [(outcome.state, outcome.problem) for outcome in outcomes],
+    "apis": [(outcome.state, outcome.problem) for outcome in outcomes],
     "classes": [importlib.import_module(name).MessageQueue.__module__ for name in names],
     "lines": [outcome.line() for outcome in status.recorded()],
 }}))
@@ -66,7 +66,7 @@ def test_it_is_there_by_default_with_a_tested_vllm_for_cpus() -> None:
     found = look()
     assert found["classes"] == ["vllm_commext.compat.queue_groups"] * 2
     assert "commext: shm_queue active" in found["lines"]
-    assert {*map(tuple, found["seams"])} == {("holds", "")}
+    assert {*map(tuple, found["apis"])} == {("holds", "")}
 
 
 def test_turned_off_everything_is_vllms() -> None:

@@ -16,7 +16,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from vllm_commext.compat import engine_wait, rebind
+from vllm_commext.compat import engine_wait, monkey_patch
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
 from vllm_commext.nixl.metadata import StepMetadata
@@ -59,8 +59,8 @@ def make(folder: Path) -> Iterator[MakeCore]:
     yield core
     for one in made:
         one.close()
-    if rebind.is_rebound(rebind.row_of(engine_wait.SYMBOL)):
-        rebind.restore(rebind.row_of(engine_wait.SYMBOL))
+    if monkey_patch.is_patched(monkey_patch.row_of(engine_wait.SYMBOL)):
+        monkey_patch.restore(monkey_patch.row_of(engine_wait.SYMBOL))
 
 
 class Told:
@@ -396,8 +396,8 @@ def test_an_engine_that_streams_nothing_says_what_to_set(folder: Path, channel: 
         assert "stream_chunks" in told[0].refusal
     finally:
         core.close()
-        if rebind.is_rebound(rebind.row_of(engine_wait.SYMBOL)):
-            rebind.restore(rebind.row_of(engine_wait.SYMBOL))
+        if monkey_patch.is_patched(monkey_patch.row_of(engine_wait.SYMBOL)):
+            monkey_patch.restore(monkey_patch.row_of(engine_wait.SYMBOL))
 
 
 def test_names() -> None:

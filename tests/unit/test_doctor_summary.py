@@ -40,8 +40,8 @@ def test_what_is_amiss_stands_before_the_groups_with_its_remedy() -> None:
 
 
 def test_a_group_is_one_line_that_counts_what_holds() -> None:
-    checks = [Check("seams", f"s{k}", "holds", Level.OK) for k in range(3)]
-    checks.append(Check("seams", "s3", "gone", Level.ERROR))
+    checks = [Check("apis", f"s{k}", "holds", Level.OK) for k in range(3)]
+    checks.append(Check("apis", "s3", "gone", Level.ERROR))
     assert "  FAIL API checks     3 of 4 hold" in as_summary(checks).splitlines()
 
 

@@ -1,4 +1,4 @@
-"""The inventory of rebound names is complete: nothing of vLLM's is replaced in any other way."""
+"""The inventory of patched names is complete: nothing of vLLM's is replaced in any other way."""
 
 import ast
 from collections.abc import Iterator
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_commext.compat.rebind import INVENTORY, Rebinding
+from vllm_commext.compat.monkey_patch import INVENTORY, MonkeyPatch
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "vllm_commext"
-HELPER = PACKAGE / "compat" / "rebind.py"
+HELPER = PACKAGE / "compat" / "monkey_patch.py"
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != HELPER)
 
 
@@ -77,7 +77,7 @@ def text_of(test: Path) -> str:
 
 
 @pytest.mark.parametrize("row", INVENTORY, ids=lambda row: row.symbol)
-def test_a_rebound_name_is_in_its_test(row: Rebinding) -> None:
+def test_a_patched_name_is_in_its_test(row: MonkeyPatch) -> None:
     names = row.symbol.partition(":")[2].split(".")
     called = names[-2] if names[-1] == "__init__" else names[-1]
     assert called in text_of(ROOT / row.test), f"{row.test} never names {called}"

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from vllm_commext import UnsupportedError, plugin, status
+from vllm_commext.compat import api_checks as api_checks
 from vllm_commext.compat import hooks
-from vllm_commext.compat import seams as seams_module
 from vllm_commext.plugin import Capability
 from vllm_commext.status import State
 
@@ -44,10 +44,10 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
         capability = Capability(
             "nixl", activate, lambda: calls.append("refuse"), "the fallback", patches
         )
-        seam = seams_module.Seam("seam", "nixl", "why", lambda _: "moved" if broken else "")
+        api = api_checks.ApiCheck("some_api", "nixl", "why", lambda _: "moved" if broken else "")
         monkeypatch.setattr(plugin, "CAPABILITIES", (capability,))
         monkeypatch.setattr(hooks, "vllm_version", lambda: version)
-        monkeypatch.setattr(seams_module, "SEAMS", (seam,))
+        monkeypatch.setattr(api_checks, "API_CHECKS", (api,))
         return calls
 
     return offer
@@ -159,11 +159,11 @@ def test_strict_refuses_what_is_unverified(offer: Offer, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.40.0"])
-def test_a_broken_seam_is_refused_by_its_name(offer: Offer, version: str) -> None:
+def test_a_broken_api_is_refused_by_its_name(offer: Offer, version: str) -> None:
     calls = offer(version=version, broken=True)
     plugin.register()
     assert calls == ["refuse"]
-    assert "seam: moved" in outcome().reason
+    assert "some_api: moved" in outcome().reason
 
 
 def test_a_bad_value_refuses_everything_and_lists_the_choices(

@@ -16,7 +16,7 @@ from pathlib import Path
 from vllm_commext import __version__, status
 from vllm_commext.cli import allreduce_probe, machine_probes
 from vllm_commext.cli.report import Check, Level, encode
-from vllm_commext.compat import hooks, seams, versions
+from vllm_commext.compat import api_checks, hooks, versions
 from vllm_commext.errors import CommextError
 from vllm_commext.settings import TOGGLES, describe_unknown, unknown_names
 
@@ -106,22 +106,22 @@ VERDICT_LEVELS = {
     versions.Verdict.UNVERIFIED: Level.WARNING,
     versions.Verdict.OUTSIDE: Level.ERROR,
 }
-SEAM_LEVELS = {
-    seams.SeamState.HOLDS: Level.OK,
-    seams.SeamState.NOT_YET: Level.INFO,
-    seams.SeamState.BROKEN: Level.ERROR,
+API_LEVELS = {
+    api_checks.CheckState.HOLDS: Level.OK,
+    api_checks.CheckState.NOT_YET: Level.INFO,
+    api_checks.CheckState.BROKEN: Level.ERROR,
 }
 
 
-def _seam_check(outcome: seams.SeamOutcome) -> Check:
-    seam = outcome.seam
+def _api_check(outcome: api_checks.CheckOutcome) -> Check:
+    api = outcome.api
     value = {
-        seams.SeamState.HOLDS: "holds",
-        seams.SeamState.NOT_YET: f"not in this vLLM, since {seam.since}; done without",
-        seams.SeamState.BROKEN: outcome.problem,
+        api_checks.CheckState.HOLDS: "holds",
+        api_checks.CheckState.NOT_YET: f"not in this vLLM, since {api.since}; done without",
+        api_checks.CheckState.BROKEN: outcome.problem,
     }[outcome.state]
-    hint = f"{seam.capability} needs it: {seam.why}" if outcome.problem else ""
-    return Check("seams", seam.name, value, SEAM_LEVELS[outcome.state], hint)
+    hint = f"{api.capability} needs it: {api.why}" if outcome.problem else ""
+    return Check("apis", api.name, value, API_LEVELS[outcome.state], hint)
 
 
 def _status_check(found: status.CapabilityStatus) -> Check:
@@ -147,7 +147,7 @@ def _capabilities() -> Iterable[Check]:
 
 
 def probe_vllm() -> Iterable[Check]:
-    """vLLM, the verdict on its version, every seam, and what each capability comes to."""
+    """vLLM, the verdict on its version, every API check, and what each capability comes to."""
     if importlib.util.find_spec("vllm") is None:
         hint = "without it only `vllm-commext proxy` is of use; pip install 'vllm-commext[vllm]'"
         yield Check("vllm", "vllm", "not installed", Level.WARNING, hint)
@@ -158,7 +158,7 @@ def probe_vllm() -> Iterable[Check]:
     yield Check("vllm", "vllm", f"{version} ({distribution})", Level.OK)
     verdict = f"{judgement.verdict.value}: {judgement.reason}"
     yield Check("vllm", "window", verdict, VERDICT_LEVELS[judgement.verdict])
-    yield from map(_seam_check, seams.check_all(version))
+    yield from map(_api_check, api_checks.check_all(version))
     yield from _capabilities()
 
 

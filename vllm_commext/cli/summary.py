@@ -10,7 +10,7 @@ from vllm_commext import __version__
 from vllm_commext.cli.report import MARKS, Check, Level, exit_status, wrapped
 from vllm_commext.cli.suggestions import Suggestion, suggestions
 
-TITLES = {"vllm": "vLLM", "seams": "API checks", "nixl": "NIXL", "gpu": "GPUs"}
+TITLES = {"vllm": "vLLM", "apis": "API checks", "nixl": "NIXL", "gpu": "GPUs"}
 """What a section is called where its name in the JSON says little."""
 TITLE_COLUMNS = 14
 VERDICTS = {0: "ready", 1: "ready, with warnings", 2: "broken"}

@@ -1,1 +1,1 @@
-"""The only place that knows vLLM's versions, probes what it relies on, or rebinds a name of it."""
+"""The only place that knows vLLM's versions, probes what it relies on, or patches a name of it."""

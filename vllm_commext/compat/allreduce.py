@@ -1,6 +1,6 @@
 """Our dispatcher inside vLLM's communicator of the GPUs.
 
-The class stays vLLM's own, for parts of vLLM compare it: four of its methods are rebound. Each
+The class stays vLLM's own, for parts of vLLM compare it: four of its methods are patched. Each
 tensor-parallel communicator gets a dispatcher when it is made, asks it first in every all-reduce,
 and gives it back before its own parts go. What the dispatcher leaves takes vLLM's default dispatch.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.compat.microbatches import microbatches
-from vllm_commext.compat.rebind import is_rebound, rebind_all, row_of
+from vllm_commext.compat.monkey_patch import is_patched, patch_all, row_of
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.settings import read_settings
 
@@ -210,7 +210,7 @@ _METHODS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 
 
 def install() -> None:
-    """Rebind in this process; a second call changes nothing.
+    """Monkey-patch vLLM in this process; a second call changes nothing.
 
     Raises:
         UnsupportedError: this is no platform of NVIDIA's.
@@ -219,11 +219,11 @@ def install() -> None:
 
     if not (current_platform.is_cuda() or current_platform.is_cpu()):
         raise UnsupportedError(f"expected an NVIDIA GPU, got {current_platform.device_name}")
-    if is_rebound(row_of(f"{COMMUNICATOR}.all_reduce")):
+    if is_patched(row_of(f"{COMMUNICATOR}.all_reduce")):
         return
     module, _, name = COMMUNICATOR.partition(":")
     communicator = getattr(importlib.import_module(module), name)
-    rebind_all(
+    patch_all(
         {
             f"{COMMUNICATOR}.{method}": replace(getattr(communicator, method))
             for method, replace in _METHODS.items()

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm_commext.compat.monkey_patch import is_patched, patch_all, row_of
 from vllm_commext.compat.native import needing_the_extension
-from vllm_commext.compat.rebind import is_rebound, rebind_all, row_of
 from vllm_commext.errors import CommextError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def install() -> None:
-    """Rebind in this process; a second call changes nothing.
+    """Monkey-patch vLLM in this process; a second call changes nothing.
 
     Raises:
         UnsupportedError: this is no CPU platform, or the native extension was not built.
@@ -125,8 +125,8 @@ def install() -> None:
         raise UnsupportedError(f"expected vLLM for CPUs, got {current_platform.device_name}")
     with needing_the_extension():
         importlib.import_module("vllm_commext.shm._shm_ring")
-    if is_rebound(row_of(SYMBOL)):
+    if is_patched(row_of(SYMBOL)):
         return
     module, _, name = COMMUNICATOR.partition(":")
     communicator = getattr(importlib.import_module(module), name)
-    rebind_all({SYMBOL: _init(communicator.__init__)})
+    patch_all({SYMBOL: _init(communicator.__init__)})

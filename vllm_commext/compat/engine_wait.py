@@ -2,7 +2,7 @@
 
 vLLM goes on stepping, a thousand times a second, while a connector keeps the blocks of finished
 requests or loads those of waiting ones: it costs two thirds of a core, and what has ended is found
-a step and a pause later.  There is no hook for it.  `install` rebinds the engine's step: where no
+a step and a pause later.  There is no hook for it.  `install` patches the engine's step: where no
 request can be computed, it first waits for the connector's doorbell or the engine's own queue.
 What the connector has to do before a step (`first_token`) is done there too.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from vllm_commext.compat.hooks import vllm_version
-from vllm_commext.compat.rebind import is_rebound, rebind, row_of
+from vllm_commext.compat.monkey_patch import is_patched, patch, row_of
 from vllm_commext.compat.versions import Verdict, judge
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.doorbell import Doorbell
@@ -40,7 +40,7 @@ class Waiter(Protocol):
 
 
 def install() -> None:
-    """Rebind the step of this process's engine; a second call changes nothing.
+    """Monkey-patch the step of this process's engine; a second call changes nothing.
 
     Raises:
         UnsupportedError: this vLLM is not a tested one, or has no such name.
@@ -49,7 +49,7 @@ def install() -> None:
     judgement = judge(vllm_version())
     if judgement.verdict is not Verdict.INSIDE:
         raise UnsupportedError(f"the engine's step is left as it is: {judgement.reason}")
-    if is_rebound(row):
+    if is_patched(row):
         return
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -60,7 +60,7 @@ def install() -> None:
         wait: EngineWait | None = getattr(connector, "engine_wait", None)
         return process(core) if wait is None else wait.step(core, process)
 
-    rebind(row, process_engine_step)
+    patch(row, process_engine_step)
 
 
 def flush_steps(core: Any) -> int:

@@ -21,14 +21,14 @@ import vllm_commext
 from vllm_commext.allreduce import fused_graph, fused_op
 from vllm_commext.allreduce.fused_layout import FusedShape
 from vllm_commext.allreduce.message import ITEM_BYTES
-from vllm_commext.compat import hooks, seams
-from vllm_commext.compat.rebind import is_rebound, rebind, row_of
+from vllm_commext.compat import api_checks, hooks
+from vllm_commext.compat.monkey_patch import is_patched, patch, row_of
 
 logger = logging.getLogger("vllm.commext.allreduce")
 
 CONFIGURE = "vllm.compilation.passes.pass_manager:PostGradPassManager.configure"
 IDENTITY = "VLLM_COMMEXT_FUSED_NORM"  # among the names that vLLM's cache key is made of
-CAPABILITY = "fused_norm"  # of its seams
+CAPABILITY = "fused_norm"  # of its API checks
 # Ours needs what these make of a graph, and comes before all others.
 EARLIER = ("NoOpEliminationPass", "SequenceParallelismPass", "AsyncTPPass", "AddRMSNormFusionPass")
 # Those that FlashInfer's kernel takes in, and that some builds of vLLM lack.
@@ -109,20 +109,20 @@ def _configure(original: Callable[..., None]) -> Callable[..., None]:
 
 def why_not() -> str:
     """Why this vLLM cannot have the pass; empty where it can."""
-    outcomes = seams.check_all(hooks.vllm_version(), CAPABILITY)
-    return "; ".join(f"{each.seam.name}: {each.problem}" for each in outcomes if each.problem)
+    outcomes = api_checks.check_all(hooks.vllm_version(), CAPABILITY)
+    return "; ".join(f"{each.api.name}: {each.problem}" for each in outcomes if each.problem)
 
 
 def install() -> None:
     """Let vLLM's models use our op from now on; a second call changes nothing.
 
     Raises:
-        UnsupportedError: vLLM's pass manager is rebound already.
+        UnsupportedError: vLLM's pass manager is patched already.
     """
     row = row_of(CONFIGURE)
-    if is_rebound(row):
+    if is_patched(row):
         return
     from vllm.compilation.passes.pass_manager import PostGradPassManager
 
     hooks.add_factor(IDENTITY, identity)
-    rebind(row, _configure(PostGradPassManager.configure))
+    patch(row, _configure(PostGradPassManager.configure))

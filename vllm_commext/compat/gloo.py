@@ -11,7 +11,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from vllm_commext.compat.rebind import is_rebound, rebind_all, row_of
+from vllm_commext.compat.monkey_patch import is_patched, patch_all, row_of
 from vllm_commext.compat.timer_slack import slack_of_new_threads
 from vllm_commext.errors import UnsupportedError
 
@@ -54,7 +54,7 @@ def sharing(stock: Any) -> Any:
 
 
 def install() -> None:
-    """Rebind torch's class in this process; a second call changes nothing.
+    """Monkey-patch torch's class in this process; a second call changes nothing.
 
     Groups that are there already keep their devices.
 
@@ -67,10 +67,10 @@ def install() -> None:
     stock: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
     if stock is None:
         raise UnsupportedError("this torch is built without Gloo")
-    if is_rebound(row):
+    if is_patched(row):
         return
     options = getattr(stock, "_Options", None)
     missing = [name for name in ("_devices", "_threads", "_timeout") if not hasattr(options, name)]
     if missing:
         raise UnsupportedError(f"the options of torch's Gloo groups have no {', '.join(missing)}")
-    rebind_all({SYMBOL: sharing(stock)})
+    patch_all({SYMBOL: sharing(stock)})

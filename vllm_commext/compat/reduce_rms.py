@@ -1,6 +1,6 @@
 """Our reduce-RMS op in place of what vLLM does for a tensor-parallel QK RMSNorm.
 
-MiniMax-M2 calls a fused op of vLLM's through names of one module: they are rebound, and the shape
+MiniMax-M2 calls a fused op of vLLM's through names of one module: they are patched, and the shape
 of the compiled graph stays as it is. OLMoE gathers whole Q and K, normalises them and throws most
 of it away: its attention is given our op instead, when the model is loaded.
 """
@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.compat.microbatches import microbatches
-from vllm_commext.compat.rebind import is_rebound, rebind_all, row_of
+from vllm_commext.compat.monkey_patch import is_patched, patch_all, row_of
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.settings import read_settings
 
@@ -133,7 +133,7 @@ def fused_qk(
 
 
 def install() -> None:
-    """Rebind in this process; a second call changes nothing.
+    """Monkey-patch vLLM in this process; a second call changes nothing.
 
     Raises:
         UnsupportedError: what the op needs is not there.
@@ -141,11 +141,11 @@ def install() -> None:
     from vllm.model_executor.models import ModelRegistry
 
     norm = f"{MINIMAX}.rms_norm_tp"
-    if is_rebound(row_of(f"{norm}:_MINIMAX_FUSED_AR_RMS_QK")):
+    if is_patched(row_of(f"{norm}:_MINIMAX_FUSED_AR_RMS_QK")):
         return
     _check_needs()
     importlib.import_module("vllm_commext.reduce_rms.ops")  # registers the ops
-    rebind_all(
+    patch_all(
         {
             f"{MINIMAX}.lamport_workspace:get_allreduce_workspace": get_allreduce_workspace,
             f"{norm}:MINIMAX_QK_NORM_MAX_TOKEN_NUM": MAX_TOKENS,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.models import olmoe
 
-from vllm_commext.compat.rebind import is_rebound, rebind_all, row_of
+from vllm_commext.compat.monkey_patch import is_patched, patch_all, row_of
 from vllm_commext.compat.reduce_rms import OLMOE, tell_once, workspace_of
 from vllm_commext.errors import CommextError
 
@@ -65,5 +65,5 @@ def _apply_qk_norm(
 
 
 _INIT = f"{OLMOE}:OlmoeAttention.__init__"
-if not is_rebound(row_of(_INIT)):
-    rebind_all({_INIT: _init, f"{OLMOE}:OlmoeAttention._apply_qk_norm": _apply_qk_norm})
+if not is_patched(row_of(_INIT)):
+    patch_all({_INIT: _init, f"{OLMOE}:OlmoeAttention._apply_qk_norm": _apply_qk_norm})

@@ -1,7 +1,7 @@
 """Our message queue in place of vLLM's, at every name that vLLM has bound to the class.
 
-vLLM has no hook for its queue. The defining module is rebound first, so whatever is imported
-later binds ours by itself; the two modules that may have bound the class before are rebound if they
+vLLM has no hook for its queue. The defining module is patched first, so whatever is imported
+later binds ours by itself; the two modules that may have bound the class before are patched if they
 are there.
 """
 
@@ -9,8 +9,8 @@ import sys
 from types import FunctionType
 from typing import Any
 
+from vllm_commext.compat.monkey_patch import INVENTORY, is_patched, original_of, patch_all, row_of
 from vllm_commext.compat.native import needing_the_extension
-from vllm_commext.compat.rebind import INVENTORY, is_rebound, original_of, rebind_all, row_of
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.settings import read_settings
 
@@ -41,7 +41,7 @@ def finding_itself(stock: type) -> type:
 
 
 def install() -> None:
-    """Rebind the class in this process; a second call only reads the toggle anew.
+    """Monkey-patch the class in this process; a second call only reads the toggle anew.
 
     Where the toggle is `auto`, a queue that ours is not proven for is still one of vLLM's class.
 
@@ -57,9 +57,9 @@ def install() -> None:
         raise UnsupportedError(f"vLLM's queue was replaced by {stock.__module__} already")
     is_auto = read_settings()["shm_queue"] == "auto"
     GroupMessageQueue.stock = finding_itself(stock) if is_auto else None
-    if is_rebound(row_of(symbol)):
+    if is_patched(row_of(symbol)):
         return
     symbols = [row.symbol for row in INVENTORY if row.symbol.endswith(f":{NAME}")]
     modules = {symbol: sys.modules.get(symbol.partition(":")[0]) for symbol in symbols}
     bound = [symbol for symbol, module in modules.items() if getattr(module, NAME, None) is stock]
-    rebind_all(dict.fromkeys(bound, GroupMessageQueue))
+    patch_all(dict.fromkeys(bound, GroupMessageQueue))

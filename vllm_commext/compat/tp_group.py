@@ -8,7 +8,7 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from vllm_commext.compat.rebind import is_rebound, rebind, row_of
+from vllm_commext.compat.monkey_patch import is_patched, patch, row_of
 from vllm_commext.errors import UnsupportedError
 
 NCCL_PATH = "VLLM_NCCL_SO_PATH"
@@ -56,8 +56,8 @@ def let_vllm_use_nccl() -> tuple[str, ...]:
     row = row_of(f"{NCCL_BINDING}:NCCLLibrary.exported_functions")
     known: list[Any] = NCCLLibrary.exported_functions
     kept = [function for function in known if function.name not in missing]
-    if len(kept) < len(known) and not is_rebound(row):
-        rebind(row, kept)
+    if len(kept) < len(known) and not is_patched(row):
+        patch(row, kept)
     return missing
 
 

@@ -17,24 +17,24 @@ class Release:
 
     Attributes:
         minor: its first two numbers, such as ``0.32``.
-        seams: every API check passes on it, imported or as text (``make matrix``).
+        apis: every API check passes on it, imported or as text (``make matrix``).
         contract: the contract tests, which need no model, are run on it.
         servers: servers that move KV cache are run on it.
     """
 
     minor: str
-    seams: bool
+    apis: bool
     contract: bool
     servers: bool
 
 
 WINDOW: tuple[Release, ...] = (
-    Release("0.28", seams=True, contract=True, servers=False),
-    Release("0.29", seams=True, contract=False, servers=False),
-    Release("0.30", seams=True, contract=True, servers=True),
-    Release("0.31", seams=True, contract=False, servers=False),
-    Release("0.32", seams=True, contract=True, servers=True),
-    Release("0.33", seams=True, contract=False, servers=False),
+    Release("0.28", apis=True, contract=True, servers=False),
+    Release("0.29", apis=True, contract=False, servers=False),
+    Release("0.30", apis=True, contract=True, servers=True),
+    Release("0.31", apis=True, contract=False, servers=False),
+    Release("0.32", apis=True, contract=True, servers=True),
+    Release("0.33", apis=True, contract=False, servers=False),
 )
 OLDEST = WINDOW[0].minor
 NEWEST = WINDOW[-1].minor

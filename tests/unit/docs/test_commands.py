@@ -31,7 +31,7 @@ COVERAGE: tuple[tuple[str, str], ...] = (
     (r"make chaos / fuzz$", "tests/chaos/test_fuzz.py"),
     (r"make mutants$", "tests/unit/test_mutants.py"),
     (r"make stress-shm / sanitize$", "tests/unit/shm/test_stress.py::test_in_short"),
-    (r"make matrix$", "tests/contract/test_seam_matrix.py::test_text_and_import_agree"),
+    (r"make matrix$", "tests/contract/test_api_matrix.py::test_text_and_import_agree"),
     (r"make nightly$", f"{NOT_RUN}hours: the targets that it names, each of them below or above"),
     (r"make test-matrix$", f"{NOT_RUN}makes an environment of each vLLM, some GB"),
     (r"make wheels$", "tests/unit/test_build.py::test_two_sdists_are_the_same_to_the_byte"),
@@ -45,7 +45,7 @@ COVERAGE: tuple[tuple[str, str], ...] = (
     ),
     (
         r"vllm-commext doctor --json$",
-        "tests/contract/test_doctor.py::test_the_report_covers_vllm_its_seams_and_nixl",
+        "tests/contract/test_doctor.py::test_the_report_covers_vllm_its_apis_and_nixl",
     ),
     (
         r"vllm-commext proxy ",

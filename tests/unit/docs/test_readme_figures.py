@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from vllm_commext.compat.rebind import INVENTORY
+from vllm_commext.compat.monkey_patch import INVENTORY
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOLS = ROOT / "tools"

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_commext.compat.rebind import INVENTORY
-from vllm_commext.compat.seam_probes import View, exists
-from vllm_commext.compat.seam_table import SEAMS, Seam
-from vllm_commext.compat.seams import SeamState, check, guarded
+from vllm_commext.compat.api_checks import CheckState, check, guarded
+from vllm_commext.compat.api_probes import View, exists
+from vllm_commext.compat.api_table import API_CHECKS, ApiCheck
+from vllm_commext.compat.monkey_patch import INVENTORY
 
 from .source_view import SourceView
 
@@ -47,27 +47,27 @@ class MatrixError(RuntimeError):
 
 
 def row_names() -> list[str]:
-    """Every seam, then every rebound symbol."""
-    return [seam.name for seam in SEAMS] + [row.symbol for row in INVENTORY]
+    """Every API check, then every monkey-patched symbol."""
+    return [api.name for api in API_CHECKS] + [row.symbol for row in INVENTORY]
 
 
-def _cell(seam: Seam, version: str, view: View) -> tuple[str, str]:
-    outcome = check(seam, version, view)
-    if outcome.state is SeamState.NOT_YET and not guarded(seam.probe, view):
-        return "early", f"it is there already, but its row says since {seam.since}"
-    word = {SeamState.HOLDS: "holds", SeamState.NOT_YET: "-", SeamState.BROKEN: "MOVED"}
+def _cell(api: ApiCheck, version: str, view: View) -> tuple[str, str]:
+    outcome = check(api, version, view)
+    if outcome.state is CheckState.NOT_YET and not guarded(api.probe, view):
+        return "early", f"it is there already, but its row says since {api.since}"
+    word = {CheckState.HOLDS: "holds", CheckState.NOT_YET: "-", CheckState.BROKEN: "MOVED"}
     return word[outcome.state], outcome.problem
 
 
 def column(version: str, how: str, view: View) -> Column:
-    """Probe all of one vLLM. A rebound symbol that is not there is no problem by itself: where the
-    capability cannot do without it, a seam says so."""
+    """Probe all of one vLLM. A patched symbol that is not there is no problem by itself: where the
+    capability cannot do without it, an API check says so."""
     cells: dict[str, str] = {}
     problems: dict[str, str] = {}
-    for seam in SEAMS:
-        cells[seam.name], problem = _cell(seam, version, view)
+    for api in API_CHECKS:
+        cells[api.name], problem = _cell(api, version, view)
         if problem:
-            problems[seam.name] = problem
+            problems[api.name] = problem
     for row in INVENTORY:
         cells[row.symbol] = "-" if guarded(exists(row.symbol), view) else "there"
     return Column(version, how, cells, problems)
@@ -91,7 +91,7 @@ def from_text(root: Path) -> Column:
 
 def from_environment(python: Path) -> Column:
     """The column of the vLLM that this Python imports; the probes run there."""
-    command = [str(python), str(ROOT / "tools" / "seam_matrix.py"), "--probe"]
+    command = [str(python), str(ROOT / "tools" / "api_matrix.py"), "--probe"]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tools")])
     done = subprocess.run(
         command,
@@ -130,7 +130,7 @@ def unzip(wheel: Path, target: Path) -> None:
 
 
 def table(columns: Iterable[Column]) -> str:
-    """Markdown: a row a seam and a rebound symbol, a column a vLLM."""
+    """Markdown: a row for each API check and a monkey-patched symbol, a column a vLLM."""
     every = list(columns)
     heads = ["", *(f"{one.version} ({one.how})" for one in every)]
     lines = [heads, ["---"] * len(heads)]

@@ -1,4 +1,4 @@
-"""The one helper that rebinds a name."""
+"""The one helper that monkey-patches a name."""
 
 import sys
 import types
@@ -6,22 +6,22 @@ import types
 import pytest
 
 from vllm_commext import ConfigError, UnsupportedError
-from vllm_commext.compat.rebind import (
+from vllm_commext.compat.monkey_patch import (
     INVENTORY,
-    Rebinding,
-    is_rebound,
+    MonkeyPatch,
+    is_patched,
     original_at,
     original_of,
-    rebind,
-    rebind_all,
+    patch,
+    patch_all,
     restore,
 )
 
-MODULE = "commext_rebind_example"
+MODULE = "commext_patch_example"
 
 
-def row(name: str) -> Rebinding:
-    return Rebinding(f"{MODULE}:{name}", "why", "guard", "test", "removal")
+def row(name: str) -> MonkeyPatch:
+    return MonkeyPatch(f"{MODULE}:{name}", "why", "guard", "test", "removal")
 
 
 class Parent:
@@ -48,17 +48,17 @@ def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 def test_a_module_global_is_replaced_and_restored(module: types.ModuleType, name: str) -> None:
     before = dict(vars(module))
     replacement = object()
-    rebind(row(name), replacement)
+    patch(row(name), replacement)
     assert vars(module)[name] is replacement
-    assert is_rebound(row(name))
+    assert is_patched(row(name))
     restore(row(name))
-    assert not is_rebound(row(name))
+    assert not is_patched(row(name))
     assert dict(vars(module)) == before
 
 
 def test_a_descriptor_of_a_class_comes_back_as_it_was(module: types.ModuleType) -> None:
     before = vars(module.Child)["static"]
-    rebind(row("Child.static"), staticmethod(lambda: "ours"))
+    patch(row("Child.static"), staticmethod(lambda: "ours"))
     assert module.Child.static() == "ours"
     restore(row("Child.static"))
     assert vars(module.Child)["static"] is before
@@ -66,7 +66,7 @@ def test_a_descriptor_of_a_class_comes_back_as_it_was(module: types.ModuleType) 
 
 
 def test_an_inherited_method_is_inherited_again(module: types.ModuleType) -> None:
-    rebind(row("Child.inherited"), lambda self: "ours")
+    patch(row("Child.inherited"), lambda self: "ours")
     assert module.Child().inherited() == "ours"
     assert Parent().inherited() == "parent"
     restore(row("Child.inherited"))
@@ -75,18 +75,18 @@ def test_an_inherited_method_is_inherited_again(module: types.ModuleType) -> Non
 
 
 def test_two_names_of_one_owner_are_independent(module: types.ModuleType) -> None:
-    rebind(row("value"), 1)
-    rebind(row("function"), 2)
+    patch(row("value"), 1)
+    patch(row("function"), 2)
     restore(row("value"))
-    assert is_rebound(row("function"))
+    assert is_patched(row("function"))
     restore(row("function"))
     assert (module.value, module.function) == (None, len)
 
 
-def test_a_second_rebinding_is_refused_and_changes_nothing(module: types.ModuleType) -> None:
-    rebind(row("value"), 1)
-    with pytest.raises(UnsupportedError, match="rebound already"):
-        rebind(row("value"), 2)
+def test_a_second_patch_is_refused_and_changes_nothing(module: types.ModuleType) -> None:
+    patch(row("value"), 1)
+    with pytest.raises(UnsupportedError, match="patched already"):
+        patch(row("value"), 2)
     assert module.value == 1
     restore(row("value"))
     assert module.value is None
@@ -95,12 +95,12 @@ def test_a_second_rebinding_is_refused_and_changes_nothing(module: types.ModuleT
 def test_a_name_that_is_not_there_is_refused(module: types.ModuleType) -> None:
     for name in ("gone", "Child.gone", "Gone.static"):
         with pytest.raises(UnsupportedError, match="has renamed it"):
-            rebind(row(name), 1)
+            patch(row(name), 1)
     assert "gone" not in vars(module)
 
 
 def test_nothing_is_restored_over_somebody_else(module: types.ModuleType) -> None:
-    rebind(row("value"), 1)
+    patch(row("value"), 1)
     module.value = "theirs"
     with pytest.raises(UnsupportedError, match="somebody else"):
         restore(row("value"))
@@ -108,7 +108,7 @@ def test_nothing_is_restored_over_somebody_else(module: types.ModuleType) -> Non
 
 
 @pytest.mark.usefixtures("module")
-def test_restoring_what_is_not_rebound_is_refused() -> None:
+def test_restoring_what_is_not_patched_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="nothing to restore"):
         restore(row("value"))
 
@@ -116,7 +116,7 @@ def test_restoring_what_is_not_rebound_is_refused() -> None:
 @pytest.mark.parametrize("symbol", ["", "module", ":name", "module:"])
 def test_a_malformed_symbol_is_refused(symbol: str) -> None:
     with pytest.raises(ConfigError, match="expected a symbol"):
-        rebind(Rebinding(symbol, "", "", "", ""), 1)
+        patch(MonkeyPatch(symbol, "", "", "", ""), 1)
 
 
 def test_every_row_of_the_inventory_is_complete() -> None:
@@ -128,21 +128,21 @@ def test_several_names_are_replaced_or_none(
     module: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = tuple(row(name) for name in ("value", "Child.static", "gone"))
-    monkeypatch.setattr("vllm_commext.compat.rebind.INVENTORY", rows)
+    monkeypatch.setattr("vllm_commext.compat.monkey_patch.INVENTORY", rows)
     before = module.Child.static
     with pytest.raises(UnsupportedError, match="gone"):
-        rebind_all({one.symbol: len for one in rows})
+        patch_all({one.symbol: len for one in rows})
     assert (module.value, module.Child.static) == (None, before)
-    assert not any(is_rebound(one) for one in rows[:2])
-    rebind_all({one.symbol: len for one in rows[:2]})
+    assert not any(is_patched(one) for one in rows[:2])
+    patch_all({one.symbol: len for one in rows[:2]})
     assert module.value is module.Child.static is len
     for one in rows[:2]:
         restore(one)
 
 
-def test_only_what_is_in_the_inventory_is_rebound(module: types.ModuleType) -> None:
+def test_only_what_is_in_the_inventory_is_patched(module: types.ModuleType) -> None:
     with pytest.raises(ConfigError, match="expected a symbol of the inventory"):
-        rebind_all({f"{MODULE}:value": 1})
+        patch_all({f"{MODULE}:value": 1})
     assert module.value is None
 
 
@@ -150,12 +150,12 @@ def test_what_was_at_a_name_is_found_behind_what_is_there(module: types.ModuleTy
     names = ("value", "function", "Child.static", "Child.inherited")
     before = [original_of(f"{MODULE}:{name}") for name in names]
     for name in names:
-        rebind(row(name), lambda: "ours")
+        patch(row(name), lambda: "ours")
     assert [original_of(f"{MODULE}:{name}") for name in names] == before
     assert before[2]() == "original"
     assert before[3] is Parent.inherited
 
 
-def test_what_nobody_has_rebound_is_what_is_there(module: types.ModuleType) -> None:
+def test_what_nobody_has_patched_is_what_is_there(module: types.ModuleType) -> None:
     assert original_of(f"{MODULE}:function") is len
     assert original_at(object(), "name", "found") == "found"

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Prints one table: every seam and rebound symbol against every vLLM in the window.
+"""Prints one table: every API check and monkey-patched symbol against every vLLM in the window.
 
 A version is imported where an environment of it is here (``.venv-X.Y.Z``, or ``.venv``), else its
 wheel is fetched from pip's index, without what it depends on, and its text is read. A new version
 needs one row in ``vllm_commext/compat/versions.py``. ``--source FOLDER`` and ``--environment
-FOLDER`` name unzipped wheels and environments instead. Exit status: 0; 1 where a seam has moved,
+FOLDER`` name unzipped wheels and environments instead. Exit status: 0; 1 where an API has moved,
 which is then said line by line; 2 where a version could not be had.
 """
 
@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from seams.columns import (
+from matrix.columns import (
     ROOT,
     Column,
     MatrixError,
@@ -30,13 +30,13 @@ from seams.columns import (
     table,
 )
 
+from vllm_commext.compat.api_probes import INSTALLED
 from vllm_commext.compat.hooks import vllm_version
-from vllm_commext.compat.seam_probes import INSTALLED
 from vllm_commext.compat.versions import WINDOW
 
 LEGEND = """
 `holds`: as expected. `MOVED`: see below. `early`: it is there before its row's version. `there`: a
-name that can be rebound. `-`: not in this vLLM yet or, where it is imported, in a module that
+name that can be patched. `-`: not in this vLLM yet or, where it is imported, in a module that
 needs a package which is not installed."""
 
 
@@ -82,7 +82,7 @@ def main() -> int:
         try:
             found = columns(args, Path(folder))
         except MatrixError as error:
-            print(f"seam_matrix: {error}", file=sys.stderr)
+            print(f"api_matrix: {error}", file=sys.stderr)
             return 2
     print(f"{table(found)}\n{LEGEND}")
     print("\n" + ("\n".join(moved(found)) or "Nothing has moved."))

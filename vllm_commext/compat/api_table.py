@@ -1,11 +1,11 @@
-"""The table of API checks ("seams"): every vLLM API that we depend on, and what we expect of it.
+"""The table of API checks: every vLLM API that we depend on, and what we expect of it.
 
 Nothing of vLLM's is imported when this module is; a probe does it, when it runs.
 """
 
 from dataclasses import dataclass
 
-from vllm_commext.compat.seam_probes import (
+from vllm_commext.compat.api_probes import (
     Probe,
     abstract_only,
     exists,
@@ -17,7 +17,7 @@ from vllm_commext.compat.seam_probes import (
     takes,
     where_installed,
 )
-from vllm_commext.compat.seam_signatures import (
+from vllm_commext.compat.api_signatures import (
     ABSTRACT_METHODS,
     HOOKS,
     PROM_PARAMETERS,
@@ -39,7 +39,7 @@ QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 
 
 @dataclass(frozen=True)
-class Seam:
+class ApiCheck:
     """One API of vLLM that we depend on.
 
     Attributes:
@@ -57,14 +57,14 @@ class Seam:
     since: str = OLDEST
 
 
-SEAMS: tuple[Seam, ...] = (
-    Seam(
+API_CHECKS: tuple[ApiCheck, ...] = (
+    ApiCheck(
         "environment_variables",
         "toggles",
         "our toggles are known names to vLLM and part of its compile-cache key",
         maps_to_callables("vllm.envs:environment_variables"),
     ),
-    Seam(
+    ApiCheck(
         "register_connector",
         "nixl",
         "the connector is registered under its name",
@@ -73,31 +73,31 @@ SEAMS: tuple[Seam, ...] = (
             *("name", "module_path", "class_name"),
         ),
     ),
-    Seam(
+    ApiCheck(
         "connector_registry",
         "nixl",
         "a second registration in one process must not raise",
         maps_to_callables(f"{CONNECTORS}.factory:KVConnectorFactory._registry"),
     ),
-    Seam(
+    ApiCheck(
         "connector_constructor",
         "nixl",
         "the connector is built with the configuration, its role and the KV cache configuration",
         takes(f"{BASE}:KVConnectorBase_V1.__init__", *("vllm_config", "role", "kv_cache_config")),
     ),
-    Seam(
+    ApiCheck(
         "connector_abstract_methods",
         "nixl",
         "we implement every abstract method, called as we expect",
         abstract_only(f"{BASE}:KVConnectorBase_V1", ABSTRACT_METHODS),
     ),
-    Seam(
+    ApiCheck(
         "connector_hooks",
         "nixl",
         "the methods that we override are those that vLLM calls",
         has_methods(f"{BASE}:KVConnectorBase_V1", HOOKS),
     ),
-    Seam(
+    ApiCheck(
         "connector_roles_and_metadata",
         "nixl",
         "scheduler side and worker side are told apart and exchange metadata",
@@ -109,7 +109,7 @@ SEAMS: tuple[Seam, ...] = (
             f"{BASE}:KVConnectorWorkerMetadata",
         ),
     ),
-    Seam(
+    ApiCheck(
         "supports_hma",
         "nixl",
         "vLLM keeps its hybrid cache manager on, and frees all groups through one call",
@@ -117,7 +117,7 @@ SEAMS: tuple[Seam, ...] = (
             f"{BASE}:SupportsHMA", {"request_finished_all_groups": ("request", "block_ids")}
         ),
     ),
-    Seam(
+    ApiCheck(
         "transfer_results",
         "nixl",
         "a failed load of a model with several cache groups is reported request by request",
@@ -127,34 +127,34 @@ SEAMS: tuple[Seam, ...] = (
         ),
         since="0.30",
     ),
-    Seam(
+    ApiCheck(
         "transfer_results_hook",
         "nixl",
         "finished and failed transfers are asked for in one call",
         has_methods(f"{BASE}:KVConnectorBase_V1", {"get_transfer_results": ("finished_req_ids",)}),
         since="0.30",
     ),
-    Seam(
+    ApiCheck(
         "loaded_cache_groups",
         "nixl",
         "vLLM asks which cache groups a load restores",
         has_methods(f"{BASE}:KVConnectorBase_V1", {"get_loaded_kv_cache_group_ids": ("request",)}),
         since="0.32",
     ),
-    Seam(
+    ApiCheck(
         "cache_hit_source",
         "nixl",
         "tokens that came from a peer are counted as such",
         exists("vllm.v1.metrics.cache_hit_source:CacheHitSource.P2P"),
         since="0.32",
     ),
-    Seam(
+    ApiCheck(
         "connector_stats",
         "nixl",
         "transfer statistics travel from the workers to the logger",
         has_fields(f"{METRICS}:KVConnectorStats", "data"),
     ),
-    Seam(
+    ApiCheck(
         "connector_prometheus",
         "nixl",
         "transfer statistics become Prometheus metrics",
@@ -163,7 +163,7 @@ SEAMS: tuple[Seam, ...] = (
             {"__init__": PROM_PARAMETERS, "observe": ("transfer_stats_data", "engine_idx")},
         ),
     ),
-    Seam(
+    ApiCheck(
         "kv_transfer_config",
         "nixl",
         "role, engine id, options and failure policy come from the user's configuration",
@@ -173,7 +173,7 @@ SEAMS: tuple[Seam, ...] = (
             *("kv_connector_extra_config", "kv_load_failure_policy"),
         ),
     ),
-    Seam(
+    ApiCheck(
         "conv_state_layout",
         "nixl",
         "state-space layers take the order of their convolution state from the environment, once",
@@ -182,7 +182,7 @@ SEAMS: tuple[Seam, ...] = (
             f"{MAMBA_UTILS}:is_conv_state_dim_first",
         ),
     ),
-    Seam(
+    ApiCheck(
         "state_spec",
         "nixl",
         "a state's tensors follow one another in its block, in the order of their shapes",
@@ -190,13 +190,13 @@ SEAMS: tuple[Seam, ...] = (
             f"{SPECS}:MambaSpec", "shapes", "dtypes", "mamba_type", "mamba_cache_mode", "block_size"
         ),
     ),
-    Seam(
+    ApiCheck(
         "attention_spec",
         "nixl",
         "an attention cache's specification says how many heads a rank holds",
         has_fields(f"{SPECS}:AttentionSpec", "block_size", "num_kv_heads", "dtype"),
     ),
-    Seam(
+    ApiCheck(
         "request_tokens",
         "nixl",
         "a prompt that is prefilled for another engine is computed without its last token",
@@ -206,13 +206,13 @@ SEAMS: tuple[Seam, ...] = (
             "_output_token_ids",
         ),
     ),
-    Seam(
+    ApiCheck(
         "first_token_end",
         "nixl",
         "whether a first token from a prefill engine ends the answer is decided by vLLM itself",
         takes("vllm.v1.core.sched.utils:check_stop", "request", "max_model_len"),
     ),
-    Seam(
+    ApiCheck(
         "first_token_output",
         "nixl",
         "such a token is sent as vLLM sends its own, and not while the engine is paused",
@@ -223,7 +223,7 @@ SEAMS: tuple[Seam, ...] = (
             "vllm.v1.core.sched.interface:PauseState.UNPAUSED",
         ),
     ),
-    Seam(
+    ApiCheck(
         "failed_loads",
         "nixl",
         "a request that has its first token is computed here when its load fails",
@@ -232,13 +232,13 @@ SEAMS: tuple[Seam, ...] = (
             *("failed_recving_kv_req_ids", "requests", "max_model_len", "log_stats"),
         ),
     ),
-    Seam(
+    ApiCheck(
         "forward_context",
         "nixl",
         "each layer's attention backend is found by the layer's name",
         has_fields("vllm.config:CompilationConfig", "static_forward_context"),
     ),
-    Seam(
+    ApiCheck(
         "block_pool",
         "nixl",
         "blocks that a peer reads are held, and freed afterwards",
@@ -247,7 +247,7 @@ SEAMS: tuple[Seam, ...] = (
             "vllm.v1.core.block_pool:BlockPool.free_blocks",
         ),
     ),
-    Seam(
+    ApiCheck(
         "queue_constructor",
         "shm_queue",
         "queues are built with the arguments that ours takes",
@@ -257,25 +257,25 @@ SEAMS: tuple[Seam, ...] = (
             "connect_ip",
         ),
     ),
-    Seam(
+    ApiCheck(
         "queue_methods",
         "shm_queue",
         "our queue has every method that vLLM calls on its own",
         has_methods(f"{QUEUES}:MessageQueue", QUEUE_METHODS),
     ),
-    Seam(
+    ApiCheck(
         "queue_has_no_other_methods",
         "shm_queue",
         "vLLM's queue has no method that ours lacks",
         no_methods_beyond(f"{QUEUES}:MessageQueue", {*QUEUE_METHODS, *QUEUE_INTERNALS}),
     ),
-    Seam(
+    ApiCheck(
         "queue_handle",
         "shm_queue",
         "a queue's handle has the fields that vLLM's executor looks at",
         has_fields(f"{QUEUES}:Handle", "local_reader_ranks", "remote_subscribe_addr"),
     ),
-    Seam(
+    ApiCheck(
         "minimax_fused_norm",
         "reduce_rms",
         "MiniMax-M2's norm looks up its fused op and that op's bound when it is called",
@@ -284,7 +284,7 @@ SEAMS: tuple[Seam, ...] = (
             f"{MINIMAX_NORM}.rms_norm_tp:MINIMAX_QK_NORM_MAX_TOKEN_NUM",
         ),
     ),
-    Seam(
+    ApiCheck(
         "minimax_norm_arguments",
         "reduce_rms",
         "the fused op is called with the packed row, both weights and a workspace",
@@ -294,7 +294,7 @@ SEAMS: tuple[Seam, ...] = (
             "workspace",
         ),
     ),
-    Seam(
+    ApiCheck(
         "minimax_workspace",
         "reduce_rms",
         "the norm asks for its workspace with the arguments that ours takes",
@@ -306,13 +306,13 @@ SEAMS: tuple[Seam, ...] = (
             ),
         ),
     ),
-    Seam(
+    ApiCheck(
         "olmoe_norm",
         "reduce_rms",
         "OLMoE's QK RMSNorm is a method of its own",
         has_methods(f"{OLMOE}:OlmoeAttention", {"_apply_qk_norm": ("q", "k")}),
     ),
-    Seam(
+    ApiCheck(
         "olmoe_attention",
         "reduce_rms",
         "OLMoE's attention makes both norms when it is made",
@@ -322,13 +322,13 @@ SEAMS: tuple[Seam, ...] = (
             "total_num_kv_heads",
         ),
     ),
-    Seam(
+    ApiCheck(
         "register_model",
         "reduce_rms",
         "a model is registered by the name of a class that is imported when it is loaded",
         takes("vllm.model_executor.models:ModelRegistry.register_model", "model_arch", "model_cls"),
     ),
-    Seam(
+    ApiCheck(
         "cpu_communicator",
         "cpu_collectives",
         "a communicator of CPUs gets its rings when it is made, and sums and gathers through them",
@@ -337,19 +337,19 @@ SEAMS: tuple[Seam, ...] = (
             {"all_reduce": ("input_",), "all_gather": ("input_", "dim")},
         ),
     ),
-    Seam(
+    ApiCheck(
         "cpu_communicator_module",
         "cpu_collectives",
         "what a communicator calls for its collectives is an attribute that can be set",
         has_attributes(f"{COMMUNICATORS}.cpu_communicator:CpuCommunicator", "dist_module"),
     ),
-    Seam(
+    ApiCheck(
         "same_node",
         "cpu_collectives",
         "only ranks of one host get rings",
         takes("vllm.distributed.parallel_state:in_the_same_node_as", "pg", "source_rank"),
     ),
-    Seam(
+    ApiCheck(
         "communicator_constructor",
         "allreduce",
         "a communicator gets its dispatcher when it is made, from the groups that it is made of",
@@ -359,7 +359,7 @@ SEAMS: tuple[Seam, ...] = (
             *("global_world_size", "tcp_store_group", "use_all2all"),
         ),
     ),
-    Seam(
+    ApiCheck(
         "communicator_methods",
         "allreduce",
         "the dispatcher is asked in every all-reduce, and given back before vLLM's own parts go",
@@ -368,7 +368,7 @@ SEAMS: tuple[Seam, ...] = (
             {"all_reduce": ("input_",), "destroy": (), "checkpoint_prepare": ()},
         ),
     ),
-    Seam(
+    ApiCheck(
         "custom_all_reduce",
         "allreduce",
         "vLLM's own kernel is one of the backends, and registers its buffers after a capture",
@@ -377,7 +377,7 @@ SEAMS: tuple[Seam, ...] = (
             {"custom_all_reduce": ("input",), "capture": ()},
         ),
     ),
-    Seam(
+    ApiCheck(
         "nccl_all_reduce",
         "allreduce",
         "NCCL is one of the backends, through vLLM's own binding",
@@ -386,7 +386,7 @@ SEAMS: tuple[Seam, ...] = (
             {"all_reduce": ("in_tensor", "out_tensor", "op", "stream")},
         ),
     ),
-    Seam(
+    ApiCheck(
         "pass_manager",
         "fused_norm",
         "our pass is put among vLLM's own when these are made, each asked for its identity",
@@ -394,19 +394,19 @@ SEAMS: tuple[Seam, ...] = (
             f"{PASSES}.pass_manager:PostGradPassManager", {"configure": ("config",), "uuid": ()}
         ),
     ),
-    Seam(
+    ApiCheck(
         "pass_list",
         "fused_norm",
         "vLLM runs the passes of a list, in its order",
         has_attributes(f"{PASSES}.pass_manager:PostGradPassManager", "passes"),
     ),
-    Seam(
+    ApiCheck(
         "pass_context",
         "fused_norm",
         "a pass knows the numbers of tokens that its graph is for",
         has_attributes(f"{PASSES}.inductor_pass:PassContext", "compile_range"),
     ),
-    Seam(
+    ApiCheck(
         "pass_base",
         "fused_norm",
         "a pass is a class of vLLM's, and asks which graph it is for",
@@ -415,13 +415,13 @@ SEAMS: tuple[Seam, ...] = (
             f"{PASSES}.inductor_pass:get_pass_context",
         ),
     ),
-    Seam(
+    ApiCheck(
         "all_reduce_op",
         "fused_norm",
         "in a graph, an all-reduce is an op of a tensor and its group's name",
         takes("vllm.distributed.parallel_state:all_reduce", "tensor", "group_name"),
     ),
-    Seam(
+    ApiCheck(
         "norm_ops",
         "fused_norm",
         "in a graph, norms are vLLM's own ops until its last passes",

@@ -1,7 +1,7 @@
-"""What a seam can be probed for: a name, a signature, abstract methods, fields.
+"""What an API check can be probed for: a name, a signature, abstract methods, fields.
 
 A probe looks at what is really there and never at a version number. It is given a `View` to look
-through: `INSTALLED` imports the installed vLLM; ``tools/seam_matrix.py`` has one that reads the
+through: `INSTALLED` imports the installed vLLM; ``tools/api_matrix.py`` has one that reads the
 text of a vLLM that is not installed.
 """
 
@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
-from vllm_commext.compat.rebind import original_at
+from vllm_commext.compat.monkey_patch import original_at
 
 
 class View(Protocol):
@@ -34,7 +34,7 @@ class View(Protocol):
 
 
 class Installed:
-    """The vLLM of this environment, imported; where we have rebound a name, what was there."""
+    """The vLLM of this environment, imported; where we have patched a name, what was there."""
 
     def resolve(self, path: str) -> Any:
         module_name, _, names = path.partition(":")

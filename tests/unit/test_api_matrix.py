@@ -1,4 +1,4 @@
-"""`make matrix`: seams in a vLLM's text, against a small package that is only written down here."""
+"""`make matrix`: API checks of a text, against a small package that is only written here."""
 
 import json
 import textwrap
@@ -6,12 +6,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from seams import columns
-from seams.source_view import SourceView
+from matrix import columns
+from matrix.source_view import SourceView
 
-from vllm_commext.compat import seam_probes as probes
-from vllm_commext.compat.seam_probes import Probe
-from vllm_commext.compat.seams import guarded
+from vllm_commext.compat import api_probes as probes
+from vllm_commext.compat.api_checks import guarded
+from vllm_commext.compat.api_probes import Probe
 
 BASE = """
     import abc, enum, functools

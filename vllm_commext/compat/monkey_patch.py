@@ -18,7 +18,7 @@ _INHERITED = object()
 
 
 @dataclass(frozen=True)
-class Rebinding:
+class MonkeyPatch:
     """One row of the inventory.
 
     Attributes:
@@ -57,25 +57,25 @@ _SUM = {
 _COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator"
 _MINIMAX = "vllm.model_executor.layers.minimax_rms_norm"
 _OLMOE = "vllm.model_executor.models.olmoe"
-INVENTORY: tuple[Rebinding, ...] = (
-    Rebinding("vllm.distributed.device_communicators.shm_broadcast:MessageQueue", **_QUEUE),
-    Rebinding("vllm.v1.executor.multiproc_executor:MessageQueue", **_QUEUE),
-    Rebinding("vllm.v1.executor.ray_executor_v2:MessageQueue", **_QUEUE),
-    Rebinding(
+INVENTORY: tuple[MonkeyPatch, ...] = (
+    MonkeyPatch("vllm.distributed.device_communicators.shm_broadcast:MessageQueue", **_QUEUE),
+    MonkeyPatch("vllm.v1.executor.multiproc_executor:MessageQueue", **_QUEUE),
+    MonkeyPatch("vllm.v1.executor.ray_executor_v2:MessageQueue", **_QUEUE),
+    MonkeyPatch(
         "torch.distributed.distributed_c10d:ProcessGroupGloo",
         why="all groups share one device, which torch takes from nobody but its own constructor",
         guard="torch has Gloo, and the options of its groups hold devices",
         test="tests/contract/test_gloo.py",
         removal="torch shares a device between groups, or lets init_process_group be given one",
     ),
-    Rebinding(
+    MonkeyPatch(
         "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator.__init__",
         why="a tensor-parallel group on CPUs gets our rings where it would get Gloo; no hook",
         guard="API checks of `cpu_collectives`; the native extension is built",
         test="tests/contract/test_cpu_collectives.py",
         removal="vLLM's own shared memory serves every CPU, not only those with AVX-512",
     ),
-    Rebinding(
+    MonkeyPatch(
         "vllm.v1.engine.core:EngineCoreProc._process_engine_step",
         why="an engine that only waits for the connector sleeps, and first tokens from elsewhere "
         "are sent before a step; vLLM steps on, and has no hook",
@@ -84,23 +84,23 @@ INVENTORY: tuple[Rebinding, ...] = (
         removal="vLLM lets a connector say when an engine without tokens has to step, and give a "
         "request its first token",
     ),
-    Rebinding(f"{_MINIMAX}.lamport_workspace:get_allreduce_workspace", **_NORM),
-    Rebinding(f"{_MINIMAX}.rms_norm_tp:MINIMAX_QK_NORM_MAX_TOKEN_NUM", **_NORM),
-    Rebinding(f"{_MINIMAX}.rms_norm_tp:_MINIMAX_FUSED_AR_RMS_QK", **_NORM),
-    Rebinding(f"{_OLMOE}:OlmoeAttention.__init__", **_NORM),
-    Rebinding(f"{_OLMOE}:OlmoeAttention._apply_qk_norm", **_NORM),
-    Rebinding(f"{_COMMUNICATOR}.__init__", **_SUM),
-    Rebinding(f"{_COMMUNICATOR}.all_reduce", **_SUM),
-    Rebinding(f"{_COMMUNICATOR}.destroy", **_SUM),
-    Rebinding(f"{_COMMUNICATOR}.checkpoint_prepare", **_SUM),
-    Rebinding(
+    MonkeyPatch(f"{_MINIMAX}.lamport_workspace:get_allreduce_workspace", **_NORM),
+    MonkeyPatch(f"{_MINIMAX}.rms_norm_tp:MINIMAX_QK_NORM_MAX_TOKEN_NUM", **_NORM),
+    MonkeyPatch(f"{_MINIMAX}.rms_norm_tp:_MINIMAX_FUSED_AR_RMS_QK", **_NORM),
+    MonkeyPatch(f"{_OLMOE}:OlmoeAttention.__init__", **_NORM),
+    MonkeyPatch(f"{_OLMOE}:OlmoeAttention._apply_qk_norm", **_NORM),
+    MonkeyPatch(f"{_COMMUNICATOR}.__init__", **_SUM),
+    MonkeyPatch(f"{_COMMUNICATOR}.all_reduce", **_SUM),
+    MonkeyPatch(f"{_COMMUNICATOR}.destroy", **_SUM),
+    MonkeyPatch(f"{_COMMUNICATOR}.checkpoint_prepare", **_SUM),
+    MonkeyPatch(
         "vllm.compilation.passes.pass_manager:PostGradPassManager.configure",
         why="our pass must come before vLLM's own fusion; what a user adds, vLLM puts at the end",
         guard="API checks of `fused_norm`; a group has kernels, and a table has them fastest",
         test="tests/contract/test_fused_pass.py",
         removal="vLLM lets a plugin say where among its passes its own is to come",
     ),
-    Rebinding(
+    MonkeyPatch(
         "vllm.distributed.device_communicators.pynccl_wrapper:NCCLLibrary.exported_functions",
         why="an older NCCL lacks two functions that only sleep mode calls; measuring needs neither",
         guard="only in processes that measure, and only for functions that the library lacks",
@@ -110,11 +110,11 @@ INVENTORY: tuple[Rebinding, ...] = (
 )
 
 
-def row_of(symbol: str) -> Rebinding:
+def row_of(symbol: str) -> MonkeyPatch:
     """The inventory's row of a symbol.
 
     Raises:
-        ConfigError: there is none, and so it may not be rebound.
+        ConfigError: there is none, and so it may not be monkey-patched.
     """
     for row in INVENTORY:
         if row.symbol == symbol:
@@ -135,13 +135,13 @@ def _locate(symbol: str) -> tuple[Any, str]:
         getattr(owner, name)
     except (ImportError, AttributeError) as error:
         raise UnsupportedError(
-            f"{symbol} was to be rebound and is not there ({error}); this vLLM has renamed it"
+            f"{symbol} was to be patched and is not there ({error}); this vLLM has renamed it"
         ) from error
     return owner, name
 
 
 def _originals(owner: Any) -> dict[str, tuple[Any, Any]]:
-    """Of each name rebound on this very owner: the original and the replacement."""
+    """Of each name patched on this very owner: the original and the replacement."""
     return vars(owner).get(SENTINEL, {})
 
 
@@ -159,41 +159,41 @@ def original_at(owner: Any, name: str, found: Any) -> Any:
 
 
 def original_of(symbol: str) -> Any:
-    """What vLLM had at the symbol, whether it is rebound now or not.
+    """What vLLM had at the symbol, whether it is patched now or not.
 
     Raises:
-        UnsupportedError, ConfigError: as `rebind`.
+        UnsupportedError, ConfigError: as `patch`.
     """
     owner, name = _locate(symbol)
     return original_at(owner, name, getattr(owner, name))
 
 
-def rebind(row: Rebinding, replacement: Any) -> None:
+def patch(row: MonkeyPatch, replacement: Any) -> None:
     """Put `replacement` where the row's symbol is.
 
     Raises:
-        UnsupportedError: the symbol is not there, or is rebound already.
+        UnsupportedError: the symbol is not there, or is patched already.
         ConfigError: the row's symbol is not of the form that it should be.
     """
     owner, name = _locate(row.symbol)
     if name in _originals(owner):
-        raise UnsupportedError(f"{row.symbol} is rebound already; restore it first")
+        raise UnsupportedError(f"{row.symbol} is patched already; restore it first")
     original = vars(owner).get(name, _INHERITED)
     setattr(owner, SENTINEL, {**_originals(owner), name: (original, replacement)})
     setattr(owner, name, replacement)
 
 
-def rebind_all(replacements: Mapping[str, Any]) -> None:
+def patch_all(replacements: Mapping[str, Any]) -> None:
     """Put each replacement where its symbol is, or none of them.
 
     Raises:
-        UnsupportedError, ConfigError: as `rebind`; what was rebound before is restored.
+        UnsupportedError, ConfigError: as `patch`; what was patched before is restored.
     """
-    done: list[Rebinding] = []
+    done: list[MonkeyPatch] = []
     try:
         for symbol, replacement in replacements.items():
             row = row_of(symbol)
-            rebind(row, replacement)
+            patch(row, replacement)
             done.append(row)
     except Exception:
         for row in reversed(done):
@@ -201,18 +201,18 @@ def rebind_all(replacements: Mapping[str, Any]) -> None:
         raise
 
 
-def restore(row: Rebinding) -> None:
+def restore(row: MonkeyPatch) -> None:
     """Put the original back.
 
     Raises:
-        UnsupportedError: the symbol is not rebound, or somebody has rebound it after us.
+        UnsupportedError: the symbol is not patched, or somebody has patched it after us.
     """
     owner, name = _locate(row.symbol)
     if name not in _originals(owner):
-        raise UnsupportedError(f"{row.symbol} is not rebound, so there is nothing to restore")
+        raise UnsupportedError(f"{row.symbol} is not patched, so there is nothing to restore")
     original, replacement = _originals(owner)[name]
     if vars(owner).get(name) is not replacement:
-        raise UnsupportedError(f"{row.symbol} was rebound by somebody else after us")
+        raise UnsupportedError(f"{row.symbol} was patched by somebody else after us")
     if original is _INHERITED:
         delattr(owner, name)
     else:
@@ -224,7 +224,7 @@ def restore(row: Rebinding) -> None:
         delattr(owner, SENTINEL)
 
 
-def is_rebound(row: Rebinding) -> bool:
-    """Whether the row's symbol is rebound now, by this package."""
+def is_patched(row: MonkeyPatch) -> bool:
+    """Whether the row's symbol is patched now, by this package."""
     owner, name = _locate(row.symbol)
     return name in _originals(owner)

@@ -1,22 +1,22 @@
-"""Every seam, probed on the installed vLLM."""
+"""Every API check, probed on the installed vLLM."""
 
 import pytest
 import vllm
 
-from vllm_commext.compat import seams, versions
-from vllm_commext.compat.seam_signatures import ABSTRACT_METHODS, HOOKS
-from vllm_commext.compat.seam_table import SEAMS, Seam
-from vllm_commext.compat.seams import SeamState
+from vllm_commext.compat import api_checks, versions
+from vllm_commext.compat.api_checks import CheckState
+from vllm_commext.compat.api_signatures import ABSTRACT_METHODS, HOOKS
+from vllm_commext.compat.api_table import API_CHECKS, ApiCheck
 
 
-@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.name)
-def test_a_seam_holds_or_is_not_there_yet(seam: Seam) -> None:
-    outcome = seams.check(seam, vllm.__version__)
-    if outcome.state is SeamState.NOT_YET:
+@pytest.mark.parametrize("api", API_CHECKS, ids=lambda api: api.name)
+def test_an_api_check_holds_or_is_not_there_yet(api: ApiCheck) -> None:
+    outcome = api_checks.check(api, vllm.__version__)
+    if outcome.state is CheckState.NOT_YET:
         # Else the row's `since` is too late, and we do without something that is there.
-        assert seams.guarded(seam.probe) != ""
+        assert api_checks.guarded(api.probe) != ""
     else:
-        assert (outcome.state, outcome.problem) == (SeamState.HOLDS, "")
+        assert (outcome.state, outcome.problem) == (CheckState.HOLDS, "")
 
 
 def test_the_installed_version_is_one_that_we_say_is_tested() -> None:
@@ -29,7 +29,7 @@ def test_the_abstract_methods_are_exactly_those_that_we_implement() -> None:
     assert KVConnectorBase_V1.__abstractmethods__ == set(ABSTRACT_METHODS)
 
 
-def test_the_seams_cover_every_method_that_the_connector_overrides() -> None:
+def test_the_api_checks_cover_every_method_that_the_connector_overrides() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
     from vllm_commext.nixl.connector import CommextNixlConnector
@@ -41,13 +41,13 @@ def test_the_seams_cover_every_method_that_the_connector_overrides() -> None:
     assert ours & inherited == probed
 
 
-def test_a_method_that_only_vllms_queue_has_breaks_its_seam() -> None:
+def test_a_method_that_only_vllms_queue_has_breaks_its_check() -> None:
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-    [seam] = [seam for seam in SEAMS if seam.name == "queue_has_no_other_methods"]
+    [api] = [api for api in API_CHECKS if api.name == "queue_has_no_other_methods"]
 
     class Newer:
         def resolve(self, path: str) -> type:
             return type("MessageQueue", (), {**vars(MessageQueue), "drain": lambda self: None})
 
-    assert "drain" in seams.guarded(seam.probe, Newer())  # pyright: ignore[reportArgumentType]
+    assert "drain" in api_checks.guarded(api.probe, Newer())  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,1 @@
+"""Parts of ``tools/api_matrix.py``."""

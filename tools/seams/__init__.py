@@ -1,1 +1,0 @@
-"""Parts of ``tools/seam_matrix.py``."""
