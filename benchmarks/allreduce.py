@@ -41,9 +41,10 @@ class Contestants:
     """Every backend by name, vLLM's own dispatch, and ours once `judge` has given it a table."""
 
     def __init__(self, group: Any) -> None:
-        from vllm_commext.allreduce import flashinfer, names
-        from vllm_commext.allreduce.creation import Parts, create_dispatcher
-        from vllm_commext.allreduce.flashinfer_workspaces import MEASURING_BYTES
+        from vllm_commext.allreduce import names
+        from vllm_commext.allreduce.backends import flashinfer
+        from vllm_commext.allreduce.backends.flashinfer_workspaces import MEASURING_BYTES
+        from vllm_commext.allreduce.dispatch.creation import Parts, create_dispatcher
         from vllm_commext.allreduce.lockstep import Lockstep
 
         made = group.device_communicator
@@ -57,14 +58,14 @@ class Contestants:
         self.group, self._vllm = group, made
 
     def measure(self, options: Any) -> dict[str, Any]:
-        from vllm_commext.allreduce import measure
+        from vllm_commext.allreduce.table import measure
 
         return measure.measure_backends(
             self.dispatcher, self.lockstep, options, self.group.graph_capture, tell_size
         )
 
     def calls(self, message: Any) -> dict[str, Callable[[Any], Any]]:
-        from vllm_commext.allreduce.measure import backend_calls
+        from vllm_commext.allreduce.table.measure import backend_calls
 
         return {
             **backend_calls(self.dispatcher, message),
@@ -97,8 +98,8 @@ class Contestants:
 
 def judge(contestants: Contestants, options: Any, dtype: str) -> list[Row]:
     """The second pass: a row a size, with every contestant's time."""
-    from vllm_commext.allreduce import measure, tuning
     from vllm_commext.allreduce.message import message_of_bytes
+    from vllm_commext.allreduce.table import measure, tuning
 
     rows: list[Row] = []
     for size in options.sizes:
@@ -236,8 +237,8 @@ def run_rank(args: argparse.Namespace) -> None:
     import msgspec
     import torch
 
-    from vllm_commext.allreduce import builtin, measure, selection, tuning
-    from vllm_commext.allreduce.machine_facts import read_machine
+    from vllm_commext.allreduce.table import builtin, measure, selection, tuning
+    from vllm_commext.allreduce.table.machine_facts import read_machine
     from vllm_commext.compat.tp_group import tensor_parallel
 
     with tensor_parallel(args.rank, args.tp, args.port) as group, torch.inference_mode():

@@ -28,7 +28,7 @@ import torch
 from serving.report import load_average, machine
 from torch import distributed as dist
 
-from vllm_commext.allreduce.selection import size_text
+from vllm_commext.allreduce.table.selection import size_text
 from vllm_commext.gpu.collective import swap_over
 from vllm_commext.shm.collectives import RingGroup, is_worth_it
 from vllm_commext.testing.gpu_ranks import end_together

@@ -87,7 +87,7 @@ def write_model(folder: Path, layers: int, *, small: bool) -> None:
 
 def fused_calls(worker: Any) -> dict[str, Any]:
     """In a worker: the calls of the fused op, and how many all-reduces became one."""
-    from vllm_commext.allreduce import fused_op
+    from vllm_commext.allreduce.fused import op as fused_op
 
     del worker
     groups = {name: fused_op.find_group(name) for name in fused_op.served_groups()}

@@ -52,10 +52,10 @@ class Bench:
     def __init__(self, group: Any, dtype: str, hidden: int, max_bytes: int, between: int) -> None:
         import torch
 
-        from vllm_commext.allreduce.fused import FusedKernels
-        from vllm_commext.allreduce.fused_layout import ONE_PHASE, TWO_PHASE, Form, FusedShape
+        from vllm_commext.allreduce.backends.push import PushBackend
+        from vllm_commext.allreduce.fused.kernels import FusedKernels
+        from vllm_commext.allreduce.fused.layout import ONE_PHASE, TWO_PHASE, Form, FusedShape
         from vllm_commext.allreduce.lockstep import Lockstep
-        from vllm_commext.allreduce.push import PushBackend
 
         made = group.device_communicator
         self.group, self.communicator = group, made
@@ -114,8 +114,8 @@ class Bench:
         import torch
         from flashinfer import comm
 
-        from vllm_commext.allreduce.flashinfer import allow_workspaces, get_fi_ar_workspace
-        from vllm_commext.allreduce.flashinfer_workspaces import MEASURING_BYTES
+        from vllm_commext.allreduce.backends.flashinfer import allow_workspaces, get_fi_ar_workspace
+        from vllm_commext.allreduce.backends.flashinfer_workspaces import MEASURING_BYTES
 
         num_bytes = rows * self.hidden * self.dtype.itemsize
         limit = FLASHINFER_MAX_BYTES.get(self.world, 0)
@@ -261,8 +261,8 @@ def measure_sizes(bench: Bench, sizes: Sequence[int], samples: int) -> list[dict
     """A row a size: the time of each variant, and how ours compares."""
     import torch
 
-    from vllm_commext.allreduce import measure
     from vllm_commext.allreduce.message import Message
+    from vllm_commext.allreduce.table import measure
 
     options = measure.Options(samples=samples, hidden=bench.hidden)
     found: list[dict[str, Any]] = []
@@ -327,7 +327,7 @@ def run_rank(args: argparse.Namespace) -> None:
     import msgspec
     import torch
 
-    from vllm_commext.allreduce.machine_facts import read_machine
+    from vllm_commext.allreduce.table.machine_facts import read_machine
     from vllm_commext.compat.tp_group import tensor_parallel
 
     with tensor_parallel(args.rank, args.tp, args.port) as group, torch.inference_mode():

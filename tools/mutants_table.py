@@ -58,13 +58,17 @@ TARGETS = {
         (f"{SHM}/test_plain.py", f"{SHM}/test_codec.py", f"{SHM}/test_steps.py"),
     ),
     "dispatcher": Target(
-        tuple(f"vllm_commext/allreduce/{name}.py" for name in ("dispatcher", "table", "policy")),
+        tuple(
+            f"vllm_commext/allreduce/{name}.py"
+            for name in ("dispatch/dispatcher", "table/table", "dispatch/policy")
+        ),
         (f"{ALLREDUCE}/test_dispatcher.py", f"{ALLREDUCE}/test_tables.py"),
     ),
 }
 _CAPACITY = "a capacity: one more or less is as right"
 _PREFILL = "vllm_commext/nixl/prefill"
-_DISPATCHER = "vllm_commext/allreduce/dispatcher.py"
+_DISPATCHER = "vllm_commext/allreduce/dispatch/dispatcher.py"
+_TABLE = "vllm_commext/allreduce/table/table.py"
 _NEVER_ASKED = "the dispatcher makes the plan for no elements by itself and asks nobody"
 _EMPTY = "return message.num_elements == 0"
 _CODEC, _PLAIN = "vllm_commext/shm/codec.py", "vllm_commext/shm/plain.py"
@@ -82,7 +86,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         _EMPTY,
         "message.num_elements == 0 -> message.num_elements != 0",
     ): _NEVER_ASKED,
-    ("vllm_commext/allreduce/table.py", "SCHEMA = 1", "1 -> 2"): "a version: any number would do",
+    (_TABLE, "SCHEMA = 1", "1 -> 2"): "a version: any number would do",
     (_PLAIN, "MOST_KEPT = 1024  # of what either end made of words", "1024 -> 1025"): _CAPACITY,
     (
         _PLAIN,

@@ -17,7 +17,7 @@ from torch import distributed
 
 def fused(*communicators: Any) -> list[Any]:
     """What our op makes of ones and a residual of ones for each communicator's group."""
-    from vllm_commext.allreduce.fused_op import all_reduce_add_rms_norm
+    from vllm_commext.allreduce.fused.op import all_reduce_add_rms_norm
     from vllm_commext.errors import ConfigError
 
     ones, found = torch.ones(2, 16), []

@@ -93,9 +93,10 @@ def serve(way: str) -> Any:
     """Let the group's name serve our op, as a communicator of GPUs would."""
     from vllm.distributed import get_tp_group
 
-    from vllm_commext.allreduce import fused_op, names
-    from vllm_commext.allreduce.policy import FusedPolicy
-    from vllm_commext.allreduce.table import Row, Table
+    from vllm_commext.allreduce import names
+    from vllm_commext.allreduce.dispatch.policy import FusedPolicy
+    from vllm_commext.allreduce.fused import op as fused_op
+    from vllm_commext.allreduce.table.table import Row, Table
     from vllm_commext.compat import fused_pass
 
     group = get_tp_group()

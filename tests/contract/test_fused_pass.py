@@ -19,9 +19,10 @@ from vllm.ir import ops as ir_ops
 from vllm.platforms import current_platform
 from vllm_process import python_at_once
 
-from vllm_commext.allreduce import fused_op, names
-from vllm_commext.allreduce.policy import FusedPolicy
-from vllm_commext.allreduce.table import Row, Table
+from vllm_commext.allreduce import names
+from vllm_commext.allreduce.dispatch.policy import FusedPolicy
+from vllm_commext.allreduce.fused import op as fused_op
+from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.compat import api_checks, fused_pass
 from vllm_commext.compat.monkey_patch import is_patched, restore, row_of
 

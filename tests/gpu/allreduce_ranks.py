@@ -19,13 +19,15 @@ from typing import Any
 
 import torch
 
-from vllm_commext.allreduce import creation, flashinfer, multicast, names
-from vllm_commext.allreduce.creation import Parts, create_dispatcher
-from vllm_commext.allreduce.dispatcher import Dispatcher
-from vllm_commext.allreduce.flashinfer_workspaces import MEASURING_BYTES
+from vllm_commext.allreduce import multicast, names
+from vllm_commext.allreduce.backends import flashinfer
+from vllm_commext.allreduce.backends.flashinfer_workspaces import MEASURING_BYTES
+from vllm_commext.allreduce.dispatch import creation
+from vllm_commext.allreduce.dispatch.creation import Parts, create_dispatcher
+from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
 from vllm_commext.allreduce.lockstep import Lockstep
 from vllm_commext.allreduce.message import Message
-from vllm_commext.allreduce.table import Row, Table
+from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.compat import allreduce as compat
 from vllm_commext.compat.tp_group import tensor_parallel
 from vllm_commext.errors import UnsupportedError

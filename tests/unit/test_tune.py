@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm_commext.allreduce import measure, multicast, selection
-from vllm_commext.allreduce.builtin import builtin_table
-from vllm_commext.allreduce.machine import Machine
+from vllm_commext.allreduce import multicast
 from vllm_commext.allreduce.message import Message
-from vllm_commext.allreduce.table import Row, Table
+from vllm_commext.allreduce.table import measure, selection
+from vllm_commext.allreduce.table.builtin import builtin_table
+from vllm_commext.allreduce.table.machine import Machine
+from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.cli import allreduce_probe, main, tune, tune_report
 from vllm_commext.cli.tune_rank import RankOptions
 from vllm_commext.compat import tp_group
@@ -121,7 +122,7 @@ def test_what_ranks_tell_is_shown_and_kept(
     code = f"""
 import sys
 sys.path[:0] = {sys.path!r}
-from vllm_commext.allreduce import table, tuning
+from vllm_commext.allreduce.table import table, tuning
 from vllm_commext.cli.tune_rank import say
 times = {TIMES!r}
 say("backends", names=["custom", "nccl"])
@@ -160,7 +161,7 @@ def test_doctor_says_what_keeps_multicast_off() -> None:
 
 
 def test_a_measured_table_comes_before_the_built_in_one(tmp_path: Path) -> None:
-    from vllm_commext.allreduce import cache
+    from vllm_commext.allreduce.table import cache
 
     machine = Machine("NVIDIA H200", "NV18", "1", "2", "3", "4", "5")
     environ = {"XDG_CACHE_HOME": str(tmp_path)}

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
-from vllm_commext.allreduce import multicast, selection
-from vllm_commext.allreduce.machine import Machine
-from vllm_commext.allreduce.table import Table
+from vllm_commext.allreduce import multicast
+from vllm_commext.allreduce.table import selection
+from vllm_commext.allreduce.table.machine import Machine
+from vllm_commext.allreduce.table.table import Table
 from vllm_commext.cli.report import Check, Level
 
 WORLD_SIZES = (2, 4, 8)
@@ -30,7 +31,7 @@ def probe(environ: Mapping[str, str]) -> Iterable[Check]:
     """The checks of this machine; torch is installed."""
     import torch
 
-    from vllm_commext.allreduce.machine_facts import read_machine
+    from vllm_commext.allreduce.table.machine_facts import read_machine
 
     yield multicast_state(environ)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

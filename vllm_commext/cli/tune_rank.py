@@ -42,12 +42,14 @@ def say(kind: str, **values: Any) -> None:
 
 def run(options: RankOptions) -> None:
     """Measure, and let rank 0 tell."""
-    from vllm_commext.allreduce import cache, flashinfer, measure, multicast, names, tuning
-    from vllm_commext.allreduce import table as tables
-    from vllm_commext.allreduce.creation import Parts, create_dispatcher
-    from vllm_commext.allreduce.flashinfer_workspaces import MEASURING_BYTES
+    from vllm_commext.allreduce import multicast, names
+    from vllm_commext.allreduce.backends import flashinfer
+    from vllm_commext.allreduce.backends.flashinfer_workspaces import MEASURING_BYTES
+    from vllm_commext.allreduce.dispatch.creation import Parts, create_dispatcher
     from vllm_commext.allreduce.lockstep import Lockstep
-    from vllm_commext.allreduce.machine_facts import read_machine
+    from vllm_commext.allreduce.table import cache, measure, tuning
+    from vllm_commext.allreduce.table import table as tables
+    from vllm_commext.allreduce.table.machine_facts import read_machine
     from vllm_commext.compat.tp_group import tensor_parallel
 
     multicast.keep_off()

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from vllm_commext.allreduce.selection import size_text
+from vllm_commext.allreduce.table.selection import size_text
 
 BARS = "▁▂▃▄▅▆▇█"
 ABSENT = "-"

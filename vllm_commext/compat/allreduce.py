@@ -21,8 +21,8 @@ from vllm_commext.settings import read_settings
 if TYPE_CHECKING:
     import torch
 
-    from vllm_commext.allreduce.dispatcher import Dispatcher
-    from vllm_commext.allreduce.startup import Wishes
+    from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
+    from vllm_commext.allreduce.dispatch.startup import Wishes
 
 logger = logging.getLogger("vllm.commext.allreduce")
 
@@ -53,8 +53,8 @@ def _wishes() -> "Wishes":
     from vllm import envs
     from vllm.config import get_current_vllm_config_or_none
 
+    from vllm_commext.allreduce.dispatch.startup import Wishes
     from vllm_commext.allreduce.message import ITEM_BYTES
-    from vllm_commext.allreduce.startup import Wishes
 
     settings = read_settings()
     forced = settings["allreduce_backend"]
@@ -84,12 +84,13 @@ def _serve_fused_op(communicator: Any, made: "Dispatcher", wishes: "Wishes") -> 
     """Let the group's name serve our fused op, with kernels where it has memory for them, and let
     vLLM's compiled models use it where a table says that it is faster. Where a row must have the
     same bits in any batch, vLLM's norm is one of its own, and remains."""
-    from vllm_commext.allreduce import fused_op, names
-    from vllm_commext.allreduce.fused import FusedKernels
-    from vllm_commext.allreduce.fused_backend import FusedBackend, PushFused
+    from vllm_commext.allreduce import names
+    from vllm_commext.allreduce.backends.push import PushBackend
+    from vllm_commext.allreduce.dispatch.policy import FusedPolicy
+    from vllm_commext.allreduce.fused import op as fused_op
+    from vllm_commext.allreduce.fused.backend import FusedBackend, PushFused
+    from vllm_commext.allreduce.fused.kernels import FusedKernels
     from vllm_commext.allreduce.lockstep import Lockstep
-    from vllm_commext.allreduce.policy import FusedPolicy
-    from vllm_commext.allreduce.push import PushBackend
 
     push = made.backends.get(names.PUSH)
     backends: list[FusedBackend] = []
@@ -114,9 +115,9 @@ def _use_in_models() -> None:
 
 def attach(communicator: Any, tcp_store_group: Any = None) -> None:
     """Give a communicator its dispatcher, or say in one line why not; collective."""
-    from vllm_commext.allreduce import startup
-    from vllm_commext.allreduce.creation import Parts
-    from vllm_commext.allreduce.machine_facts import read_machine
+    from vllm_commext.allreduce.dispatch import startup
+    from vllm_commext.allreduce.dispatch.creation import Parts
+    from vllm_commext.allreduce.table.machine_facts import read_machine
 
     name = communicator.unique_name or "unnamed"
     reason = why_not(communicator, tcp_store_group)
@@ -174,7 +175,7 @@ def _destroy(original: Callable[..., None]) -> Callable[..., None]:
     def destroy(self: Any) -> None:
         ours = vars(self).pop(ATTRIBUTE, None)
         if ours is not None:
-            fused_op = importlib.import_module("vllm_commext.allreduce.fused_op")
+            fused_op = importlib.import_module("vllm_commext.allreduce.fused.op")
             norm = fused_op.find_group(self.unique_name)
             fused_op.forget_group(self.unique_name)
             served, refused = ours.counts()

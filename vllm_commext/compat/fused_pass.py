@@ -18,8 +18,9 @@ from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 from vllm.ir import ops as ir_ops
 
 import vllm_commext
-from vllm_commext.allreduce import fused_graph, fused_op
-from vllm_commext.allreduce.fused_layout import FusedShape
+from vllm_commext.allreduce.fused import graph as fused_graph
+from vllm_commext.allreduce.fused import op as fused_op
+from vllm_commext.allreduce.fused.layout import FusedShape
 from vllm_commext.allreduce.message import ITEM_BYTES
 from vllm_commext.compat import api_checks, hooks
 from vllm_commext.compat.monkey_patch import is_patched, patch, row_of

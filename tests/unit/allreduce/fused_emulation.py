@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from tests.unit.allreduce.push_emulation import TIMEOUT_NS, compile_kernel
-from vllm_commext.allreduce import fused
-from vllm_commext.allreduce.fused import Outputs
-from vllm_commext.allreduce.fused_layout import (
+from vllm_commext.allreduce.backends.push_layout import EMPTY
+from vllm_commext.allreduce.fused import kernels as fused
+from vllm_commext.allreduce.fused.kernels import Outputs
+from vllm_commext.allreduce.fused.layout import (
     GROUP,
     GROUP_FP8,
     NORM,
@@ -20,7 +21,6 @@ from vllm_commext.allreduce.fused_layout import (
     Form,
     FusedShape,
 )
-from vllm_commext.allreduce.push_layout import EMPTY
 from vllm_commext.gpu.nvrtc import Program
 
 EPS = 1e-5

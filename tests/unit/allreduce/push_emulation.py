@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from tests.kit.host_kernels import compiled
-from vllm_commext.allreduce import push
+from vllm_commext.allreduce.backends import push
+from vllm_commext.allreduce.backends.push_layout import EMPTY, PushLayout
 from vllm_commext.allreduce.message import PACK_BYTES
-from vllm_commext.allreduce.push_layout import EMPTY, PushLayout
 from vllm_commext.gpu.launch import ELEMENT_CODES
 from vllm_commext.gpu.nvrtc import Program
 

@@ -16,23 +16,19 @@ from typing import Any
 import torch
 from torch import distributed
 
-from vllm_commext.allreduce import (
-    cache,
-    creation,
-    flashinfer_workspaces,
-    measure,
-    names,
-    startup,
-)
-from vllm_commext.allreduce.backend import NcclBackend, Ready
-from vllm_commext.allreduce.creation import Parts, create_dispatcher
-from vllm_commext.allreduce.dispatcher import Dispatcher
-from vllm_commext.allreduce.flashinfer_workspaces import WorkspaceKey, Workspaces
+from vllm_commext.allreduce import names
+from vllm_commext.allreduce.backends import flashinfer_workspaces
+from vllm_commext.allreduce.backends.backend import NcclBackend, Ready
+from vllm_commext.allreduce.backends.flashinfer_workspaces import WorkspaceKey, Workspaces
+from vllm_commext.allreduce.dispatch import creation, startup
+from vllm_commext.allreduce.dispatch.creation import Parts, create_dispatcher
+from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
+from vllm_commext.allreduce.dispatch.startup import Wishes, lines, start_dispatcher
 from vllm_commext.allreduce.lockstep import Lockstep
-from vllm_commext.allreduce.machine import Machine
 from vllm_commext.allreduce.message import Message
-from vllm_commext.allreduce.startup import Wishes, lines, start_dispatcher
-from vllm_commext.allreduce.table import Row, Table
+from vllm_commext.allreduce.table import cache, measure
+from vllm_commext.allreduce.table.machine import Machine
+from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.errors import UnsupportedError
 
 CPU = torch.device("cpu")

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import distributed
 
-from vllm_commext.allreduce import flashinfer, flashinfer_workspaces, multicast
-from vllm_commext.allreduce.flashinfer import FlashInferAllReduce, FlashInferBackend
-from vllm_commext.allreduce.flashinfer_workspaces import Workspaces, check_flashinfer
+from vllm_commext.allreduce import multicast
+from vllm_commext.allreduce.backends import flashinfer, flashinfer_workspaces
+from vllm_commext.allreduce.backends.flashinfer import FlashInferAllReduce, FlashInferBackend
+from vllm_commext.allreduce.backends.flashinfer_workspaces import Workspaces, check_flashinfer
 from vllm_commext.allreduce.message import Message
 from vllm_commext.errors import UnsupportedError
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kit.crossed import crossed
-from vllm_commext.allreduce import fused
-from vllm_commext.allreduce.fused_layout import (
+from vllm_commext.allreduce.fused import kernels as fused
+from vllm_commext.allreduce.fused.layout import (
     GROUP_FP8,
     MOST_WARPS,
     ONE_PHASE,

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from vllm_commext.allreduce import fused_op
-from vllm_commext.allreduce.fused_graph import Ops, rewrite
-from vllm_commext.allreduce.fused_layout import FusedShape
-from vllm_commext.allreduce.policy import FusedPolicy
+from vllm_commext.allreduce.dispatch.policy import FusedPolicy
+from vllm_commext.allreduce.fused import op as fused_op
+from vllm_commext.allreduce.fused.graph import Ops, rewrite
+from vllm_commext.allreduce.fused.layout import FusedShape
 
 OURS, OTHER, EPS, HIDDEN = "ours", "another", 1e-5, 16
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32

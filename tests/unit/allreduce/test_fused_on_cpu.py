@@ -5,8 +5,8 @@ import torch
 
 from tests.kit.host_kernels import COMPILER
 from tests.unit.allreduce.fused_emulation import Call, Ranks, expected, make_call
-from vllm_commext.allreduce.fused import Outputs
-from vllm_commext.allreduce.fused_layout import (
+from vllm_commext.allreduce.fused.kernels import Outputs
+from vllm_commext.allreduce.fused.layout import (
     GROUP_FP8,
     NORM,
     ONE_PHASE,

@@ -12,10 +12,14 @@ import torch
 
 from tests.kit.host_kernels import COMPILER
 from tests.unit.allreduce.fused_emulation import expected, library, make_call
-from vllm_commext.allreduce import fused, fused_op, names
-from vllm_commext.allreduce.fused import FusedKernels
-from vllm_commext.allreduce.fused_backend import PushFused
-from vllm_commext.allreduce.fused_layout import (
+from vllm_commext.allreduce import names
+from vllm_commext.allreduce.backends.push_layout import EMPTY
+from vllm_commext.allreduce.dispatch.policy import FusedPolicy
+from vllm_commext.allreduce.fused import kernels as fused
+from vllm_commext.allreduce.fused import op as fused_op
+from vllm_commext.allreduce.fused.backend import PushFused
+from vllm_commext.allreduce.fused.kernels import FusedKernels
+from vllm_commext.allreduce.fused.layout import (
     EPILOGUES,
     GROUP_FP8,
     ROW_FP8,
@@ -23,10 +27,8 @@ from vllm_commext.allreduce.fused_layout import (
     FusedShape,
     forms,
 )
-from vllm_commext.allreduce.fused_op import FusedNorm, all_reduce_add_rms_norm
-from vllm_commext.allreduce.policy import FusedPolicy
-from vllm_commext.allreduce.push_layout import EMPTY
-from vllm_commext.allreduce.table import Row, Table
+from vllm_commext.allreduce.fused.op import FusedNorm, all_reduce_add_rms_norm
+from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.gpu.launch import Device
 

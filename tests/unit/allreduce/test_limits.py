@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_commext.allreduce import limits
+from vllm_commext.allreduce.backends import limits
 from vllm_commext.allreduce.message import ITEM_BYTES, Message
 
 bounded = settings(max_examples=60)

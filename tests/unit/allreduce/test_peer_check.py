@@ -10,9 +10,9 @@ import pytest
 
 from tests.kit.host_kernels import COMPILER
 from tests.unit.allreduce.push_emulation import compile_kernel
-from vllm_commext.allreduce import peer_check
-from vllm_commext.allreduce.peer_check import arguments_type, silent_peers
-from vllm_commext.allreduce.push_layout import EMPTY
+from vllm_commext.allreduce.backends import peer_check
+from vllm_commext.allreduce.backends.peer_check import arguments_type, silent_peers
+from vllm_commext.allreduce.backends.push_layout import EMPTY
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import nvrtc
 from vllm_commext.gpu.launch import Device

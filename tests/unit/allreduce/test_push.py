@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.allreduce import push, push_layout
+from vllm_commext.allreduce.backends import push, push_layout
+from vllm_commext.allreduce.backends.push_layout import CHUNK_PACKS, HALVES, PushLayout
 from vllm_commext.allreduce.message import PACK_BYTES
-from vllm_commext.allreduce.push_layout import CHUNK_PACKS, HALVES, PushLayout
 from vllm_commext.gpu import nvrtc
 from vllm_commext.gpu.launch import ELEMENT_CODES, WARP
 

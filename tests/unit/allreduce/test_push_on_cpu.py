@@ -7,8 +7,8 @@ import torch
 
 from tests.kit.host_kernels import COMPILER
 from tests.unit.allreduce.push_emulation import Ranks
+from vllm_commext.allreduce.backends.push_layout import EMPTY
 from vllm_commext.allreduce.message import PACK_BYTES
-from vllm_commext.allreduce.push_layout import EMPTY
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ on this machine")
 

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_commext.allreduce import builtin, cache, names, tuning
-from vllm_commext.allreduce import table as tables
-from vllm_commext.allreduce.machine import Machine, digest
+from vllm_commext.allreduce import names
+from vllm_commext.allreduce.dispatch.policy import FusedPolicy, Policy
 from vllm_commext.allreduce.message import ITEM_BYTES, Message, message_of_bytes
-from vllm_commext.allreduce.policy import FusedPolicy, Policy
-from vllm_commext.allreduce.table import Row, Table
+from vllm_commext.allreduce.table import builtin, cache, tuning
+from vllm_commext.allreduce.table import table as tables
+from vllm_commext.allreduce.table.machine import Machine, digest
+from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.errors import ConfigError
 
 bounded = settings(max_examples=60)

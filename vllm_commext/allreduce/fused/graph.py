@@ -20,7 +20,7 @@ from torch._guards import detect_fake_mode
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from vllm_commext.allreduce.fused_layout import FusedShape
+from vllm_commext.allreduce.fused.layout import FusedShape
 from vllm_commext.allreduce.message import ITEM_BYTES
 
 CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)

@@ -5,7 +5,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.allreduce import multicast
-from vllm_commext.allreduce.machine import Machine
+from vllm_commext.allreduce.table.machine import Machine
 
 if TYPE_CHECKING:
     import torch

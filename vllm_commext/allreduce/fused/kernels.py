@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_commext.allreduce.fused_layout import (
+from vllm_commext.allreduce.fused.layout import (
     GROUP,
     GROUP_FP8,
     NORM,
@@ -26,8 +26,8 @@ from vllm_commext.gpu.nvrtc import Program
 if TYPE_CHECKING:
     import torch
 
+    from vllm_commext.allreduce.backends.push_memory import PushMemory
     from vllm_commext.allreduce.lockstep import Lockstep
-    from vllm_commext.allreduce.push_memory import PushMemory
 
 TIMEOUT_SECONDS = 600.0  # as NCCL's: a rank may be compiling
 

@@ -9,8 +9,8 @@ that come first or second somewhere, and NCCL, in bfloat16; and with residual an
 import msgspec
 
 from vllm_commext.allreduce import names
-from vllm_commext.allreduce.table import Row, Table
-from vllm_commext.allreduce.tuning import build_rows, build_table
+from vllm_commext.allreduce.table.table import Row, Table
+from vllm_commext.allreduce.table.tuning import build_rows, build_table
 
 KIB, MIB = 1 << 10, 1 << 20
 GPU = "NVIDIA H200"

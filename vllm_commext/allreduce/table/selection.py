@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from vllm_commext.allreduce import builtin, cache
-from vllm_commext.allreduce.machine import Machine
-from vllm_commext.allreduce.table import Row, Table
+from vllm_commext.allreduce.table import builtin, cache
+from vllm_commext.allreduce.table.machine import Machine
+from vllm_commext.allreduce.table.table import Row, Table
 
 UNITS = ((1 << 20, "MiB"), (1 << 10, "KiB"))
 

@@ -6,7 +6,7 @@ import msgspec
 
 from vllm_commext.allreduce import names
 from vllm_commext.allreduce.message import ITEM_BYTES, Message
-from vllm_commext.allreduce.table import Table
+from vllm_commext.allreduce.table.table import Table
 
 Takes = Callable[[Message], bool]
 

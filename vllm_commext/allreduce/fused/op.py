@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vllm_commext.allreduce import names
-from vllm_commext.allreduce.fused import Outputs, make_outputs
-from vllm_commext.allreduce.fused_backend import FusedBackend
-from vllm_commext.allreduce.fused_layout import (
+from vllm_commext.allreduce.dispatch.policy import FusedPolicy
+from vllm_commext.allreduce.fused.backend import FusedBackend
+from vllm_commext.allreduce.fused.kernels import Outputs, make_outputs
+from vllm_commext.allreduce.fused.layout import (
     EPILOGUES,
     GROUP,
     GROUP_FP8,
@@ -25,7 +26,6 @@ from vllm_commext.allreduce.fused_layout import (
     STATIC_FP8,
     FusedShape,
 )
-from vllm_commext.allreduce.policy import FusedPolicy
 from vllm_commext.errors import ConfigError, UnsupportedError
 
 logger = logging.getLogger("vllm.commext.allreduce")

@@ -3,8 +3,9 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.allreduce import limits, names
-from vllm_commext.allreduce.flashinfer_workspaces import (
+from vllm_commext.allreduce import names
+from vllm_commext.allreduce.backends import limits
+from vllm_commext.allreduce.backends.flashinfer_workspaces import (
     MAX_MESSAGE_BYTES,
     MNNVL,
     TRTLLM,

@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING, Protocol
 
-from vllm_commext.allreduce import fused_layout, names
-from vllm_commext.allreduce.fused import FusedKernels, Outputs, make_outputs
-from vllm_commext.allreduce.fused_layout import FusedShape
+from vllm_commext.allreduce import names
+from vllm_commext.allreduce.fused import layout as fused_layout
+from vllm_commext.allreduce.fused.kernels import FusedKernels, Outputs, make_outputs
+from vllm_commext.allreduce.fused.layout import FusedShape
 from vllm_commext.allreduce.message import PACK_BYTES
 
 if TYPE_CHECKING:

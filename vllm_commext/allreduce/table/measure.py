@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.allreduce import tuning
-from vllm_commext.allreduce.dispatcher import Dispatcher
+from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
 from vllm_commext.allreduce.lockstep import Lockstep
 from vllm_commext.allreduce.message import Message, message_of_bytes
+from vllm_commext.allreduce.table import tuning
 
 if TYPE_CHECKING:
     import torch

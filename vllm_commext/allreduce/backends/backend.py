@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vllm_commext.allreduce import limits, names
+from vllm_commext.allreduce import names
+from vllm_commext.allreduce.backends import limits
 from vllm_commext.allreduce.message import ITEM_BYTES, Message
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from vllm_commext.allreduce.table import Row, Table
+from vllm_commext.allreduce.table.table import Row, Table
 
 MIN_GAIN = 0.02  # a new winner must be that much faster, else noise would chop the ranges up
 Times = Mapping[str, float]

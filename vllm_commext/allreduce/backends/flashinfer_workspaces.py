@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from vllm_commext.allreduce import limits, multicast
+from vllm_commext.allreduce import multicast
+from vllm_commext.allreduce.backends import limits
 from vllm_commext.allreduce.lockstep import Lockstep
 from vllm_commext.errors import UnsupportedError
 

@@ -5,15 +5,16 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from vllm_commext.allreduce import cache, measure, names, tuning
-from vllm_commext.allreduce.creation import Parts, create_dispatcher
-from vllm_commext.allreduce.dispatcher import Dispatcher
-from vllm_commext.allreduce.flashinfer_workspaces import is_compiled
+from vllm_commext.allreduce import names
+from vllm_commext.allreduce.backends.flashinfer_workspaces import is_compiled
+from vllm_commext.allreduce.dispatch.creation import Parts, create_dispatcher
+from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
 from vllm_commext.allreduce.lockstep import Lockstep
-from vllm_commext.allreduce.machine import Machine
-from vllm_commext.allreduce.measure import KIB, MIB, Options
-from vllm_commext.allreduce.selection import describe, find_table
-from vllm_commext.allreduce.table import Table
+from vllm_commext.allreduce.table import cache, measure, tuning
+from vllm_commext.allreduce.table.machine import Machine
+from vllm_commext.allreduce.table.measure import KIB, MIB, Options
+from vllm_commext.allreduce.table.selection import describe, find_table
+from vllm_commext.allreduce.table.table import Table
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu.ipc import host_identity
 

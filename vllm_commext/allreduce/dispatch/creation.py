@@ -5,12 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.allreduce import builtin, flashinfer, limits, multicast, names, push, symmetric
-from vllm_commext.allreduce.backend import Backend, CustomBackend, NcclBackend
-from vllm_commext.allreduce.dispatcher import Dispatcher
-from vllm_commext.allreduce.flashinfer_workspaces import MAX_MESSAGE_BYTES, is_compiled
+from vllm_commext.allreduce import multicast, names
+from vllm_commext.allreduce.backends import flashinfer, limits, push, symmetric
+from vllm_commext.allreduce.backends.backend import Backend, CustomBackend, NcclBackend
+from vllm_commext.allreduce.backends.flashinfer_workspaces import MAX_MESSAGE_BYTES, is_compiled
+from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
 from vllm_commext.allreduce.lockstep import Lockstep
-from vllm_commext.allreduce.table import Table
+from vllm_commext.allreduce.table import builtin
+from vllm_commext.allreduce.table.table import Table
 from vllm_commext.errors import UnsupportedError
 
 if TYPE_CHECKING:

@@ -5,8 +5,9 @@ vLLM switches symmetric memory off where there is no multicast. These kernels ne
 
 from typing import TYPE_CHECKING
 
-from vllm_commext.allreduce import limits, multicast, names
-from vllm_commext.allreduce.backend import Ready
+from vllm_commext.allreduce import multicast, names
+from vllm_commext.allreduce.backends import limits
+from vllm_commext.allreduce.backends.backend import Ready
 from vllm_commext.allreduce.message import Message
 
 if TYPE_CHECKING:

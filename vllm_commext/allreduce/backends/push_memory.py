@@ -5,8 +5,8 @@ One for a group: any of the kernels may make the next call, as long as all ranks
 
 from typing import TYPE_CHECKING
 
-from vllm_commext.allreduce.peer_check import check_delivery
-from vllm_commext.allreduce.push_layout import EMPTY, PushLayout
+from vllm_commext.allreduce.backends.peer_check import check_delivery
+from vllm_commext.allreduce.backends.push_layout import EMPTY, PushLayout
 from vllm_commext.gpu.ipc import IpcBuffer, allocate, free
 
 if TYPE_CHECKING:

@@ -8,11 +8,12 @@ copy into memory that peers can read, which all other kernels that take a plain 
 import ctypes
 from typing import TYPE_CHECKING
 
-from vllm_commext.allreduce import limits, names
-from vllm_commext.allreduce.backend import Ready
+from vllm_commext.allreduce import names
+from vllm_commext.allreduce.backends import limits
+from vllm_commext.allreduce.backends.backend import Ready
+from vllm_commext.allreduce.backends.push_layout import PushLayout
+from vllm_commext.allreduce.backends.push_memory import PushMemory
 from vllm_commext.allreduce.message import PACK_BYTES, Message
-from vllm_commext.allreduce.push_layout import PushLayout
-from vllm_commext.allreduce.push_memory import PushMemory
 from vllm_commext.gpu import launch
 from vllm_commext.gpu.launch import ELEMENT_CODES
 from vllm_commext.gpu.nvrtc import Program

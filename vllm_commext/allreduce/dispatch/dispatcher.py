@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_commext.allreduce import names
-from vllm_commext.allreduce.backend import Backend
+from vllm_commext.allreduce.backends.backend import Backend
+from vllm_commext.allreduce.dispatch.policy import Policy
 from vllm_commext.allreduce.message import ITEM_BYTES, PACK_BYTES, Message
-from vllm_commext.allreduce.policy import Policy
-from vllm_commext.allreduce.table import Table
+from vllm_commext.allreduce.table.table import Table
 
 if TYPE_CHECKING:
     import torch

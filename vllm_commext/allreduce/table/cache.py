@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_commext.allreduce import table as tables
-from vllm_commext.allreduce.machine import Machine, digest
-from vllm_commext.allreduce.table import Table
+from vllm_commext.allreduce.table import table as tables
+from vllm_commext.allreduce.table.machine import Machine, digest
+from vllm_commext.allreduce.table.table import Table
 from vllm_commext.errors import ConfigError
 
 HIDDEN = 8192  # elements of a row, where nobody says how many

@@ -1,0 +1,1 @@
+"""How an all-reduce is done: each backend, what it can take, and the memory that it needs."""

@@ -1,0 +1,1 @@
+"""All-reduce, residual and RMSNorm as one op: kernels, the op of torch, and the graph pass."""
