@@ -37,7 +37,7 @@ STOCK = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_COMMEXT_ALLREDUCE": "0"}
 Row = dict[str, Any]
 
 
-class Contestants:
+class Variants:
     """Every backend by name, vLLM's own dispatch, and ours once `judge` has given it a table."""
 
     def __init__(self, group: Any) -> None:
@@ -96,18 +96,18 @@ class Contestants:
         }
 
 
-def judge(contestants: Contestants, options: Any, dtype: str) -> list[Row]:
-    """The second pass: a row a size, with every contestant's time."""
+def judge(variants: Variants, options: Any, dtype: str) -> list[Row]:
+    """The second pass: a row a size, with every variant's time."""
     from vllm_commext.allreduce.message import message_of_bytes
     from vllm_commext.allreduce.table import measure, tuning
 
     rows: list[Row] = []
     for size in options.sizes:
         message = message_of_bytes(size, dtype, options.hidden)
-        calls = contestants.calls(message)
-        chosen = contestants.choice(message)
-        context = contestants.group.graph_capture
-        times = measure.measure_message(calls, message, options, contestants.lockstep, context)
+        calls = variants.calls(message)
+        chosen = variants.choice(message)
+        context = variants.group.graph_capture
+        times = measure.measure_message(calls, message, options, variants.lockstep, context)
         backends = {name: t for name, t in times.items() if name not in (OURS, VLLM)}
         row = {
             "bytes": size,
@@ -122,7 +122,7 @@ def judge(contestants: Contestants, options: Any, dtype: str) -> list[Row]:
     return rows
 
 
-def host_costs(contestants: Contestants, options: Any) -> dict[str, float]:
+def host_costs(variants: Variants, options: Any) -> dict[str, float]:
     """Microseconds that an eager call of 8 KiB costs the host, where the GPU keeps up."""
     import torch
 
@@ -131,11 +131,11 @@ def host_costs(contestants: Contestants, options: Any) -> dict[str, float]:
     message = message_of_bytes(8192, "bfloat16", options.hidden)
     tensor = torch.zeros(message.shape, dtype=torch.bfloat16, device="cuda")
     costs: dict[str, float] = {}
-    for name, call in contestants.calls(message).items():
+    for name, call in variants.calls(message).items():
         for _ in range(20):
             call(tensor)
         torch.cuda.synchronize()
-        contestants.lockstep.run(lambda: None)
+        variants.lockstep.run(lambda: None)
         start = time.perf_counter()
         for _ in range(HOST_CALLS):
             call(tensor)
@@ -242,7 +242,7 @@ def run_rank(args: argparse.Namespace) -> None:
     from vllm_commext.compat.tp_group import tensor_parallel
 
     with tensor_parallel(args.rank, args.tp, args.port) as group, torch.inference_mode():
-        contestants = Contestants(group)
+        variants = Variants(group)
         samples = 7 if args.quick else 21
         options = measure.Options(
             measure.SIZES, tuple(args.dtype), args.hidden, samples, seconds=args.seconds
@@ -254,13 +254,13 @@ def run_rank(args: argparse.Namespace) -> None:
                 sys.exit(f"no table is built in for {args.tp} x {machine.gpu}")
         else:
             first = dataclasses.replace(options, samples=max(5, samples // 2))
-            times = contestants.measure(first)
+            times = variants.measure(first)
             made = tuning.build_table(times, args.tp, "first pass")
-        contestants.dispatcher.use_table(made)
+        variants.dispatcher.use_table(made)
         rows: list[Row] = []
         for dtype in args.dtype:
-            rows += judge(contestants, options, dtype)
-        costs = host_costs(contestants, options) if args.eager else {}
+            rows += judge(variants, options, dtype)
+        costs = host_costs(variants, options) if args.eager else {}
         if args.rank == 0:
             facts = {
                 "date": datetime.now(timezone.utc).date().isoformat(),
@@ -269,13 +269,13 @@ def run_rank(args: argparse.Namespace) -> None:
                     name: version(name) for name in ("torch", "vllm", "flashinfer-python")
                 },
                 "hidden": args.hidden,
-                **contestants.about(),
+                **variants.about(),
                 "table": list(selection.describe(made)),
                 "verdict": verdict(rows),
                 "host microseconds an eager call": costs,
             }
             write(args, facts, rows)
-        contestants.lockstep.run(lambda: None)
+        variants.lockstep.run(lambda: None)
     sys.stdout.flush()
     os._exit(0)
 

@@ -46,7 +46,7 @@ class Cell(NamedTuple):
     num_ranks: int
     num_bytes: int
     number: int
-    contestant: str
+    variant: str
     median_us: float
 
 
@@ -132,7 +132,7 @@ def measure(num_ranks: int, args: argparse.Namespace) -> list[Cell]:
 
 def markdown(cells: list[Cell], load: str) -> str:
     """One table for all numbers of ranks."""
-    others = [name for name in dict.fromkeys(cell.contestant for cell in cells) if name != OURS]
+    others = [name for name in dict.fromkeys(cell.variant for cell in cells) if name != OURS]
     lines = ["# Sums among CPU processes: our rings and others", "", machine("cpu"), ""]
     lines += ["    " + shlex.join(["python", "benchmarks/cpu_collectives.py", *sys.argv[1:]]), ""]
     lines += [f"Load average before and after: {load}. us a sum; better by: theirs / rings, "]
@@ -141,11 +141,11 @@ def markdown(cells: list[Cell], load: str) -> str:
     lines += ["", f"| {' | '.join(head)} |", "|---" * (3 + 2 * len(others)) + "|"]
     for num_ranks, num_bytes in dict.fromkeys((cell.num_ranks, cell.num_bytes) for cell in cells):
         chosen = [cell for cell in cells if cell[:2] == (num_ranks, num_bytes)]
-        ours = [cell.median_us for cell in chosen if cell.contestant == OURS]
+        ours = [cell.median_us for cell in chosen if cell.variant == OURS]
         mark = "" if is_worth_it(torch.bfloat16, num_bytes, num_ranks) else " *"
         row = [str(num_ranks), size_text(num_bytes) + mark, f"{median(ours):,.0f}"]
         for name in others:
-            theirs = [cell.median_us for cell in chosen if cell.contestant == name]
+            theirs = [cell.median_us for cell in chosen if cell.variant == name]
             ratios = [a / b for a, b in zip(theirs, ours, strict=True)]
             better = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
             row += [f"{median(theirs):,.0f}", better]
@@ -162,7 +162,7 @@ def arguments() -> argparse.Namespace:
     add("--ranks", type=int, nargs="+", default=[2, 4], help="processes that sum")
     add("--sizes", type=int, nargs="+", default=list(SIZES), help="bytes of bfloat16")
     add("--rounds", type=int, default=5)
-    add("--seconds", type=float, default=0.5, help="of each contestant, size and round")
+    add("--seconds", type=float, default=0.5, help="of each variant, size and round")
     add("--out", type=Path, help="write OUT.md and OUT.json")
     add("--as-rank", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -51,7 +51,7 @@ def commands(gpus: int) -> dict[str, list[str]]:
     """Script and options of each benchmark for a machine with so many GPUs; ``--out`` comes on
     top."""
     found = {
-        "queue": ["shm_queue.py", "--quick", "--contestants", "ours", "vllm"],
+        "queue": ["shm_queue.py", "--quick", "--variants", "ours", "vllm"],
         "cpu_collectives": ["cpu_collectives.py", "--quick"],
         "nixl": ["nixl_connector.py", "--quick"],
         "serve": ["serve.py", "--tp", "1", "--rounds", "3", "--requests", "32"],

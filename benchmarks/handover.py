@@ -38,7 +38,8 @@ from typing import Any
 
 import torch
 import vllm
-from handovers.contestants import (
+from handovers.requests import Answer, ask_all, begins_with_text
+from handovers.variants import (
     IN_TREE_LAYOUT,
     NAMES,
     OURS_HND,
@@ -49,8 +50,7 @@ from handovers.contestants import (
     read_figures,
     started,
 )
-from handovers.requests import Answer, ask_all, begins_with_text
-from serving.servers import Contestant, alone
+from serving.servers import Variant, alone
 
 from vllm_commext.testing.metrics import scrape
 from vllm_commext.testing.prompts import PRINTABLE
@@ -83,9 +83,9 @@ def one_copy_gb_s(device: str, num_bytes: int, gpus: Sequence[str]) -> float:
 
 
 def make_prompts(
-    count: int, num_tokens: int, dice: random.Random, first: Contestant
+    count: int, num_tokens: int, dice: random.Random, first: Variant
 ) -> list[list[int]]:
-    """Prompts to which the *first* contestant's answers begin with a text."""
+    """Prompts to which the *first* variant's answers begin with a text."""
     prompts: list[list[int]] = []
     url = next(iter(first.servers.values())).url
     while len(prompts) < count:
@@ -96,9 +96,9 @@ def make_prompts(
 
 
 def turn(
-    name: str, one: Contestant, prompts: Sequence[Sequence[int]], output_tokens: int
+    name: str, one: Variant, prompts: Sequence[Sequence[int]], output_tokens: int
 ) -> tuple[list[Answer], dict[str, float]]:
-    """A contestant's answers to some prompts at a time, and its medians."""
+    """A variant's answers to some prompts at a time, and its medians."""
     decode = None if name == PLAIN else one.servers["decode"].url
     source = None if name == PLAIN or name in PROXIED else one.servers["prefill"].url
     ask_all(source, one.url, [prompts[0][:WAKING_TOKENS]], 2)
@@ -117,27 +117,25 @@ def turn(
     return answers, figures
 
 
-def measure(args: argparse.Namespace, contestants: Mapping[str, Contestant]) -> list[Row]:
-    """A row of medians for each length, number of requests at a time, and contestant."""
+def measure(args: argparse.Namespace, variants: Mapping[str, Variant]) -> list[Row]:
+    """A row of medians for each length, number of requests at a time, and variant."""
     dice = random.Random(1)
     rows: list[Row] = []
     for length in args.lengths:
         for at_once in args.at_once:
-            samples: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
+            samples: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
             num_equal = num_answers = 0
             for number in range(args.rounds + 1):
-                prompts = make_prompts(at_once, length, dice, next(iter(contestants.values())))
+                prompts = make_prompts(at_once, length, dice, next(iter(variants.values())))
                 texts: dict[str, list[str]] = {}
-                first = number % len(contestants)
-                for name in [*contestants][first:] + [*contestants][:first]:
-                    with alone(contestants, name) if len(contestants) > 1 else nullcontext():
-                        answers, figures = turn(
-                            name, contestants[name], prompts, args.output_tokens
-                        )
+                first = number % len(variants)
+                for name in [*variants][first:] + [*variants][:first]:
+                    with alone(variants, name) if len(variants) > 1 else nullcontext():
+                        answers, figures = turn(name, variants[name], prompts, args.output_tokens)
                     texts[name] = [answer.text for answer in answers]
                     if number:  # the first round connects and warms up
                         samples[name].append(figures)
-                reference = texts[next(iter(contestants))]
+                reference = texts[next(iter(variants))]
                 for found in texts.values():
                     num_equal += sum(a == b for a, b in zip(reference, found, strict=True))
                     num_answers += len(found)
@@ -215,8 +213,8 @@ def main() -> int:
             server_args=args.server_args,
             streams=OURS_STREAMED in args.engines,
         )
-        with started(setup, args.engines) as contestants:
-            rows = measure(args, contestants)
+        with started(setup, args.engines) as variants:
+            rows = measure(args, variants)
     about["load average at the end"] = f"{os.getloadavg()[0]:.1f}"
     text = markdown(rows, about)
     print(text)

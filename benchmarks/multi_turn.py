@@ -79,7 +79,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Variant:
     """A proxy, and the prefill server behind it."""
 
     engines: str
@@ -89,7 +89,7 @@ class Contestant:
 
 
 @contextmanager
-def started(args: argparse.Namespace, folder: Path) -> Iterator[list[Contestant]]:
+def started(args: argparse.Namespace, folder: Path) -> Iterator[list[Variant]]:
     """All servers, ready."""
     model = folder / "model"
     model.mkdir()
@@ -112,7 +112,7 @@ def started(args: argparse.Namespace, folder: Path) -> Iterator[list[Contestant]
     }
     decode = engine("decode", "kv_consumer")
     with cluster.all_ready([*prefills.values(), decode]), ExitStack() as stack:
-        contestants: list[Contestant] = []
+        variants: list[Variant] = []
         for engines, prefill in prefills.items():
             for reuse, options in ((OFF, []), (ON, ["--reuse-blocks"])):
                 made = ProxyServer(
@@ -122,8 +122,8 @@ def started(args: argparse.Namespace, folder: Path) -> Iterator[list[Contestant]
                     folder,
                     args=[*cluster.PATIENT_PROXY_ARGS, *options],
                 )
-                contestants.append(Contestant(engines, reuse, stack.enter_context(made), prefill))
-        yield contestants
+                variants.append(Variant(engines, reuse, stack.enter_context(made), prefill))
+        yield variants
 
 
 def ask(url: str, prompt: Sequence[int], salt: str, count: int) -> tuple[float, list[int]]:
@@ -156,7 +156,7 @@ def ask(url: str, prompt: Sequence[int], salt: str, count: int) -> tuple[float, 
 
 
 def conversation(
-    one: Contestant, args: argparse.Namespace, history: int, number: int
+    one: Variant, args: argparse.Namespace, history: int, number: int
 ) -> tuple[list[Sample], list[list[int]]]:
     """A conversation's turns, and its answers; the same for the same number."""
     dice, tokens = random.Random(number), list[int]()
@@ -177,7 +177,7 @@ def conversation(
 
 
 def _sample(
-    one: Contestant, history: int, turn: int, prompt: int, figures: Metrics, first_ms: float
+    one: Variant, history: int, turn: int, prompt: int, figures: Metrics, first_ms: float
 ) -> Sample:
     return Sample(
         history,
@@ -192,14 +192,14 @@ def _sample(
     )
 
 
-def measure(args: argparse.Namespace, contestants: Sequence[Contestant]) -> list[Sample]:
+def measure(args: argparse.Namespace, variants: Sequence[Variant]) -> list[Sample]:
     """All turns but those of the first round, which connects and warms up."""
     samples: list[Sample] = []
     for history in args.histories:
         for number in range(args.rounds + 1):
-            first = number % len(contestants)
+            first = number % len(variants)
             answers: list[list[list[int]]] = []
-            for one in [*contestants[first:], *contestants[:first]]:
+            for one in [*variants[first:], *variants[:first]]:
                 taken, said = conversation(one, args, history, number)
                 answers.append(said)
                 samples += taken if number else []
@@ -285,9 +285,9 @@ def main() -> int:
     }
     with (
         tempfile.TemporaryDirectory(prefix="multi-turn-") as folder,
-        started(args, Path(folder)) as contestants,
+        started(args, Path(folder)) as variants,
     ):
-        samples = measure(args, contestants)
+        samples = measure(args, variants)
     notes["load average at the end"] = load_average()
     rows = rows_of(samples)
     text = markdown(rows, notes)

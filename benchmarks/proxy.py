@@ -26,9 +26,9 @@ from pathlib import Path
 from proxy_load.client import Samples, run_clients
 from proxy_load.processes import HERE, engine, running, wait_listening
 
-from vllm_commext.testing.guardian import descendants
 from vllm_commext.testing.ports import free_port
 from vllm_commext.testing.processes import cpu_seconds
+from vllm_commext.testing.supervisor import descendants
 
 DIRECT, OURS, TOY = "direct", "vllm-commext", "FastAPI + httpx"
 WARM_UP_SECONDS = 1.0

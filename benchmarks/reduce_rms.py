@@ -4,7 +4,7 @@
 
 writes reduce_rms_tp2.md, .json and, where matplotlib is installed, .png. Each figure is the time a
 call in a CUDA graph of chained calls, in microseconds: of a sample the slowest rank's, of the
-samples the median. All contestants take turns in every sample, so what else the machine does meets
+samples the median. All variants take turns in every sample, so what else the machine does meets
 all of them. Only ratios of one run mean anything.
 
 ``--quick`` takes fewer token counts and samples; ``--tune`` times our kernel's tilings instead;
@@ -187,11 +187,11 @@ def replay_seconds(graph: torch.cuda.CUDAGraph, group: Any) -> float:
 
 
 def measure(
-    contestants: dict[str, Call], tokens: int, samples: int, vllm: Vllm | None, group: Any
+    variants: dict[str, Call], tokens: int, samples: int, vllm: Vllm | None, group: Any
 ) -> dict[str, float]:
-    """Microseconds a call of each contestant: the median of samples of the slowest rank."""
+    """Microseconds a call of each variant: the median of samples of the slowest rank."""
     chained = 32 if tokens <= 2048 else 8
-    graphs = {name: capture(call, chained, vllm) for name, call in contestants.items()}
+    graphs = {name: capture(call, chained, vllm) for name, call in variants.items()}
     mine: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(samples):
         for name, graph in graphs.items():
@@ -210,13 +210,13 @@ def compare(ours: Ours, vllm: Vllm | None, args: argparse.Namespace, group: Any)
     results: list[Any] = []
     for tokens in QUICK_TOKENS if args.quick else TOKENS:
         rows = make_rows(tokens, args.tp)
-        contestants: dict[str, Call] = {OURS: lambda rows=rows: ours.call(rows)}
+        variants: dict[str, Call] = {OURS: lambda rows=rows: ours.call(rows)}
         if vllm is not None:
             if tokens <= VLLM_FUSED_TOKENS:
-                contestants["vllm fused"] = lambda rows=rows: vllm.fused(rows)
-            contestants["vllm fall-back"] = lambda rows=rows: vllm.fall_back(rows)
-            contestants["floor"] = lambda rows=rows: vllm.floor(rows)
-        times = measure(contestants, tokens, QUICK_SAMPLES if args.quick else SAMPLES, vllm, group)
+                variants["vllm fused"] = lambda rows=rows: vllm.fused(rows)
+            variants["vllm fall-back"] = lambda rows=rows: vllm.fall_back(rows)
+            variants["floor"] = lambda rows=rows: vllm.floor(rows)
+        times = measure(variants, tokens, QUICK_SAMPLES if args.quick else SAMPLES, vllm, group)
         ours.check()
         results.append({"tokens": tokens, **times})
         tell(f"{tokens:6d}  " + "  ".join(f"{name} {t:.2f}" for name, t in times.items()))
@@ -269,7 +269,7 @@ def tune(ours: Ours, args: argparse.Namespace, group: Any) -> list[Any]:
     packs = (Q_SIZE + KV_SIZE) // args.tp // 8
     for tokens in args.tokens or TUNE_TOKENS:
         rows = make_rows(tokens, args.tp)
-        contestants: dict[str, Call] = {}
+        variants: dict[str, Call] = {}
         for tiling in candidates(packs):
             early = "early" if tiling.weights_early else "late"
 
@@ -278,8 +278,8 @@ def tune(ours: Ours, args: argparse.Namespace, group: Any) -> list[Any]:
                     ours.call(rows)
 
             form = f"{tiling.team_warps}x{tiling.block_teams} {early}"
-            contestants[form + STREAMING[tiling.streaming]] = call
-        times = measure(contestants, tokens, 5 if args.quick else 15, None, group)
+            variants[form + STREAMING[tiling.streaming]] = call
+        times = measure(variants, tokens, 5 if args.quick else 15, None, group)
         ours.check()
         results.append({"tokens": tokens, **times})
         best = sorted(times, key=times.__getitem__)[:4]
@@ -318,12 +318,12 @@ def compare_with_reader(
             calls[f"ours, streaming{early or ' nothing'}"] = call
         if vllm is not None:
             calls["vllm fall-back"] = lambda rows=rows: vllm.fall_back(rows)[:2]
-        contestants = {
+        variants = {
             name + suffix: made
             for name, call in calls.items()
             for suffix, made in (("", call), (" + reader", with_reader(call)))
         }
-        times = measure(contestants, tokens, SAMPLES, vllm, group)
+        times = measure(variants, tokens, SAMPLES, vllm, group)
         ours.check()
         results.append({"tokens": tokens, **times})
         tell(f"{tokens:6d}  " + "  ".join(f"{name} {t:.2f}" for name, t in times.items()))

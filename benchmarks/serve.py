@@ -28,10 +28,10 @@ from serving.figures import Sample
 from serving.models import MODELS, write_model
 from serving.servers import (
     CELLS,
-    CONTESTANTS,
     SETTLE_SECONDS,
-    Contestant,
+    VARIANTS,
     Setup,
+    Variant,
     active,
     alone,
     left_in_shared_memory,
@@ -40,29 +40,29 @@ from serving.servers import (
 
 
 def one_turn(
-    args: argparse.Namespace, contestant: Contestant, prompts: Sequence[Sequence[int]]
+    args: argparse.Namespace, variant: Variant, prompts: Sequence[Sequence[int]]
 ) -> tuple[load.Outcome, list[figures.Figure]]:
-    """One load on one contestant, then silence, and the figures of both."""
-    before = cpu.snapshot(contestant.servers)
-    outcome = load.run(contestant.url, prompts, args.concurrency, args.output_tokens)
-    spent = cpu.used(before, cpu.snapshot(contestant.servers))
+    """One load on one variant, then silence, and the figures of both."""
+    before = cpu.snapshot(variant.servers)
+    outcome = load.run(variant.url, prompts, args.concurrency, args.output_tokens)
+    spent = cpu.used(before, cpu.snapshot(variant.servers))
     found = figures.of_load(outcome)
     found += figures.of_cpu(spent, len(prompts) * args.output_tokens)
-    return outcome, found + (silence(args, contestant) if args.idle_seconds else [])
+    return outcome, found + (silence(args, variant) if args.idle_seconds else [])
 
 
-def silence(args: argparse.Namespace, contestant: Contestant) -> list[figures.Figure]:
+def silence(args: argparse.Namespace, variant: Variant) -> list[figures.Figure]:
     """Figures of some seconds without any request, some time after the last one."""
     time.sleep(SETTLE_SECONDS)
-    before, started_at = cpu.snapshot(contestant.servers), time.perf_counter()
+    before, started_at = cpu.snapshot(variant.servers), time.perf_counter()
     time.sleep(args.idle_seconds)
-    after, seconds = cpu.snapshot(contestant.servers), time.perf_counter() - started_at
+    after, seconds = cpu.snapshot(variant.servers), time.perf_counter() - started_at
     return figures.of_silence(cpu.used(before, after), seconds)
 
 
 def equal_answers(outcomes: Mapping[str, load.Outcome]) -> str:
     """How many answers are the same from both."""
-    off, on = (outcomes[name].answers for name in CONTESTANTS)
+    off, on = (outcomes[name].answers for name in VARIANTS)
     same = sum(a.token_ids == b.token_ids for a, b in zip(off, on, strict=True))
     return f"{same} of {len(off)}"
 
@@ -78,15 +78,15 @@ def run_cell(
     """All rounds of one cell, added to ``samples``; ``save`` gets the notes after each."""
     prompts = load.make_prompts(args.requests, args.prompt_tokens)
     before = set(os.listdir("/dev/shm"))
-    with started(setup, cell) as contestants:
-        notes = {"active": str(active(contestants)), "load average, ready": report.load_average()}
-        for name in contestants:
-            with alone(contestants, name) as one:
+    with started(setup, cell) as variants:
+        notes = {"active": str(active(variants)), "load average, ready": report.load_average()}
+        for name in variants:
+            with alone(variants, name) as one:
                 load.run(one.url, prompts[: args.warm_up], args.concurrency, args.output_tokens)
         outcomes: dict[str, load.Outcome] = {}
         for number in range(args.rounds):
-            for name in contestants:
-                with alone(contestants, name) as one:
+            for name in variants:
+                with alone(variants, name) as one:
                     outcomes[name], found = one_turn(args, one, prompts)
                 samples += [Sample(label, name, number, *figure) for figure in found]
             equal = equal_answers(outcomes)

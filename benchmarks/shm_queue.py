@@ -4,15 +4,15 @@ A round trip is: the writer sends to all readers over one queue, and each answer
 object over a queue of its own (for throughput, only the last one is answered). A step is what
 vLLM's engine sends for one, a SchedulerOutput and then the call for sampling, and what a worker
 answers, None and then the ModelRunnerOutput; in one call: only the first and the last of it. Every
-figure is the median over rounds in which all contestants take turns, so that what else the machine
+figure is the median over rounds in which all variants take turns, so that what else the machine
 does meets all of them. Only ratios of one run mean anything.
 
     python benchmarks/shm_queue.py --out benchmarks/results/mine
     python benchmarks/shm_queue.py --quick
-    python benchmarks/shm_queue.py --placements "one core" hogs --contestants ours vllm
+    python benchmarks/shm_queue.py --placements "one core" busy --variants ours vllm
 
 `--out mine` writes mine.md, mine.json and, where matplotlib is installed, mine.png. Placements:
-`free`, `pinned` (writer and readers over the first cores), `one core` (all on one), `hogs` (free,
+`free`, `pinned` (writer and readers over the first cores), `one core` (all on one), `busy` (free,
 beside two processes that never rest).
 """
 
@@ -34,7 +34,7 @@ from message_queue.cases import (
     pickling_us,
     step_encoding_us,
 )
-from message_queue.links import CONTESTANTS, PLACEMENTS, core_of, linked, placed
+from message_queue.links import PLACEMENTS, VARIANTS, core_of, linked, placed
 from message_queue.report import Bottom, Floors, markdown, save
 
 FLOORS = Path(__file__).parent / "message_queue" / "floors.c"
@@ -58,12 +58,11 @@ def floors(placement: str) -> Floors | None:
 
 
 def run(args: argparse.Namespace, placement: str, n_readers: int) -> list[Cell]:
-    """All rounds of one placement and number of readers; all contestants live side by side."""
+    """All rounds of one placement and number of readers; all variants live side by side."""
     cells: list[Cell] = []
     with ExitStack() as stack:
         links = {
-            name: stack.enter_context(linked(name, n_readers, placement))
-            for name in args.contestants
+            name: stack.enter_context(linked(name, n_readers, placement)) for name in args.variants
         }
         stack.enter_context(placed(placement))
         measurements = list(
@@ -94,7 +93,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=0.1, help="of each round trip's case")
     parser.add_argument("--pace-seconds", type=float, default=1.0, help="of each gap's case")
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--out", type=Path, help="write OUT.md, OUT.json and OUT.png")
     args = parser.parse_args()
     if args.quick:
@@ -114,8 +113,8 @@ def main() -> int:
         for n_readers in args.readers:
             cells += run(args, placement, n_readers)
             if args.out:
-                save(cells, bottom, args.rounds, args.contestants, args.out)
-    print(markdown(cells, bottom, args.rounds, args.contestants))
+                save(cells, bottom, args.rounds, args.variants, args.out)
+    print(markdown(cells, bottom, args.rounds, args.variants))
     return 0
 
 

@@ -99,7 +99,7 @@ def queue(*cases: str) -> Callable[[Results], Triples]:
         return statistics.median(
             cell["value"]
             for cell in results["cells"]
-            if (cell["case"], cell["contestant"]) == (f"round trip, {case}", who)
+            if (cell["case"], cell["variant"]) == (f"round trip, {case}", who)
             and (cell["placement"], cell["n_readers"], cell["unit"]) == ("free", 1, "us p50")
         )
 
@@ -116,7 +116,7 @@ def collectives(num_ranks: int, *sizes: int) -> Callable[[Results], Triples]:
         found = {
             cell["number"]: cell["median_us"]
             for cell in results["cells"]
-            if (cell["num_ranks"], cell["num_bytes"], cell["contestant"]) == (num_ranks, size, who)
+            if (cell["num_ranks"], cell["num_bytes"], cell["variant"]) == (num_ranks, size, who)
         }
         return [found[number] for number in sorted(found)]
 

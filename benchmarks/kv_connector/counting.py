@@ -19,7 +19,7 @@ Groups = list[list[int]]
 
 
 class Counter:
-    """Both contestants' lists on the agent of vLLM's worker, which counts descriptors.
+    """Both variants' lists on the agent of vLLM's worker, which counts descriptors.
 
     A second worker of vLLM's plays the prefill side.
     """

@@ -125,12 +125,12 @@ def _alone(source: peer.Source, transport: str, count: int) -> Iterator[Sample]:
     fences = agent.prepare_fences(name, described.fence_address, num_slots)
     for number in range(-2, count):
         started = time.perf_counter()
-        cell = agent.board.take_cell()
+        cell = agent.fences.take_cell()
         assert cell is not None
         posting = Posting(agent, [agent.make_fence_read(fences, cell, number % num_slots)])
         while (error := posting.look()) is None:
             pass
-        agent.board.give_back_cell(cell)
+        agent.fences.give_back_cell(cell)
         seconds = time.perf_counter() - started
         if error:
             raise RuntimeError(f"a fence was not read: {error}")

@@ -54,7 +54,7 @@ def make_worker(
     """vLLM's worker with these tensors registered.
 
     On CPUs its constructor confines the thread that calls it to one core; that is taken back, for
-    the other contestant runs in the same thread.
+    the other variant runs in the same thread.
     """
     config, cores = engine_config(model), os.sched_getaffinity(0)
     with set_current_vllm_config(config):
@@ -92,7 +92,7 @@ def peer_metadata(
 
 @contextlib.contextmanager
 def known_agent(worker: Any, name: str) -> Iterator[None]:
-    """NIXL's loading of a peer's metadata is the same for both contestants: not counted."""
+    """NIXL's loading of a peer's metadata is the same for both variants: not counted."""
     original = worker.nixl_wrapper.add_remote_agent
     worker.nixl_wrapper.add_remote_agent = lambda _: name
     try:

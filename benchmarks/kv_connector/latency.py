@@ -30,10 +30,10 @@ IN_TREE = "NixlConnector"
 FIRST, DECODE, WHOLE = "decode request, first token", "decode request", "prefill and decode"
 
 
-def _server(contestant: str, role: str, model: Path, folder: Path) -> VllmServer:
+def _server(variant: str, role: str, model: Path, folder: Path) -> VllmServer:
     """vLLM's takes its side channel from the environment; all but the connector is alike."""
-    name = f"{contestant}-{role}"
-    if contestant == OURS:
+    name = f"{variant}-{role}"
+    if variant == OURS:
         config = cluster.kv_transfer_config(role)
         return cluster.engine_server(name, model, folder, config)
     config = cluster.kv_transfer_config(role, connector=IN_TREE)
@@ -47,23 +47,23 @@ def measure_latency(model: Path, folder: Path, num_requests: int, rounds: int) -
     samples: list[Sample] = []
     dice = random.Random(0)
     for number in range(rounds):
-        for contestant in (OURS, VLLM) if number % 2 == 0 else (VLLM, OURS):
-            samples += _one_start(contestant, model, folder, num_requests, dice)
+        for variant in (OURS, VLLM) if number % 2 == 0 else (VLLM, OURS):
+            samples += _one_start(variant, model, folder, num_requests, dice)
     return samples
 
 
 def _one_start(
-    contestant: str, model: Path, folder: Path, num_requests: int, dice: random.Random
+    variant: str, model: Path, folder: Path, num_requests: int, dice: random.Random
 ) -> Iterator[Sample]:
-    servers = [_server(contestant, role, model, folder) for role in ("kv_producer", "kv_consumer")]
+    servers = [_server(variant, role, model, folder) for role in ("kv_producer", "kv_consumer")]
     with cluster.all_ready(servers):
         urls = servers[0].url, servers[1].url
         _check(*urls)
         found = [_request(*urls, dice) for _ in range(NUM_WARM + num_requests)][NUM_WARM:]
     for case, values in zip((FIRST, DECODE, WHOLE), zip(*found, strict=True), strict=True):
         tenths = statistics.quantiles(values, n=10)
-        yield Sample(f"{case}, median", "ms", contestant, statistics.median(values))
-        yield Sample(f"{case}, p90", "ms", contestant, tenths[-1])
+        yield Sample(f"{case}, median", "ms", variant, statistics.median(values))
+        yield Sample(f"{case}, p90", "ms", variant, tenths[-1])
 
 
 def _check(prefill_url: str, decode_url: str) -> None:

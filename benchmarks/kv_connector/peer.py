@@ -121,7 +121,7 @@ def _describe(agent: NixlAgent, local: LocalSide) -> wire.WorkerDescription:
         memory_type="DRAM",
         device_id=0,
         layout=local.layout,
-        fence_address=agent.board.nonces.ctypes.data,
+        fence_address=agent.fences.nonces.ctypes.data,
         num_fence_slots=NUM_SLOTS,
     )
 

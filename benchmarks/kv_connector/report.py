@@ -43,8 +43,8 @@ class Row:
     target: Target | None
     columns: tuple[str, str] = COLUMNS
 
-    def median(self, contestant: str) -> float:
-        return statistics.median(self.values[contestant])
+    def median(self, variant: str) -> float:
+        return statistics.median(self.values[variant])
 
     @property
     def ratio(self) -> float:
@@ -78,7 +78,7 @@ def rows_of(
             case,
             unit,
             {
-                name: [s.value for s in samples if (s.case, s.contestant) == (case, name)]
+                name: [s.value for s in samples if (s.case, s.variant) == (case, name)]
                 for name in (OURS, VLLM)
             },
             targets.get(case),

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 OURS, VLLM = "ours", "vllm"
-CONTESTANTS = (OURS, VLLM)
+VARIANTS = (OURS, VLLM)
 SPAWN = multiprocessing.get_context("spawn")
 # vLLM stays as it would be without this package, and says nothing while it is timed.
 ENVIRON = {
@@ -30,11 +30,11 @@ ENVIRON = {
 
 @dataclass(frozen=True)
 class Sample:
-    """One figure: ``value`` in ``unit`` of a contestant in a case; lower is better."""
+    """One figure: ``value`` in ``unit`` of a variant in a case; lower is better."""
 
     case: str
     unit: str
-    contestant: str
+    variant: str
     value: float
 
 

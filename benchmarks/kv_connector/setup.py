@@ -85,7 +85,7 @@ def _new_agent() -> NixlAgent:
 
 def our_peer(bench: Bench, *, is_first: bool) -> list[Any]:
     """The lists of a peer: local, remote, fences."""
-    agent, address = bench.agent, bench.prefill.board.nonces.ctypes.data
+    agent, address = bench.agent, bench.prefill.fences.nonces.ctypes.data
     plan = bench.plan(1, 0)
     lists = [agent.prepare("", plan.local_rows, "DRAM")] if is_first else []
     lists += [agent.prepare(bench.name, plan.remote_rows, "DRAM")]
@@ -126,7 +126,7 @@ def vllm_split(bench: Bench, tp_mapping: Any) -> tuple[float, list[Any]]:
 
 
 def measure_setup(model: Path, shape: Shape, rounds: int) -> list[Sample]:
-    """Both contestants in turn, after a check that the lists of both read the right bytes."""
+    """Both variants in turn, after a check that the lists of both read the right bytes."""
     bench = Bench(model, shape)
     tp_mapping = check(bench)
     samples: list[Sample] = []
@@ -186,7 +186,7 @@ def check(bench: Bench) -> Any:
     """Read a block from four ranks by the lists of each; returns vLLM's mapping to four ranks.
 
     Raises:
-        RuntimeError: a contestant's lists read the wrong bytes.
+        RuntimeError: a variant's lists read the wrong bytes.
     """
     names = bench.shape.layer_names
     for name in (names[0], names[-1]):
@@ -231,12 +231,12 @@ def _read_vllm(bench: Bench) -> Any:
     return tp_mapping
 
 
-def _compare(bench: Bench, contestant: str) -> None:
+def _compare(bench: Bench, variant: str) -> None:
     """Each rank holds one head of a block; then spoil what was read."""
     names = bench.shape.layer_names
     for name in (names[0], names[-1]):
         own = bench.caches[name][LOCAL_BLOCK]
         heads = [rank[name][REMOTE_BLOCK][0] for rank in bench.sources[NUM_RANKS]]
         if not torch.equal(as_bytes(own), as_bytes(torch.stack(heads))):
-            raise RuntimeError(f"the lists of {contestant} read the wrong bytes in {name}")
+            raise RuntimeError(f"the lists of {variant} read the wrong bytes in {name}")
         own.zero_()

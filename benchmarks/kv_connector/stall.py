@@ -165,11 +165,11 @@ class VllmReader:
 
 
 @contextlib.contextmanager
-def reader(contestant: str, model: Path, shape: Shape, caches: Caches) -> Iterator[Any]:
-    """A contestant's two sides; only one contestant has any at a time, for vLLM's agents keep cores
+def reader(variant: str, model: Path, shape: Shape, caches: Caches) -> Iterator[Any]:
+    """A variant's two sides; only one variant has any at a time, for vLLM's agents keep cores
     busy."""
     size = (shape.num_blocks, shape.block_bytes)
-    if contestant == OURS:
+    if variant == OURS:
         layout = msgspec.msgpack.encode(our_layout(shape, caches, Rank(1, 0)))
         with peer.running(peer.serve_ours, *size, layout) as source:
             made = OurReader(source, shape, caches)
@@ -191,10 +191,10 @@ def measure_stall(
     in_tree.engine_config(model)
     samples: list[Sample] = []
     for number in range(rounds):
-        for contestant in (OURS, VLLM) if number % 2 == 0 else (VLLM, OURS):
-            with reader(contestant, model, shape, caches) as one:
+        for variant in (OURS, VLLM) if number % 2 == 0 else (VLLM, OURS):
+            with reader(variant, model, shape, caches) as one:
                 found = _turn(one, caches, num_reads, dice)
-            samples += _samples(transport, contestant, found)
+            samples += _samples(transport, variant, found)
     return samples
 
 
@@ -223,11 +223,11 @@ def _read(one: Any, request_id: str, cache: Any, dice: np.random.Generator, coun
     return watched
 
 
-def _samples(transport: str, contestant: str, found: list[Watched]) -> Iterator[Sample]:
+def _samples(transport: str, variant: str, found: list[Watched]) -> Iterator[Sample]:
     quiet, *reads = found
-    yield Sample(f"{transport}, {QUIET}", "ms", contestant, quiet.stall)
+    yield Sample(f"{transport}, {QUIET}", "ms", variant, quiet.stall)
     for one in reads:
-        yield Sample(f"{transport}, {STALL}", "ms", contestant, one.stall)
-        yield Sample(f"{transport}, {OWN_STALL}", "ms", contestant, one.own_stall)
-        yield Sample(f"{transport}, {CPU}", "ms", contestant, one.cpu)
-        yield Sample(f"{transport}, {WHOLE}", "ms", contestant, one.whole)
+        yield Sample(f"{transport}, {STALL}", "ms", variant, one.stall)
+        yield Sample(f"{transport}, {OWN_STALL}", "ms", variant, one.own_stall)
+        yield Sample(f"{transport}, {CPU}", "ms", variant, one.cpu)
+        yield Sample(f"{transport}, {WHOLE}", "ms", variant, one.whole)

@@ -31,13 +31,13 @@ CALM_SECONDS = 1.2  # for so long vLLM's readers keep a core busy after a messag
 
 
 class Cell(NamedTuple):
-    """One figure: `value` in `unit` of a contestant in a case, of one round."""
+    """One figure: `value` in `unit` of a variant in a case, of one round."""
 
     placement: str
     n_readers: int
     case: str
     unit: str
-    contestant: str
+    variant: str
     value: float
 
 
@@ -239,7 +239,7 @@ def groups(
     seconds: float,
     pace_seconds: float,
 ) -> Iterator[list[Measurement]]:
-    """What one contestant measures in a row before it is the next one's turn."""
+    """What one variant measures in a row before it is the next one's turn."""
     yield [
         engine_steps(n_requests, 0, seconds, in_one_call=in_one_call)
         for n_requests in STEP_REQUESTS
@@ -264,7 +264,7 @@ def one_round(
     *,
     with_silence: bool,
 ) -> Iterator[Cell]:
-    """Every group, and in it one contestant after the other; then silence, if so."""
+    """Every group, and in it one variant after the other; then silence, if so."""
     for group in measurements:
         for name, link in links.items():
             for measure in group:

@@ -1,4 +1,4 @@
-"""The contestants: a writer here, readers in processes of their own, and how both are placed.
+"""The variants: a writer here, readers in processes of their own, and how both are placed.
 
 A link sends one object to all readers and takes their answers: each answers with the object that
 it got, over a way of its own, unless it is a tuple. A call, a tuple as the engine sends it to its
@@ -26,11 +26,11 @@ QUEUES = {
     "ours": ("vllm_commext.compat.queue_groups", "GroupMessageQueue"),
     "vllm": ("vllm.distributed.device_communicators.shm_broadcast", "MessageQueue"),
 }
-CONTESTANTS = ("ours", "vllm", "pipe", "zmq")
-PLACEMENTS = ("free", "pinned", "one core", "hogs")
+VARIANTS = ("ours", "vllm", "pipe", "zmq")
+PLACEMENTS = ("free", "pinned", "one core", "busy")
 SPAWN = multiprocessing.get_context("spawn")
 READY_SECONDS, ANSWER_SECONDS = 300, 120
-HOG = "while True: pass"
+BUSY_LOOP = "while True: pass"
 CALL_LENGTH = 4  # method, arguments, keyword arguments, rank that answers
 
 
@@ -51,16 +51,16 @@ def pin(core: int | None) -> None:
 def placed(placement: str) -> Iterator[None]:
     """This process where the writer belongs, and beside it two processes that never rest, if so."""
     before = os.sched_getaffinity(0)
-    n_hogs = 2 if placement == "hogs" else 0
-    hogs = [subprocess.Popen([sys.executable, "-c", HOG]) for _ in range(n_hogs)]
+    n_busy = 2 if placement == "busy" else 0
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY_LOOP]) for _ in range(n_busy)]
     pin(core_of(placement, 0))
     try:
         yield
     finally:
         os.sched_setaffinity(0, before)
-        for hog in hogs:
-            hog.kill()
-            hog.wait()
+        for one in busy:
+            one.kill()
+            one.wait()
 
 
 @dataclasses.dataclass
@@ -112,14 +112,14 @@ def answer_all(rank: int, receive: Callable[[], Any], send: Callable[[Any], None
             number += 1
 
 
-def queue_class(contestant: str) -> Any:
-    module, name = QUEUES[contestant]
+def queue_class(variant: str) -> Any:
+    module, name = QUEUES[variant]
     return getattr(importlib.import_module(module), name)
 
 
-def serve_queue(contestant: str, rank: int, core: int | None, control: Connection) -> None:
+def serve_queue(variant: str, rank: int, core: int | None, control: Connection) -> None:
     pin(core)
-    queue = queue_class(contestant)
+    queue = queue_class(variant)
     requests = queue.create_from_handle(control.recv(), rank)
     answers = queue(1, 1)
     control.send(answers.export_handle())
@@ -128,15 +128,15 @@ def serve_queue(contestant: str, rank: int, core: int | None, control: Connectio
     answer_all(rank, lambda: requests.dequeue(indefinite=True), answers.enqueue)
 
 
-def link_queue(contestant: str, controls: list[Connection], pids: list[int]) -> Link:
-    queue = queue_class(contestant)
+def link_queue(variant: str, controls: list[Connection], pids: list[int]) -> Link:
+    queue = queue_class(variant)
     requests = queue(len(controls), len(controls))
     for control in controls:
         control.send(requests.export_handle())
     handles = []
     for control in controls:
         if not control.poll(READY_SECONDS):
-            raise TimeoutError(f"a reader of {contestant} did not start in {READY_SECONDS} s")
+            raise TimeoutError(f"a reader of {variant} did not start in {READY_SECONDS} s")
         handles.append(control.recv())
     answers = [queue.create_from_handle(handle, 0) for handle in handles]
     requests.wait_until_ready()
@@ -146,12 +146,12 @@ def link_queue(contestant: str, controls: list[Connection], pids: list[int]) -> 
     return Link(requests.enqueue, receive, pids)
 
 
-def serve_pipe(_contestant: str, rank: int, core: int | None, control: Connection) -> None:
+def serve_pipe(_variant: str, rank: int, core: int | None, control: Connection) -> None:
     pin(core)
     answer_all(rank, control.recv, control.send)
 
 
-def link_pipe(_contestant: str, controls: list[Connection], pids: list[int]) -> Link:
+def link_pipe(_variant: str, controls: list[Connection], pids: list[int]) -> Link:
     def send(obj: object) -> None:
         for control in controls:
             control.send(obj)
@@ -167,7 +167,7 @@ def zmq_receive(socket: "zmq.Socket[bytes]") -> Any:
     return pickle.loads(socket.recv(copy=False).buffer)
 
 
-def serve_zmq(_contestant: str, rank: int, core: int | None, control: Connection) -> None:
+def serve_zmq(_variant: str, rank: int, core: int | None, control: Connection) -> None:
     """Requests over PUB and SUB, answers over PUSH and PULL."""
     pin(core)
     context, (requests_at, answers_at) = zmq.Context(), control.recv()
@@ -178,7 +178,7 @@ def serve_zmq(_contestant: str, rank: int, core: int | None, control: Connection
     answer_all(rank, lambda: zmq_receive(requests), lambda obj: zmq_send(answers, obj))
 
 
-def link_zmq(_contestant: str, controls: list[Connection], pids: list[int]) -> Link:
+def link_zmq(_variant: str, controls: list[Connection], pids: list[int]) -> Link:
     folder, context = tempfile.mkdtemp(prefix="shm_bench_"), zmq.Context()
     requests = context.socket(zmq.XPUB)
     requests.setsockopt(zmq.XPUB_VERBOSE, 1)
@@ -195,27 +195,27 @@ def link_zmq(_contestant: str, controls: list[Connection], pids: list[int]) -> L
     return Link(lambda obj: zmq_send(requests, obj), receive, pids)
 
 
-def parts_of(contestant: str) -> tuple[Callable[..., None], Callable[..., Link]]:
-    if contestant == "pipe":
+def parts_of(variant: str) -> tuple[Callable[..., None], Callable[..., Link]]:
+    if variant == "pipe":
         return serve_pipe, link_pipe
-    return (serve_zmq, link_zmq) if contestant == "zmq" else (serve_queue, link_queue)
+    return (serve_zmq, link_zmq) if variant == "zmq" else (serve_queue, link_queue)
 
 
 @contextlib.contextmanager
-def linked(contestant: str, n_readers: int, placement: str) -> Iterator[Link]:
-    """Start a contestant's readers; they end with the block."""
-    serve, link = parts_of(contestant)
+def linked(variant: str, n_readers: int, placement: str) -> Iterator[Link]:
+    """Start a variant's readers; they end with the block."""
+    serve, link = parts_of(variant)
     pairs = [SPAWN.Pipe() for _ in range(n_readers)]
     processes = [
         SPAWN.Process(
-            target=serve, args=(contestant, rank, core_of(placement, rank + 1), pairs[rank][1])
+            target=serve, args=(variant, rank, core_of(placement, rank + 1), pairs[rank][1])
         )
         for rank in range(n_readers)
     ]
     for process in processes:
         process.start()
     try:
-        made = link(contestant, [ours for ours, _ in pairs], [p.pid or 0 for p in processes])
+        made = link(variant, [ours for ours, _ in pairs], [p.pid or 0 for p in processes])
         made.round_trip("warm")
         yield made
         made.send(None)

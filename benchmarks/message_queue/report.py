@@ -40,7 +40,7 @@ def medians(cells: list[Cell]) -> dict[Key, dict[str, float]]:
     values: dict[Key, dict[str, list[float]]] = {}
     for cell in cells:
         key = (cell.placement, cell.n_readers, cell.case, cell.unit)
-        values.setdefault(key, {}).setdefault(cell.contestant, []).append(cell.value)
+        values.setdefault(key, {}).setdefault(cell.variant, []).append(cell.value)
     return {
         key: {name: statistics.median(found) for name, found in row.items()}
         for key, row in values.items()

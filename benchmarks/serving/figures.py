@@ -1,4 +1,4 @@
-"""What one round of one contestant gives, as figures; and their comparison. Pure."""
+"""What one round of one variant gives, as figures; and their comparison. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sample(NamedTuple):
     """One figure of one round."""
 
     cell: str
-    contestant: str
+    variant: str
     number: int
     figure: str
     unit: str
@@ -90,7 +90,7 @@ def rows_of(samples: Sequence[Sample]) -> list[Row]:
     found: dict[tuple[str, str, str], dict[str, dict[int, float]]] = {}
     for sample in samples:
         key = (sample.cell, sample.figure, sample.unit)
-        by_round = found.setdefault(key, {OFF: {}, ON: {}})[sample.contestant]
+        by_round = found.setdefault(key, {OFF: {}, ON: {}})[sample.variant]
         by_round[sample.number] = sample.value
     return [_row(*key, values[OFF], values[ON]) for key, values in found.items()]
 

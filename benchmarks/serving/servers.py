@@ -23,7 +23,7 @@ from vllm_commext.testing.servers import (
 )
 
 OFF, ON = "off", "on"
-CONTESTANTS = (OFF, ON)
+VARIANTS = (OFF, ON)
 SINGLE, PAIR = "single", "1P1D"
 CELLS = (SINGLE, PAIR)
 # A vLLM reader spins for a second after the last message: let it, before anything is measured.
@@ -65,13 +65,13 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Variant:
     """Servers that serve one cell together; requests go to ``url``."""
 
     url: str
     servers: Mapping[str, Server]
 
-    def signal_all(self, number: signal.Signals, but: Contestant | None = None) -> None:
+    def signal_all(self, number: signal.Signals, but: Variant | None = None) -> None:
         """Send a signal to every process of all servers, *but* of those that another has too."""
         for server in self.servers.values():
             if but is None or server not in but.servers.values():
@@ -89,19 +89,19 @@ class Contestant:
             time.sleep(0.1)
 
 
-def engine(setup: Setup, contestant: str, role: str) -> VllmServer:
+def engine(setup: Setup, variant: str, role: str) -> VllmServer:
     """One server, not started; ``role`` is `single`, `prefill` or `decode`.
 
     The executor is named so that a message queue is there with one worker, too.
     """
     environ: dict[str, str] = {"VLLM_COMMEXT": "0"}
-    if contestant == ON:
+    if variant == ON:
         environ = {**TOGGLES[setup.device], **setup.changes}
     config = None
     if role != SINGLE:
         port = free_port()
-        config = connector_config(setup, contestant, role, port)
-        if contestant == OFF:
+        config = connector_config(setup, variant, role, port)
+        if variant == OFF:
             environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = LOOPBACK
             environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
     args = ["--distributed-executor-backend", "mp", "--no-enable-prefix-caching"]
@@ -114,7 +114,7 @@ def engine(setup: Setup, contestant: str, role: str) -> VllmServer:
         args += ["--gpu-memory-utilization", str(setup.gpu_memory)]
         environ["CUDA_VISIBLE_DEVICES"] = setup.gpus[1 if role == "decode" else 0]
     return VllmServer(
-        f"{contestant}-{role}",
+        f"{variant}-{role}",
         setup.model,
         setup.folder,
         tensor_parallel_size=setup.tp,
@@ -126,15 +126,15 @@ def engine(setup: Setup, contestant: str, role: str) -> VllmServer:
     )
 
 
-def connector_config(setup: Setup, contestant: str, role: str, port: int) -> dict[str, Any]:
+def connector_config(setup: Setup, variant: str, role: str, port: int) -> dict[str, Any]:
     """``--kv-transfer-config``: our connector, or vLLM's own, otherwise alike."""
     config: dict[str, Any] = {
-        "kv_connector": cluster.CONNECTOR if contestant == ON else "NixlConnector",
+        "kv_connector": cluster.CONNECTOR if variant == ON else "NixlConnector",
         "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
         "kv_load_failure_policy": "fail",
         "kv_buffer_device": setup.device,
     }
-    if contestant == ON:
+    if variant == ON:
         config["kv_connector_extra_config"] = {
             "side_channel_host": LOOPBACK,
             "side_channel_port": port,
@@ -143,19 +143,19 @@ def connector_config(setup: Setup, contestant: str, role: str, port: int) -> dic
 
 
 @contextmanager
-def started(setup: Setup, cell: str) -> Iterator[dict[str, Contestant]]:
-    """Both contestants of a cell, ready; on GPUs the second starts after the first, for each looks
+def started(setup: Setup, cell: str) -> Iterator[dict[str, Variant]]:
+    """Both variants of a cell, ready; on GPUs the second starts after the first, for each looks
     at how much memory is free."""
     roles = [SINGLE] if cell == SINGLE else ["prefill", "decode"]
     with ExitStack() as stack:
-        made = {name: {role: engine(setup, name, role) for role in roles} for name in CONTESTANTS}
+        made = {name: {role: engine(setup, name, role) for role in roles} for name in VARIANTS}
         for servers in made.values():
             for server in servers.values():
                 stack.callback(server.stop)
                 server.start()
             if setup.device == "cuda":
                 _wait(servers)
-        contestants: dict[str, Contestant] = {}
+        variants: dict[str, Variant] = {}
         for name, servers in made.items():
             _wait(servers)
             front: dict[str, Server] = {**servers}
@@ -166,16 +166,16 @@ def started(setup: Setup, cell: str) -> Iterator[dict[str, Contestant]]:
                 )
                 front["proxy"] = stack.enter_context(proxy)
                 url = proxy.url
-            contestants[name] = Contestant(url, front)
-        yield contestants
+            variants[name] = Variant(url, front)
+        yield variants
 
 
 @contextmanager
-def alone(contestants: Mapping[str, Contestant], name: str) -> Iterator[Contestant]:
-    """The contestant, settled, while all processes of the others are stopped: what vLLM's queue and
+def alone(variants: Mapping[str, Variant], name: str) -> Iterator[Variant]:
+    """The variant, settled, while all processes of the others are stopped: what vLLM's queue and
     connector burn while idle would slow it down."""
-    chosen = contestants[name]
-    others = [one for other, one in contestants.items() if other != name]
+    chosen = variants[name]
+    others = [one for other, one in variants.items() if other != name]
     for other in others:
         other.signal_all(signal.SIGSTOP, but=chosen)
     try:
@@ -193,14 +193,14 @@ def _wait(servers: Mapping[str, VllmServer]) -> None:
         print(f"{server.name} ready after {seconds:.0f} s", flush=True)
 
 
-def active(contestants: Mapping[str, Contestant]) -> dict[str, list[str]]:
+def active(variants: Mapping[str, Variant]) -> dict[str, list[str]]:
     """What of ours runs in each engine, by the server's name, from its log.
 
     Raises ``SystemExit`` where ours is found off, or nothing of it on: nothing would be compared.
     """
     found: dict[str, list[str]] = {}
-    for name, contestant in contestants.items():
-        for role, server in contestant.servers.items():
+    for name, variant in variants.items():
+        for role, server in variant.servers.items():
             if role == "proxy":
                 continue
             found[server.name] = sorted(server.active())

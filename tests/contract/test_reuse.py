@@ -31,7 +31,7 @@ from vllm_commext.nixl.config import parse_config
 from vllm_commext.nixl.engine_facts import reusing_of
 from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
 from vllm_commext.nixl.metadata import HandshakeMetadata
-from vllm_commext.nixl.reuse.generations import GenerationBoard
+from vllm_commext.nixl.reuse.generations import GenerationTable
 from vllm_commext.nixl.reuse.ways import REFUSALS
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.params import write_place
@@ -95,10 +95,10 @@ def written(core: Core, step: Any) -> set[int]:
 
 @dataclass
 class Engine:
-    """An engine that reuses blocks, its one worker's board, and the loads that it was told of."""
+    """An engine that reuses blocks, its one worker's table, and the loads that it was told of."""
 
     core: Core
-    board: GenerationBoard
+    table: GenerationTable
     port: int
     loads: list[Any] = field(default_factory=list[Any])
     num_prompt: dict[str, int] = field(default_factory=dict[str, int])
@@ -177,8 +177,8 @@ def make(folder: Path) -> Iterator[MakeEngine]:
         }
         core = Core(folder, role, side_channel_port=port, **values)
         num_blocks = core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
-        one = Engine(core, GenerationBoard(num_blocks, 4), port)
-        metadata = HandshakeMetadata(description(), one.board.shared)
+        one = Engine(core, GenerationTable(num_blocks, 4), port)
+        metadata = HandshakeMetadata(description(), one.table.shared)
         one.side.serve({(0, 0): metadata})
         execute = core.worker.execute
 
@@ -205,7 +205,7 @@ def make(folder: Path) -> Iterator[MakeEngine]:
     yield engine
     for one in made:
         one.core.close()
-        one.board.close()
+        one.table.close()
     if monkey_patch.is_patched(monkey_patch.row_of(engine_wait.SYMBOL)):
         monkey_patch.restore(monkey_patch.row_of(engine_wait.SYMBOL))
 
@@ -229,7 +229,7 @@ def test_the_second_turn_computes_what_is_new_and_at_most_a_block(
     assert load.num_tokens == num_blocks * BLOCK
     assert len(load.block_ids) == num_blocks == len(load.remote.block_ids[0])
     assert not load.remote.is_kept
-    assert [int(owner.board.generations[one]) for one in load.remote.block_ids[0]] == list(
+    assert [int(owner.table.generations[one]) for one in load.remote.block_ids[0]] == list(
         load.remote.generations
     )
     assert reader.num_computed("turn-2") == len(prompt) - num_blocks * BLOCK <= 3 + BLOCK
@@ -450,10 +450,10 @@ def test_tokens_that_were_guessed_are_not_on_offer(folder: Path, what: str) -> N
 def test_a_reset_takes_everything_off_the_offer(make: MakeEngine) -> None:
     owner, reader = make("kv_consumer"), make("kv_producer")
     history = PROMPT + owner.ask("turn-1", PROMPT, max_tokens=10)
-    before = owner.board.generations.copy()
+    before = owner.table.generations.copy()
     turn_until(owner.core, lambda: not owner.core.scheduler.requests)
     assert owner.core.scheduler.reset_prefix_cache()
-    assert (owner.board.generations != before).sum() == 30 // BLOCK
+    assert (owner.table.generations != before).sum() == 30 // BLOCK
     reader.ask("turn-2", history, owner)
     assert reader.loads == []
 
@@ -509,7 +509,7 @@ def test_under_eviction_every_block_on_offer_holds_what_its_name_says(
         for block in written(owner.core, step):
             if block in told:
                 num_reused += 1
-                assert int(owner.board.generations[block]) != told.pop(block)
+                assert int(owner.table.generations[block]) != told.pop(block)
             assert block not in table._hash_of
         return execute(step)
 
@@ -521,7 +521,7 @@ def test_under_eviction_every_block_on_offer_holds_what_its_name_says(
         run = table.find(names.of(request_of("look", prompt), len(prompt)))
         num_seen += len(run.block_ids)
         told |= dict(zip(run.block_ids, run.generations, strict=True))
-        assert [int(owner.board.generations[one]) for one in run.block_ids] == run.generations
+        assert [int(owner.table.generations[one]) for one in run.block_ids] == run.generations
         turn_until(owner.core, lambda: not owner.core.scheduler.requests)
         assert free(owner.core) == 23
     assert min(num_seen, num_reused) > 100

@@ -20,7 +20,7 @@ from vllm_commext.compat import engine_wait, monkey_patch
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
 from vllm_commext.nixl.metadata import StepMetadata
-from vllm_commext.nixl.prefill.fence import FenceBoard
+from vllm_commext.nixl.prefill.fence import FenceTable
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Chunk, Hold, Restart
 from vllm_commext.nixl.stream.directory import StreamDirectory
@@ -162,8 +162,8 @@ def test_fences_agree_after_a_prompt_was_preempted_and_aborted_between_two_steps
 ) -> None:
     core = make("kv_producer")
     side = core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
-    board = FenceBoard()
-    board.arm(side._pending.fence_key)
+    fences = FenceTable()
+    fences.arm(side._pending.fence_key)
     told = Told(core)
     before = free(core)
     core.add(request_of("p", PROMPT, TO_STREAM, max_tokens=1))
@@ -172,11 +172,11 @@ def test_fences_agree_after_a_prompt_was_preempted_and_aborted_between_two_steps
     core.scheduler.finish_requests("p", RequestStatus.FINISHED_ABORTED)
     core.turn()
     (restart,), (hold,) = told.restarts, told.holds
-    board.end(restart.slot, restart.nonce)  # as workers do, in this order
-    board.end(hold.fence_slot, hold.fence_nonce)
+    fences.end(restart.slot, restart.nonce)  # as workers do, in this order
+    fences.end(hold.fence_slot, hold.fence_nonce)
     turn_until(core, lambda: not core.scheduler.requests)
     assert free(core) == before
-    assert int(board.nonces[hold.fence_slot]) == int(side._fences._nonces[hold.fence_slot])
+    assert int(fences.nonces[hold.fence_slot]) == int(side._fences._nonces[hold.fence_slot])
 
 
 def test_what_both_engines_are_asked_for_takes_no_room_when_it_is_aborted(make: MakeCore) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from vllm_commext.cli import demo
-from vllm_commext.testing.guardian import descendants
+from vllm_commext.testing.supervisor import descendants
 
 DEMO = [sys.executable, "-m", "vllm_commext", "demo"]
 STOP_SECONDS = 90
@@ -45,7 +45,7 @@ def test_all_claims_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     command itself, as it is."""
     parser = argparse.ArgumentParser()
     demo.add_arguments(parser)
-    held = demo.choose_course(parser.parse_args(["--requests", "12"]), tmp_path).run()
+    held = demo.choose_scenario(parser.parse_args(["--requests", "12"]), tmp_path).run()
     output = capsys.readouterr().out
     assert held, output
     assert "VERDICT: all 8 held" in output

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.kit import forked
-from vllm_commext.testing import guardian
+from vllm_commext.testing import supervisor
 
 MODULES = ("msgspec",)
 ENVIRON = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
@@ -73,7 +73,7 @@ def test_it_spawns_children_of_its_own_and_nothing_is_left_of_them(tmp_path: Pat
         time.sleep(0.05)
     assert lines[:2] == ["7 (1, 2) 0", "True"]
     pid = int(lines[2])
-    assert pid in guardian.descendants(made.pid)
+    assert pid in supervisor.descendants(made.pid)
     assert made.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
         made.wait(0.1)
@@ -82,7 +82,7 @@ def test_it_spawns_children_of_its_own_and_nothing_is_left_of_them(tmp_path: Pat
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_killed_guardian_reads_as_killed(tmp_path: Path) -> None:
+def test_a_killed_supervisor_reads_as_killed(tmp_path: Path) -> None:
     made, _ = run("import time; time.sleep(600)", tmp_path)
     os.kill(made.pid, signal.SIGKILL)
     assert made.wait(240) == 128 + signal.SIGKILL

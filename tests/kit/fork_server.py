@@ -33,7 +33,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vllm_commext.testing import guardian
+from vllm_commext.testing import supervisor
 
 MAX_REQUEST_BYTES = 1 << 20
 MAX_DESCRIPTORS = 64
@@ -80,13 +80,13 @@ def _answer(listener: socket.socket, owner: int, channel: socket.socket) -> int:
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    status = guardian.guard(request["grace"], lambda: Forked(request, channel))
+    status = supervisor.guard(request["grace"], lambda: Forked(request, channel))
     send(channel, {"status": status})
     return status
 
 
 class Forked:
-    """The program that was asked for, as a child: what the guardian needs of a ``Popen``."""
+    """The program that was asked for, as a child: what the supervisor needs of a ``Popen``."""
 
     def __init__(self, request: dict[str, Any], channel: socket.socket) -> None:
         self.returncode: int | None = None
@@ -109,7 +109,7 @@ def _run(request: dict[str, Any]) -> int:
     """``python -m MODULE ARGUMENTS`` or ``python -c CODE ARGUMENTS``, as the request has it."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()
-    guardian.prctl(guardian.PR_SET_PDEATHSIG, signal.SIGKILL)
+    supervisor.prctl(supervisor.PR_SET_PDEATHSIG, signal.SIGKILL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     serve_spawns()
     _become(request["environ"], ["-c", *request["arguments"]], request["folder"])
@@ -153,7 +153,7 @@ def serve_spawns() -> None:
         _end(_fork_spawned, theirs)
     theirs.close()
     os.set_inheritable(ours.fileno(), False)
-    guardian.prctl(guardian.PR_SET_CHILD_SUBREAPER, 1)
+    supervisor.prctl(supervisor.PR_SET_CHILD_SUBREAPER, 1)
     execute = util.spawnv_passfds
 
     def spawn(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
@@ -248,7 +248,7 @@ def main() -> None:
     if importlib.util.find_spec("setproctitle") is not None:
         importlib.import_module("setproctitle").getproctitle()  # finds its place while it is there
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_commext"]:
-        del sys.modules[name]  # the guardian's: what is forked has imported nothing of ours
+        del sys.modules[name]  # the supervisor's: what is forked has imported nothing of ours
     inspect_models_here()
     gc.collect()
     gc.freeze()  # no collection writes to pages that the children share

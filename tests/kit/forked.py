@@ -42,7 +42,7 @@ POLL_SECONDS = 0.05
 
 
 class Forked:
-    """A forked guardian: as much of a ``Popen`` as ``Server`` needs."""
+    """A forked supervisor: as much of a ``Popen`` as ``Server`` needs."""
 
     def __init__(self, channel: socket.socket, stdin: IO[bytes]) -> None:
         self.stdin = stdin
@@ -70,7 +70,9 @@ class Forked:
         return self._status
 
 
-def launch(command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> servers.Guardian:
+def launch(
+    command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]
+) -> servers.Supervisor:
     """Fork ``vllm`` where the fork server can be what the command would start; else start it."""
     if list(command[:3]) != VLLM or not UNFORKED.isdisjoint(command):
         return servers.start_program(command, environ, log)

@@ -17,7 +17,7 @@ from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.testing.tiny_kinds import KINDS
 
 if TYPE_CHECKING:
-    from vllm_commext.cli.demo_course import Course
+    from vllm_commext.cli.demo_scenario import Scenario
 
 HELP = "run a prefill and a decode server here, and prove their answers equal to one server's"
 
@@ -86,22 +86,22 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(number, _interrupt)
     held = False
     try:
-        held = choose_course(args, folder.resolve()).run()
+        held = choose_scenario(args, folder.resolve()).run()
     finally:
         _leave(folder, held, temporary=args.folder is None)
     return 0 if held else 1
 
 
-def choose_course(args: argparse.Namespace, folder: Path) -> Course:
-    """The course that suits the model and the sizes."""
-    from vllm_commext.cli.demo_course import Options
-    from vllm_commext.cli.demo_scenario import Scenario
+def choose_scenario(args: argparse.Namespace, folder: Path) -> Scenario:
+    """The scenario that suits the model and the sizes."""
+    from vllm_commext.cli.demo_equal_tp import EqualTpScenario
+    from vllm_commext.cli.demo_scenario import Options
     from vllm_commext.cli.demo_split import SplitScenario
 
     sizes = (args.p_tp or args.tp, args.d_tp or args.tp)
     options = Options(folder, args.model, *sizes, args.requests, args.port, args.keep)
     is_plain = KINDS[args.model].model_type == "llama" and sizes[0] == sizes[1]
-    return (Scenario if is_plain else SplitScenario)(options)
+    return (EqualTpScenario if is_plain else SplitScenario)(options)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -1,145 +1,199 @@
-"""The demo's course for a dense model and one tensor-parallel size: a plain server's answers, then
-the same from prefill and decode engines that keep their prefix caches."""
+"""What the demo's scenarios have in common: their servers, how they ask them, and how they end."""
 
 from __future__ import annotations
 
+import json
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
-from vllm_commext.cli.demo_course import (
-    CONCURRENCY,
-    NUM_CONTROLS,
-    Course,
-    Options,
-    at_once,
-    kv_bytes_per_block,
-    one_at_a_time,
-)
-from vllm_commext.cli.demo_report import Expected, Noise
+from vllm_commext.cli.demo_report import Claim, Expected, Noise, Pass, Traffic, table, verdict
 from vllm_commext.testing import cluster
-from vllm_commext.testing.parity import Completion
-from vllm_commext.testing.prompts import (
-    PrefixCache,
-    almost_the_same,
-    blocks_one_at_a_time,
-    prompt_set,
-)
-from vllm_commext.testing.servers import Server
+from vllm_commext.testing.metrics import scrape, wait_for_added
+from vllm_commext.testing.parity import Completion, complete
+from vllm_commext.testing.prompts import Prompt
+from vllm_commext.testing.servers import ProxyServer, Server, VllmServer, free_port
+from vllm_commext.testing.tiny_kinds import KINDS
+from vllm_commext.testing.tiny_model import kv_bytes_per_token, write_tiny_model
 
-NUM_REPEATED = 8
+CONCURRENCY = 8
+NUM_CONTROLS = 4
+WATCH_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Reference:
-    """The single server's answers: one at a time twice, and at concurrency twice."""
+class Options:
+    """What was asked for; ``kind`` is one of ``KINDS``, ``port`` 0 means any free one."""
 
-    one: Sequence[Completion]
-    one_again: Sequence[Completion]
-    many: Sequence[Completion]
-    many_again: Sequence[Completion]
-
-    @property
-    def noise_one(self) -> Noise:
-        """One at a time; the second time prompts hit the prefix cache."""
-        return Noise.between(self.one, self.one_again)
-
-    @property
-    def noise_many(self) -> Noise:
-        """At concurrency; what a split prompt alone gives is part of it."""
-        found = Noise.between(self.many, self.many_again)
-        return Noise(found.agrees, max(found.max_logprob, self.noise_one.max_logprob))
+    folder: Path
+    kind: str
+    prefill_tp: int
+    decode_tp: int
+    num_requests: int
+    port: int
+    keep: bool
 
 
-class Scenario(Course):
-    """Prompts of many lengths, some of which share a prefix."""
+class Scenario(ABC):
+    """One run of the demo; prints as it goes.
+
+    A subclass says what is asked: of plain servers first (``ask_references``), then of the engines
+    (``send_all``), last with prompts that are almost the same (``control``).
+    ``prefill_args`` and ``decode_args`` go to ``vllm serve``.
+    """
+
+    prefill_args: Sequence[str] = ()
+    decode_args: Sequence[str] = ()
 
     def __init__(self, options: Options) -> None:
-        super().__init__(options)
-        number = options.num_requests
-        self.prompts = prompt_set(number, seed=1, block_size=cluster.BLOCK_SIZE)
-        # None share a prefix: which of two requests under way finds the other's blocks is chance,
-        # and the number of blocks to be read would be as well.
-        self.prompts_at_once = prompt_set(
-            number, seed=2, block_size=cluster.BLOCK_SIZE, num_shared=0
-        )
+        self.options = options
+        self.started = time.monotonic()
+        self.passes: list[Pass] = []
+        self.claims: list[Claim] = []
 
+    @abstractmethod
     def ask_references(self) -> None:
-        """Let a plain server answer everything, twice."""
-        self.say("starting a single server without this package, for reference")
-        server = cluster.plain_server(
-            "single",
-            self.model,
-            self.options.folder,
-            tensor_parallel_size=self.options.decode_tp,
-        )
-        with server:
-            self.say(f"single server ready; {len(self.prompts)} prompts one at a time, twice")
-            one, again = (one_at_a_time(server.url, self.prompts) for _ in range(2))
-            self.say(f"{len(self.prompts_at_once)} prompts, {CONCURRENCY} at once, twice")
-            many, many_again = (at_once(server.url, self.prompts_at_once) for _ in range(2))
-        found = self.reference = Reference(one, again, many, many_again)
-        self.say(
-            f"single server against itself: logprobs differ by {found.noise_one.max_logprob:.2g} "
-            f"one at a time, by {found.noise_many.max_logprob:.2g} at once"
-        )
+        """Let plain servers answer everything, one server after the other."""
 
+    @abstractmethod
     def send_all(self, proxy: Server, decode: Server) -> None:
-        """One at a time, some of them again, and others at once."""
-        reference = self.reference
-        quiet, busy = reference.noise_one, reference.noise_many
-        needed = self.needed(PrefixCache(cluster.BLOCK_SIZE))
+        """The passes through the proxy."""
 
-        def measure(
-            name: str,
-            expected: Sequence[Completion],
-            noise: Noise,
-            send: Callable[[], list[Completion]],
-        ) -> None:
-            one = self.measure(name, decode, expected, noise, send, needed)
-            self.claims += [one.claim_equal(noise), one.claim_transferred()]
-
-        self.say(f"{len(self.prompts)} prompts through the proxy, one at a time")
-        measure(
-            "one at a time", reference.one, quiet, lambda: one_at_a_time(proxy.url, self.prompts)
-        )
-        again = range(NUM_REPEATED)
-        self.say(f"{NUM_REPEATED} of them again: the decode server lacks only their last block")
-        measure(
-            "repeated",
-            reference.one[:NUM_REPEATED],
-            quiet.of(again),
-            lambda: one_at_a_time(proxy.url, self.prompts[:NUM_REPEATED]),
-        )
-        self.say(f"{len(self.prompts_at_once)} other prompts, {CONCURRENCY} at once")
-        measure(
-            f"{CONCURRENCY} at once",
-            reference.many,
-            busy,
-            lambda: at_once(proxy.url, self.prompts_at_once),
-        )
-
+    @abstractmethod
     def control(self, proxy: Server, decode: Server) -> None:
-        """The same comparison must notice that the KV cache is another prompt's."""
-        long = [i for i, one in enumerate(self.prompts) if len(one) > cluster.BLOCK_SIZE]
-        places = long[:NUM_CONTROLS]
-        self.say(f"negative control: {len(places)} of the prompts with one early token changed")
-        changed = [almost_the_same(self.prompts[place]) for place in places]
-        one = self.measure(
-            "changed (control)",
-            decode,
-            [self.reference.one[place] for place in places],
-            self.reference.noise_one.of(places),
-            lambda: one_at_a_time(proxy.url, changed),
-            self.needed(PrefixCache(cluster.BLOCK_SIZE)),
+        """The same comparison must notice a KV cache that belongs to other tokens."""
+
+    def run(self) -> bool:
+        """Whether every claim held."""
+        self.options.folder.mkdir(parents=True, exist_ok=True)
+        self.say(f"writing a tiny model, logs in {self.options.folder}")
+        self.model = write_tiny_model(self.options.folder / "model", self.options.kind)
+        self.ask_references()
+        with ExitStack() as stack:
+            prefill, decode = self.start_engines(stack)
+            proxy = self.start_proxy(stack, prefill, decode)
+            self.send_all(proxy, decode)
+            self.control(proxy, decode)
+            print(f"\n{table(self.passes)}\n\n{verdict(self.claims)}", flush=True)
+            if self.options.keep:
+                self.keep([prefill, decode, proxy])
+            self.say("stopping all servers")
+        self.say("nothing is left running")
+        return all(claim.held for claim in self.claims)
+
+    def say(self, text: str) -> None:
+        """A progress line with the seconds since the start."""
+        print(f"[{time.monotonic() - self.started:4.0f} s] {text}", flush=True)
+
+    def start_engines(self, stack: ExitStack) -> tuple[VllmServer, VllmServer]:
+        """Start both engines at the same time."""
+        self.say(f"starting a prefill and a decode server, {self._sizes()}")
+        prefill = self.engine("prefill", "kv_producer")
+        decode = self.engine("decode", "kv_consumer")
+        for server in (prefill, decode):
+            stack.callback(server.stop)
+            server.start()
+        for server in (prefill, decode):
+            self.say(f"{server.name} ready after {server.wait_ready():.0f} s on {server.url}")
+        return prefill, decode
+
+    def _sizes(self) -> str:
+        prefill, decode = self.options.prefill_tp, self.options.decode_tp
+        if prefill == decode:
+            return f"each with tensor parallel size {prefill}"
+        return f"with tensor parallel size {prefill} and {decode}"
+
+    def engine(self, name: str, role: str) -> VllmServer:
+        """A server with the connector, not started."""
+        options, is_prefill = self.options, role == "kv_producer"
+        return cluster.engine_server(
+            name,
+            self.model,
+            options.folder,
+            cluster.kv_transfer_config(role),
+            tensor_parallel_size=options.prefill_tp if is_prefill else options.decode_tp,
+            args=[*self.model_args(), *(self.prefill_args if is_prefill else self.decode_args)],
         )
-        self.claims += [one.claim_noticed(), one.claim_transferred()]
 
-    def needed(self, cache: PrefixCache) -> Callable[[Sequence[Completion]], Expected]:
-        """What requests make a decode engine read that holds ``cache``."""
-        block_bytes = kv_bytes_per_block(self.model, self.options.decode_tp)
+    def model_args(self) -> list[str]:
+        """What the model is to be computed with."""
+        return KINDS[self.options.kind].cpu_options
 
-        def count(got: Sequence[Completion]) -> Expected:
-            blocks = blocks_one_at_a_time(cache, [(one.prompt, one.token_ids) for one in got])
-            return Expected(blocks * block_bytes, blocks)
+    def start_proxy(self, stack: ExitStack, prefill: Server, decode: Server) -> Server:
+        """A ready proxy in front of both."""
+        self.say("starting the proxy")
+        proxy = ProxyServer(
+            "proxy",
+            [prefill.url],
+            [decode.url],
+            self.options.folder,
+            port=self.options.port or free_port(),
+            args=cluster.PATIENT_PROXY_ARGS,
+        )
+        return stack.enter_context(proxy)
 
-        return count
+    def measure(
+        self,
+        name: str,
+        decode: Server,
+        expected: Sequence[Completion],
+        noise: Noise,
+        send: Callable[[], list[Completion]],
+        needed: Callable[[Sequence[Completion]], Expected],
+    ) -> Pass:
+        """Send requests, compare the answers and count what the decode server read for them."""
+        before = scrape(decode.url)
+        got = send()
+        reads = needed(got)
+        added = wait_for_added(decode.url, before, Traffic.BYTES, reads.num_bytes)
+        traffic = Traffic.of(added)
+        one = Pass(name, got, noise.compare_all(expected, got), traffic, reads)
+        self.passes.append(one)
+        return one
+
+    def keep(self, servers: Sequence[Server]) -> None:
+        """Leave the servers up until Ctrl-C, or until one of them ends."""
+        body = json.dumps({"model": cluster.MODEL_NAME, "prompt": "Hello", "max_tokens": 16})
+        url = servers[-1].url
+        print(
+            f"\nThe servers stay up until Ctrl-C. Ask the proxy:\n\n  curl {url}/v1/completions "
+            f"-H 'Content-Type: application/json' -d '{body}'\n",
+            flush=True,
+        )
+        try:
+            while all(server.running() for server in servers):
+                time.sleep(WATCH_SECONDS)
+        except KeyboardInterrupt:
+            return
+        ended = [server.name for server in servers if not server.running()]
+        self.claims.append(Claim("the servers stay up", False, f"{ended} ended"))
+        self.say(f"{ended} ended by itself; see the logs in {self.options.folder}")
+
+
+def one_at_a_time(url: str, prompts: Sequence[Prompt]) -> list[Completion]:
+    """Ask for each prompt in turn, every second one streamed."""
+    return [
+        complete(url, cluster.MODEL_NAME, prompt, stream=place % 2 == 1)
+        for place, prompt in enumerate(prompts)
+    ]
+
+
+def at_once(url: str, prompts: Sequence[Prompt]) -> list[Completion]:
+    """Ask for all prompts with ``CONCURRENCY`` under way, every second one streamed."""
+
+    def ask(place: int) -> Completion:
+        return complete(url, cluster.MODEL_NAME, prompts[place], stream=place % 2 == 1)
+
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        return list(pool.map(ask, range(len(prompts))))
+
+
+def kv_bytes_per_block(model: Path, decode_tp: int) -> int:
+    """Bytes of a block of a tiny Llama on all ranks of a decode engine; ranks that share a KV head
+    hold it each."""
+    heads: int = json.loads((model / "config.json").read_text())["num_key_value_heads"]
+    return kv_bytes_per_token(model) * cluster.BLOCK_SIZE * max(heads, decode_tp) // heads

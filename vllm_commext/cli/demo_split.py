@@ -1,4 +1,4 @@
-"""The demo's course for any model and any two tensor-parallel sizes.
+"""The demo's scenario for any model and any two tensor-parallel sizes.
 
 A decode engine computes only the last token of a prompt. A plain server does the same where all
 prompts have as many tokens as it may compute in one step, and one more; so started, it computes in
@@ -13,16 +13,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from vllm_commext.cli.demo_course import (
+from vllm_commext.cli.demo_report import Expected, Noise, Traffic
+from vllm_commext.cli.demo_scenario import (
     CONCURRENCY,
     NUM_CONTROLS,
-    Course,
     Options,
+    Scenario,
     at_once,
     kv_bytes_per_block,
     one_at_a_time,
 )
-from vllm_commext.cli.demo_report import Expected, Noise, Traffic
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import scrape, wait_for_added
 from vllm_commext.testing.parity import Completion
@@ -34,7 +34,7 @@ PROMPT_TOKENS = 130
 SETTLE_SECONDS = 1.0
 
 
-class SplitScenario(Course):
+class SplitScenario(Scenario):
     """Prompts of one length."""
 
     prefill_args = decode_args = (

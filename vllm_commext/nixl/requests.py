@@ -108,7 +108,7 @@ class Chunk:
     """What a step computes of a prompt that is read meanwhile.
 
     Attributes:
-        row: the prompt's row of the workers' boards.
+        row: the prompt's row of the workers' progress tables.
         nonce: its fence's.
         first: position in the request of the first of ``block_ids``.
         block_ids: blocks that the step adds.

@@ -22,8 +22,8 @@ from vllm_commext.nixl.pipeline import ONE_STAGE, Pipeline
 from vllm_commext.nixl.prefill.fence import NUM_SLOTS
 from vllm_commext.nixl.prefill.host_buffer import HostBuffer
 from vllm_commext.nixl.requests import Load, Outcomes
-from vllm_commext.nixl.reuse.generations import MIN_CELLS, GenerationBoard
-from vllm_commext.nixl.stream.board import StreamBoard
+from vllm_commext.nixl.reuse.generations import MIN_CELLS, GenerationTable
+from vllm_commext.nixl.stream.progress import ProgressTable
 from vllm_commext.nixl.stream.publisher import Publisher
 from vllm_commext.nixl.transfer_thread import GiveUp, Look, TransferThread
 from vllm_commext.nixl.transport import probe
@@ -104,12 +104,12 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._model = model
         # The longest prompt's blocks, where prompts are read while they are computed.
-        self._streams = StreamBoard(max_stream_blocks) if max_stream_blocks else None
+        self._streams = ProgressTable(max_stream_blocks) if max_stream_blocks else None
         self._publisher: Publisher | None = None
-        self._generations: GenerationBoard | None = None
+        self._generations: GenerationTable | None = None
         if max_reuse_blocks:
             num_cells = max(MIN_CELLS, max_reuse_blocks)
-            self._generations = GenerationBoard(kv_cache_config.num_blocks, num_cells)
+            self._generations = GenerationTable(kv_cache_config.num_blocks, num_cells)
         self._agent = NixlAgent(config, self._streams, self._generations)
         self._thread: TransferThread | None = None
         self._keeps_host_copy = keeps_host_copy
@@ -144,7 +144,7 @@ class WorkerSide:
         )
         if self._streams is not None:
             on_device = local.memory_type != "DRAM"
-            self._publisher = Publisher(self._streams, self._agent.board, is_on_device=on_device)
+            self._publisher = Publisher(self._streams, self._agent.fences, is_on_device=on_device)
         self._agent.register(allocations(caches.values()), local.memory_type, local.device_id)
         self.handshake = HandshakeMetadata(
             wire.encode_description(self._describe(local)),
@@ -186,7 +186,7 @@ class WorkerSide:
         """Pass on what the scheduler side asks for in this step."""
         thread = self._require_thread()
         if step.fence_key:
-            self._agent.board.arm(step.fence_key)
+            self._agent.fences.arm(step.fence_key)
         if step.doorbell:
             thread.ring(
                 doorbell.ringer(
@@ -263,7 +263,7 @@ class WorkerSide:
             memory_type=local.memory_type,
             device_id=local.device_id,
             layout=local.layout,
-            fence_address=self._agent.board.nonces.ctypes.data,
+            fence_address=self._agent.fences.nonces.ctypes.data,
             num_fence_slots=NUM_SLOTS,
             lease_seconds=self._config.kv_lease_duration,
             **(self._streams.described() if self._streams is not None else {}),

@@ -26,7 +26,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from vllm_commext.errors import CommextError, CommextTimeoutError
-from vllm_commext.testing import guardian
+from vllm_commext.testing import supervisor
 from vllm_commext.testing.ports import LOOPBACK, free_port
 
 READY_SECONDS = 300.0
@@ -67,8 +67,8 @@ ACTIVE = re.compile(r"commext: (\w+) active")
 GLOO_THREAD = "gloo_tcp_loop"  # what the thread of a device of Gloo's is called
 
 
-class Guardian(Protocol):
-    """A server's guardian process: of ``subprocess.Popen``, what is needed here. The server ends
+class Supervisor(Protocol):
+    """A server's supervisor process: of ``subprocess.Popen``, what is needed here. The server ends
     when ``stdin`` is closed."""
 
     @property
@@ -90,10 +90,10 @@ class Guardian(Protocol):
         ...
 
 
-def start_program(command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> Guardian:
-    """Start the guardian of a new process."""
+def start_program(command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> Supervisor:
+    """Start the supervisor of a new process."""
     return subprocess.Popen(
-        [sys.executable, str(Path(guardian.__file__)), str(GRACE_SECONDS), *command],
+        [sys.executable, str(Path(supervisor.__file__)), str(GRACE_SECONDS), *command],
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=subprocess.STDOUT,
@@ -111,7 +111,7 @@ class ServerEndedError(CommextError, RuntimeError):
 
 
 class Server:
-    """One HTTP server as a child process under a guardian (see ``guardian.py``).
+    """One HTTP server as a child process under a supervisor (see ``supervisor.py``).
 
     Attributes: ``name`` (for messages), ``url`` (no slash at the end), ``log_path`` (standard
         output and error).
@@ -139,16 +139,16 @@ class Server:
                 self._environ.pop(key, None)
             else:
                 self._environ[key] = value
-        self._guardian: Guardian | None = None
+        self._supervisor: Supervisor | None = None
         self._started = 0.0
 
     def start(self) -> None:
         """Start the process; does not wait for it."""
-        if self._guardian is not None:
+        if self._supervisor is not None:
             raise ServerEndedError(f"{self.name}: already started")
         self._started = time.monotonic()
         with self.log_path.open("wb") as log:
-            self._guardian = launch(self.command, self._environ, log)
+            self._supervisor = launch(self.command, self._environ, log)
 
     def wait_ready(self) -> float:
         """Wait until ``/health`` answers 200; return the seconds since ``start()``.
@@ -183,15 +183,15 @@ class Server:
 
     def running(self) -> bool:
         """Whether the process has been started and has not ended."""
-        return self._guardian is not None and self._guardian.poll() is None
+        return self._supervisor is not None and self._supervisor.poll() is None
 
     def exit_status(self) -> int | None:
         """Status the process ended with (128 + N after signal N); None while it runs."""
-        return None if self._guardian is None else self._guardian.poll()
+        return None if self._supervisor is None else self._supervisor.poll()
 
     def pids(self) -> list[int]:
         """Process ids of the server and everything below it, the server's own first."""
-        return guardian.descendants(self._guardian.pid) if self._guardian is not None else []
+        return supervisor.descendants(self._supervisor.pid) if self._supervisor is not None else []
 
     def signal_all(self, number: signal.Signals) -> None:
         """Send a signal to every process of the server, as a fault to be survived by its peers."""
@@ -206,15 +206,15 @@ class Server:
         SIGTERM, ``GRACE_SECONDS``, SIGKILL. Raises ``ServerEndedError`` when something outlives
         that.
         """
-        if self._guardian is None:
+        if self._supervisor is None:
             return None
-        if self._guardian.stdin is not None:
-            self._guardian.stdin.close()
+        if self._supervisor.stdin is not None:
+            self._supervisor.stdin.close()
         try:
-            status = self._guardian.wait(GRACE_SECONDS + guardian.KILL_SECONDS + 10)
+            status = self._supervisor.wait(GRACE_SECONDS + supervisor.KILL_SECONDS + 10)
         except subprocess.TimeoutExpired as error:
             raise ServerEndedError(f"{self.name}: processes {self.pids()} did not end") from error
-        if status == guardian.STATUS_OF_LEFTOVERS:
+        if status == supervisor.STATUS_OF_LEFTOVERS:
             raise ServerEndedError(
                 f"{self.name}: not all of its processes ended:\n{self.log_tail()}"
             )

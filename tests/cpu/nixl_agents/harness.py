@@ -35,8 +35,8 @@ from vllm_commext.nixl.metrics.recorder import Ends, TransferRecorder, empty_dat
 from vllm_commext.nixl.prefill.fence import NUM_SLOTS
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Chunk, Load, Outcomes, RemoteRequest
-from vllm_commext.nixl.reuse.generations import GenerationBoard
-from vllm_commext.nixl.stream.board import StreamBoard
+from vllm_commext.nixl.reuse.generations import GenerationTable
+from vllm_commext.nixl.stream.progress import ProgressTable
 from vllm_commext.nixl.stream.publisher import Publisher
 from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS, NixlAgent
@@ -143,9 +143,9 @@ class Engine:
                 **settings,
             },
         )
-        board = StreamBoard(num_blocks, num_rows=4) if self.config.stream_chunks else None
-        generations = GenerationBoard(num_blocks, 64) if self.config.reuse_blocks else None
-        self.agent = NixlAgent(self.config, board, generations)
+        progress = ProgressTable(num_blocks, num_rows=4) if self.config.stream_chunks else None
+        generations = GenerationTable(num_blocks, 64) if self.config.reuse_blocks else None
+        self.agent = NixlAgent(self.config, progress, generations)
         ranges = [(row.ctypes.data, row.nbytes) for row in self.memory]
         self.agent.register(ranges, "DRAM", 0)
         facts = FACTS if facts is None else facts
@@ -154,7 +154,9 @@ class Engine:
         self.recorded = empty_data()
         self.outcomes = Outcomes()
         local = LocalSide(engine_id, facts, self.layout)
-        self.publisher = Publisher(board, self.agent.board, is_on_device=False) if board else None
+        self.publisher = (
+            Publisher(progress, self.agent.fences, is_on_device=False) if progress else None
+        )
         self.thread = TransferThread(
             self.agent, self.config, local, self.recorder, publisher=self.publisher
         )
@@ -229,7 +231,7 @@ class Engine:
             memory_type="DRAM",
             device_id=0,
             layout=self.layout,
-            fence_address=self.agent.board.nonces.ctypes.data,
+            fence_address=self.agent.fences.nonces.ctypes.data,
             num_fence_slots=NUM_SLOTS,
             lease_seconds=self.config.kv_lease_duration,
             **(self.agent.streams.described() if self.agent.streams is not None else {}),
@@ -345,7 +347,7 @@ class SlowReads:
 def begin_prompt(engine: Engine, num_blocks: int) -> None:
     """Publish the first blocks of a prompt, which are those from 1 on."""
     assert engine.publisher is not None
-    engine.agent.board.nonces[STREAM["fence_slot"]] = STREAM["fence_nonce"]
+    engine.agent.fences.nonces[STREAM["fence_slot"]] = STREAM["fence_nonce"]
     row, nonce = STREAM["stream_row"], STREAM["stream_tag"]
     block_ids = tuple(range(1, 1 + num_blocks))
     chunk = Chunk(row, nonce, 0, block_ids, BLOCK_SIZE * num_blocks, begins=True)

@@ -24,7 +24,7 @@ from vllm_commext.nixl.metrics.recorder import TransferRecorder, empty_data, mer
 from vllm_commext.nixl.prefill.fence import NUM_SLOTS
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Chunk, Hold, Load, Outcomes, RemoteRequest
-from vllm_commext.nixl.stream.board import StreamBoard
+from vllm_commext.nixl.stream.progress import ProgressTable
 from vllm_commext.nixl.stream.publisher import Publisher
 from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import NixlAgent
@@ -68,9 +68,11 @@ class Worker:
             handshake_timeout=BOUND_SECONDS,
             progress_interval=0.002,
         )
-        board = StreamBoard(cache.engine.num_blocks) if streams else None
-        self.agent = NixlAgent(config, board)
-        self.publisher = Publisher(board, self.agent.board, is_on_device=False) if board else None
+        progress = ProgressTable(cache.engine.num_blocks) if streams else None
+        self.agent = NixlAgent(config, progress)
+        self.publisher = (
+            Publisher(progress, self.agent.fences, is_on_device=False) if progress else None
+        )
         self.agent.register([(address, self.memory.nbytes)], "DRAM", 0)
         self.recorder = TransferRecorder()
         self.recorded = empty_data()
@@ -85,10 +87,10 @@ class Worker:
                 memory_type="DRAM",
                 device_id=0,
                 layout=self.layout,
-                fence_address=self.agent.board.nonces.ctypes.data,
+                fence_address=self.agent.fences.nonces.ctypes.data,
                 num_fence_slots=NUM_SLOTS,
                 lease_seconds=config.kv_lease_duration,
-                **(board.described() if board is not None else {}),
+                **(progress.described() if progress is not None else {}),
             )
         )
         self.thread.start()
@@ -171,7 +173,7 @@ class Prefill:
     def _tell(self, chunk: Chunk) -> None:
         for worker in self.workers:
             assert worker.publisher is not None
-            worker.agent.board.nonces[chunk.row] = chunk.nonce
+            worker.agent.fences.nonces[chunk.row] = chunk.nonce
             worker.publisher.launched([chunk])
 
     def stream(self, request: Request) -> RemoteRequest:

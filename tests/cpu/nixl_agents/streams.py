@@ -69,7 +69,7 @@ class Prefill:
         self.right = [row.copy() for row in self.engine.memory]
         for row in self.engine.memory:
             row[:] = 0
-        self.engine.agent.board.arm(FENCE_KEY)
+        self.engine.agent.fences.arm(FENCE_KEY)
         self.slots = FenceSlots(FENCE_KEY, 8)
         self.directory = StreamDirectory()
         streaming = Streaming("", BLOCK_SIZE, 24, 2 * BLOCK_SIZE)

@@ -43,7 +43,7 @@ AGENT = [
 ]
 SELDOM = ("add_peer", "connect", "remove_peer", "release_list", "prepare")
 """Called only for each connection."""
-BOARD = ["take_cell", "nonce_in", "end"]
+FENCE_CALLS = ["take_cell", "nonce_in", "end"]
 RECORDER = [
     "handshake",
     "transfer",
@@ -123,8 +123,8 @@ def inject(prefill: Any, decode: Any, patch: pytest.MonkeyPatch, dice: random.Ra
         for name in AGENT:
             mean = 20 if name in SELDOM else 300
             injector.wrap(engine.agent, name, mean=mean)
-        for name in BOARD:
-            injector.wrap(engine.agent.board, name, mean=200)
+        for name in FENCE_CALLS:
+            injector.wrap(engine.agent.fences, name, mean=200)
         for name in RECORDER:
             injector.wrap(engine.recorder, name, mean=100, after=dice.random() < 0.5)
     injector.wrap_state(decode.agent, 300)
@@ -152,7 +152,7 @@ class Requests:
         name = f"x{number}"
         slot = number % 4096
         remote_block = self.dice.randrange(NUM_BLOCKS)
-        nonce = int(self.prefill.agent.board.nonces[slot])
+        nonce = int(self.prefill.agent.fences.nonces[slot])
         self.prefill.thread.submit(Hold(name, LEASE_SECONDS, slot, nonce))
         self.held[name] = number
         remote = self.prefill.remote(name, [remote_block], fence_slot=slot, fence_nonce=nonce)

@@ -48,24 +48,24 @@ each restart."""
 
 
 class Peer:
-    """A peer in the nursery's care, as the survivor sees it."""
+    """A peer in the spawner's care, as the survivor sees it."""
 
     engine_id = "peer"
     rank = Rank(1, 0)
     remote = Engine.remote
 
-    def __init__(self, nursery: Nursery, incarnation: str, port: int) -> None:
+    def __init__(self, spawner: Spawner, incarnation: str, port: int) -> None:
         self.incarnation = incarnation
         self.port = port
         self.memory = memory_of(7, 3, 24, STRIDE_BYTES)
-        self._nursery = nursery
-        self._pid = int(nursery.wait(f"{incarnation} pid "))
+        self._spawner = spawner
+        self._pid = int(spawner.wait(f"{incarnation} pid "))
 
     def serve(self) -> None:
         """Once it has read from the survivor, let it answer on its side channel."""
-        self._nursery.wait(f"{self.incarnation} ready")
+        self._spawner.wait(f"{self.incarnation} ready")
         os.kill(self._pid, signal.SIGUSR1)
-        self._nursery.wait(f"{self.incarnation} serving")
+        self._spawner.wait(f"{self.incarnation} serving")
 
     def kill(self) -> None:
         """End it at once."""
@@ -73,11 +73,11 @@ class Peer:
         wait_until(lambda: not Path(f"/proc/{self._pid}").exists(), "the peer's end")
 
 
-class Nursery:
-    """The program ``nursery.py``."""
+class Spawner:
+    """The program ``spawner.py``."""
 
     def __init__(self) -> None:
-        program = Path(__file__).with_name("nursery.py")
+        program = Path(__file__).with_name("spawner.py")
         self._program = subprocess.Popen(
             [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -120,8 +120,8 @@ class Nursery:
 
 
 @pytest.fixture
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
+def spawner() -> Iterator[Spawner]:
+    made = Spawner()
     yield made
     made.close()
 
@@ -156,11 +156,11 @@ def num_half_closed() -> int:
 
 
 def test_a_peer_that_is_restarted_many_times_leaves_nothing_behind(
-    make_engine: MakeEngine, nursery: Nursery
+    make_engine: MakeEngine, spawner: Spawner
 ) -> None:
     gc.collect()  # agents of earlier tests hold threads and descriptors
     survivor = make_engine("survivor", seed=2, serve=True, num_threads=4)
-    following = nursery.start(survivor, "start-0")
+    following = spawner.start(survivor, "start-0")
     kinds: list[dict[str, int]] = []
     memory: list[tuple[int, int]] = []
     for number in range(NUM_RESTARTS + 1):
@@ -169,10 +169,10 @@ def test_a_peer_that_is_restarted_many_times_leaves_nothing_behind(
         survivor.thread.submit(Hold(peer.incarnation, 600.0))
         survivor.wait(lambda name=peer.incarnation: name in survivor.collect().sent)
         # The next one starts and reads meanwhile: that takes longest.
-        following = nursery.start(survivor, f"start-{number + 1}")
+        following = spawner.start(survivor, f"start-{number + 1}")
         assert_works(survivor, peer, f"read-{number}")
         if number in (NUM_BEFORE, NUM_RESTARTS):
-            nursery.wait(f"start-{number + 1} ready")
+            spawner.wait(f"start-{number + 1} ready")
             if kinds:
                 most = allowed(kinds[0])
                 wait_until(

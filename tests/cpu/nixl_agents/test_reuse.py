@@ -128,12 +128,12 @@ def test_other_blocks_may_be_used_again_meanwhile(owner: Owner, reader: Any) -> 
     assert same(reader.memory, expected)
 
 
-@pytest.mark.parametrize("kind", ["no board there", "no board here"])
+@pytest.mark.parametrize("kind", ["no table there", "no table here"])
 def test_what_cannot_be_proven_is_not_read(
     make_engine: MakeEngine, kind: str, log_lines: pytest.LogCaptureFixture
 ) -> None:
-    other = make_engine("p", seed=1, serve=True, reuse_blocks=kind == "no board here")
-    reader = make_engine("d", seed=2, reuse_blocks=kind == "no board there")
+    other = make_engine("p", seed=1, serve=True, reuse_blocks=kind == "no table here")
+    reader = make_engine("d", seed=2, reuse_blocks=kind == "no table there")
     remote = other.remote("once", [3, 1], generations=(0, 0))
     assert_fails(reader, load_of("r", remote, [0, 2]), "request", log_lines, "reuse_blocks")
 
@@ -160,8 +160,10 @@ def test_more_blocks_than_cells_wait_for_their_turn(owner: Owner, reader: Any) -
     loads = [load_of(f"r{n}", owner.remote(f"o{n}", names), range(20)) for n in range(6)]
     reader.load(*loads)
     assert not reader.outcomes.failed
-    board = reader.agent.generations
-    wait_until(lambda: len(board._free_cells) == len(board.cells), "the cells to be given back")
+    generations = reader.agent.generations
+    wait_until(
+        lambda: len(generations._free_cells) == len(generations.cells), "the cells to be given back"
+    )
 
 
 def test_a_load_does_not_wait_for_cells_that_never_come_back(
@@ -169,8 +171,8 @@ def test_a_load_does_not_wait_for_cells_that_never_come_back(
 ) -> None:
     """A read from an engine that is stopped keeps its cells until NIXL reports its end."""
     reader = make_engine("d", seed=2, reuse_blocks=True, transfer_timeout=0.5)
-    board = reader.agent.generations
-    kept = board.take_cells(len(board.cells))
+    generations = reader.agent.generations
+    kept = generations.take_cells(len(generations.cells))
     remote = owner.remote("once", owner.offer([9, 2, 5]))
     reader.thread.submit(load_of("r", remote, [0, 4, 1]))
     reader.wait(lambda: "r" in reader.collect().late)
@@ -178,7 +180,7 @@ def test_a_load_does_not_wait_for_cells_that_never_come_back(
     reader.wait(lambda: "r" in reader.collect().settled)
     assert "r" in reader.outcomes.failed
     assert reader.recorded["failures"] == {"timeout": 1}
-    board.give_back_cells(kept)
+    generations.give_back_cells(kept)
     reader.load(load_of("again", owner.remote("twice", owner.offer([9, 2, 5])), [0, 4, 1]))
     assert "again" not in reader.outcomes.failed
 

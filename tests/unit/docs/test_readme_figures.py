@@ -59,7 +59,7 @@ def test_the_speedup_of_servers_is_that_of_the_rounds(rows: ModuleType) -> None:
 def test_queue_rows_take_medians_of_one_reader_alone(rows: ModuleType) -> None:
     def cell(who: str, value: float, n_readers: int = 1) -> dict[str, object]:
         shared = {"case": "round trip, x", "placement": "free", "unit": "us p50"}
-        return {**shared, "contestant": who, "value": value, "n_readers": n_readers}
+        return {**shared, "variant": who, "value": value, "n_readers": n_readers}
 
     cells = [cell("vllm", 30.0), cell("vllm", 20.0), cell("vllm", 10.0), cell("ours", 10.0)]
     cells.append(cell("ours", 1000.0, n_readers=4))
@@ -70,7 +70,7 @@ def test_queue_rows_take_medians_of_one_reader_alone(rows: ModuleType) -> None:
 def test_the_speedup_of_collectives_is_that_of_the_rounds(rows: ModuleType) -> None:
     figures = {"gloo": (10.0, 20.0, 90.0), "rings": (10.0, 10.0, 30.0)}
     cells = [
-        {"num_ranks": 2, "num_bytes": 8, "number": n, "contestant": who, "median_us": value}
+        {"num_ranks": 2, "num_bytes": 8, "number": n, "variant": who, "median_us": value}
         for who, values in figures.items()
         for n, value in enumerate(values)
     ]

@@ -11,8 +11,8 @@ from vllm_commext.nixl.prefill.fence import (
     KEY_BYTES,
     NUM_CELLS,
     NUM_SLOTS,
-    FenceBoard,
     FenceSlots,
+    FenceTable,
     first_nonces,
     new_key,
     next_nonce,
@@ -33,14 +33,14 @@ def test_slots_run_out_and_come_back_with_the_next_nonce() -> None:
 
 
 def test_cells_run_out_and_come_back() -> None:
-    board = FenceBoard()
-    cells = [board.take_cell() for _ in range(NUM_CELLS)]
+    table = FenceTable()
+    cells = [table.take_cell() for _ in range(NUM_CELLS)]
     assert sorted(cell for cell in cells if cell is not None) == list(range(NUM_CELLS))
-    assert board.take_cell() is None
-    board.cells[5] = 77
-    assert board.nonce_in(5) == 77
-    board.give_back_cell(5)
-    assert board.take_cell() == 5
+    assert table.take_cell() is None
+    table.cells[5] = 77
+    assert table.nonce_in(5) == 77
+    table.give_back_cell(5)
+    assert table.take_cell() == 5
 
 
 def test_nonces_differ_between_slots_uses_and_starts() -> None:
@@ -64,13 +64,13 @@ def test_every_byte_of_the_key_counts(change: int) -> None:
 
 
 def test_a_board_that_is_armed_has_what_the_scheduler_hands_out() -> None:
-    board, slots = FenceBoard(), FenceSlots(KEY)
-    board.arm(KEY)
-    assert board.nonces.shape == (NUM_SLOTS,)
+    table, slots = FenceTable(), FenceSlots(KEY)
+    table.arm(KEY)
+    assert table.nonces.shape == (NUM_SLOTS,)
     for place in range(NUM_SLOTS):
         fence = slots.take(f"r{place}")
         assert fence is not None
-        assert int(board.nonces[fence[0]]) == fence[1]
+        assert int(table.nonces[fence[0]]) == fence[1]
 
 
 @given(st.integers(0, 2**32), st.integers(1, 4), st.lists(st.integers(0, 2), max_size=80))
@@ -80,8 +80,8 @@ def test_a_reader_is_right_at_every_moment(seed: int, num_slots: int, moves: lis
     scheduler hears of it.  A fence holds exactly as long as the worker has not replaced it."""
     numbers = random.Random(seed)
     key = numbers.randbytes(KEY_BYTES)
-    slots, board = FenceSlots(key, num_slots), FenceBoard()
-    board.arm(key)
+    slots, table = FenceSlots(key, num_slots), FenceTable()
+    table.arm(key)
     held: dict[str, tuple[int, int]] = {}
     ended: dict[str, tuple[int, int]] = {}
     past: list[tuple[int, int]] = []
@@ -91,12 +91,12 @@ def test_a_reader_is_right_at_every_moment(seed: int, num_slots: int, moves: lis
         elif move == 1 and held:
             name = numbers.choice(sorted(held))
             ended[name] = held.pop(name)
-            board.end(*ended[name])
+            table.end(*ended[name])
         elif move == 2 and ended:
             name = numbers.choice(sorted(ended))
             past.append(ended.pop(name))
             slots.give_back(name)
         for slot, nonce in held.values():
-            assert int(board.nonces[slot]) == nonce
+            assert int(table.nonces[slot]) == nonce
         for slot, nonce in [*ended.values(), *past]:
-            assert int(board.nonces[slot]) != nonce
+            assert int(table.nonces[slot]) != nonce

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.reuse.generations import GenerationBoard, open_shared
+from vllm_commext.nixl.reuse.generations import GenerationTable, open_shared
 from vllm_commext.nixl.reuse.table import OfferTable
 
 NUM_BLOCKS = 8
 
 
-def boards(count: int = 2) -> list[np.ndarray]:
+def worker_tables(count: int = 2) -> list[np.ndarray]:
     return [np.zeros(NUM_BLOCKS, dtype=np.uint64) for _ in range(count)]
 
 
@@ -27,7 +27,7 @@ def name(number: int) -> bytes:
 
 
 def test_a_run_ends_at_the_first_block_that_is_not_there() -> None:
-    table = OfferTable(made := boards())
+    table = OfferTable(made := worker_tables())
     table.offer([name(1), name(2), name(3)], [5, 2, 7])
     run = table.find([name(1), name(2), name(9), name(3)])
     assert run.block_ids == [5, 2]
@@ -36,18 +36,18 @@ def test_a_run_ends_at_the_first_block_that_is_not_there() -> None:
 
 
 def test_a_dropped_block_is_gone_and_its_generation_is_another_on_every_worker() -> None:
-    table = OfferTable(made := boards())
+    table = OfferTable(made := worker_tables())
     table.offer([name(1), name(2)], [5, 2])
-    before = [board.copy() for board in made]
+    before = [one.copy() for one in made]
     table.drop(2)
     assert table.find([name(1), name(2)]).block_ids == [5]
-    for board, old in zip(made, before, strict=True):
-        assert [place for place in range(NUM_BLOCKS) if board[place] != old[place]] == [2]
+    for kept, old in zip(made, before, strict=True):
+        assert [place for place in range(NUM_BLOCKS) if kept[place] != old[place]] == [2]
     assert np.array_equal(made[0], made[1])
 
 
 def test_of_two_blocks_with_the_same_the_last_is_found() -> None:
-    table = OfferTable(boards())
+    table = OfferTable(worker_tables())
     table.offer([name(1)], [5])
     table.offer([name(1)], [6])
     table.drop(5)
@@ -58,7 +58,7 @@ def test_of_two_blocks_with_the_same_the_last_is_found() -> None:
 
 
 def test_after_a_clear_nothing_is_found_and_nothing_read_before_counts() -> None:
-    table = OfferTable(made := boards())
+    table = OfferTable(made := worker_tables())
     table.offer([name(1)], [5])
     before = made[0].copy()
     table.clear()
@@ -69,7 +69,7 @@ def test_after_a_clear_nothing_is_found_and_nothing_read_before_counts() -> None
 def test_two_starts_begin_with_other_generations() -> None:
     found = set[int]()
     for _ in range(4):
-        OfferTable(made := boards(1))
+        OfferTable(made := worker_tables(1))
         found.add(int(made[0][0]))
     assert len(found) == 4
 
@@ -77,7 +77,7 @@ def test_two_starts_begin_with_other_generations() -> None:
 def test_random_offers_and_drops_against_a_plain_model() -> None:
     """The model keeps what each block holds; a generation counts how often a block was dropped."""
     dice = random.Random(7)
-    table = OfferTable(made := boards())
+    table = OfferTable(made := worker_tables())
     first = int(made[0][0])
     holds: dict[int, bytes] = {}
     drops = [0] * NUM_BLOCKS
@@ -99,24 +99,24 @@ def test_random_offers_and_drops_against_a_plain_model() -> None:
 
 
 def test_the_scheduler_writes_where_the_worker_reads() -> None:
-    board = GenerationBoard(NUM_BLOCKS, 4)
-    OfferTable([opened := open_shared(board.shared)]).drop(3)
-    assert np.array_equal(opened, board.generations)
-    assert board.generations[3] == board.generations[2] + np.uint64(1)
-    board.close()
-    assert board.generations[3] == opened[3]
+    table = GenerationTable(NUM_BLOCKS, 4)
+    OfferTable([opened := open_shared(table.shared)]).drop(3)
+    assert np.array_equal(opened, table.generations)
+    assert table.generations[3] == table.generations[2] + np.uint64(1)
+    table.close()
+    assert table.generations[3] == opened[3]
 
 
 def test_another_process_writes_there_too() -> None:
-    board = GenerationBoard(NUM_BLOCKS, 4)
+    table = GenerationTable(NUM_BLOCKS, 4)
     code = (
         "from vllm_commext.nixl.reuse.generations import Shared, open_shared\n"
         "from vllm_commext.nixl.reuse.table import OfferTable\n"
-        f"OfferTable([open_shared({board.shared!r})]).drop(5)"
+        f"OfferTable([open_shared({table.shared!r})]).drop(5)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    assert board.generations[5] == board.generations[4] + np.uint64(1)
-    assert board.generations[4] != 0
+    assert table.generations[5] == table.generations[4] + np.uint64(1)
+    assert table.generations[4] != 0
 
 
 @pytest.mark.parametrize(
@@ -125,20 +125,20 @@ def test_another_process_writes_there_too() -> None:
     ids=["no such file", "another file", "too small"],
 )
 def test_memory_that_is_not_the_workers_is_refused(changes: Any) -> None:
-    board = GenerationBoard(NUM_BLOCKS, 4)
+    table = GenerationTable(NUM_BLOCKS, 4)
     with pytest.raises(UnsupportedError, match="on one host"):
-        open_shared(replace(board.shared, **changes))
+        open_shared(replace(table.shared, **changes))
 
 
 def test_cells_are_taken_whole_or_not_at_all() -> None:
-    board = GenerationBoard(NUM_BLOCKS, 4)
-    taken = board.take_cells(3)
+    table = GenerationTable(NUM_BLOCKS, 4)
+    taken = table.take_cells(3)
     assert taken is not None
     assert taken == sorted(taken)
-    assert board.take_cells(2) is None
-    board.cells[taken] = [7, 8, 9]
-    assert board.have(taken, [7, 8, 9])
-    assert not board.have(taken, [7, 8, 10])
-    assert not board.have(taken, [7, 8])
-    board.give_back_cells(taken)
-    assert board.take_cells(4) == [0, 1, 2, 3]
+    assert table.take_cells(2) is None
+    table.cells[taken] = [7, 8, 9]
+    assert table.have(taken, [7, 8, 9])
+    assert not table.have(taken, [7, 8, 10])
+    assert not table.have(taken, [7, 8])
+    table.give_back_cells(taken)
+    assert table.take_cells(4) == [0, 1, 2, 3]

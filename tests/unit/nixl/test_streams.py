@@ -1,4 +1,4 @@
-"""Chunk streaming without a network: rows, boards, and the prefill engine's scheduler side."""
+"""Chunk streaming without a network: rows, tables, and the prefill engine's scheduler side."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from tests.kit import stream_requests
 from vllm_commext.nixl.geometry.layout import FULL, STATE, WINDOW, Group
-from vllm_commext.nixl.prefill.fence import FenceBoard, FenceSlots
+from vllm_commext.nixl.prefill.fence import FenceSlots, FenceTable
 from vllm_commext.nixl.requests import Chunk, Restart
 from vllm_commext.nixl.stream import rows
-from vllm_commext.nixl.stream.board import ENDED, Header, StreamBoard
 from vllm_commext.nixl.stream.directory import MAX_ENDED, StreamDirectory
 from vllm_commext.nixl.stream.producer import StreamProducer
+from vllm_commext.nixl.stream.progress import ENDED, Header, ProgressTable
 from vllm_commext.nixl.stream.publisher import Publisher
 from vllm_commext.nixl.stream.ways import (
     HOST_COPY,
@@ -72,45 +72,45 @@ def test_chunks_grow_by_whole_steps_up_to_the_end(
         assert target > done
 
 
-def read(board: StreamBoard, row: int) -> Header:
-    board.header_cells[0] = board.headers[row]
-    return board.header_in(0)
+def read(progress: ProgressTable, row: int) -> Header:
+    progress.header_cells[0] = progress.headers[row]
+    return progress.header_in(0)
 
 
 def test_a_row_through_the_life_of_a_request() -> None:
-    board = StreamBoard(100, num_rows=3)
-    board.begin(1, 77)
-    assert read(board, 1) == Header(77, 77, 0)
-    board.publish(1, 77, 0, [5, 9], 20)
-    board.publish(1, 77, 2, [3], 40)
-    board.begin(1, 77)
-    assert read(board, 1) == Header(77, 77, 40)
-    assert board.block_ids[1, :3].tolist() == [5, 9, 3]
-    board.restart(1, 88)
-    assert read(board, 1) == Header(77, 88, 0)
-    board.publish(1, 77, 0, [1, 1, 1], 60)
-    assert read(board, 1) == Header(77, 88, 0)
-    assert board.block_ids[1, :3].tolist() == [5, 9, 3]
-    board.publish(1, 88, 0, [4], 10)
-    assert read(board, 1) == Header(77, 88, 10)
-    board.end(1)
-    assert read(board, 1) == Header(77, ENDED, 0)
-    board.begin(1, 99)
-    assert read(board, 1) == Header(99, 99, 0)
-    assert not board.headers[[0, 2]].any()
+    progress = ProgressTable(100, num_rows=3)
+    progress.begin(1, 77)
+    assert read(progress, 1) == Header(77, 77, 0)
+    progress.publish(1, 77, 0, [5, 9], 20)
+    progress.publish(1, 77, 2, [3], 40)
+    progress.begin(1, 77)
+    assert read(progress, 1) == Header(77, 77, 40)
+    assert progress.block_ids[1, :3].tolist() == [5, 9, 3]
+    progress.restart(1, 88)
+    assert read(progress, 1) == Header(77, 88, 0)
+    progress.publish(1, 77, 0, [1, 1, 1], 60)
+    assert read(progress, 1) == Header(77, 88, 0)
+    assert progress.block_ids[1, :3].tolist() == [5, 9, 3]
+    progress.publish(1, 88, 0, [4], 10)
+    assert read(progress, 1) == Header(77, 88, 10)
+    progress.end(1)
+    assert read(progress, 1) == Header(77, ENDED, 0)
+    progress.begin(1, 99)
+    assert read(progress, 1) == Header(99, 99, 0)
+    assert not progress.headers[[0, 2]].any()
 
 
 def test_cells_run_out_and_come_back() -> None:
-    board = StreamBoard(64)
-    cells = [board.take_cell() for _ in range(rows.NUM_CELLS)]
+    progress = ProgressTable(64)
+    cells = [progress.take_cell() for _ in range(rows.NUM_CELLS)]
     assert sorted(filter(None, cells)) == list(range(1, rows.NUM_CELLS))
-    assert board.take_cell() is None
-    board.id_cells[3, :64] = np.arange(64)
-    ids = board.ids_in(3, 1)
-    board.give_back_cell(3)
-    board.id_cells[3] = 0
+    assert progress.take_cell() is None
+    progress.id_cells[3, :64] = np.arange(64)
+    ids = progress.ids_in(3, 1)
+    progress.give_back_cell(3)
+    progress.id_cells[3] = 0
     assert ids.tolist() == list(range(64))
-    assert board.take_cell() == 3
+    assert progress.take_cell() == 3
 
 
 class Work:
@@ -129,7 +129,7 @@ class Work:
 def test_on_a_device_a_chunk_is_published_when_its_work_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    board, fences, made = StreamBoard(8), FenceBoard(), []
+    progress, fences, made = ProgressTable(8), FenceTable(), []
     fences.arm(FENCE_KEY)
 
     def event() -> Work:
@@ -137,25 +137,25 @@ def test_on_a_device_a_chunk_is_published_when_its_work_has_ended(
         return made[-1]
 
     monkeypatch.setattr("vllm_commext.nixl.stream.publisher.torch.Event", event)
-    publisher = Publisher(board, fences, is_on_device=True)
+    publisher = Publisher(progress, fences, is_on_device=True)
     nonce = int(fences.nonces[5])
     publisher.launched([Chunk(2, nonce, 0, (7,), 16, begins=True)])
     publisher.launched([Chunk(2, nonce, 1, (6,), 32)])
     publisher.poll()
-    assert (read(board, 2), len(publisher)) == (Header(nonce, nonce, 0), 2)
+    assert (read(progress, 2), len(publisher)) == (Header(nonce, nonce, 0), 2)
     made[1].has_ended = True
     publisher.poll()
-    assert read(board, 2).num_tokens == 0
+    assert read(progress, 2).num_tokens == 0
     made[0].has_ended = True
     publisher.poll()
-    assert (read(board, 2).num_tokens, len(publisher)) == (32, 0)
+    assert (read(progress, 2).num_tokens, len(publisher)) == (32, 0)
     publisher.launched([Chunk(2, nonce, 2, (4,), 48)])
     publisher.prepare([], [Restart(2, 5, nonce)])
     made[2].has_ended = True
     publisher.poll()
     new = int(fences.nonces[5])
     assert new != nonce
-    assert read(board, 2) == Header(nonce, new, 0)
+    assert read(progress, 2) == Header(nonce, new, 0)
 
 
 def request(name: str, key: str = "a" * 32, num_tokens: int = 40, **changes: Any) -> Any:

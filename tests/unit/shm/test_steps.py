@@ -183,7 +183,7 @@ def test_any_steps_arrive_as_pickle_would_have_made_them(steps: list[tuple[Any, 
         assert exactly(decoder.decode(record)) == exactly(pickle.loads(pickle.dumps(message)))
 
 
-class Course:
+class StepSource:
     """Requests that come and end, in an engine's order and in a worker's, who puts who comes into
     the place of who has ended."""
 
@@ -228,9 +228,9 @@ TURNS = st.tuples(st.lists(st.integers(0, 40), max_size=3), st.integers(0, 3), s
 def test_requests_that_come_and_end(
     at_first: int, turns: list[tuple[list[int], int, bool]]
 ) -> None:
-    course, ends = Course(), [(Encoder(CLASSES), Decoder(CLASSES)) for _ in range(2)]
+    source, ends = StepSource(), [(Encoder(CLASSES), Decoder(CLASSES)) for _ in range(2)]
     for ended, n_new, is_sent in [([], at_first, True), *turns]:
-        for (encoder, decoder), message in zip(ends, course.turn(ended, n_new), strict=True):
+        for (encoder, decoder), message in zip(ends, source.turn(ended, n_new), strict=True):
             record: Any = encoder.encode(message)
             if not is_sent:
                 encoder.forget()
@@ -239,10 +239,10 @@ def test_requests_that_come_and_end(
 
 
 def test_a_request_that_comes_or_ends_costs_few_bytes() -> None:
-    course, encoder = Course(), Encoder(CLASSES)
+    source, encoder = StepSource(), Encoder(CLASSES)
     sizes = []
     for ended, n_new in (([], 200), ([], 0), ([], 0), ([7], 0), ([], 1), ([], 0)):
-        record = encoder.encode(course.turn(ended, n_new)[0])
+        record = encoder.encode(source.turn(ended, n_new)[0])
         assert isinstance(record, bytes)
         sizes.append(len(record))
     steady = sizes[2]  # the numbers of tokens, and that the names are the same
@@ -263,9 +263,9 @@ def refuse(_: bytes) -> Any:
 @given(st.data())
 def test_damage_is_an_error_or_another_message(data: st.DataObject) -> None:
     """And never a crash, or a reader that cannot go on."""
-    course, encoder, decoder = Course(), Encoder(CLASSES), unpacker(CLASSES)
+    source, encoder, decoder = StepSource(), Encoder(CLASSES), unpacker(CLASSES)
     for ended, n_new in (([], 5), ([1], 1), ([2, 3], 0)):
-        record: Any = encoder.encode(course.turn(ended, n_new)[0])
+        record: Any = encoder.encode(source.turn(ended, n_new)[0])
         if data.draw(st.booleans()):
             at = data.draw(st.integers(9, len(record) - 1))
             kind = data.draw(st.integers(0, 2))
@@ -274,7 +274,7 @@ def test_damage_is_an_error_or_another_message(data: st.DataObject) -> None:
         with contextlib.suppress(*DAMAGE):
             decoder.unpack(record, refuse)
     encoder.forget()
-    message = course.turn([0], 2)[0]
+    message = source.turn([0], 2)[0]
     record = encoder.encode(message)
     assert exactly(decoder.unpack(record, refuse)) == exactly(message)
 

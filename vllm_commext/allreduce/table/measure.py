@@ -96,9 +96,9 @@ def measure_message(
     lockstep: Lockstep,
     context: CaptureContext = nullcontext,
 ) -> dict[str, float]:
-    """Microseconds a call of each contestant: the median over samples of the slowest rank.
+    """Microseconds a call of each variant: the median over samples of the slowest rank.
 
-    The contestants take turns in every sample, so that what else the machine does meets all.
+    The variants take turns in every sample, so that what else the machine does meets all.
     """
     import torch
 

@@ -93,10 +93,10 @@ class Link:
         device_id: device of its cache.
         fence_list: prepared list of its fences' nonces, None where it has none.
         num_fence_slots: how many there are.
-        stream_headers: prepared list of the headers of its board for streams, None where it has
+        stream_headers: prepared list of the headers of its progress table, None where it has
             none, or this worker streams nothing.
-        stream_pieces: prepared list of the board's pieces of block ids.
-        num_stream_rows: rows of the board.
+        stream_pieces: prepared list of the progress table's pieces of block ids.
+        num_stream_rows: rows of the progress table.
         pieces_per_row: pieces in each.
         generation_list: prepared list of its blocks' generations, None where it offers none, or
             this worker asks for none.

@@ -14,7 +14,7 @@ from vllm_commext.nixl.decode.transfers import Failure, Part
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.requests import RemoteRequest
-from vllm_commext.nixl.reuse.generations import GenerationBoard
+from vllm_commext.nixl.reuse.generations import GenerationTable
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.pauses import pause
 from vllm_commext.nixl.transport.posting import Posting, pieces_of_read
@@ -242,7 +242,7 @@ class ReadSet:
         if not read.is_late:
             link.num_bytes -= read.num_bytes
         if read.cell is not None:
-            self._agent.board.give_back_cell(read.cell)
+            self._agent.fences.give_back_cell(read.cell)
             read.cell = None
         if read.cells:
             self._generations.give_back_cells(read.cells)
@@ -260,7 +260,7 @@ class ReadSet:
             if error:
                 return End(Failure("transfer", ProtocolError(f"NIXL: {error}")))
         if read.cell is not None:
-            return self._judge(read, self._agent.board.nonce_in(read.cell))
+            return self._judge(read, self._agent.fences.nonce_in(read.cell))
         if read.cells:
             return self._judge_generations(read)
         if read.part.use.is_given_up or not read.is_fenced:
@@ -271,7 +271,7 @@ class ReadSet:
         """The blocks have arrived: read the fence, now or as soon as a cell is free."""
         if not read.part.remote.is_kept:
             return self._post_generations(read)
-        cell = self._agent.board.take_cell()
+        cell = self._agent.fences.take_cell()
         if cell is None:
             return None
         read.cell = cell
@@ -315,7 +315,7 @@ class ReadSet:
         return End(Failure("expired", ProtocolError(text)))
 
     @property
-    def _generations(self) -> GenerationBoard:
+    def _generations(self) -> GenerationTable:
         assert self._agent.generations is not None  # links have lists of generations only with one
         return self._agent.generations
 

@@ -1,6 +1,6 @@
 """Fences: how a decode engine proves that what it read was still the request's.
 
-A prefill worker has a board of 64-bit nonces in registered memory, one a slot.  The scheduler side
+A prefill worker has a table of 64-bit nonces in registered memory, one a slot.  The scheduler side
 gives each finished prefill a slot and the nonce that stands there, and both go out with the request
 parameters.  The nonce stands as long as the request's blocks are held; the worker puts the slot's
 next one in its place *before* it reports the blocks as free.  The decode worker reads the slot
@@ -55,7 +55,7 @@ class FenceSlots:
     """The scheduler side's slots: which are free, and what stands in each.
 
     Args:
-        key: as the workers' boards have it.
+        key: as the workers' tables have it.
         num_slots: how many there are.
     """
 
@@ -95,7 +95,7 @@ class FenceSlots:
             self._free.append(self._taken.pop(request_id))
 
 
-class FenceBoard:
+class FenceTable:
     """One worker's nonces, which peers read, and cells, into which it reads those of peers.
 
     Attributes:

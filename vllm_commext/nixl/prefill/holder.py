@@ -123,7 +123,7 @@ class Holder:
             hold = self._holds[request_id]
             try:
                 if hold.fence_slot >= 0:
-                    self._agent.board.end(hold.fence_slot, hold.fence_nonce)
+                    self._agent.fences.end(hold.fence_slot, hold.fence_nonce)
                 if hold.stream_row >= 0 and self._agent.streams is not None:
                     self._agent.streams.end(hold.stream_row)
             except Exception:  # noqa: BLE001 one request's error is no other's

@@ -46,7 +46,7 @@ class Shared:
     num_blocks: int
 
 
-class GenerationBoard:
+class GenerationTable:
     """One worker's generations, which peers read, and cells, into which it reads those of peers.
 
     Attributes:

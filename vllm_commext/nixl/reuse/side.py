@@ -72,13 +72,13 @@ class ReuseSide:
         if self._is_on and not hasattr(pool, "unpin_blocks"):
             self._refuse(POOL)
 
-    def open(self, boards: Sequence[Shared | None]) -> OfferTable | None:
+    def open(self, tables: Sequence[Shared | None]) -> OfferTable | None:
         """Learn of the workers' generations; what the side channel answers from, None where this
         engine offers nothing."""
         if not self._is_on or self._pool is None:
             return None
         try:
-            shared = [open_shared(one) for one in boards if one is not None]
+            shared = [open_shared(one) for one in tables if one is not None]
         except UnsupportedError as error:
             self._refuse(str(error))
             return None

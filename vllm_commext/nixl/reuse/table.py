@@ -27,18 +27,18 @@ class OfferTable:
     """Safe for threads.
 
     Args:
-        boards: the generations of each worker, ``[num_blocks]`` uint64 each.  All hold the same;
+        tables: the generations of each worker, ``[num_blocks]`` uint64 each.  All hold the same;
             where they begin is drawn, so that no start of an engine repeats another's.
     """
 
-    def __init__(self, boards: Sequence[Generations]) -> None:
-        self._boards = boards
+    def __init__(self, tables: Sequence[Generations]) -> None:
+        self._tables = tables
         self._lock = threading.Lock()
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         first = np.uint64(secrets.randbits(63))
-        for board in boards:
-            board[:] = first
+        for table in tables:
+            table[:] = first
 
     def __len__(self) -> int:
         """Blocks on offer."""
@@ -55,8 +55,8 @@ class OfferTable:
     def drop(self, block_id: int) -> None:
         """The block is about to get other bytes: whoever reads it meanwhile finds that out."""
         with self._lock:
-            for board in self._boards:
-                board[block_id] += np.uint64(1)
+            for table in self._tables:
+                table[block_id] += np.uint64(1)
             one = self._hash_of.pop(block_id, None)
             if one is not None and self._block_of.get(one) == block_id:
                 del self._block_of[one]
@@ -64,8 +64,8 @@ class OfferTable:
     def clear(self) -> None:
         """Nothing is on offer, nor was anything that is being read: another model's weights."""
         with self._lock:
-            for board in self._boards:
-                board += np.uint64(1)
+            for table in self._tables:
+                table += np.uint64(1)
             self._block_of.clear()
             self._hash_of.clear()
 
@@ -78,5 +78,5 @@ class OfferTable:
                 if block_id is None:
                     break
                 found.append(block_id)
-            generations = self._boards[0][found].tolist() if found else []
+            generations = self._tables[0][found].tolist() if found else []
         return Run(found, generations)

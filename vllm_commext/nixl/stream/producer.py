@@ -52,7 +52,7 @@ class StreamProducer:
         fences: the engine's.
         directory: what its side channel answers.
         streaming: what the engine does.
-        num_rows: rows of each worker's board.
+        num_rows: rows of each worker's progress table.
     """
 
     def __init__(

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_commext.nixl.prefill.fence import FenceBoard
+from vllm_commext.nixl.prefill.fence import FenceTable
 from vllm_commext.nixl.requests import Chunk, Restart
-from vllm_commext.nixl.stream.board import StreamBoard
+from vllm_commext.nixl.stream.progress import ProgressTable
 
 
 class Event(Protocol):
@@ -29,13 +29,13 @@ class Publisher:
     """Publishes one worker's chunks; safe for threads.
 
     Args:
-        board: the worker's rows.
+        progress: the worker's rows.
         fences: its fences.
         is_on_device: the cache is not in host memory.
     """
 
-    def __init__(self, board: StreamBoard, fences: FenceBoard, *, is_on_device: bool) -> None:
-        self._board = board
+    def __init__(self, progress: ProgressTable, fences: FenceTable, *, is_on_device: bool) -> None:
+        self._progress = progress
         self._fences = fences
         self._is_on_device = is_on_device
         self._lock = threading.Lock()
@@ -49,10 +49,10 @@ class Publisher:
         """A step's kernels are going to be launched.  Of prompts that were preempted the fence is
         replaced first, so that no reader relies on what it reads from now on."""
         for one in restarts:
-            self._board.restart(one.row, self._fences.end(one.slot, one.nonce))
+            self._progress.restart(one.row, self._fences.end(one.slot, one.nonce))
         for chunk in chunks:
             if chunk.begins:
-                self._board.begin(chunk.row, chunk.nonce)
+                self._progress.begin(chunk.row, chunk.nonce)
 
     def launched(self, chunks: list[Chunk]) -> None:
         """They are launched."""
@@ -73,4 +73,4 @@ class Publisher:
 
     def _publish(self, chunks: list[Chunk]) -> None:
         for one in chunks:
-            self._board.publish(one.row, one.nonce, one.first, one.block_ids, one.num_tokens)
+            self._progress.publish(one.row, one.nonce, one.first, one.block_ids, one.num_tokens)

@@ -21,7 +21,7 @@ from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.decode.transfers import Failure, Part, Use
 from vllm_commext.nixl.geometry.layout import FULL
 from vllm_commext.nixl.geometry.plan import Blocks, Pairs, num_blocks_for
-from vllm_commext.nixl.stream.board import ENDED, Header, StreamBoard
+from vllm_commext.nixl.stream.progress import ENDED, Header, ProgressTable
 from vllm_commext.nixl.stream.rows import PIECE_IDS, next_chunk, pieces
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.pauses import pause
@@ -291,7 +291,7 @@ class StreamReader:
             if look.num_pieces:
                 self._take_ids(cursor, look)
             else:
-                self._judge(cursor, self._board.header_in(look.cell))
+                self._judge(cursor, self._progress.header_in(look.cell))
                 if cursor.target > cursor.done and self._post_ids(cursor, look):
                     return  # looked at again at once, in the next turn
         except Exception:
@@ -300,7 +300,7 @@ class StreamReader:
         self._end_look(cursor)
 
     def _post_look(self, cursor: Cursor) -> Look | None:
-        cell = self._board.take_cell()
+        cell = self._progress.take_cell()
         if cell is None:
             return None
         link, row = cursor.link, cursor.part.remote.stream_row
@@ -308,7 +308,7 @@ class StreamReader:
             read = self._agent.make_header_read(link.stream_headers, cell, row)
             posting = Posting(self._agent, [read])
         except Exception:
-            self._board.give_back_cell(cell)
+            self._progress.give_back_cell(cell)
             raise
         look = Look(link.hold(), cell, posting, time.perf_counter())
         self._looks.append(look)
@@ -330,7 +330,7 @@ class StreamReader:
     def _take_ids(self, cursor: Cursor, look: Look) -> None:
         """The ids have arrived; where they are not all that was asked for, the chunk is cut."""
         first = len(cursor.block_ids) // PIECE_IDS * PIECE_IDS
-        new = self._board.ids_in(look.cell, look.num_pieces)
+        new = self._progress.ids_in(look.cell, look.num_pieces)
         needed = num_blocks_for(cursor.target, cursor.block_size)
         cursor.block_ids = np.concatenate([cursor.block_ids[:first], new])[:needed]
         num_known = len(cursor.block_ids) * cursor.block_size
@@ -387,12 +387,12 @@ class StreamReader:
 
     def _forget(self, look: Look) -> None:
         self._looks.remove(look)
-        self._board.give_back_cell(look.cell)
+        self._progress.give_back_cell(look.cell)
         look.link.drop()
 
     @property
-    def _board(self) -> StreamBoard:
-        assert self._agent.streams is not None  # links have lists of headers only with a board
+    def _progress(self) -> ProgressTable:
+        assert self._agent.streams is not None  # links have lists of headers only with a table
         return self._agent.streams
 
 

@@ -18,10 +18,10 @@ from packaging.version import Version
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.descriptors import Int32Array, UInt64Array, expand_rows, strided_row
-from vllm_commext.nixl.prefill.fence import NONCE_BYTES, NUM_CELLS, FenceBoard
-from vllm_commext.nixl.reuse.generations import GenerationBoard
+from vllm_commext.nixl.prefill.fence import NONCE_BYTES, NUM_CELLS, FenceTable
+from vllm_commext.nixl.reuse.generations import GenerationTable
 from vllm_commext.nixl.stream import rows as stream_rows
-from vllm_commext.nixl.stream.board import StreamBoard
+from vllm_commext.nixl.stream.progress import ProgressTable
 from vllm_commext.nixl.transport.ucx_log import UcxLog
 
 STRIDED_SINCE = (1, 5)
@@ -94,7 +94,7 @@ def nonce_rows(address: int, num_slots: int) -> UInt64Array:
 
 
 def header_rows(address: int, num_rows: int) -> UInt64Array:
-    """Headers of a board for streams as strided descriptors."""
+    """Headers of a progress table as strided descriptors."""
     values = [[address, stream_rows.HEADER_BYTES, 0, 8 * stream_rows.HEADER_WORDS, num_rows]]
     return np.array(values, dtype=np.uint64)
 
@@ -115,8 +115,8 @@ class NixlAgent:
     def __init__(
         self,
         config: ConnectorConfig,
-        streams: StreamBoard | None = None,
-        generations: GenerationBoard | None = None,
+        streams: ProgressTable | None = None,
+        generations: GenerationTable | None = None,
     ) -> None:
         api = load_nixl()
         self.name = str(uuid.uuid4())
@@ -126,7 +126,7 @@ class NixlAgent:
             self._agent = api.nixl_agent(self.name, settings)
         self._create_backends(config)
         ucx_log.detach()
-        self.board = FenceBoard()
+        self.fences = FenceTable()
         self.streams = streams
         self.generations = generations
         self._registered: list[Any] = []
@@ -153,7 +153,7 @@ class NixlAgent:
         """
         rows = [(address, num_bytes, device_id, "") for address, num_bytes in ranges]
         self._registered.append(self._agent.register_memory(rows, memory_type))
-        arrays: list[npt.NDArray[Any]] = [self.board.nonces, self.board.cells]
+        arrays: list[npt.NDArray[Any]] = [self.fences.nonces, self.fences.cells]
         streams = self.streams
         if streams is not None:
             arrays += [streams.headers, streams.block_ids, streams.header_cells, streams.id_cells]
@@ -162,7 +162,7 @@ class NixlAgent:
             arrays += [generations.generations, generations.cells]
         rows = [(array.ctypes.data, array.nbytes, 0, "") for array in arrays]
         self._registered.append(self._agent.register_memory(rows, "DRAM"))
-        cells = nonce_rows(self.board.cells.ctypes.data, NUM_CELLS)
+        cells = nonce_rows(self.fences.cells.ctypes.data, NUM_CELLS)
         self._cell_list = self.prepare("", cells, "DRAM")
         if generations is not None:
             cells = nonce_rows(generations.cells.ctypes.data, len(generations.cells))
@@ -222,15 +222,15 @@ class NixlAgent:
         return self.prepare(name, nonce_rows(address, num_slots), "DRAM")
 
     def prepare_headers(self, name: str, address: int, num_rows: int) -> Any:
-        """Prepare the list of the headers of a peer's board for streams."""
+        """Prepare the list of the headers of a peer's progress table."""
         return self.prepare(name, header_rows(address, num_rows), "DRAM")
 
     def prepare_pieces(self, name: str, address: int, num_pieces: int) -> Any:
-        """Prepare the list of the pieces of block ids of a peer's board for streams."""
+        """Prepare the list of the pieces of block ids of a peer's progress table."""
         return self.prepare(name, piece_rows(address, num_pieces), "DRAM")
 
     def make_header_read(self, headers: Any, cell: int, row: int) -> Any:
-        """Describe a read of a header of a peer's board into a cell."""
+        """Describe a read of a header of a peer's table into a cell."""
         assert self._stream_cells is not None  # links have lists of headers only with cells
         return self.make_read(self._stream_cells[0], _same(cell, 1), headers, _same(row, 1))
 
@@ -258,7 +258,7 @@ class NixlAgent:
         )
 
     def make_fence_read(self, fence_list: Any, cell: int, slot: int, times: int = 1) -> Any:
-        """Describe a read of a peer's nonce into a cell of the board, so many times over."""
+        """Describe a read of a peer's nonce into a cell of the fence table, so many times over."""
         return self._agent.make_prepped_xfer(
             "READ", self._cell_list, _same(cell, times), fence_list, _same(slot, times)
         )

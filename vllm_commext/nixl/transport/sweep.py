@@ -101,7 +101,7 @@ class Sweeper:
     def _begin(self, links: Sequence[Link]) -> None:
         link = next((one for one in reversed(links) if one.fence_list is not None), None)
         if link is not None and self._cell is None:
-            self._cell = self._agent.board.take_cell()
+            self._cell = self._agent.fences.take_cell()
         if link is not None and self._cell is not None:
             self._link = link.hold()
 

@@ -27,7 +27,7 @@ MAX_NOTIFICATION_BYTES = 64 * 1024
 MAX_DEVICES = 4096
 MAX_ROWS = 4096
 MAX_PIECES = 1 << 18
-"""Of a board for chunk streaming: rows, and pieces of block ids in each."""
+"""Of a progress table: rows, and pieces of block ids in each."""
 MAX_KEYS = 64
 """Streams in one question."""
 KEY_DIGITS = 32
@@ -115,7 +115,7 @@ class FoundStream(msgspec.Struct, kw_only=True, frozen=True):
         refusal: why it will not be, "" where it is.
         request_id: the request's id in the prefill engine.
         num_tokens: tokens of its prompt.
-        row: its row of the workers' boards, see ``stream.rows``.
+        row: its row of the workers' progress tables, see ``stream.rows``.
         tag: what tells it there from other requests that get the row.
         fence_slot: slot of its fence.
         fence_nonce: what stands there until the request is preempted or ends.
@@ -237,10 +237,10 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
         num_fence_slots: how many there are, 0 for none.
         lease_seconds: how long the worker keeps a request's blocks after the last sign of a reader,
             0 where it takes no ``KeepAlive``.
-        stream_headers: address of the headers of its board for chunk streaming, see
+        stream_headers: address of the headers of its progress table, see
             ``stream.rows``.
-        stream_block_ids: address of the board's block ids.
-        num_stream_rows: rows of the board, 0 where it streams nothing.
+        stream_block_ids: address of the progress table's block ids.
+        num_stream_rows: rows of the progress table, 0 where it streams nothing.
         pieces_per_row: pieces of block ids in a row.
         generations: address of its blocks' generations, see ``reuse.generations``.
         num_generations: how many there are: one a block, or 0 where it has no blocks on offer.
@@ -332,7 +332,7 @@ def open_description(reply: Described) -> WorkerDescription:
     if not 0 <= opened.device_id < MAX_DEVICES or opened.num_fence_slots < 0:
         raise ProtocolError("the worker description's device or number of slots is out of range")
     if not (0 <= opened.num_stream_rows <= MAX_ROWS and 0 <= opened.pieces_per_row <= MAX_PIECES):
-        raise ProtocolError("the worker description's board for streams is out of range")
+        raise ProtocolError("the worker description's progress table is out of range")
     if opened.num_generations not in (0, opened.layout.num_blocks):
         raise ProtocolError(
             f"expected num_generations 0 or {opened.layout.num_blocks}, as there are blocks, got "

@@ -1,9 +1,9 @@
 """Runs one server and leaves nothing of it behind, whatever becomes of the server or of who asked
 for it.
 
-``python guardian.py GRACE_SECONDS COMMAND ...`` starts the command in a session of its own. When
+``python supervisor.py GRACE_SECONDS COMMAND ...`` starts the command in a session of its own. When
 standard input closes (the asking process ended the server, or died itself) or SIGTERM arrives, the
-command gets SIGTERM and, after the grace period, everything it left gets SIGKILL. The guardian is
+command gets SIGTERM and, after the grace period, everything it left gets SIGKILL. The supervisor is
 the reaper of all its orphaned descendants (Linux ``PR_SET_CHILD_SUBREAPER``), so it ends only when
 no descendant is left: its own end is the proof. vLLM's engine and worker processes survive their
 parent otherwise, and hold ports and shared memory.
@@ -134,7 +134,7 @@ def guard(grace_seconds: float, start: Callable[[], Child]) -> int:
     status = server.returncode
     if not _end(server, grace_seconds):
         print(
-            f"guardian: left behind after SIGKILL: {descendants(os.getpid())}",
+            f"supervisor: left behind after SIGKILL: {descendants(os.getpid())}",
             file=sys.stderr,
             flush=True,
         )

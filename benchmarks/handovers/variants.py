@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serving.servers import Contestant
+from serving.servers import Variant
 
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import Metrics
@@ -139,7 +139,7 @@ def _server(setup: Setup, name: str, role: str, model: Path, options: Sequence[s
 
 
 @contextmanager
-def started(setup: Setup, names: Sequence[str]) -> Iterator[dict[str, Contestant]]:
+def started(setup: Setup, names: Sequence[str]) -> Iterator[dict[str, Variant]]:
     """All servers, ready; one after the other on a GPU, for each looks at how much memory is
     free. Those with a proxy share the servers of ours without."""
     model, options = write_model(setup)
@@ -156,15 +156,15 @@ def started(setup: Setup, names: Sequence[str]) -> Iterator[dict[str, Contestant
                     servers[role].wait_ready()
             for role, server in servers.items():
                 print(f"{name}, {role}: {server.wait_ready():.0f} s to start", flush=True)
-        contestants: dict[str, Contestant] = {}
+        variants: dict[str, Variant] = {}
         for name in names:
             front: dict[str, Server] = {**made[OURS if name in PROXIED else name]}
             url = front["plain" if name == PLAIN else "decode"].url
             if name in PROXIED:
                 front["proxy"] = proxy = stack.enter_context(_proxy(setup, name, front))
                 url = proxy.url
-            contestants[name] = Contestant(url, front)
-        yield contestants
+            variants[name] = Variant(url, front)
+        yield variants
 
 
 def _proxy(setup: Setup, name: str, servers: Mapping[str, Server]) -> Server:

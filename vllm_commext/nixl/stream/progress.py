@@ -33,7 +33,7 @@ class Header:
     num_tokens: int
 
 
-class StreamBoard:
+class ProgressTable:
     """Rows and cells; safe for threads.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Which course the demo takes, what it needs of a block, and its prompts of one length."""
+"""Which scenario the demo takes, what it needs of a block, and its prompts of one length."""
 
 import argparse
 import json
@@ -33,11 +33,11 @@ def test_prompts_too_short_to_be_different_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "name", "sizes"),
     [
-        ([], "Scenario", (1, 1)),
-        (["--tp", "2"], "Scenario", (2, 2)),
+        ([], "EqualTpScenario", (1, 1)),
+        (["--tp", "2"], "EqualTpScenario", (2, 2)),
         (["--tp", "2", "--d-tp", "1"], "SplitScenario", (2, 1)),
         (["--p-tp", "1", "--d-tp", "2"], "SplitScenario", (1, 2)),
-        (["--model", "llama1", "--tp", "2"], "Scenario", (2, 2)),
+        (["--model", "llama1", "--tp", "2"], "EqualTpScenario", (2, 2)),
         (["--model", "granite1"], "SplitScenario", (1, 1)),
         (["--model", "swa", "--tp", "2"], "SplitScenario", (2, 2)),
     ],
@@ -45,9 +45,9 @@ def test_prompts_too_short_to_be_different_are_refused() -> None:
 def test_the_course_suits_the_model_and_the_sizes(
     arguments: list[str], name: str, sizes: tuple[int, int], tmp_path: Path
 ) -> None:
-    course = demo.choose_course(parsed(*arguments), tmp_path)
-    assert type(course).__name__ == name
-    assert (course.options.prefill_tp, course.options.decode_tp) == sizes
+    scenario = demo.choose_scenario(parsed(*arguments), tmp_path)
+    assert type(scenario).__name__ == name
+    assert (scenario.options.prefill_tp, scenario.options.decode_tp) == sizes
 
 
 @pytest.mark.parametrize("arguments", [["--model", "gpt5"], ["--tp", "3"], ["--p-tp", "0"]])
@@ -67,7 +67,7 @@ def test_ranks_that_share_a_head_hold_it_each(
     num_heads: int, decode_tp: int, expected: int, tmp_path: Path
 ) -> None:
     pytest.importorskip("httpx")
-    from vllm_commext.cli.demo_course import kv_bytes_per_block
+    from vllm_commext.cli.demo_scenario import kv_bytes_per_block
 
     fields = {"model_type": "llama", "num_key_value_heads": num_heads, "num_hidden_layers": 4}
     text = json.dumps({**fields, "head_dim": 32, "dtype": "float32"})
