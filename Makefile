@@ -35,7 +35,7 @@ AFTER := nice -n 2
 DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
 	--requests $(REQUESTS) $(if $(filter-out 0,$(KEEP)),--keep)
 
-.PHONY: demo test servers pure checked nightly wheels unit contract cpu long chaos bench fuzz mutants lint docs env matrix mixed older test-matrix stress-shm \
+.PHONY: demo test servers pure checked nightly wheels unit contract cpu long chaos bench fuzz mutants lint docs env matrix mixed older rolling test-matrix stress-shm \
 	qemu sanitize clean help
 
 help: ## List the targets
@@ -72,7 +72,7 @@ long: env ## Tests that `make test` has no time for, each server started from no
 nightly: env ## Everything that runs here and takes hours: both demos, long, chaos, fuzz, mutants, matrix, stress, sanitizers, wheels
 	$(MAKE) demo
 	$(MAKE) demo MODEL=granite1 P_TP=1 D_TP=2 REQUESTS=8
-	$(MAKE) long chaos fuzz mutants test-matrix matrix mixed older stress-shm sanitize wheels
+	$(MAKE) long chaos fuzz mutants test-matrix matrix mixed older rolling stress-shm sanitize wheels
 	if command -v qemu-aarch64 > /dev/null; then $(MAKE) qemu; else echo "make qemu left out: no qemu-aarch64"; fi
 
 bench: env ## Every benchmark that this machine can run, short, as one report in benchmarks/results; BENCH_ARGS='--only serve'
@@ -119,6 +119,12 @@ older: env ## Servers of 0.2.0 (OLDER=its commit) and of this state beside each 
 	$(BIN)/python tools/older_release.py $(VENV) .older-$(OLDER) --commit $(OLDER)
 	COMMEXT_TEST_LONG=1 COMMEXT_TEST_FORK=0 COMMEXT_TEST_OLDER=$(CURDIR)/.older-$(OLDER) \
 		$(PYTEST) tests/cpu/test_older_release.py $(PYTEST_ARGS)
+
+rolling: env ## Four engines under load upgraded one by one and rolled back: from OTHER=0.30.0 to VLLM, from OLDER to this state
+	@$(PYTHON) tools/cpu_env.py .venv-$(OTHER) --vllm $(OTHER)
+	$(BIN)/python tools/older_release.py $(VENV) .older-$(OLDER) --commit $(OLDER)
+	COMMEXT_TEST_LONG=1 COMMEXT_TEST_FORK=0 COMMEXT_TEST_OTHER_PYTHON=$(CURDIR)/.venv-$(OTHER)/bin/python \
+		COMMEXT_TEST_OLDER=$(CURDIR)/.older-$(OLDER) $(PYTEST) tests/cpu/test_rolling.py $(PYTEST_ARGS)
 
 matrix: env ## One table: every API check against every supported vLLM, also those that are not installed
 	$(BIN)/python tools/api_matrix.py

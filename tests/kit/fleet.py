@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -20,15 +21,19 @@ from tests.chaos.judge import is_right
 from vllm_commext.drain import MIDDLEWARE, VARIABLE
 from vllm_commext.errors import CommextError
 from vllm_commext.testing import cluster
-from vllm_commext.testing.parity import Completion, complete
-from vllm_commext.testing.servers import ProxyServer, Server
+from vllm_commext.testing.metrics import scrape
+from vllm_commext.testing.parity import Completion, complete, tls
+from vllm_commext.testing.servers import LOOPBACK, ProxyServer, Server, free_port
 
 # vLLM's own bound on what an engine has under way when it is told to end, leases among it.
-DRAIN_ARGS = ("--middleware", MIDDLEWARE, "--shutdown-timeout", "240")
+SHUTDOWN_SECONDS = "240"
+MIDDLEWARE_ARGS = ("--middleware", MIDDLEWARE)
+DRAIN_ARGS = (*MIDDLEWARE_ARGS, "--shutdown-timeout", SHUTDOWN_SECONDS)
 PROXY_ARGS = (
     *cluster.PATIENT_PROXY_ARGS, "--refresh-interval", "0.2", "--health-interval", "0.5",
 )  # fmt: skip
 BOUND_SECONDS = 300.0
+HELD = "vllm:commext_nixl_held_requests"
 POLL_SECONDS = 0.05
 
 
@@ -80,6 +85,12 @@ class Load:
             assert time.monotonic() < deadline, f"{self.num_right} of {wanted} right answers"
             time.sleep(POLL_SECONDS)
 
+    def wait_for_problem(self) -> None:
+        """Wait until something else than a right answer has come; not for ever."""
+        deadline = time.monotonic() + BOUND_SECONDS
+        while not self.problems and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+
     def _client(self, number: int) -> None:
         rng = random.Random(number)
         while not self._stop.is_set():
@@ -104,13 +115,14 @@ class Load:
 class Routing:
     """A proxy whose engines and their roles are those of a file."""
 
-    def __init__(self, folder: Path, engines: Mapping[str, Server]) -> None:
+    def __init__(
+        self, folder: Path, engines: Mapping[str, Server], proxy_args: Sequence[str] = ()
+    ) -> None:
         self._engines = engines
         self._file = folder / "engines.json"
         self.roles: dict[str, str] = {}
-        self.proxy = ProxyServer(
-            "fleet", [], [], folder, args=[*PROXY_ARGS, "--engines-file", str(self._file)]
-        )
+        args = [*PROXY_ARGS, *proxy_args, "--engines-file", str(self._file)]
+        self.proxy = ProxyServer("fleet", [], [], folder, args=args)
 
     def assign(self, **roles: str) -> None:
         """From now on these engines, by name, have these roles; the others get nothing."""
@@ -122,6 +134,41 @@ class Routing:
         new = self._file.with_suffix(".new")
         new.write_text(json.dumps(named))
         new.rename(self._file)
+
+
+class AdminPort:
+    """The admin port of a proxy that is started with ``args``."""
+
+    def __init__(self, folder: Path) -> None:
+        port, token = free_port(), secrets.token_hex(16)
+        file = folder / "admin.token"
+        file.write_text(token)
+        self.args = ("--admin-port", str(port), "--admin-token-file", str(file))
+        self._url = f"http://{LOOPBACK}:{port}"
+        self._headers = {"Authorization": f"Bearer {token}"}
+
+    def drain(self, url: str) -> None:
+        """No more work for an engine, and what it has ends: its requests, and what it holds for
+        decode engines."""
+        self._ask("drain", url, wait_seconds=BOUND_SECONDS)
+        deadline = time.monotonic() + BOUND_SECONDS
+        while scrape(url).total(HELD):
+            assert time.monotonic() < deadline, f"{url} goes on to hold requests"
+            time.sleep(POLL_SECONDS)
+
+    def undrain(self, url: str) -> None:
+        """The engine, or another one in its place, gets work again."""
+        self._ask("undrain", url)
+
+    def _ask(self, what: str, url: str, **more: float) -> None:
+        answer = httpx.post(
+            f"{self._url}/{what}",
+            json={"url": url, **more},
+            headers=self._headers,
+            timeout=BOUND_SECONDS + 60,
+            verify=tls(),
+        )
+        answer.raise_for_status()
 
 
 def drain(server: Server, file: Path) -> str:

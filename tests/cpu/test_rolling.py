@@ -1,0 +1,204 @@
+"""Two prefill and two decode engines under load are upgraded one after the other, and rolled back:
+from another vLLM to this one, and from an earlier release of this package to this state. No request
+fails and no answer is wrong. That a wrong one would be noticed, a decode engine with other weights
+shows, which then joins them.
+
+COMMEXT_TEST_OTHER_PYTHON is the interpreter that has the other vLLM, COMMEXT_TEST_OLDER the folder
+that the earlier release is installed in; `make rolling` sets both.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.judge import is_right
+from tests.kit import ROOT, fleet
+from vllm_commext.testing import cluster
+from vllm_commext.testing.metrics import scrape
+from vllm_commext.testing.parity import complete
+from vllm_commext.testing.prompts import prompt_set
+from vllm_commext.testing.servers import VllmServer
+
+logger = logging.getLogger("vllm.commext.tests")
+
+
+@dataclass(frozen=True)
+class Build:
+    """What an engine runs.
+
+    Attributes:
+        name: of vLLM's version or of this package's release.
+        python: the interpreter, and with it vLLM.
+        path: the folder that this package comes from.
+        drains: this package has `vllm-commext drain`.
+    """
+
+    name: str
+    python: str = sys.executable
+    path: str = str(ROOT)
+    drains: bool = True
+
+
+HERE = Build("here")
+OTHER = Build("other-vllm", python=os.environ.get("COMMEXT_TEST_OTHER_PYTHON", ""))
+OLDER = Build("older", path=os.environ.get("COMMEXT_TEST_OLDER", ""), drains=False)
+ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
+KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+# Decode engines first, as docs/upgrading.md has it.
+ORDER = ("d0", "d1", "p0", "p1")
+NUM_PROMPTS = 12
+BETWEEN_EVENTS = 20
+BLOCKS = "vllm:commext_nixl_blocks_total"
+ANSWERS = "vllm:request_success_total"
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
+
+
+@dataclass
+class Engines:
+    """The engines by name, each a process of some build.
+
+    Attributes:
+        folder: where files and logs go.
+        servers: the process that each name stands for now.
+        builds: what it runs.
+    """
+
+    folder: Path
+    stack: ExitStack
+    servers: dict[str, VllmServer] = field(default_factory=dict[str, VllmServer])
+    builds: dict[str, Build] = field(default_factory=dict[str, Build])
+    num_started: int = 0
+
+    def start(self, name: str, build: Build, model: Path) -> VllmServer:
+        """A process in the place of this name, under its address."""
+        self.num_started += 1
+        args = ["--no-enable-prefix-caching", "--shutdown-timeout", fleet.SHUTDOWN_SECONDS]
+        environ = {"PYTHONPATH": build.path}
+        if build.drains:
+            fleet.drain_file(self.folder, name).unlink(missing_ok=True)
+            args += fleet.MIDDLEWARE_ARGS
+            environ |= fleet.drain_environ(self.folder, name)
+        server = cluster.engine_server(
+            f"{self.num_started}-{name}-{build.name}",
+            model,
+            self.folder,
+            cluster.kv_transfer_config(KV_ROLES[ROLES.get(name, "decode")], policy="recompute"),
+            port=self.servers[name].port if name in self.servers else None,
+            args=args,
+            environ=environ,
+        )
+        # The package is the one that PYTHONPATH names, not what lies in this folder.
+        server.command[:1] = [build.python, "-P"]
+        self.stack.callback(server.stop)
+        server.start()
+        self.servers[name], self.builds[name] = server, build
+        return server
+
+    def end(self, name: str, admin: fleet.AdminPort) -> None:
+        """Drain an engine and tell it to end, by the way that its release has."""
+        server = self.servers[name]
+        if self.builds[name].drains:
+            fleet.drain(server, fleet.drain_file(self.folder, name))
+        else:
+            admin.drain(server.url)
+        fleet.terminate(server)
+        assert fleet.wait_for_end(server) == 0
+        server.stop()
+
+    def blocks_read(self) -> dict[str, float]:
+        """How many blocks each decode engine's process has read since it started."""
+        decode = (name for name, role in ROLES.items() if role == "decode")
+        return {name: scrape(self.servers[name].url).total(BLOCKS) for name in decode}
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[Engines]:
+    with ExitStack() as stack:
+        yield Engines(tmp_path, stack)
+
+
+def roll(
+    engines: Engines, build: Build, model: Path, admin: fleet.AdminPort, load: fleet.Load
+) -> Mapping[str, float]:
+    """Replace all engines by others; what the decode engines read while they alone were."""
+    read: Mapping[str, float] = {}
+    for name in ORDER:
+        engines.end(name, admin)
+        engines.start(name, build, model).wait_ready()
+        admin.undrain(engines.servers[name].url)
+        load.go_on(BETWEEN_EVENTS)
+        assert load.problems == [], f"after {name} became {build.name}"
+        if name == "d1":
+            read = engines.blocks_read()
+        logger.info("%s is %s; %d right", name, build.name, load.num_right)
+    return read
+
+
+@pytest.mark.parametrize(
+    ("build", "reads"),
+    [
+        pytest.param(
+            OTHER,
+            True,
+            marks=pytest.mark.skipif(not OTHER.python, reason="`make rolling` names the other"),
+            id="vllm",
+        ),
+        pytest.param(
+            OLDER,
+            False,
+            marks=pytest.mark.skipif(not OLDER.path, reason="`make rolling` names the release"),
+            id="release",
+        ),
+    ],
+)
+def test_an_upgrade_and_the_way_back_lose_nothing(
+    engines: Engines, model: Path, other_model: Path, build: Build, reads: bool
+) -> None:
+    for name in ROLES:
+        engines.start(name, build, model)
+    for server in engines.servers.values():
+        server.wait_ready()
+    prompts = prompt_set(NUM_PROMPTS, seed=3, block_size=cluster.BLOCK_SIZE)
+    asked = engines.servers["d0"].url
+    known = [complete(asked, cluster.MODEL_NAME, prompt) for prompt in prompts]
+    admin = fleet.AdminPort(engines.folder)
+    routing = fleet.Routing(engines.folder, engines.servers, admin.args)
+    routing.assign(**ROLES)
+    with routing.proxy:
+        with fleet.Load(routing.proxy.url, known) as load:
+            load.go_on(BETWEEN_EVENTS)
+            assert load.problems == []
+            across = [roll(engines, to, model, admin, load) for to in (HERE, build)]
+        assert load.problems == []
+        for read in across:
+            assert all((number > 0) == reads for number in read.values()), across
+        logger.info("%d right; read across: %s", load.num_right, across)
+        notice_other_weights(engines, build, other_model, routing, fleet.Load(load.url, known))
+
+
+def notice_other_weights(
+    engines: Engines, build: Build, other_model: Path, routing: fleet.Routing, load: fleet.Load
+) -> None:
+    """The control: a third decode engine, whose answers are wrong."""
+    rogue = engines.start("rogue", build, other_model)
+    rogue.wait_ready()
+    reference = load.references[0]
+    alone = complete(rogue.url, cluster.MODEL_NAME, reference.prompt)
+    assert not is_right(reference, alone), "its weights have to give other answers"
+    before = scrape(rogue.url)
+    routing.assign(**ROLES, rogue="decode")
+    with load:
+        load.wait_for_problem()
+    served = scrape(rogue.url).minus(before).total(ANSWERS)
+    logger.info("with the rogue: %d right, it served %d", load.num_right, served)
+    assert load.problems, f"{load.num_right} right; the rogue served {served}"
+    assert all(problem.startswith("wrong") for problem in load.problems), load.problems
