@@ -113,7 +113,12 @@ class Supervisor:
     async def keep(self, idx: int) -> None:
         """Have a worker run in place *idx*, again and again until `stop`."""
         while not self._stopping:
-            worker = await self._start()
+            try:
+                worker = await self._start()
+            except OSError as error:  # no memory or no process left for one more, now
+                logger.warning("worker %d cannot be started: %s", idx, error)
+                await asyncio.sleep(RESTART_SECONDS)
+                continue
             self._workers[idx] = worker
             await self._listen_to(worker)
             status = await worker.process.wait()
@@ -151,8 +156,9 @@ class Supervisor:
         return _Worker(process, reader, writer)
 
     async def _listen_to(self, worker: _Worker) -> None:
+        # A worker that is killed while it tells something ends in the midst of a line.
         with suppress(ConnectionError):
-            while line := await worker.reader.readline():
+            while (line := await worker.reader.readline()).endswith(b"\n"):
                 told = json.loads(line)
                 if "ready" in told:
                     worker.ready.set()

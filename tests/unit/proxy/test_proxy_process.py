@@ -3,9 +3,14 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from vllm_commext.proxy.config import ProxyConfig
 
 RUN = (
     "import argparse, sys; from vllm_commext.cli import proxy; p = argparse.ArgumentParser(); "
@@ -230,6 +235,56 @@ def test_a_worker_that_dies_is_replaced(kit: Any) -> None:
                 await asyncio.wait_for(process.wait(), BOUND_SECONDS)
                 await _end(process)
                 assert not any(Path(f"/proc/{pid}").exists() for pid in before)
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_cannot_be_started_is_tried_again(
+    kit: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """No process is left for it, for a moment."""
+    from vllm_commext.proxy import supervisor
+
+    monkeypatch.setattr(supervisor, "RESTART_SECONDS", 0.01)
+    start, failures = supervisor.Supervisor._start, [OSError("no process left")] * 3
+
+    async def starting(self: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await start(self)
+
+    async def scenario() -> None:
+        config = ProxyConfig(("http://127.0.0.1:1",), ("http://127.0.0.1:2",), port=0)
+        one = supervisor.Supervisor(config, "WARNING", str(tmp_path))
+        monkeypatch.setattr(supervisor.Supervisor, "_start", starting)
+        keeping = asyncio.create_task(one.keep(0))
+        try:
+            await one.wait_ready()
+        finally:
+            await one.stop()
+            await asyncio.wait([keeping], timeout=BOUND_SECONDS)
+        assert keeping.done()
+        keeping.result()
+
+    asyncio.run(scenario())
+    assert caplog.text.count("no process left") == 3
+
+
+@pytest.mark.parametrize("told", [b'{"report": 1, "engi', b""])
+def test_a_worker_that_dies_in_the_midst_of_a_line_is_one_that_dies(kit: Any, told: bytes) -> None:
+    from vllm_commext.proxy.supervisor import Supervisor, _Worker
+    from vllm_commext.proxy.worker import message
+
+    async def scenario() -> None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        config = ProxyConfig(("http://127.0.0.1:1",), ("http://127.0.0.1:2",))
+        theirs.sendall(message(report=7) + told)
+        theirs.close()
+        worker = _Worker(None, reader, writer)  # type: ignore[arg-type]
+        answer = worker.reports[7] = asyncio.get_running_loop().create_future()
+        await Supervisor(config, "WARNING", "")._listen_to(worker)
+        assert answer.result() == {"report": 7}
 
     asyncio.run(scenario())
 
