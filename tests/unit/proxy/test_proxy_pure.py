@@ -288,6 +288,8 @@ P, D = ("http://h:1",), ("http://h:2",)
         ({"decode": ("http://h:99999",)}, "expected http://HOST:PORT"),
         ({"decode": ("http://user:secret@h:2",)}, "no query, fragment, user or password"),
         ({"decode": ("http://h:2", "http://H:2/")}, "decode engine given twice: http://h:2"),
+        ({"decode": ("http://a..b:2",)}, "expected http://HOST:PORT"),
+        ({"decode": (f"dns+http://{'x' * 64}:2",)}, "expected http://HOST:PORT"),
         ({"decode": P}, "give each engine one role"),
         ({"port": 70000}, "port: expected 0"),
         ({"connect_timeout_seconds": 0.0}, "connect_timeout_seconds: expected a finite number"),
