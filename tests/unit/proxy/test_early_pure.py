@@ -341,3 +341,10 @@ def test_a_form_is_that_of_all_that_it_could_follow_from() -> None:
     drawn = [{**BODY, "temperature": value} for value in (0.5, 1)]
     assert form_of(COMPLETIONS, drawn[0]) == form_of(COMPLETIONS, drawn[1])
     assert form_of(COMPLETIONS, drawn[0], "facts") != form_of(COMPLETIONS, drawn[0], "others")
+
+
+def test_a_stream_that_utf_8_cannot_write_teaches_nothing() -> None:
+    stream = Stream([(1, "a"), (2, "b")])
+    opening = b"".join(stream.events([1, 1])).replace(b'"model":"tiny"', b'"model":"\\ud800"')
+    first = replace(first_of(stream), model="\ud800")
+    assert learn(opening, HEADER, stream.request_id, first) is None

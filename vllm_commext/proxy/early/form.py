@@ -83,7 +83,10 @@ def learn(opening: bytes, content_type: str, request_id: str, first: FirstToken)
         return None
     form = Form(name.removesuffix(request_id), events, content_type)
     filled = form.fill(request_id, created, first)
-    same = filled is not None and [write_event(event) for event in filled]
+    try:
+        same = filled is not None and [write_event(event) for event in filled]
+    except UnicodeEncodeError:
+        return None
     return form if same == [event + _END for event in raw] else None
 
 
