@@ -13,7 +13,7 @@ from aiohttp import web
 from vllm_commext.proxy.access import ApiKeys, log_access
 from vllm_commext.proxy.admin import AdminState
 from vllm_commext.proxy.config import ProxyConfig, read_secret
-from vllm_commext.proxy.deadline import Deadline, end_tasks
+from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engines import DECODE, PREFILL, EnginePool
 from vllm_commext.proxy.errors import answer_errors
 from vllm_commext.proxy.failures import SIDE_PROXY, ClientGoneError, ProxyError
@@ -24,6 +24,7 @@ from vllm_commext.proxy.outcome import Outcome
 from vllm_commext.proxy.registry import Registry
 from vllm_commext.proxy.serving import DIRECT_ENDPOINTS, ENDPOINTS, Service
 from vllm_commext.proxy.sources import ADMIN, Sources
+from vllm_commext.proxy.tasks import end_tasks
 from vllm_commext.proxy.upstream import Upstream, open_session
 
 logger = logging.getLogger("vllm.commext.proxy")

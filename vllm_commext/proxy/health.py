@@ -9,8 +9,9 @@ import aiohttp
 
 from vllm_commext.drain import HEADER
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.deadline import Deadline, end_tasks
+from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engines import DECODE, Engine
+from vllm_commext.proxy.tasks import end_tasks
 
 logger = logging.getLogger("vllm.commext.proxy")
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_commext.proxy import two_step
 from vllm_commext.proxy.failures import ProxyError
+from vllm_commext.proxy.tasks import end_tasks
 
 if TYPE_CHECKING:
     from vllm_commext.proxy.opening import Opened
@@ -168,9 +169,8 @@ class Stream:
         decode, self._decode = self._decode, None
         if decode is None:
             return
-        decode.cancel()
         decode.add_done_callback(_close)  # also where this task is cancelled meanwhile
-        await asyncio.wait([decode])
+        await end_tasks([decode])
 
 
 def _close(decode: "asyncio.Task[Opened]") -> None:
