@@ -23,6 +23,8 @@ BLOCK_BYTES = 1024
 """About 250 tokens of text, or as many token ids as vLLM has in a dozen blocks."""
 MAX_BLOCKS = 256
 """Looked at of each prompt, so that a large one costs some milliseconds and no more."""
+MIN_WEIGHT = 16.0
+"""Tokens: the least that a remembered prompt counts for, about one block of an engine's cache."""
 _IDS_AT_ONCE = 1024
 _DIGEST_BYTES = 12
 
@@ -81,7 +83,8 @@ def _beginning(prompt: Any) -> tuple[bytes | memoryview, int]:
     if isinstance(prompt, RawJson):
         return prompt.text[:most], len(prompt.text)
     if isinstance(prompt, str):
-        return prompt[:most].encode()[:most], len(prompt)
+        # A lone surrogate is JSON, and the engine's to refuse.
+        return prompt[:most].encode(errors="surrogatepass")[:most], len(prompt)
     if not isinstance(prompt, list) or not prompt:
         return b"", 0
     text, seen = bytearray(), 0.0
@@ -103,18 +106,23 @@ def _pieces(items: list[Any]) -> Iterator[tuple[bytes, float]]:
 
 
 class _Recent:
-    """Keys with weights, of which those put in last are kept, up to a sum of weights."""
+    """Keys with weights, of which those put in last are kept, up to a sum of weights. None weighs
+    less than ``MIN_WEIGHT``, so their number has a bound too."""
 
     def __init__(self, max_weight: float) -> None:
         self._max_weight = max_weight
         self._weights: OrderedDict[bytes, float] = OrderedDict()
         self._sum = 0.0
 
+    def __len__(self) -> int:
+        return len(self._weights)
+
     def get(self, key: bytes) -> float:
         """The key's weight, 0 where it is unknown or forgotten."""
         return self._weights.get(key, 0.0)
 
     def put(self, key: bytes, weight: float) -> None:
+        weight = max(weight, MIN_WEIGHT)
         self._sum += weight - self._weights.pop(key, 0.0)
         self._weights[key] = weight
         while self._sum > self._max_weight and self._weights:
@@ -152,6 +160,10 @@ class Memory:
             self._blocks.put(block, prefix.tokens_a_block)
         if prefix.session:
             self._sessions.put(prefix.session, float(prefix.tokens))
+
+    def __len__(self) -> int:
+        """How many blocks and sessions are remembered."""
+        return len(self._blocks) + len(self._sessions)
 
     def clear(self) -> None:
         """The engine has gone, and what it held with it."""

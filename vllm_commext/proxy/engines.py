@@ -172,19 +172,28 @@ class EnginePool:
         return sum(engine.usable for engine in self.engines)
 
     def pick(self, exclude: Collection[Engine] = (), prefix: Prefix = NO_PREFIX) -> Engine | None:
+        """The engine alone that `choose` finds."""
+        chosen = self.choose(exclude, prefix)
+        return chosen[0] if chosen else None
+
+    def choose(self, exclude: Collection[Engine], prefix: Prefix) -> tuple[Engine, int] | None:
         """The usable engine that is soonest through, by the tokens that it has under way and
         those of the prompt that it does not hold: round robin among equals. One under suspicion
-        comes after all others."""
+        comes after all others. And how many tokens of the prompt it is taken to hold."""
         count = len(self.engines)
         in_turn = [self.engines[(self._next_idx + step) % count] for step in range(count)]
         candidates = [engine for engine in in_turn if engine.usable and engine not in exclude]
         if not candidates:
             return None
 
-        def until_through(engine: Engine) -> tuple[bool, int]:
-            return engine.suspected, engine.tokens - engine.memory.held_tokens(prefix)
+        def until_through(choice: tuple[Engine, int]) -> tuple[bool, int]:
+            engine, held = choice
+            return engine.suspected, engine.tokens - held
 
         # The first of equals.
-        chosen = min(candidates, key=until_through)
-        self._next_idx = (self.engines.index(chosen) + 1) % count
+        chosen = min(
+            ((engine, engine.memory.held_tokens(prefix)) for engine in candidates),
+            key=until_through,
+        )
+        self._next_idx = (self.engines.index(chosen[0]) + 1) % count
         return chosen

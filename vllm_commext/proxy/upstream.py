@@ -125,8 +125,8 @@ class Upstream:
         reached or answers 5xx. *payload_for* says what an engine is asked, as in `decode`. Raises
         `ProxyError`, at once if there is no engine."""
 
-        async def ask(engine: Engine) -> Prefilled:
-            prefilled = await self._prefill_on(engine, await payload_for(engine))
+        async def ask(engine: Engine, held: int) -> Prefilled:
+            prefilled = await self._prefill_on(engine, await payload_for(engine), held)
             engine.streams.learn(prefilled.kv_transfer_params)
             return prefilled
 
@@ -150,7 +150,7 @@ class Upstream:
         *payload* in its parameters.
         """
 
-        async def ask(engine: Engine) -> Opened:
+        async def ask(engine: Engine, _: int) -> Opened:
             return await self._open_decode(engine, await payload_for(engine))
 
         pool, config = self._decode_pool, self._config
@@ -197,20 +197,21 @@ class Upstream:
         pool: EnginePool,
         num_attempts: int,
         payload: Payload,
-        ask: Callable[[Engine], Awaitable[T]],
+        ask: Callable[[Engine, int], Awaitable[T]],
         tried: list[Engine],
         wait_seconds: float,
     ) -> T:
         failure: ProxyError | None = None
         while num_attempts > 0:
-            engine = await self._pick(pool, payload, tried, 0.0 if failure else wait_seconds)
-            if engine is None:
+            chosen = await self._pick(pool, payload, tried, 0.0 if failure else wait_seconds)
+            if chosen is None:
                 break
+            engine, held = chosen
             if failure is not None:
                 self._metrics.retries.labels(pool.role).inc()
             tried.append(engine)
             try:
-                return await ask(engine)
+                return await ask(engine, held)
             except ProxyError as error:
                 level = logging.WARNING if error.status >= 500 else logging.INFO
                 logger.log(level, "%s failed: %s", engine.name, error)
@@ -222,25 +223,26 @@ class Upstream:
 
     async def _pick(
         self, pool: EnginePool, payload: Payload, tried: Sequence[Engine], wait_seconds: float
-    ) -> Engine | None:
-        """An engine not tried yet. A role without any is given a moment: after an outage, the
-        engine is back before the next check tells."""
+    ) -> tuple[Engine, int] | None:
+        """An engine not tried yet, and what it holds of the prompt. A role without any is given a
+        moment: after an outage, the engine is back before the next check tells."""
         end = time.monotonic() + wait_seconds
-        while (engine := pool.pick(tried, payload.prefix)) is None:
+        while (chosen := pool.choose(tried, payload.prefix)) is None:
             if time.monotonic() >= end:
                 break
             await asyncio.sleep(PICK_INTERVAL_SECONDS)
-        if engine is not None:
-            held = engine.memory.held_tokens(payload.prefix)
+        if chosen is not None:
+            engine, held = chosen
             self._metrics.affinity_tokens.labels(pool.role, "held").inc(held)
             self._metrics.affinity_tokens.labels(pool.role, "new").inc(payload.tokens - held)
             engine.memory.note(payload.prefix)
-        return engine
+        return chosen
 
-    async def _prefill_on(self, engine: Engine, payload: Payload) -> Prefilled:
+    async def _prefill_on(self, engine: Engine, payload: Payload, held: int) -> Prefilled:
+        """Step 1 on an engine that need not compute the *held* first tokens of the prompt."""
         seconds = self._config.prefill_timeout_seconds
         with (
-            engine.working(payload.tokens),
+            engine.working(payload.tokens - held),
             failures_of(engine, seconds),
             Deadline(seconds, engine),
         ):

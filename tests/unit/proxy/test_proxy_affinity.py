@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from vllm_commext.proxy.affinity import (
     BLOCK_BYTES,
     MAX_BLOCKS,
+    MIN_WEIGHT,
     NO_PREFIX,
     SESSION_HEADER,
     Memory,
@@ -194,3 +195,47 @@ def test_a_conversation_stays_with_its_engines(kit: Any, session: bool) -> None:
 
 def test_without_affinity_it_does_not(kit: Any) -> None:
     assert any(len(of) > 2 for of in conversations(kit, affinity=False, session=True))
+
+
+@pytest.mark.parametrize("body", [{"prompt": ""}, {"messages": [None] * 1000}])
+def test_prompts_without_tokens_do_not_fill_the_memory(body: dict[str, Any]) -> None:
+    """Each has a name of its own, and weighs nothing by itself."""
+    memory = Memory(1000)
+    for number in range(500):
+        memory.note(prefix({**body, "cache_salt": str(number)}, f"s{number}"))
+    assert len(memory) <= 2 * 1000 // MIN_WEIGHT
+
+
+def test_a_prompt_that_utf_8_cannot_write_has_a_prefix_too() -> None:
+    text = "\ud800" * BLOCK_BYTES
+    held = remembering({"prompt": text}).held_tokens(prefix({"prompt": text + "!"}))
+    assert held > 0
+
+
+def test_what_an_engine_holds_of_a_prompt_is_no_work_while_it_computes_the_rest(kit: Any) -> None:
+    """Turns of one conversation at the same time stay with the engine that has its beginning."""
+    text = "w" * 40_000  # 10,000 tokens
+    released = asyncio.Event()
+
+    async def held_up(call: Any) -> None:
+        await released.wait()
+        await kit.prefill_ok(call)
+
+    async def ask(cluster: Any, more: str) -> str:
+        async with cluster.post({"prompt": text + more}) as response:
+            await response.read()
+            return response.headers["X-Commext-Prefill"]
+
+    async def scenario() -> None:
+        async with kit.cluster(2, 1) as cluster:
+            first = await ask(cluster, "")
+            for engine in cluster.prefill:
+                engine.behave = held_up
+            asked = [asyncio.create_task(ask(cluster, str(number))) for number in range(4)]
+            await kit.until(
+                lambda: sum(len(engine.calls) for engine in cluster.prefill) == 5, "all requests"
+            )
+            released.set()
+            assert set(await asyncio.gather(*asked)) == {first}
+
+    asyncio.run(scenario())
