@@ -15,6 +15,8 @@ does, one step after the other.  "early" says how many first tokens were sent by
     python benchmarks/handover.py --out benchmarks/results/handover_cpu
     python benchmarks/handover.py --device cuda --lengths 1000 8000 32000 --out OUT
     python benchmarks/handover.py --engines plain ours "ours, proxy" "ours, proxy, early" --out OUT
+    python benchmarks/handover.py --device cuda --cells 8000x1 32000x1 8000x8 --seconds 200 \
+        --out OUT
     python benchmarks/throttled.py --mbit 80 -- python benchmarks/handover.py --lengths 4096 \
         --engines plain "ours, proxy, early" "ours, proxy, streamed" --at-once 1 --out OUT \
         --server-args --max-num-batched-tokens 512
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
@@ -31,12 +34,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import turn as turns
 import vllm
 from handovers.requests import Answer, ask_all, begins_with_text
 from handovers.variants import (
@@ -117,38 +122,88 @@ def turn(
     return answers, figures
 
 
-def measure(args: argparse.Namespace, variants: Mapping[str, Variant]) -> list[Row]:
-    """A row of medians for each length, number of requests at a time, and variant."""
+@dataclass
+class Cell:
+    """Prompts of one length, so many at a time: what each variant's rounds have shown."""
+
+    tokens: int
+    at_once: int
+    samples: dict[str, list[dict[str, float]]]
+    num_equal: int = 0
+    num_answers: int = 0
+
+    def add_round(
+        self,
+        variants: Mapping[str, Variant],
+        prompts: Sequence[Sequence[int]],
+        order: Sequence[str],
+        output_tokens: int,
+        *,
+        counts: bool,
+    ) -> None:
+        """Every variant's turn, in this order; where it *counts* its figures are kept."""
+        texts: dict[str, list[str]] = {}
+        for name in order:
+            with alone(variants, name) if len(variants) > 1 else nullcontext():
+                answers, figures = turn(name, variants[name], prompts, output_tokens)
+            texts[name] = [answer.text for answer in answers]
+            if counts:
+                self.samples[name].append(figures)
+        reference = texts[next(iter(variants))]
+        for found in texts.values():
+            self.num_equal += sum(a == b for a, b in zip(reference, found, strict=True))
+            self.num_answers += len(found)
+
+    def rows(self) -> list[Row]:
+        """Medians of each variant."""
+        found: list[Row] = []
+        for name, taken in self.samples.items():
+            medians = {key: statistics.median(one[key] for one in taken) for key in taken[0]}
+            row: Row = {"tokens": self.tokens, "at once": self.at_once, "engine": name, **medians}
+            equal = f"{self.num_equal} of {self.num_answers}"
+            found.append({**row, "rounds": taken, "equal": equal})
+        return found
+
+
+def measure(
+    args: argparse.Namespace,
+    variants: Mapping[str, Variant],
+    keep: Callable[[Sequence[Row]], None],
+) -> list[Row]:
+    """A row of medians for each cell and variant; those that there are go to *keep* after each
+    round. Ends with the round in which ``args.seconds`` are over."""
     dice = random.Random(1)
     rows: list[Row] = []
-    for length in args.lengths:
-        for at_once in args.at_once:
-            samples: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
-            num_equal = num_answers = 0
-            for number in range(args.rounds + 1):
-                prompts = make_prompts(at_once, length, dice, next(iter(variants.values())))
-                texts: dict[str, list[str]] = {}
-                first = number % len(variants)
-                for name in [*variants][first:] + [*variants][:first]:
-                    with alone(variants, name) if len(variants) > 1 else nullcontext():
-                        answers, figures = turn(name, variants[name], prompts, args.output_tokens)
-                    texts[name] = [answer.text for answer in answers]
-                    if number:  # the first round connects and warms up
-                        samples[name].append(figures)
-                reference = texts[next(iter(variants))]
-                for found in texts.values():
-                    num_equal += sum(a == b for a, b in zip(reference, found, strict=True))
-                    num_answers += len(found)
-            for name, taken in samples.items():
-                keys = taken[0]
-                medians = {key: statistics.median(one[key] for one in taken) for key in keys}
-                if medians.get("MB"):
-                    copied = one_copy_gb_s(args.device, int(medians["MB"] * 1e6), args.gpus)
-                    medians["one copy GB/s"] = copied
-                row: Row = {"tokens": length, "at once": at_once, "engine": name, **medians}
-                rows.append({**row, "rounds": taken, "equal": f"{num_equal} of {num_answers}"})
-                print(json.dumps({key: row[key] for key in row}), flush=True)
+    started_at = time.monotonic()
+    for length, at_once in args.cells:
+        cell = Cell(length, at_once, {name: [] for name in variants})
+        so_far: list[Row] = []
+        warm_ups = 1 if not rows or not args.warm_once else 0
+        for number in range(args.rounds + warm_ups):
+            if rows + so_far and time.monotonic() - started_at > args.seconds:
+                break
+            prompts = make_prompts(at_once, length, dice, next(iter(variants.values())))
+            first = number % len(variants)
+            order = [*variants][first:] + [*variants][:first]
+            # the first round connects and warms up
+            counts = number >= warm_ups
+            cell.add_round(variants, prompts, order, args.output_tokens, counts=counts)
+            so_far = cell.rows() if counts else []
+            keep(rows + so_far)
+        for row in so_far:
+            if row.get("MB"):
+                num_bytes = int(row["MB"] * 1e6)
+                row["one copy GB/s"] = one_copy_gb_s(args.device, num_bytes, args.gpus)
+            print(json.dumps({key: row[key] for key in row if key != "rounds"}), flush=True)
+        rows += so_far
+        keep(rows)
     return rows
+
+
+def cell_of(text: str) -> tuple[int, int]:
+    """Prompt tokens and requests at a time, of a text such as ``8000x8``."""
+    tokens, _, at_once = text.partition("x")
+    return int(tokens), int(at_once or 1)
 
 
 def markdown(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
@@ -175,7 +230,10 @@ def arguments() -> argparse.Namespace:
     add("--engines", nargs="+", choices=NAMES, help="all that the device takes, unless given")
     add("--lengths", type=int, nargs="+", default=[200, 800], help="prompt tokens")
     add("--at-once", type=int, nargs="+", default=[1, 8], help="requests at the same time")
+    add("--cells", type=cell_of, nargs="+", help="TOKENSxREQUESTS, instead of both")
     add("--rounds", type=int, default=5)
+    add("--warm-once", action="store_true", help="one round to warm up in all, not one a cell")
+    add("--seconds", type=float, default=float("inf"), help="begin no round after so long")
     add("--output-tokens", type=int, default=16)
     add("--gpus", nargs=2, default=["0", "1"], help="of the prefill and of the decode servers")
     add("--gpu-memory", type=float, default=0.18, help="share of a GPU for each server on it")
@@ -186,6 +244,8 @@ def arguments() -> argparse.Namespace:
     on_gpus_only = (IN_TREE_LAYOUT, OURS_HND)  # vLLM's attention on CPUs takes one layout
     if args.engines is None:
         args.engines = [one for one in NAMES if args.device == "cuda" or one not in on_gpus_only]
+    if args.cells is None:
+        args.cells = [(length, at_once) for length in args.lengths for at_once in args.at_once]
     if args.output_tokens < 3:
         parser.error("--output-tokens: expected at least 3, for the time between tokens")
     return args
@@ -201,28 +261,29 @@ def main() -> int:
         "command": " ".join(sys.argv),
         "load average at the start": f"{os.getloadavg()[0]:.1f}",
     }
+
+    def keep(rows: Sequence[Row]) -> None:
+        about["load average at the end"] = f"{os.getloadavg()[0]:.1f}"
+        if args.out:
+            args.out.with_suffix(".md").write_text(markdown(rows, about))
+            found = {"about": about, "rows": rows}
+            args.out.with_suffix(".json").write_text(json.dumps(found, indent=1))
+
     with tempfile.TemporaryDirectory(prefix="handover-") as folder:
         setup = Setup(
             args.device,
             Path(folder),
-            max_tokens=max(args.lengths) + args.output_tokens + 16,
-            concurrency=max(args.at_once),
+            max_tokens=max(length for length, _ in args.cells) + args.output_tokens + 16,
+            concurrency=max(at_once for _, at_once in args.cells),
             gpus=args.gpus,
             gpu_memory=args.gpu_memory,
             start_seconds=args.start_seconds,
             server_args=args.server_args,
             streams=OURS_STREAMED in args.engines,
         )
-        with started(setup, args.engines) as variants:
-            rows = measure(args, variants)
-    about["load average at the end"] = f"{os.getloadavg()[0]:.1f}"
-    text = markdown(rows, about)
-    print(text)
-    if args.out:
-        args.out.with_suffix(".md").write_text(text)
-        args.out.with_suffix(".json").write_text(
-            json.dumps({"about": about, "rows": rows}, indent=1)
-        )
+        with started(setup, args.engines) as variants, turns.turn(math.inf):
+            rows = measure(args, variants, keep)
+    print(markdown(rows, about))
     return 0
 
 
