@@ -62,7 +62,7 @@ MUTANTS = (
     Mutant(
         "prompt",
         "parameters are not compared with the prompt",
-        "scheduler.py",
+        "decode/handles.py",
         "check_prompt(digests(prompt_of(request), remote.num_tokens), handle.prompt, source)",
         "pass",
         f"{_CONTRACT}test_prompt_bound.py",

@@ -73,7 +73,7 @@ def test_no_two_prefills_get_the_same_fence_in_this_start_or_another(
     make_engine: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = partial(FenceSlots, num_slots=NUM_SLOTS)
-    monkeypatch.setattr("vllm_commext.nixl.scheduler.FenceSlots", few)
+    monkeypatch.setattr("vllm_commext.nixl.prefill.prefills.FenceSlots", few)
     engine, later = make_engine("kv_producer"), make_engine("kv_producer")
     assert len(engine.fence_key) == KEY_BYTES
     assert engine.fence_key != later.fence_key

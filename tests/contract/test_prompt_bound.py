@@ -14,8 +14,8 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_commext.compat.kv_connector import transfer_results_class
-from vllm_commext.nixl import scheduler
 from vllm_commext.nixl.metadata import StepMetadata
+from vllm_commext.nixl.prefill import prefills
 from vllm_commext.nixl.wire import messages as wire
 
 PROMPT = list(range(14))
@@ -241,7 +241,7 @@ def test_with_a_secret_no_parameter_can_be_altered(
     make_engine: Callable[..., Engine], secret: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = make_engine("kv_producer", **secret), make_engine("kv_consumer", **secret)
-    monkeypatch.setattr(scheduler, "offer", lambda own, request: (5, "0123 greedy"))
+    monkeypatch.setattr(prefills, "offer", lambda own, request: (5, "0123 greedy"))
     params = prefilled(prefill, request_of("there", TO_PREFILL))
     assert set(params) - set(ALTERED) == UNPROVEN
     assert refusal(decode, request_of("r", params)) == ""

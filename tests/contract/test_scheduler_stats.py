@@ -100,7 +100,7 @@ def test_a_request_is_counted_once_whatever_the_number_of_ranks(num_ranks: int) 
 
     for request_id, num_blocks in (("good", 3), ("bad", 5)):
         side._loading[request_id] = num_blocks
-    side._held.update(dict.fromkeys(("read", "late"), time.monotonic() - 2.0))
+    side._prefills.held.update(dict.fromkeys(("read", "late"), time.monotonic() - 2.0))
     assert gauge(side, "held_requests") == 2
     for rank in range(num_ranks):
         done = KVConnectorOutput(
@@ -196,7 +196,7 @@ def test_each_record_has_the_gauges_of_the_whole_engine() -> None:
     first = side.take_stats()
     assert first is not None
     assert side.take_stats() is None
-    side._held["r"] = time.monotonic()
+    side._prefills.held["r"] = time.monotonic()
     second = side.take_stats()
     assert second is not None
     for stats, num_held in ((first, 0), (second, 1)):

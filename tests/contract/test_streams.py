@@ -176,7 +176,9 @@ def test_fences_agree_after_a_prompt_was_preempted_and_aborted_between_two_steps
     fences.end(hold.fence_slot, hold.fence_nonce)
     turn_until(core, lambda: not core.scheduler.requests)
     assert free(core) == before
-    assert int(fences.nonces[hold.fence_slot]) == int(side._fences._nonces[hold.fence_slot])
+    assert int(fences.nonces[hold.fence_slot]) == int(
+        side._prefills.fences._nonces[hold.fence_slot]
+    )
 
 
 def test_what_both_engines_are_asked_for_takes_no_room_when_it_is_aborted(make: MakeCore) -> None:
@@ -185,7 +187,7 @@ def test_what_both_engines_are_asked_for_takes_no_room_when_it_is_aborted(make: 
     side = core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
     core.add(request_of("d", PROMPT, {**TO_STREAM, "do_remote_prefill": True}, max_tokens=1))
     core.scheduler.finish_requests("d", RequestStatus.FINISHED_ABORTED)
-    assert side._producer._streams == {}
+    assert side._prefills._producer._streams == {}
 
 
 def test_what_is_not_streamed_is_handed_over_whole(make: MakeCore) -> None:

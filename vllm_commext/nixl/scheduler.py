@@ -3,18 +3,14 @@ channel."""
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.request import RequestStatus
-
-from vllm_commext.compat.kv_connector import drop_last_prompt_token
 from vllm_commext.drain import drain_file
 from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.nixl.decode.handles import Handles
 from vllm_commext.nixl.decode.quarantine import Quarantine
 from vllm_commext.nixl.doorbell import Doorbell
 from vllm_commext.nixl.first_token import (
@@ -23,45 +19,32 @@ from vllm_commext.nixl.first_token import (
     NOT_OFFERED,
     PREFILL,
     Sampler,
-    goes_on,
     is_due,
-    offer,
     way_of,
 )
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.request_blocks import (
     blocks_to_fill,
-    blocks_to_offer,
-    has_state,
     is_at_block_boundary,
-    is_complete,
-    keeps_every_token,
 )
 from vllm_commext.nixl.geometry.topology import Rank, worker_number
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
 from vllm_commext.nixl.metrics.recorder import GAUGES, Ends, TransferRecorder, empty_data
-from vllm_commext.nixl.prefill.fence import FenceSlots, new_key
-from vllm_commext.nixl.prefill.prompt_tracker import PromptTracker
+from vllm_commext.nixl.prefill.fence import new_key
+from vllm_commext.nixl.prefill.prefills import FINISHED, Place, Prefills
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
-from vllm_commext.nixl.requests import Hold, Load, RemoteRequest, Restart, Wait
+from vllm_commext.nixl.requests import Load, Wait
 from vllm_commext.nixl.reuse.side import ReuseSide
 from vllm_commext.nixl.reuse.ways import Reusing
-from vllm_commext.nixl.stream.asker import StreamAsker
-from vllm_commext.nixl.stream.consumer import StreamConsumer
-from vllm_commext.nixl.stream.directory import StreamDirectory
-from vllm_commext.nixl.stream.producer import StreamProducer
-from vllm_commext.nixl.stream.ways import NO_KEY, NOT_FOUND, REFUSALS, STREAMED, Streaming
+from vllm_commext.nixl.stream.consumer import consumer_of
+from vllm_commext.nixl.stream.ways import NO_KEY, NOT_FOUND, STREAMED, Streaming
 from vllm_commext.nixl.wire.params import (
-    Handle,
     OtherProtocolError,
     asks_for_stream,
     is_for_decode,
     is_for_prefill,
-    read_params,
-    write_params,
 )
-from vllm_commext.nixl.wire.prompt import check_prompt, digests, prompt_of
 from vllm_commext.nixl.wire.seal import read_secret
 
 if TYPE_CHECKING:
@@ -75,7 +58,6 @@ if TYPE_CHECKING:
 _NO_FIRST_TOKENS = Sampler()
 _NO_STREAMS = Streaming()
 _NO_REUSE = Reusing()
-_FINISHED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 class SchedulerSide:
@@ -119,8 +101,6 @@ class SchedulerSide:
         self.incarnation = uuid.uuid4().hex
         self._config = config
         self._secret = read_secret(config.side_channel_secret_file)
-        # Of each request that is to be loaded, what its parameters say, until the load is planned.
-        self._handles: dict[str, Handle | ProtocolError] = {}
         self._sampler = sampler
         # First tokens that can be sent; requests that have theirs, until their loads are planned;
         # failed loads of such requests, which are to be computed here.
@@ -129,11 +109,7 @@ class SchedulerSide:
         self._failed_unread: set[str] = set()
         self._unread: list[str] = []
         self._groups = groups
-        self._has_state = has_state(groups)
-        self._leaves_last_token = not keeps_every_token(groups)
-        self._cut: set[str] = set()
-        self._prompts = PromptTracker() if saves else None
-        self._tp_size, self._pp_size = tp_size, pp_size
+        self._tp_size = tp_size
         self._port = port
         self._produces = produces
         self._consumes = consumes
@@ -141,11 +117,20 @@ class SchedulerSide:
         self.doorbell = Doorbell(tp_size * pp_size)
         self._pending = StepMetadata(fence_key=fence_key, doorbell=self.doorbell.address)
         self._quarantine = Quarantine(tp_size * pp_size)
-        self._fences = FenceSlots(fence_key)
         self._streaming = streaming
-        self._directory = StreamDirectory()
-        self._producer = StreamProducer(self._fences, self._directory, streaming)
-        self._consumer = StreamConsumer(self._asker(), REFUSALS.get(streaming.refusal, ""))
+        host = config.side_channel_host
+        self._prefills = Prefills(
+            Place(engine_id, self.incarnation, host, port, tp_size, pp_size),
+            groups,
+            lease_seconds=config.kv_lease_duration,
+            secret=self._secret,
+            fence_key=fence_key,
+            saves=saves,
+            sampler=sampler,
+            streaming=streaming,
+        )
+        self._consumer = consumer_of(streaming, engine_id, self._secret, config, self.doorbell.ring)
+        self._handles = Handles(groups, self._secret, sampler, self._consumer)
         self._server: SideChannelServer | None = None
         self._recorder = TransferRecorder()
         self._reuse = ReuseSide(
@@ -156,19 +141,11 @@ class SchedulerSide:
             self._recorder,
             self.doorbell.ring,
         )
-        # Blocks of the loads under way; when the held requests' leases began, in monotonic seconds;
-        # what of both has gone wrong on the ranks that are done.
+        # Blocks of the loads under way; what of them and of held requests has gone wrong on the
+        # ranks that are done.
         self._loading: dict[str, int] = {}
-        self._held: dict[str, float] = {}
         self._ends = Ends()
         self._log = RateLimitedLog()
-
-    def _asker(self) -> StreamAsker | None:
-        if self._streaming.refusal:
-            return None
-        config = self._config
-        limits = config.stream_begin_timeout, config.handshake_timeout
-        return StreamAsker(self.engine_id, self._secret, *limits, self.doorbell.ring)
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         """Learn of the pool, so that blocks of late loads can be kept out of use, and blocks of
@@ -207,7 +184,7 @@ class SchedulerSide:
             descriptions,
             self._secret,
             None if file is None else file.is_there,
-            None if self._streaming.refusal else self._directory,
+            None if self._streaming.refusal else self._prefills.directory,
             self._reuse.open([worker.generations for worker in workers.values()]),
         )
         logger.info(
@@ -227,21 +204,11 @@ class SchedulerSide:
             self._server = None
 
     def note_arrival(self, request: Request) -> None:
-        """A request came in: cut its prompt where a state or a window is to be handed over, and say
-        so where it asks for what this engine's role does not do.
-
-        The decode engine has to compute the last token for its logits. A state cannot be taken back
-        by a token, and after the last token a window no longer holds all that this one attends to:
-        the prefill engine must stop one token early.
-        """
+        """A request came in: its prompt is computed for another engine, read from one, or neither;
+        say so where it asks for what this engine's role does not do."""
         params = request.kv_transfer_params
-        if is_for_prefill(params) and self._produces and self._can_be_cut(request):
-            drop_last_prompt_token(request)
-            self._cut.add(request.request_id)
-        if self._prompts is not None and is_for_prefill(params) and self._produces:
-            self._prompts.add(request.request_id, request.num_prompt_tokens)
         if is_for_prefill(params) and self._produces:
-            self._recorder.stream(self._producer.add(request))
+            self._recorder.stream(self._prefills.add(request))
         if self._is_to_load(request):
             self._welcome(request)
         else:
@@ -260,7 +227,7 @@ class SchedulerSide:
             return
         self._recorder.stream(NO_KEY)
         try:
-            handle = self._handle(request)
+            handle = self._handles.of(request)
         except ProtocolError:
             return  # the load will fail with the reason
         self._pending.waits.append(Wait(request.request_id, handle.remote))
@@ -312,32 +279,25 @@ class SchedulerSide:
         if not is_at_block_boundary(self._groups, num_computed_tokens):
             return 0  # a shared block is being copied for this request: compute the rest here
         try:
-            num_tokens = self._num_tokens(request, self._remote(request))
+            num_tokens = self._handles.num_tokens(request)
         except ProtocolError:
             # The load fails with the reason, so that vLLM's policy decides between error and
             # recomputation.
-            num_tokens = self._most_tokens(request)
+            num_tokens = self._handles.most_tokens(request)
         return max(0, num_tokens - num_computed_tokens)
 
     def _waits_for_stream(self, request: Request) -> bool:
         """Whether a request's prefill engine has not begun, as far as is known."""
-        request_id = request.request_id
-        if request_id not in self._consumer:
+        if request.request_id not in self._consumer:
             return False
-        answer = self._consumer.take(request_id)
-        if answer is None:
+        if self._handles.waits(request):
             return True
-        if isinstance(answer, Handle):
-            try:
-                self._check(request, answer)
-            except ProtocolError as error:
-                answer = error
+        handle = self._handles.take_stream(request)
         way = self._streaming.refusal or NOT_FOUND
-        if isinstance(answer, Handle):
+        if handle is not None:
             way = STREAMED
-            self._pending.waits.append(Wait(request_id, answer.remote))
+            self._pending.waits.append(Wait(request.request_id, handle.remote))
         self._recorder.stream(way)
-        self._handles[request_id] = answer
         return False
 
     def plan_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -347,12 +307,12 @@ class SchedulerSide:
             return
         load = Load(request.request_id, None, awaited=num_external_tokens > 0)
         try:
-            load.remote = self._remote(request)
-            load.num_tokens = self._num_tokens(request, load.remote)
+            load.remote = self._handles.remote(request)
+            load.num_tokens = self._handles.num_tokens(request)
         except ProtocolError as error:
             # Nothing is sent to a host that untrusted parameters name, nothing of theirs released.
             load.remote, load.refusal = None, str(error)
-            load.num_tokens = self._most_tokens(request)
+            load.num_tokens = self._handles.most_tokens(request)
             self._tell_other_version(request.request_id, error)
         self._take_load(request)
         load.recomputes = request.request_id in self._answered
@@ -389,81 +349,15 @@ class SchedulerSide:
         self._first_tokens.pop(request.request_id, None)
         self._answered.discard(request.request_id)
         self._reuse.forget(request.request_id)
-        self._producer.note_finish(request.request_id)
-        if self._prompts is not None:
-            self._prompts.forget(request.request_id)
-        was_cut = request.request_id in self._cut
-        self._cut.discard(request.request_id)
+        was_cut = self._prefills.forget(request.request_id)
         if self._is_to_load(request):
             self._release_unread(request)
             return False, None
-        if request.status in _FINISHED:
+        if request.status in FINISHED:
             self._reuse.offer(request, block_ids[0])
         if not (is_for_prefill(request.kv_transfer_params) and self._produces):
             return False, None
-        kept = self._offer(request, block_ids, was_cut=was_cut)
-        row = self._producer.row_of(request.request_id)
-        if row < 0 or kept[0]:
-            return kept
-        # Its blocks may be under reads: they are free when all workers have replaced the nonce.
-        fence = self._fences.held_by(request.request_id)
-        assert fence is not None  # it has come with the row
-        self._pending.holds.append(Hold(request.request_id, 0.0, *fence, row))
-        return True, None
-
-    def _offer(
-        self, request: Request, block_ids: tuple[list[int], ...], *, was_cut: bool
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """What a prefill that has ended hands over."""
-        if request.status not in _FINISHED or (self._leaves_last_token and not was_cut):
-            return False, None
-        # What was generated after the prompt is in no prompt that the offer could be compared with.
-        num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        offered = blocks_to_offer(self._groups, block_ids, num_tokens)
-        if not is_complete(self._groups, offered):
-            return False, None
-        return self._hold(request, offered, num_tokens)
-
-    def _hold(
-        self, request: Request, offered: tuple[tuple[int, ...], ...], num_tokens: int
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Keep a finished prefill's blocks for its readers."""
-        fence = self._fences.held_by(request.request_id) or self._fences.take(request.request_id)
-        if fence is None:
-            self._log.warning(
-                "fences",
-                f"request {request.request_id}: its blocks are not kept, as many prefills as this "
-                "engine can keep wait for their readers; the decode engine computes it itself",
-            )
-            return False, None
-        self._held[request.request_id] = time.monotonic()
-        lease = self._config.kv_lease_duration
-        row = self._producer.row_of(request.request_id)
-        self._pending.holds.append(Hold(request.request_id, lease, *fence, row))
-        remote = RemoteRequest(
-            engine_id=self.engine_id,
-            incarnation=self.incarnation,
-            host=self._config.side_channel_host,
-            port=self._port,
-            tp_size=self._tp_size,
-            pp_size=self._pp_size,
-            request_id=request.request_id,
-            block_ids=offered,
-            num_tokens=num_tokens,
-            fence_slot=fence[0],
-            fence_nonce=fence[1],
-        )
-        token, sampling = (-1, "")
-        if num_tokens == request.num_prompt_tokens and not self._leaves_last_token:
-            token, sampling = offer(self._sampler, request)
-        handle = Handle(remote, digests(prompt_of(request), num_tokens), token, sampling)
-        params = write_params(
-            handle,
-            self._secret,
-            goes_on=goes_on(token, request),
-            chunk_tokens=self._streaming.chunk_tokens,
-        )
-        return True, params
+        return self._prefills.finish(request, block_ids, was_cut=was_cut)
 
     def clear_offers(self) -> None:
         """What this engine has computed so far means nothing any more."""
@@ -476,7 +370,7 @@ class SchedulerSide:
             self._recorder.side_channel_rejects(self._server.take_refused())
         own: dict[str, float] = {
             "quarantined_blocks": len(self._quarantine),
-            "held_requests": len(self._held),
+            "held_requests": len(self._prefills.held),
         }
         self._recorder.gauges("scheduler", own)
         data, gauges = self._recorder.take(), self._recorder.take_gauges()
@@ -488,27 +382,13 @@ class SchedulerSide:
         loaded = {load.request_id for load in taken.loads}
         taken.waits = [wait for wait in taken.waits if wait.request_id not in loaded]
         taken.given_up = self._quarantine.take_given_up()
-        if not self._streaming.refusal and self._produces:
-            taken.chunks, taken.restarts = self._producer.take_step(scheduled)
-            taken.holds = [self._renewed(one, taken.restarts) for one in taken.holds]
-        if self._prompts is not None:
-            taken.saves = [
-                blocks_to_offer(self._groups, block_ids, num_tokens)
-                for num_tokens, block_ids in self._prompts.completed(scheduled)
-            ]
+        self._prefills.fill_step(taken, scheduled, produces=self._produces)
         return taken
-
-    def _renewed(self, hold: Hold, restarts: Sequence[Restart]) -> Hold:
-        """The same, of a request that was preempted and ended between two steps: its nonce has been
-        renewed since."""
-        if all(one.slot != hold.fence_slot for one in restarts):
-            return hold
-        _, nonce = self._fences.held_by(hold.request_id) or (-1, hold.fence_nonce)
-        return replace(hold, fence_nonce=nonce)
 
     def has_news(self) -> bool:
         """Whether there is something that the workers have not been told."""
-        return self._pending != StepMetadata() or self._quarantine.has_given_up
+        has_more = self._quarantine.has_given_up or self._prefills.has_news
+        return has_more or self._pending != StepMetadata()
 
     def is_loading(self, request_id: str) -> bool:
         """Whether a request waits for blocks that the workers load, for a prefill engine to
@@ -533,8 +413,6 @@ class SchedulerSide:
             self._quarantine.note_end(request_id)
             self._count_load(request_id, is_unread=request_id in unread)
         for request_id in sent:
-            self._fences.give_back(request_id)
-            self._producer.give_back(request_id)
             self._count_lease(request_id)
         if isinstance(worker, WorkerMetadata):
             self._quarantine.note_late(worker.late)
@@ -550,10 +428,9 @@ class SchedulerSide:
             self._recorder.loaded(num_blocks)
 
     def _count_lease(self, request_id: str) -> None:
-        begun = self._held.pop(request_id, None)
-        if begun is None:
-            return  # kept until its readers were told that it was aborted
-        seconds = time.monotonic() - begun
+        seconds = self._prefills.note_sent(request_id)
+        if seconds is None:
+            return
         expired = request_id in self._ends.expired
         self._ends.expired.discard(request_id)
         self._recorder.lease_ended(seconds, expired=expired)
@@ -561,97 +438,18 @@ class SchedulerSide:
     def _is_to_load(self, request: Request) -> bool:
         return self._consumes and is_for_decode(request.kv_transfer_params)
 
-    def _remote(self, request: Request) -> RemoteRequest:
-        """Where the request's blocks are.
-
-        Raises:
-            ProtocolError: its parameters cannot be used.
-        """
-        return self._handle(request).remote
-
-    def _handle(self, request: Request) -> Handle:
-        """What the request's parameters say, read and compared with its prompt once.
-
-        Raises:
-            ProtocolError: they cannot be used.
-        """
-        found = self._handles.get(request.request_id)
-        if found is None:
-            try:
-                found = self._read(request)
-            except ProtocolError as error:
-                found = error
-            self._handles[request.request_id] = found
-        if isinstance(found, ProtocolError):
-            raise found
-        return found
-
-    def _read(self, request: Request) -> Handle:
-        params = request.kv_transfer_params
-        assert params is not None  # only called where the parameters ask for a remote prefill
-        handle = read_params(params, self._secret)
-        self._check(request, handle)
-        return handle
-
-    def _check(self, request: Request, handle: Handle) -> None:
-        """Refuse what is not this request's.
-
-        Raises:
-            ProtocolError: it is another prompt's, or another model's.
-        """
-        remote, num_prompt = handle.remote, request.num_prompt_tokens
-        source = f"prefill engine {remote.engine_id!r} (request {remote.request_id!r} there)"
-        if remote.num_tokens > num_prompt:
-            raise ProtocolError(
-                f"kv_transfer_params are those of another prompt: {source} computed "
-                f"{remote.num_tokens} tokens, and the prompt here has {num_prompt}. Does the "
-                "router mix requests up, or do the engines tokenise differently?"
-            )
-        check_prompt(digests(prompt_of(request), remote.num_tokens), handle.prompt, source)
-        if handle.first_token >= self._sampler.num_tokens > 0:
-            raise ProtocolError(
-                f"kv_transfer_params: expected remote_first_token below "
-                f"{self._sampler.num_tokens}, the model's tokens, got {handle.first_token}: do "
-                f"{source} and this engine serve the same model?"
-            )
-
     def _take_load(self, request: Request) -> None:
         """Each request is loaded once: mark it."""
         params = request.kv_transfer_params
         assert params is not None  # only called where the parameters ask for a remote prefill
         params["do_remote_prefill"] = False
-        self._handles.pop(request.request_id, None)
+        self._handles.forget(request.request_id)
 
     def _tell_other_version(self, request_id: str, error: ProtocolError) -> None:
         """Ask a prefill engine of another version to free its blocks: both logs then say why that
         cannot be."""
         if isinstance(error, OtherProtocolError):
             self._pending.loads.append(Load(request_id, error.remote, awaited=False))
-
-    def _can_be_cut(self, request: Request) -> bool:
-        sampling = request.sampling_params
-        wants_all_logprobs = sampling is not None and sampling.prompt_logprobs is not None
-        return self._leaves_last_token and request.num_prompt_tokens > 1 and not wants_all_logprobs
-
-    def _most_tokens(self, request: Request) -> int:
-        """Prompt tokens that a load may bring: the last one is computed here after a state or a
-        window."""
-        return request.num_prompt_tokens - (1 if self._leaves_last_token else 0)
-
-    def _num_tokens(self, request: Request, remote: RemoteRequest) -> int:
-        """Prompt tokens that the load brings.
-
-        Raises:
-            ProtocolError: the state is that after more tokens than can be used.
-        """
-        most = self._most_tokens(request)
-        if self._has_state and remote.num_tokens > most:
-            raise ProtocolError(
-                f"kv_transfer_params: expected the state after at most {most} of "
-                f"{request.num_prompt_tokens} prompt tokens, got that after {remote.num_tokens}: "
-                "was it prefilled by this connector, with the same prompt?"
-            )
-        return min(remote.num_tokens, most)
 
     def _choose_blocks(
         self, load: Load, blocks: KVCacheBlocks, num_external_tokens: int
@@ -669,7 +467,7 @@ class SchedulerSide:
             self._consumer.forget(request.request_id)
             return  # its lease frees them
         try:
-            remote = self._remote(request)
+            remote = self._handles.remote(request)
         except ProtocolError as error:
             self._tell_other_version(request.request_id, error)
             return

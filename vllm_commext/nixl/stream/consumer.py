@@ -3,10 +3,13 @@ for their prefill engines to begin."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_commext.errors import CommextError, ProtocolError
+from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.stream.asker import Answer, StreamAsker
+from vllm_commext.nixl.stream.ways import REFUSALS, Streaming
 from vllm_commext.nixl.wire.params import Handle, key_of, place_of_stream
 
 if TYPE_CHECKING:
@@ -35,6 +38,10 @@ class StreamConsumer:
         """Whether a request waits for an answer that has not come; with one it can still wait for
         something else, such as its grammar."""
         return request_id in self._waiting and self._answer(request_id) is None
+
+    def has_answer(self, request: Request) -> bool:
+        """Whether ``take`` gives one."""
+        return self._answer(request.request_id) is not None
 
     def watch(self, request: Request) -> None:
         """Ask for a request's key until ``take`` gives the answer."""
@@ -76,3 +83,25 @@ class StreamConsumer:
         """Ask nobody any more."""
         if self._asker is not None:
             self._asker.close()
+
+
+def consumer_of(
+    streaming: Streaming,
+    engine_id: str,
+    secret: bytes | None,
+    config: ConnectorConfig,
+    ring: Callable[[], None],
+) -> StreamConsumer:
+    """What an engine does with requests whose prompts are to be read while they are computed.
+
+    Args:
+        streaming: what it does of chunk streaming.
+        engine_id: its id.
+        secret: the side channels' secret, None where there is none.
+        config: the connector's settings.
+        ring: called when something has become known.
+    """
+    if streaming.refusal:
+        return StreamConsumer(None, REFUSALS[streaming.refusal])
+    limits = config.stream_begin_timeout, config.handshake_timeout
+    return StreamConsumer(StreamAsker(engine_id, secret, *limits, ring))

@@ -1,0 +1,229 @@
+"""The prefill engine's scheduler side: prompts that are computed for other engines, what of them is
+handed over, and what workers must know of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from vllm_commext.compat.kv_connector import drop_last_prompt_token
+from vllm_commext.nixl.first_token import Sampler, goes_on, offer
+from vllm_commext.nixl.geometry.request_blocks import (
+    blocks_to_offer,
+    is_complete,
+    keeps_every_token,
+)
+from vllm_commext.nixl.log import RateLimitedLog
+from vllm_commext.nixl.metadata import StepMetadata
+from vllm_commext.nixl.prefill.fence import FenceSlots
+from vllm_commext.nixl.prefill.prompt_tracker import PromptTracker
+from vllm_commext.nixl.requests import Hold, RemoteRequest, Restart
+from vllm_commext.nixl.stream.directory import StreamDirectory
+from vllm_commext.nixl.stream.producer import StreamProducer
+from vllm_commext.nixl.stream.ways import Streaming
+from vllm_commext.nixl.wire.params import Handle, write_params
+from vllm_commext.nixl.wire.prompt import digests, prompt_of
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from vllm_commext.nixl.geometry.layout import Group
+
+FINISHED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What parameters say of this engine; the names are those of ``RemoteRequest``."""
+
+    engine_id: str
+    incarnation: str
+    host: str
+    port: int
+    tp_size: int
+    pp_size: int
+
+
+class Prefills:
+    """Prompts of one engine that others read.
+
+    Attributes:
+        fences: the generation checks of the blocks that are kept.
+        directory: what the side channel answers about prompts that are read meanwhile.
+        held: when the leases of finished prefills began, in monotonic seconds, by request.
+
+    Args:
+        place: this engine.
+        groups: the cache's groups, in the order of a request's lists of blocks.
+        lease_seconds: how long blocks are kept without a sign of a reader.
+        secret: what parameters are sealed with, None where there is none.
+        fence_key: what the fences' nonces follow from.
+        saves: peers read from a copy of the cache on the host, which must be kept up to date.
+        sampler: what first tokens follow from beside requests.
+        streaming: what this engine does of chunk streaming.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        groups: Sequence[Group],
+        *,
+        lease_seconds: float,
+        secret: bytes | None,
+        fence_key: bytes,
+        saves: bool,
+        sampler: Sampler,
+        streaming: Streaming,
+    ) -> None:
+        self.fences = FenceSlots(fence_key)
+        self.directory = StreamDirectory()
+        self.held: dict[str, float] = {}
+        self._place = place
+        self._groups = groups
+        self._leaves_last_token = not keeps_every_token(groups)
+        self._lease_seconds = lease_seconds
+        self._secret = secret
+        self._sampler = sampler
+        self._streaming = streaming
+        self._producer = StreamProducer(self.fences, self.directory, streaming)
+        self._cut: set[str] = set()
+        self._prompts = PromptTracker() if saves else None
+        self._holds: list[Hold] = []
+        self._log = RateLimitedLog()
+
+    def add(self, request: Request) -> str:
+        """A prompt is to be computed for another engine: cut it where a state or a window is to be
+        handed over.  The way in which it goes, one of ``stream.ways.WAYS``.
+
+        The decode engine has to compute the last token for its logits.  A state cannot be taken
+        back by a token, and after the last token a window no longer holds all that this one attends
+        to: the prefill engine must stop one token early.
+        """
+        if self._can_be_cut(request):
+            drop_last_prompt_token(request)
+            self._cut.add(request.request_id)
+        if self._prompts is not None:
+            self._prompts.add(request.request_id, request.num_prompt_tokens)
+        return self._producer.add(request)
+
+    def _can_be_cut(self, request: Request) -> bool:
+        sampling = request.sampling_params
+        wants_all_logprobs = sampling is not None and sampling.prompt_logprobs is not None
+        return self._leaves_last_token and request.num_prompt_tokens > 1 and not wants_all_logprobs
+
+    def forget(self, request_id: str) -> bool:
+        """A request has ended; whether its prompt was cut."""
+        self._producer.note_finish(request_id)
+        if self._prompts is not None:
+            self._prompts.forget(request_id)
+        was_cut = request_id in self._cut
+        self._cut.discard(request_id)
+        return was_cut
+
+    def finish(
+        self, request: Request, block_ids: tuple[list[int], ...], *, was_cut: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended that was computed for another engine: whether its blocks must be
+        kept, and what that engine must know."""
+        kept = self._offer(request, block_ids, was_cut=was_cut)
+        row = self._producer.row_of(request.request_id)
+        if row < 0 or kept[0]:
+            return kept
+        # Its blocks may be under reads: they are free when all workers have replaced the nonce.
+        fence = self.fences.held_by(request.request_id)
+        assert fence is not None  # it has come with the row
+        self._holds.append(Hold(request.request_id, 0.0, *fence, row))
+        return True, None
+
+    def _offer(
+        self, request: Request, block_ids: tuple[list[int], ...], *, was_cut: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """What a prefill that has ended hands over."""
+        if request.status not in FINISHED or (self._leaves_last_token and not was_cut):
+            return False, None
+        # What was generated after the prompt is in no prompt that the offer could be compared with.
+        num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        offered = blocks_to_offer(self._groups, block_ids, num_tokens)
+        if not is_complete(self._groups, offered):
+            return False, None
+        return self._hold(request, offered, num_tokens)
+
+    def _hold(
+        self, request: Request, offered: tuple[tuple[int, ...], ...], num_tokens: int
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep a finished prefill's blocks for its readers."""
+        request_id = request.request_id
+        fence = self.fences.held_by(request_id) or self.fences.take(request_id)
+        if fence is None:
+            self._log.warning(
+                "fences",
+                f"request {request_id}: its blocks are not kept, as many prefills as this "
+                "engine can keep wait for their readers; the decode engine computes it itself",
+            )
+            return False, None
+        self.held[request_id] = time.monotonic()
+        row = self._producer.row_of(request_id)
+        self._holds.append(Hold(request_id, self._lease_seconds, *fence, row))
+        remote = RemoteRequest(
+            engine_id=self._place.engine_id,
+            incarnation=self._place.incarnation,
+            host=self._place.host,
+            port=self._place.port,
+            tp_size=self._place.tp_size,
+            pp_size=self._place.pp_size,
+            request_id=request_id,
+            block_ids=offered,
+            num_tokens=num_tokens,
+            fence_slot=fence[0],
+            fence_nonce=fence[1],
+        )
+        token, sampling = (-1, "")
+        if num_tokens == request.num_prompt_tokens and not self._leaves_last_token:
+            token, sampling = offer(self._sampler, request)
+        handle = Handle(remote, digests(prompt_of(request), num_tokens), token, sampling)
+        params = write_params(
+            handle,
+            self._secret,
+            goes_on=goes_on(token, request),
+            chunk_tokens=self._streaming.chunk_tokens,
+        )
+        return True, params
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something that the workers have not been told."""
+        return bool(self._holds)
+
+    def fill_step(self, taken: StepMetadata, scheduled: SchedulerOutput, *, produces: bool) -> None:
+        """Add what the workers must know of this step."""
+        holds, self._holds = self._holds, []
+        if not self._streaming.refusal and produces:
+            taken.chunks, taken.restarts = self._producer.take_step(scheduled)
+            holds = [self._renewed(one, taken.restarts) for one in holds]
+        taken.holds = holds
+        if self._prompts is not None:
+            taken.saves = [
+                blocks_to_offer(self._groups, block_ids, num_tokens)
+                for num_tokens, block_ids in self._prompts.completed(scheduled)
+            ]
+
+    def _renewed(self, hold: Hold, restarts: Sequence[Restart]) -> Hold:
+        """The same, of a request that was preempted and ended between two steps: its nonce has been
+        renewed since."""
+        if all(one.slot != hold.fence_slot for one in restarts):
+            return hold
+        _, nonce = self.fences.held_by(hold.request_id) or (-1, hold.fence_nonce)
+        return replace(hold, fence_nonce=nonce)
+
+    def note_sent(self, request_id: str) -> float | None:
+        """A prefill is kept no more: how many seconds it was, None where it was kept only until its
+        readers were told that it was aborted."""
+        self.fences.give_back(request_id)
+        self._producer.give_back(request_id)
+        begun = self.held.pop(request_id, None)
+        return None if begun is None else time.monotonic() - begun
