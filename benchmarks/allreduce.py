@@ -18,7 +18,6 @@ import dataclasses
 import importlib.metadata
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,10 +25,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from vllm_commext.testing.gpu_ranks import ENVIRON, end_together
-from vllm_commext.testing.servers import free_port
+from vllm_commext.testing.gpu_ranks import add_rank_arguments, run_as_ranks
 
-ROOT = Path(__file__).parents[1]
 OURS, VLLM = "ours", "vllm"
 HOST_CALLS = 1000
 MAX_REGRET, MIN_RATIO = 0.03, 0.97
@@ -280,16 +277,6 @@ def run_rank(args: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def run_all(args: argparse.Namespace, arguments: list[str]) -> int:
-    python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environ = {**os.environ, **ENVIRON, **STOCK, "PYTHONPATH": python_path}
-    command = [sys.executable, __file__, *arguments, "--port", str(free_port())]
-    ranks = [
-        subprocess.Popen([*command, "--rank", str(rank)], env=environ) for rank in range(args.tp)
-    ]
-    return int(any(end_together(ranks, 420 + 3 * args.seconds)))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tp", type=int, default=2, help="number of GPUs")
@@ -300,12 +287,11 @@ def main() -> int:
     parser.add_argument("--table", choices=("measured", "builtin"), default="measured")
     parser.add_argument("--quick", action="store_true", help="fewer samples")
     parser.add_argument("--eager", action="store_true", help="also what a call costs the host")
-    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    add_rank_arguments(parser)
     args = parser.parse_args()
     if args.rank >= 0:
         run_rank(args)
-    return run_all(args, sys.argv[1:])
+    return run_as_ranks(__file__, sys.argv[1:], args.tp, 420 + 3 * args.seconds, STOCK)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Sums of CPU tensors among processes of this machine: torch's Gloo, our rings, and vLLM's own
-shared memory where the processor has AVX-512, in turns.
+"""All-reduce of CPU tensors among processes of this machine: torch's Gloo, our shared-memory ring
+buffers, and vLLM's own shared memory where the processor has AVX-512, interleaved.
 
     python benchmarks/cpu_collectives.py --out benchmarks/results/mine
     python benchmarks/cpu_collectives.py --quick
@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,12 +30,12 @@ from torch import distributed as dist
 from vllm_commext.allreduce.table.selection import size_text
 from vllm_commext.gpu.collective import swap_over
 from vllm_commext.shm.collectives import RingGroup, is_worth_it
-from vllm_commext.testing.gpu_ranks import end_together
-from vllm_commext.testing.servers import LOOPBACK, free_port
+from vllm_commext.testing.gpu_ranks import add_rank_arguments, run_as_ranks
+from vllm_commext.testing.servers import LOOPBACK
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (512, 2 * KIB, 8 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, 2 * MIB, 8 * MIB, 32 * MIB)
-OURS = "rings"
+OURS = "ours"
 RANK_SECONDS = 600.0
 
 
@@ -110,34 +109,30 @@ def run_rank(rank: int, num_ranks: int, port: int, args: argparse.Namespace) -> 
 
 def measure(num_ranks: int, args: argparse.Namespace) -> list[Cell]:
     """Start all ranks, and take what rank 0 has measured."""
-    port = str(free_port())
     options = ["--rounds", str(args.rounds), "--seconds", str(args.seconds)]
-    options += ["--sizes", *map(str, args.sizes)]
-    environ = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_DIST_IDENT": port}
+    options += ["--ranks", str(num_ranks), "--sizes", *map(str, args.sizes)]
+    environ = {"OMP_NUM_THREADS": "1", "VLLM_DIST_IDENT": str(os.getpid())}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cells.json"
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, __file__, *options, "--as-rank"]
-                + [str(rank), str(num_ranks), port, str(path)],
-                env={**os.environ, **environ},
-            )
-            for rank in range(num_ranks)
-        ]
-        codes = end_together(ranks, RANK_SECONDS)
-        if any(codes):
-            raise SystemExit(f"the ranks ended with {codes}")
+        options += ["--cells", str(path)]
+        if run_as_ranks(__file__, options, num_ranks, RANK_SECONDS, environ):
+            raise SystemExit(f"one of {num_ranks} ranks failed, or took {RANK_SECONDS:.0f} s")
         return [Cell(*fields) for fields in json.loads(path.read_text())]
 
 
 def markdown(cells: list[Cell], load: str) -> str:
     """One table for all numbers of ranks."""
     others = [name for name in dict.fromkeys(cell.variant for cell in cells) if name != OURS]
-    lines = ["# Sums among CPU processes: our rings and others", "", machine("cpu"), ""]
+    lines = [
+        "# All-reduce among CPU processes: our shared-memory ring buffers and others",
+        "",
+        machine("cpu"),
+        "",
+    ]
     lines += ["    " + shlex.join(["python", "benchmarks/cpu_collectives.py", *sys.argv[1:]]), ""]
-    lines += [f"Load average before and after: {load}. us a sum; better by: theirs / rings, "]
+    lines += [f"Load average before and after: {load}. us a call; speedup: theirs / ours, "]
     lines[-1] += "median (smallest to largest) over the rounds. *: within vLLM left to Gloo."
-    head = ["ranks", "bytes", OURS, *(f"{name} | better by" for name in others)]
+    head = ["ranks", "bytes", OURS, *(f"{name} | speedup" for name in others)]
     lines += ["", f"| {' | '.join(head)} |", "|---" * (3 + 2 * len(others)) + "|"]
     for num_ranks, num_bytes in dict.fromkeys((cell.num_ranks, cell.num_bytes) for cell in cells):
         chosen = [cell for cell in cells if cell[:2] == (num_ranks, num_bytes)]
@@ -164,7 +159,8 @@ def arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=5)
     add("--seconds", type=float, default=0.5, help="of each variant, size and round")
     add("--out", type=Path, help="write OUT.md and OUT.json")
-    add("--as-rank", nargs=4, help=argparse.SUPPRESS)
+    add("--cells", type=Path, help=argparse.SUPPRESS)
+    add_rank_arguments(parser)
     args = parser.parse_args()
     if args.quick:
         args.ranks, args.rounds, args.seconds = [2], 3, 0.2
@@ -174,11 +170,10 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    if args.as_rank:
-        rank, num_ranks, port = map(int, args.as_rank[:3])
-        cells = run_rank(rank, num_ranks, port, args)
-        if rank == 0:
-            Path(args.as_rank[3]).write_text(json.dumps(cells))
+    if args.rank >= 0:
+        cells = run_rank(args.rank, args.ranks[0], args.port, args)
+        if args.rank == 0:
+            args.cells.write_text(json.dumps(cells))
         return 0
     before = load_average()
     cells = [cell for num_ranks in args.ranks for cell in measure(num_ranks, args)]

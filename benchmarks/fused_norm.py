@@ -20,7 +20,6 @@ import importlib.util
 import json
 import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,10 +27,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from vllm_commext.testing.gpu_ranks import ENVIRON, end_together
-from vllm_commext.testing.servers import free_port
+from vllm_commext.testing.gpu_ranks import add_rank_arguments, run_as_ranks
 
-ROOT = Path(__file__).parents[1]
 STOCK = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_COMMEXT_ALLREDUCE": "0"}
 MIB = 1 << 20
 SIZES = (*((16 << 10) << step for step in range(13)), 128 * MIB)  # 16 KiB to 64 MiB, 128 MiB
@@ -357,16 +354,6 @@ def run_rank(args: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def run_all(args: argparse.Namespace, arguments: list[str]) -> int:
-    python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environ = {**os.environ, **ENVIRON, **STOCK, "PYTHONPATH": python_path}
-    command = [sys.executable, __file__, *arguments, "--port", str(free_port())]
-    ranks = [
-        subprocess.Popen([*command, "--rank", str(rank)], env=environ) for rank in range(args.tp)
-    ]
-    return int(any(end_together(ranks, args.seconds)))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tp", type=int, default=2, help="number of GPUs")
@@ -381,12 +368,11 @@ def main() -> int:
     parser.add_argument("--stress", type=int, default=2000, help="calls of the stress run")
     parser.add_argument("--seconds", type=float, default=400.0, help="bound for the whole run")
     parser.add_argument("--commit", default="", help="what the report is to name")
-    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    add_rank_arguments(parser)
     args = parser.parse_args()
     if args.rank >= 0:
         run_rank(args)
-    return run_all(args, sys.argv[1:])
+    return run_as_ranks(__file__, sys.argv[1:], args.tp, args.seconds, STOCK)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import importlib.metadata
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,10 +29,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from vllm_commext.testing.gpu_ranks import ENVIRON, end_together
-from vllm_commext.testing.servers import free_port
+from vllm_commext.testing.gpu_ranks import add_rank_arguments, run_as_ranks
 
-ROOT = Path(__file__).parents[1]
 EPS = 1e-6
 Q_SIZE, KV_SIZE = 6144, 1024  # MiniMax-M2's, all ranks together
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -426,16 +423,6 @@ def run_rank(args: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def run_all(args: argparse.Namespace, arguments: list[str]) -> int:
-    python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environ = {**os.environ, **ENVIRON, **UNUSED, "PYTHONPATH": python_path}
-    command = [sys.executable, __file__, *arguments, "--port", str(free_port())]
-    ranks = [
-        subprocess.Popen([*command, "--rank", str(rank)], env=environ) for rank in range(args.tp)
-    ]
-    return int(any(end_together(ranks, QUICK_SECONDS if args.quick else TOTAL_SECONDS)))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -448,12 +435,12 @@ def main() -> int:
     parser.add_argument(
         "--tokens", type=int, nargs="+", help="token counts for --tune and --reader"
     )
-    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    add_rank_arguments(parser)
     args = parser.parse_args()
     if args.rank >= 0:
         run_rank(args)
-    return run_all(args, sys.argv[1:])
+    seconds = QUICK_SECONDS if args.quick else TOTAL_SECONDS
+    return run_as_ranks(__file__, sys.argv[1:], args.tp, seconds, UNUSED)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def collectives(num_ranks: int, *sizes: int) -> Callable[[Results], Triples]:
         return [found[number] for number in sorted(found)]
 
     def one(results: Results, size: int) -> tuple[float, float, float]:
-        baseline, ours = (rounds(results, size, who) for who in ("gloo", "rings"))
+        baseline, ours = (rounds(results, size, who) for who in ("gloo", "ours"))
         speedups = [theirs / own for theirs, own in zip(baseline, ours, strict=True)]
         return statistics.median(baseline), statistics.median(ours), statistics.median(speedups)
 

@@ -1,4 +1,4 @@
-"""What the fence costs: our reads with and without it, in turns, by the connector's own clock.
+"""What the fence costs: our reads with and without it, interleaved, by the connector's own clock.
 
 The time of a read is what the connector's transfer histogram takes: from posting it to knowing that
 it has ended, the transfer thread's pauses included.  A pair of reads goes over the same blocks.

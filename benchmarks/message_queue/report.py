@@ -88,7 +88,7 @@ def markdown(cells: list[Cell], bottom: Bottom, rounds: int, names: list[str]) -
     for case, ways in bottom.steps.items():
         shown = ", ".join(f"{found:.1f} us by {way}" for way, found in ways.items())
         lines += ["", f"Encoding and decoding a {case} there and back, alone: {shown}."]
-    lines += ["", f"| placement | readers | case | unit | {' | '.join(names)} | ours better by |"]
+    lines += ["", f"| placement | readers | case | unit | {' | '.join(names)} | speedup |"]
     lines.append("|" + "---|" * (len(names) + 5))
     for (placement, n_readers, case, unit), row in medians(cells).items():
         figures = " | ".join(f"{row[name]:.4g}" if name in row else "" for name in names)

@@ -57,12 +57,12 @@ def markdown(samples: Sequence[Sample], notes: Notes) -> str:
     lines += ["    " + shlex.join(["python", "benchmarks/serve.py", *sys.argv[1:]]), ""]
     lines += [
         "Both sets of servers are up all the time and take turns, the other one stopped meanwhile; "
-        f"medians over {notes['rounds']} rounds. `better by`: off / on (throughput: on / off), "
+        f"medians over {notes['rounds']} rounds. `speedup`: off / on (throughput: on / off), "
         "median (smallest to largest) over the rounds' own ratios.",
     ]
     rows = rows_of(samples)
     for cell in dict.fromkeys(row.cell for row in rows):
-        lines += ["", f"## {cell}", "", "| figure | unit | off | on | better by |"]
+        lines += ["", f"## {cell}", "", "| figure | unit | off | on | speedup |"]
         lines += ["|" + "---|" * 5, *(_line(row) for row in rows if row.cell == cell)]
         lines += ["", *(f"- {name}: {text}" for name, text in notes["cells"].get(cell, {}).items())]
     return "\n".join(lines) + "\n"

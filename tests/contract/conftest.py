@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from scheduler_engine import Engine
+    from tests.contract.scheduler_engine import Engine
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
-else:
-    # Tests are no package: here lies what several of them share.
-    sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture
 def make_engine() -> Iterator[Callable[..., Engine]]:
     """Makes engines for the scheduler side's tests, and closes them."""
-    from scheduler_engine import Engine
+    from tests.contract.scheduler_engine import Engine
 
     made: list[Engine] = []
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_process import python_at_once, ranks
 
+from tests.contract.vllm_process import python_at_once, ranks
 from vllm_commext.allreduce import names
 from vllm_commext.compat import tp_group
 from vllm_commext.compat.monkey_patch import INVENTORY, is_patched, restore

@@ -16,8 +16,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     get_kv_quant_mode,
 )
-from vllm_caches import HAS_LAYOUTS, make_caches
 
+from tests.contract.vllm_caches import HAS_LAYOUTS, make_caches
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.layout import (
     AttentionGeometry,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from test_kv_connector import vllm_config
 from vllm.platforms import current_platform
-from vllm_caches import HAS_LAYOUTS
 
+from tests.contract.vllm_caches import HAS_LAYOUTS
 from vllm_commext import plugin
 from vllm_commext.nixl.connector import CommextNixlConnector
 

@@ -13,8 +13,8 @@ import torch
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec
-from vllm_caches import HAS_LAYOUTS, make_caches, state_views
 
+from tests.contract.vllm_caches import HAS_LAYOUTS, make_caches, state_views
 from vllm_commext.compat import conv_state
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.descriptors import expand_rows

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("torch")
 
 from torch import distributed
-from vllm_process import python, ranks
 
+from tests.contract.vllm_process import python, ranks
 from vllm_commext.compat.cpu_collectives import is_meant, why_not
 from vllm_commext.testing.servers import free_port
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scheduled_core import BLOCK, MAX_TOKENS, NUM_TOKENS, Core, next_token, prefilled, request_of
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import StructuredOutputsParams
@@ -23,8 +22,17 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
-from vllm_caches import make_caches
 
+from tests.contract.scheduled_core import (
+    BLOCK,
+    MAX_TOKENS,
+    NUM_TOKENS,
+    Core,
+    next_token,
+    prefilled,
+    request_of,
+)
+from tests.contract.vllm_caches import make_caches
 from vllm_commext.compat import engine_wait, monkey_patch
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl import first_token

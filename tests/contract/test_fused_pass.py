@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from fused_pass_rank import APART, GEMMA, LAYERS, OFF, ON
 from torch.fx.experimental.proxy_tensor import make_fx
 from vllm import envs
 from vllm.compilation.passes.inductor_pass import pass_context
@@ -17,8 +16,9 @@ from vllm.config import VllmConfig
 from vllm.config.utils import Range
 from vllm.ir import ops as ir_ops
 from vllm.platforms import current_platform
-from vllm_process import python_at_once
 
+from tests.contract.fused_pass_rank import APART, GEMMA, LAYERS, OFF, ON
+from tests.contract.vllm_process import python_at_once
 from vllm_commext.allreduce import names
 from vllm_commext.allreduce.dispatch.policy import FusedPolicy
 from vllm_commext.allreduce.fused import op as fused_op

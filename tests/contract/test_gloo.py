@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from vllm_process import python, ranks
-
+from tests.contract.vllm_process import python, ranks
 from vllm_commext.compat import gloo
 from vllm_commext.compat.timer_slack import timer_slack
 from vllm_commext.testing.servers import free_port

@@ -6,7 +6,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from scheduler_engine import (
+from vllm.v1.request import RequestStatus
+
+from tests.contract.scheduler_engine import (
     BLOCK,
     REMOTE_IDS,
     TO_PREFILL,
@@ -14,8 +16,6 @@ from scheduler_engine import (
     request_of,
     to_decode,
 )
-from vllm.v1.request import RequestStatus
-
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.metadata import StepMetadata, WorkerMetadata
 from vllm_commext.nixl.prefill.fence import KEY_BYTES, FenceSlots, first_nonces

@@ -4,8 +4,8 @@ import pytest
 import torch
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
-from vllm_caches import HAS_LAYOUTS, make_caches
 
+from tests.contract.vllm_caches import HAS_LAYOUTS, make_caches
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.topology import Rank

@@ -1,9 +1,9 @@
 """Our connector as one of several under vLLM's MultiConnector."""
 
 import pytest
-from engine_in_memory import FULL_SPEC, Engine, Model
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
+from tests.contract.engine_in_memory import FULL_SPEC, Engine, Model
 from vllm_commext.errors import ConfigError
 
 

@@ -7,8 +7,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-from vllm_process import IMPORTS, python, run_at_once
 
+from tests.contract.vllm_process import IMPORTS, python, run_at_once
 from vllm_commext.compat.native import PROVEN_MACHINES
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.

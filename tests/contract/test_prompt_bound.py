@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scheduler_engine import TO_PREFILL, Engine, request_of, to_decode
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request, RequestStatus
 
+from tests.contract.scheduler_engine import TO_PREFILL, Engine, request_of, to_decode
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.prefill import prefills

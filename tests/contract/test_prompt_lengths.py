@@ -4,7 +4,10 @@ the decode engine computes from after a load is what a single engine computes fr
 from collections.abc import Iterator
 
 import pytest
-from engine_in_memory import (
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+
+from tests.contract.engine_in_memory import (
     ALIGNED_STATE_SPEC,
     BLOCK,
     FULL_SPEC,
@@ -18,9 +21,6 @@ from engine_in_memory import (
     request_of,
     sliding,
 )
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import init_none_hash
-
 from vllm_commext.compat.kv_connector import transfer_results_class
 
 MODELS = {

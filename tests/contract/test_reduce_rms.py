@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from reduce_rms_rank import EPS, Q, rows, weights
-from vllm_process import python, ranks
 
+from tests.contract.reduce_rms_rank import EPS, Q, rows, weights
+from tests.contract.vllm_process import python, ranks
 from tests.kit.forked import SERVER_MODULES
 from vllm_commext.testing.ports import free_port
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from scheduled_core import BLOCK, Core, next_token, request_of
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.block_pool import BlockPool
@@ -25,6 +24,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
 
+from tests.contract.scheduled_core import BLOCK, Core, next_token, request_of
 from vllm_commext.compat import engine_wait, monkey_patch
 from vllm_commext.compat.block_frees import defer_frees
 from vllm_commext.nixl.config import parse_config

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
 import torch
-from vllm_process import python, ranks
 
+from tests.contract.vllm_process import python, ranks
 from vllm_commext.compat.monkey_patch import original_of
 from vllm_commext.compat.queue_groups import GroupMessageQueue
 from vllm_commext.compat.shm_queue import finding_itself

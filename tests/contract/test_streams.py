@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scheduled_core import BLOCK, Core, next_token, request_of
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
+from tests.contract.scheduled_core import BLOCK, Core, next_token, request_of
 from vllm_commext.compat import engine_wait, monkey_patch
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart

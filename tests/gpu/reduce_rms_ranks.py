@@ -456,7 +456,7 @@ def check_fallback(rank: Rank) -> Figures:
 
 
 def check_two_groups(rank: Rank) -> Figures:
-    """Pairs of ranks, and all of them, in turns; on four GPUs."""
+    """Pairs of ranks, and all of them, one after the other; on four GPUs."""
     if rank.world < 4:
         return {"skipped": "needs 4 GPUs"}
     pairs = [dist.new_group([i, i + 1]) for i in range(0, rank.world, 2)]

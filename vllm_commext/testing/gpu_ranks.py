@@ -1,6 +1,7 @@
 """Runs a script as the ranks of a group, for the most part a process a GPU, without NVLink
 multicast."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -49,13 +50,11 @@ def run_ranks(
         seconds: for rank 0; the others have `GRACE_SECONDS` more.
         under: a command that is to run each rank, such as a sanitizer's.
     """
-    python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environ = {**os.environ, **ENVIRON, "PYTHONPATH": python_path}
     port = str(free_port())
     ranks = [
         subprocess.Popen(
             [*under, sys.executable, str(script), str(rank), str(world_size), port, *checks],
-            env=environ,
+            env=_environ(),
             stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
             stderr=subprocess.STDOUT if rank == 0 else subprocess.DEVNULL,
             text=True,
@@ -71,6 +70,44 @@ def run_ranks(
         codes = end_together(ranks, GRACE_SECONDS)
     lines = [json.loads(line) for line in text.splitlines() if line.startswith(CHECK_LINE)]
     return Outcome({line["check"]: line for line in lines}, text, codes)
+
+
+def run_as_ranks(
+    script: str,
+    arguments: Sequence[str],
+    world_size: int,
+    seconds: float,
+    more: Mapping[str, str] | None = None,
+) -> int:
+    """Run ``script ARGUMENTS --port PORT --rank RANK`` on every rank; what they write is shown.
+
+    Args:
+        script: its parser has `add_rank_arguments`; rank 0 writes the results.
+        arguments: those that the program was given.
+        world_size: ranks.
+        seconds: for all of them.
+        more: variables of their environment, besides those that every group of ranks has.
+
+    Returns:
+        1 where a rank failed or had to be killed, else 0.
+    """
+    command = [sys.executable, script, *arguments, "--port", str(free_port())]
+    ranks = [
+        subprocess.Popen([*command, "--rank", str(rank)], env=_environ(more))
+        for rank in range(world_size)
+    ]
+    return int(any(end_together(ranks, seconds)))
+
+
+def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `run_as_ranks` gives each rank; ``args.rank`` is -1 in the program that starts them."""
+    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+
+
+def _environ(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, **ENVIRON, **(more or {}), "PYTHONPATH": python_path}
 
 
 def end_together(ranks: Sequence["subprocess.Popen[Any]"], seconds: float) -> list[int]:

@@ -7,40 +7,26 @@ read is answered by the peer and stops with it.
 import importlib.util
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 os.environ.update(UCX_TLS="tcp", UCX_NET_DEVICES="lo")
 
-# Where the planner's reference lies.
-sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "nixl"))
-
 if importlib.util.find_spec("nixl") is None:
     collect_ignore_glob = ["test_*.py"]
-else:
-    # Tests are no package, so the modules that they share are given their names here.
-    for _name in ("harness", "ranks", "simulation", "streams"):
-        _spec = importlib.util.spec_from_file_location(
-            f"nixl_agents_{_name}", Path(__file__).with_name(f"{_name}.py")
-        )
-        assert _spec is not None
-        assert _spec.loader is not None
-        _module: Any = importlib.util.module_from_spec(_spec)
-        sys.modules[_spec.name] = _module
-        _spec.loader.exec_module(_module)
 
 
 @pytest.fixture
 def make_engine() -> Iterator[Callable[..., Any]]:
     """Makes engines and closes them at the end, the youngest first."""
+    from tests.cpu.nixl_agents.harness import Engine  # imports NIXL
+
     made: list[Any] = []
 
     def make(engine_id: str, **settings: Any) -> Any:
-        made.append(sys.modules["nixl_agents_harness"].Engine(engine_id, **settings))
+        made.append(Engine(engine_id, **settings))
         return made[-1]
 
     yield make

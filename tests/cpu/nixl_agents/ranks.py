@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from nixl_agents_harness import (
+
+from tests.cpu.nixl_agents.harness import (
     ALONE,
     BOUND_SECONDS,
     DESCRIPTION,
@@ -24,7 +25,6 @@ from nixl_agents_harness import (
     memory_of,
     wait_until,
 )
-
 from tests.kit import forked
 from vllm_commext.nixl.geometry.topology import Rank, Split, interval
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer

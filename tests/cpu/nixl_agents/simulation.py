@@ -10,13 +10,13 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from cluster_cases import Case, Request
-from nixl_agents_harness import BOUND_SECONDS, FACTS, HOST, Bytes, counted, wait_until
-from reference_cache import Cache
-from reference_layout import describe
-from reference_meaning import Int64Array, as_bytes, differences
-from reference_stages import Stages, described, names_of, stage_of
 
+from tests.cpu.nixl_agents.harness import BOUND_SECONDS, FACTS, HOST, Bytes, counted, wait_until
+from tests.unit.nixl.cluster_cases import Case, Request
+from tests.unit.nixl.reference_cache import Cache
+from tests.unit.nixl.reference_layout import describe
+from tests.unit.nixl.reference_meaning import Int64Array, as_bytes, differences
+from tests.unit.nixl.reference_stages import Stages, described, names_of, stage_of
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import LocalSide
 from vllm_commext.nixl.geometry.plan import Blocks

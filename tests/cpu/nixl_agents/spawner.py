@@ -14,8 +14,7 @@ import signal
 import sys
 from typing import Any
 
-from harness import BOUND_SECONDS, Engine, load_of
-
+from tests.cpu.nixl_agents.harness import BOUND_SECONDS, Engine, load_of
 from vllm_commext.nixl.requests import RemoteRequest
 
 EVENT = "event: "

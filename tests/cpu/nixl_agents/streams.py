@@ -9,8 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from nixl_agents_harness import BLOCK_SIZE, BOUND_SECONDS, HOST, STRIDE_BYTES, load_of, wait_until
 
+from tests.cpu.nixl_agents.harness import (
+    BLOCK_SIZE,
+    BOUND_SECONDS,
+    HOST,
+    STRIDE_BYTES,
+    load_of,
+    wait_until,
+)
 from tests.kit.stream_requests import request
 from vllm_commext.nixl.prefill.fence import FenceSlots
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer

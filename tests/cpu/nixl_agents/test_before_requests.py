@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nixl_agents_harness import (
+
+from tests.cpu.nixl_agents.harness import (
     BLOCK_BYTES,
     HOST,
     SlowReads,
@@ -16,7 +17,6 @@ from nixl_agents_harness import (
     load_of,
     wait_until,
 )
-
 from vllm_commext.nixl.decode import introductions
 from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.geometry.topology import Rank

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from nixl_agents_harness import (
+
+from tests.cpu.nixl_agents.harness import (
     FACTS,
     assert_fails,
     assert_works,
     load_of,
 )
-
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.requests import Hold, Load

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from nixl_agents_harness import assert_fails, expected_after, load_of, same
 
+from tests.cpu.nixl_agents.harness import assert_fails, expected_after, load_of, same
 from vllm_commext.nixl.prefill.fence import KEY_BYTES, NUM_SLOTS, FenceSlots
 from vllm_commext.nixl.requests import Hold
 

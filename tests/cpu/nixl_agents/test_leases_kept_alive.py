@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from nixl_agents_harness import SlowReads, expected_after, load_of, same, wait_until
 
+from tests.cpu.nixl_agents.harness import SlowReads, expected_after, load_of, same, wait_until
 from vllm_commext.nixl.requests import Hold, Wait
 from vllm_commext.nixl.transfer_thread import DUTY_WAIT_SECONDS, IDLE_WAIT_SECONDS
 from vllm_commext.nixl.wire import messages as wire

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from nixl_agents_harness import (
+
+from tests.cpu.nixl_agents.harness import (
     SlowReads,
     assert_fails,
     assert_works,
     load_of,
     wait_until,
 )
-from nixl_agents_ranks import PeerProcess
-
+from tests.cpu.nixl_agents.ranks import PeerProcess
 from vllm_commext.nixl.transfer_thread import GiveUp
 from vllm_commext.nixl.transport.sweep import NUM_ROUNDS
 

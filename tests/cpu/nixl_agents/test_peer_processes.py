@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from nixl_agents_harness import (
+
+from tests.cpu.nixl_agents.harness import (
     assert_fails,
     assert_works,
     expected_after,
@@ -13,8 +14,7 @@ from nixl_agents_harness import (
     same,
     wait_for_back_off,
 )
-from nixl_agents_ranks import PeerProcess
-
+from tests.cpu.nixl_agents.ranks import PeerProcess
 from vllm_commext.nixl.requests import Hold
 from vllm_commext.nixl.transfer_thread import GiveUp
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from cluster_cases import Case, Model, case_of, random_span
-from nixl_agents_harness import wait_until
-from nixl_agents_simulation import Cluster, Prefill
-from reference_cache import Attention, Engine, Group, State
-from reference_meaning import held
-from reference_stages import Stages, cut, names_of
+
+from tests.cpu.nixl_agents.harness import wait_until
+from tests.cpu.nixl_agents.simulation import Cluster, Prefill
+from tests.unit.nixl.cluster_cases import Case, Model, case_of, random_span
+from tests.unit.nixl.reference_cache import Attention, Engine, Group, State
+from tests.unit.nixl.reference_meaning import held
+from tests.unit.nixl.reference_stages import Stages, cut, names_of
 
 pytestmark = pytest.mark.timeout(300)
 

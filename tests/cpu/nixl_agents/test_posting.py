@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nixl_agents_harness import HOST, expected_after, load_of, same, wait_until
 
+from tests.cpu.nixl_agents.harness import HOST, expected_after, load_of, same, wait_until
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.descriptors import strided_row
 from vllm_commext.nixl.geometry.plan import Pairs

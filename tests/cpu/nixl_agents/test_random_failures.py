@@ -13,8 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nixl_agents_harness import BLOCK_BYTES, STRIDE_BYTES, load_of, wait_for_back_off, wait_until
 
+from tests.cpu.nixl_agents.harness import (
+    BLOCK_BYTES,
+    STRIDE_BYTES,
+    load_of,
+    wait_for_back_off,
+    wait_until,
+)
 from vllm_commext.nixl.geometry.plan import ReadPlan
 from vllm_commext.nixl.metrics.recorder import FAILURE_REASONS
 from vllm_commext.nixl.requests import Hold, Wait

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from nixl_agents_harness import BLOCK_BYTES, expected_after, load_of, same, wait_until
 
+from tests.cpu.nixl_agents.harness import BLOCK_BYTES, expected_after, load_of, same, wait_until
 from vllm_commext.nixl import transfer_thread
 from vllm_commext.nixl.requests import Hold
 from vllm_commext.nixl.wire import messages as wire

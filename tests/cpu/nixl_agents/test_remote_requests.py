@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from nixl_agents_harness import (
+
+from tests.cpu.nixl_agents.harness import (
     BLOCK_BYTES,
     FACTS,
     SlowReads,
@@ -19,8 +20,7 @@ from nixl_agents_harness import (
     wait_for_back_off,
     wait_until,
 )
-from nixl_agents_ranks import MODEL_HEADS, Ranks
-
+from tests.cpu.nixl_agents.ranks import MODEL_HEADS, Ranks
 from vllm_commext.nixl.decode import peers, transfers
 from vllm_commext.nixl.requests import Hold, Wait
 from vllm_commext.nixl.transport import posting

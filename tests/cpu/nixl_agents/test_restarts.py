@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nixl_agents_harness import (
+
+from tests.cpu.nixl_agents.harness import (
     BOUND_SECONDS,
     STRIDE_BYTES,
     Engine,
@@ -26,7 +27,6 @@ from nixl_agents_harness import (
     memory_of,
     wait_until,
 )
-
 from tests.kit.memory import heap_bytes
 from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.requests import Hold
@@ -34,6 +34,7 @@ from vllm_commext.nixl.requests import Hold
 pytestmark = pytest.mark.timeout(300)
 
 MakeEngine = Callable[..., Any]
+ROOT = Path(__file__).parents[3]
 NUM_RESTARTS = 50 if os.environ.get("COMMEXT_TEST_LONG") else 30
 NUM_BEFORE = 12
 """Restarts until NIXL and the interpreter have allocated most of what they use again."""
@@ -77,9 +78,12 @@ class Spawner:
     """The program ``spawner.py``."""
 
     def __init__(self) -> None:
-        program = Path(__file__).with_name("spawner.py")
         self._program = subprocess.Popen(
-            [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "tests.cpu.nixl_agents.spawner"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self._seen: list[str] = []
         self._port = free_port()

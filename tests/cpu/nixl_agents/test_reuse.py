@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nixl_agents_harness import (
+
+from tests.cpu.nixl_agents.harness import (
     BLOCK_BYTES,
     STRIDE_BYTES,
     SlowReads,
@@ -20,7 +21,6 @@ from nixl_agents_harness import (
     same,
     wait_until,
 )
-
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.reuse.generations import open_shared
 from vllm_commext.nixl.reuse.table import OfferTable

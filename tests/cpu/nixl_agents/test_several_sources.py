@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from nixl_agents_harness import FACTS, load_of, same, wait_for_back_off
-from nixl_agents_ranks import MODEL_HEADS, Ranks, expected_heads, untouched_but
 
+from tests.cpu.nixl_agents.harness import FACTS, load_of, same, wait_for_back_off
+from tests.cpu.nixl_agents.ranks import MODEL_HEADS, Ranks, expected_heads, untouched_but
 from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.requests import Hold
 from vllm_commext.nixl.transfer_thread import GiveUp

@@ -7,10 +7,11 @@ import random
 from dataclasses import replace
 
 import pytest
-from cluster_cases import PAIRS, Case, Model, case_of, random_span
-from nixl_agents_simulation import Cluster
-from reference_cache import Attention, Cache, Engine, Group, State
-from reference_meaning import held
+
+from tests.cpu.nixl_agents.simulation import Cluster
+from tests.unit.nixl.cluster_cases import PAIRS, Case, Model, case_of, random_span
+from tests.unit.nixl.reference_cache import Attention, Cache, Engine, Group, State
+from tests.unit.nixl.reference_meaning import held
 
 pytestmark = pytest.mark.timeout(300)
 

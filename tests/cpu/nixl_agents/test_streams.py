@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from cluster_cases import Case, Model, Span, case_of
-from nixl_agents_harness import (
+
+from tests.cpu.nixl_agents.harness import (
     BLOCK_SIZE,
     STREAM,
     SlowReads,
@@ -19,11 +19,11 @@ from nixl_agents_harness import (
     same,
     wait_until,
 )
-from nixl_agents_ranks import PeerProcess
-from nixl_agents_simulation import Cluster
-from nixl_agents_streams import BLOCKS, CHUNKS, Decode, Prefill
-from reference_cache import Attention, Engine, Group
-
+from tests.cpu.nixl_agents.ranks import PeerProcess
+from tests.cpu.nixl_agents.simulation import Cluster
+from tests.cpu.nixl_agents.streams import BLOCKS, CHUNKS, Decode, Prefill
+from tests.unit.nixl.cluster_cases import Case, Model, Span, case_of
+from tests.unit.nixl.reference_cache import Attention, Engine, Group
 from vllm_commext.errors import CommextError
 from vllm_commext.nixl.stream.ways import NO_ROOM, REPEATED_KEY, STREAMED
 from vllm_commext.nixl.transfer_thread import GiveUp

@@ -7,9 +7,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cluster_cases import PAIRS, Case, case_of, random_span
 from hypothesis import strategies as st
-from reference_cache import Attention, Engine, Group, State
+
+from tests.unit.nixl.cluster_cases import PAIRS, Case, case_of, random_span
+from tests.unit.nixl.reference_cache import Attention, Engine, Group, State
 
 TP_SIZES = (1, 2, 3, 4, 6, 8)
 HEADS = (1, 2, 3, 4, 5, 6, 7, 8, 16)

@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from reference_cache import Attention, Cache, Engine, Group, State, Table
-from reference_meaning import Held, Int64Array, beyond, held, nothing_held
+from tests.unit.nixl.reference_cache import Attention, Cache, Engine, Group, State, Table
+from tests.unit.nixl.reference_meaning import Held, Int64Array, beyond, held, nothing_held
 
 Model = tuple[Group, ...]
 

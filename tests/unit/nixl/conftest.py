@@ -1,14 +1,9 @@
 """What the connector logs, whether or not vLLM has taken its loggers out of the root's hands."""
 
 import logging
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-# Tests are no package: here lies what several of them share, the planner's reference.
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture

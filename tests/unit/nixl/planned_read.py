@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from cluster_cases import Case, Request
-from reference_cache import Cache
-from reference_layout import describe
-from reference_meaning import Int64Array, differences
 
+from tests.unit.nixl.cluster_cases import Case, Request
+from tests.unit.nixl.reference_cache import Cache
+from tests.unit.nixl.reference_layout import describe
+from tests.unit.nixl.reference_meaning import Int64Array, differences
 from vllm_commext.nixl.geometry.descriptors import UInt64Array, expand_rows
 from vllm_commext.nixl.geometry.layout import CacheLayout
 from vllm_commext.nixl.geometry.plan import Blocks, Pairs, plan_read

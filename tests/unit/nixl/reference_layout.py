@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from reference_cache import Attention, Cache, Region, State
-
+from tests.unit.nixl.reference_cache import Attention, Cache, Region, State
 from vllm_commext.nixl.geometry.layout import (
     TOKENS,
     AttentionGeometry,

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from reference_cache import Attention, Cache, Region, State, Table, units_held
+
+from tests.unit.nixl.reference_cache import Attention, Cache, Region, State, Table, units_held
 
 Int64Array = npt.NDArray[np.int64]
 

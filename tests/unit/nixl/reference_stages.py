@@ -6,9 +6,9 @@ import copy
 from collections.abc import Sequence
 
 import msgspec
-from reference_cache import Cache
-from reference_layout import describe
 
+from tests.unit.nixl.reference_cache import Cache
+from tests.unit.nixl.reference_layout import describe
 from vllm_commext.nixl.geometry.layout import CacheLayout, check_layout
 
 Stages = list[list[str]]

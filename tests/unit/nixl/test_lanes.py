@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import pytest
-from reference_cache import Attention, Cache, Engine, Group, State
-from reference_layout import geometry_of
 
+from tests.unit.nixl.reference_cache import Attention, Cache, Engine, Group, State
+from tests.unit.nixl.reference_layout import geometry_of
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.lanes import Grid, Lanes, lanes_between
 from vllm_commext.nixl.geometry.layout import (

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
-from case_strategies import cases
-from cluster_cases import MODELS, Case, named_case
 from hypothesis import given, settings
-from reference_cache import Attention, Cache, Engine, Group, State, Table
-from reference_layout import describe
-from reference_meaning import held
 
+from tests.unit.nixl.case_strategies import cases
+from tests.unit.nixl.cluster_cases import MODELS, Case, named_case
+from tests.unit.nixl.reference_cache import Attention, Cache, Engine, Group, State, Table
+from tests.unit.nixl.reference_layout import describe
+from tests.unit.nixl.reference_meaning import held
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.geometry.layout import (
     MAX_COUNT,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from case_strategies import states
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_cache import State, units_held
 
+from tests.unit.nixl.case_strategies import states
+from tests.unit.nixl.reference_cache import State, units_held
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.layout import StatePart
 from vllm_commext.nixl.geometry.mamba import (

@@ -10,10 +10,10 @@ from typing import TypeVar
 import msgspec
 import pytest
 import torch.distributed
-from cluster_cases import named_case
-from reference_layout import describe
-from reference_stages import cut, names_of, stage_of
 
+from tests.unit.nixl.cluster_cases import named_case
+from tests.unit.nixl.reference_layout import describe
+from tests.unit.nixl.reference_stages import cut, names_of, stage_of
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.decode.links import LocalSide
 from vllm_commext.nixl.decode.source_plan import SourcePlan

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from case_strategies import ORDERS, cases
-from cluster_cases import MODELS, PAIRS, Case, Model, Span, case_of, named_case
 from hypothesis import given, settings
-from planned_read import Describe, faults, release_faults, sources_of
-from reference_cache import Attention, Cache, Engine, Group
-from reference_layout import describe
 
+from tests.unit.nixl.case_strategies import ORDERS, cases
+from tests.unit.nixl.cluster_cases import MODELS, PAIRS, Case, Model, Span, case_of, named_case
+from tests.unit.nixl.planned_read import Describe, faults, release_faults, sources_of
+from tests.unit.nixl.reference_cache import Attention, Cache, Engine, Group
+from tests.unit.nixl.reference_layout import describe
 from vllm_commext.nixl.geometry.layout import AttentionGeometry, CacheLayout, Family, StateGeometry
 from vllm_commext.nixl.geometry.topology import Sources
 

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from cluster_cases import Model
-from reference_cache import Attention, Cache, Engine, Group, State
-from reference_layout import describe
 
+from tests.unit.nixl.cluster_cases import Model
+from tests.unit.nixl.reference_cache import Attention, Cache, Engine, Group, State
+from tests.unit.nixl.reference_layout import describe
 from vllm_commext.errors import ProtocolError, UnsupportedError
 from vllm_commext.nixl.geometry.plan import Blocks, ReadPlan, num_blocks_for, plan_read
 

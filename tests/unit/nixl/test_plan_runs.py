@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from case_strategies import HEADS, ORDERS, fits
-from cluster_cases import PAIRS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_cache import Attention, Cache, Engine, Group, Table
-from reference_layout import describe
-from reference_meaning import held
 
+from tests.unit.nixl.case_strategies import HEADS, ORDERS, fits
+from tests.unit.nixl.cluster_cases import PAIRS
+from tests.unit.nixl.reference_cache import Attention, Cache, Engine, Group, Table
+from tests.unit.nixl.reference_layout import describe
+from tests.unit.nixl.reference_meaning import held
 from vllm_commext.nixl.geometry.plan import Blocks, plan_read
 
 TOKENS = 4

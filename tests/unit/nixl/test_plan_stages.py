@@ -8,16 +8,22 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from case_strategies import cases
-from cluster_cases import MODELS, PAIRS, Case, named_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned_read import LOCAL_ADDRESS, REMOTE_ADDRESS, offsets_of, pairs_of, sources_of
-from reference_cache import Cache
-from reference_layout import describe
-from reference_meaning import differences
-from reference_stages import Stages, cut, described, names_of, stage_of
 
+from tests.unit.nixl.case_strategies import cases
+from tests.unit.nixl.cluster_cases import MODELS, PAIRS, Case, named_case
+from tests.unit.nixl.planned_read import (
+    LOCAL_ADDRESS,
+    REMOTE_ADDRESS,
+    offsets_of,
+    pairs_of,
+    sources_of,
+)
+from tests.unit.nixl.reference_cache import Cache
+from tests.unit.nixl.reference_layout import describe
+from tests.unit.nixl.reference_meaning import differences
+from tests.unit.nixl.reference_stages import Stages, cut, described, names_of, stage_of
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.geometry.layout import check_layout
 from vllm_commext.nixl.geometry.plan import plan_read

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from case_strategies import fits
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.nixl.case_strategies import fits
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.topology import (
     Rank,

@@ -31,7 +31,7 @@ class Options:
         sizes: of messages, in bytes.
         dtypes: keys of `message.ITEM_BYTES`.
         hidden: elements of a row; what FlashInfer's kernels are shaped by.
-        samples: of each backend at each size, taken in turns.
+        samples: of each backend at each size, interleaved.
         replays: of a graph, in one sample.
         seconds: after which no further size is begun.
     """
