@@ -5,8 +5,8 @@
 A dense model with seeded random weights is made on the spot. Engines with the toggle off and on
 share the GPUs, and take turns round after round to serve the same prompts; under ``--both`` there
 are two more, with vLLM's all-reduce fusion pass on. Under ``--eager``, without CUDA graphs, one
-engine serves with our dispatcher taken out and put back, interleaved, so that both sides have the same
-processes: one engine's may be slower than another's by several percent.
+engine serves with our dispatcher taken out and put back each round, so that both sides have the
+same processes: one engine may be slower than another by several percent.
 
 Prints throughput, the share of equal tokens and, from an engine's log, which backends serve. Tokens
 may part where two logits are nearly equal, for the sums are added in another order; the first token

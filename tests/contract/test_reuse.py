@@ -7,35 +7,34 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
 
+from tests.contract.reuse_engines import (
+    BOUND_SECONDS,
+    HOST,
+    Engine,
+    changed,
+    has_ended,
+    start,
+    turn_until,
+)
 from tests.contract.scheduled_core import BLOCK, Core, next_token, request_of
 from vllm_commext.compat import engine_wait, monkey_patch
 from vllm_commext.compat.block_frees import defer_frees
 from vllm_commext.nixl.config import parse_config
 from vllm_commext.nixl.engine_facts import reusing_of
-from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
-from vllm_commext.nixl.metadata import HandshakeMetadata
-from vllm_commext.nixl.reuse.generations import GenerationTable
 from vllm_commext.nixl.reuse.ways import REFUSALS
-from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire.params import write_place
-from vllm_commext.testing.ports import free_port
 from vllm_commext.testing.tiny_model import write_tiny_model
 
 pytestmark = [
@@ -44,8 +43,6 @@ pytestmark = [
     ),
     pytest.mark.timeout(600),
 ]
-HOST = "127.0.0.1"
-BOUND_SECONDS = 60.0
 PROMPT = list(range(21))
 IS_ASYNC = pytest.mark.parametrize(
     "is_async", [False, True], ids=["one step at a time", "async scheduling"]
@@ -69,17 +66,6 @@ def free(core: Core) -> int:
     return core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
-def turn_until(core: Core, look: Callable[[], bool]) -> None:
-    end = time.monotonic() + BOUND_SECONDS
-    while not look():
-        assert time.monotonic() < end
-        core.turn()
-
-
-def has_ended(core: Core, name: str) -> bool:
-    return core.answer(name).finish_reason is not None
-
-
 def written(core: Core, step: Any) -> set[int]:
     """Blocks that the step's tokens go to, before it is executed."""
     manager, found = core.scheduler.kv_cache_manager, set[int]()
@@ -93,74 +79,6 @@ def written(core: Core, step: Any) -> set[int]:
     return found
 
 
-@dataclass
-class Engine:
-    """An engine that reuses blocks, its one worker's table, and the loads that it was told of."""
-
-    core: Core
-    table: GenerationTable
-    port: int
-    loads: list[Any] = field(default_factory=list[Any])
-    num_prompt: dict[str, int] = field(default_factory=dict[str, int])
-    counted: Counter[str] = field(default_factory=Counter[str])
-
-    @property
-    def place(self) -> dict[str, Any]:
-        return write_place(HOST, self.port)
-
-    @property
-    def side(self) -> Any:
-        return self.core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
-
-    def ask(self, name: str, tokens: Sequence[int], *others: Engine, **params: Any) -> list[int]:
-        """A request's answer; the others may have blocks of it."""
-        self.add(name, tokens, *others, **params)
-        turn_until(self.core, lambda: has_ended(self.core, name))
-        assert self.core.answer(name).finish_reason is not FinishReason.ERROR
-        return self.core.answer(name).tokens
-
-    def add(self, name: str, tokens: Sequence[int], *others: Engine, **params: Any) -> None:
-        kv_params = {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "reuse_from": [one.place for one in others],
-        }
-        self.core.add(changed(request_of(name, tokens, kv_params, **_sampling(params)), params))
-
-    def num_computed(self, name: str) -> int:
-        """Prompt positions that were computed here."""
-        prompt = [one for one in self.core.worker.computed[name] if one < self.num_prompt[name]]
-        return len(prompt)
-
-
-def _sampling(params: dict[str, Any]) -> dict[str, Any]:
-    stop = {"stop_token_ids": params["stop"]} if "stop" in params else {}
-    return {"max_tokens": params.get("max_tokens", 1), **stop}
-
-
-def changed(request: Request, params: dict[str, Any]) -> Request:
-    """With the salt or the adapter that the parameters name."""
-    request.cache_salt = params.get("salt")
-    if "lora" in params:
-        request.lora_request = LoRARequest(params["lora"], 1, params.get("path", "/nowhere"))
-    return request
-
-
-def description() -> bytes:
-    state = StateGeometry(1, 64, (StatePart("ssm", "float32", 0, 2, False, 64),))
-    layout = CacheLayout(1, 0, 1, [Group("state", 16)], [Family(0, ["l"], [4096], state)])
-    return wire.encode_description(
-        wire.WorkerDescription(
-            engine_id="o",
-            facts={},
-            agent_metadata=b"",
-            memory_type="DRAM",
-            device_id=0,
-            layout=layout,
-        )
-    )
-
-
 MakeEngine = Callable[..., Engine]
 
 
@@ -169,36 +87,7 @@ def make(folder: Path) -> Iterator[MakeEngine]:
     made: list[Engine] = []
 
     def engine(role: str, **settings: Any) -> Engine:
-        port = free_port(HOST)
-        values: dict[str, Any] = {
-            "reuse_blocks": True,
-            "reuse_lookup_timeout": BOUND_SECONDS,
-            **settings,
-        }
-        core = Core(folder, role, side_channel_port=port, **values)
-        num_blocks = core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
-        one = Engine(core, GenerationTable(num_blocks, 4), port)
-        metadata = HandshakeMetadata(description(), one.table.shared)
-        one.side.serve({(0, 0): metadata})
-        execute = core.worker.execute
-
-        def note(step: Any) -> Any:
-            one.loads += step.kv_connector_metadata.loads
-            for new in step.scheduled_new_reqs:
-                one.num_prompt[new.req_id] = len(new.prompt_token_ids)
-            return execute(step)
-
-        take_stats = one.side.take_stats
-
-        def count() -> Any:
-            stats = take_stats()
-            for name, value in (stats or {}).items():
-                if name.startswith("reuse_") and value:
-                    one.counted[name] += value
-            return stats
-
-        one.side.take_stats = count
-        core.worker.execute = note
+        one = start(folder, role, **settings)
         made.append(one)
         return one
 

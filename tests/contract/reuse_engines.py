@@ -1,0 +1,139 @@
+"""Engines that reuse blocks, in this process: vLLM's core, a worker that knows what it computed."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import Request
+
+from tests.contract.scheduled_core import Core, request_of
+from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
+from vllm_commext.nixl.metadata import HandshakeMetadata
+from vllm_commext.nixl.reuse.generations import GenerationTable
+from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.params import write_place
+from vllm_commext.testing.ports import free_port
+
+HOST = "127.0.0.1"
+BOUND_SECONDS = 60.0
+
+
+def turn_until(core: Core, look: Callable[[], bool]) -> None:
+    end = time.monotonic() + BOUND_SECONDS
+    while not look():
+        assert time.monotonic() < end
+        core.turn()
+
+
+def has_ended(core: Core, name: str) -> bool:
+    return core.answer(name).finish_reason is not None
+
+
+@dataclass
+class Engine:
+    """An engine that reuses blocks, its one worker's table, and the loads that it was told of."""
+
+    core: Core
+    table: GenerationTable
+    port: int
+    loads: list[Any] = field(default_factory=list[Any])
+    num_prompt: dict[str, int] = field(default_factory=dict[str, int])
+    counted: Counter[str] = field(default_factory=Counter[str])
+
+    @property
+    def place(self) -> dict[str, Any]:
+        return write_place(HOST, self.port)
+
+    @property
+    def side(self) -> Any:
+        return self.core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
+
+    def ask(self, name: str, tokens: Sequence[int], *others: Engine, **params: Any) -> list[int]:
+        """A request's answer; the others may have blocks of it."""
+        self.add(name, tokens, *others, **params)
+        turn_until(self.core, lambda: has_ended(self.core, name))
+        assert self.core.answer(name).finish_reason is not FinishReason.ERROR
+        return self.core.answer(name).tokens
+
+    def add(self, name: str, tokens: Sequence[int], *others: Engine, **params: Any) -> None:
+        kv_params = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "reuse_from": [one.place for one in others],
+        }
+        self.core.add(changed(request_of(name, tokens, kv_params, **_sampling(params)), params))
+
+    def num_computed(self, name: str) -> int:
+        """Prompt positions that were computed here."""
+        prompt = [one for one in self.core.worker.computed[name] if one < self.num_prompt[name]]
+        return len(prompt)
+
+
+def _sampling(params: dict[str, Any]) -> dict[str, Any]:
+    stop = {"stop_token_ids": params["stop"]} if "stop" in params else {}
+    return {"max_tokens": params.get("max_tokens", 1), **stop}
+
+
+def changed(request: Request, params: dict[str, Any]) -> Request:
+    """With the salt or the adapter that the parameters name."""
+    request.cache_salt = params.get("salt")
+    if "lora" in params:
+        request.lora_request = LoRARequest(params["lora"], 1, params.get("path", "/nowhere"))
+    return request
+
+
+def description() -> bytes:
+    state = StateGeometry(1, 64, (StatePart("ssm", "float32", 0, 2, False, 64),))
+    layout = CacheLayout(1, 0, 1, [Group("state", 16)], [Family(0, ["l"], [4096], state)])
+    return wire.encode_description(
+        wire.WorkerDescription(
+            engine_id="o",
+            facts={},
+            agent_metadata=b"",
+            memory_type="DRAM",
+            device_id=0,
+            layout=layout,
+        )
+    )
+
+
+def start(folder: Path, role: str, **settings: Any) -> Engine:
+    """An engine of the model, with what its worker loads and its scheduler side counts noted."""
+    port = free_port(HOST)
+    values: dict[str, Any] = {
+        "reuse_blocks": True,
+        "reuse_lookup_timeout": BOUND_SECONDS,
+        **settings,
+    }
+    core = Core(folder, role, side_channel_port=port, **values)
+    num_blocks = core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+    one = Engine(core, GenerationTable(num_blocks, 4), port)
+    metadata = HandshakeMetadata(description(), one.table.shared)
+    one.side.serve({(0, 0): metadata})
+    execute = core.worker.execute
+
+    def note(step: Any) -> Any:
+        one.loads += step.kv_connector_metadata.loads
+        for new in step.scheduled_new_reqs:
+            one.num_prompt[new.req_id] = len(new.prompt_token_ids)
+        return execute(step)
+
+    take_stats = one.side.take_stats
+
+    def count() -> Any:
+        stats = take_stats()
+        for name, value in (stats or {}).items():
+            if name.startswith("reuse_") and value:
+                one.counted[name] += value
+        return stats
+
+    one.side.take_stats = count
+    core.worker.execute = note
+    return one
