@@ -1,0 +1,394 @@
+"""What the message queue alone gains in an engine: a dense model at TP 2, vLLM's queue or ours.
+
+    python benchmarks/queue_engine.py --tp 2 --seconds 300 --out benchmarks/results/mine
+
+Two engines share the GPUs and take turns, round after round, the other one first each time. Of 1,
+16 and 64 requests at a time, all begun together: the time between two steps' tokens as the process
+sees it that asked (mean, median, 99th percentile), and the CPU time of all processes of the engine.
+Weights are random, multicast is off for both. Writes a page and its JSON after every round. Says
+too whose queue each worker has, and how many answers are equal.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import turn
+from serving import models
+
+from vllm_commext.testing import gpu_ranks
+
+ROOT = Path(__file__).parents[1]
+READY, ANSWER = "READY ", "ANSWER "
+VLLM, OURS = "vllm", "ours"
+TOGGLE = "VLLM_COMMEXT_SHM_QUEUE"
+ENGINES = {VLLM: "0", OURS: "1"}  # name: the toggle
+BATCHES = (1, 16, 64)
+PROMPT = 64  # tokens
+SKIPPED = 8  # steps at the beginning and at the end of an answer, when not all requests run
+SETTLE_SECONDS = 1.2  # vLLM's readers spin for a second after the last message
+GRACE_SECONDS = 15.0
+KV_BYTES = 1 << 30
+KINDS = {"VLLM::EngineCore": "engine", "VLLM::Worker": "workers"}
+ENVIRON = {
+    **gpu_ranks.ENVIRON,
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # its first use would compile
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function is sent to the workers, to ask them
+    "VLLM_COMMEXT_ALLREDUCE": "0",
+    "VLLM_COMMEXT_CPU_COLLECTIVES": "0",
+}
+FIGURES = {
+    "mean": "time per output token, mean, ms",
+    "p50": "time per output token, p50, ms",
+    "p99": "between two tokens, p99, ms",
+    "cpu": "CPU of all processes, ms a step",
+    "cpu engine": "CPU, engine, ms a step",
+    "cpu workers": "CPU, workers, ms a step",
+}
+
+
+def queue_of(worker: Any) -> str:
+    """In a worker: whose queue it listens to."""
+    del worker
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    return shm_broadcast.MessageQueue.__module__.partition(".")[0]
+
+
+def cpu_seconds() -> dict[str, float]:
+    """Of this session's processes so far, by what they are."""
+    spent = {"front end": 0.0, **dict.fromkeys(KINDS.values(), 0.0)}
+    session = os.getsid(0)
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) != session:
+                continue
+            title = (folder / "cmdline").read_bytes().decode(errors="replace")
+            kind = next((kind for text, kind in KINDS.items() if text in title), "front end")
+            spent[kind] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return spent
+
+
+class Served:
+    """The engine of this process."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        self._output, self._asked = args.output, 0
+        more: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+        if not args.cpu:
+            more = {
+                # Graphs without the compiler, which would take a minute of the start.
+                "compilation_config": {
+                    "mode": 0,
+                    "cudagraph_mode": "FULL_DECODE_ONLY",
+                    "cudagraph_capture_sizes": [1, 2, 4, 8, *range(16, max(BATCHES) + 1, 16)],
+                },
+                "kernel_config": {"enable_flashinfer_autotune": False},
+                "gpu_memory_utilization": 0.3,
+                "kv_cache_memory_bytes": KV_BYTES,
+            }
+        self._engine = LLM(
+            args.model,
+            load_format="dummy" if not args.cpu else "auto",
+            skip_tokenizer_init=True,
+            tensor_parallel_size=args.tp,
+            max_model_len=PROMPT + args.output + 16,
+            max_num_seqs=max(BATCHES),
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+            dtype="bfloat16",
+            seed=0,
+            **more,
+        )
+
+    def measure(self, requests: int) -> dict[str, Any]:
+        """The figures of so many requests, all begun together, and a checksum of each answer."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine: Any = self._engine.llm_engine
+        wanted = SamplingParams(
+            temperature=0,
+            max_tokens=self._output,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        answers: dict[str, list[int]] = {}
+        for number in range(requests):
+            prompt = [(7 * word + 13 * number) % 90 + 5 for word in range(PROMPT)]
+            self._asked += 1
+            answers[str(self._asked)] = []
+            engine.add_request(str(self._asked), {"prompt_token_ids": prompt}, wanted)
+        before, times = cpu_seconds(), [time.perf_counter()]
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            if outputs:
+                times.append(time.perf_counter())
+            for output in outputs:
+                answers.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+        spent = {name: seconds - before[name] for name, seconds in cpu_seconds().items()}
+        steps = len(times) - 1
+        gaps = [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)][SKIPPED:-SKIPPED]
+        return {
+            "mean": statistics.fmean(gaps),
+            "p50": statistics.median(gaps),
+            "gaps": [round(gap, 4) for gap in gaps],
+            "cpu": 1e3 * sum(spent.values()) / steps,
+            **{f"cpu {name}": 1e3 * seconds / steps for name, seconds in spent.items()},
+            "answers": [zlib.crc32(repr(tokens).encode()) for tokens in answers.values()],
+        }
+
+    def queues(self) -> list[str]:
+        """Whose each worker has."""
+        return self._engine.collective_rpc(queue_of)
+
+
+def serve(args: argparse.Namespace) -> None:
+    """One engine: for every line of its input, a number of requests, a line with the figures."""
+    served = Served(args)
+    for requests in BATCHES:
+        served.measure(requests)
+    print(f"\n{READY}{json.dumps(served.queues())}", flush=True)
+    for line in sys.stdin:
+        if line.strip() == "settle":  # wake up, and let the other engine's readers go to sleep
+            time.sleep(SETTLE_SECONDS)
+            served.measure(1)
+            print(f"\n{ANSWER}0", flush=True)
+        else:
+            print(f"\n{ANSWER}{json.dumps(served.measure(int(line)))}", flush=True)
+
+
+class Engine:
+    """A process that serves, in a session of its own; its output is read by a thread."""
+
+    def __init__(self, name: str, args: argparse.Namespace, model: Path) -> None:
+        self.name = name
+        python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, __file__, "--tp", str(args.tp), "--model", str(model)]
+        command += ["--output", str(args.output), *(["--cpu"] if args.cpu else [])]
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, **ENVIRON, TOGGLE: ENGINES[name], "PYTHONPATH": python_path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self._read = 0
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with self._news:
+                self.lines.append(line.rstrip())
+                self._news.notify()
+
+    def await_line(self, mark: str, end: float) -> Any:
+        """What the next line that begins with `mark` says, in JSON.
+
+        Raises:
+            RuntimeError: the engine has ended, or the time is over.
+        """
+        with self._news:
+            while time.monotonic() < end:
+                while self._read < len(self.lines):
+                    self._read += 1
+                    if self.lines[self._read - 1].startswith(mark):
+                        return json.loads(self.lines[self._read - 1].removeprefix(mark))
+                if self._process.poll() is not None:
+                    break
+                self._news.wait(0.5)
+        text = "\n".join(self.lines)[-6000:]
+        raise RuntimeError(f"{self.name}: expected {mark.strip()} in time, got\n{text}")
+
+    def ask(self, line: object, end: float) -> Any:
+        """The engine's answer to a line."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        return self.await_line(ANSWER, end)
+
+    def end(self) -> None:
+        """The engine and all its workers; nothing that still runs may keep the GPUs."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_SECONDS)
+
+
+@contextlib.contextmanager
+def engines(args: argparse.Namespace) -> Iterator[dict[str, Engine]]:
+    """Both engines, started at once."""
+    with tempfile.TemporaryDirectory() as folder:
+        kind, device = ("llama", "cpu") if args.cpu else ("dense", "cuda")
+        model, _ = models.write_model(kind, Path(folder) / "model", device)
+        made = {name: Engine(name, args, model) for name in ENGINES}
+        try:
+            yield made
+        finally:
+            for engine in made.values():
+                engine.end()
+
+
+Rounds = list[dict[str, dict[int, dict[str, Any]]]]  # by engine, by requests: the figures
+
+
+def one_round(made: Mapping[str, Engine], number: int, end: float) -> Any:
+    """Every cell once on every engine; another one first each time."""
+    order = list(made) if number % 2 == 0 else list(made)[::-1]
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for name in order:
+        made[name].ask("settle", end)
+        found[name] = {requests: made[name].ask(requests, end) for requests in BATCHES}
+    return found
+
+
+def p99(gaps: Sequence[float]) -> float:
+    """The value that one in a hundred exceeds."""
+    return sorted(gaps)[max(0, -(-99 * len(gaps) // 100) - 1)]
+
+
+def rows_of(rounds: Rounds) -> list[dict[str, Any]]:
+    """A row a figure and number of requests: medians of the rounds, and off / on of each."""
+    for of in rounds:
+        for cells in of.values():
+            for figures in cells.values():
+                figures["p99"] = p99(figures["gaps"])
+    rows: list[dict[str, Any]] = []
+    for requests in BATCHES if rounds else ():
+        for key, label in FIGURES.items():
+            values = {name: [of[name][requests][key] for of in rounds] for name in ENGINES}
+            ratios = sorted(
+                off / max(on, 1e-3) for off, on in zip(values[VLLM], values[OURS], strict=True)
+            )
+            medians = {name: statistics.median(values[name]) for name in ENGINES}
+            spread = statistics.median(ratios), ratios[0], ratios[-1]
+            rows.append({"requests": requests, "figure": label, **medians, "better by": spread})
+        pooled = {
+            name: p99([g for of in rounds for g in of[name][requests]["gaps"]]) for name in ENGINES
+        }
+        ratio = pooled[VLLM] / pooled[OURS]
+        label = "between two tokens, p99 of all rounds together, ms"
+        rows.append({"requests": requests, "figure": label, **pooled, "better by": [ratio] * 3})
+    return rows
+
+
+def equal_answers(rounds: Rounds) -> str:
+    """Answers that are the same from both, of all rounds."""
+    pairs = [
+        pair
+        for of in rounds
+        for requests in BATCHES
+        for pair in zip(*(of[name][requests]["answers"] for name in ENGINES), strict=True)
+    ]
+    return f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
+
+
+def markdown(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """The report as a page."""
+    lines = ["# An engine with vLLM's message queue and with ours", ""]
+    lines += [f"- {key}: {value}" for key, value in facts.items()]
+    lines += ["", "Medians of the rounds; better by: vLLM's / ours, median of the rounds' own"]
+    lines += ["ratios (smallest to largest); above 1 is in our favour.", ""]
+    lines += ["| requests | figure | vLLM's | ours | better by |", "|" + "---|" * 5]
+    for row in rows:
+        middle, least, most = row["better by"]
+        lines.append(
+            f"| {row['requests']} | {row['figure']} | {row[VLLM]:.3f} | {row[OURS]:.3f} | "
+            f"{middle:.3f} ({least:.3f} to {most:.3f}) |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def write(args: argparse.Namespace, rounds: Rounds, queues: Mapping[str, Any]) -> None:
+    """The page and its JSON; the latter without the single steps."""
+    import torch
+    import vllm
+
+    rows = rows_of(rounds)
+    facts = {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "command": " ".join(["python", "benchmarks/queue_engine.py", *sys.argv[1:]]),
+        "commit": args.commit,
+        "device": f"{args.tp} workers, {os.cpu_count()} processors, "
+        + ("CPUs" if args.cpu else torch.cuda.get_device_name()),
+        "versions": f"vLLM {vllm.__version__}, torch {torch.__version__}",
+        "rounds": len(rounds),
+        "output tokens a request": args.output,
+        "queue of each worker": json.dumps(queues),
+        "equal answers": equal_answers(rounds),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    name = f"queue_engine_tp{args.tp}"
+    (args.out / f"{name}.json").write_text(
+        json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n"
+    )
+    (args.out / f"{name}.md").write_text(markdown(facts, rows))
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Rounds until there are enough or the time is over; at least one, or it has failed."""
+    end = time.monotonic() + args.seconds
+    rounds: Rounds = []
+    with engines(args) as made:
+        queues = {name: engine.await_line(READY, end) for name, engine in made.items()}
+        print(f"queues: {json.dumps(queues)}, {end - time.monotonic():.0f} s left", flush=True)
+        with turn.turn(end):
+            last, spent = min(end, time.monotonic() + args.measure_seconds), 0.0
+            while len(rounds) < args.rounds and time.monotonic() + 1.2 * spent < last:
+                begun = time.monotonic()
+                rounds.append(one_round(made, len(rounds), end))
+                spent = time.monotonic() - begun
+                write(args, rounds, queues)
+                print(f"round {len(rounds)} took {spent:.1f} s", flush=True)
+        for row in rows_of(rounds):
+            print(json.dumps(row), flush=True)
+    return 0 if rounds else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tp", type=int, default=2, help="number of GPUs")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--output", type=int, default=256, help="tokens of an answer")
+    parser.add_argument("--seconds", type=float, default=300.0, help="bound for the whole run")
+    parser.add_argument("--measure-seconds", type=float, default=100.0, help="of these, for rounds")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--commit", default="", help="what the report is to name")
+    parser.add_argument("--cpu", action="store_true", help="a tiny model on CPUs, to try this out")
+    parser.add_argument("--model", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.model:
+        serve(args)
+        return 0
+    code = compare(args)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
