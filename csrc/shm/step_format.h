@@ -80,14 +80,17 @@ static inline void step_replace(PyObject **place, PyObject *object) {
 }
 
 static int step_read_kind(struct step_kind *kind, PyObject *item) {
+    PyObject *type, *fields; /* not in their places before they are owned: a failure clears those */
     const char *slots;
     Py_ssize_t n_slots;
-    if (!PyArg_ParseTuple(item, "O!O!y#", &PyType_Type, &kind->type, &PyTuple_Type, &kind->fields,
-                          &slots, &n_slots))
+    if (!PyArg_ParseTuple(item, "O!O!y#", &PyType_Type, &type, &PyTuple_Type, &fields, &slots,
+                          &n_slots))
         return -1;
-    kind->n_fields = PyTuple_Size(kind->fields);
-    Py_INCREF(kind->type);
-    Py_INCREF(kind->fields);
+    Py_INCREF(type);
+    Py_INCREF(fields);
+    kind->type = type;
+    kind->fields = fields;
+    kind->n_fields = PyTuple_Size(fields);
     if (kind->n_fields > STEP_MAX_FIELDS || n_slots != kind->n_fields) {
         PyErr_Format(PyExc_ValueError, "expected up to %d fields and as many slots, got %zd and %zd",
                      STEP_MAX_FIELDS, kind->n_fields, n_slots);

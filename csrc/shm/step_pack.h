@@ -209,7 +209,8 @@ static PyObject *Packer_pack(PyObject *op, PyObject *message) {
     Packer *self = (Packer *)op;
     if (!packer_takes(self, message)) Py_RETURN_NONE;
     if (self->in_use) return PyErr_SetString(PyExc_RuntimeError, STEP_IN_USE), NULL;
-    int is_full = self->number >= STEP_EPOCH_STEPS || PyDict_Size(self->numbers) >= STEP_MAX_NAMES;
+    int is_full = self->numbers == NULL || self->number >= STEP_EPOCH_STEPS ||
+                  PyDict_Size(self->numbers) >= STEP_MAX_NAMES;
     if (is_full && packer_begin_epoch(self) < 0) return NULL;
     self->used = self->n_containers = 0;
     self->has_names = 0;
@@ -230,6 +231,7 @@ static PyObject *Packer_pack(PyObject *op, PyObject *message) {
 
 /* forget(): the last step was not sent. */
 static PyObject *Packer_forget(PyObject *op, PyObject *Py_UNUSED(ignored)) {
+    if (((Packer *)op)->in_use) return PyErr_SetString(PyExc_RuntimeError, STEP_IN_USE), NULL;
     if (packer_begin_epoch((Packer *)op) < 0) return NULL;
     Py_RETURN_NONE;
 }

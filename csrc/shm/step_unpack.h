@@ -285,9 +285,10 @@ static void unpacker_forget(Unpacker *self) {
 static int unpacker_follow(Unpacker *self, const struct step_header *header) {
     if (header->epoch == 0) return 0;
     if (header->number == 0) {
+        PyObject *names = PyList_New(0);
+        if (names == NULL) return -1;
         unpacker_forget(self);
-        step_replace(&self->names, PyList_New(0));
-        if (self->names == NULL) return -1;
+        step_replace(&self->names, names);
     } else if (header->epoch != self->epoch || header->number != self->number + 1) {
         PyErr_Format(self->error,
                      "expected step %u of epoch %u, got %u of %u: this reader has lost one to an "

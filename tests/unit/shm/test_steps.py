@@ -1,7 +1,9 @@
 """Steps that go field by field arrive as pickle would have made them, whatever they hold."""
 
 import contextlib
+import gc
 import pickle
+import sys
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
 from vllm_commext.errors import ProtocolError
+from vllm_commext.shm._shm_ring import Packer
 from vllm_commext.shm.codec import Decoder, Encoder
 from vllm_commext.shm.steps import MARK, StepClasses, unpacker
 
@@ -411,3 +414,45 @@ def test_another_layout_is_refused() -> None:
         Decoder(CLASSES).decode(encoder.encode(step(2)))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ProtocolError, match="field by field"):
         Decoder().decode(encoder.encode(step(2)))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_refused_layout_takes_no_reference_of_a_class() -> None:
+    """A failure once gave back a reference to the class that it had not taken."""
+
+    class Counted:
+        pass
+
+    before = sys.getrefcount(Counted)
+    for _ in range(20):
+        with pytest.raises(TypeError):
+            Packer(((Counted, ["no tuple"], b""),), (), 1)  # pyright: ignore[reportArgumentType]
+    assert sys.getrefcount(Counted) == before
+
+
+class Forgetful:
+    """Has the writer forget its names when it is collected."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.itself, self.forget = self, encoder.forget
+
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # in the midst of a step it is refused
+            self.forget()
+
+
+def test_what_is_collected_in_the_midst_of_a_step_cannot_change_it() -> None:
+    """Up to Python 3.11 a list that is made may run any finalizer."""
+    encoder, decoder = Encoder(CLASSES), Decoder(CLASSES)
+    before = gc.get_threshold()
+    try:
+        for number in range(200):
+            message = step(20, number // 3)
+            gc.set_threshold(0)
+            Forgetful(encoder)
+            gc.set_threshold(1 + number % 7)
+            record = encoder.encode(message)
+            gc.set_threshold(*before)
+            got = decoder.decode(record)  # pyright: ignore[reportArgumentType]
+            assert exactly(got) == exactly(message)
+    finally:
+        gc.set_threshold(*before)
