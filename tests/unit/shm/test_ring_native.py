@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -48,6 +49,51 @@ def test_the_core_among_processes_of_which_one_is_killed(tmp_path: Path) -> None
     assert compiled(words).returncode == 0
     run = run_stress(str(program), RECORDS, "processes")
     assert (run.returncode, run.stdout) == (0, "ok\n"), run.stderr
+
+
+# In place of the extension that is installed, the one that is given, for the tests that are named.
+UNDER_ANOTHER = """
+import importlib.util, sys
+import pytest, vllm_commext.shm as package
+name = "vllm_commext.shm._shm_ring"
+spec = importlib.util.spec_from_file_location(name, sys.argv[1])
+package._shm_ring = sys.modules[name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package._shm_ring)
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.long  # `make sanitize`
+@pytest.mark.timeout(1800)
+def test_the_step_codec_under_a_sanitizer(tmp_path: Path) -> None:
+    """Its unit tests, damage among them, with every object in memory of its own."""
+    include = sysconfig.get_paths()["include"]
+    runtime = subprocess.run(
+        [str(GCC), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not (Path(include) / "Python.h").exists() or not Path(runtime).is_absolute():
+        pytest.skip("Python's headers or gcc's runtime for -fsanitize=address are not installed")
+    library = tmp_path / "_shm_ring.abi3.so"
+    flags = ["-g", "-O1", "-shared", "-fPIC", "-fsanitize=address,undefined"]
+    flags += ["-fno-sanitize-recover=all", "-DPy_LIMITED_API=0x030A0000", f"-I{include}"]
+    built = compiled([*flags, str(SOURCES / "ring.c"), "-o", str(library), "-pthread"])
+    assert built.returncode == 0, built.stderr
+    tests = [str(Path(__file__).with_name(name)) for name in ("test_steps.py", "test_turns.py")]
+    run = subprocess.run(
+        [sys.executable, "-c", UNDER_ANOTHER, str(library), *tests],
+        capture_output=True,
+        text=True,
+        timeout=1700,
+        check=False,
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "LD_PRELOAD": runtime,
+            "PYTHONMALLOC": "malloc",
+            "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter leaves memory at its end
+        },
+    )
+    assert run.returncode == 0, (run.stdout + run.stderr)[-6000:]
 
 
 AARCH64_GCC, QEMU = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
