@@ -115,6 +115,21 @@ def test_groups_of_both_kinds(value: str, hosts: str, classes: list[list[str]]) 
     assert results == [[*each] for each in zip(classes, received, strict=True)]
 
 
+@pytest.mark.parametrize("value", ["1", "auto"])
+def test_the_queues_of_vllms_groups_and_of_an_executor_over_hosts(value: str) -> None:
+    """Tensor, decode context and inner data parallelism; `external_writer_handle`, and `blocking`
+    off. With CPUs vLLM counts one rank a host: the second one's answers come over the network."""
+    script = Path(__file__).with_name("queue_coordinator_rank.py")
+    environ = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", TOGGLE: value}
+    results = ranks(script, 2, str(free_port()), **environ)
+    far = OURS if value == "1" else THEIRS
+    groups = ["tp:0", "dcp:0", "inner_dp_world:0", "from who is in no group"]
+    assert results == [
+        [[OURS] * 5, [*groups, [0, 1]]],
+        [[OURS] * 4 + [far], [*groups, []]],
+    ]
+
+
 @pytest.fixture
 def auto(monkeypatch: pytest.MonkeyPatch) -> type:
     """Our queue as `auto` installs it; vLLM's class, to which it leaves what is not proven."""
