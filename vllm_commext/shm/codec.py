@@ -2,8 +2,7 @@
 
 A part is written to the ring straight from the object's memory, and received straight into the
 memory that the new object owns. This goes for what takes part in pickle's buffer protocol (numpy
-arrays), for CPU tensors of torch, and for large `bytes` and `bytearray`, which pickle itself would
-copy twice on either side.
+arrays), for CPU tensors of torch, and for large `bytes` that are the message itself.
 """
 
 import copyreg
@@ -19,15 +18,8 @@ from .reducers import PROTOCOL, reduce_array, reduce_tensor
 from .steps import MARK, StepClasses, packer, unpacker
 
 MAX_BUFFERS = 64  # of one message; more go in band. Fewer than any ring's parts.
-BYPASS_BYTES = 64 << 10  # pickle hands larger bytes to the file as they are
 
-_PROTO, _FRAME = 0x80, 0x95
-_NEXT_BUFFER = b"\x97"
-_UNFRAMED_BYTES = 3  # pickle puts no frame around so few
-_HEADERS: dict[type, tuple[tuple[bytes, int], ...]] = {
-    bytes: ((b"B", 4), (b"\x8e", 8)),  # BINBYTES, BINBYTES8
-    bytearray: ((b"\x96", 8),),  # BYTEARRAY8
-}
+_PROTO = 0x80
 
 Record = bytes | tuple[Any, ...]
 
@@ -70,7 +62,7 @@ class Encoder:
     def _start(self) -> None:
         """From scratch: a pickler that has raised, or was interrupted, is not used again."""
         self._chunks: list[Any] = []
-        self._buffers: list[tuple[int, Any]] = []  # (chunks before it, the buffer)
+        self._buffers: list[Any] = []
         self._pickler = pickle.Pickler(
             _Sink(self._chunks.append),  # pyright: ignore[reportArgumentType]
             PROTOCOL,
@@ -84,7 +76,7 @@ class Encoder:
         raw = buffer.raw()
         if raw.nbytes < IN_BAND_BYTES or len(self._buffers) >= MAX_BUFFERS:
             return True
-        self._buffers.append((len(self._chunks), raw))
+        self._buffers.append(raw)
         return False
 
     def encode(self, obj: object) -> Record:
@@ -123,7 +115,8 @@ class Encoder:
         self._pickler.clear_memo()
         if len(chunks) == 1 and not buffers:
             return chunks.pop()
-        record = _join(chunks, buffers)
+        head = b"".join(chunks)
+        record = (head, *buffers) if buffers else head
         buffers.clear()
         chunks.clear()
         return record
@@ -163,47 +156,4 @@ def _behind(prefix: bytes, record: Record) -> Record:
     return (prefix + record[0], *record[1:])
 
 
-def _join(chunks: list[Any], buffers: list[tuple[int, Any]]) -> Record:
-    """One pickle out of its chunks, with the large bytes among them made buffers of their own."""
-    if len(chunks) == 1:
-        return (chunks[0], *(buffer for _, buffer in buffers))
-    parts: list[tuple[int, Any]] = list(buffers)
-    stream: list[Any] = []
-    for number, chunk in enumerate(chunks):
-        opening = None
-        if len(chunk) >= BYPASS_BYTES and number and len(parts) < 2 * MAX_BUFFERS:
-            opening = _opening_of(chunk, stream[-1], number == 1)
-        if opening is None:
-            stream.append(chunk)
-        else:
-            stream[-1] = opening + _NEXT_BUFFER
-            parts.append((number, chunk))
-    if buffers:
-        parts.sort(key=lambda part: part[0])  # as the stream asks for them; it is a stable sort
-    return (b"".join(stream), *(part for _, part in parts))
-
-
-def _opening_of(payload: Any, before: Any, is_first: bool) -> bytes | None:
-    """`before` without the opcode and length that announce `payload`; None if it is not announced.
-
-    Pickle closes its frame, announces a large `bytes` outside of any frame, and hands it to the
-    file as it is. So the announcement is exactly what follows the last frame of the chunk before
-    (or of very few bytes without a frame), and no other chunk looks like that.
-    """
-    if not isinstance(before, bytes):
-        return None
-    at = 2 if is_first and before[0] == _PROTO else 0
-    if len(before) > at and before[at] == _FRAME:
-        at += 9 + int.from_bytes(before[at + 1 : at + 9], "little")
-        unframed = 0
-    else:
-        unframed = _UNFRAMED_BYTES
-    for opcode, width in _HEADERS.get(type(payload), ()):
-        header = opcode + len(payload).to_bytes(8, "little")[:width]
-        opening = before[: -len(header)]
-        if before.endswith(header) and at <= len(opening) <= at + unframed:
-            return opening
-    return None
-
-
-assert 3 * MAX_BUFFERS < _shm_ring.MAX_PARTS
+assert MAX_BUFFERS < _shm_ring.MAX_PARTS

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
-from vllm_commext.shm.codec import BYPASS_BYTES, IN_BAND_BYTES, MAX_BUFFERS, Encoder, decode
+from vllm_commext.shm.codec import IN_BAND_BYTES, MAX_BUFFERS, Encoder, decode
 
 
 def travel(obj: object, encoder: Encoder | None = None) -> tuple[Any, int]:
@@ -32,27 +32,15 @@ LARGE = bytes(range(256)) * 400
     [
         (None, 1),
         ({"a": [1, 2.5, "text"], (1, 2): {3}}, 1),
-        ([b"x" * (BYPASS_BYTES - 1)], 1),
-        ([b"x" * BYPASS_BYTES], 2),
-        (bytearray(LARGE), 2),
-        ([LARGE, [LARGE * 2, "between", bytearray(LARGE)], LARGE * 3], 5),
-        ((LARGE, LARGE), 2),  # twice the same object
-        ([b"\x95" * BYPASS_BYTES, b"B\x00\x00\x01\x00" * 20_000, b"\x8e" * 70_000], 4),
-        ([list(range(100_000)), LARGE, list(range(100_000)), LARGE * 2], 3),
+        (LARGE, 2),
+        ([LARGE, [LARGE * 2, "between", bytearray(LARGE)], LARGE * 3], 1),
+        ((LARGE, LARGE), 1),
+        ([list(range(100_000)), LARGE, list(range(100_000)), LARGE * 2], 1),
         ("\u20ac" * 100_000, 1),
     ],
 )
-def test_an_object_arrives_equal_with_its_large_bytes_apart(obj: object, n_parts: int) -> None:
+def test_an_object_arrives_equal(obj: object, n_parts: int) -> None:
     assert travel(obj) == (obj, n_parts)
-
-
-def test_a_crafted_pickle_is_not_taken_for_an_announcement() -> None:
-    """A full frame may end with what looks like the opcode and the length of the next chunk."""
-    for filler in range(BYPASS_BYTES - 300, BYPASS_BYTES + 300, 7):
-        for length in (BYPASS_BYTES, BYPASS_BYTES + 9, len(LARGE)):
-            fake = b"B" + length.to_bytes(4, "little")
-            obj = [b"y" * (filler % 60_000), *([fake * 50] * (filler // 500)), LARGE[:length], 1]
-            assert travel(obj)[0] == obj
 
 
 def test_arrays_are_owned_and_writable() -> None:
@@ -94,7 +82,7 @@ def test_any_array_arrives_with_its_type_and_layout(array: Any) -> None:
 def test_what_arrives_has_the_order_of_what_was_sent() -> None:
     parts = [LARGE + bytes([i]) if i % 2 else np.full(9_000, i) for i in range(20)]
     back, n_parts = travel(parts)
-    assert n_parts == 21
+    assert n_parts == 11
     for expected, got in zip(parts, back, strict=True):
         np.testing.assert_array_equal(expected, got)
 
@@ -169,8 +157,3 @@ def test_beyond_the_bound_buffers_travel_in_band(more: int) -> None:
     back, n_parts = travel(arrays)
     assert n_parts == 1 + MAX_BUFFERS
     assert all(np.array_equal(got, sent) for got, sent in zip(back, arrays, strict=True))
-
-
-def test_large_bytes_beside_them_have_as_much_room_again() -> None:
-    large = [bytes([number]) * BYPASS_BYTES for number in range(2 * MAX_BUFFERS + 9)]
-    assert travel(large) == (large, 1 + 2 * MAX_BUFFERS)
