@@ -6,26 +6,21 @@ Local traffic needs no thread, no socket and no file descriptor.
 """
 
 import logging
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import zmq
 
-from ..errors import CommextTimeoutError, ProtocolError
-from .codec import Decoder, Encoder, Record, decode
+from ..errors import ProtocolError
+from .codec import decode
+from .ends import DistantReader, End, LocalReader, Writer
 from .handle import MIXED, Handle, ShmRingBuffer
 from .remote import RemoteReader, RemoteWriter, parse
-from .ring import TIMEOUT, Peer, RingEnd, RingReader, RingWriter
 from .steps import StepClasses
-from .waiting import SpinCondition, next_steps, warning_interval
+from .waiting import SpinCondition
 
 logger = logging.getLogger("vllm.commext.shm")
-
-LONGEST = threading.TIMEOUT_MAX
-REENTERED = "this end of the queue is in use by the call that a signal handler interrupted"
 
 
 class MessageQueue:
@@ -67,40 +62,31 @@ class MessageQueue:
             remote_subscribe_addr=remote.invitation if remote is not None else None,
             remote_addr_ipv6=remote is not None and remote.is_ipv6,
         )
-        self._set_up(handle, buffer, remote)
-        self._is_writer = True
+        ring = buffer.writer if buffer is not None else None
+        self._set_up(handle, buffer, Writer(ring, remote, self.step_classes()))
         self.n_local_reader = n_local_reader
         self.n_remote_reader = n_reader - n_local_reader
-        if buffer is not None:
-            self._use(buffer.writer)
 
-    def _set_up(
-        self,
-        handle: Handle,
-        buffer: ShmRingBuffer | None,
-        remote: RemoteWriter | RemoteReader | None,
-    ) -> None:
-        """What both ends have in common."""
-        self.handle, self.buffer, self._remote = handle, buffer, remote
+    def _set_up(self, handle: Handle, buffer: ShmRingBuffer | None, end: End) -> None:
+        """What is visible of either end; the names are those of vLLM's class."""
+        self.handle, self.buffer, self._end = handle, buffer, end
         self.shutting_down = False
         self.local_reader_rank = -1
         self.local_socket = self.tensor_arena = None
-        self.remote_socket = remote.socket if remote is not None else None
-        self._is_writer = self._is_local_reader = self._is_remote_reader = False
+        self.remote_socket = end.remote.socket if end.remote is not None else None
         self._spin_condition = SpinCondition() if buffer is not None else None
-        self._ring: RingEnd | None = None
-        classes = self.step_classes()
-        encoder = Encoder(classes)
-        self._encode, self._forget_step = encoder.encode, encoder.forget
-        self._decode = Decoder(classes).decode
-        self._turn = threading.RLock()
-        self._take_turn, self._end_turn = self._turn.acquire, self._turn.release  # 100 ns less
-        self._owns_turn: Callable[[], bool] = self._turn._is_owned  # pyright: ignore
-        self._interval = warning_interval()
 
-    def _use(self, ring: RingEnd | None) -> None:
-        assert ring is not None
-        self._ring, self._core = ring, ring.core
+    @property
+    def _is_writer(self) -> bool:
+        return isinstance(self._end, Writer)
+
+    @property
+    def _is_local_reader(self) -> bool:
+        return isinstance(self._end, LocalReader)
+
+    @property
+    def _is_remote_reader(self) -> bool:
+        return isinstance(self._end, DistantReader)
 
     def export_handle(self) -> Handle:
         """What a reader's process needs for `create_from_handle`."""
@@ -126,10 +112,10 @@ class MessageQueue:
         if rank in handle.local_reader_ranks:
             assert handle.buffer_handle is not None
             buffer = ShmRingBuffer.open(handle.buffer_handle)
-            self._set_up(handle, buffer, None)
-            self.local_reader_rank = handle.local_reader_ranks.index(rank)
-            self._is_local_reader = True
-            self._use(buffer.attach(self.local_reader_rank))
+            place = handle.local_reader_ranks.index(rank)
+            end = LocalReader(buffer.attach(place), place, cls.step_classes())
+            self._set_up(handle, buffer, end)
+            self.local_reader_rank = place
             return self
         if handle.remote_subscribe_addr is None:
             raise ProtocolError(
@@ -137,32 +123,14 @@ class MessageQueue:
                 "and it has no remote ones"
             )
         remote = RemoteReader(handle.remote_subscribe_addr, handle.remote_addr_ipv6)
-        self._set_up(handle, None, remote)
-        self._is_remote_reader = True
+        self._set_up(handle, None, DistantReader(remote, cls.step_classes()))
         return self
 
     # ---- the meeting ----
 
     def wait_until_ready(self) -> None:
         """Wait until the writer and all readers are here. All of them have to call it."""
-        if isinstance(self._ring, RingWriter):
-            self._until(self._ring.core.wait_attached)
-            self._ring.wait_attached(0)
-            self._ring.announce_ready()
-        if isinstance(self._remote, RemoteWriter):
-            self._remote.wait_attached(None)
-            self._remote.announce_ready()
-        if isinstance(self._ring, RingReader):
-            self._until(self._ring.core.wait_ready)
-        if isinstance(self._remote, RemoteReader):
-            self._remote.wait_ready(None)
-
-    def _until(self, wait: Any) -> None:
-        started = time.monotonic()
-        assert self._ring is not None
-        while (status := wait(self._interval)) == TIMEOUT:
-            self._tell("has not come", time.monotonic() - started, self._ring.first_missing())
-        self._ring.check(status)
+        self._end.wait_until_ready()
 
     # ---- messages ----
 
@@ -173,42 +141,7 @@ class MessageQueue:
         RuntimeError after `shutdown` and when a reader has died. What pickling raises leaves the
         queue as it was.
         """
-        if not self._is_writer:
-            raise RuntimeError("only the writer can enqueue")
-        if self._owns_turn():
-            raise RuntimeError(REENTERED)
-        try:
-            if not self._take_turn(False):
-                timeout = self._wait_for_turn(timeout)
-            record = self._encode(obj)
-            if self._remote is not None:
-                assert isinstance(self._remote, RemoteWriter)
-                self._remote.send(record, timeout)
-                timeout = None  # remote readers will get it, so local ones must
-                if self._ring is None:
-                    return
-            is_long = timeout is None or timeout > self._interval
-            wait = self._interval if is_long else timeout
-            if status := self._core.write(record, wait, is_long, False):
-                self._write_on(status, record, timeout)
-        except BaseException:
-            self._forget_step()
-            raise
-        finally:
-            try:  # noqa: SIM105 - nothing may come between the end of the work and this call
-                self._end_turn()
-            except RuntimeError:  # it was never ours
-                pass
-
-    def _write_on(self, status: int, record: Record, timeout: float | None) -> None:
-        """Go on after the first long wait: a line in the log after each."""
-        for waited, step, is_last in next_steps(self._interval, self._interval, timeout):
-            if status != TIMEOUT:
-                break
-            self._tell("has not read", waited)
-            status = self._core.write(record, step, not is_last, True)
-        assert self._ring is not None
-        self._ring.check(status)
+        self._end.enqueue(obj, timeout)
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
         """The next object, in memory of its own.
@@ -217,58 +150,7 @@ class MessageQueue:
         `timeout` seconds without one, RuntimeError after `shutdown` (once what is there has been
         read) and when the writer has died. What unpickling raises consumes the message.
         """
-        if self._owns_turn():
-            raise RuntimeError(REENTERED)
-        if self._is_local_reader:
-            try:
-                if not self._take_turn(False):
-                    timeout = self._wait_for_turn(timeout)
-                wait = timeout
-                if not indefinite and (timeout is None or timeout > self._interval):
-                    wait = self._interval
-                record = self._core.read(wait)
-                if isinstance(record, int):
-                    record = self._read_on(record, wait, timeout)
-                message = self._decode(record)  # before another thread does with the next
-            finally:
-                try:  # noqa: SIM105 - as in enqueue
-                    self._end_turn()
-                except RuntimeError:
-                    pass
-            return message
-        if not isinstance(self._remote, RemoteReader):
-            raise RuntimeError("only a reader can dequeue")  # noqa: TRY004 - as vLLM's queue does
-        try:
-            if not self._take_turn(False):
-                timeout = self._wait_for_turn(timeout)
-            message = self._decode(self._remote.receive(timeout, indefinite))
-        finally:
-            try:  # noqa: SIM105 - as in enqueue
-                self._end_turn()
-            except RuntimeError:
-                pass
-        return message  # not above: a handler might raise between the value and the end of the turn
-
-    def _wait_for_turn(self, timeout: float | None) -> float | None:
-        """Take the turn from another thread; what of the timeout is left then."""
-        started = time.monotonic()
-        if not self._take_turn(True, -1 if timeout is None else min(max(timeout, 0), LONGEST)):
-            raise CommextTimeoutError("another thread used this end all the time")
-        return None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
-
-    def _read_on(
-        self, status: int, waited: float | None, timeout: float | None
-    ) -> "bytes | list[bytes | bytearray]":
-        record: bytes | list[bytes | bytearray] | int = status
-        for so_far, step, _ in next_steps(waited, self._interval, timeout):
-            if record != TIMEOUT:
-                break
-            self._tell("has not written", so_far)
-            record = self._core.read(step)
-        if isinstance(record, int):
-            assert self._ring is not None
-            self._ring.fail(record)
-        return record
+        return self._end.dequeue(timeout, indefinite)
 
     def broadcast_object(self, obj: object = None) -> Any:
         """The writer sends `obj` and returns it, a reader returns what was sent."""
@@ -284,23 +166,14 @@ class MessageQueue:
         assert self.buffer is not None, "there are no local readers"
         memory = bytearray(self.buffer.max_chunk_bytes)
         yield memory
-        with self._turn:
-            wait = self._interval if timeout is None else min(timeout, self._interval)
-            self._write_on(self._core.write((memory,), wait, True, False), (memory,), timeout)
+        self._end.write_memory(memory, timeout)
 
     @contextmanager
     def acquire_read(
         self, timeout: float | None = None, indefinite: bool = False
     ) -> Iterator[memoryview]:
         """What `acquire_write` sent."""
-        assert self._is_local_reader, "only a local reader can"
-        is_short = timeout is not None and timeout < self._interval
-        wait = timeout if indefinite or is_short else self._interval
-        with self._turn:
-            record = self._core.read(wait)
-            if isinstance(record, int):
-                record = self._read_on(record, wait, timeout)
-        yield memoryview(record if isinstance(record, bytes) else record[0])
+        yield self._end.read_memory(timeout, indefinite)
 
     @staticmethod
     def recv(socket: "zmq.Socket[bytes]", timeout: float | None) -> Any:
@@ -315,26 +188,15 @@ class MessageQueue:
     def shutdown(self) -> None:
         """End every wait of this end, now and later. From any thread or signal handler."""
         first, self.shutting_down = not self.shutting_down, True
-        if self._ring is not None:
-            if first and (dead := self._ring.dead_peers()):
+        ring, remote = self._end.ring, self._end.remote
+        if ring is not None:
+            if first and (dead := ring.dead_peers()):
                 names = ", ".join(map(str, dead))
-                logger.error("queue %s is shut down; dead: %s", self._ring.address.name, names)
-            self._ring.cancel()
-        if self._remote is not None:
-            self._remote.cancel()
+                logger.error("queue %s is shut down; dead: %s", ring.address.name, names)
+            ring.cancel()
+        if remote is not None:
+            remote.cancel()
 
     def counters(self) -> dict[str, int]:
         """For local traffic: see `RingEnd.counters`."""
-        return self._ring.counters() if self._ring is not None else {}
-
-    def _tell(self, what: str, seconds: float, who: Peer | None = None) -> None:
-        """The line about a long wait, in place of vLLM's: first who is waited for."""
-        assert self._ring is not None
-        if who is None:
-            who = self._ring.slowest_reader() if self._is_writer else self._ring.peers()[0]
-        me = "the writer" if self._is_writer else f"reader {self.local_reader_rank}"
-        logger.info(
-            "%s %s for %.0f s, says %s of queue %s; all: %s; %s",
-            *(who, what, seconds, me, self._ring.address.name),
-            *(self._ring.describe_peers(), self._ring.counters()),
-        )
+        return self._end.ring.counters() if self._end.ring is not None else {}

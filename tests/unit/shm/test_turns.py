@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
+from vllm_commext.shm.ends import LocalReader, Writer
 from vllm_commext.shm.queue import MessageQueue
 from vllm_commext.shm.steps import StepClasses
 
@@ -64,7 +65,7 @@ def test_a_handler_that_raises_at_any_point_leaves_the_end_free(end: str) -> Non
         queue = writer if end == "writer" else reader
         work = partial(writer.enqueue, "x", 1) if end == "writer" else partial(reader.dequeue, 0)
         before = sys.gettrace()
-        method = MessageQueue.enqueue if end == "writer" else MessageQueue.dequeue
+        method = Writer.enqueue if end == "writer" else LocalReader.dequeue
         try:
             sys.settrace(raising_after(method.__code__, count))
             work()
@@ -77,6 +78,29 @@ def test_a_handler_that_raises_at_any_point_leaves_the_end_free(end: str) -> Non
         writer.enqueue("second")
         assert is_free(queue, work), f"the end is held after place {count}"
     assert tried > 3
+
+
+def test_who_does_not_get_the_turn_changes_nothing_of_the_steps() -> None:
+    """The names that readers have are forgotten for a message that was not sent, not for another
+    thread's that is being sent."""
+    writer = StepQueue(1, 1, max_chunk_bytes=16 << 10, max_chunks=1)
+    reader = StepQueue.create_from_handle(writer.export_handle(), 0)
+    writer.enqueue(step(100))
+    reader.dequeue(timeout=5)
+    writer.enqueue(b"as much as may be under way" * 4000)
+    first = threading.Thread(target=writer.enqueue, args=(step(100), 20), daemon=True)
+    first.start()
+    while not writer.counters()["waits"]:
+        pass
+    with pytest.raises(TimeoutError, match="another thread"):
+        writer.enqueue("second", timeout=0.05)
+    reader.dequeue(timeout=5)
+    assert exactly(reader.dequeue(timeout=5)) == exactly(step(100))
+    first.join(5)
+    before = writer.counters()["bytes"]
+    writer.enqueue(step(100))
+    assert writer.counters()["bytes"] - before < 1500  # without the names
+    assert exactly(reader.dequeue(timeout=5)) == exactly(step(100))
 
 
 def test_a_timeout_runs_while_another_thread_uses_the_end() -> None:
