@@ -70,6 +70,10 @@ DEVICE void store_for_peers(void* address, const u32* words) {
                : "memory");
 }
 
+// 16 bytes of host memory, which all devices of the host write and see in one piece.
+DEVICE void load_whole(const void* address, u32* words) { load_from_peers(address, words); }
+DEVICE void store_whole(void* address, const u32* words) { store_for_peers(address, words); }
+
 // 16 bytes that nobody is expected to want soon again.
 DEVICE void load_streaming(const void* address, u32* words) {
   asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -86,6 +90,7 @@ DEVICE void store_streaming(void* address, const u32* words) {
 DEVICE u32 fetch_or(u32* address, u32 bits) { return atomicOr(address, bits); }
 DEVICE u32 fetch_add(u32* address, u32 value) { return atomicAdd(address, value); }
 DEVICE void fence_device() { __threadfence(); }
+DEVICE void fence_system() { __threadfence_system(); }
 DEVICE void block_barrier() { __syncthreads(); }
 DEVICE void trap() { __trap(); }
 

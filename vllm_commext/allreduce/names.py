@@ -9,11 +9,12 @@ SYMM_TWO_SHOT = "symm_two_shot"
 SYMM_TWO_SHOT_INPLACE = "symm_two_shot_inplace"
 NCCL = "nccl"
 PUSH = "push"  # our own kernel
+HOST = "host"  # our own kernel for GPUs that cannot reach each other
 VLLM = "vllm"  # no backend of ours: vLLM's default dispatch, untouched
 
 BACKENDS = (
     *(FLASHINFER_ONE_SHOT, FLASHINFER_TWO_SHOT, FLASHINFER_MNNVL, CUSTOM),
-    *(SYMM_ONE_SHOT, SYMM_TWO_SHOT, SYMM_TWO_SHOT_INPLACE, PUSH, NCCL),
+    *(SYMM_ONE_SHOT, SYMM_TWO_SHOT, SYMM_TWO_SHOT_INPLACE, PUSH, HOST, NCCL),
 )
 FLASHINFER = (FLASHINFER_ONE_SHOT, FLASHINFER_TWO_SHOT, FLASHINFER_MNNVL)
 SYMMETRIC = (SYMM_ONE_SHOT, SYMM_TWO_SHOT, SYMM_TWO_SHOT_INPLACE)

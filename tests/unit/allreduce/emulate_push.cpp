@@ -2,6 +2,9 @@
 // for its number; here all ranks share a library, and each thread knows whose it is.
 
 #define HOST_EMULATION
+#ifndef NUM_TEAMS
+#define NUM_TEAMS 1
+#endif
 namespace {
 thread_local unsigned rank_of_thread;
 }
@@ -21,7 +24,7 @@ extern "C" void run_calls(const Args* calls, const u32* blocks, u32 num_calls, u
                           u32 seed, u32 rank) {
   std::vector<emulation::Block> workers(num_workers);
   for (u32 i = 0; i < num_workers; ++i)
-    emulation::make_block(workers[i], THREADS, 1, seed * 31 + i);
+    emulation::make_block(workers[i], THREADS, NUM_TEAMS, seed * 31 + i);
   std::minstd_rand random(seed);
   for (u32 i = 0; i < num_calls; ++i) {
     if (random() % 3 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));

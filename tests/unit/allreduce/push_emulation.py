@@ -34,6 +34,26 @@ def compile_kernel(source: Program, macros: dict[str, int]) -> ctypes.CDLL:
     return ctypes.CDLL(str(compiled(HERE / "emulate_push.cpp", source.folder, defined)))
 
 
+def in_order_of_ranks(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum in float32, one rank after the other, rounded once."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def random_calls(
+    world_size: int, dtype: torch.dtype, sizes: list[int], seed: int
+) -> list[list[torch.Tensor]]:
+    """By rank and call, messages of so many packs."""
+    generator = torch.Generator().manual_seed(seed)
+    elements = [size * PACK_BYTES // dtype.itemsize for size in sizes]
+    return [
+        [torch.randn(count, generator=generator).to(dtype) for count in elements]
+        for _ in range(world_size)
+    ]
+
+
 class Ranks:
     """The memories and counters of all ranks of a group, in this process."""
 

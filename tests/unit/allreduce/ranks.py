@@ -5,12 +5,15 @@
 Prints a line of JSON a check: its name, and what the rank found.
 """
 
+import ctypes
 import json
+import os
 import random
 import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ from vllm_commext.allreduce.table import cache, measure
 from vllm_commext.allreduce.table.machine import Machine
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.errors import UnsupportedError
+from vllm_commext.gpu import host_memory
 
 CPU = torch.device("cpu")
 
@@ -278,6 +282,45 @@ def check_start(rank: int, world: int) -> Any:
         distributed.barrier()
         measure.measure_backends = None  # the second time there is a file
     return {**found, "origins": origins, "files": len(list(cache.folder().iterdir()))}
+
+
+def check_host_memory(rank: int, world: int) -> Any:
+    """Real memory of both processes, without a GPU: each finds what the other has written; and
+    where one cannot map it, nobody keeps any."""
+
+    def count() -> tuple[int, int]:
+        maps = Path("/proc/self/maps").read_text().count(host_memory.NAME)
+        return maps, len(os.listdir("/proc/self/fd"))
+
+    def register(segment: host_memory.Segment) -> None:
+        if failing and rank == 1:
+            raise UnsupportedError("this GPU maps nothing")
+        segment.device = segment.address
+
+    failing = False
+    host_memory.bus_id_of_current_gpu = lambda: "0000:00:00.0"
+    host_memory.Segment.register = register
+    host_memory.Segment._unregister = lambda self: None
+    lockstep, before = Lockstep(distributed.group.WORLD), count()
+    memory = host_memory.HostMemory(3 << 20, lockstep, marked=32)
+    memory.forget_files()
+    with_memory = count()
+    fresh = [ctypes.string_at(address, 33).hex() for address in memory.addresses]
+    ctypes.memset(memory.addresses[rank] + (2 << 20), 0x60 + rank, 1)
+    lockstep.barrier()
+    found = [ctypes.string_at(address + (2 << 20), 1).decode() for address in memory.addresses]
+    lockstep.barrier()
+    memory.close()
+    after, failing = count(), True
+    said = raised(lambda: host_memory.HostMemory(1 << 20, lockstep))
+    return {
+        "fresh": fresh,
+        "found": found,
+        "maps": with_memory[0] - before[0],
+        "descriptors": with_memory[1] - before[1],
+        "left": [after == before, count() == before],
+        "said": said,
+    }
 
 
 CHECKS: dict[str, Callable[[int, int], Any]] = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kit.host_kernels import COMPILER
-from tests.unit.allreduce.push_emulation import Ranks
+from tests.unit.allreduce.push_emulation import Ranks, in_order_of_ranks, random_calls
 from vllm_commext.allreduce.backends.push_layout import EMPTY
 from vllm_commext.allreduce.message import PACK_BYTES
 
@@ -17,26 +17,6 @@ CASES = [  # every form of the kernels, and every element type in each
     *((2, torch.float32), (2, torch.float16), (2, torch.bfloat16)),
     *((4, torch.bfloat16), (5, torch.float16)),
 ]
-
-
-def in_order_of_ranks(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The sum in float32, one rank after the other, rounded once."""
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part.float()
-    return total.to(parts[0].dtype)
-
-
-def random_calls(
-    world_size: int, dtype: torch.dtype, sizes: list[int], seed: int
-) -> list[list[torch.Tensor]]:
-    """By rank and call, messages of so many packs."""
-    generator = torch.Generator().manual_seed(seed)
-    elements = [size * PACK_BYTES // dtype.itemsize for size in sizes]
-    return [
-        [torch.randn(count, generator=generator).to(dtype) for count in elements]
-        for _ in range(world_size)
-    ]
 
 
 @pytest.mark.parametrize(("world_size", "dtype"), CASES, ids=str)

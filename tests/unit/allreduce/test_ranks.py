@@ -128,3 +128,13 @@ def test_nccl_is_reached_through_torch_where_vllm_has_no_binding(
 ) -> None:
     for rank, values in enumerate(found):
         assert values["nccl_through_torch"] == ["torch", [3.0] * 3, [rank + 1.0] * 3]
+
+
+def test_host_memory_is_every_ranks_or_nobodys(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        memory = rank["host_memory"]
+        assert memory["fresh"] == ["ff" * 32 + "00"] * WORLD
+        assert memory["found"] == ["`", "a"]
+        assert (memory["maps"], memory["descriptors"]) == (WORLD, WORLD)  # a mapping keeps one
+        assert memory["left"] == [True, True]
+        assert memory["said"] == "rank 1: UnsupportedError: this GPU maps nothing"

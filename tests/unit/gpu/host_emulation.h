@@ -124,7 +124,7 @@ inline void make_block(Block& b, u32 threads, u32 teams, u32 seed) {
     getcontext(&fiber.context);
   }
   b.warps.resize(threads / LANES);
-  b.teams.resize(teams);
+  b.teams.resize(teams + 1);  // the first is the whole block
   for (auto& values : b.values) values.resize(threads);
   b.random.seed(seed);
 }
@@ -178,6 +178,20 @@ DEVICE void store_for_peers(void* address, const u32* words) {
   }
 }
 
+// In one piece: so are these instructions on processors with AVX.
+DEVICE void load_whole(const void* address, u32* words) {
+  emulation::yield();
+  const __m128i found = *static_cast<const volatile __m128i*>(address);
+  std::memcpy(words, &found, sizeof(found));
+}
+
+DEVICE void store_whole(void* address, const u32* words) {
+  emulation::disturb();
+  __m128i value;
+  std::memcpy(&value, words, sizeof(value));
+  *static_cast<volatile __m128i*>(address) = value;
+}
+
 DEVICE void load_streaming(const void* address, u32* words) { std::memcpy(words, address, 16); }
 DEVICE void store_streaming(void* address, const u32* words) { std::memcpy(address, words, 16); }
 
@@ -191,6 +205,7 @@ DEVICE u32 fetch_add(u32* address, u32 value) {
 }
 
 DEVICE void fence_device() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+DEVICE void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 DEVICE void block_barrier() {
   emulation::meet(emulation::block->teams[0], u32(emulation::block->fibers.size()));
 }
@@ -224,7 +239,7 @@ DEVICE float broadcast(float value, u32 lane) {
 DEVICE u32 broadcast(u32 value, u32 lane) { return emulation::exchange(value, lane); }
 
 DEVICE void team_barrier(u32 team, u32 threads, u32) {
-  emulation::meet(emulation::block->teams[team], threads);
+  emulation::meet(emulation::block->teams[team + 1], threads);
 }
 
 DEVICE float half_to_float(u32 bits) { return _cvtsh_ss((unsigned short)bits); }

@@ -1,0 +1,87 @@
+"""Ranks of the kernels that sum through host memory, on a CPU."""
+
+import ctypes
+import functools
+import threading
+
+import numpy as np
+import torch
+
+from tests.unit.allreduce.push_emulation import TIMEOUT_NS, compile_kernel
+from vllm_commext.allreduce.backends import host
+from vllm_commext.allreduce.backends.host_layout import HostLayout
+from vllm_commext.allreduce.message import PACK_BYTES
+from vllm_commext.gpu.launch import ELEMENT_CODES
+from vllm_commext.gpu.nvrtc import Program
+
+LINE_BYTES = 64
+
+
+@functools.cache
+def library(layout: HostLayout, kernel: str, dtype: str) -> ctypes.CDLL:
+    """The kernel of all ranks for this CPU."""
+    macros = {**layout.macros(kernel, ELEMENT_CODES[dtype], rank=0), "NUM_TEAMS": 3}
+    loaded = compile_kernel(Program(kernel), macros)
+    assert loaded.args_bytes() == ctypes.sizeof(host.arguments_type(layout.world_size))
+    return loaded
+
+
+def aligned_words(num_bytes: int) -> np.ndarray:
+    """Zeros at an address that parcels may begin at."""
+    raw = np.zeros(num_bytes + LINE_BYTES, np.uint8)
+    first = -raw.ctypes.data % LINE_BYTES
+    return raw[first : first + num_bytes].view(np.uint32)
+
+
+class Ranks:
+    """The outboxes and counters of all ranks of a group, in this process."""
+
+    def __init__(self, world_size: int, max_bytes: int) -> None:
+        self.layout = HostLayout(world_size, max_bytes)
+        self.memories = [aligned_words(self.layout.num_bytes) for _ in range(world_size)]
+        self.states = [np.zeros(2, np.uint32) for _ in range(world_size)]
+
+    def kernel(self, num_packs: int) -> str:
+        """That a message of so many packs takes."""
+        return self.layout.kernel(num_packs)
+
+    def all_reduce(
+        self, inputs: list[list[torch.Tensor]], most_blocks: int, seed: int
+    ) -> list[list[torch.Tensor]]:
+        """Each rank's outputs, for its inputs one after the other; all ranks at the same time."""
+        outputs = [[torch.full_like(tensor, 777.0) for tensor in of] for of in inputs]
+        threads = [
+            threading.Thread(
+                target=self._run_rank, args=(rank, inputs[rank], outputs[rank], most_blocks, seed)
+            )
+            for rank in range(self.layout.world_size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return outputs
+
+    def _run_rank(
+        self,
+        rank: int,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        most_blocks: int,
+        seed: int,
+    ) -> None:
+        for index, (tensor, out) in enumerate(zip(inputs, outputs, strict=True)):
+            call = host.arguments_type(self.layout.world_size)()
+            call.input, call.output = tensor.data_ptr(), out.data_ptr()
+            call.state = self.states[rank].ctypes.data
+            call.num_packs = tensor.nbytes // PACK_BYTES
+            for name in host.PLACES:
+                setattr(call, name, getattr(self.layout, name))
+            call.timeout_ns = TIMEOUT_NS
+            call.memory[:] = [memory.ctypes.data for memory in self.memories]
+            name = self.layout.kernel(call.num_packs)
+            blocks = self.layout.num_blocks(name, call.num_packs, most_blocks)
+            kernel = library(self.layout, name, str(tensor.dtype).removeprefix("torch."))
+            kernel.run_calls(
+                ctypes.byref(call), (ctypes.c_uint32 * 1)(blocks), 1, 2, seed + 31 * index, rank
+            )
