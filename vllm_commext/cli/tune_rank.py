@@ -42,7 +42,7 @@ def say(kind: str, **values: Any) -> None:
 
 def run(options: RankOptions) -> None:
     """Measure, and let rank 0 tell."""
-    from vllm_commext.allreduce import multicast, names
+    from vllm_commext.allreduce import multicast, peers
     from vllm_commext.allreduce.backends import flashinfer
     from vllm_commext.allreduce.backends.flashinfer_workspaces import MEASURING_BYTES
     from vllm_commext.allreduce.dispatch.creation import Parts, create_dispatcher
@@ -58,7 +58,8 @@ def run(options: RankOptions) -> None:
         made = group.device_communicator
         custom = made.ca_comm if made.ca_comm is not None and not made.ca_comm.disabled else None
         parts = Parts(made.cpu_group, made.device_group, made.device, custom, made.pynccl_comm)
-        dispatcher = create_dispatcher(parts, None, wanted=names.BACKENDS)
+        wanted = peers.measurable(peers.have_access(made.device))
+        dispatcher = create_dispatcher(parts, None, wanted=wanted)
         lockstep = Lockstep(parts.cpu_group)
         first = options.rank == 0
         if first:
@@ -68,7 +69,7 @@ def run(options: RankOptions) -> None:
             if first:
                 say("size", dtype=dtype, size=size, times=dict(times))
 
-        wanted = measure.Options(
+        chosen = measure.Options(
             options.sizes,
             options.dtypes,
             options.hidden,
@@ -76,7 +77,7 @@ def run(options: RankOptions) -> None:
             seconds=options.seconds,
         )
         times = measure.measure_backends(
-            dispatcher, lockstep, wanted, group.graph_capture, progress
+            dispatcher, lockstep, chosen, group.graph_capture, progress
         )
         machine = read_machine(made.device)
         origin = f"measured on {options.world_size} x {machine.gpu}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.allreduce import multicast, names
-from vllm_commext.allreduce.backends import flashinfer, limits, push, symmetric
+from vllm_commext.allreduce.backends import flashinfer, host, limits, push, symmetric
 from vllm_commext.allreduce.backends.backend import Backend, CustomBackend, NcclBackend
 from vllm_commext.allreduce.backends.flashinfer_workspaces import MAX_MESSAGE_BYTES, is_compiled
 from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
@@ -23,6 +23,8 @@ logger = logging.getLogger("vllm.commext.allreduce")
 
 SYMMETRIC_BYTES = 64 << 20
 SYMMETRIC_MEMORY, OUR_KERNEL = "symmetric memory", "our own kernel"
+HOST_MEMORY = "our own kernel for host memory"
+OWN_STEPS = (SYMMETRIC_MEMORY, OUR_KERNEL, HOST_MEMORY)  # makers that take them by themselves
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,9 @@ def _makers(
     if names.PUSH in wanted and lockstep.world_size in limits.PUSH_WORLD_SIZES:
         num_bytes = _largest(table, (names.PUSH,), push.MAX_MESSAGE_BYTES)
         makers[OUR_KERNEL] = lambda: [push.PushBackend(parts.cpu_group, num_bytes, lockstep)]
+    if names.HOST in wanted and lockstep.world_size in limits.PUSH_WORLD_SIZES:
+        most_bytes = _largest(table, (names.HOST,), host.MAX_MESSAGE_BYTES)
+        makers[HOST_MEMORY] = lambda: [host.HostBackend(most_bytes, lockstep)]
     makers["NCCL"] = lambda: [NcclBackend(parts.pynccl, parts.device_group)]
     return makers
 
@@ -111,8 +116,8 @@ def _make_in_lockstep(what: str, maker: Maker, lockstep: Lockstep) -> Sequence[B
     """The backends of one family, or none on any rank, with one line why."""
     made: list[Backend] = []
     try:
-        if what in (SYMMETRIC_MEMORY, OUR_KERNEL):
-            made += maker()  # takes its own steps
+        if what in OWN_STEPS:
+            made += maker()
         else:
             lockstep.agree(lambda: made.extend(maker()))
     except UnsupportedError as error:

@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from vllm_commext.allreduce import names
+from vllm_commext.allreduce import names, peers
 from vllm_commext.allreduce.backends.flashinfer_workspaces import is_compiled
 from vllm_commext.allreduce.dispatch.creation import Parts, create_dispatcher
 from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
 from vllm_commext.allreduce.lockstep import Lockstep
 from vllm_commext.allreduce.table import cache, measure, tuning
-from vllm_commext.allreduce.table.machine import Machine
+from vllm_commext.allreduce.table.machine import NO_ACCESS, Machine
 from vllm_commext.allreduce.table.measure import KIB, MIB, Options
 from vllm_commext.allreduce.table.selection import describe, find_table
 from vllm_commext.allreduce.table.table import Table
@@ -23,6 +23,7 @@ logger = logging.getLogger("vllm.commext.allreduce")
 BUILT_IN, CACHED, STARTUP = "0", "cached", "startup"
 STARTUP_SIZES = (8 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 STARTUP_SECONDS = 8.0
+IN_ORDER = (names.PUSH, names.HOST)  # they add in the order of ranks, whatever the size
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,10 @@ class Wishes:
     @property
     def only(self) -> str | None:
         """The one backend that may serve, or None for the fastest. One adds in one order; ours
-        does for messages of any size, and a row's numbers do not depend on the others."""
-        return names.PUSH if self.invariant else self.forced
+        do for messages of any size, and a row's numbers do not depend on the others."""
+        if self.invariant and self.forced not in IN_ORDER:
+            return names.PUSH
+        return self.forced
 
 
 def why_none(hosts: Sequence[str], wishes: Wishes) -> str:
@@ -63,7 +66,7 @@ def why_none(hosts: Sequence[str], wishes: Wishes) -> str:
         return f"its ranks are on {len(set(hosts))} hosts"
     if wishes.eager and wishes.forced is None:
         return "the engine is eager, and a call would cost the host more than the GPU gains"
-    if wishes.invariant and wishes.forced not in (None, names.PUSH):
+    if wishes.invariant and wishes.forced not in (None, *IN_ORDER):
         return f"VLLM_BATCH_INVARIANT asks for one order of sums, for which {wishes.forced} is none"
     return ""
 
@@ -102,7 +105,7 @@ def start_dispatcher(
     dispatcher = create_dispatcher(parts, table, wishes.only)
     if dispatcher.table is None and wishes.forced is None:
         reason = "this machine is not known"
-    elif wishes.invariant and names.PUSH not in dispatcher.backends:
+    elif wishes.invariant and wishes.only not in dispatcher.backends:
         reason = "VLLM_BATCH_INVARIANT asks for one order of sums, and our kernel cannot be had"
     else:
         return dispatcher
@@ -115,7 +118,8 @@ def _measured(parts: Parts, wishes: Wishes, machine: Machine) -> Dispatcher:
     lockstep = Lockstep(parts.cpu_group)
     # Compiling takes minutes; `vllm-commext tune` does it, and vLLM's fusion pass.
     compiled = all(lockstep.run(is_compiled))
-    wanted = [name for name in names.BACKENDS if compiled or name not in names.FLASHINFER]
+    measurable = peers.measurable(machine.link != NO_ACCESS)
+    wanted = [name for name in measurable if compiled or name not in names.FLASHINFER]
     dispatcher = create_dispatcher(parts, None, wanted=wanted)
     options = Options(
         STARTUP_SIZES, (wishes.dtype,), wishes.hidden, samples=5, seconds=STARTUP_SECONDS

@@ -4,13 +4,15 @@ import hashlib
 
 import msgspec
 
+NO_ACCESS = "no peer access"  # instead of how GPUs are joined, where nothing can go over it
+
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All on which the speed of an all-reduce depends.
 
     Attributes:
         gpu: the GPU's name, as the driver gives it.
-        link: how the GPUs are joined, such as ``NV18`` for every pair, or ``unknown``.
+        link: how the GPUs are joined, such as ``NV18`` for every pair, ``unknown``, or `NO_ACCESS`.
         driver: the driver's version; `torch`, `nccl`, `flashinfer` and `vllm` likewise, empty
             where there is none.
         multicast: whether NVLink multicast was allowed.

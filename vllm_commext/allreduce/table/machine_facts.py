@@ -4,8 +4,8 @@ import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.allreduce import multicast
-from vllm_commext.allreduce.table.machine import Machine
+from vllm_commext.allreduce import multicast, peers
+from vllm_commext.allreduce.table.machine import NO_ACCESS, Machine
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +60,8 @@ def read_machine(device: "torch.device") -> Machine:
         properties = torch.cuda.get_device_properties(device)
         gpu = properties.name
         driver, link = _driver_and_link(str(getattr(properties, "uuid", "")))
+        if not peers.have_access(device):
+            link = NO_ACCESS
         from torch.cuda import nccl as binding
 
         nccl = ".".join(map(str, binding.version()))

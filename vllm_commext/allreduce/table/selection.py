@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from vllm_commext.allreduce.table import builtin, cache
-from vllm_commext.allreduce.table.machine import Machine
+from vllm_commext.allreduce.table.machine import NO_ACCESS, Machine
 from vllm_commext.allreduce.table.table import Row, Table
 
 UNITS = ((1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -25,7 +25,8 @@ def find_table(
     Where the one says nothing of fused norms, the other does.
     """
     measured = cache.load(machine, world_size, hidden, environ) if use_cache else None
-    known = builtin.builtin_table(machine.gpu, world_size)
+    reaches = machine.link != NO_ACCESS
+    known = builtin.builtin_table(machine.gpu, world_size) if reaches else None
     if measured is None or measured.fused or known is None:
         return measured or known
     return msgspec.structs.replace(measured, fused=known.fused)
