@@ -9,6 +9,8 @@ times that the table was not made from. Each figure is microseconds a call in a 
 chained calls with their copies and fresh outputs: of a sample the slowest rank's, of the samples
 the median. Only ratios of one run mean anything.
 
+With `NCCL_P2P_DISABLE=1` only what needs no peer access takes part: allreduce_tp2_no_peers.md.
+
 ``--table builtin`` judges the built-in table instead; ``--quick`` takes fewer samples; ``--eager``
 adds what a call costs the host.
 """
@@ -38,7 +40,7 @@ class Variants:
     """Every backend by name, vLLM's own dispatch, and ours once `judge` has given it a table."""
 
     def __init__(self, group: Any) -> None:
-        from vllm_commext.allreduce import names
+        from vllm_commext.allreduce import peers
         from vllm_commext.allreduce.backends import flashinfer
         from vllm_commext.allreduce.backends.flashinfer_workspaces import MEASURING_BYTES
         from vllm_commext.allreduce.dispatch.creation import Parts, create_dispatcher
@@ -50,7 +52,8 @@ class Variants:
             made.cpu_group, made.device_group, made.device, custom, made.pynccl_comm
         )
         flashinfer.allow_workspaces(MEASURING_BYTES)
-        self.dispatcher = create_dispatcher(self._parts, None, wanted=names.BACKENDS)
+        wanted = peers.measurable(peers.have_access(made.device))
+        self.dispatcher = create_dispatcher(self._parts, None, wanted=wanted)
         self.lockstep = Lockstep(made.cpu_group)
         self.group, self._vllm = group, made
 
@@ -211,8 +214,15 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
+def name_of(args: argparse.Namespace) -> str:
+    """Of the report: with or without peer access."""
+    from vllm_commext.allreduce import peers
+
+    return f"allreduce_tp{args.tp}" + ("_no_peers" if peers.is_refused() else "")
+
+
 def write(args: argparse.Namespace, facts: dict[str, Any], rows: list[Row]) -> None:
-    name = f"allreduce_tp{args.tp}"
+    name = name_of(args)
     args.out.mkdir(parents=True, exist_ok=True)
     report = {**facts, "results": rows}
     (args.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
@@ -233,16 +243,21 @@ def version(name: str) -> str:
 def run_rank(args: argparse.Namespace) -> None:
     import msgspec
     import torch
+    from vllm.distributed import parallel_state
 
+    from vllm_commext.allreduce import peers
     from vllm_commext.allreduce.table import builtin, measure, selection, tuning
     from vllm_commext.allreduce.table.machine_facts import read_machine
     from vllm_commext.compat.tp_group import tensor_parallel
 
+    if peers.is_refused():
+        parallel_state.set_custom_all_reduce(False)  # vLLM's, which needs peer access
     with tensor_parallel(args.rank, args.tp, args.port) as group, torch.inference_mode():
         variants = Variants(group)
         samples = 7 if args.quick else 21
         options = measure.Options(
-            measure.SIZES, tuple(args.dtype), args.hidden, samples, seconds=args.seconds
+            *(tuple(args.sizes or measure.SIZES), tuple(args.dtype), args.hidden, samples),
+            seconds=args.seconds,
         )
         machine = read_machine(torch.device("cuda", args.rank))
         if args.table == "builtin":
@@ -282,6 +297,7 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=2, help="number of GPUs")
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
+    parser.add_argument("--sizes", type=int, nargs="+", help="bytes (default: 2 KiB to 64 MiB)")
     parser.add_argument("--hidden", type=int, default=8192)
     parser.add_argument("--seconds", type=float, default=200.0, help="bound for the first pass")
     parser.add_argument("--table", choices=("measured", "builtin"), default="measured")
