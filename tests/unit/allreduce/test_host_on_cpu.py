@@ -1,16 +1,25 @@
 """The kernels that sum through host memory, on a CPU, rank beside rank."""
 
+import ctypes
 import random
+import threading
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from tests.kit.host_kernels import COMPILER
-from tests.unit.allreduce.host_emulation import Ranks
+from tests.unit.allreduce.host_emulation import Ranks, library
 from tests.unit.allreduce.push_emulation import in_order_of_ranks, random_calls
+from vllm_commext.allreduce.backends import host
 from vllm_commext.allreduce.backends.host_layout import CHUNK_PACKS, CHUNKS, ONE_SHOT
 from vllm_commext.allreduce.message import PACK_BYTES
+from vllm_commext.gpu.launch import ELEMENT_CODES, Device
+from vllm_commext.gpu.nvrtc import Program
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ on this machine")
 
@@ -133,3 +142,63 @@ def test_a_parcel_of_the_call_before_is_waited_for() -> None:
         want = in_order_of_ranks([of[call] for of in inputs])
         assert all(torch.equal(outputs[rank][call], want) for rank in range(2)), call
     assert all(np.isin(memory.reshape(-1, 4)[:300, 3], [39, 40]).all() for memory in ranks.memories)
+
+
+def test_the_backend_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a real launch gets, of messages of one part and of several, whose last one is small."""
+    ranks = Ranks(2, 320 * KIB)
+    monkeypatch.setattr(host, "MAX_MESSAGE_BYTES", 320 * KIB)
+    monkeypatch.setattr(host.launch, "current_device", lambda: Device(0, 90, 132))
+    monkeypatch.setattr(host, "check_delivery", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    launched: list[str] = []
+
+    def load(program: Program, macros: dict[str, int], *_: Any, **__: Any) -> Any:
+        dtype = next(name for name, code in ELEMENT_CODES.items() if code == macros["ELEMENT"])
+        rank = macros["RANK"]
+
+        def run(made: ctypes.Structure, blocks: int, _: int) -> None:
+            launched.append(program.name)
+            kernel = library(ranks.layout, program.name, dtype)
+            kernel.run_calls(ctypes.byref(made), (ctypes.c_uint32 * 1)(blocks), 1, 2, rank, rank)
+
+        return SimpleNamespace(launch=run)
+
+    class Memory:
+        def __init__(self, num_bytes: int, lockstep: Any, marked: int) -> None:
+            assert num_bytes == ranks.memories[0].nbytes
+            assert marked == 2 * PACK_BYTES
+            self.addresses = [memory.ctypes.data for memory in ranks.memories]
+
+        def forget_files(self) -> None:
+            pass
+
+    monkeypatch.setattr(host.launch, "load", load)
+    monkeypatch.setattr(host, "HostMemory", Memory)
+    states = iter(ranks.states)
+    monkeypatch.setattr(host.ipc, "allocate", lambda _: next(states).ctypes.data)
+    backends = [
+        host.HostBackend(64 << 20, cast(Any, SimpleNamespace(rank=r, world_size=2, agree=agree)))
+        for r in range(2)
+    ]
+    packs = ranks.layout.max_packs
+    inputs = random_calls(2, torch.bfloat16, [7, 2 * packs + 100], seed=4)
+    outputs: dict[int, list[torch.Tensor]] = {}
+    threads = [
+        threading.Thread(
+            target=lambda r=r: outputs.update({r: [*map(backends[r].all_reduce, inputs[r])]})
+        )
+        for r in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for call in range(2):
+        want = in_order_of_ranks([of[call] for of in inputs])
+        assert all(torch.equal(outputs[rank][call], want) for rank in range(2)), call
+    assert Counter(launched) == {ONE_SHOT: 4, CHUNKS: 4}
+
+
+def agree(step: Callable[[], object]) -> None:
+    step()
