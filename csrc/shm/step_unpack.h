@@ -152,9 +152,9 @@ static PyObject *unpack_named_ints(Unpacker *self, struct unpack_slot *kept) {
 
 /* A dict by these names of anything else. */
 static PyObject *unpack_named_values(Unpacker *self, struct unpack_slot *kept, int depth) {
-    PyObject *names = kept->names, *dict = NULL;
+    PyObject *dict = NULL, *names = PyList_GetSlice(kept->names, 0, PyList_Size(kept->names));
+    if (names == NULL) return NULL; /* its own: a value may hold names of the same slot */
     unpack_forget_dict(kept);
-    Py_INCREF(names);
     PyObject *values = unpack_value(self, STEP_NO_SLOT, depth);
     if (values != NULL) {
         if (PyList_CheckExact(values) && PyList_Size(values) == PyList_Size(names))

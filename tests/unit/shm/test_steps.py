@@ -300,6 +300,16 @@ def test_a_message_that_holds_itself_or_one_list_very_often_is_pickled() -> None
     assert exactly(decoder.decode(encoder.encode(step(5)))) == exactly(step(5))  # pyright: ignore
 
 
+def test_a_step_within_a_steps_dict_of_names_leaves_its_keys_alone() -> None:
+    encoder, decoder = Encoder(CLASSES), Decoder(CLASSES)
+    for inner in ({"b": 1}, {"b": [1]}, {"c": {"d": 1}}):
+        within = Scheduled([], None, inner)
+        message = "method", (Scheduled([], None, {"a": within, "e": within}),), {}, 0
+        record: Any = encoder.encode(message)
+        assert record[:1] == MARK
+        assert exactly(decoder.decode(record)) == exactly(message)
+
+
 def step(n: int, begin: int = 0) -> Any:
     names = [f"request-{number}" for number in range(begin, begin + n)]
     cached = Cached(names, [None] * n, list(range(n)), [3] * n)
