@@ -126,8 +126,9 @@ rolling: env ## Four engines under load upgraded one by one and rolled back: fro
 	COMMEXT_TEST_LONG=1 COMMEXT_TEST_FORK=0 COMMEXT_TEST_OTHER_PYTHON=$(CURDIR)/.venv-$(OTHER)/bin/python \
 		COMMEXT_TEST_OLDER=$(CURDIR)/.older-$(OLDER) $(PYTEST) tests/cpu/test_rolling.py $(PYTEST_ARGS)
 
-matrix: env ## One table: every API check against every supported vLLM, also those that are not installed
+matrix: env ## One table: every API check against every supported vLLM, also those that are not installed; the steps' codec too
 	$(BIN)/python tools/api_matrix.py
+	$(BIN)/python tools/step_matrix.py
 
 stress-shm: env ## The message queue: 10 million messages, signals and stops, 500 deaths, damage; some minutes
 	$(BIN)/python tests/unit/shm/stress_traffic.py --messages 10000000
