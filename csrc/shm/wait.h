@@ -56,7 +56,7 @@ struct ring_waiter {
     int predicts; /* there are processors enough to spin for what a GPU's step brings */
     struct ring_mover mover;
     uint64_t checked_ns; /* when the peer was last known to live */
-    uint64_t waits, parks, wake_ups, foreseen;
+    uint64_t waits, sleeps, wake_ups, foreseen;
 };
 
 /* One wait: until *cursor >= target, asleep on *event. */
@@ -169,7 +169,7 @@ static inline int ring_park(struct ring_waiter *waiter, const struct ring_wish *
         int peer = ring_peer_status(waiter, wish, now, look);
         if (peer != RING_OK) return ring_reached(wish) ? RING_OK : peer;
         if (now >= deadline) return RING_TIMEOUT;
-        waiter->parks++;
+        waiter->sleeps++;
         int error = ring_sleep(wish->event, ticket, ring_slice(waiter, wish, start, now, deadline));
         if (ring_reached(wish)) return RING_OK;
         if (error == EINTR) return RING_INTERRUPTED;

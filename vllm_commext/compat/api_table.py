@@ -331,7 +331,7 @@ API_CHECKS: tuple[ApiCheck, ...] = (
     ApiCheck(
         "cpu_communicator",
         "cpu_collectives",
-        "a communicator of CPUs gets its rings when it is made, and sums and gathers through them",
+        "a communicator of CPUs gets ring buffers when it is made, and reduces and gathers through them",
         has_methods(
             f"{COMMUNICATORS}.cpu_communicator:CpuCommunicator",
             {"all_reduce": ("input_",), "all_gather": ("input_", "dim")},
@@ -346,7 +346,7 @@ API_CHECKS: tuple[ApiCheck, ...] = (
     ApiCheck(
         "same_node",
         "cpu_collectives",
-        "only ranks of one host get rings",
+        "only ranks of one host get ring buffers",
         takes("vllm.distributed.parallel_state:in_the_same_node_as", "pg", "source_rank"),
     ),
     ApiCheck(

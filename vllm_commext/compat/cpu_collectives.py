@@ -101,7 +101,7 @@ def attach(communicator: Any) -> None:
         return
     communicator.dist_module = RingModule(rings)
     if communicator.rank_in_group == 0:
-        logger.info("commext: cpu_collectives: rings serve group %s of %d ranks", name, size)
+        logger.info("commext: cpu_collectives: ring buffers serve group %s of %d ranks", name, size)
 
 
 def _init(original: Callable[..., None]) -> Callable[..., None]:

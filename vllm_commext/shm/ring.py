@@ -102,7 +102,7 @@ class RingEnd:
         return [peer for peer in self.peers() if peer.state == ATTACHED and not peer.alive]
 
     def counters(self) -> dict[str, int]:
-        """Of this end: messages, bytes (headers not included), waits, parks (times it slept),
+        """Of this end: messages, bytes (headers not included), waits, sleeps (waits that slept),
         wake_ups (system calls that woke others), foreseen (waits that ended while their end was
         expected), moves (to another core than the peer's),
         spilled_bytes (that went beyond the ring because a reader was busy). Of the queue:

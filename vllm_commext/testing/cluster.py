@@ -18,7 +18,7 @@ MAX_MODEL_LEN = 1024
 # has for a dozen of them.
 NUM_BLOCKS = 1024
 MODEL_NAME = "tiny"
-COLLECTIVES = "cpu_collectives: rings serve group tp:0"
+COLLECTIVES = "cpu_collectives: ring buffers serve group tp:0"
 """In the log of a server whose CPU collectives are ours: vLLM has its own on some processors."""
 CONNECTOR = "CommextNixlConnector"
 

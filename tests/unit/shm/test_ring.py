@@ -40,7 +40,7 @@ def in_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[object
 
 def until_asleep(end: RingReader | RingWriter) -> None:
     deadline = time.monotonic() + 5
-    while end.counters()["parks"] == 0:
+    while end.counters()["sleeps"] == 0:
         assert time.monotonic() < deadline, "never went to sleep"
         time.sleep(0.001)
 
