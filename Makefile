@@ -7,6 +7,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 VLLM ?= 0.32.0
 OLDER ?= 2f151d8
+PYTHONS ?= 3.10 3.12 3.13
 MATRIX ?= 0.28.0 0.30.0 0.32.0
 OTHER ?= 0.30.0
 MODEL ?= llama
@@ -102,6 +103,13 @@ env: ## The environment for everything above, in .venv
 	@$(PYTHON) tools/cpu_env.py $(VENV) --vllm $(VLLM)
 
 test-matrix: $(MATRIX:%=contract-%) ## Contract tests on each supported vLLM, one environment each
+
+pythons: $(PYTHONS:%=python-%) ## Unit and contract tests on each of PYTHONS='3.10 3.12 3.13', one environment each
+
+# vLLM 0.32 has no CPU wheel for 3.10.
+python-%:
+	@python$* tools/cpu_env.py .venv-python$* --vllm $(if $(filter 3.10,$*),0.30.0,$(VLLM))
+	.venv-python$*/bin/python -m pytest -n 2 --dist worksteal tests/unit tests/contract $(PYTEST_ARGS)
 
 contract-%:
 	@$(PYTHON) tools/cpu_env.py .venv-$* --vllm $*

