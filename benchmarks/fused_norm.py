@@ -46,7 +46,15 @@ Call = Callable[[Any], Any]
 class Bench:
     """One rank: the group, our memory and kernels, and the tensors of a size."""
 
-    def __init__(self, group: Any, dtype: str, hidden: int, max_bytes: int, between: int) -> None:
+    def __init__(
+        self,
+        group: Any,
+        dtype: str,
+        hidden: int,
+        max_bytes: int,
+        between: int,
+        warps: Sequence[int] = WARPS,
+    ) -> None:
         import torch
 
         from vllm_commext.allreduce.backends.push import PushBackend
@@ -63,9 +71,9 @@ class Bench:
         self.dtype, self.hidden = getattr(torch, dtype), hidden
         self.kernels = FusedKernels(self.push.memory, self.lockstep)
         self.forms = {
-            f"{name} {warps}": Form(kernel, warps)
+            f"{name} {each}": Form(kernel, each)
             for name, kernel in (("one-phase", ONE_PHASE), ("two-phase", TWO_PHASE))
-            for warps in WARPS
+            for each in warps
         }
         self.kernels.prepare(self.shape, list(self.forms.values()))
         self.weight = torch.rand(hidden, device="cuda").to(self.dtype) + 0.5
@@ -106,18 +114,36 @@ class Bench:
         return call
 
     def flashinfer(self, rows: int, residual: Any) -> Call | None:
-        """FlashInfer's fused kernel as vLLM's pass calls it; None where the pass does not, and for
-        float32, in which it ended this benchmark with an illegal memory access."""
+        """`flashinfer_call` into new tensors."""
         import torch
+
+        fused = self.flashinfer_call(rows)
+        if fused is None:
+            return None
+
+        def call(tensor: Any) -> Any:
+            norm = torch.empty_like(tensor)
+            fused(tensor, residual, torch.empty_like(tensor), norm)
+            return norm
+
+        return call
+
+    def flashinfer_call(self, rows: int) -> Callable[[Any, Any, Any, Any], None] | None:
+        """FlashInfer's fused kernel as vLLM's pass calls it, with input, residual, and where the
+        new residual and the norm go; None where the pass does not, and for float32, in which it
+        ended this benchmark with an illegal memory access."""
+        import torch
+
+        num_bytes = rows * self.hidden * self.dtype.itemsize
+        limit = FLASHINFER_MAX_BYTES.get(self.world, 0)
+        missing = importlib.util.find_spec("flashinfer") is None
+        if missing or num_bytes > limit or self.dtype == torch.float32:
+            return None
         from flashinfer import comm
 
         from vllm_commext.allreduce.backends.flashinfer import allow_workspaces, get_fi_ar_workspace
         from vllm_commext.allreduce.backends.flashinfer_workspaces import MEASURING_BYTES
 
-        num_bytes = rows * self.hidden * self.dtype.itemsize
-        limit = FLASHINFER_MAX_BYTES.get(self.world, 0)
-        if num_bytes > limit or self.dtype == torch.float32:
-            return None
         allow_workspaces(MEASURING_BYTES)
         most = limit // (self.hidden * self.dtype.itemsize)
         group = self.communicator.cpu_group
@@ -126,15 +152,14 @@ class Bench:
             return None
         one_shot = num_bytes <= FLASHINFER_ONE_SHOT_BYTES[self.world]
 
-        def call(tensor: Any) -> Any:
-            norm = torch.empty_like(tensor)
+        def call(tensor: Any, residual: Any, residual_out: Any, norm: Any) -> None:
             comm.allreduce_fusion(
                 input=tensor,
                 workspace=workspace,
                 pattern=comm.AllReduceFusionPattern.kARResidualRMSNorm,
                 launch_with_pdl=True,
                 output=None,
-                residual_out=torch.empty_like(tensor),
+                residual_out=residual_out,
                 norm_out=norm,
                 quant_out=None,
                 scale_out=None,
@@ -147,7 +172,6 @@ class Bench:
                 fp32_acc=True,
                 trigger_completion_at_end=True,
             )
-            return norm
 
         return call
 
@@ -248,8 +272,7 @@ def variants(bench: Bench, rows: int) -> Iterator[tuple[str, Call]]:
     if bench.push.takes(Message((rows, bench.hidden), bench.shape.dtype)):
         yield "push + norm", bench.parts(bench.push.all_reduce, residual)
     yield "vllm + norm", bench.parts(bench.communicator.all_reduce, residual)
-    has_flashinfer = importlib.util.find_spec("flashinfer") is not None
-    fused = bench.flashinfer(rows, residual) if has_flashinfer else None
+    fused = bench.flashinfer(rows, residual)
     if fused is not None:
         yield "flashinfer", fused
 
@@ -328,7 +351,7 @@ def run_rank(args: argparse.Namespace) -> None:
     from vllm_commext.compat.tp_group import tensor_parallel
 
     with tensor_parallel(args.rank, args.tp, args.port) as group, torch.inference_mode():
-        bench = Bench(group, args.dtype, args.hidden, max(args.sizes), args.between)
+        bench = Bench(group, args.dtype, args.hidden, max(args.sizes), args.between, args.warps)
         checked = check(bench, args.sizes)
         stressed = stress(bench, args.stress)
         if args.rank == 0:
@@ -363,6 +386,9 @@ def main() -> int:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in bytes")
     parser.add_argument(
         "--between", type=int, default=0, help="MiB of other weights that are read before each call"
+    )
+    parser.add_argument(
+        "--warps", type=int, nargs="+", default=WARPS, help="of a block of ours, each tried"
     )
     parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--stress", type=int, default=2000, help="calls of the stress run")

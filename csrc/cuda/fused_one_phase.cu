@@ -2,8 +2,8 @@
 // rows to all peers, sums each row itself and norms it.
 //
 // A block pushes its next row before it waits for the one at hand, so the links are never idle, and
-// the residual and the weights are loaded while packs travel. It is launched before its predecessor
-// has ended and touches nothing before that has.
+// the residual and the weights are loaded while packs travel. Programmatic dependent launch is left
+// out: between two matrix products of a model it cost 0.1 to 0.4 us a call (benchmarks/fused_layer.py).
 //
 // Progress: a block waits only for the block with the same index on other GPUs, which has pushed the
 // row by then or pushes it before it waits itself. Blocks begin in the order of their index.
@@ -70,8 +70,6 @@ DEVICE void sum_row(const Args& args, Row& row, u32 number, u32 call) {
 
 extern "C" KERNEL(THREADS, MIN_BLOCKS) fused_one_phase(const ARGUMENT Args args) {
   SHARED TeamShared shared;
-  await_previous_grid();
-  release_next_grid();
   const u32 call = load_relaxed_device(args.state) + 1;
   u32 number = block_index();
   push(args, number, call);

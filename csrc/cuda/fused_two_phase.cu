@@ -102,8 +102,6 @@ DEVICE void take_row(const Args& args, Row& row, u32 turn, u32 owner, u32 call) 
 
 extern "C" KERNEL(THREADS, MIN_BLOCKS) fused_two_phase(const ARGUMENT Args args) {
   SHARED TeamShared shared;
-  await_previous_grid();
-  release_next_grid();
   const u32 call = load_relaxed_device(args.state) + 1;
   const u32 turns = (args.num_rows + WORLD_SIZE - 1) / WORLD_SIZE;
   u32 done = 0;  // rows, of which each has a barrier
