@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import engine_profile
+import turn
 
 from vllm_commext.testing import gpu_ranks
 
@@ -43,7 +44,7 @@ TOKENS, PROFILE = "tokens", "profile"
 COMPARED = 64  # requests whose tokens are compared
 CHUNK, PROMPT, OUTPUT = 8192, 64, 128  # tokens
 SAMPLES = 3
-KV_BYTES = 3 << 30
+KV_BYTES = 1 << 30
 GRACE_SECONDS = 20.0
 ENVIRON = {
     **gpu_ranks.ENVIRON,
@@ -86,7 +87,8 @@ def write_model(folder: Path, layers: int, *, small: bool) -> None:
 
 
 def fused_calls(worker: Any) -> dict[str, Any]:
-    """In a worker: the calls of the fused op, and how many all-reduces became one."""
+    """In a worker: the calls of the fused op, how many all-reduces became one, and how many of
+    these quantise."""
     from vllm_commext.allreduce.fused import op as fused_op
 
     del worker
@@ -96,7 +98,8 @@ def fused_calls(worker: Any) -> dict[str, Any]:
         return {}
     from vllm_commext.compat import fused_pass
 
-    return {"calls": calls, "replaced": fused_pass.replaced()}
+    found = {"replaced": fused_pass.replaced(), "quantised": fused_pass.quantised()}
+    return {"calls": calls, **found}
 
 
 class Served:
@@ -112,10 +115,9 @@ class Served:
         if args.cpu:
             more = {"enforce_eager": True}
         else:
-            captured = [1, 2, 4, 8, *range(16, max(BATCHES) + 1, 16)]
             more = {
-                "compilation_config": {"cudagraph_capture_sizes": captured},
-                "gpu_memory_utilization": 0.25,
+                "compilation_config": {"cudagraph_capture_sizes": list(BATCHES)},
+                "gpu_memory_utilization": 0.1,  # of which so much must be free as it starts
             }
         if args.quantization:
             more["quantization"] = args.quantization
@@ -191,8 +193,6 @@ class Served:
 def serve(args: argparse.Namespace) -> None:
     """One engine: for every line of its input, a cell, a line with the milliseconds."""
     served = Served(args)
-    for cell in (FIRST, *map(str, BATCHES)):
-        served.measure(cell)  # what is compiled or captured late is not to be timed
     print(f"\n{READY}{json.dumps(served.calls())}", flush=True)
     for line in sys.stdin:
         print(f"\n{ANSWER}{json.dumps(served.answer(line.strip()))}", flush=True)
@@ -274,7 +274,7 @@ def engines(args: argparse.Namespace, end: float) -> Iterator[dict[str, Engine]]
     """All engines, ready."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), args.layers, small=args.cpu)
-        made = {name: Engine(name, args, Path(folder)) for name in ENGINES}
+        made = {name: Engine(name, args, Path(folder)) for name in args.engines}
         try:
             yield made
         finally:
@@ -294,13 +294,11 @@ def rows_of(rounds: Rounds, cells: Sequence[str]) -> list[dict[str, Any]]:
     """A row a cell: medians, and the speedups with their spread."""
     rows: list[dict[str, Any]] = []
     for cell in cells if rounds else ():
+        names = list(rounds[0][cell])
         medians = {
-            name: round(statistics.median(of[cell][name] for of in rounds), 4) for name in ENGINES
+            name: round(statistics.median(of[cell][name] for of in rounds), 4) for name in names
         }
-        speedups = {
-            name: ratios(rounds, cell, VLLM, other)
-            for name, other in ((OURS, OURS), (AGAIN, AGAIN))
-        }
+        speedups = {name: ratios(rounds, cell, VLLM, name) for name in names if name != VLLM}
         rows.append(
             {
                 "cell": cell if cell == FIRST else f"time per output token, {cell} requests",
@@ -322,7 +320,7 @@ def agreement(tokens: Mapping[str, list[list[int]]]) -> dict[str, Any]:
     """How far answers agree with the first of vLLM's engines: whole ones, and tokens until the
     first that differs, as shares of all."""
     shares: dict[str, Any] = {}
-    for other in (AGAIN, OURS):
+    for other in (name for name in tokens if name != VLLM):
         pairs = list(zip(tokens[VLLM], tokens[other], strict=True))
         same = [
             next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
@@ -344,11 +342,13 @@ def markdown(report: Mapping[str, Any]) -> str:
         "Milliseconds, medians of the rounds; speedups with the smallest and largest.",
         "",
     ]
-    lines += ["| cell | vLLM | vLLM again | ours | vLLM / ours | vLLM / vLLM again |"]
-    lines += ["|" + " --- |" * 6]
+    names = report["engines"]
+    others = [name for name in names if name != VLLM]
+    head = ["cell", *names, *(f"{VLLM} / {name}" for name in others)]
+    lines += ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for row in report["rows"]:
-        cells = [row["cell"], *(f"{row['ms'][name]:.3f}" for name in ENGINES)]
-        for name in (OURS, AGAIN):
+        cells = [row["cell"], *(f"{row['ms'][name]:.3f}" for name in names)]
+        for name in others:
             of = row[f"{VLLM} / {name}"]
             cells.append(f"{of['median']:.3f} ({of['smallest']:.3f} to {of['largest']:.3f})")
         lines.append("| " + " | ".join(cells) + " |")
@@ -380,6 +380,7 @@ def write(args: argparse.Namespace, rounds: Rounds, said: Mapping[str, Any]) -> 
             "profiled steps": args.output,
             "multicast": "off for all",
         },
+        "engines": args.engines,
         **said,
         "rows": rows_of(rounds, cells_of(args)),
         "rounds": rounds,
@@ -404,16 +405,21 @@ def compare(args: argparse.Namespace) -> int:
     """Rounds until there are enough or the time is over; at least one, or it has failed."""
     end = time.monotonic() + args.seconds
     rounds: Rounds = []
-    with engines(args, end) as made:
+    with engines(args, end) as made, contextlib.ExitStack() as stack:
         ready = {
             name: engine.await_line(READY, min(end, time.monotonic() + args.start_seconds))
             for name, engine in made.items()
         }
         print(f"the fused op: {json.dumps(ready)}", flush=True)
+        stack.enter_context(turn.turn(end))
+        for engine in made.values():
+            for cell in cells_of(args):
+                engine.ask(cell, end)  # what is compiled or loaded late is not to be timed
+        print("all are warm", flush=True)
         tokens = {name: engine.ask(TOKENS, end) for name, engine in made.items()}
         said = {
-            "fused op": ready[OURS],
-            "log": made[OURS].log(),
+            "fused op": ready.get(OURS, []),
+            "log": made[OURS].log() if OURS in made else [],
             "equal tokens": agreement(tokens),
             "profile": {name: engine.ask(PROFILE, end) for name, engine in made.items()}
             if args.profile
@@ -439,6 +445,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--batches", type=int, nargs="+", default=BATCHES, help="requests at a time"
+    )
+    parser.add_argument(
+        "--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), help="which to start"
     )
     parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens of the long prompt")
     parser.add_argument("--output", type=int, default=OUTPUT, help="tokens of an answer")
