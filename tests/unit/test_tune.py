@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
-from vllm_commext.allreduce import multicast
+from vllm_commext.allreduce import multicast, names
 from vllm_commext.allreduce.message import Message
-from vllm_commext.allreduce.table import measure, selection
+from vllm_commext.allreduce.table import measure, neighbours, selection, tuning
 from vllm_commext.allreduce.table.builtin import builtin_table
 from vllm_commext.allreduce.table.machine import Machine
 from vllm_commext.allreduce.table.table import Row, Table
@@ -247,3 +248,47 @@ class TestMeasuring:
         calls = measure.backend_calls(dispatcher, Message((1, 8), "bfloat16"))
         assert calls == {"good": "good"}
         assert prepared == ["good", "failed"]
+
+
+class TestNeighbours:
+    """An all-reduce between a matrix product and a norm."""
+
+    def test_each_call_has_another_matrix_before_it_and_a_norm_after_it(self) -> None:
+        message = Message((3, 16), "float32")
+        normed: list[torch.Tensor] = []
+
+        def norm(out: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, _: float) -> None:
+            assert residual.shape == out.shape == (3, 16)
+            assert weight.shape == (16,)
+            normed.append(out)
+
+        around = neighbours.Neighbours(message, norm, device="cpu")
+        tensor = torch.rand(3, 16)
+        calls = around.calls(
+            {"twice": lambda x: 2 * x}, {"fused": lambda x, residual, *_: (3 * x, residual)}
+        )
+        assert list(calls) == [neighbours.ALONE, "twice", "fused"]
+        products = [calls[neighbours.ALONE](tensor) for _ in range(2 * neighbours.COPIES)]
+        assert len({product.sum().item() for product in products}) == neighbours.COPIES
+        assert torch.equal(calls["twice"](tensor), 2 * products[0])
+        assert torch.equal(normed[0], 2 * products[0])
+        assert torch.equal(calls["fused"](tensor)[0], 3 * products[1])
+        assert len(normed) == 1
+
+    def test_what_the_product_takes_is_taken_off(self) -> None:
+        times = {neighbours.ALONE: 5.0, "a": 7.5, "b": 4.9}
+        assert neighbours.without_product(times) == {"a": 2.5, "b": neighbours.SMALLEST}
+
+    def test_a_table_has_who_serves_both_beside_the_fastest_of_the_others(self) -> None:
+        times = {
+            1024: {"push": 5.0, "nccl": 9.0, names.FUSED_PUSH: 3.0, names.FUSED_FLASHINFER: 4.0},
+            4096: {"push": 6.0, "nccl": 9.0, names.FUSED_PUSH: 8.0},
+            8192: {"push": 7.0, "nccl": 9.0},
+        }
+        table = tuning.build_table({"bfloat16": times}, 2, "a test")
+        assert table.ranking(1024, "bfloat16") == ("push", "nccl")
+        first = (names.FUSED_PUSH, names.FUSED_FLASHINFER, names.APART)
+        assert table.fused_ranking(1024, "bfloat16") == first
+        assert table.fused_ranking(4096, "bfloat16") == (names.APART, names.FUSED_PUSH)
+        plain = tuning.build_table({"bfloat16": {8192: times[8192]}}, 2, "a test")
+        assert plain.fused == {}

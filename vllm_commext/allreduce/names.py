@@ -21,5 +21,6 @@ SYMMETRIC = (SYMM_ONE_SHOT, SYMM_TWO_SHOT, SYMM_TWO_SHOT_INPLACE)
 
 # Who serves all-reduce, residual and norm together.
 FUSED_PUSH = "fused_push"  # our own kernels, in one launch
+FUSED_FLASHINFER = "fused_flashinfer"  # FlashInfer's kernel, which vLLM's own pass puts there
 APART = "apart"  # the all-reduce, and then a kernel for the rest
-FUSED = (FUSED_PUSH, APART)
+FUSED = (FUSED_PUSH, FUSED_FLASHINFER, APART)

@@ -50,7 +50,7 @@ def run(options: RankOptions) -> None:
     from vllm_commext.allreduce.table import cache, measure, tuning
     from vllm_commext.allreduce.table import table as tables
     from vllm_commext.allreduce.table.machine_facts import read_machine
-    from vllm_commext.compat.tp_group import tensor_parallel
+    from vllm_commext.compat.tp_group import fused_add_rms_norm, tensor_parallel
 
     multicast.keep_off()
     flashinfer.allow_workspaces(MEASURING_BYTES)
@@ -77,7 +77,8 @@ def run(options: RankOptions) -> None:
             seconds=options.seconds,
         )
         times = measure.measure_backends(
-            dispatcher, lockstep, chosen, group.graph_capture, progress
+            *(dispatcher, lockstep, chosen, group.graph_capture, progress),
+            norm=fused_add_rms_norm,
         )
         machine = read_machine(made.device)
         origin = f"measured on {options.world_size} x {machine.gpu}"

@@ -88,3 +88,10 @@ def tensor_parallel(rank: int, world_size: int, port: int) -> Iterator[Any]:
                 f"expected vLLM's communicator of NVIDIA GPUs, got {group.device_communicator}"
             )
         yield group
+
+
+def fused_add_rms_norm(tensor: Any, residual: Any, weight: Any, eps: float) -> None:
+    """vLLM's kernel: the tensor is added to the residual and becomes the norm of that, in place."""
+    from vllm import _custom_ops
+
+    _custom_ops.fused_add_rms_norm(tensor, residual, weight, eps)

@@ -176,7 +176,8 @@ class TestFusedPolicy:
     ROWS = (
         Row(100, (names.APART,)),
         Row(200, (names.FUSED_PUSH, names.APART)),
-        Row(300, (names.APART,)),
+        Row(300, (names.FUSED_FLASHINFER, names.FUSED_PUSH)),
+        Row(400, (names.APART,)),
     )
     TABLE = Table(2, {}, "a test", fused={"float16": ROWS})
 
@@ -188,7 +189,7 @@ class TestFusedPolicy:
             (1, 101, True),
             (101, 101, True),
             (200, 400, True),
-            (201, 400, False),
+            (201, 400, False),  # where FlashInfer's comes first, vLLM's own pass is to put it
             (250, 260, False),
         ],
     )
@@ -212,6 +213,16 @@ class TestBuiltin:
         assert builtin.builtin_table("NVIDIA H200", 3) is None
         assert builtin.builtin_table("NVIDIA H200 NVL", 2) is None
         assert builtin.builtin_table("NVIDIA H100", 2) is None
+        assert builtin.builtin_table("NVIDIA H100 80GB HBM3", 4) is None
+
+    @pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
+    def test_our_fused_kernel_comes_first_at_every_size(self, gpu: str) -> None:
+        table = builtin.builtin_table(gpu, 2)
+        assert table is not None
+        for size in (16384, MIB, 8 * MIB, 128 * MIB):
+            assert table.fused_ranking(size, "bfloat16")[0] == names.FUSED_PUSH
+        apart = table.fused_ranking(8 * MIB, "bfloat16")[1:]
+        assert apart == (names.APART, names.FUSED_FLASHINFER)
 
     @pytest.mark.parametrize(("world_size", "last_small"), [(2, MIB), (4, MIB // 8)])
     def test_flashinfer_serves_small_messages_and_our_kernel_the_others(

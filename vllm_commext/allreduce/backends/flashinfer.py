@@ -143,6 +143,32 @@ class FlashInferAllReduce:
             fp32_acc=tensor.dtype.itemsize == 2,
         )
 
+    def add_norm(
+        self, tensor: "torch.Tensor", residual: "torch.Tensor", weight: "torch.Tensor", eps: float
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
+        """The norm of the sum plus the residual, and that sum, by the one-shot kernel, as vLLM's
+        fusion pass calls it; for a message that is ready and that the kernel takes."""
+        import torch
+
+        made = self._workspaces.find(self._key(message_of(tensor)))
+        assert made is not None, "add_norm was called before it was made ready"
+        out, new = torch.empty_like(tensor), torch.empty_like(tensor)
+        self._comm.allreduce_fusion(
+            input=tensor,
+            workspace=made.handle,
+            pattern=self._comm.AllReduceFusionPattern.kARResidualRMSNorm,
+            launch_with_pdl=True,
+            trigger_completion_at_end=True,
+            residual_in=residual,
+            residual_out=new,
+            norm_out=out,
+            rms_gamma=weight,
+            rms_eps=eps,
+            use_oneshot=True,
+            fp32_acc=True,
+        )
+        return out, new
+
     def destroy(self) -> None:
         """Give back the group's workspaces; before the process group goes."""
         self._workspaces.destroy(self.group.group_name)
@@ -179,6 +205,12 @@ class FlashInferBackend:
     def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """One launch."""
         return self._communicator.all_reduce(tensor, self._one_shot)
+
+    def add_norm(
+        self, tensor: "torch.Tensor", residual: "torch.Tensor", weight: "torch.Tensor", eps: float
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
+        """As the communicator's."""
+        return self._communicator.add_norm(tensor, residual, weight, eps)
 
     def destroy(self) -> None:
         """Give back the workspaces of the group; a second call changes nothing."""

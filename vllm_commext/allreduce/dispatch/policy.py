@@ -61,11 +61,12 @@ class FusedPolicy:
         return self._table.fused_ranking(num_bytes, dtype) if self._table else ()
 
     def is_led(self, dtype: str, low_bytes: int, high_bytes: int) -> bool:
-        """Whether one launch comes first for some message from `low_bytes` to `high_bytes`."""
+        """Whether our launch comes first for some message from `low_bytes` to `high_bytes`; where
+        FlashInfer's does, vLLM's own pass puts it there."""
         rows = self._table.fused.get(dtype, ()) if self._table else ()
         starts = [low_bytes, *(row.max_bytes + 1 for row in rows)]
         within = (size for size in starts if low_bytes <= size <= high_bytes)
-        return any(self.ranking(size, dtype)[:1] not in ((), (names.APART,)) for size in within)
+        return any(self.ranking(size, dtype)[:1] == (names.FUSED_PUSH,) for size in within)
 
     def identity(self) -> str:
         """Equal where all choices are."""

@@ -6,6 +6,8 @@ that come first or second somewhere, and NCCL, in bfloat16; and with residual an
 ``benchmarks/fused_norm.py`` (2026-11-23).
 """
 
+from collections.abc import Callable
+
 import msgspec
 
 from vllm_commext.allreduce import names
@@ -13,7 +15,7 @@ from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.allreduce.table.tuning import build_rows, build_table
 
 KIB, MIB = 1 << 10, 1 << 20
-GPU = "NVIDIA H200"
+H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 DTYPE = "bfloat16"
 ORIGIN = "built in"
 
@@ -51,46 +53,109 @@ _FOUR: _Figures = {
     64 * MIB: (0, 299.1, 0, 319.6),
 }
 _MEASURED = {2: _TWO, 4: _FOUR}
-# With residual and norm, of two GPUs: size, and for bfloat16, float16 and float32 our kernel, and
-# `push` with vLLM's norm after it.
-_FUSED_TWO: dict[int, tuple[tuple[float, float], ...]] = {
-    16 * KIB: ((3.8, 5.2), (3.8, 5.1), (5.8, 6.9)),
-    32 * KIB: ((4.0, 5.3), (4.0, 5.3), (5.9, 6.9)),
-    64 * KIB: ((4.1, 5.5), (4.1, 5.5), (6.1, 7.2)),
-    128 * KIB: ((4.3, 5.9), (4.3, 5.8), (6.3, 7.6)),
-    256 * KIB: ((4.6, 6.3), (4.6, 6.2), (6.5, 8.1)),
-    512 * KIB: ((5.4, 7.1), (5.3, 7.0), (7.1, 8.9)),
-    1 * MIB: ((6.7, 8.5), (6.7, 8.5), (8.6, 10.3)),
-    2 * MIB: ((9.7, 12.1), (9.7, 12.1), (11.5, 13.7)),
-    4 * MIB: ((16.7, 19.3), (16.7, 19.3), (17.3, 20.0)),
-    8 * MIB: ((28.8, 33.4), (28.7, 33.4), (30.7, 34.2)),
-    16 * MIB: ((53.5, 66.0), (53.4, 66.0), (56.0, 70.3)),
-    32 * MIB: ((101.1, 131.8), (100.8, 131.7), (103.3, 143.2)),
-    64 * MIB: ((194.9, 258.0), (194.6, 257.8), (196.6, 280.8)),
-    128 * MIB: ((381.6, 512.4), (381.0, 512.0), (382.4, 554.7)),
+# With residual and norm, in the order of `names.FUSED`: our kernel, FlashInfer's, which takes no
+# float32, and `push` with vLLM's norm after it.
+_FUSED_H200: dict[str, _Figures] = {
+    "bfloat16": {
+        16 * KIB: (3.8, 5.2, 5.2),
+        32 * KIB: (4.0, 5.3, 5.3),
+        64 * KIB: (4.1, 5.5, 5.5),
+        128 * KIB: (4.3, 5.7, 5.9),
+        256 * KIB: (4.6, 6.1, 6.3),
+        512 * KIB: (5.4, 6.8, 7.1),
+        1 * MIB: (6.7, 8.5, 8.5),
+        2 * MIB: (9.7, 11.2, 12.1),
+        4 * MIB: (16.7, 18.4, 19.3),
+        8 * MIB: (28.8, 38.3, 33.4),
+        16 * MIB: (53.5, 78.5, 66.0),
+        32 * MIB: (101.1, 153.4, 131.8),
+        64 * MIB: (194.9, 315.0, 258.0),
+        128 * MIB: (381.6, 0, 512.4),
+    },
+    "float16": {
+        16 * KIB: (3.8, 4.7, 5.1),
+        32 * KIB: (4.0, 5.1, 5.3),
+        64 * KIB: (4.1, 5.3, 5.5),
+        128 * KIB: (4.3, 5.5, 5.8),
+        256 * KIB: (4.6, 5.9, 6.2),
+        512 * KIB: (5.3, 6.6, 7.0),
+        1 * MIB: (6.7, 8.2, 8.5),
+        2 * MIB: (9.7, 11.0, 12.1),
+        4 * MIB: (16.7, 18.1, 19.3),
+        8 * MIB: (28.7, 38.0, 33.4),
+        16 * MIB: (53.4, 78.1, 66.0),
+        32 * MIB: (100.8, 152.4, 131.7),
+        64 * MIB: (194.6, 314.7, 257.8),
+        128 * MIB: (381.0, 0, 512.0),
+    },
+    "float32": {
+        16 * KIB: (5.8, 0, 6.9),
+        32 * KIB: (5.9, 0, 6.9),
+        64 * KIB: (6.1, 0, 7.2),
+        128 * KIB: (6.3, 0, 7.6),
+        256 * KIB: (6.5, 0, 8.1),
+        512 * KIB: (7.1, 0, 8.9),
+        1 * MIB: (8.6, 0, 10.3),
+        2 * MIB: (11.5, 0, 13.7),
+        4 * MIB: (17.3, 0, 20.0),
+        8 * MIB: (30.7, 0, 34.2),
+        16 * MIB: (56.0, 0, 70.3),
+        32 * MIB: (103.3, 0, 143.2),
+        64 * MIB: (196.6, 0, 280.8),
+        128 * MIB: (382.4, 0, 554.7),
+    },
 }
-_FUSED_DTYPES = ("bfloat16", "float16", "float32")
-_FUSED = {2: _FUSED_TWO}
+_FUSED_H100: dict[str, _Figures] = {
+    "bfloat16": {
+        16 * KIB: (4.2, 5.3, 5.7),
+        32 * KIB: (4.3, 5.5, 5.8),
+        64 * KIB: (4.4, 5.6, 5.9),
+        128 * KIB: (4.5, 5.8, 6.1),
+        256 * KIB: (4.8, 6.5, 6.4),
+        512 * KIB: (5.5, 7.0, 7.2),
+        1 * MIB: (6.9, 8.8, 8.8),
+        2 * MIB: (9.8, 11.3, 12.4),
+        4 * MIB: (16.5, 19.5, 19.4),
+        8 * MIB: (28.4, 44.2, 34.8),
+        16 * MIB: (52.9, 87.7, 70.4),
+        32 * MIB: (99.2, 171.7, 144.2),
+        64 * MIB: (190.5, 345.5, 283.0),
+        128 * MIB: (373.4, 0, 562.7),
+    },
+}
 
 
-def _fused_rows(world_size: int) -> dict[str, tuple[Row, ...]]:
-    figures = _FUSED.get(world_size, {})
+def _without_gaps(figures: _Figures, columns: tuple[str, ...]) -> dict[int, dict[str, float]]:
     return {
-        dtype: build_rows(
-            {size: dict(zip(names.FUSED, of[index], strict=True)) for size, of in figures.items()}
-        )
-        for index, dtype in enumerate(_FUSED_DTYPES)
-        if figures
+        size: {name: time for name, time in zip(columns, times, strict=True) if time}
+        for size, times in figures.items()
     }
 
 
 def builtin_table(gpu: str, world_size: int) -> Table | None:
     """The table of that many GPUs of that name, or None where none was measured."""
-    if gpu != GPU or world_size not in _MEASURED:
-        return None
-    times = {
-        size: {name: time for name, time in zip(_COLUMNS, figures, strict=True) if time}
-        for size, figures in _MEASURED[world_size].items()
-    }
-    table = build_table({DTYPE: times}, world_size, f"{ORIGIN}, {world_size} x {GPU}")
-    return msgspec.structs.replace(table, fused=_fused_rows(world_size))
+    made = _MADE.get((gpu, world_size))
+    return made() if made is not None else None
+
+
+def _h200(world_size: int) -> Table:
+    times = _without_gaps(_MEASURED[world_size], _COLUMNS)
+    table = build_table({DTYPE: times}, world_size, f"{ORIGIN}, {world_size} x {H200}")
+    fused = _FUSED_H200 if world_size == 2 else {}
+    return msgspec.structs.replace(table, fused=_fused_rows(fused))
+
+
+def _h100() -> Table:
+    rows = (Row(1 * MIB, (names.VLLM,)), Row(64 * MIB, (names.PUSH, names.NCCL)))
+    return Table(2, {DTYPE: rows}, f"{ORIGIN}, 2 x {H100}", _fused_rows(_FUSED_H100))
+
+
+def _fused_rows(figures: dict[str, _Figures]) -> dict[str, tuple[Row, ...]]:
+    return {dtype: build_rows(_without_gaps(of, names.FUSED)) for dtype, of in figures.items()}
+
+
+_MADE: dict[tuple[str, int], Callable[[], Table]] = {
+    (H200, 2): lambda: _h200(2),
+    (H200, 4): lambda: _h200(4),
+    (H100, 2): _h100,
+}

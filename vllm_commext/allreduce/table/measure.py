@@ -12,6 +12,7 @@ from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
 from vllm_commext.allreduce.lockstep import Lockstep
 from vllm_commext.allreduce.message import Message, message_of_bytes
 from vllm_commext.allreduce.table import tuning
+from vllm_commext.allreduce.table.neighbours import Neighbours, Norm, fused_calls, without_product
 
 if TYPE_CHECKING:
     import torch
@@ -141,14 +142,18 @@ def measure_backends(
     options: Options,
     context: CaptureContext = nullcontext,
     progress: Callable[[str, int, Mapping[str, float]], None] | None = None,
+    norm: Norm | None = None,
 ) -> dict[str, TimesBySize]:
     """Every backend at every size, until the time is over; the same on all ranks.
 
     Args:
         progress: told of each dtype, size and its times as soon as they are there.
+        norm: measure all-reduces in their place: after a matrix product, and with this norm after
+            them; and with them who serves both in one launch. None for chains of all-reduces alone.
 
     Returns:
-        By dtype and size, the microseconds of each backend.
+        By dtype and size, the microseconds of each backend, with the norm where one is given but
+        without the product.
     """
     end = time.monotonic() + options.seconds
     times: dict[str, TimesBySize] = {dtype: {} for dtype in options.dtypes}
@@ -157,9 +162,14 @@ def measure_backends(
             if not all(lockstep.run(lambda: time.monotonic() < end)):
                 return times
             message = message_of_bytes(size, dtype, options.hidden)
-            found = measure_message(
-                backend_calls(dispatcher, message), message, options, lockstep, context
-            )
+            calls = backend_calls(dispatcher, message)
+            if norm is not None and len(message.shape) == 2:
+                fused = fused_calls(dispatcher, lockstep, message)
+                calls = Neighbours(message, norm).calls(calls, fused)
+            found = measure_message(calls, message, options, lockstep, context)
+            if norm is not None:
+                found = without_product(found)
+                give_back_memory()
             times[dtype][size] = found
             if progress is not None:
                 progress(dtype, size, found)

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+from vllm_commext.allreduce import names
 from vllm_commext.allreduce.table.table import Row, Table
 
 MIN_GAIN = 0.02  # a new winner must be that much faster, else noise would chop the ranges up
@@ -93,8 +94,31 @@ def _boundary(
 
 
 def build_table(times: Mapping[str, Mapping[int, Times]], world_size: int, origin: str) -> Table:
-    """A table of all dtypes that were measured."""
-    return Table(world_size, {dtype: build_rows(of) for dtype, of in times.items()}, origin)
+    """A table of all dtypes that were measured; who of `names.FUSED` was, stands apart."""
+    split = {dtype: apart_and_fused(of) for dtype, of in times.items()}
+    rows = {dtype: build_rows(plain) for dtype, (plain, _) in split.items()}
+    fused = {dtype: build_rows(of) for dtype, (_, of) in split.items() if of}
+    return Table(world_size, rows, origin, fused)
+
+
+def apart_and_fused(
+    times: Mapping[int, Times],
+) -> tuple[dict[int, dict[str, float]], dict[int, dict[str, float]]]:
+    """By size: the times of the backends, and those of `names.FUSED`, among which the fastest of
+    the backends stands for all of them."""
+    plain = {
+        size: {name: time for name, time in of.items() if name not in names.FUSED}
+        for size, of in times.items()
+    }
+    fused = {
+        size: {name: of[name] for name in names.FUSED if name in of}
+        for size, of in times.items()
+        if names.FUSED_PUSH in of
+    }
+    for size, of in fused.items():
+        if plain[size]:
+            of[names.APART] = min(plain[size].values())
+    return plain, fused
 
 
 def regret(chosen: float, times: Times) -> float:
