@@ -47,7 +47,7 @@ struct Args {
   u32 num_rows;
   u32 half_packs;       // of staging memory
   float eps;
-  u32 unused;
+  u32 scale_rows;       // between columns of the groups' scales; 0: they lie row by row
   u64 timeout_ns;
   Pack* memory[WORLD_SIZE];  // of each rank, as this process has it mapped
 };
@@ -162,6 +162,10 @@ DEVICE float largest_in_row(const Row& row, TeamShared& shared, u32 turn, u32 me
   return largest_of_lanes(lane < TEAM_WARPS ? shared.largest[turn % 2][lane] : 0.0f, WARP);
 }
 
+DEVICE u64 place_of_scale(const Args& args, u32 row, u32 group) {
+  return args.scale_rows ? u64(group) * args.scale_rows + row : u64(row) * (HIDDEN / GROUP) + group;
+}
+
 // The row's z comes in and its output goes out; all threads of the team take part.
 DEVICE void finish_row(const Args& args, Row& row, u32 number, TeamShared& shared, u32 turn) {
   const u32 member = thread_index();
@@ -189,7 +193,7 @@ DEVICE void finish_row(const Args& args, Row& row, u32 number, TeamShared& share
       const float largest = fmaxf(largest_of_lanes(here, GROUP_LANES), MIN_GROUP_LARGEST);
       scale = largest / MAX_FP8;
       if (in_row(j, member) && at % GROUP_LANES == 0)
-        args.scales[u64(number) * (HIDDEN / GROUP) + at / GROUP_LANES] = scale;
+        args.scales[place_of_scale(args, number, at / GROUP_LANES)] = scale;
     }
     if (in_row(j, member)) store_fp8(args.output, first + j * TEAM, row.packs[j], scale);
   }

@@ -17,7 +17,7 @@ from vllm.config.utils import Range
 from vllm.ir import ops as ir_ops
 from vllm.platforms import current_platform
 
-from tests.contract.fused_pass_rank import APART, GEMMA, LAYERS, OFF, ON
+from tests.contract.fused_pass_rank import APART, GEMMA, LAYERS, OFF, ON, QUANTISED
 from tests.contract.vllm_process import python_at_once
 from vllm_commext.allreduce import names
 from vllm_commext.allreduce.dispatch.policy import FusedPolicy
@@ -71,6 +71,17 @@ def test_gemmas_norms_are_replaced_too(tmp_path: Path) -> None:
     for (found,) in run_ranks(tmp_path, GEMMA):
         assert (found["ops"], found["replaced"]) == ([NORMS, NORMS], NORMS)
         assert max(found["difference"]) < 1e-5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", QUANTISED)
+def test_what_quantises_a_norm_becomes_an_epilogue(tmp_path: Path, way: str) -> None:
+    """As vLLM's layers write it, by an op or by torch's: at least 8 bits agree with the model as it
+    is without a compiler, but where a number lies between two of 8 bits."""
+    for (found,) in run_ranks(tmp_path, way):
+        assert (found["ops"], found["replaced"]) == ([NORMS, NORMS], NORMS)
+        assert found["quantised"] == 2 * LAYERS
+        assert max(found["difference"]) < 0.1
 
 
 def model(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:

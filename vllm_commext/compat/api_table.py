@@ -430,4 +430,14 @@ API_CHECKS: tuple[ApiCheck, ...] = (
             "vllm.ir.ops.layernorm:fused_add_rms_norm",
         ),
     ),
+    ApiCheck(
+        "quantiser_patterns",
+        "fused_norm",
+        "vLLM's own passes say how a quantiser to 8 bits looks in a graph",
+        exists(
+            f"{PASSES}.fusion.matcher_utils:MatcherQuantFP8",
+            f"{PASSES}.fusion.matcher_utils:QUANT_OPS",
+            f"{PASSES}.inductor_pass:enable_fake_mode",
+        ),
+    ),
 )

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import torch
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
+from vllm.config import set_current_vllm_config
 from vllm.ir import ops as ir_ops
 
 import vllm_commext
@@ -32,10 +33,12 @@ IDENTITY = "VLLM_COMMEXT_FUSED_NORM"  # among the names that vLLM's cache key is
 CAPABILITY = "fused_norm"  # of its API checks
 # Ours needs what these make of a graph, and comes before all others.
 EARLIER = ("NoOpEliminationPass", "SequenceParallelismPass", "AsyncTPPass", "AddRMSNormFusionPass")
-# Those that FlashInfer's kernel takes in, and that some builds of vLLM lack.
-QUANTISERS = ("static_scaled_fp8_quant", "scaled_fp4_quant")
-SOURCES = (fused_graph, fused_op)
+# What FlashInfer's kernel takes in and ours does not; some builds of vLLM lack it.
+QUANTISERS = ("scaled_fp4_quant",)
+SOURCES = (__file__, fused_graph.__file__, fused_op.__file__)
+QUANTISERS_SOURCE = Path(__file__).with_name("fused_quant.py")
 _found: list[int] = []
+_absorbed: list[int] = []
 
 
 def replaced() -> int:
@@ -43,25 +46,60 @@ def replaced() -> int:
     return sum(_found)
 
 
-class FusedNormPass(InductorPass):
-    """Replaces an all-reduce and the norm after it by our op, where that was measured fastest."""
+def quantised() -> int:
+    """How many of them give numbers of 8 bits."""
+    return sum(_absorbed)
 
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        ops = fused_graph.Ops(
+
+class FusedNormPass(InductorPass):
+    """Replaces an all-reduce and the norm after it by our op, where that was measured fastest.
+
+    Args:
+        dtype: of the model.
+        device: on which it runs.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: Any) -> None:
+        self._ops = fused_graph.Ops(
             torch.ops.vllm.all_reduce.default,
             ir_ops.rms_norm.torch_op,
             ir_ops.fused_add_rms_norm.torch_op,
             torch.ops.vllm_commext.all_reduce_add_rms_norm.default,
             tuple(getattr(torch.ops._C, name).default for name in QUANTISERS if _is_op(name)),
+            torch.ops.vllm_commext.quantised.default,
         )
+        self._quantisers = _quantisers(self._ops, dtype, device)
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
         tokens = get_pass_context().compile_range
-        count = fused_graph.rewrite(graph, ops, functools.partial(_serves, tokens))
+        count = fused_graph.rewrite(graph, self._ops, functools.partial(_serves, tokens))
+        marked = self._quantisers.mark(graph) if count and self._quantisers else 0
+        absorbed = fused_graph.absorb(graph, self._ops) if marked else 0
         _found.append(count)
-        logger.debug("commext: allreduce: %d fused norms in a graph of %s tokens", count, tokens)
+        _absorbed.append(absorbed)
+        logger.debug(
+            "commext: allreduce: %d fused norms, %d of them quantised, in a graph of %s tokens",
+            *(count, absorbed, tokens),
+        )
 
     def uuid(self) -> str:
         """What inductor's cache is told."""
         return identity()
+
+
+def _quantisers(ops: fused_graph.Ops, dtype: torch.dtype, device: Any) -> Any:
+    """What finds quantisers, or None with a line why: norms then stay as many bits as they have."""
+    try:
+        # vLLM's kernels must be there before what this imports.
+        from vllm_commext.compat.fused_quant import QuantiserPatterns
+
+        return QuantiserPatterns(ops, dtype, device)
+    except Exception as error:  # noqa: BLE001 - an engine must start without them
+        logger.warning(
+            "commext: allreduce: quantisers stay kernels of their own: %s: %s",
+            *(type(error).__name__, error),
+        )
+        return None
 
 
 def _is_op(name: str) -> bool:
@@ -78,8 +116,8 @@ def _serves(tokens: Any, group: str, shape: FusedShape) -> bool:
 
 @functools.cache
 def _sources() -> str:
-    paths = [__file__, *(str(module.__file__) for module in SOURCES)]
-    return hashlib.sha256(b"".join(Path(path).read_bytes() for path in paths)).hexdigest()
+    paths = [QUANTISERS_SOURCE, *(Path(str(source)) for source in SOURCES)]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 
 def identity() -> str:
@@ -103,9 +141,15 @@ def _configure(original: Callable[..., None]) -> Callable[..., None]:
     def configure(self: Any, config: Any) -> None:
         original(self, config)
         if fused_op.served_groups():
-            self.passes.insert(place(self.passes), FusedNormPass())
+            with set_current_vllm_config(config, check_compile=False):
+                made = FusedNormPass(_dtype(config), config.device_config.device)
+            self.passes.insert(place(self.passes), made)
 
     return configure
+
+
+def _dtype(config: Any) -> torch.dtype:
+    return config.model_config.dtype if config.model_config else torch.get_default_dtype()
 
 
 def why_not() -> str:

@@ -105,6 +105,7 @@ class Ranks:
             made.weight, made.state = call.weight.data_ptr(), self.states[rank].ctypes.data
             made.residual_out, made.output = out.residual.data_ptr(), out.out.data_ptr()
             made.scales, made.num_rows = out.scales.data_ptr(), len(call.residual)
+            made.scale_rows = out.scales.stride(1) if call.shape.scale_alignment else 0
             made.half_packs, made.eps, made.timeout_ns = self.half_packs, EPS, TIMEOUT_NS
             made.memory[:] = [memory.ctypes.data for memory in self.memories]
             rows = len(call.residual)

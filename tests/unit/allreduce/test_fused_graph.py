@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from vllm_commext.allreduce.dispatch.policy import FusedPolicy
 from vllm_commext.allreduce.fused import op as fused_op
-from vllm_commext.allreduce.fused.graph import Ops, rewrite
-from vllm_commext.allreduce.fused.layout import FusedShape
+from vllm_commext.allreduce.fused.graph import Ops, absorb, can_absorb, rewrite
+from vllm_commext.allreduce.fused.layout import EPILOGUES, FusedShape
 
 OURS, OTHER, EPS, HIDDEN = "ours", "another", 1e-5, 16
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -73,6 +73,7 @@ FUSED = torch.ops.vllm_commext.all_reduce_add_rms_norm.default
 OPS = Ops(
     *(TEST.all_reduce.default, TEST.norm.default, TEST.add_norm.default, FUSED),
     quantisers=(TEST.quantise.default, TEST.quantise_into.default),
+    quantised=torch.ops.vllm_commext.quantised.default,
 )
 
 
@@ -264,3 +265,62 @@ def test_a_user_before_the_weight_is_there_stays_before_it() -> None:
 
     x, weight = torch.ones(2, HIDDEN), torch.ones(HIDDEN)
     assert rewritten(model, x, weight) == 0
+
+
+WIDE = 256
+CODES = list(EPILOGUES)[1:]
+
+
+def marked(epilogue: str, residual: bool, spoiled: str = "") -> tuple[torch.fx.GraphModule, bool]:
+    """A norm whose quantiser is marked, rewritten; and whether our op could do both."""
+    generator = torch.Generator().manual_seed(1)
+    x, other = (torch.randn(3, WIDE, generator=generator).to(BFLOAT16) for _ in range(2))
+    weight, scale = torch.ones(WIDE, dtype=BFLOAT16), torch.tensor([0.05])
+
+    def model(x: Tensor, other: Tensor, weight: Tensor, scale: Tensor) -> Any:
+        total = TEST.all_reduce(x, OTHER if spoiled == "group" else OURS)
+        if residual:
+            out, new = TEST.add_norm(total, other, weight, EPS, None)
+        else:
+            out, new = TEST.norm(total, weight, EPS, None), total
+        given = scale * 2 if spoiled == "late scale" else scale
+        quantise = OPS.quantised(out, given if epilogue == "fp8_static" else None, epilogue)
+        more = [out + 1] if spoiled == "used" else []
+        return [*quantise, new, *more]
+
+    arguments = (x, other, weight, scale)
+    module = make_fx(model, tracing_mode="fake")(*arguments)
+    assert rewrite(module.graph, OPS, lambda group, _: group == OURS) == (spoiled != "group")
+    (node,) = module.graph.find_nodes(op="call_function", target=OPS.quantised)
+    norm, given, _ = node.args
+    return module, can_absorb(OPS, norm, [node], epilogue, given)
+
+
+@pytest.mark.parametrize("epilogue", CODES)
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_quantiser_goes_into_the_op(epilogue: str, residual: bool) -> None:
+    module, fits = marked(epilogue, residual)
+    assert fits
+    assert absorb(module.graph, OPS) == 1
+    module.graph.lint()
+    module.recompile()
+    (call,) = fused_calls(module)
+    assert call.args[5] == epilogue
+    generator = torch.Generator().manual_seed(1)
+    x, other = (torch.randn(3, WIDE, generator=generator).to(BFLOAT16) for _ in range(2))
+    weight, scale = torch.ones(WIDE, dtype=BFLOAT16), torch.tensor([0.05])
+    out, scales, new = module(x, other, weight, scale)
+    given = scale if epilogue == "fp8_static" else None
+    want = FUSED(x, other if residual else None, weight, EPS, OURS, epilogue, given)
+    for mine, right in zip((out, new, scales), want, strict=True):
+        assert torch.equal(mine.float(), right.float())
+        assert mine.stride() == right.stride()
+    assert absorb(module.graph, OPS) == 0
+
+
+@pytest.mark.parametrize("spoiled", ["group", "used", "late scale"])
+def test_a_quantiser_that_the_op_is_not_stays(spoiled: str) -> None:
+    epilogue = "fp8_row" if spoiled in ("group", "used") else "fp8_static"
+    for residual in (False, True):
+        # What comes after the all-reduce of a norm without a residual comes after the op.
+        assert not marked(epilogue, residual, spoiled)[1]

@@ -7,6 +7,7 @@ from tests.kit.host_kernels import COMPILER
 from tests.unit.allreduce.fused_emulation import Call, Ranks, expected, make_call
 from vllm_commext.allreduce.fused.kernels import Outputs
 from vllm_commext.allreduce.fused.layout import (
+    EPILOGUES,
     GROUP_FP8,
     NORM,
     ONE_PHASE,
@@ -32,6 +33,10 @@ SHAPES = {
     "by row": FusedShape("float16", "float16", 384, epilogue=ROW_FP8),
     "by group": FusedShape("bfloat16", "bfloat16", 640, epilogue=GROUP_FP8),
     "by group, float32": FusedShape("float32", "float32", 384, epilogue=GROUP_FP8),
+    "in columns": FusedShape("bfloat16", "bfloat16", 384, True, 0, *EPILOGUES["fp8_group_columns"]),
+    "in columns, aligned": FusedShape(
+        "float16", "float16", 384, True, 0, *EPILOGUES["fp8_group_columns_4"]
+    ),
 }
 
 

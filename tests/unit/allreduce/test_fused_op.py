@@ -67,7 +67,7 @@ def test_without_kernels_the_steps_serve(twice: str, dtype: torch.dtype, bias: i
     assert torch.equal(alone[1], x + x)
 
 
-@pytest.mark.parametrize("epilogue", EPILOGUES[1:])
+@pytest.mark.parametrize("epilogue", list(EPILOGUES)[1:])
 def test_numbers_of_8_bits_times_their_scale_are_the_norm(twice: str, epilogue: str) -> None:
     x, residual, weight = rows_of(torch.bfloat16)
     given = torch.tensor([0.05])
@@ -214,14 +214,14 @@ class Launches:
         return outputs
 
 
-@pytest.mark.parametrize("epilogue", range(len(EPILOGUES)))
+@pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("residual", [False, True])
-def test_what_finds_no_room_goes_in_parts(epilogue: int, residual: bool) -> None:
+def test_what_finds_no_room_goes_in_parts(epilogue: str, residual: bool) -> None:
     launches = Launches()
     backend = PushFused(launches, 2)  # pyright: ignore[reportArgumentType]
-    shape = FusedShape("bfloat16", "bfloat16", HIDDEN, residual, epilogue=epilogue)
+    shape = FusedShape("bfloat16", "bfloat16", HIDDEN, residual, 0, *EPILOGUES[epilogue])
     backend.prepare(shape)
-    scale = torch.tensor([0.05]) if EPILOGUES[epilogue] == "fp8_static" else None
+    scale = torch.tensor([0.05]) if epilogue == "fp8_static" else None
     for count, parts in ((4, [4]), (5, [4, 1]), (8, [4, 4]), (11, [4, 4, 3])):
         x, other, weight = rows_of(torch.bfloat16, count)
         old = other if residual else None
@@ -260,7 +260,7 @@ def test_two_ranks_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused.launch, "current_device", lambda: Device(0, 90, 2))
     stream = SimpleNamespace(cuda_stream=0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    shape = FusedShape("bfloat16", "bfloat16", HIDDEN, epilogue=EPILOGUES.index("fp8_group"))
+    shape = FusedShape("bfloat16", "bfloat16", HIDDEN, True, 0, *EPILOGUES["fp8_group_columns_4"])
     form = Form("fused_one_phase", 1)
     call = make_call(shape, form, 2, 5, seed=4)
     memories = [np.full(2 * 512 * 4, EMPTY, np.uint32) for _ in range(2)]

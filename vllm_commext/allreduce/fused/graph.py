@@ -5,12 +5,13 @@ What is replaced, in a functional graph, whatever the names of the ops are:
     norm(all_reduce(x), weight)                 -> out;  the sum serves its other users
     add_norm(all_reduce(x), residual, weight)   -> out, residual;  the sum has no other user
 
-A weight of ``float(weight) + 1``, Gemma's, becomes the weight itself and a bias of 1. A norm that
-is quantised by a given scale is left to vLLM, which has one kernel for all of it.
+A weight of ``float(weight) + 1``, Gemma's, becomes the weight itself and a bias of 1. What turns
+the norm into numbers of 8 bits, and is marked by an op, goes into ours as well. A norm that is
+quantised to 4 bits is left to vLLM, which has one kernel for all of it.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,16 @@ from torch._guards import detect_fake_mode
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from vllm_commext.allreduce.fused.layout import FusedShape
+from vllm_commext.allreduce.fused.layout import (
+    EPILOGUES,
+    GROUP,
+    GROUP_FP8,
+    STATIC_FP8,
+    FusedShape,
+)
 from vllm_commext.allreduce.message import ITEM_BYTES
 
+OPERANDS = 5  # of our op, before what is to become of the norm
 CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 Serves = Callable[[str, FusedShape], bool]
 """Whether the op is wanted for a group's name and a shape; the same on all ranks."""
@@ -39,6 +47,8 @@ class Ops:
             of the sum of both, and that sum.
         fused: ours, see `fused_op`.
         quantisers: what others fuse with the norm before it, which is then left to them.
+        quantised: takes a tensor, a scale or None and one of `fused_layout.EPILOGUES`; returns the
+            tensor in 8 bits, and scales. Ours, to mark what `absorb` is to take.
     """
 
     all_reduce: Any
@@ -46,6 +56,7 @@ class Ops:
     add_norm: Any
     fused: Any
     quantisers: tuple[Any, ...] = ()
+    quantised: Any = None
 
 
 @dataclass(frozen=True)
@@ -179,12 +190,12 @@ def _replace(graph: fx.Graph, ops: Ops, found: _Match) -> None:
     with graph.inserting_after(found.after):
         made = graph.call_function(ops.fused, found.arguments, bias)
     # What else the norm's node knows is of its own arguments, and inductor would take it for ours.
-    made.meta = {**_origin(found.norm), "val": _fake_outputs(ops, found, bias)}
+    made.meta = {**_origin(found.norm), "val": _call_fake(ops, found.arguments, bias)}
     if found.has_residual:
         found.norm.replace_all_uses_with(made)
         graph.erase_node(found.norm)
     else:
-        out, total = _outputs(graph, made)
+        out, total = _outputs(graph, made, 2)
         found.norm.replace_all_uses_with(out)
         graph.erase_node(found.norm)
         found.summed.replace_all_uses_with(total)
@@ -196,11 +207,11 @@ def _origin(node: fx.Node) -> dict[str, Any]:
     return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
 
 
-def _outputs(graph: fx.Graph, made: fx.Node) -> list[fx.Node]:
-    """Nodes for the op's first two outputs."""
+def _outputs(graph: fx.Graph, made: fx.Node, count: int) -> list[fx.Node]:
+    """Nodes for the op's first outputs."""
     nodes: list[fx.Node] = []
     at = made
-    for index in range(2):
+    for index in range(count):
         with graph.inserting_after(at):
             at = graph.call_function(operator.getitem, (made, index))
         at.meta = {**_origin(made), "val": made.meta["val"][index]}
@@ -208,9 +219,54 @@ def _outputs(graph: fx.Graph, made: fx.Node) -> list[fx.Node]:
     return nodes
 
 
-def _fake_outputs(ops: Ops, found: _Match, bias: dict[str, Any]) -> Any:
-    values = [_value(each) if isinstance(each, fx.Node) else each for each in found.arguments]
+def _call_fake(ops: Ops, arguments: Sequence[Any], bias: dict[str, Any]) -> Any:
+    values = [_value(each) if isinstance(each, fx.Node) else each for each in arguments]
     mode = detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])
     assert mode is not None, "expected a graph of fake tensors"
     with mode:
         return ops.fused(*values, **bias)
+
+
+def can_absorb(ops: Ops, norm: Any, inside: Collection[fx.Node], epilogue: str, scale: Any) -> bool:
+    """Whether our op could make what a quantiser makes of its norm.
+
+    Args:
+        norm: what is quantised.
+        inside: the quantiser's nodes; nobody else may use the norm.
+        epilogue: of `fused_layout.EPILOGUES`.
+        scale: the node of a given scale, or None.
+    """
+    if not _calls(norm, operator.getitem) or norm.args[1] != 0 or len(norm.args[0].args) > OPERANDS:
+        return False
+    fused = norm.args[0]
+    if not _calls(fused, ops.fused) or any(user not in inside for user in norm.users):
+        return False
+    code, _ = EPILOGUES[epilogue]
+    if code == GROUP_FP8 and _value(norm).shape[-1] % GROUP:
+        return False
+    if code != STATIC_FP8:
+        return True
+    value = _value(scale)
+    is_one = value is not None and value.dtype == torch.float32 and value.numel() == 1
+    return is_one and scale < fused
+
+
+def absorb(graph: fx.Graph, ops: Ops) -> int:
+    """Let our op do what is marked as quantised; returns how often."""
+    found = graph.find_nodes(op="call_function", target=ops.quantised)
+    for marked in found:
+        norm, scale, epilogue = marked.args
+        fused = norm.args[0]
+        arguments, bias = (*fused.args, epilogue, scale), dict(fused.kwargs)
+        with graph.inserting_after(fused):
+            made = graph.call_function(ops.fused, arguments, bias)
+        made.meta = {**_origin(fused), "val": _call_fake(ops, arguments, bias)}
+        out, _, scales = _outputs(graph, made, 3)
+        for user in list(marked.users):
+            user.replace_all_uses_with((out, scales)[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(marked)
+        graph.erase_node(norm)
+        fused.replace_all_uses_with(made)
+        graph.erase_node(fused)
+    return len(found)

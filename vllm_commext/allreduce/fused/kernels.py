@@ -42,7 +42,7 @@ def arguments_type(world_size: int) -> type[ctypes.Structure]:
             ("num_rows", ctypes.c_uint32),
             ("half_packs", ctypes.c_uint32),
             ("eps", ctypes.c_float),
-            ("unused", ctypes.c_uint32),
+            ("scale_rows", ctypes.c_uint32),
             ("timeout_ns", ctypes.c_uint64),
             ("memory", ctypes.c_uint64 * world_size),
         )
@@ -56,8 +56,8 @@ class Outputs(NamedTuple):
     Attributes:
         out: [rows, hidden], the norm in the input's dtype, or in float8_e4m3fn.
         residual: [rows, hidden], the sum plus the residual, in the input's dtype.
-        scales: float32: of `ROW_FP8` [rows, 1], of `GROUP_FP8` [rows, hidden / 128], the given one
-            of `STATIC_FP8`, else empty.
+        scales: float32: of `ROW_FP8` [rows, 1], of `GROUP_FP8` [rows, hidden / 128] as the shape
+            says that they lie, the given one of `STATIC_FP8`, else empty.
     """
 
     out: "torch.Tensor"
@@ -78,6 +78,11 @@ def make_outputs(
     columns = {ROW_FP8: 1, GROUP_FP8: shape.hidden // GROUP}.get(shape.epilogue, 0)
     if shape.epilogue == STATIC_FP8 and scale is not None:
         scales = scale
+    elif shape.scale_alignment:
+        apart = -(-rows // shape.scale_alignment) * shape.scale_alignment
+        scales = torch.empty_strided(
+            (rows, columns), (1, apart), dtype=torch.float32, device=device
+        )
     else:
         scales = torch.empty((rows, columns), dtype=torch.float32, device=device)
     return Outputs(out, torch.empty(form, dtype=tensor.dtype, device=device), scales)
@@ -121,7 +126,7 @@ class FusedKernels:
                 form.macros(shape, world_size, rank),
                 form.warps * launch.WARP,
                 self._device,
-                programmatic=True,
+                programmatic=False,
             )
 
     def fits(self, shape: FusedShape, form: Form, num_rows: int) -> bool:
@@ -160,6 +165,7 @@ class FusedKernels:
         made.residual = 0 if residual is None else residual.data_ptr()
         made.residual_out, made.output = outputs.residual.data_ptr(), outputs.out.data_ptr()
         made.scales = outputs.scales.data_ptr()
+        made.scale_rows = outputs.scales.stride(1) if shape.scale_alignment else 0
         made.num_rows, made.eps = tensor.shape[0], eps
         blocks = form.num_blocks(
             tensor.shape[0], self._lockstep.world_size, self._device.multiprocessors

@@ -7,7 +7,14 @@ from vllm_commext.gpu.launch import ELEMENT_CODES, WARP
 
 ONE_PHASE, TWO_PHASE = "fused_one_phase", "fused_two_phase"
 NORM, STATIC_FP8, ROW_FP8, GROUP_FP8 = range(4)  # as the kernels' EPILOGUE has them
-EPILOGUES = ("norm", "fp8_static", "fp8_row", "fp8_group")  # their names, in the same order
+EPILOGUES = {  # their names, with the alignment of columns of scales
+    "norm": (NORM, 0),
+    "fp8_static": (STATIC_FP8, 0),
+    "fp8_row": (ROW_FP8, 0),
+    "fp8_group": (GROUP_FP8, 0),
+    "fp8_group_columns": (GROUP_FP8, 1),
+    "fp8_group_columns_4": (GROUP_FP8, 4),
+}
 GROUP = 128  # elements that share a scale under `GROUP_FP8`
 MOST_WARPS = 32  # of a block
 ONE_PHASE_BYTES = 256 << 10  # of more ranks than two; there an all-reduce's two kinds are equal
@@ -25,6 +32,9 @@ class FusedShape:
         residual: whether one is added.
         weight_bias: added to each weight: 1 for Gemma's norm, else 0.
         epilogue: `NORM`, `STATIC_FP8`, `ROW_FP8` or `GROUP_FP8`.
+        scale_alignment: of `GROUP_FP8`: 0 where a row's scales lie side by side; else a group's
+            scales of all rows do, and so many of them fit between two groups as are a multiple of
+            this: 1, or 4 for what loads 16 bytes at a time.
     """
 
     dtype: str
@@ -33,6 +43,7 @@ class FusedShape:
     residual: bool = True
     weight_bias: int = 0
     epilogue: int = NORM
+    scale_alignment: int = 0
 
     @property
     def row_packs(self) -> int:

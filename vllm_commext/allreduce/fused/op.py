@@ -69,7 +69,8 @@ def _quantised(
         scales = (wide.abs().amax(1, keepdim=True) / MAX_FP8).clamp(min=MIN_ROW_SCALE)
         return Outputs(_fp8(wide / scales), z, scales)
     groups = wide.unflatten(1, (-1, GROUP))
-    scales = groups.abs().amax(2).clamp(min=MIN_GROUP_LARGEST) / MAX_FP8
+    scales = make_outputs(shape, z, scale).scales
+    scales.copy_(groups.abs().amax(2).clamp(min=MIN_GROUP_LARGEST) / MAX_FP8)
     return Outputs(_fp8(groups / scales[:, :, None]).view(z.shape), z, scales)
 
 
@@ -123,12 +124,13 @@ class FusedNorm:
             if x.is_cuda and torch.cuda.is_current_stream_capturing():
                 return ()
             self._usable[shape] = tuple(
-                name for name, backend in self._backends.items() if _prepare(backend, shape)
+                name for name, backend in self._backends.items() if is_prepared(backend, shape)
             )
         return self._usable[shape]
 
 
-def _prepare(backend: FusedBackend, shape: FusedShape) -> bool:
+def is_prepared(backend: FusedBackend, shape: FusedShape) -> bool:
+    """Whether it is ready for a shape, now made so, on all ranks; collective. Says why not."""
     try:
         backend.prepare(shape)
     except UnsupportedError as error:
@@ -193,13 +195,14 @@ def _shape(
         )
     if epilogue not in EPILOGUES:
         raise ConfigError(f"expected one of {', '.join(EPILOGUES)}, got {epilogue!r}")
-    code = EPILOGUES.index(epilogue)
+    code, alignment = EPILOGUES[epilogue]
     if code == STATIC_FP8 and (scale is None or scale.numel() != 1):
         raise ConfigError("expected one float32 as the scale of fp8_static, got none or several")
     if code == GROUP_FP8 and hidden % GROUP:
         raise ConfigError(f"expected whole groups of {GROUP} elements, got rows of {hidden}")
     dtype, weight_dtype = (str(each.dtype).removeprefix("torch.") for each in (x, weight))
-    return FusedShape(dtype, weight_dtype, hidden, residual is not None, weight_bias, code)
+    has_residual = residual is not None
+    return FusedShape(dtype, weight_dtype, hidden, has_residual, weight_bias, code, alignment)
 
 
 def all_reduce_add_rms_norm(
@@ -227,7 +230,9 @@ def all_reduce_add_rms_norm(
     Returns:
         [rows, hidden] in x's dtype or float8_e4m3fn; the sum plus the residual in x's dtype; and
         float32 scales, [rows, 1] for ``fp8_row``, [rows, hidden / 128] for ``fp8_group``, else
-        without elements. All are new.
+        without elements. All are new. The scales of ``fp8_group_columns`` and
+        ``fp8_group_columns_4`` lie column by column, the latter's at a distance of a multiple of
+        four rows.
 
     Raises:
         ConfigError: a shape is wrong, or the group is not known.
@@ -258,6 +263,14 @@ def _fake(
     return out, z, scales if shape.epilogue != STATIC_FP8 else scales.new_empty(0)
 
 
+def _fake_quantised(
+    x: torch.Tensor, scale: torch.Tensor | None, epilogue: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = _shape(x, None, x.new_empty(x.shape[-1]), epilogue, scale, 0)
+    out, _, scales = make_outputs(shape, x, scale)
+    return out, scales if shape.epilogue != STATIC_FP8 else scales.new_empty(0)
+
+
 _library.define(
     "all_reduce_add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, str group,"
     ' str epilogue="norm", Tensor? scale=None, int weight_bias=0) -> (Tensor, Tensor, Tensor)',
@@ -266,3 +279,9 @@ _library.define(
 for _key in ("CPU", "CUDA"):
     _library.impl("all_reduce_add_rms_norm", all_reduce_add_rms_norm, _key)
 torch.library.register_fake(f"{NAMESPACE}::all_reduce_add_rms_norm", _fake, lib=_library)
+# Stands in a graph between two passes: a norm that is quantised as an epilogue of ours would do it.
+_library.define(
+    "quantised(Tensor x, Tensor? scale, str epilogue) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.register_fake(f"{NAMESPACE}::quantised", _fake_quantised, lib=_library)
