@@ -105,12 +105,16 @@ def _serve_fused_op(communicator: Any, made: "Dispatcher", wishes: "Wishes") -> 
 
 
 def _use_in_models() -> None:
-    from vllm_commext.compat import fused_pass
+    from vllm_commext.compat import fused_eager, fused_pass
 
     if problem := fused_pass.why_not():
         logger.warning("commext: allreduce: vLLM's own fusion of norms remains: %s", problem)
     else:
         fused_pass.install()
+    if problem := fused_eager.why_not():
+        logger.warning("commext: allreduce: vLLM's own eager helpers remain: %s", problem)
+    else:
+        fused_eager.install()
 
 
 def attach(communicator: Any, tcp_store_group: Any = None) -> None:

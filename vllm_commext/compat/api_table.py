@@ -431,6 +431,25 @@ API_CHECKS: tuple[ApiCheck, ...] = (
         ),
     ),
     ApiCheck(
+        "eager_norm",
+        "fused_eager",
+        "models without compiler passes call it with their part of the sum, residual and norm",
+        takes(
+            "vllm.models.common.ops.fused_allreduce_rms_norm:fused_allreduce_rms_norm",
+            *("hidden_states", "residual", "norm"),
+        ),
+    ),
+    ApiCheck(
+        "eager_gemma_norm",
+        "fused_eager",
+        "the same with the norm that adds 1 to its weights",
+        takes(
+            "vllm.model_executor.layers.fused_allreduce_gemma_rms_norm:"
+            "fused_allreduce_gemma_rms_norm",
+            *("hidden_states", "residual", "norm"),
+        ),
+    ),
+    ApiCheck(
         "quantiser_patterns",
         "fused_norm",
         "vLLM's own passes say how a quantiser to 8 bits looks in a graph",

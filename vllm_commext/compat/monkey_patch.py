@@ -54,6 +54,12 @@ _SUM = {
     "test": "tests/contract/test_allreduce.py",
     "removal": "vLLM lets a plugin register an all-reduce backend and its place in the order",
 }
+_EAGER = {
+    "why": "models that run without compiler passes call this helper, which has no hook",
+    "guard": "API checks of `fused_eager`; a table has our op fastest for the message",
+    "test": "tests/contract/test_fused_eager.py",
+    "removal": "vLLM lets a plugin choose the op of its eager helpers",
+}
 _COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator"
 _MINIMAX = "vllm.model_executor.layers.minimax_rms_norm"
 _OLMOE = "vllm.model_executor.models.olmoe"
@@ -99,6 +105,13 @@ INVENTORY: tuple[MonkeyPatch, ...] = (
         guard="API checks of `fused_norm`; a group has kernels, and a table has them fastest",
         test="tests/contract/test_fused_pass.py",
         removal="vLLM lets a plugin say where among its passes its own is to come",
+    ),
+    MonkeyPatch(
+        "vllm.models.common.ops.fused_allreduce_rms_norm:fused_allreduce_rms_norm", **_EAGER
+    ),
+    MonkeyPatch(
+        "vllm.model_executor.layers.fused_allreduce_gemma_rms_norm:fused_allreduce_gemma_rms_norm",
+        **_EAGER,
     ),
     MonkeyPatch(
         "vllm.distributed.device_communicators.pynccl_wrapper:NCCLLibrary.exported_functions",

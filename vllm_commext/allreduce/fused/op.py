@@ -117,6 +117,19 @@ class FusedNorm:
         self.calls[names.APART] += 1
         return self._apart(shape, x, residual, weight, eps, scale)
 
+    def leads(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, weight_bias: int
+    ) -> bool:
+        """Whether a launch of ours is the fastest for it, and ready; collective as a call is."""
+        shape = _shape(x, residual, weight, "norm", None, weight_bias)
+        usable = self._prepared(shape, x) if len(x) else ()
+        first = self.policy.ranking(x.numel() * x.itemsize, shape.dtype)[:1]
+        return (
+            first == (names.FUSED_PUSH,)
+            and names.FUSED_PUSH in usable
+            and self._backends[names.FUSED_PUSH].takes(shape, len(x))
+        )
+
     def _prepared(self, shape: FusedShape, x: torch.Tensor) -> tuple[str, ...]:
         """Who is ready for a shape on all ranks. All that may ever serve it are made ready at its
         first call, which is often vLLM's largest: a capture would come too late."""
