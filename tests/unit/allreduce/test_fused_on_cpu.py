@@ -63,7 +63,9 @@ def test_two_ranks_get_what_the_steps_give_one_by_one(shape: FusedShape, kernel:
     check(Ranks(2, HALF_PACKS), calls, most_blocks=3, seed=1)
 
 
-@pytest.mark.parametrize("world_size", [3, 8])
+@pytest.mark.parametrize(
+    "world_size", [3, 8, *(pytest.param(size, marks=pytest.mark.long) for size in (4, 5, 6, 7))]
+)
 def test_more_ranks_get_it_too_and_may_change_the_form_at_any_call(world_size: int) -> None:
     shape = SHAPES["by group"]
     forms = [Form(ONE_PHASE, 2), Form(TWO_PHASE, 1)]
