@@ -104,7 +104,9 @@ def claims(rows: Sequence[Mapping[str, Any]], others: Mapping[str, Times]) -> li
     """What was asked for, and whether this run bears it out."""
     ours = {row["bytes"]: row["microseconds"]["host"] for row in rows}
     nccl = {
-        size: min(row["microseconds"]["nccl"], *(of[size] for of in others.values() if size in of))
+        size: min(
+            [row["microseconds"]["nccl"], *(of[size] for of in others.values() if size in of)]
+        )
         for size, row in ((row["bytes"], row) for row in rows)
     }
     slowest = min(ours, key=lambda size: nccl[size] / ours[size])
@@ -131,7 +133,7 @@ def table(rows: Sequence[Mapping[str, Any]], others: Mapping[str, Times]) -> lis
     for row in rows:
         size, times = row["bytes"], row["microseconds"]
         apart = [of.get(size) for of in others.values()]
-        best = min(times["nccl"], *(time for time in apart if time is not None))
+        best = min([times["nccl"], *(time for time in apart if time is not None)])
         cells = [str(size), f"{times['host']:.1f}", f"{times['nccl']:.1f}"]
         cells += ["did not end" if time is None else f"{time:.1f}" for time in apart]
         cells += [f"{best / times['host']:.2f}", f"{size / times['host'] / 1e3:.1f}"]
