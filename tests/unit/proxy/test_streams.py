@@ -208,6 +208,80 @@ def test_another_prefill_engine_is_asked_in_two_steps(kit: Any) -> None:
     running(kit, scenario, num_prefill=2)
 
 
+def test_a_decode_engine_that_drains_passes_a_streamed_request_on(kit: Any) -> None:
+    """None of it was begun there: another one reads the same prompt while it is computed."""
+
+    async def scenario(cluster: Any) -> None:
+        (prefill,), (first, second) = cluster.prefill, cluster.decode
+        await ask(cluster)
+        draining, other = (second, first) if len(first.calls) else (first, second)
+        draining.drains = True
+        seen = len(other.calls)
+        assert (await ask(cluster))[0] == "streamed"
+        assert draining.num_refused == 1
+        assert (
+            params_of(other.calls[seen])["stream_key"]
+            == (params_of(prefill.calls[-1])["stream_key"])
+        )
+        assert len(prefill.calls) == 2
+        assert await ways(cluster) == {"not_known": 1, "streamed": 1}
+
+    running(kit, scenario, num_decode=2, health_interval_seconds=60.0)
+
+
+def test_a_prefill_engine_that_drains_takes_a_streamed_request_back(kit: Any) -> None:
+    """The decode engine lets go of what it waits for, and both steps are taken with another one;
+    as often as engines drain, whatever the number of attempts."""
+
+    async def scenario(cluster: Any) -> None:
+        for _ in cluster.prefill:
+            await ask(cluster)
+        (decoding,) = cluster.decode
+        *draining, left = cluster.prefill
+        for engine in draining:
+            engine.drains = True
+        answers = [(await ask(cluster))[0] for _ in range(3)]
+        assert set(answers) == {"two-step", "streamed"}
+        assert [engine.num_refused for engine in draining] == [1] * len(draining)
+        assert len(left.calls) == 1 + len(answers)
+        assert params_of(decoding.calls[-1])["remote_host"] == "10.0.0.7"
+        assert (await ways(cluster))["again"] >= 1
+
+    options = {"prefill_attempts": 1, "health_interval_seconds": 60.0}
+    running(kit, scenario, num_prefill=3, **options)
+
+
+def test_what_is_streamed_already_ends_where_it_is_while_both_engines_drain(kit: Any) -> None:
+    async def scenario(cluster: Any) -> None:
+        prefill, decoding = cluster.prefill[0], cluster.decode[0]
+        await ask(cluster)
+        may_answer = asyncio.Event()
+
+        async def late(call: Any) -> None:
+            await may_answer.wait()
+            await decode(call)
+
+        async def late_prefill(call: Any) -> None:
+            await may_answer.wait()
+            await answering()(call)
+
+        prefill.behave, decoding.behave = late_prefill, late
+        asked = asyncio.create_task(ask(cluster))
+        await kit.until(lambda: len(prefill.calls) + len(decoding.calls) == 4, "both requests")
+        prefill.drains = decoding.drains = True
+        for pool in cluster.proxy.pools:
+            for engine in pool.engines:
+                engine.note_drain()
+        may_answer.set()
+        path, answer = await asked
+        assert path == "streamed"
+        assert answer.endswith(b"data: [DONE]\n\n")
+        async with cluster.post(BODY) as response:
+            assert response.status == 503
+
+    running(kit, scenario, engine_wait_seconds=0.1)
+
+
 def test_a_client_that_leaves_takes_both_requests_along(kit: Any) -> None:
     async def scenario(cluster: Any) -> None:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
