@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit import granite_stages
 from tests.kit.layouts import UNCOMPILED
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import scrape
@@ -44,7 +45,7 @@ CASES = [
     pytest.param("nemotron", ((1, 1), (2, 1)), id="nemotron"),
     *(
         pytest.param(kind, EVERY, id=f"{kind}-every", marks=pytest.mark.long)
-        for kind in ("llama", "nemotron", "mla")
+        for kind in ("llama", "nemotron", "mla", "granite1")
     ),
 ]
 
@@ -78,15 +79,22 @@ def prompts() -> list[list[int]]:
 def engine(size: Size, kind: str, model: Path, folder: Path, name: str = "") -> VllmServer:
     stages, ranks = size
     step = ["--max-num-batched-tokens", str(PROMPT_TOKENS - 1), "--no-enable-prefix-caching"]
-    return cluster.engine_server(
+    is_granite = kind.startswith("granite")
+    server = cluster.engine_server(
         f"pp{stages}tp{ranks}{name}",
         model,
         folder,
         cluster.kv_transfer_config("kv_both"),
         tensor_parallel_size=ranks,
         args=[*KINDS[kind].cpu_options, *step, *(PIPELINE_ARGS if stages == 2 else ())],
-        environ=UNCOMPILED if stages == 2 else {},
+        environ={
+            **(UNCOMPILED if stages == 2 else {}),
+            **(granite_stages.environ(folder / "plugin") if is_granite else {}),
+        },
     )
+    if is_granite:  # started, not forked: the path is looked at when Python starts
+        server.command[1:1] = ["-P"]
+    return server
 
 
 @pytest.fixture(scope="module")
