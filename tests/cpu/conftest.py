@@ -15,12 +15,15 @@ SERVER_TIMEOUT = 900
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests here may take as long as their servers do; without vLLM or NIXL none can run."""
+    """Tests here may take as long as their servers do, some longer by a mark of their own; without
+    vLLM or NIXL none can run."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     for item in items:
         if Path(__file__).parent not in item.path.parents:
             continue
-        item.add_marker(pytest.mark.timeout(SERVER_TIMEOUT))
+        own = item.get_closest_marker("timeout")
+        if own is None or own.args[0] < SERVER_TIMEOUT:
+            item.add_marker(pytest.mark.timeout(SERVER_TIMEOUT))
         if missing:
             item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(missing)}"))
 

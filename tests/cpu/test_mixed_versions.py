@@ -5,7 +5,6 @@ the blocks were read. COMMEXT_TEST_OTHER_PYTHON is the interpreter that has the 
 import os
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
