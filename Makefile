@@ -131,7 +131,7 @@ older: env ## Servers of 0.2.0 (OLDER=its commit) and of this state beside each 
 rolling: env ## Four engines under load upgraded one by one and rolled back: from OTHER=0.30.0 to VLLM, from OLDER to this state
 	@$(PYTHON) tools/cpu_env.py .venv-$(OTHER) --vllm $(OTHER)
 	$(BIN)/python tools/older_release.py $(VENV) .older-$(OLDER) --commit $(OLDER)
-	COMMEXT_TEST_LONG=1 COMMEXT_TEST_FORK=0 COMMEXT_TEST_OTHER_PYTHON=$(CURDIR)/.venv-$(OTHER)/bin/python \
+	COMMEXT_TEST_LONG=1 COMMEXT_TEST_OTHER_PYTHON=$(CURDIR)/.venv-$(OTHER)/bin/python \
 		COMMEXT_TEST_OLDER=$(CURDIR)/.older-$(OLDER) $(PYTEST) tests/cpu/test_rolling.py $(PYTEST_ARGS)
 
 matrix: env ## One table: every API check against every supported vLLM, also those that are not installed; the steps' codec too

@@ -56,6 +56,8 @@ KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 ORDER = ("d0", "d1", "p0", "p1")
 NUM_PROMPTS = 12
 BETWEEN_EVENTS = 20
+PAUSE_SECONDS = 0.3
+"""Of each client: two cores also start the engines."""
 BLOCKS = "vllm:commext_nixl_blocks_total"
 ANSWERS = "vllm:request_success_total"
 
@@ -96,8 +98,8 @@ class Engines:
             args=args,
             environ=environ,
         )
-        # The package is the one that PYTHONPATH names, not what lies in this folder.
-        server.command[:1] = [build.python, "-P"]
+        if build != HERE:  # the package is the one that PYTHONPATH names, not what lies here
+            server.command[:1] = [build.python, "-P"]
         self.stack.callback(server.stop)
         server.start()
         self.servers[name], self.builds[name] = server, build
@@ -174,7 +176,7 @@ def test_an_upgrade_and_the_way_back_lose_nothing(
     routing = fleet.Routing(engines.folder, engines.servers, admin.args)
     routing.assign(**ROLES)
     with routing.proxy:
-        with fleet.Load(routing.proxy.url, known) as load:
+        with fleet.Load(routing.proxy.url, known, PAUSE_SECONDS) as load:
             load.go_on(BETWEEN_EVENTS)
             assert load.problems == []
             across = [roll(engines, to, model, admin, load) for to in (HERE, build)]

@@ -54,12 +54,14 @@ class Load:
     Attributes:
         url: the proxy.
         references: the right answers.
+        pause_seconds: what each client waits between an answer and its next request.
         num_right: right answers so far.
         problems: what else came: wrong answers and errors.
     """
 
     url: str
     references: Sequence[Completion]
+    pause_seconds: float = 0.0
     num_right: int = 0
     problems: list[str] = field(default_factory=list[str])
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -100,6 +102,7 @@ class Load:
                 self.num_right += not problem
                 if problem:
                     self.problems.append(problem)
+            self._stop.wait(self.pause_seconds)
 
     def _ask(self, reference: Completion, *, stream: bool) -> str:
         options = {"max_tokens": len(reference.token_ids), "stream": stream}
