@@ -5,6 +5,10 @@ proxy. Three ways to the same decode engine take turns in every round: directly,
 `vllm-commext proxy`, and through a two-step proxy of FastAPI and httpx in the manner of vLLM's toy
 (`proxy_load/toy.py`). Added latency is what a way takes longer than the direct one.
 
+Streams that begin one after the other tell the latency: each lasts a second or ten tokens, and is
+followed by another one. Long streams that all begin within one interval tell the processor time of
+a token, and how long the first tokens of so many requests at once take.
+
     python benchmarks/proxy.py --rounds 3 --seconds 8
 """
 
@@ -36,6 +40,8 @@ BIG_BODY_BYTES = 33_000_000
 PROMPT = "Disaggregated prefill means that " * 8
 # Streams, and the seconds between two tokens of one: the rate of all together is about the same.
 PACES = ((1, 0.02), (32, 0.02), (64, 0.05), (512, 0.4))
+LONG_PACES = ((32, 0.02),)
+STREAM_SECONDS, MIN_STREAM_TOKENS = 1.0, 10
 
 
 @dataclass
@@ -112,18 +118,24 @@ def one_round(way: str, folder: Path, seconds: float) -> list[Row]:
         decode = stack.enter_context(engine(folder, "decode"))
         port, pid = stack.enter_context(way_to(way, prefill, decode, folder))
 
-        def run(load: str, num_clients: int, interval: float, max_tokens: int) -> None:
+        def run(
+            load: str, num_clients: int, interval: float, max_tokens: int, spread: float = 0.0
+        ) -> None:
             body = {"model": "m", "prompt": PROMPT, "max_tokens": max_tokens}
             body |= {"stream": max_tokens > 1, "token_interval": interval}
             asyncio.run(run_clients(port, num_clients, body, WARM_UP_SECONDS))
             before = used(pid)
-            samples = asyncio.run(run_clients(port, num_clients, body, seconds))
+            samples = asyncio.run(run_clients(port, num_clients, body, seconds, spread))
             cpu = used(pid) - before
             rows.append(measured(way, load, samples, cpu))
 
         for num_streams, interval in PACES:
-            tokens = int(seconds / interval)
-            run(f"{num_streams} streams, {1e3 * interval:g} ms", num_streams, interval, tokens)
+            tokens = max(MIN_STREAM_TOKENS, int(STREAM_SECONDS / interval))
+            load = f"{num_streams} streams of {tokens} tokens, {1e3 * interval:g} ms"
+            run(load, num_streams, interval, tokens, tokens * interval)
+        for num_streams, interval in LONG_PACES:
+            load = f"{num_streams} long streams, {1e3 * interval:g} ms"
+            run(load, num_streams, interval, int(seconds / interval))
         run("requests of one token, 32 clients", 32, 0.0, 1)
         if way != DIRECT:
             sender = [sys.executable, str(HERE / "big_bodies.py"), str(port)]

@@ -88,8 +88,11 @@ class Client:
         await self._reader.readexactly(2)
 
 
-async def run_clients(port: int, num_clients: int, body: dict[str, Any], seconds: float) -> Samples:
-    """*num_clients* that ask again and again, started evenly over one interval, for *seconds*."""
+async def run_clients(
+    port: int, num_clients: int, body: dict[str, Any], seconds: float, spread: float = 0.0
+) -> Samples:
+    """*num_clients* that ask again and again, started evenly over *spread* seconds (0: over one
+    interval), for *seconds*."""
     samples = Samples()
     end = time.monotonic() + seconds
 
@@ -100,6 +103,6 @@ async def run_clients(port: int, num_clients: int, body: dict[str, Any], seconds
             await client.ask(body)
         client.close()
 
-    spread = float(body.get("token_interval", 0.0)) or 0.02
+    spread = spread or float(body.get("token_interval", 0.0)) or 0.02
     await asyncio.gather(*(one(spread * idx / num_clients) for idx in range(num_clients)))
     return samples
