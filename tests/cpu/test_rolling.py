@@ -184,14 +184,14 @@ def test_an_upgrade_and_the_way_back_lose_nothing(
         for read in across:
             assert all((number > 0) == reads for number in read.values()), across
         logger.info("%d right; read across: %s", load.num_right, across)
-        notice_other_weights(engines, build, other_model, routing, fleet.Load(load.url, known))
+        notice_other_weights(engines, other_model, routing, fleet.Load(load.url, known))
 
 
 def notice_other_weights(
-    engines: Engines, build: Build, other_model: Path, routing: fleet.Routing, load: fleet.Load
+    engines: Engines, other_model: Path, routing: fleet.Routing, load: fleet.Load
 ) -> None:
     """The control: a third decode engine, whose answers are wrong."""
-    rogue = engines.start("rogue", build, other_model)
+    rogue = engines.start("rogue", HERE, other_model)
     rogue.wait_ready()
     reference = load.references[0]
     alone = complete(rogue.url, cluster.MODEL_NAME, reference.prompt)
