@@ -80,7 +80,7 @@ def engine(size: Size, kind: str, model: Path, folder: Path, name: str = "") -> 
     stages, ranks = size
     step = ["--max-num-batched-tokens", str(PROMPT_TOKENS - 1), "--no-enable-prefix-caching"]
     is_granite = kind.startswith("granite")
-    server = cluster.engine_server(
+    return cluster.engine_server(
         f"pp{stages}tp{ranks}{name}",
         model,
         folder,
@@ -92,9 +92,6 @@ def engine(size: Size, kind: str, model: Path, folder: Path, name: str = "") -> 
             **(granite_stages.environ(folder / "plugin") if is_granite else {}),
         },
     )
-    if is_granite:  # started, not forked: the path is looked at when Python starts
-        server.command[1:1] = ["-P"]
-    return server
 
 
 @pytest.fixture(scope="module")
