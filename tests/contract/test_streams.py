@@ -89,8 +89,9 @@ def blocks_in(told: Told) -> list[int]:
     """The prompt's blocks, as they were told."""
     found: list[int] = []
     for chunk in told.chunks:
-        assert chunk.first == len(found)
-        found += chunk.block_ids
+        for place, block_ids in chunk.listed:
+            assert place == len(found)
+            found += block_ids
     return found
 
 
@@ -234,6 +235,7 @@ class Channel:
             "fence_slot": 5,
             "fence_nonce": 77,
             "prompt": prompt,
+            "regions": [0],
         }
         self.directory.open(KEY, wire.FoundStream(**{**values, **changes}))
 

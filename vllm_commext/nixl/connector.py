@@ -130,7 +130,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
                 engine_facts.model_facts(vllm_config, get_tensor_model_parallel_rank()),
                 keeps_host_copy=engine_facts.keeps_host_copy(vllm_config, config),
                 pipeline=pipeline_of(vllm_config),
-                max_stream_blocks=streaming.max_blocks,
+                stream_pieces=streaming.pieces_per_row,
                 max_reuse_blocks=reusing.max_blocks,
             )
 

@@ -169,11 +169,10 @@ def streaming_of(
     )
     if refusal:
         return Streaming(refusal)
-    block_size = groups[0].block_size
     return Streaming(
         "",
-        block_size,
-        num_blocks_for(vllm_config.model_config.max_model_len, block_size),
+        tuple(groups),
+        vllm_config.model_config.max_model_len,
         vllm_config.scheduler_config.max_num_batched_tokens,
     )
 
@@ -183,7 +182,7 @@ def reusing_of(
 ) -> Reusing:
     """What an engine does of reuse across engines."""
     groups = groups_of(kv_cache_config)
-    refusal = refusal_of(
+    refusal = ways.refusal_of(
         groups,
         is_on=config.reuse_blocks,
         keeps_host_copy=keeps_host_copy(vllm_config, config),

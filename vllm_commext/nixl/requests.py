@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from vllm_commext.nixl.geometry.plan import Blocks
 
+Listed = tuple[tuple[int, tuple[int, ...]], ...]
+"""Block ids for a row of a prompt that is read meanwhile, each run with its place in the row."""
+
 
 @dataclass(frozen=True)
 class RemoteRequest:
@@ -24,6 +27,8 @@ class RemoteRequest:
         fence_nonce: what stands in the slot as long as the blocks are held.
         stream_row: where its progress stands, as it is read while it is computed and its
             ``block_ids`` are not known yet; -1 for one that has been.
+        stream_regions: where each group's block ids begin in the row, in pieces; see
+            ``stream.rows``.
         stream_tag: what tells it from other requests that get the row.
         pp_size: the engine's pipeline stages.
         generations: one a block, where the blocks are kept for nobody: what was read counts if each
@@ -42,6 +47,7 @@ class RemoteRequest:
     fence_nonce: int = 0
     stream_row: int = -1
     stream_tag: int = 0
+    stream_regions: tuple[int, ...] = ()
     pp_size: int = 1
     generations: tuple[int, ...] = ()
 
@@ -93,7 +99,8 @@ class Hold:
     """A finished prefill whose blocks are kept for its readers for at most ``lease_seconds``.
 
     Its fence's nonce is replaced when that ends; slot -1 for no fence.  Without a lease, nobody is
-    to read them any more: that ends at once.  With a ``stream_row`` the row says so, too.
+    to read them any more: that ends at once.  With a ``stream_row`` the row says so, too; what is
+    ``listed`` there first are the blocks that are known at the end alone.
     """
 
     request_id: str
@@ -101,6 +108,7 @@ class Hold:
     fence_slot: int = -1
     fence_nonce: int = 0
     stream_row: int = -1
+    listed: Listed = ()
 
 
 @dataclass(frozen=True)
@@ -110,16 +118,14 @@ class Chunk:
     Attributes:
         row: the prompt's row of the workers' progress tables.
         nonce: its fence's.
-        first: position in the request of the first of ``block_ids``.
-        block_ids: blocks that the step adds.
+        listed: blocks that the step adds.
         num_tokens: tokens of the prompt that are computed after it.
         begins: the prompt gets its row with this step.
     """
 
     row: int
     nonce: int
-    first: int
-    block_ids: tuple[int, ...]
+    listed: Listed
     num_tokens: int
     begins: bool = False
 

@@ -78,9 +78,10 @@ class WorkerSide:
         model: what these do not say.
         keeps_host_copy: peers read from a copy of the cache in host memory.
         pipeline: this worker's place among the engine's stages.
-        max_stream_blocks: blocks of the longest prompt, where prompts are read while they are
-            computed; 0 where they are not.
-        max_reuse_blocks: the same where blocks of finished requests are reused across engines.
+        stream_pieces: of a row of block ids, where prompts are read while they are computed, see
+            ``stream.rows``; 0 where they are not.
+        max_reuse_blocks: blocks of the longest prompt, where blocks of finished requests are reused
+            across engines; 0 where they are not.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class WorkerSide:
         *,
         keeps_host_copy: bool = False,
         pipeline: Pipeline = ONE_STAGE,
-        max_stream_blocks: int = 0,
+        stream_pieces: int = 0,
         max_reuse_blocks: int = 0,
     ) -> None:
         self.recorder = TransferRecorder()
@@ -103,8 +104,7 @@ class WorkerSide:
         self._facts = facts
         self._kv_cache_config = kv_cache_config
         self._model = model
-        # The longest prompt's blocks, where prompts are read while they are computed.
-        self._streams = ProgressTable(max_stream_blocks) if max_stream_blocks else None
+        self._streams = ProgressTable(stream_pieces) if stream_pieces else None
         self._publisher: Publisher | None = None
         self._generations: GenerationTable | None = None
         if max_reuse_blocks:
@@ -201,6 +201,8 @@ class WorkerSide:
                 if self._last_blocks is not None:
                     self._last_blocks.clear(load)
             thread.submit(load)
+        if self._publisher is not None:
+            self._publisher.ended(step.holds)
         for hold in step.holds:
             thread.submit(hold)
         for request_id in step.given_up:

@@ -54,7 +54,13 @@ BLOCK_BYTES = NUM_HEADS * HEAD_BYTES
 STRIDE_BYTES = BLOCK_BYTES + GAP_BYTES
 FACTS = {"model": "m", "dtype": "uint8"}
 ALONE = Rank(1, 0)
-STREAM = {"fence_slot": 3, "fence_nonce": 77, "stream_row": 2, "stream_tag": 77}
+STREAM = {
+    "fence_slot": 3,
+    "fence_nonce": 77,
+    "stream_row": 2,
+    "stream_tag": 77,
+    "stream_regions": (0,),
+}
 """Where the program's prompt is."""
 
 Bytes = npt.NDArray[np.uint8]
@@ -143,7 +149,7 @@ class Engine:
                 **settings,
             },
         )
-        progress = ProgressTable(num_blocks, num_rows=4) if self.config.stream_chunks else None
+        progress = ProgressTable(1, num_rows=4) if self.config.stream_chunks else None
         generations = GenerationTable(num_blocks, 64) if self.config.reuse_blocks else None
         self.agent = NixlAgent(self.config, progress, generations)
         ranges = [(row.ctypes.data, row.nbytes) for row in self.memory]
@@ -350,7 +356,7 @@ def begin_prompt(engine: Engine, num_blocks: int) -> None:
     engine.agent.fences.nonces[STREAM["fence_slot"]] = STREAM["fence_nonce"]
     row, nonce = STREAM["stream_row"], STREAM["stream_tag"]
     block_ids = tuple(range(1, 1 + num_blocks))
-    chunk = Chunk(row, nonce, 0, block_ids, BLOCK_SIZE * num_blocks, begins=True)
+    chunk = Chunk(row, nonce, ((0, block_ids),), BLOCK_SIZE * num_blocks, begins=True)
     engine.publisher.launched([chunk])
 
 

@@ -19,13 +19,15 @@ from tests.unit.nixl.reference_meaning import Int64Array, as_bytes, differences
 from tests.unit.nixl.reference_stages import Stages, described, names_of, stage_of
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import LocalSide
+from vllm_commext.nixl.geometry.layout import FULL
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.metrics.recorder import TransferRecorder, empty_data, merge
 from vllm_commext.nixl.prefill.fence import NUM_SLOTS
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
-from vllm_commext.nixl.requests import Chunk, Hold, Load, Outcomes, RemoteRequest
+from vllm_commext.nixl.requests import Chunk, Hold, Listed, Load, Outcomes, RemoteRequest
 from vllm_commext.nixl.stream.progress import ProgressTable
 from vllm_commext.nixl.stream.publisher import Publisher
+from vllm_commext.nixl.stream.rows import regions_of
 from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
@@ -51,7 +53,7 @@ class Worker:
         tags: Int64Array,
         port: int,
         *,
-        streams: bool = False,
+        stream_tokens: int = 0,
         stage: int = 0,
         dealt: Stages,
     ) -> None:
@@ -68,7 +70,9 @@ class Worker:
             handshake_timeout=BOUND_SECONDS,
             progress_interval=0.002,
         )
-        progress = ProgressTable(cache.engine.num_blocks) if streams else None
+        self.regions = regions_of(self.layout.groups, stream_tokens)
+        num_pieces = sum(region.num_pieces for region in self.regions)
+        progress = ProgressTable(num_pieces) if stream_tokens else None
         self.agent = NixlAgent(config, progress)
         self.publisher = (
             Publisher(progress, self.agent.fences, is_on_device=False) if progress else None
@@ -125,7 +129,7 @@ class Prefill:
                 rank,
                 self._case_of(stage).prefill_memory(rank),
                 self.port,
-                streams=streams,
+                stream_tokens=max(one.num_remote_tokens for one in case.requests) * streams,
                 stage=stage,
                 dealt=self.dealt,
             )
@@ -138,10 +142,27 @@ class Prefill:
         """What a worker of a stage has computed."""
         return replace(self.case, prefill=stage_of(self.case.prefill, self.dealt[stage]))
 
-    def hold(self, request: Request) -> None:
+    def hold(self, request: Request, *, is_streamed: bool = False) -> None:
         """Keep the request's blocks; its number is its fence's slot."""
+        number = request.number
         for worker in self.workers:
-            worker.thread.submit(Hold(f"p{request.number}", LEASE_SECONDS, request.number, 0))
+            hold = Hold(f"p{number}", LEASE_SECONDS, number, 0)
+            if is_streamed:
+                assert worker.publisher is not None
+                hold = replace(hold, fence_nonce=number, stream_row=number)
+                worker.publisher.ended([replace(hold, listed=self._rest(worker, request))])
+            worker.thread.submit(hold)
+
+    @staticmethod
+    def _rest(worker: Worker, request: Request) -> Listed:
+        """What is known at the end alone, for a row."""
+        return tuple(
+            (region.place, (len(table.block_ids), *table.block_ids))
+            for group, region, table in zip(
+                worker.layout.groups, worker.regions, request.remote, strict=True
+            )
+            if group.kind != FULL
+        )
 
     def remote(self, request: Request, **changes: Any) -> RemoteRequest:
         """What the request's parameters say."""
@@ -161,26 +182,33 @@ class Prefill:
 
     def begin(self, request: Request) -> None:
         """The request gets its row, whose number is the request's; nothing is computed yet."""
-        self._tell(Chunk(request.number, request.number, 0, (), 0, begins=True))
+        for worker in self.workers:
+            worker.agent.fences.nonces[request.number] = request.number
+            self._tell(worker, Chunk(request.number, request.number, (), 0, begins=True))
 
     def compute(self, request: Request, done: int, end: int) -> None:
         """A step computes the tokens ``[done, end)``."""
-        size = self.case.prefill.engine.block_sizes[0]
-        first, stop = -(-done // size), -(-end // size)
-        block_ids = tuple(request.remote[0].block_ids[first:stop])
-        self._tell(Chunk(request.number, request.number, first, block_ids, end))
-
-    def _tell(self, chunk: Chunk) -> None:
         for worker in self.workers:
-            assert worker.publisher is not None
-            worker.agent.fences.nonces[chunk.row] = chunk.nonce
-            worker.publisher.launched([chunk])
+            listed: list[tuple[int, tuple[int, ...]]] = []
+            for group, region, table in zip(
+                worker.layout.groups, worker.regions, request.remote, strict=True
+            ):
+                first, stop = (-(-tokens // group.block_size) for tokens in (done, end))
+                if group.kind == FULL:
+                    listed.append((region.place + first, table.block_ids[first:stop]))
+            self._tell(worker, Chunk(request.number, request.number, tuple(listed), end))
+
+    @staticmethod
+    def _tell(worker: Worker, chunk: Chunk) -> None:
+        assert worker.publisher is not None
+        worker.publisher.launched([chunk])
 
     def stream(self, request: Request) -> RemoteRequest:
         """Where the request is read while it is computed."""
         number = request.number
         told = {"fence_nonce": number, "stream_row": number, "stream_tag": number}
-        return self.remote(request, block_ids=(), **told)
+        regions = tuple(region.first for region in self.workers[0].regions)
+        return self.remote(request, block_ids=(), stream_regions=regions, **told)
 
     def is_untouched(self) -> bool:
         """Whether every worker's memory is as it was."""
@@ -224,7 +252,7 @@ class Decode:
                 rank,
                 self._case_of(stage).decode_memory(rank),
                 free_port(),
-                streams=streams,
+                stream_tokens=max(one.num_remote_tokens for one in case.requests) * streams,
                 stage=stage,
                 dealt=self.dealt,
             )

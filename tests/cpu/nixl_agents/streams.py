@@ -19,6 +19,7 @@ from tests.cpu.nixl_agents.harness import (
     wait_until,
 )
 from tests.kit.stream_requests import request
+from vllm_commext.nixl.geometry.layout import FULL, Group
 from vllm_commext.nixl.prefill.fence import FenceSlots
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Hold, Load
@@ -79,7 +80,8 @@ class Prefill:
         self.engine.agent.fences.arm(FENCE_KEY)
         self.slots = FenceSlots(FENCE_KEY, 8)
         self.directory = StreamDirectory()
-        streaming = Streaming("", BLOCK_SIZE, 24, 2 * BLOCK_SIZE)
+        groups = (Group(FULL, BLOCK_SIZE),)
+        streaming = Streaming("", groups, 24 * BLOCK_SIZE, 2 * BLOCK_SIZE)
         self.producer = StreamProducer(self.slots, self.directory, streaming, num_rows)
         self.engine.server = SideChannelServer(
             "p",

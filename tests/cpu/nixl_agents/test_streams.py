@@ -4,6 +4,7 @@ each."""
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.cpu.nixl_agents.ranks import PeerProcess
 from tests.cpu.nixl_agents.simulation import Cluster
 from tests.cpu.nixl_agents.streams import BLOCKS, CHUNKS, Decode, Prefill
 from tests.unit.nixl.cluster_cases import Case, Model, Span, case_of
-from tests.unit.nixl.reference_cache import Attention, Engine, Group
+from tests.unit.nixl.reference_cache import Attention, Engine, Group, State
 from vllm_commext.errors import CommextError
 from vllm_commext.nixl.stream.ways import NO_ROOM, REPEATED_KEY, STREAMED
 from vllm_commext.nixl.transfer_thread import GiveUp
@@ -247,6 +248,18 @@ def test_a_prefill_process_that_ends_or_stops_in_mid_prompt(
 
 
 DENSE: Model = (Group("full", (Attention(8, 2),) * 2 + (Attention(2, 3, num_planes=2),)),)
+MIXED: Model = (
+    Group("window", (Attention(1, 4, num_planes=2),) * 2),
+    Group("full", (Attention(8, 2),) * 2 + (Attention(2, 3, num_planes=2),) * 2),
+    Group("full", (Attention(1, 5, latent=True), Attention(16, 2, packed=True))),
+)
+HYBRID: Model = (
+    Group("full", (Attention(4, 3),) * 2),
+    Group("state", (State("mamba2", 8, 2, 1, 3),) * 2),
+    Group("state", (State("mamba1", 16, state_size=3), State("short_conv", 24))),
+)
+LATENT: Model = (Group("full", (Attention(1, 5, latent=True),) * 3),)
+SIZES = ((1, 1), (1, 2), (2, 1), (4, 2), (2, 4))
 
 
 def dense_case(sizes: tuple[int, int]) -> Case:
@@ -259,23 +272,81 @@ def dense_case(sizes: tuple[int, int]) -> Case:
     return case_of(DENSE, prefill, decode, spans, dice)
 
 
+def mixed_case(sizes: tuple[int, int]) -> Case:
+    """Of the first group only what the window still needs is left at the end."""
+    dice = random.Random(f"mixed {sizes}")
+    prefill = Engine(sizes[0], 0, (4, 4, 4), (1, 1, 1))
+    decode = Engine(sizes[1], 0, (4, 6, 8), (2, 3, 2), order="LHBNC", padding=3)
+    spans = [
+        Span(41, 41, (9, 0, 0), (8, 0, 0)),
+        Span(37, 37, (9, 4, 3), (9, 0, 0)),
+        Span(24, 24, (6, 0, 0), (6, 0, 0)),
+    ]
+    return case_of(MIXED, prefill, decode, spans, dice)
+
+
+def hybrid_case(sizes: tuple[int, int]) -> Case:
+    """States, which are there at the end alone; of the last prompt only they are missing."""
+    dice = random.Random(f"hybrid {sizes}")
+    prefill = Engine(sizes[0], 0, (4, 4, 4), (1, 1, 1), shared=True)
+    blocks = (6, 3, 5), (3, 1, 1)
+    decode = Engine(sizes[1], 0, *blocks, order="LBNHC", shared=True, padding=1)
+    spans = [Span(41, 41, (0, 0, 0), (0, 0, 0)), Span(36, 36, (6, 0, 0), (0, 0, 0))]
+    return case_of(HYBRID, prefill, decode, spans, dice)
+
+
+def latent_case(sizes: tuple[int, int]) -> Case:
+    """Every rank holds the whole of it."""
+    dice = random.Random(f"latent {sizes}")
+    prefill, decode = Engine(sizes[0], 0, (4,), (1,)), Engine(sizes[1], 0, (8,), (2,))
+    return case_of(LATENT, prefill, decode, [Span(41, 41, (0,), (0,))], dice)
+
+
+def stream_all(cluster: Cluster, dice: random.Random) -> None:
+    """Every request chunk by chunk; its end is told at the end."""
+    for request in cluster.requests:
+        cluster.prefill.begin(request)
+        cluster.decode.submit(request, cluster.prefill.stream(request))
+    for request in cluster.requests:
+        done = 0
+        while done < request.num_remote_tokens:
+            end = min(done + dice.choice([3, 8, 12]), request.num_remote_tokens)
+            cluster.prefill.compute(request, done, end)
+            done = end
+            time.sleep(0.02)
+        cluster.prefill.hold(request, is_streamed=True)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{sizes[0]}:{sizes[1]}")
 @pytest.mark.parametrize(
-    "sizes", [(1, 1), (1, 2), (2, 1), (4, 2), (2, 4)], ids=lambda sizes: f"{sizes[0]}:{sizes[1]}"
+    "make_case",
+    [dense_case, mixed_case, hybrid_case, latent_case],
+    ids=["dense", "windows and MLA", "hybrid", "MLA"],
 )
-def test_chunks_between_different_tensor_parallel_sizes(sizes: tuple[int, int]) -> None:
-    dice = random.Random(f"steps {sizes}")
-    with Cluster(dense_case(sizes), streams=True) as cluster:
-        for request in cluster.requests:
-            cluster.prefill.begin(request)
-            cluster.decode.submit(request, cluster.prefill.stream(request))
-        for request in cluster.requests:
-            done = 0
-            while done < request.num_remote_tokens:
-                end = min(done + dice.choice([3, 8, 12]), request.num_remote_tokens)
-                cluster.prefill.compute(request, done, end)
-                done = end
-            cluster.prefill.hold(request)
+def test_chunks_between_different_tensor_parallel_sizes(
+    make_case: Callable[[tuple[int, int]], Case], sizes: tuple[int, int]
+) -> None:
+    with Cluster(make_case(sizes), streams=True) as cluster:
+        stream_all(cluster, random.Random(f"steps {sizes}"))
         assert cluster.decode.wait_received(cluster.requests) == [set()] * sizes[1]
         cluster.prefill.wait_released(cluster.requests)
         assert cluster.decode.faults(cluster.requests) == []
         assert cluster.prefill.is_untouched()
+
+
+def test_states_are_read_when_their_prompt_has_ended_and_not_before() -> None:
+    with Cluster(hybrid_case((1, 1)), streams=True) as cluster:
+        request = cluster.requests[0]
+        cluster.prefill.begin(request)
+        cluster.decode.submit(request, cluster.prefill.stream(request))
+        cluster.prefill.compute(request, 0, 41)
+        (worker,) = cluster.decode.workers
+        wait_until(
+            lambda: worker.collect() is not None and worker.recorded["bytes"] > 0,
+            "the blocks of attention",
+        )
+        time.sleep(0.1)
+        assert worker.collect().received == set()
+        cluster.prefill.hold(request, is_streamed=True)
+        assert cluster.decode.wait_received([request]) == [set()]
+        assert cluster.decode.faults([request]) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kit import stream_requests
+from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.geometry.layout import FULL, STATE, WINDOW, Group
 from vllm_commext.nixl.prefill.fence import FenceSlots, FenceTable
-from vllm_commext.nixl.requests import Chunk, Restart
+from vllm_commext.nixl.requests import Chunk, Hold, Restart
 from vllm_commext.nixl.stream import rows
 from vllm_commext.nixl.stream.directory import MAX_ENDED, StreamDirectory
 from vllm_commext.nixl.stream.producer import StreamProducer
@@ -48,16 +50,48 @@ def test_a_mark_is_of_one_nonce(nonce: int, other: int, num_tokens: int) -> None
         assert rows.tokens_in(mark, other) == 0
 
 
-@given(st.integers(0, 63), st.integers(1, 300), st.integers(0, 19_000), st.integers(1, 19_000))
-def test_pieces_hold_the_ids_that_are_asked_for(
-    row: int, per_row: int, first: int, count: int
+@given(NONCES, NONCES, TOKENS)
+def test_a_mark_says_of_its_nonce_alone_that_all_is_there(
+    nonce: int, other: int, num_tokens: int
 ) -> None:
-    first = min(first, per_row * rows.PIECE_IDS - 1)
-    end = min(first + count, per_row * rows.PIECE_IDS)
-    found = rows.pieces(row, per_row, first, end)
-    begin, stop = first // rows.PIECE_IDS, (end - 1) // rows.PIECE_IDS + 1
-    expected = [row * per_row + piece for piece in range(begin, stop)][: rows.MAX_PIECES]
-    assert found.tolist() == expected
+    mark = rows.mark_of(nonce, num_tokens)
+    assert not rows.is_whole(mark, nonce)
+    whole = mark | rows.WHOLE
+    assert rows.tokens_in(whole, nonce) == num_tokens
+    assert rows.is_whole(whole, nonce)
+    if (nonce - other) % (1 << 32):
+        assert not rows.is_whole(whole, other)
+
+
+GROUPS = st.lists(
+    st.builds(Group, st.sampled_from([FULL, WINDOW, STATE]), st.integers(1, 50)),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(GROUPS, st.integers(1, 5000))
+def test_regions_hold_every_group_and_do_not_overlap(groups: list[Group], max_tokens: int) -> None:
+    regions = rows.regions_of(groups, max_tokens)
+    assert len(regions) == len(groups)
+    end = 0
+    for group, region in zip(groups, regions, strict=True):
+        assert region.first == end
+        end += region.num_pieces
+        num_blocks = 1 if group.kind == STATE else -(-max_tokens // group.block_size)
+        assert region.num_pieces * rows.PIECE_IDS >= num_blocks + (group.kind != FULL)
+    firsts = [region.first for region in regions]
+    assert rows.regions_at(firsts, end) == regions
+
+
+@pytest.mark.parametrize("firsts", [[], [1], [0, 0], [0, 3, 2], [0, 7], [0, 8]])
+def test_regions_that_do_not_lie_one_behind_the_other_are_refused(firsts: list[int]) -> None:
+    with pytest.raises(ProtocolError, match="regions"):
+        rows.regions_at(firsts, 7)
+
+
+def test_pieces_of_a_row() -> None:
+    assert rows.pieces(3, 10, 4, 3).tolist() == [34, 35, 36]
 
 
 @given(st.integers(0, 50), st.integers(0, 500), st.integers(1, 500), st.integers(1, 64))
@@ -78,20 +112,47 @@ def read(progress: ProgressTable, row: int) -> Header:
 
 
 def test_a_row_through_the_life_of_a_request() -> None:
-    progress = ProgressTable(100, num_rows=3)
+    progress = ProgressTable(2, num_rows=3)
     progress.begin(1, 77)
     assert read(progress, 1) == Header(77, 77, 0)
-    progress.publish(1, 77, 0, [5, 9], 20)
-    progress.publish(1, 77, 2, [3], 40)
+    progress.publish(
+        1,
+        77,
+        (
+            (
+                0,
+                (
+                    5,
+                    9,
+                ),
+            ),
+        ),
+        20,
+    )
+    progress.publish(1, 77, ((2, (3,)),), 40)
     progress.begin(1, 77)
     assert read(progress, 1) == Header(77, 77, 40)
     assert progress.block_ids[1, :3].tolist() == [5, 9, 3]
     progress.restart(1, 88)
     assert read(progress, 1) == Header(77, 88, 0)
-    progress.publish(1, 77, 0, [1, 1, 1], 60)
+    progress.publish(
+        1,
+        77,
+        (
+            (
+                0,
+                (
+                    1,
+                    1,
+                    1,
+                ),
+            ),
+        ),
+        60,
+    )
     assert read(progress, 1) == Header(77, 88, 0)
     assert progress.block_ids[1, :3].tolist() == [5, 9, 3]
-    progress.publish(1, 88, 0, [4], 10)
+    progress.publish(1, 88, ((0, (4,)),), 10)
     assert read(progress, 1) == Header(77, 88, 10)
     progress.end(1)
     assert read(progress, 1) == Header(77, ENDED, 0)
@@ -101,7 +162,7 @@ def test_a_row_through_the_life_of_a_request() -> None:
 
 
 def test_cells_run_out_and_come_back() -> None:
-    progress = ProgressTable(64)
+    progress = ProgressTable(1)
     cells = [progress.take_cell() for _ in range(rows.NUM_CELLS)]
     assert sorted(filter(None, cells)) == list(range(1, rows.NUM_CELLS))
     assert progress.take_cell() is None
@@ -129,7 +190,7 @@ class Work:
 def test_on_a_device_a_chunk_is_published_when_its_work_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    progress, fences, made = ProgressTable(8), FenceTable(), []
+    progress, fences, made = ProgressTable(1), FenceTable(), []
     fences.arm(FENCE_KEY)
 
     def event() -> Work:
@@ -139,8 +200,8 @@ def test_on_a_device_a_chunk_is_published_when_its_work_has_ended(
     monkeypatch.setattr("vllm_commext.nixl.stream.publisher.torch.Event", event)
     publisher = Publisher(progress, fences, is_on_device=True)
     nonce = int(fences.nonces[5])
-    publisher.launched([Chunk(2, nonce, 0, (7,), 16, begins=True)])
-    publisher.launched([Chunk(2, nonce, 1, (6,), 32)])
+    publisher.launched([Chunk(2, nonce, ((0, (7,)),), 16, begins=True)])
+    publisher.launched([Chunk(2, nonce, ((1, (6,)),), 32)])
     publisher.poll()
     assert (read(progress, 2), len(publisher)) == (Header(nonce, nonce, 0), 2)
     made[1].has_ended = True
@@ -149,7 +210,7 @@ def test_on_a_device_a_chunk_is_published_when_its_work_has_ended(
     made[0].has_ended = True
     publisher.poll()
     assert (read(progress, 2).num_tokens, len(publisher)) == (32, 0)
-    publisher.launched([Chunk(2, nonce, 2, (4,), 48)])
+    publisher.launched([Chunk(2, nonce, ((2, (4,)),), 48)])
     publisher.prepare([], [Restart(2, 5, nonce)])
     made[2].has_ended = True
     publisher.poll()
@@ -188,10 +249,12 @@ def step(
 
 
 class Side:
-    def __init__(self, num_rows: int = 2, num_slots: int = 8) -> None:
+    def __init__(
+        self, num_rows: int = 2, num_slots: int = 8, groups: Sequence[Group] = (Group(FULL, 16),)
+    ) -> None:
         self.fences = FenceSlots(FENCE_KEY, num_slots)
         self.directory = StreamDirectory()
-        streaming = Streaming("", 16, 4, 32)
+        streaming = Streaming("", tuple(groups), 64, 32)
         self.producer = StreamProducer(self.fences, self.directory, streaming, num_rows)
 
     def found(self, key: str = "a" * 32) -> FoundStream | None:
@@ -205,13 +268,13 @@ def test_a_prompt_gets_its_row_with_its_first_step_and_tells_each_chunk() -> Non
     (first,), restarts = side.producer.take_step(step(new={"r": (16, [3, 8], 16)}))
     assert restarts == []
     slot, nonce = side.fences.held_by("r") or (-1, 0)
-    assert first == Chunk(1, nonce, 0, (3, 8), 32, begins=True)
+    assert first == Chunk(1, nonce, ((0, (3, 8)),), 32, begins=True)
     found = side.found()
     assert found is not None
     assert (found.row, found.tag, found.fence_slot, found.fence_nonce) == (1, nonce, slot, nonce)
     assert (found.request_id, found.num_tokens, list(found.prompt)) == ("r", 40, ["tokens"])
     (last,), _ = side.producer.take_step(step(cached={"r": (32, [5, 6], 8)}))
-    assert last == Chunk(1, nonce, 2, (5,), 40)
+    assert last == Chunk(1, nonce, ((2, (5,)),), 40)
     assert side.producer.take_step(step(cached={"r": (40, None, 1)})) == ([], [])
     side.producer.note_finish("r")
     assert side.producer.row_of("r") == 1
@@ -236,7 +299,7 @@ def test_a_preempted_prompt_goes_on_in_its_row_under_the_next_nonce() -> None:
     assert new[0] == slot
     assert new[1] != nonce
     again = step(cached={"r": (16, [9, 7], 16)}, resumed=("r",))
-    assert side.producer.take_step(again) == ([Chunk(1, new[1], 0, (9, 7), 32)], [])
+    assert side.producer.take_step(again) == ([Chunk(1, new[1], ((0, (9, 7)),), 32)], [])
     found = side.found()
     assert found is not None
     assert (found.tag, found.fence_nonce) == (nonce, new[1])
@@ -263,6 +326,63 @@ def test_what_cannot_be_streamed_is_counted_and_told() -> None:
     assert side.producer.add(request("two", "5" * 32)) == STREAMED
 
 
+def test_groups_are_listed_in_their_regions_and_the_rest_at_the_end() -> None:
+    groups = (Group(STATE, 64), Group(FULL, 16), Group(WINDOW, 16), Group(FULL, 32))
+    side = Side(groups=groups)
+    regions = rows.regions_of(groups, 64)
+    assert side.producer.add(request("r")) == STREAMED
+    made = step(new={"r": (0, [], 32)})
+    made.scheduled_new_reqs[0].block_ids = [[1], [2, 3], [4, 5], [6]]
+    (first,), _ = side.producer.take_step(made)
+    assert first.listed == ((regions[1].place, (2, 3)), (regions[3].place, (6,)))
+    made = step(cached={"r": (32, [], 8)})
+    made.scheduled_cached_reqs.new_block_ids = [[[], [7], [0, 8], [9]]]
+    (last,), _ = side.producer.take_step(made)
+    assert last.listed == ((regions[1].place + 2, (7,)), (regions[3].place + 1, (9,)))
+    found = side.found()
+    assert found is not None
+    assert found.regions == [region.first for region in regions]
+    rest = side.producer.rest_of("r", ((1,), (2, 3, 7), (5, 8), (6, 9)))
+    assert rest == ((regions[0].place, (1, 1)), (regions[2].place, (2, 5, 8)))
+    assert side.producer.rest_of("other", ((1,), (2,), (), (3,))) == ()
+
+
+def test_a_prompt_of_which_nothing_will_be_handed_over_is_not_streamed() -> None:
+    side = Side()
+    assert side.producer.add(request("r"), ends_well=False) == PROMPT
+    found = side.found()
+    assert found is not None
+    assert found.refusal
+
+
+def test_the_rest_is_published_behind_the_last_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, fences, made = ProgressTable(2), FenceTable(), []
+    fences.arm(FENCE_KEY)
+    nonce = int(fences.nonces[5])
+
+    def event() -> Work:
+        made.append(Work())
+        return made[-1]
+
+    monkeypatch.setattr("vllm_commext.nixl.stream.publisher.torch.Event", event)
+    publisher = Publisher(progress, fences, is_on_device=True)
+    publisher.launched([Chunk(2, nonce, ((0, (7,)),), 16, begins=True)])
+    publisher.ended([Hold("r", 60.0, 5, nonce, 2, ((64, (1, 9)),)), Hold("other", 60.0)])
+    made[1].has_ended = True
+    publisher.poll()
+    assert read(progress, 2) == Header(nonce, nonce, 0)
+    made[0].has_ended = True
+    publisher.poll()
+    assert read(progress, 2) == Header(nonce, nonce, 16, is_whole=True)
+    assert progress.block_ids[2, [0, 64, 65]].tolist() == [7, 1, 9]
+    publisher.prepare([], [Restart(2, 5, nonce)])
+    publisher.ended([Hold("r", 60.0, 5, nonce, 2, ((64, (1, 8)),))])
+    made[2].has_ended = True
+    publisher.poll()
+    assert not read(progress, 2).is_whole
+    assert progress.block_ids[2, 65] == 9
+
+
 def test_without_a_fence_a_prompt_is_not_streamed() -> None:
     side = Side(num_slots=1)
     side.fences.take("other")
@@ -277,11 +397,16 @@ def test_an_engine_that_streams_nothing_says_why() -> None:
     full, window, state = Group(FULL, 16), Group(WINDOW, 16), Group(STATE, 16)
     usual = {"is_on": True, "keeps_host_copy": False, "zeroes_blocks": False}
     assert refusal_of([full], **usual) == ""
-    for groups in ([window], [state], [full, full], [full, window], [full, state]):
+    for groups in ([full, full], [full, window], [state, full, window]):
+        assert refusal_of(groups, **usual) == ""
+    for groups in ([window], [state], [state, window]):
         assert refusal_of(groups, **usual) == LAYERS
     assert refusal_of([full], **{**usual, "is_on": False}) == OFF
     assert refusal_of([full], **{**usual, "keeps_host_copy": True}) == HOST_COPY
-    assert refusal_of([full], **{**usual, "zeroes_blocks": True}) == ZEROED
+    zeroed = {**usual, "zeroes_blocks": True}
+    assert refusal_of([full], **zeroed) == ZEROED
+    assert refusal_of([full, full], **zeroed) == ZEROED
+    assert refusal_of([full, state], **zeroed) == ""
     fences, directory = FenceSlots(FENCE_KEY, 1), StreamDirectory()
     assert StreamProducer(fences, directory, Streaming(OFF)).add(request("r")) == OFF
 

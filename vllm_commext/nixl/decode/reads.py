@@ -164,7 +164,7 @@ class ReadSet:
             Exception: what NIXL raises where it cannot be posted; nothing is under way then.
         """
         started = time.perf_counter()
-        if part.stream is None or part.stream.done == part.stream.first:
+        if part.stream is None or not part.stream.has_read:
             self._recorder.queued(started - part.begun)
         pieces = pieces_of_read(self._agent, link.local_list, link.remote_list, pairs)
         posting = Posting(self._agent, pieces)

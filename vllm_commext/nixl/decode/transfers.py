@@ -23,7 +23,7 @@ from vllm_commext.nixl.requests import Load, RemoteRequest
 
 if TYPE_CHECKING:
     from vllm_commext.nixl.decode.links import Link
-    from vllm_commext.nixl.stream.reader import Cursor
+    from vllm_commext.nixl.stream.cursor import Cursor
 
 RELEASE_DELAY_SECONDS = 0.25
 """From the end of the last load of a remote request to its release: other uses of it, such as the

@@ -109,7 +109,8 @@ class Prefills:
             self._cut.add(request.request_id)
         if self._prompts is not None:
             self._prompts.add(request.request_id, request.num_prompt_tokens)
-        return self._producer.add(request)
+        ends_well = not self._leaves_last_token or request.request_id in self._cut
+        return self._producer.add(request, ends_well=ends_well)
 
     def _can_be_cut(self, request: Request) -> bool:
         sampling = request.sampling_params
@@ -168,7 +169,8 @@ class Prefills:
             return False, None
         self.held[request_id] = time.monotonic()
         row = self._producer.row_of(request_id)
-        self._holds.append(Hold(request_id, self._lease_seconds, *fence, row))
+        rest = self._producer.rest_of(request_id, offered)
+        self._holds.append(Hold(request_id, self._lease_seconds, *fence, row, rest))
         remote = RemoteRequest(
             engine_id=self._place.engine_id,
             incarnation=self._place.incarnation,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from vllm_commext.nixl.geometry.layout import FULL, Group
 from vllm_commext.nixl.stream.ways import HOST_COPY, LAYERS, OFF, ZEROED
 
 SPECULATION = "speculation"
@@ -40,3 +41,16 @@ class Reusing:
     block_size: int = 0
     max_blocks: int = 0
     configuration: Callable[[], str] = field(default=str, compare=False)
+
+
+def refusal_of(
+    groups: Sequence[Group], *, is_on: bool, keeps_host_copy: bool, zeroes_blocks: bool
+) -> str:
+    """Why an engine with these groups of blocks reuses none, "" where nothing is known yet."""
+    if not is_on:
+        return OFF
+    if len(groups) != 1 or groups[0].kind != FULL:
+        return LAYERS
+    if keeps_host_copy:
+        return HOST_COPY
+    return ZEROED if zeroes_blocks else ""

@@ -224,6 +224,7 @@ def _handle(reply: wire.FoundStreams, stream: wire.FoundStream) -> Answer:
         fence_nonce=stream.fence_nonce,
         stream_row=stream.row,
         stream_tag=stream.tag,
+        stream_regions=tuple(stream.regions),
     )
     try:
         return handle_of_stream(remote, stream.prompt)

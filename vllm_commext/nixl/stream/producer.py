@@ -3,13 +3,16 @@ step adds to them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm_commext.nixl.geometry.layout import FULL
 from vllm_commext.nixl.geometry.plan import num_blocks_for
+from vllm_commext.nixl.geometry.request_blocks import keeps_every_token
 from vllm_commext.nixl.prefill.fence import FenceSlots
 from vllm_commext.nixl.prefill.prompt_tracker import Progress, progress_in
-from vllm_commext.nixl.requests import Chunk, Restart
+from vllm_commext.nixl.requests import Chunk, Listed, Restart
 from vllm_commext.nixl.stream.directory import StreamDirectory
 from vllm_commext.nixl.stream.rows import NUM_ROWS
 from vllm_commext.nixl.stream.ways import NO_KEY, NO_ROOM, PROMPT, REPEATED_KEY, STREAMED, Streaming
@@ -30,7 +33,8 @@ _REFUSALS = {
 
 @dataclass
 class _Stream:
-    """One prompt; ``row`` is -1 before its first step."""
+    """One prompt; ``row`` is -1 before its first step; ``num_blocks``: those that are listed, by
+    group."""
 
     request: Request
     key: str
@@ -38,7 +42,7 @@ class _Stream:
     tag: int = 0
     slot: int = -1
     nonce: int = 0
-    num_blocks: int = 0
+    num_blocks: dict[int, int] = field(default_factory=dict[int, int])
     is_done: bool = False
 
 
@@ -65,19 +69,19 @@ class StreamProducer:
         self._fences = fences
         self._directory = directory
         self._streaming = streaming
-        self._block_size = streaming.block_size
+        self._has_rest = not keeps_every_token(streaming.groups)
         self._free_rows = list(range(num_rows))
         self._streams: dict[str, _Stream] = {}
 
-    def add(self, request: Request) -> str:
+    def add(self, request: Request, *, ends_well: bool = True) -> str:
         """A request has come in whose prompt another engine reads; the way it goes, one of
-        ``ways.WAYS``."""
+        ``ways.WAYS``.  Unless it *ends well* nothing of it will be handed over."""
         key = key_of(request.kv_transfer_params)
         if not key:
             return NO_KEY
         if self._streaming.refusal:
             return self._streaming.refusal
-        way = self._way_of(request, key)
+        way = self._way_of(request, key) if ends_well else PROMPT
         if way == STREAMED:
             self._streams[request.request_id] = _Stream(request, key)
         elif way != REPEATED_KEY:
@@ -89,9 +93,9 @@ class StreamProducer:
             return REPEATED_KEY
         if request.prompt_embeds is not None or request.resumable:
             return PROMPT
-        num_blocks = num_blocks_for(request.num_prompt_tokens, self._block_size)
         has_room = len(self._streams) < len(self._free_rows) + self._num_begun
-        return STREAMED if has_room and num_blocks <= self._streaming.max_blocks else NO_ROOM
+        fits = request.num_prompt_tokens <= self._streaming.max_tokens
+        return STREAMED if has_room and fits else NO_ROOM
 
     @property
     def _num_begun(self) -> int:
@@ -113,7 +117,7 @@ class StreamProducer:
         stream = self._streams[request_id]
         restart = Restart(stream.row, stream.slot, stream.nonce)
         stream.nonce = self._fences.renew(request_id)
-        stream.num_blocks, stream.is_done = 0, False
+        stream.num_blocks, stream.is_done = {}, False
         self._directory.open(stream.key, self._found(stream))
         return restart
 
@@ -126,12 +130,45 @@ class StreamProducer:
             return None
         num_tokens = stream.request.num_prompt_tokens
         end = min(progress.end, num_tokens)
-        block_ids = progress.block_ids[0] if progress.block_ids else []
-        first = 0 if progress.begins else stream.num_blocks
-        fitting = tuple(block_ids[: num_blocks_for(num_tokens, self._block_size) - first])
-        stream.num_blocks = first + len(fitting)
+        listed = tuple(self._listed(stream, progress, num_tokens))
         stream.is_done = end == num_tokens
-        return Chunk(stream.row, stream.nonce, first, fitting, end, begins)
+        return Chunk(stream.row, stream.nonce, listed, end, begins)
+
+    def _listed(
+        self, stream: _Stream, progress: Progress, num_tokens: int
+    ) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Blocks that a step adds to the groups whose blocks all stay."""
+        if not progress.block_ids:
+            return
+        streaming = self._streaming
+        for number, (group, region) in enumerate(
+            zip(streaming.groups, streaming.regions, strict=True)
+        ):
+            if group.kind != FULL:
+                continue
+            first = 0 if progress.begins else stream.num_blocks.get(number, 0)
+            room = num_blocks_for(num_tokens, group.block_size) - first
+            fitting = tuple(progress.block_ids[number][: max(room, 0)])
+            stream.num_blocks[number] = first + len(fitting)
+            if fitting:
+                yield region.place + first, fitting
+
+    def rest_of(self, request_id: str, offered: Sequence[Sequence[int]]) -> Listed:
+        """What is to be listed at the end of a prompt that has a row: of the other groups, their
+        blocks and how many they are.
+
+        Args:
+            request_id: the request.
+            offered: the blocks of all groups that are handed over.
+        """
+        if not self._has_rest or self.row_of(request_id) < 0:
+            return ()
+        streaming = self._streaming
+        return tuple(
+            (region.place, (len(ids), *ids))
+            for group, region, ids in zip(streaming.groups, streaming.regions, offered, strict=True)
+            if group.kind != FULL
+        )
 
     def _begin(self, stream: _Stream) -> bool:
         """Take a fence and a row, and tell who asks."""
@@ -157,6 +194,7 @@ class StreamProducer:
             fence_slot=stream.slot,
             fence_nonce=stream.nonce,
             prompt=digests(prompt_of(request), request.num_prompt_tokens),
+            regions=[region.first for region in self._streaming.regions],
         )
 
     def note_finish(self, request_id: str) -> None:

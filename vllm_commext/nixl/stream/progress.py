@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm_commext.nixl.requests import Listed
 from vllm_commext.nixl.stream.rows import (
     HEADER_WORDS,
     MAX_PIECES,
     NUM_CELLS,
     NUM_ROWS,
     PIECE_IDS,
+    WHOLE,
+    is_whole,
     mark_of,
-    num_pieces_for,
     tokens_in,
 )
 
@@ -26,11 +27,13 @@ ENDED = 0
 
 @dataclass(frozen=True)
 class Header:
-    """What a row's header said; ``num_tokens`` can be read under ``nonce``."""
+    """What a row's header said; ``num_tokens`` can be read under ``nonce``, and where it
+    ``is_whole`` all that belongs to them."""
 
     tag: int
     nonce: int
     num_tokens: int
+    is_whole: bool = False
 
 
 class ProgressTable:
@@ -44,12 +47,12 @@ class ProgressTable:
         pieces_per_row: pieces of block ids in a row.
 
     Args:
-        max_blocks: blocks that the longest prompt takes.
+        pieces_per_row: what the longest prompt takes, see ``rows.regions_of``.
         num_rows: prompts that can be streamed at a time.
     """
 
-    def __init__(self, max_blocks: int, num_rows: int = NUM_ROWS) -> None:
-        self.pieces_per_row = num_pieces_for(max_blocks)
+    def __init__(self, pieces_per_row: int, num_rows: int = NUM_ROWS) -> None:
+        self.pieces_per_row = pieces_per_row
         num_ids = self.pieces_per_row * PIECE_IDS
         self.headers = np.zeros((num_rows, HEADER_WORDS), dtype=np.uint64)
         self.block_ids = np.zeros((num_rows, num_ids), dtype=np.uint32)
@@ -88,18 +91,28 @@ class ProgressTable:
         with self._lock:  # what was stored under the lock before is seen before
             self.headers[row, 1] = nonce
 
-    def publish(
-        self, row: int, nonce: int, first: int, block_ids: Sequence[int], num_tokens: int
-    ) -> None:
-        """A chunk is computed: its blocks' ids, from the position ``first`` on, then how many
-        tokens there are now.  Nothing where the row's nonce is another one by now."""
+    def publish(self, row: int, nonce: int, listed: Listed, num_tokens: int) -> None:
+        """A chunk is computed: its blocks' ids, then how many tokens there are now.  Nothing where
+        the row's nonce is another one by now."""
+        if self._list(row, nonce, listed):
+            with self._lock:
+                if int(self.headers[row, 1]) == nonce:
+                    self.headers[row, 2] = mark_of(nonce, num_tokens)
+
+    def complete(self, row: int, nonce: int, listed: Listed) -> None:
+        """The prompt has ended: what other groups need, too."""
+        if self._list(row, nonce, listed):
+            with self._lock:
+                if int(self.headers[row, 1]) == nonce:
+                    self.headers[row, 2] = int(self.headers[row, 2]) | WHOLE
+
+    def _list(self, row: int, nonce: int, listed: Listed) -> bool:
         with self._lock:
             if int(self.headers[row, 1]) != nonce:
-                return
-            self.block_ids[row, first : first + len(block_ids)] = block_ids
-        with self._lock:
-            if int(self.headers[row, 1]) == nonce:
-                self.headers[row, 2] = mark_of(nonce, num_tokens)
+                return False
+            for place, block_ids in listed:
+                self.block_ids[row, place : place + len(block_ids)] = block_ids
+        return True
 
     def take_cell(self) -> int | None:
         """A cell to read a peer's row into, None where all are in use."""
@@ -108,7 +121,7 @@ class ProgressTable:
     def header_in(self, cell: int) -> Header:
         """The header that has arrived in a cell."""
         tag, nonce, mark = map(int, self.header_cells[cell, :3])
-        return Header(tag, nonce, tokens_in(mark, nonce))
+        return Header(tag, nonce, tokens_in(mark, nonce), is_whole(mark, nonce))
 
     def ids_in(self, cell: int, num_pieces: int) -> npt.NDArray[np.uint32]:
         """The block ids that have arrived in a cell's first pieces."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
 from vllm_commext.nixl.prefill.fence import FenceTable
-from vllm_commext.nixl.requests import Chunk, Restart
+from vllm_commext.nixl.requests import Chunk, Hold, Restart
 from vllm_commext.nixl.stream.progress import ProgressTable
 
 
@@ -39,7 +40,7 @@ class Publisher:
         self._fences = fences
         self._is_on_device = is_on_device
         self._lock = threading.Lock()
-        self._launched: deque[tuple[Event, list[Chunk]]] = deque()
+        self._launched: deque[tuple[Event, Sequence[Chunk | Hold]]] = deque()
 
     def __len__(self) -> int:
         """Steps whose end is not known yet."""
@@ -57,13 +58,22 @@ class Publisher:
     def launched(self, chunks: list[Chunk]) -> None:
         """They are launched."""
         self.prepare([chunk for chunk in chunks if chunk.begins], [])  # where vLLM did not say so
+        self._publish_behind(chunks)
+
+    def ended(self, holds: Sequence[Hold]) -> None:
+        """Prompts have ended: what is known of their blocks since then is published behind their
+        last chunks."""
+        self._publish_behind([hold for hold in holds if hold.listed])
+
+    def _publish_behind(self, told: Sequence[Chunk | Hold]) -> None:
+        """Publish when all that has been launched so far has ended."""
         if not self._is_on_device:
-            self._publish(chunks)
-        elif chunks:
+            self._publish(told)
+        elif told:
             event: Any = torch.Event()
             event.record()
             with self._lock:
-                self._launched.append((event, chunks))
+                self._launched.append((event, told))
 
     def poll(self) -> None:
         """Publish what has been computed meanwhile."""
@@ -71,6 +81,9 @@ class Publisher:
             while self._launched and self._launched[0][0].query():
                 self._publish(self._launched.popleft()[1])
 
-    def _publish(self, chunks: list[Chunk]) -> None:
-        for one in chunks:
-            self._progress.publish(one.row, one.nonce, one.first, one.block_ids, one.num_tokens)
+    def _publish(self, told: Sequence[Chunk | Hold]) -> None:
+        for one in told:
+            if isinstance(one, Chunk):
+                self._progress.publish(one.row, one.nonce, one.listed, one.num_tokens)
+            else:
+                self._progress.complete(one.stream_row, one.fence_nonce, one.listed)

@@ -9,143 +9,24 @@ relied on: what was read counts when the fence, read after it, still has the non
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
 from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.decode.transfers import Failure, Part, Use
-from vllm_commext.nixl.geometry.layout import FULL
-from vllm_commext.nixl.geometry.plan import Blocks, Pairs, num_blocks_for
+from vllm_commext.nixl.geometry.plan import Pairs
+from vllm_commext.nixl.stream.cursor import Cursor, Look, cursor_of
 from vllm_commext.nixl.stream.progress import ENDED, Header, ProgressTable
-from vllm_commext.nixl.stream.rows import PIECE_IDS, next_chunk, pieces
+from vllm_commext.nixl.stream.rows import pieces
 from vllm_commext.nixl.transport.agent import NixlAgent
-from vllm_commext.nixl.transport.pauses import pause
 from vllm_commext.nixl.transport.posting import Posting
 
 LOOK_SECONDS = 0.005
 """Between two looks at one row."""
 MAX_RESTARTS = 2
 """Of one load, because its prompt was preempted."""
-
-
-@dataclass(eq=False)
-class Look:
-    """A row's header, then block ids, on their way into a cell."""
-
-    link: Link
-    cell: int
-    posting: Posting
-    posted: float
-    num_pieces: int = 0
-    is_wanted: bool = True
-
-
-@dataclass(eq=False)
-class Cursor:
-    """How far a part has come; times in seconds of ``time.perf_counter``.
-
-    Attributes:
-        part: what is loaded.
-        link: where from; held while the part is here.
-        nonce: what the fence must have.
-        step: tokens in which chunks are counted.
-        first: tokens that this engine has already.
-        done: tokens that are here.
-        target: the same after the chunk that is being read or is to be.
-        block_ids: the peer's blocks as far as they are known.
-        look: under way, None between two.
-        next_look: when the row is looked at again.
-        pairs: what the next chunk copies, once it is known.
-        is_reading: a chunk is being read.
-        candidate: another nonce that the last look has found.
-        num_restarts: times that the prompt has begun again.
-        num_refused: fences in a row that did not have the nonce.
-        has_begun: the row was seen to be the request's.
-        moved: when something was last new.
-    """
-
-    part: Part
-    link: Link
-    nonce: int
-    step: int
-    first: int
-    done: int
-    target: int = 0
-    block_ids: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, dtype=np.uint32))
-    look: Look | None = None
-    next_look: float = 0.0
-    pairs: Pairs | None = None
-    is_reading: bool = False
-    candidate: int = ENDED
-    num_restarts: int = 0
-    num_refused: int = 0
-    has_begun: bool = False
-    moved: float = field(default_factory=time.perf_counter)
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block of the peer's."""
-        return self.link.plan.remote.groups[0].block_size
-
-    def start_again(self, nonce: int) -> None:
-        """The prompt goes on from its first token, under another nonce."""
-        self.nonce, self.done, self.target = nonce, self.first, self.first
-        self.block_ids = np.empty(0, dtype=np.uint32)
-        self.num_restarts += 1
-        self.num_refused, self.candidate = 0, ENDED
-
-
-def cursor_of(part: Part, link: Link) -> Cursor:
-    """A part that begins to be read while its prompt is computed.
-
-    Raises:
-        ProtocolError: the peer streams nothing, its row or fence is none, or one side's blocks do
-            not all stay until the prompt is computed.
-    """
-    remote, plan = part.remote, link.plan
-    if link.stream_headers is None or link.fence_list is None:
-        raise ProtocolError(
-            "the request is to be read while it is computed, and one of the engines streams "
-            "nothing: set stream_chunks in kv_connector_extra_config of both"
-        )
-    if remote.stream_row >= link.num_stream_rows or remote.fence_slot >= link.num_fence_slots:
-        raise ProtocolError(
-            f"expected a row below {link.num_stream_rows} and a fence below "
-            f"{link.num_fence_slots}, got {remote.stream_row} and {remote.fence_slot}"
-        )
-    groups = (*plan.local.groups, *plan.remote.groups)
-    if len(groups) != 2 or any(group.kind != FULL for group in groups):
-        raise ProtocolError("expected one group of blocks that all stay on both sides")
-    own, theirs = (group.block_size for group in groups)
-    num_blocks = num_blocks_for(remote.num_tokens, theirs)
-    if num_blocks > link.pieces_per_row * PIECE_IDS:
-        raise ProtocolError(f"the prompt's {num_blocks} blocks do not fit the peer's rows")
-    first = part.load.blocks[0].first * own
-    return Cursor(part, link.hold(), remote.fence_nonce, math.lcm(own, theirs), first, first, first)
-
-
-def chunk_of(cursor: Cursor) -> Pairs:
-    """What the next chunk copies.
-
-    Raises:
-        ProtocolError: a block id of the peer's is none of its blocks.
-    """
-    load, link = cursor.part.load, cursor.link
-    blocks, size = load.blocks[0], link.plan.local.groups[0].block_size
-    begin, end = cursor.done // size, num_blocks_for(cursor.target, size)
-    own = blocks.block_ids[begin - blocks.first : end - blocks.first]
-    return link.plan.pairs(
-        [Blocks(begin, own)],
-        [cursor.block_ids[: num_blocks_for(cursor.target, cursor.block_size)].tolist()],
-        num_tokens=cursor.target,
-        num_remote_tokens=cursor.target,
-        pause=pause,
-    )
 
 
 class StreamReader:
@@ -211,7 +92,7 @@ class StreamReader:
 
     @staticmethod
     def _is_due(cursor: Cursor, now: float) -> bool:
-        return cursor.look is not None or cursor.target > cursor.done or now >= cursor.next_look
+        return cursor.look is not None or cursor.has_more or now >= cursor.next_look
 
     def advance(self, cursor: Cursor) -> Pairs | None:
         """The next chunk of a part that is due, None where there is none yet.
@@ -221,15 +102,15 @@ class StreamReader:
             Exception: what NIXL raises where the peer cannot be reached.
         """
         self._check_time(cursor)
-        if cursor.target <= cursor.done or cursor.look is not None:
+        if not cursor.has_more or cursor.look is not None:
             self._look_on(cursor)
-        if cursor.pairs is None and cursor.look is None and cursor.target > cursor.done:
-            cursor.pairs = chunk_of(cursor)
+        if cursor.pairs is None and cursor.look is None and cursor.has_more:
+            cursor.pairs = cursor.next_pairs()
         return cursor.pairs
 
     def note_posted(self, cursor: Cursor) -> None:
         """The next chunk is being read."""
-        cursor.is_reading, cursor.pairs = True, None
+        cursor.is_reading, cursor.has_read, cursor.pairs = True, True, None
 
     def leave(self, part: Part) -> None:
         """A part has failed, or is to be tried over another connection."""
@@ -253,11 +134,11 @@ class StreamReader:
         if failure is not None:
             # The row may tell of a new beginning; what was read counts for nothing.
             cursor.num_refused += 1
-            cursor.target = cursor.done
+            cursor.target, cursor.is_whole = cursor.done, False
             cursor.next_look = now + LOOK_SECONDS
             return failure.reason == "expired" and cursor.num_refused <= MAX_RESTARTS
-        cursor.done, cursor.num_refused, cursor.moved = cursor.target, 0, now
-        return cursor.done < cursor.part.load.num_tokens
+        cursor.note_read()
+        return not cursor.is_over
 
     def _leave(self, cursor: Cursor) -> None:
         self._cursors.remove(cursor)
@@ -270,7 +151,7 @@ class StreamReader:
         if cursor.link.lost:
             raise _UnreachableError("the prefill engine has gone or restarted")
         moved = cursor.moved
-        if cursor.look is not None or cursor.target > cursor.done:
+        if cursor.look is not None or cursor.has_more:
             moved = max(moved, cursor.link.progressed)
         if time.perf_counter() - moved >= self._limit_seconds:
             raise CommextTimeoutError(
@@ -288,12 +169,13 @@ class StreamReader:
         try:
             if not self._advance(look):
                 return
-            if look.num_pieces:
-                self._take_ids(cursor, look)
+            if look.wanted:
+                num_pieces = sum(one.num_pieces for one in look.wanted)
+                cursor.take(look.wanted, self._progress.ids_in(look.cell, num_pieces))
             else:
                 self._judge(cursor, self._progress.header_in(look.cell))
-                if cursor.target > cursor.done and self._post_ids(cursor, look):
-                    return  # looked at again at once, in the next turn
+            if cursor.has_more and self._post_ids(cursor, look):
+                return  # looked at again at once, in the next turn
         except Exception:
             self._end_look(cursor)
             raise
@@ -315,27 +197,18 @@ class StreamReader:
         return look
 
     def _post_ids(self, cursor: Cursor, look: Look) -> bool:
-        """Read the block ids that the next chunk needs; whether any were missing."""
-        needed = num_blocks_for(cursor.target, cursor.block_size)
-        known = len(cursor.block_ids)
-        if known >= needed:
+        """Read block ids that the next chunk needs; whether any were missing."""
+        look.wanted = cursor.missing()
+        if not look.wanted:
             return False
-        link = cursor.link
-        wanted = pieces(cursor.part.remote.stream_row, link.pieces_per_row, known, needed)
-        read = self._agent.make_pieces_read(link.stream_pieces, look.cell, wanted)
+        link, row = cursor.link, cursor.part.remote.stream_row
+        places = [
+            pieces(row, link.pieces_per_row, cursor.regions[group].first + first, count)
+            for group, first, count in look.wanted
+        ]
+        read = self._agent.make_pieces_read(link.stream_pieces, look.cell, np.concatenate(places))
         look.posting = Posting(self._agent, [read])
-        look.num_pieces = len(wanted)
         return True
-
-    def _take_ids(self, cursor: Cursor, look: Look) -> None:
-        """The ids have arrived; where they are not all that was asked for, the chunk is cut."""
-        first = len(cursor.block_ids) // PIECE_IDS * PIECE_IDS
-        new = self._progress.ids_in(look.cell, look.num_pieces)
-        needed = num_blocks_for(cursor.target, cursor.block_size)
-        cursor.block_ids = np.concatenate([cursor.block_ids[:first], new])[:needed]
-        num_known = len(cursor.block_ids) * cursor.block_size
-        if num_known < cursor.target:
-            cursor.target = next_chunk(cursor.done, num_known, cursor.target, cursor.step)
 
     def _judge(self, cursor: Cursor, header: Header) -> None:
         """What a header says of the request."""
@@ -351,8 +224,7 @@ class StreamReader:
         if header.nonce == ENDED:
             raise _EndedError
         if header.nonce == cursor.nonce:
-            wanted = min(cursor.part.load.num_tokens, remote.num_tokens)
-            cursor.target = next_chunk(cursor.done, header.num_tokens, wanted, cursor.step)
+            cursor.note_progress(header)
         elif header.nonce != candidate:
             cursor.candidate = header.nonce  # counts when it is there at the next look, too
         elif cursor.num_restarts == MAX_RESTARTS:

@@ -3,16 +3,28 @@
 A header is three 64-bit words: the tag, which stays as long as a request has the row; the nonce of
 its fence, which is replaced when the request is preempted; and the mark, the number of tokens whose
 KV can be read.  The mark carries half of the nonce too, so that one word alone says of which nonce
-it is, in whatever order the words are read.  Block ids are read in pieces of ``PIECE_IDS``.
+it is, in whatever order the words are read.
+
+The list of block ids is divided into regions, one for each group of the cache, which begin with
+whole pieces; ids are read in pieces of ``PIECE_IDS``.  Blocks of a group that all stay until the
+prompt is computed are listed by position, chunk by chunk.  What other groups need, the blocks of a
+window or of a state, is known at the end alone: their regions then get the number of these blocks
+and the blocks, and a bit of the mark says so.
 
 Pure.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
 import numpy as np
 
+from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.geometry.descriptors import Int32Array
+from vllm_commext.nixl.geometry.layout import FULL, STATE, Group
 from vllm_commext.nixl.geometry.plan import num_blocks_for
 
 NUM_ROWS = 256
@@ -27,7 +39,50 @@ PIECE_BYTES = 4 * PIECE_IDS
 MAX_PIECES = 64
 """Read at one look; the rest comes with the next one."""
 _TOKEN_BITS = 32
-_TOKENS = (1 << _TOKEN_BITS) - 1
+_HALF = (1 << _TOKEN_BITS) - 1
+WHOLE = 1 << 31
+"""In a mark: what other groups than those by position need is there, too."""
+_TOKENS = WHOLE - 1
+
+
+class Region(NamedTuple):
+    """A group's part of a row, in pieces."""
+
+    first: int
+    num_pieces: int
+
+    @property
+    def place(self) -> int:
+        """Of its first id in the row."""
+        return self.first * PIECE_IDS
+
+
+def regions_of(groups: Sequence[Group], max_tokens: int) -> tuple[Region, ...]:
+    """Regions that hold the blocks of prompts of up to so many tokens."""
+    sizes = [_num_pieces(group, max_tokens) for group in groups]
+    firsts = accumulate(sizes, initial=0)
+    return tuple(Region(first, size) for first, size in zip(firsts, sizes, strict=False))
+
+
+def _num_pieces(group: Group, max_tokens: int) -> int:
+    if group.kind == STATE:
+        return 1
+    count = 0 if group.kind == FULL else 1
+    return num_pieces_for(count + num_blocks_for(max_tokens, group.block_size))
+
+
+def regions_at(firsts: Sequence[int], pieces_per_row: int) -> tuple[Region, ...]:
+    """The same of a peer that says where each begins.
+
+    Raises:
+        ProtocolError: they do not lie one behind the other in a row.
+    """
+    edges = [*firsts, pieces_per_row]
+    if edges[0] != 0 or any(begin >= end for begin, end in pairwise(edges)):
+        raise ProtocolError(
+            f"expected regions one behind the other in {pieces_per_row} pieces, got {[*firsts]}"
+        )
+    return tuple(Region(begin, end - begin) for begin, end in pairwise(edges))
 
 
 def num_pieces_for(num_blocks: int) -> int:
@@ -37,20 +92,23 @@ def num_pieces_for(num_blocks: int) -> int:
 
 def mark_of(nonce: int, num_tokens: int) -> int:
     """The mark that says that ``num_tokens`` tokens can be read under the nonce."""
-    return (nonce & _TOKENS) << _TOKEN_BITS | num_tokens
+    return (nonce & _HALF) << _TOKEN_BITS | num_tokens
 
 
 def tokens_in(mark: int, nonce: int) -> int:
     """Tokens that a mark says can be read under the nonce; 0 where it is another nonce's."""
-    return mark & _TOKENS if mark >> _TOKEN_BITS == nonce & _TOKENS else 0
+    return mark & _TOKENS if mark >> _TOKEN_BITS == nonce & _HALF else 0
 
 
-def pieces(row: int, pieces_per_row: int, first: int, end: int) -> Int32Array:
-    """Indices, in the list of all rows' pieces, of those that hold the block ids at the positions
-    ``[first, end)`` of a row, at most ``MAX_PIECES``."""
-    begin = first // PIECE_IDS
-    stop = min(num_pieces_for(end), begin + MAX_PIECES)
-    return np.arange(row * pieces_per_row + begin, row * pieces_per_row + stop, dtype=np.int32)
+def is_whole(mark: int, nonce: int) -> bool:
+    """Whether a mark says that all groups' blocks can be read under the nonce."""
+    return bool(mark & WHOLE) and mark >> _TOKEN_BITS == nonce & _HALF
+
+
+def pieces(row: int, pieces_per_row: int, first: int, num_pieces: int) -> Int32Array:
+    """Indices, in the list of all rows' pieces, of some of a row's."""
+    begin = row * pieces_per_row + first
+    return np.arange(begin, begin + num_pieces, dtype=np.int32)
 
 
 def next_chunk(done: int, ready: int, num_tokens: int, step: int) -> int:

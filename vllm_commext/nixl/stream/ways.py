@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from vllm_commext.nixl.geometry.layout import FULL, Group
+from vllm_commext.nixl.geometry.request_blocks import keeps_every_token
+from vllm_commext.nixl.stream.rows import Region, regions_of
 
 STREAMED = "streamed"
 NO_KEY = "no_key"
@@ -35,9 +38,10 @@ has or had the key, as the prompt is of a kind that cannot be compared ahead; or
 engine, not at all, as its prefill engine did not begin with the key, or does not stream it."""
 REFUSALS = {
     OFF: "this engine does not do: set stream_chunks in its kv_connector_extra_config",
-    LAYERS: "is not done for models whose blocks do not all stay in one group until the end",
+    LAYERS: "is not done for models of which no layer's blocks all stay until the end",
     HOST_COPY: "is not done with a copy of the cache in host memory",
-    ZEROED: "is not done for models whose blocks vLLM zeroes before it uses them",
+    ZEROED: "is not done for models whose blocks vLLM zeroes before it uses them, where all of "
+    "these stay until the end",
 }
 
 
@@ -47,15 +51,25 @@ class Streaming:
 
     Attributes:
         refusal: why it does nothing of it, one of ``REFUSALS``; "" where it does.
-        block_size: tokens of a block.
-        max_blocks: blocks of the longest prompt.
+        groups: the cache's groups, in the order of a request's lists of blocks.
+        max_tokens: of the longest prompt.
         chunk_tokens: tokens that a step computes at most.
     """
 
     refusal: str = OFF
-    block_size: int = 0
-    max_blocks: int = 0
+    groups: tuple[Group, ...] = ()
+    max_tokens: int = 0
     chunk_tokens: int = 0
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """Where each group's block ids stand in a row."""
+        return regions_of(self.groups, self.max_tokens)
+
+    @property
+    def pieces_per_row(self) -> int:
+        """Of block ids; 0 where it does nothing of it."""
+        return sum(one.num_pieces for one in self.regions)
 
 
 def refusal_of(
@@ -64,8 +78,10 @@ def refusal_of(
     """Why an engine with these groups of blocks does not stream, "" where it does."""
     if not is_on:
         return OFF
-    if len(groups) != 1 or groups[0].kind != FULL:
+    if all(group.kind != FULL for group in groups):
         return LAYERS
     if keeps_host_copy:
         return HOST_COPY
-    return ZEROED if zeroes_blocks else ""
+    # Zeroing comes before the fence is replaced: only a read that follows the prompt's end, as that
+    # of a state does, proves that none of the blocks was taken away before.
+    return ZEROED if zeroes_blocks and keeps_every_token(groups) else ""

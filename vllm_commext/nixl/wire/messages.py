@@ -120,6 +120,7 @@ class FoundStream(msgspec.Struct, kw_only=True, frozen=True):
         fence_slot: slot of its fence.
         fence_nonce: what stands there until the request is preempted or ends.
         prompt: what is computed, see ``prompt.digests``.
+        regions: where each group's block ids begin in the row, in pieces.
     """
 
     refusal: str = ""
@@ -130,6 +131,7 @@ class FoundStream(msgspec.Struct, kw_only=True, frozen=True):
     fence_slot: int = -1
     fence_nonce: int = 0
     prompt: dict[str, str] = {}
+    regions: list[int] = []
 
 
 class FoundStreams(Frame, tag="found_streams", frozen=True):

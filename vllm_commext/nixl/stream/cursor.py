@@ -1,0 +1,266 @@
+"""How far a part has come that is read while its prompt is computed, and what its next chunk
+copies."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_commext.errors import ProtocolError
+from vllm_commext.nixl.decode.links import Link
+from vllm_commext.nixl.decode.transfers import Part
+from vllm_commext.nixl.geometry.layout import FULL, Group
+from vllm_commext.nixl.geometry.plan import Blocks, Pairs, num_blocks_for
+from vllm_commext.nixl.stream.progress import ENDED, Header
+from vllm_commext.nixl.stream.rows import (
+    MAX_PIECES,
+    PIECE_IDS,
+    Region,
+    next_chunk,
+    num_pieces_for,
+    regions_at,
+)
+from vllm_commext.nixl.transport.pauses import pause
+from vllm_commext.nixl.transport.posting import Posting
+
+Ids = npt.NDArray[np.uint32]
+
+
+def no_ids() -> Ids:
+    """Of a group of which nothing is known."""
+    return np.empty(0, dtype=np.uint32)
+
+
+class Wanted(NamedTuple):
+    """Pieces of a group's region that are to be read: the first and how many."""
+
+    group: int
+    first: int
+    num_pieces: int
+
+
+@dataclass(eq=False)
+class Look:
+    """A row's header, then block ids, on their way into a cell; ``wanted``: which."""
+
+    link: Link
+    cell: int
+    posting: Posting
+    posted: float
+    wanted: list[Wanted] = field(default_factory=list)
+    is_wanted: bool = True
+
+
+@dataclass(eq=False)
+class Cursor:
+    """How far a part has come; times in seconds of ``time.perf_counter``.
+
+    Attributes:
+        part: what is loaded.
+        link: where from; held while the part is here.
+        nonce: what the fence must have.
+        regions: of the peer's row, a group each.
+        step: tokens in which chunks are counted.
+        first: tokens that this engine has already.
+        done: tokens that are here, of the groups whose blocks all stay.
+        target: the same after the chunk that is being read or is to be.
+        ids: the peer's blocks as far as they are known, a group each, as its row has them.
+        is_whole: the row has said that the blocks of the other groups are there, the *rest*.
+        has_rest: they have been read, or there is no such group.
+        look: under way, None between two.
+        next_look: when the row is looked at again.
+        pairs: what the next chunk copies, once it is known.
+        is_reading: a chunk is being read.
+        has_read: one has been posted.
+        candidate: another nonce that the last look has found.
+        num_restarts: times that the prompt has begun again.
+        num_refused: fences in a row that did not have the nonce.
+        has_begun: the row was seen to be the request's.
+        moved: when something was last new.
+    """
+
+    part: Part
+    link: Link
+    nonce: int
+    regions: tuple[Region, ...]
+    step: int
+    first: int
+    has_rest: bool
+    done: int = 0
+    target: int = 0
+    ids: list[Ids] = field(default_factory=list)
+    is_whole: bool = False
+    look: Look | None = None
+    next_look: float = 0.0
+    pairs: Pairs | None = None
+    is_reading: bool = False
+    has_read: bool = False
+    candidate: int = ENDED
+    num_restarts: int = 0
+    num_refused: int = 0
+    has_begun: bool = False
+    moved: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self.done = self.target = self.first
+        self.ids = [no_ids() for _ in self.groups]
+        self.is_whole = False
+
+    @property
+    def groups(self) -> list[Group]:
+        """The peer's."""
+        return self.link.plan.remote.groups
+
+    @property
+    def num_tokens(self) -> int:
+        """That are wanted."""
+        return min(self.part.load.num_tokens, self.part.remote.num_tokens)
+
+    @property
+    def takes_rest(self) -> bool:
+        """Whether the next chunk is the last one, with what the groups need whose blocks do not
+        stay."""
+        return self.is_whole and not self.has_rest and self.target == self.num_tokens
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is a next chunk, as far as is known."""
+        return self.target > self.done or self.takes_rest
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everything has been read."""
+        return self.done >= self.num_tokens and self.has_rest
+
+    def start_again(self, nonce: int) -> None:
+        """The prompt goes on from its first token, under another nonce."""
+        self.nonce = nonce
+        self._begin()
+        self.num_restarts += 1
+        self.num_refused, self.candidate = 0, ENDED
+
+    def note_progress(self, header: Header) -> None:
+        """What the row says under the present nonce."""
+        self.target = next_chunk(self.done, header.num_tokens, self.num_tokens, self.step)
+        self.is_whole = header.is_whole
+
+    def note_read(self) -> None:
+        """The next chunk is here."""
+        self.has_rest = self.has_rest or self.takes_rest
+        self.done, self.num_refused, self.moved = self.target, 0, time.perf_counter()
+
+    def missing(self) -> list[Wanted]:
+        """Pieces with block ids that the next chunk needs and that are not known.
+
+        Raises:
+            ProtocolError: the row says that there are more than it has room for.
+        """
+        found: list[Wanted] = []
+        room = MAX_PIECES
+        for number, (needed, known) in enumerate(zip(self._needed(), self.ids, strict=True)):
+            first = len(known) // PIECE_IDS
+            count = min(num_pieces_for(needed) - first, room) if needed > len(known) else 0
+            if count > 0:
+                room -= count
+                found.append(Wanted(number, first, count))
+        return found
+
+    def _needed(self) -> Iterator[int]:
+        """Block ids of each group, a rest's with their number before them."""
+        for group, region, known in zip(self.groups, self.regions, self.ids, strict=True):
+            needed = 0
+            if group.kind == FULL:
+                needed = num_blocks_for(self.target, group.block_size)
+            elif self.takes_rest:
+                needed = 1 + (int(known[0]) if len(known) else 0)
+            if needed > region.num_pieces * PIECE_IDS:
+                raise ProtocolError(
+                    f"expected at most {region.num_pieces * PIECE_IDS} block ids of a group in the "
+                    f"prefill engine's row, got {needed}"
+                )
+            yield needed
+
+    def take(self, wanted: list[Wanted], arrived: Ids) -> None:
+        """These pieces have arrived, one behind the other."""
+        for number, first, count in wanted:
+            new, arrived = arrived[: count * PIECE_IDS], arrived[count * PIECE_IDS :]
+            self.ids[number] = np.concatenate([self.ids[number][: first * PIECE_IDS], new])
+        needed = [*self._needed()]
+        self.ids = [ids[:count] for ids, count in zip(self.ids, needed, strict=True)]
+
+    def next_pairs(self) -> Pairs:
+        """What the next chunk copies.
+
+        Raises:
+            ProtocolError: a block id of the peer's is none of its blocks.
+        """
+        load, plan = self.part.load, self.link.plan
+        own = [
+            self._own(group, blocks)
+            for group, blocks in zip(plan.local.groups, load.blocks, strict=True)
+        ]
+        theirs = [
+            self._theirs(group, ids) for group, ids in zip(self.groups, self.ids, strict=True)
+        ]
+        return plan.pairs(
+            own, theirs, num_tokens=self.target, num_remote_tokens=self.target, pause=pause
+        )
+
+    def _own(self, group: Group, blocks: Blocks) -> Blocks:
+        end = num_blocks_for(self.target, group.block_size)
+        if group.kind != FULL:
+            return blocks if self.takes_rest else Blocks(end, [])
+        begin = max(num_blocks_for(self.done, group.block_size), blocks.first)
+        return Blocks(begin, blocks.block_ids[begin - blocks.first : end - blocks.first])
+
+    def _theirs(self, group: Group, ids: Ids) -> list[int]:
+        if group.kind == FULL:
+            return ids[: num_blocks_for(self.target, group.block_size)].tolist()
+        return ids[1:].tolist() if self.takes_rest else []
+
+
+def cursor_of(part: Part, link: Link) -> Cursor:
+    """A part that begins to be read while its prompt is computed.
+
+    Raises:
+        ProtocolError: the peer streams nothing, or its row, regions or fence are none.
+    """
+    remote, plan = part.remote, link.plan
+    if link.stream_headers is None or link.fence_list is None:
+        raise ProtocolError(
+            "the request is to be read while it is computed, and one of the engines streams "
+            "nothing: set stream_chunks in kv_connector_extra_config of both"
+        )
+    if remote.stream_row >= link.num_stream_rows or remote.fence_slot >= link.num_fence_slots:
+        raise ProtocolError(
+            f"expected a row below {link.num_stream_rows} and a fence below "
+            f"{link.num_fence_slots}, got {remote.stream_row} and {remote.fence_slot}"
+        )
+    regions = regions_at(remote.stream_regions, link.pieces_per_row)
+    theirs, own = plan.remote.groups, plan.local.groups
+    if len(regions) != len(theirs):
+        raise ProtocolError(f"expected regions of {len(theirs)} groups, got {len(regions)}")
+    has_rest = all(group.kind == FULL for group in (*theirs, *own))
+    if not has_rest and part.load.num_tokens != remote.num_tokens:
+        raise ProtocolError(
+            f"expected a state or a window after {part.load.num_tokens} tokens, got that after "
+            f"{remote.num_tokens}"
+        )
+    staying = [
+        (group.block_size, blocks.first)
+        for group, blocks in zip(own, part.load.blocks, strict=True)
+        if group.kind == FULL
+    ]
+    sizes = [group.block_size for group in (*own, *theirs) if group.kind == FULL]
+    first = min((size * first for size, first in staying), default=part.load.num_tokens)
+    first = min(first, part.load.num_tokens)
+    return Cursor(part, link.hold(), remote.fence_nonce, regions, math.lcm(*sizes), first, has_rest)
