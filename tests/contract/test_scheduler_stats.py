@@ -100,6 +100,7 @@ def test_a_request_is_counted_once_whatever_the_number_of_ranks(num_ranks: int) 
 
     for request_id, num_blocks in (("good", 3), ("bad", 5)):
         side._loading[request_id] = num_blocks
+        side._arrived[request_id] = time.monotonic() - 3.0
     side._prefills.held.update(dict.fromkeys(("read", "late"), time.monotonic() - 2.0))
     assert gauge(side, "held_requests") == 2
     for rank in range(num_ranks):
@@ -116,6 +117,9 @@ def test_a_request_is_counted_once_whatever_the_number_of_ranks(num_ranks: int) 
     assert stats is not None
     assert stats["failures"] == {"timeout": 1}
     assert stats["blocks"] == 3
+    (handover,) = stats["handover_seconds"]
+    assert handover >= 3.0
+    assert side._arrived == {}
     assert stats["expired_requests"] == 1
     assert len(stats["lease_age_seconds"]) == 2
     assert min(stats["lease_age_seconds"]) >= 2.0

@@ -3,6 +3,7 @@ channel."""
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -141,9 +142,11 @@ class SchedulerSide:
             self._recorder,
             self.doorbell.ring,
         )
-        # Blocks of the loads under way; what of them and of held requests has gone wrong on the
+        # Blocks of the loads under way; when requests came in that are read whole, in monotonic
+        # seconds; what of loads and of held requests has gone wrong on the
         # ranks that are done.
         self._loading: dict[str, int] = {}
+        self._arrived: dict[str, float] = {}
         self._ends = Ends()
         self._log = RateLimitedLog()
 
@@ -230,6 +233,7 @@ class SchedulerSide:
             handle = self._handles.of(request)
         except ProtocolError:
             return  # the load will fail with the reason
+        self._arrived[request.request_id] = time.monotonic()
         self._pending.waits.append(Wait(request.request_id, handle.remote))
         way = way_of(self._sampler, handle, request)
         if way == PREFILL:
@@ -348,6 +352,7 @@ class SchedulerSide:
         know."""
         self._first_tokens.pop(request.request_id, None)
         self._answered.discard(request.request_id)
+        self._arrived.pop(request.request_id, None)
         self._reuse.forget(request.request_id)
         was_cut = self._prefills.forget(request.request_id)
         if self._is_to_load(request):
@@ -426,6 +431,9 @@ class SchedulerSide:
             self._recorder.failure(reason)
         else:
             self._recorder.loaded(num_blocks)
+            if request_id in self._arrived:
+                self._recorder.handed_over(time.monotonic() - self._arrived[request_id])
+        self._arrived.pop(request_id, None)
 
     def _count_lease(self, request_id: str) -> None:
         seconds = self._prefills.note_sent(request_id)

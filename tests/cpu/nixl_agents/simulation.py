@@ -35,6 +35,8 @@ from vllm_commext.testing.servers import free_port
 
 LEASE_SECONDS = 600.0
 NO_STAGES: Stages = []
+PREEMPTION = 1000
+"""Between two nonces of one request."""
 
 
 def places(dealt: Stages, cache: Cache) -> list[tuple[int, int]]:
@@ -122,6 +124,7 @@ class Prefill:
         self.engine_id = engine_id
         self.incarnation = uuid.uuid4().hex
         self.port = free_port()
+        self._nonces = {one.number: one.number for one in case.requests}
         self.workers = [
             Worker(
                 engine_id,
@@ -149,7 +152,7 @@ class Prefill:
             hold = Hold(f"p{number}", LEASE_SECONDS, number, 0)
             if is_streamed:
                 assert worker.publisher is not None
-                hold = replace(hold, fence_nonce=number, stream_row=number)
+                hold = replace(hold, fence_nonce=self._nonces[number], stream_row=number)
                 worker.publisher.ended([replace(hold, listed=self._rest(worker, request))])
             worker.thread.submit(hold)
 
@@ -186,6 +189,21 @@ class Prefill:
             worker.agent.fences.nonces[request.number] = request.number
             self._tell(worker, Chunk(request.number, request.number, (), 0, begins=True))
 
+    def preempt(self, request: Request) -> None:
+        """The request's blocks have gone to others: its fence is replaced."""
+        number = request.number
+        self._nonces[number] += PREEMPTION
+        for worker in self.workers:
+            assert worker.agent.streams is not None
+            worker.agent.fences.nonces[number] = self._nonces[number]
+            worker.agent.streams.restart(number, self._nonces[number])
+
+    def abort(self, request: Request) -> None:
+        """Nothing is handed over: readers are told, then its blocks are free."""
+        number, nonce = request.number, self._nonces[request.number]
+        for worker in self.workers:
+            worker.thread.submit(Hold(f"p{number}", 0.0, number, nonce, number))
+
     def compute(self, request: Request, done: int, end: int) -> None:
         """A step computes the tokens ``[done, end)``."""
         for worker in self.workers:
@@ -196,7 +214,8 @@ class Prefill:
                 first, stop = (-(-tokens // group.block_size) for tokens in (done, end))
                 if group.kind == FULL:
                     listed.append((region.place + first, table.block_ids[first:stop]))
-            self._tell(worker, Chunk(request.number, request.number, tuple(listed), end))
+            nonce = self._nonces[request.number]
+            self._tell(worker, Chunk(request.number, nonce, tuple(listed), end))
 
     @staticmethod
     def _tell(worker: Worker, chunk: Chunk) -> None:

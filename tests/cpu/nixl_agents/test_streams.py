@@ -79,6 +79,9 @@ def test_each_chunk_is_read_when_it_is_computed(prefill: Prefill, decode: Decode
         if number + 1 < NUM_CHUNKS:
             prefill.compute("r", number + 1)
     assert decode.wait("d") == ""
+    recorded = decode.engine.recorded
+    # All but the last chunk, whose block is filled by half and read whole.
+    assert recorded["hidden_bytes"] * len(BLOCKS) == recorded["bytes"] * (len(BLOCKS) - 2)
     prefill.finish("r")
     prefill.wait_freed("r")
     assert prefill.add("again", 1) == REPEATED_KEY
@@ -93,6 +96,7 @@ def test_a_prompt_that_is_computed_already_is_read_at_once(
     prefill.finish("r")
     decode.load("d", 1)
     assert decode.wait("d") == ""
+    assert decode.engine.recorded["hidden_bytes"] == 0 < decode.engine.recorded["bytes"]
     assert decode.has(prefill.right, 0, len(BLOCKS))
     prefill.wait_freed("r")
 
@@ -350,3 +354,69 @@ def test_states_are_read_when_their_prompt_has_ended_and_not_before() -> None:
         cluster.prefill.hold(request, is_streamed=True)
         assert cluster.decode.wait_received([request]) == [set()]
         assert cluster.decode.faults([request]) == []
+
+
+CHUNK = 12
+"""Tokens, of the prompts of ``hybrid_case``."""
+NUM_STEPS = 4
+
+
+def compute_steps(cluster: Cluster, request: Any, begin: int, end: int) -> None:
+    """Steps ``[begin, end)`` of a prompt, each when the one before has been read."""
+    workers = cluster.decode.workers
+    for step in range(begin, end):
+        before = [worker.collect() and worker.recorded["bytes"] for worker in workers]
+        stop = min((step + 1) * CHUNK, request.num_tokens)
+        cluster.prefill.compute(request, step * CHUNK, stop)
+        wait_until(
+            lambda before=before: all(
+                worker.collect() and worker.recorded["bytes"] > known
+                for worker, known in zip(workers, before, strict=True)
+            ),
+            f"step {step}",
+        )
+
+
+@pytest.mark.parametrize("fault_at", range(NUM_STEPS))
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)], ids=["1:1", "2:1"])
+def test_blocks_that_are_zeroed_before_the_fence_is_replaced_are_read_anew(
+    sizes: tuple[int, int], fault_at: int
+) -> None:
+    """Zeroing of the blocks of a preempted prompt may come before its fence is replaced: what is
+    read in between passes the fence, and must not count."""
+    with Cluster(hybrid_case(sizes), streams=True) as cluster:
+        request = cluster.requests[0]
+        cluster.prefill.begin(request)
+        cluster.decode.submit(request, cluster.prefill.stream(request))
+        compute_steps(cluster, request, 0, fault_at)
+        right = [worker.memory.copy() for worker in cluster.prefill.workers]
+        for worker in cluster.prefill.workers:
+            worker.memory[:] = 0
+        compute_steps(cluster, request, fault_at, fault_at + 1)
+        cluster.prefill.preempt(request)
+        for worker, memory in zip(cluster.prefill.workers, right, strict=True):
+            worker.memory[:] = memory
+        compute_steps(cluster, request, 0, NUM_STEPS)
+        cluster.prefill.hold(request, is_streamed=True)
+        assert cluster.decode.wait_received([request]) == [set()]
+        wrong = cluster.decode.faults([request])
+        assert [one for one in wrong if "bytes wrong" in one] == []
+        cluster.prefill.wait_released([request])
+
+
+@pytest.mark.parametrize("fault_at", range(NUM_STEPS + 1))
+def test_a_prompt_that_is_aborted_before_its_states_are_there_fails_the_load(fault_at: int) -> None:
+    with Cluster(hybrid_case((1, 1)), streams=True) as cluster:
+        request, other = cluster.requests
+        cluster.prefill.begin(request)
+        cluster.decode.submit(request, cluster.prefill.stream(request))
+        compute_steps(cluster, request, 0, fault_at)
+        cluster.prefill.abort(request)
+        assert cluster.decode.wait_received([request]) == [{f"d{request.number}"}]
+        (worker,) = cluster.decode.workers
+        assert worker.recorded["failures"] == {"expired": 1}
+        cluster.prefill.begin(other)
+        cluster.decode.submit(other, cluster.prefill.stream(other))
+        cluster.prefill.compute(other, 0, other.num_tokens)
+        cluster.prefill.hold(other, is_streamed=True)
+        assert cluster.decode.wait_received(cluster.requests) == [{f"d{request.number}"}]

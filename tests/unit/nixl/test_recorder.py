@@ -26,6 +26,7 @@ RECORDS = st.fixed_dictionaries(
                 "post_seconds",
                 "handshake_seconds",
                 "queue_seconds",
+                "handover_seconds",
                 "lease_age_seconds",
             )
         },
@@ -33,6 +34,7 @@ RECORDS = st.fixed_dictionaries(
             key: st.integers(0, 99)
             for key in (
                 "bytes",
+                "hidden_bytes",
                 "blocks",
                 "descriptors",
                 "merged_descriptors",
@@ -88,6 +90,7 @@ def test_everything_recorded_is_taken_once() -> None:
     recorder.retry()
     recorder.lease_ended(3.0, expired=True)
     recorder.lease_ended(1.0, expired=False)
+    recorder.handed_over(0.75)
     recorder.loaded(6)
     recorder.side_channel_rejects(4)
     recorder.reuse(lookups=1)
@@ -99,8 +102,10 @@ def test_everything_recorded_is_taken_once() -> None:
         "post_seconds": [0.5, 0.5],
         "handshake_seconds": [0.25],
         "queue_seconds": [0.125],
+        "handover_seconds": [0.75],
         "lease_age_seconds": [3.0, 1.0],
         "bytes": 200,
+        "hidden_bytes": 0,
         "blocks": 6,
         "descriptors": 12,
         "merged_descriptors": 4,

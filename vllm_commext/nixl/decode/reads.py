@@ -42,6 +42,7 @@ class Read:
         cell: where the fence is read into, None before that.
         cells: where generations are read into, rather.
         is_late: it has not moved on for too long.
+        is_hidden: it began before the prompt was computed, as far as was known.
     """
 
     part: Part
@@ -57,6 +58,7 @@ class Read:
     cell: int | None = None
     cells: list[int] = field(default_factory=list[int])
     is_late: bool = False
+    is_hidden: bool = False
 
     @property
     def is_fenced(self) -> bool:
@@ -179,6 +181,7 @@ class ReadSet:
             num_descriptors=len(pairs.local),
             progressed=now,
             mark=link.num_bytes_done,
+            is_hidden=part.stream is not None and not part.stream.is_computed,
         )
         if not link.num_bytes:
             link.progressed = now
@@ -212,6 +215,7 @@ class ReadSet:
             num_bytes=read.num_bytes,
             num_descriptors=read.num_descriptors,
             num_merged=read.num_merged,
+            is_hidden=read.is_hidden,
         )
 
     def take_late(self) -> list[Read]:

@@ -47,10 +47,13 @@ HISTOGRAMS = {
     "post_seconds": "Time to describe and post a read of KV blocks.",
     "handshake_seconds": "Time from asking a new prefill engine to its answer.",
     "queue_seconds": "Time from a load's beginning to the posting of its read, handshake included.",
+    "handover_seconds": "Time from a request's arrival at the decode engine until its blocks are "
+    "there; of prompts that were handed over whole.",
     "lease_age_seconds": "Age of a request's lease when its readers released it or it ran out.",
 }
 COUNTERS = {
     "bytes": "Bytes of KV cache read from prefill engines.",
+    "hidden_bytes": "Bytes of them whose reading began before the prompt was computed.",
     "blocks": "Blocks of this engine's KV cache that were read from prefill engines.",
     "descriptors": "Descriptors of the reads, before NIXL merges neighbours.",
     "merged_descriptors": "Descriptors of the reads that NIXL moved, after it merged neighbours.",

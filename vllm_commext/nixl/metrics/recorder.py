@@ -61,8 +61,10 @@ def empty_data() -> dict[str, Any]:
         "post_seconds": [],
         "handshake_seconds": [],
         "queue_seconds": [],
+        "handover_seconds": [],
         "lease_age_seconds": [],
         "bytes": 0,
+        "hidden_bytes": 0,
         "blocks": 0,
         "descriptors": 0,
         "merged_descriptors": 0,
@@ -141,14 +143,21 @@ class TransferRecorder:
         num_bytes: int,
         num_descriptors: int,
         num_merged: int,
+        is_hidden: bool = False,
     ) -> None:
-        """A read ended well."""
+        """A read ended well; *hidden* where it began before its prompt was computed."""
         with self._lock:
             self._data["transfer_seconds"].append(seconds)
             self._data["post_seconds"].append(post_seconds)
             self._data["bytes"] += num_bytes
+            self._data["hidden_bytes"] += num_bytes * is_hidden
             self._data["descriptors"] += num_descriptors
             self._data["merged_descriptors"] += num_merged
+
+    def handed_over(self, seconds: float) -> None:
+        """A whole prompt's blocks are here, so long after its request has come in."""
+        with self._lock:
+            self._data["handover_seconds"].append(seconds)
 
     def loaded(self, num_blocks: int) -> None:
         """A load ended well on all ranks."""

@@ -71,6 +71,7 @@ class Cursor:
         done: tokens that are here, of the groups whose blocks all stay.
         target: the same after the chunk that is being read or is to be.
         ids: the peer's blocks as far as they are known, a group each, as its row has them.
+        is_computed: the row has said that all wanted tokens are.
         is_whole: the row has said that the blocks of the other groups are there, the *rest*.
         has_rest: they have been read, or there is no such group.
         look: under way, None between two.
@@ -95,6 +96,7 @@ class Cursor:
     done: int = 0
     target: int = 0
     ids: list[Ids] = field(default_factory=list)
+    is_computed: bool = False
     is_whole: bool = False
     look: Look | None = None
     next_look: float = 0.0
@@ -113,7 +115,7 @@ class Cursor:
     def _begin(self) -> None:
         self.done = self.target = self.first
         self.ids = [no_ids() for _ in self.groups]
-        self.is_whole = False
+        self.is_computed = self.is_whole = False
 
     @property
     def groups(self) -> list[Group]:
@@ -151,6 +153,7 @@ class Cursor:
     def note_progress(self, header: Header) -> None:
         """What the row says under the present nonce."""
         self.target = next_chunk(self.done, header.num_tokens, self.num_tokens, self.step)
+        self.is_computed = header.num_tokens >= self.num_tokens
         self.is_whole = header.is_whole
 
     def note_read(self) -> None:
