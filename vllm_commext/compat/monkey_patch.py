@@ -76,7 +76,7 @@ INVENTORY: tuple[MonkeyPatch, ...] = (
     ),
     MonkeyPatch(
         "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator.__init__",
-        why="a tensor-parallel group on CPUs gets our ring buffers where it would get Gloo; no hook",
+        why="a tensor-parallel group on CPUs gets our ring buffers instead of Gloo; no hook",
         guard="API checks of `cpu_collectives`; the native extension is built",
         test="tests/contract/test_cpu_collectives.py",
         removal="vLLM's own shared memory serves every CPU, not only those with AVX-512",

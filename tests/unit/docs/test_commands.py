@@ -34,6 +34,7 @@ COVERAGE: tuple[tuple[str, str], ...] = (
     (r"make matrix$", "tests/contract/test_api_matrix.py::test_text_and_import_agree"),
     (r"make nightly$", f"{NOT_RUN}hours: the targets that it names, each of them below or above"),
     (r"make test-matrix$", f"{NOT_RUN}makes an environment of each vLLM, some GB"),
+    (r"make pythons$", f"{NOT_RUN}makes an environment of each Python, some GB"),
     (r"make wheels$", "tests/unit/test_build.py::test_two_sdists_are_the_same_to_the_byte"),
     (
         r"vllm-commext doctor$",
@@ -83,6 +84,10 @@ COVERAGE: tuple[tuple[str, str], ...] = (
     (
         r"examples/multinode/run.sh ",
         "tests/cpu/test_examples.py::test_two_namespaces_stand_for_two_hosts",
+    ),
+    (
+        r"(apt-get install prometheus|examples/dashboard/run.sh)",
+        f"{NOT_RUN}needs Prometheus; run by hand, see expected_output.txt",
     ),
     (r"examples/xpyd/run.sh ", f"{NOT_RUN}six servers; run by hand, see expected_output.txt"),
 )
