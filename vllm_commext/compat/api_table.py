@@ -331,7 +331,7 @@ API_CHECKS: tuple[ApiCheck, ...] = (
     ApiCheck(
         "cpu_communicator",
         "cpu_collectives",
-        "a communicator of CPUs gets ring buffers when it is made; it reduces and gathers through them",
+        "a communicator of CPUs gets ring buffers when made, and reduces and gathers through them",
         has_methods(
             f"{COMMUNICATORS}.cpu_communicator:CpuCommunicator",
             {"all_reduce": ("input_",), "all_gather": ("input_", "dim")},
