@@ -155,7 +155,8 @@ class ProxyApp:
             outcome.set(error.kind, error.side)
             raise
         except (ClientGoneError, asyncio.CancelledError):
-            outcome.set("shutdown" if self._draining else "client_gone", SIDE_PROXY)
+            if not outcome.is_answered:
+                outcome.set("shutdown" if self._draining else "client_gone", SIDE_PROXY)
             raise
         except Exception:
             outcome.set("internal", SIDE_PROXY)

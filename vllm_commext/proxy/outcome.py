@@ -16,7 +16,7 @@ class Outcome:
     """Filled in while the request is served. kind, side: labels of the count. path: how it went,
     one of `TWO_STEP`, `STREAMED` (both steps at once), `LOCAL_PREFILL` and `DIRECT`. first_token:
     when it was sent, one of `rule.WAYS`, "" where there is none. first_token_seconds: None before
-    it came."""
+    it came. is_answered: the client has its whole stream, whatever comes after."""
 
     request_id: str
     kind: str = "ok"
@@ -28,6 +28,7 @@ class Outcome:
     first_token: str = ""
     began: float = field(default_factory=time.monotonic)
     first_token_seconds: float | None = None
+    is_answered: bool = False
 
     def set(self, kind: str, side: str) -> None:
         self.kind, self.side = kind, side

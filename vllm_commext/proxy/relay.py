@@ -17,7 +17,7 @@ from vllm_commext.proxy.early.lead import Lead
 from vllm_commext.proxy.early.splice import FirstTokenDiffersError
 from vllm_commext.proxy.failures import ClientGoneError, ProxyError
 from vllm_commext.proxy.opening import Opened
-from vllm_commext.proxy.sse import error_event
+from vllm_commext.proxy.sse import DONE, error_event
 
 # These describe one connection, or are set anew by whoever writes the response.
 _NOT_PASSED_ON = frozenset(
@@ -49,6 +49,7 @@ class Relay:
 
     What a token costs the proxy is spent here, so one timer watches over the whole stream, and
     failures are told apart outside of the loop. *on_gap* gets the seconds between two pieces.
+    has_sent_end: the client has all of a stream's events, and may leave.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Relay:
         self._config = config
         self._on_gap = on_gap
         self._is_engines_turn = False
+        self.has_sent_end = False
 
     async def run(self, extra_headers: Mapping[str, str]) -> Relayed:
         """Send everything. Raises `ClientGoneError`."""
@@ -107,6 +109,7 @@ class Relay:
                 ready = splice.feed(ready)
             if ready:
                 await response.write(ready)
+                self.has_sent_end = ready.endswith(DONE)
             self._is_engines_turn = True
             watch.reading()
             piece = await read()

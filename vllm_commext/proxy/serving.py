@@ -240,7 +240,11 @@ class Service:
         elif opened.cutter is not None and outcome.first_token_seconds is not None:
             metrics.first_token_seconds.labels(engine).observe(outcome.first_token_seconds)
         on_gap = metrics.inter_token_seconds.labels(engine).observe
-        relayed = await Relay(request, opened, lead, self._config, on_gap).run(told)
+        relay = Relay(request, opened, lead, self._config, on_gap)
+        try:
+            relayed = await relay.run(told)
+        finally:
+            outcome.is_answered = relay.has_sent_end
         if relayed.failure is not None:
             self._note_broken(relayed.failure, outcome)
         elif opened.response.status < 400:

@@ -7,6 +7,7 @@ from typing import Any
 MAX_HELD_BYTES = 8 << 20
 _ABORT = b'"abort"'
 _DONE = b"data: [DONE]"
+DONE = _DONE + b"\n\n"
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 
 

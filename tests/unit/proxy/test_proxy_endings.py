@@ -223,3 +223,27 @@ def test_a_stream_that_ends_without_an_answer_has_failed(
                 assert "before its first token" in (await response.json())["error"]["message"]
 
     asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_with_its_whole_answer_has_not_gone_away(kit: Any) -> None:
+    """Some close their connection at the last event, before the engine has ended its own."""
+
+    async def without_end(call: Any) -> None:
+        await call.begin_stream()
+        for event in (EVENT, b"data: [DONE]\n\n"):
+            await call.chunk(event)
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        async with kit.cluster() as cluster:
+            cluster.decode[0].behave = without_end
+            async with cluster.post(STREAM) as response:
+                received = b""
+                while not received.endswith(b"data: [DONE]\n\n"):
+                    received += await response.content.readany()
+                response.close()
+            await kit.until(lambda: cluster.decode[0].num_left == 1, "the engine to be left")
+            await cluster.idle()
+            assert kit.outcome("ok", "proxy") in await cluster.metrics()
+
+    asyncio.run(scenario())
