@@ -1,0 +1,151 @@
+"""One rank of the kernels' checks with more ranks than GPUs; test_shared_gpus.py starts them.
+
+    python tests/gpu/shared_gpu_ranks.py RANK WORLD_SIZE PORT [CHECK ...]
+
+Ranks that share a GPU run in turn there, so every wait in a kernel lasts a time slice of
+milliseconds: nothing is timed, and sizes are few. NCCL takes no two ranks of one GPU, so the ranks
+agree through gloo and use the kernels without vLLM's group. A line of JSON a check on rank 0.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from vllm_commext.allreduce.backends.push import PushBackend
+from vllm_commext.allreduce.fused import layout as fused_layout
+from vllm_commext.allreduce.fused.backend import PushFused
+from vllm_commext.allreduce.fused.kernels import FusedKernels
+from vllm_commext.allreduce.fused.layout import FusedShape
+from vllm_commext.allreduce.lockstep import Lockstep
+from vllm_commext.allreduce.message import Message
+
+MESSAGE_BYTES = 1 << 20
+GROUP_SECONDS = 120
+HIDDEN = 1024
+ROWS = 600  # more than a launch takes in float32, and more than one form serves
+SPLITS = ((0, 1), (7, 8), (1, 18), (100, 164), (ROWS - 90, ROWS))
+
+
+class Rank:
+    """The kernels of one rank."""
+
+    def __init__(self) -> None:
+        self.group = distributed.group.WORLD
+        assert self.group is not None
+        self.lockstep = Lockstep(self.group)
+        self.rank, self.world = self.lockstep.rank, self.lockstep.world_size
+        self.push = PushBackend(self.group, MESSAGE_BYTES, self.lockstep)
+        self.fused = PushFused(FusedKernels(self.push.memory, self.lockstep), self.world)
+
+    def parts(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Every rank's rows, of numbers whose sum depends on the order of additions."""
+        made: list[torch.Tensor] = []
+        for rank in range(self.world):
+            dice = torch.Generator("cuda").manual_seed(100 + rank)
+            size = (ROWS, HIDDEN)
+            wide = torch.randn(size, generator=dice, device="cuda")
+            made.append(
+                (wide * 10.0 ** torch.randint(-3, 4, size, generator=dice, device="cuda")).to(dtype)
+            )
+        return made
+
+
+def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum in the order of ranks, in float32, rounded once."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def check_all_reduce(rank: Rank) -> int:
+    """Every bit that of a sum in the order of ranks, whatever else is in the batch."""
+    batches = 0
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        parts = rank.parts(dtype)
+        want, mine = in_order(parts), parts[rank.rank]
+        for begin, end in ((0, ROWS), *SPLITS):
+            rows = mine[begin:end].contiguous()
+            assert rank.push.takes(Message(tuple(rows.shape), str(dtype).removeprefix("torch.")))
+            assert torch.equal(rank.push.all_reduce(rows), want[begin:end]), (dtype, begin, end)
+            batches += 1
+    return batches
+
+
+def check_fused(rank: Rank) -> int:
+    """Every form of the fused op has the residual of that sum, and a row's norm has the same bits
+    in any batch."""
+    batches = 0
+    for dtype in (torch.bfloat16, torch.float32):
+        shape = FusedShape(str(dtype).removeprefix("torch."), "float32", HIDDEN, residual=True)
+        rank.fused.prepare(shape)
+        parts = rank.parts(dtype)
+        dice = torch.Generator("cuda").manual_seed(1)
+        weight = torch.rand(HIDDEN, device="cuda", generator=dice)
+        old = torch.randn((ROWS, HIDDEN), device="cuda", generator=dice).to(dtype)
+        want = (in_order(parts).float() + old.float()).to(dtype)
+        whole: torch.Tensor | None = None
+        kernels: set[str] = set()
+        for begin, end in ((0, ROWS), *SPLITS):
+            rows, residual = parts[rank.rank][begin:end].contiguous(), old[begin:end].contiguous()
+            kernels.add(fused_layout.choose(shape, end - begin, rank.world).kernel)
+            made = rank.fused.run(shape, rows, residual, weight, 1e-6, None)
+            whole = made.out.clone() if whole is None else whole
+            assert torch.equal(made.residual, want[begin:end]), (dtype, begin, end)
+            assert torch.equal(made.out, whole[begin:end]), (dtype, begin, end)
+            batches += 1
+        assert kernels == {fused_layout.ONE_PHASE, fused_layout.TWO_PHASE}, kernels
+    return batches
+
+
+CHECKS: dict[str, Callable[[Rank], int]] = {"all_reduce": check_all_reduce, "fused": check_fused}
+
+
+def run_check(rank: Rank, name: str) -> None:
+    start, batches, error = time.monotonic(), 0, ""
+    try:
+        batches = CHECKS[name](rank)
+        torch.cuda.synchronize()
+    except Exception:  # noqa: BLE001 the test shows it
+        error = traceback.format_exc()
+    errors = rank.lockstep.run(lambda: error)
+    if rank.rank == 0:
+        line: dict[str, Any] = {
+            "check": name,
+            "seconds": round(time.monotonic() - start, 2),
+            "batches": batches,
+            "errors": {str(index): text for index, text in enumerate(errors) if text},
+        }
+        sys.stdout.write("\n" + json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+def main() -> None:
+    rank, world, port = (int(text) for text in sys.argv[1:4])
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=GROUP_SECONDS),
+    )
+    with torch.inference_mode():
+        made = Rank()
+        for name in sys.argv[4:] or list(CHECKS):
+            run_check(made, name)
+    distributed.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # tear-down with peers' memory mapped can hang
+
+
+if __name__ == "__main__":
+    main()

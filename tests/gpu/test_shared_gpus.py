@@ -1,0 +1,31 @@
+"""The kernels with more ranks than GPUs: their sums and norms at 3, 4, 5 and 8 ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_commext.testing.gpu_ranks import run_ranks
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+NUM_GPUS = torch.cuda.device_count()
+SCRIPT = Path(__file__).with_name("shared_gpu_ranks.py")
+SECONDS = 120
+CHECKS = ("all_reduce", "fused")
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 GPUs, this machine has {NUM_GPUS}")
+@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.parametrize("ranks", [3, 4, 5, 8])
+def test_ranks_that_share_gpus_agree_on_every_bit(ranks: int) -> None:
+    outcome = run_ranks(SCRIPT, ranks, CHECKS, SECONDS)
+    for check in CHECKS:
+        assert check in outcome.lines, f"they ended before {check}:\n{outcome.text[-3000:]}"
+        line = outcome.lines[check]
+        sys.stdout.write(json.dumps(line) + "\n")
+        assert not line["errors"], "\n".join(line["errors"].values())
+        assert line["batches"] > 0
