@@ -325,7 +325,7 @@ def markdown(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str
 
 
 def write(args: argparse.Namespace, rounds: Rounds, queues: Mapping[str, Any]) -> None:
-    """The page and its JSON; the latter without the single steps."""
+    """The page and its JSON, which has each round too, but not its single steps."""
     import torch
     import vllm
 
@@ -344,9 +344,18 @@ def write(args: argparse.Namespace, rounds: Rounds, queues: Mapping[str, Any]) -
     }
     args.out.mkdir(parents=True, exist_ok=True)
     name = f"queue_engine_tp{args.tp}"
-    (args.out / f"{name}.json").write_text(
-        json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n"
-    )
+    each = [
+        {
+            engine: {
+                requests: {key: figures[key] for key in FIGURES}
+                for requests, figures in of[engine].items()
+            }
+            for engine in ENGINES
+        }
+        for of in rounds
+    ]
+    text = json.dumps({"facts": facts, "rows": rows, "rounds": each}, indent=1)
+    (args.out / f"{name}.json").write_text(text + "\n")
     (args.out / f"{name}.md").write_text(markdown(facts, rows))
 
 
