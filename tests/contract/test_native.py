@@ -27,8 +27,8 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm.platforms, "current_platform", gpus)
 
 
-def on_arm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+def on_riscv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
 
 
 def with_an_untested_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ELSEWHERE = [
     (on_a_gpu, "proven with vLLM for CPUs, and this is for cuda"),
-    (on_arm, "proven on x86_64, and this is aarch64"),
+    (on_riscv, "proven on x86_64, aarch64, and this is riscv64"),
     (with_an_untested_vllm, "vLLM 0.33.0 is in the window 0.28 to 0.33 but not tested"),
     (with_an_older_vllm, "vLLM 0.27.0 is older than the window"),
     (without_the_extension, "the native extension is not built"),

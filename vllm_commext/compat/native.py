@@ -9,7 +9,7 @@ from vllm_commext.compat.versions import Verdict, judge
 from vllm_commext.errors import UnprovenHereError, UnsupportedError
 
 RING = "vllm_commext.shm._shm_ring"
-PROVEN_MACHINES = ("x86_64",)
+PROVEN_MACHINES = ("x86_64", "aarch64")
 
 
 @contextlib.contextmanager
