@@ -13,12 +13,9 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import turn
+from engine_process import ANSWER, READY, EngineProcess, say
 from serving import models
 
 from vllm_commext.testing import gpu_ranks
 
-ROOT = Path(__file__).parents[1]
-READY, ANSWER = "READY ", "ANSWER "
 VLLM, OURS = "vllm", "ours"
 TOGGLE = "VLLM_COMMEXT_SHM_QUEUE"
 ENGINES = {VLLM: "0", OURS: "1"}  # name: the toggle
@@ -40,7 +36,6 @@ BATCHES = (1, 16, 64)
 PROMPT = 64  # tokens
 SKIPPED = 8  # steps at the beginning and at the end of an answer, when not all requests run
 SETTLE_SECONDS = 1.2  # vLLM's readers spin for a second after the last message
-GRACE_SECONDS = 15.0
 KV_BYTES = 1 << 30
 KINDS = {"VLLM::EngineCore": "engine", "VLLM::Worker": "workers"}
 ENVIRON = {
@@ -166,87 +161,30 @@ def serve(args: argparse.Namespace) -> None:
     served = Served(args)
     for requests in BATCHES:
         served.measure(requests)
-    print(f"\n{READY}{json.dumps(served.queues())}", flush=True)
+    say(READY, served.queues())
     for line in sys.stdin:
         if line.strip() == "settle":  # wake up, and let the other engine's readers go to sleep
             time.sleep(SETTLE_SECONDS)
             served.measure(1)
-            print(f"\n{ANSWER}0", flush=True)
+            say(ANSWER, 0)
         else:
-            print(f"\n{ANSWER}{json.dumps(served.measure(int(line)))}", flush=True)
+            say(ANSWER, served.measure(int(line)))
 
 
-class Engine:
-    """A process that serves, in a session of its own; its output is read by a thread."""
-
-    def __init__(self, name: str, args: argparse.Namespace, model: Path) -> None:
-        self.name = name
-        python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, __file__, "--tp", str(args.tp), "--model", str(model)]
-        command += ["--output", str(args.output), *(["--cpu"] if args.cpu else [])]
-        self._process = subprocess.Popen(
-            command,
-            env={**os.environ, **ENVIRON, TOGGLE: ENGINES[name], "PYTHONPATH": python_path},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        self.lines: list[str] = []
-        self._news = threading.Condition()
-        self._read = 0
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            with self._news:
-                self.lines.append(line.rstrip())
-                self._news.notify()
-
-    def await_line(self, mark: str, end: float) -> Any:
-        """What the next line that begins with `mark` says, in JSON.
-
-        Raises:
-            RuntimeError: the engine has ended, or the time is over.
-        """
-        with self._news:
-            while time.monotonic() < end:
-                while self._read < len(self.lines):
-                    self._read += 1
-                    if self.lines[self._read - 1].startswith(mark):
-                        return json.loads(self.lines[self._read - 1].removeprefix(mark))
-                if self._process.poll() is not None:
-                    break
-                self._news.wait(0.5)
-        text = "\n".join(self.lines)[-6000:]
-        raise RuntimeError(f"{self.name}: expected {mark.strip()} in time, got\n{text}")
-
-    def ask(self, line: object, end: float) -> Any:
-        """The engine's answer to a line."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{line}\n")
-        self._process.stdin.flush()
-        return self.await_line(ANSWER, end)
-
-    def end(self) -> None:
-        """The engine and all its workers; nothing that still runs may keep the GPUs."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE_SECONDS)
+def start(name: str, args: argparse.Namespace, model: Path) -> EngineProcess:
+    """The engine of this name; it is not ready yet."""
+    words = ["--tp", str(args.tp), "--model", str(model), "--output", str(args.output)]
+    words += ["--cpu"] if args.cpu else []
+    return EngineProcess(name, __file__, words, {**ENVIRON, TOGGLE: ENGINES[name]})
 
 
 @contextlib.contextmanager
-def engines(args: argparse.Namespace) -> Iterator[dict[str, Engine]]:
+def engines(args: argparse.Namespace) -> Iterator[dict[str, EngineProcess]]:
     """Both engines, started at once."""
     with tempfile.TemporaryDirectory() as folder:
         kind, device = ("llama", "cpu") if args.cpu else ("dense", "cuda")
         model, _ = models.write_model(kind, Path(folder) / "model", device)
-        made = {name: Engine(name, args, model) for name in ENGINES}
+        made = {name: start(name, args, model) for name in ENGINES}
         try:
             yield made
         finally:
@@ -257,7 +195,7 @@ def engines(args: argparse.Namespace) -> Iterator[dict[str, Engine]]:
 Rounds = list[dict[str, dict[int, dict[str, Any]]]]  # by engine, by requests: the figures
 
 
-def one_round(made: Mapping[str, Engine], number: int, end: float) -> Any:
+def one_round(made: Mapping[str, EngineProcess], number: int, end: float) -> Any:
     """Every cell once on every engine; another one first each time."""
     order = list(made) if number % 2 == 0 else list(made)[::-1]
     found: dict[str, dict[int, dict[str, Any]]] = {}
