@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from vllm import envs
 from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.compilation.passes.pass_manager import PostGradPassManager
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.utils import Range
 from vllm.ir import ops as ir_ops
 from vllm.platforms import current_platform
@@ -99,7 +100,8 @@ def served() -> Iterator[Callable[[str], None]]:
     """Lets a group be served by a table with this one first; undone afterwards."""
 
     def serve(first: str) -> None:
-        table = Table(2, {}, "test", {"bfloat16": (Row(1 << 30, (first,)),)})
+        rows = (Row(1 << 30, (first,)),)
+        table = Table(2, {}, "test", {"bfloat16": rows, "float32": rows})
         apart = fused_op.after_all_reduce(lambda x: x + x)
         fused_op.register_group(GROUP, fused_op.FusedNorm(apart, [], FusedPolicy(table)))
         fused_pass.install()
@@ -153,6 +155,44 @@ def test_vllms_pass_manager_runs_ours(served: Callable[[str], None]) -> None:
         norm = torch.nn.functional.rms_norm(residual, (64,), eps=1e-5)
         want = norm * weight.float()
     assert (module(x, *weights).float() - want).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("epilogue", ["fp8_static", "fp8_row"])
+@pytest.mark.parametrize("used", [False, True], ids=["quantised alone", "and used"])
+def test_a_quantiser_as_vllm_writes_it_is_found(
+    served: Callable[[str], None], epilogue: str, used: bool
+) -> None:
+    """By torch's ops; of vLLM's own ops builds for CPUs have the names alone."""
+    current_platform.import_kernels()
+    from vllm_commext.compat.fused_quant import KINDS, MatcherQuantFP8
+
+    served(names.FUSED_PUSH)
+    with set_current_vllm_config(VllmConfig(), check_compile=False):
+        quantiser = MatcherQuantFP8(KINDS[epilogue][0], enabled=False)
+
+    def quantised_model(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> Any:
+        total = torch.ops.vllm.all_reduce(x, group_name=GROUP)
+        out, residual = ir_ops.fused_add_rms_norm.torch_op(total, x, weight, 1e-5)
+        q, scales = quantiser(out, scale) if epilogue == "fp8_static" else quantiser(out)
+        return q.float() * scales, residual, *([out + 1] if used else [])
+
+    arguments = (torch.randn(3, 64), torch.rand(64), torch.tensor([0.05]))
+    module = make_fx(
+        quantised_model, tracing_mode="fake", decomposition_table=select_decomp_table()
+    )(*arguments)
+    module.graph.eliminate_dead_code()
+    manager = PostGradPassManager()
+    manager.configure(VllmConfig())
+    (ours,) = (each for each in manager.passes if isinstance(each, fused_pass.FusedNormPass))
+    with pass_context(Range(1, 32)):
+        ours(module.graph)
+    (call,) = module.graph.find_nodes(op="call_function", target=OURS.default)
+    assert (epilogue in call.args) == (not used)
+    module.recompile()
+    x, weight, _ = arguments
+    want = torch.nn.functional.rms_norm(3 * x, (64,), weight, 1e-5)
+    if not used:
+        torch.testing.assert_close(module(*arguments)[0], want, rtol=2**-4, atol=0.05)
 
 
 def passes(*names: str) -> list[Any]:
