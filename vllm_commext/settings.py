@@ -131,7 +131,7 @@ TOGGLES: tuple[Toggle, ...] = (
         field="allreduce_backend",
         choices=(
             *("auto", "flashinfer_one_shot", "flashinfer_two_shot", "flashinfer_mnnvl", "custom"),
-            *("symm_one_shot", "symm_two_shot", "symm_two_shot_inplace", "push", "host"),
+            *("push", "host"),
             *("nccl", "vllm"),
         ),
         default="auto",

@@ -23,14 +23,14 @@ from vllm_commext.compat import tp_group
 MIB = 1 << 20
 TIMES = {
     2048: {"custom": 4.0, "nccl": 8.0},
-    MIB: {"custom": 8.5, "nccl": 10.0, "symm_two_shot": 9.0},
-    64 * MIB: {"nccl": 240.0, "symm_two_shot": 1000.0},
+    MIB: {"custom": 8.5, "nccl": 10.0, "flashinfer_two_shot": 9.0},
+    64 * MIB: {"nccl": 240.0, "flashinfer_two_shot": 1000.0},
 }
 
 
 def test_the_table_marks_the_fastest() -> None:
     lines = tune_report.as_table(TIMES).splitlines()
-    assert lines[0] == "| size | nccl | custom | symm_two_shot |"
+    assert lines[0] == "| size | nccl | custom | flashinfer_two_shot |"
     assert lines[2:] == [
         "| 2 KiB | 8.0 | 4.0* | - |",
         "| 1 MiB | 10.0 | 8.5* | 9.0 |",

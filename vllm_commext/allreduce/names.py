@@ -4,9 +4,6 @@ FLASHINFER_ONE_SHOT = "flashinfer_one_shot"
 FLASHINFER_TWO_SHOT = "flashinfer_two_shot"
 FLASHINFER_MNNVL = "flashinfer_mnnvl"
 CUSTOM = "custom"
-SYMM_ONE_SHOT = "symm_one_shot"
-SYMM_TWO_SHOT = "symm_two_shot"
-SYMM_TWO_SHOT_INPLACE = "symm_two_shot_inplace"
 NCCL = "nccl"
 PUSH = "push"  # our own kernel
 HOST = "host"  # our own kernel for GPUs that cannot reach each other
@@ -14,10 +11,9 @@ VLLM = "vllm"  # no backend of ours: vLLM's default dispatch, untouched
 
 BACKENDS = (
     *(FLASHINFER_ONE_SHOT, FLASHINFER_TWO_SHOT, FLASHINFER_MNNVL, CUSTOM),
-    *(SYMM_ONE_SHOT, SYMM_TWO_SHOT, SYMM_TWO_SHOT_INPLACE, PUSH, HOST, NCCL),
+    *(PUSH, HOST, NCCL),
 )
 FLASHINFER = (FLASHINFER_ONE_SHOT, FLASHINFER_TWO_SHOT, FLASHINFER_MNNVL)
-SYMMETRIC = (SYMM_ONE_SHOT, SYMM_TWO_SHOT, SYMM_TWO_SHOT_INPLACE)
 
 # Who serves all-reduce, residual and norm together.
 FUSED_PUSH = "fused_push"  # our own kernels, in one launch

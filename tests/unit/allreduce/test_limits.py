@@ -92,8 +92,6 @@ def test_no_backend_takes_an_empty_message_or_one_above_its_bound(
     taken = [
         limits.flashinfer_one_shot(message, world_size, bound),
         limits.flashinfer_two_shot(message, world_size, bound),
-        limits.symm_one_shot(message, world_size, bound),
-        limits.symm_two_shot(message, world_size, bound),
         limits.custom(message, world_size, bound, connected),
     ]
     if any(taken):
@@ -120,10 +118,3 @@ def test_vllms_kernel_wants_packs_and_links() -> None:
     assert not limits.custom(Message((9,), "bfloat16"), 2, MIB, fully_connected=True)
     assert not limits.custom(Message((8,), "bfloat16"), 4, MIB, fully_connected=False)
     assert not limits.custom(Message((8,), "bfloat16"), 3, MIB, fully_connected=True)
-
-
-def test_symmetric_memory_has_no_float16_and_two_shot_no_six_ranks() -> None:
-    assert not limits.symm_one_shot(Message((8,), "float16"), 2, MIB)
-    assert limits.symm_one_shot(Message((8,), "float32"), 6, MIB)
-    assert not limits.symm_two_shot(Message((8,), "float32"), 6, MIB)
-    assert not limits.symm_one_shot(Message((1,), "bfloat16"), 2, MIB)

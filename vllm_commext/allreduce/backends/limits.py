@@ -10,9 +10,7 @@ from vllm_commext.allreduce.message import ITEM_BYTES, PACK_BYTES, Message
 
 FLASHINFER_WORLD_SIZES = (2, 4, 8, 16)
 CUSTOM_WORLD_SIZES = (2, 4, 6, 8)
-SYMM_TWO_SHOT_WORLD_SIZES = (2, 4, 8)
 PUSH_WORLD_SIZES = range(2, 9)
-SYMM_DTYPES = ("bfloat16", "float32")
 MAX_BLOCK_THREADS = 512  # half of what a block may have: the launcher may double it
 MAX_SLOT_BYTES = 1 << 29  # FlashInfer computes the offset of its third slot in 32 bits
 
@@ -98,19 +96,6 @@ def custom(message: Message, world_size: int, max_bytes: int, fully_connected: b
     if world_size not in CUSTOM_WORLD_SIZES or not (world_size == 2 or fully_connected):
         return False
     return 0 < message.num_bytes < max_bytes and message.num_bytes % PACK_BYTES == 0
-
-
-def symm_one_shot(message: Message, world_size: int, max_bytes: int) -> bool:
-    """Whether torch's one-shot kernel takes it with a symmetric buffer of `max_bytes`."""
-    if message.dtype not in SYMM_DTYPES or world_size < 2:
-        return False
-    return 0 < message.num_bytes <= max_bytes and message.num_bytes % 4 == 0
-
-
-def symm_two_shot(message: Message, world_size: int, max_bytes: int) -> bool:
-    """Whether torch's two-shot kernels take it with a symmetric buffer of `max_bytes`."""
-    fits = symm_one_shot(message, world_size, max_bytes)
-    return fits and world_size in SYMM_TWO_SHOT_WORLD_SIZES
 
 
 def push(message: Message, world_size: int) -> bool:

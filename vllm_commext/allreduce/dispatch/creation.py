@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.allreduce import multicast, names
-from vllm_commext.allreduce.backends import flashinfer, host, limits, push, symmetric
+from vllm_commext.allreduce.backends import flashinfer, host, limits, push
 from vllm_commext.allreduce.backends.backend import Backend, CustomBackend, NcclBackend
 from vllm_commext.allreduce.backends.flashinfer_workspaces import MAX_MESSAGE_BYTES, is_compiled
 from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.commext.allreduce")
 
-SYMMETRIC_BYTES = 64 << 20
-SYMMETRIC_MEMORY, OUR_KERNEL = "symmetric memory", "our own kernel"
+OUR_KERNEL = "our own kernel"
 HOST_MEMORY = "our own kernel for host memory"
-OWN_STEPS = (SYMMETRIC_MEMORY, OUR_KERNEL, HOST_MEMORY)  # makers that take them by themselves
+OWN_STEPS = (OUR_KERNEL, HOST_MEMORY)  # makers that take them by themselves
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Parts:
     """What a group has already.
 
     Attributes:
-        cpu_group: sends objects without a GPU; torch's symmetric memory goes by its name.
+        cpu_group: sends objects without a GPU.
         device_group: NCCL's, for where vLLM's own binding has not found the library.
         device: this rank's GPU.
         custom: vLLM's custom all-reduce, or None where vLLM has none or has disabled it.
@@ -47,15 +46,6 @@ class Parts:
 
 
 Maker = Callable[[], Sequence[Backend]]
-
-
-def _symmetric(parts: Parts, lockstep: Lockstep, num_bytes: int) -> Sequence[Backend]:
-    buffer = symmetric.SymmetricBuffer(parts.cpu_group, parts.device, num_bytes, lockstep)
-    return [
-        symmetric.SymmetricOneShot(buffer),
-        symmetric.SymmetricTwoShot(buffer),
-        symmetric.SymmetricTwoShotInPlace(buffer),
-    ]
 
 
 def _flashinfer(
@@ -92,9 +82,6 @@ def _makers(
     makers: dict[str, Maker] = {}
     if parts.custom is not None and names.CUSTOM in wanted:
         makers["custom"] = lambda: [CustomBackend(parts.custom)]
-    if set(names.SYMMETRIC).intersection(wanted):
-        size = _largest(table, names.SYMMETRIC, SYMMETRIC_BYTES)
-        makers[SYMMETRIC_MEMORY] = lambda: _symmetric(parts, lockstep, size)
     if set(flash).intersection(wanted):
         makers["FlashInfer"] = lambda: _flashinfer(parts, table, flash, may_compile=may_compile)
     if names.FLASHINFER_MNNVL in wanted:
