@@ -141,12 +141,12 @@ class Served:
             return self._tokens(COMPARED, PROMPT, self._output)[1]
         return self._profile() if cell == PROFILE else self.measure(cell)
 
-    def _profile(self) -> dict[str, Any]:
-        """Of the first worker, while one request's output tokens come."""
+    def _profile(self) -> list[dict[str, Any]]:
+        """Of every worker, while one request's output tokens come."""
         self._generate(1, PROMPT, 1 + self._output)
         self._engine.collective_rpc(engine_profile.start)
         self._generate(1, 1, self._output)
-        return self._engine.collective_rpc(engine_profile.stop)[0]
+        return self._engine.collective_rpc(engine_profile.stop)
 
     def _generate(self, requests: int, prompt: int, output: int) -> float:
         """Seconds that so many requests take together."""
@@ -356,8 +356,13 @@ def markdown(report: Mapping[str, Any]) -> str:
     lines += [f"    {json.dumps(each)}" for each in report["fused op"]]
     lines += ["", f"Greedy tokens that are equal: {json.dumps(report['equal tokens'])}"]
     if report["profile"]:
-        lines += ["", "One request at a time, the first worker's GPU:", ""]
-        lines += engine_profile.table(report["profile"], report["facts"]["profiled steps"])
+        lines += [
+            "",
+            "One request at a time, of each kernel the worker with least of it:",
+            "",
+        ]
+        profiles = {name: engine_profile.least(of) for name, of in report["profile"].items()}
+        lines += engine_profile.table(profiles, report["facts"]["profiled steps"])
     return "\n".join([*lines, ""])
 
 

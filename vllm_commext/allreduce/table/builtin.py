@@ -1,4 +1,4 @@
-"""The built-in tables: what was measured on H200s without multicast.
+"""The built-in tables: what was measured on H200s and H100s without multicast.
 
 Microseconds a call in CUDA graphs of 32 chained calls, the slowest rank: runs of
 ``benchmarks/allreduce.py`` on torch 2.11, vLLM 0.32 and FlashInfer 0.7 (2026-11-22), the backends
@@ -105,23 +105,24 @@ _FUSED_H200: dict[str, _Figures] = {
         128 * MIB: (382.4, 0, 554.7),
     },
 }
-_FUSED_H100: dict[str, _Figures] = {
-    "bfloat16": {
-        16 * KIB: (4.2, 5.3, 5.7),
-        32 * KIB: (4.3, 5.5, 5.8),
-        64 * KIB: (4.4, 5.6, 5.9),
-        128 * KIB: (4.5, 5.8, 6.1),
-        256 * KIB: (4.8, 6.5, 6.4),
-        512 * KIB: (5.5, 7.0, 7.2),
-        1 * MIB: (6.9, 8.8, 8.8),
-        2 * MIB: (9.8, 11.3, 12.4),
-        4 * MIB: (16.5, 19.5, 19.4),
-        8 * MIB: (28.4, 44.2, 34.8),
-        16 * MIB: (52.9, 87.7, 70.4),
-        32 * MIB: (99.2, 171.7, 144.2),
-        64 * MIB: (190.5, 345.5, 283.0),
-        128 * MIB: (373.4, 0, 562.7),
-    },
+# Two H100s in place, from `vllm-commext tune allreduce` (2026-11-24): each has the norm in it.
+_IN_PLACE_H100: _Figures = {
+    2 * KIB: (5.0, 4.7, 6.7, 8.4, 3.1, 3.7),
+    4 * KIB: (5.1, 4.9, 6.8, 8.5, 3.3, 5.0),
+    8 * KIB: (5.7, 5.6, 7.4, 10.3, 3.8, 5.6),
+    16 * KIB: (7.3, 6.5, 8.7, 12.2, 4.4, 6.8),
+    32 * KIB: (7.5, 6.7, 9.1, 12.4, 4.8, 7.2),
+    64 * KIB: (7.9, 6.9, 9.4, 12.6, 5.0, 7.6),
+    128 * KIB: (8.3, 7.2, 9.8, 13.0, 5.3, 7.9),
+    256 * KIB: (9.0, 7.7, 10.3, 14.3, 5.7, 8.9),
+    512 * KIB: (10.6, 8.7, 11.7, 16.1, 6.4, 10.1),
+    1 * MIB: (13.7, 10.8, 14.1, 20.4, 8.4, 13.2),
+    2 * MIB: (20.2, 15.9, 19.7, 39.2, 12.5, 18.7),
+    4 * MIB: (30.4, 25.7, 30.5, 47.7, 21.6, 27.3),
+    8 * MIB: (46.5, 38.8, 0, 62.5, 31.6, 45.4),
+    16 * MIB: (0, 71.9, 0, 101.7, 53.6, 0),
+    32 * MIB: (0, 144.3, 0, 184.0, 100.1, 0),
+    64 * MIB: (0, 279.3, 0, 337.3, 190.3, 0),
 }
 
 
@@ -146,8 +147,9 @@ def _h200(world_size: int) -> Table:
 
 
 def _h100() -> Table:
-    rows = (Row(1 * MIB, (names.VLLM,)), Row(64 * MIB, (names.PUSH, names.NCCL)))
-    return Table(2, {DTYPE: rows}, f"{ORIGIN}, 2 x {H100}", _fused_rows(_FUSED_H100))
+    columns = (*_COLUMNS, names.FUSED_PUSH, names.FUSED_FLASHINFER)
+    times = _without_gaps(_IN_PLACE_H100, columns)
+    return build_table({DTYPE: times}, 2, f"{ORIGIN}, 2 x {H100}")
 
 
 def _fused_rows(figures: dict[str, _Figures]) -> dict[str, tuple[Row, ...]]:
