@@ -33,7 +33,7 @@ class Stub:
         )
         vars(self.package)["__version__"] = version
         vars(self.comm).update(
-            AllReduceFusionPattern=SimpleNamespace(kAllReduce=0),
+            AllReduceFusionPattern=SimpleNamespace(kAllReduce=0, kARResidualRMSNorm=1),
             create_allreduce_fusion_workspace=self.create,
             allreduce_fusion=self.reduce,
         )
@@ -142,13 +142,6 @@ def test_what_it_cannot_take_creates_nothing(stub: Stub) -> None:
     assert not stub.created
 
 
-def test_a_refusal_is_counted(stub: Stub) -> None:
-    ours = communicator()
-    assert not ours.should_use_fi_ar(torch.zeros(3, 4096))  # no CUDA tensor
-    assert ours.refusals == 1
-    assert not stub.created
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_calls_end_before_the_next_begins_and_add_in_float32(
     stub: Stub, dtype: torch.dtype
@@ -182,13 +175,28 @@ def test_mnnvl_needs_multicast_to_be_allowed(stub: Stub, monkeypatch: pytest.Mon
         assert taken == [True, not created]  # once it is there, its own bound counts
 
 
-def test_the_functions_that_vllm_has_share_one_workspace(stub: Stub) -> None:
+def test_a_workspace_by_vllms_function_has_room_for_the_rows(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flashinfer, "_shared", Workspaces())
     arguments: Any = (2, 0, 16, 64, torch.bfloat16, GROUP)
     workspace = flashinfer.get_fi_ar_workspace(*arguments)
-    assert workspace is flashinfer.get_fi_ar_quant_workspace(*arguments)
+    assert workspace is flashinfer.get_fi_ar_workspace(*arguments)
     assert flashinfer.get_fi_ar_workspace(2, 0, 17, 64, torch.bfloat16, GROUP) is None
-    flashinfer.destroy_fi_ar_workspace()
-    assert (len(stub.created), stub.destroyed) == (1, 1)
+    assert (len(stub.created), stub.destroyed) == (1, 0)
+
+
+def test_the_norm_comes_by_the_one_shot_kernel_into_new_tensors(stub: Stub) -> None:
+    ours = communicator()
+    tensor, residual = torch.zeros(5, 64), torch.ones(5, 64)
+    ours.prepare(Message((1, 64), "float32"))
+    backend = FlashInferBackend(ours, True)
+    out, new = backend.add_norm(tensor, residual, torch.ones(64), 1e-5)
+    (call,) = stub.calls
+    assert call["norm_out"] is out
+    assert call["residual_out"] is new
+    assert call["residual_in"] is residual
+    assert (call["use_oneshot"], call["trigger_completion_at_end"]) == (True, True)
 
 
 class TestMulticast:

@@ -1,4 +1,4 @@
-"""FlashInfer's all-reduce, one-shot and two-shot, with the interface of vLLM's own wrapper."""
+"""FlashInfer's all-reduce, one-shot and two-shot."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -31,9 +31,8 @@ def message_of(tensor: "torch.Tensor") -> Message:
 class FlashInferAllReduce:
     """The communicator of one group.
 
-    It never logs a refusal; `refusals` counts them. The sums of 16-bit types are made in float32
-    and rounded once. The kernel lets its successor start only once it has ended: letting it start
-    early is what gave NaNs for few tokens.
+    The sums of 16-bit types are made in float32 and rounded once. The kernel lets its successor
+    start only once it has ended: letting it start early is what gave NaNs for few tokens.
 
     Args:
         group: a process group that sends objects without a GPU.
@@ -60,7 +59,6 @@ class FlashInferAllReduce:
         self.group, self.device, self.backend = group, device, backend
         self.world_size = distributed.get_world_size(group)
         self._max_message_bytes, self._workspaces = max_message_bytes, workspaces
-        self.refusals = 0
 
     def _key(self, message: Message) -> WorkspaceKey:
         wide = message.dtype == "float32"
@@ -103,32 +101,15 @@ class FlashInferAllReduce:
         """Whether the workspace is there."""
         return len(message.shape) == 2 and self._workspaces.find(self._key(message)) is not None
 
-    def should_use_fi_ar(self, tensor: "torch.Tensor") -> bool:
-        """Whether `all_reduce` takes the tensor; outside a capture it creates the workspace.
-
-        Collective at the first tensor of its dtype class and hidden size.
-        """
-        import torch
-
-        message = message_of(tensor)
-        usable = tensor.is_cuda and tensor.is_contiguous()
-        if usable and self.could_take(message, one_shot=True):
-            if not self.is_ready(message) and not torch.cuda.is_current_stream_capturing():
-                self.prepare(message)
-            if self.is_ready(message) and self.could_take(message, one_shot=True):
-                return True
-        self.refusals += 1
-        return False
-
     def all_reduce(self, tensor: "torch.Tensor", use_oneshot: bool | None = None) -> "torch.Tensor":
         """The sum in a fresh tensor.
 
         Args:
-            tensor: [tokens, hidden], one that `should_use_fi_ar` or the backend's `takes` took.
+            tensor: [tokens, hidden], one that the backend's `takes` took.
             use_oneshot: which kernel; None leaves it to FlashInfer where both can.
         """
         made = self._workspaces.find(self._key(message_of(tensor)))
-        assert made is not None, "all_reduce was called without asking should_use_fi_ar"
+        assert made is not None, "all_reduce was called before it was made ready"
         if use_oneshot is None and self.backend == TRTLLM:
             both = self.could_take(message_of(tensor), one_shot=False)
             # FlashInfer knows no threshold of its own for other numbers of ranks.
@@ -239,26 +220,9 @@ def get_fi_ar_workspace(
     return made.handle if made is not None and made.size.max_rows >= max_token_num else None
 
 
-def get_fi_ar_quant_workspace(
-    world_size: int,
-    rank: int,
-    max_token_num: int,
-    hidden_dim: int,
-    dtype: "torch.dtype",
-    group: "ProcessGroup",
-) -> Any:
-    """As `get_fi_ar_workspace`: quantising patterns need ``trtllm``, which this is anyway."""
-    return get_fi_ar_workspace(world_size, rank, max_token_num, hidden_dim, dtype, group)
-
-
 def allow_workspaces(num_bytes: int) -> None:
     """Change the memory budget of this process's workspaces; alike on all ranks."""
     _shared.budget_bytes = num_bytes
-
-
-def destroy_fi_ar_workspace() -> None:
-    """Give back all workspaces of this process; before the process groups go."""
-    _shared.destroy()
 
 
 def make_backends(
