@@ -93,6 +93,14 @@ def _configuration(driver: Any, threads: int, programmatic: bool) -> Any:
     return config
 
 
+def _enter_context(driver: Any, ordinal: int) -> None:
+    """Let this thread have a context, if it has none: torch gives it one only with its first work
+    on the GPU, and an engine's worker may have done none yet."""
+    if int(check(driver.cuCtxGetCurrent())) == 0:
+        context = check(driver.cuDevicePrimaryCtxRetain(check(driver.cuDeviceGet(ordinal))))
+        check(driver.cuCtxSetCurrent(context))
+
+
 def load(
     program: nvrtc.Program,
     macros: Mapping[str, int],
@@ -101,7 +109,7 @@ def load(
     *,
     programmatic: bool,
 ) -> Function:
-    """Compile, or take from the cache on disk, and load into the current context.
+    """Compile, or take from the cache on disk, and load into the GPU's context.
 
     Args:
         program: the kernel.
@@ -120,6 +128,7 @@ def load(
             f"expected compute capability 8.0 or newer, got sm_{device.architecture}"
         )
     cubin = program.load_or_compile(macros, device.architecture)
+    _enter_context(driver, device.ordinal)
     module = check(driver.cuModuleLoadData(cubin))
     function = check(driver.cuModuleGetFunction(module, program.name.encode()))
     check(driver.cuFuncLoad(function))  # else it might be loaded while a graph is captured
