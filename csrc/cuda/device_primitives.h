@@ -43,6 +43,13 @@ DEVICE void store_system(u64* address, u64 value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
+// What was stored before a word that is found here is visible to whoever this thread meets afterwards.
+DEVICE u32 load_acquire_system(const u32* address) {
+  u32 value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 DEVICE u64 load_device(const u64* address) {
   u64 value;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");

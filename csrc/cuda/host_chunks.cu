@@ -62,11 +62,8 @@ DEVICE void raise_flag(u32 team, const Place& place, u32 call) {
 
 // What a team does before its threads read; several flags at a time, a thread each.
 DEVICE void await_flag(const Pack* flag, u32 call, u64 timeout_ns) {
-  Pack found;
-  load_whole(flag, found.words);
-  for (Patience patience; found.words[CALL] != call; load_whole(flag, found.words))
-    patience.spin(timeout_ns);
-  fence_system();
+  const u32* word = flag->words + CALL;
+  for (Patience patience; load_acquire_system(word) != call;) patience.spin(timeout_ns);
 }
 
 DEVICE void send(const Args& args, u32 chunk, u32 lane, u32 call) {

@@ -158,6 +158,11 @@ DEVICE void store_system(u64* address, u64 value) {
   __atomic_store_n(address, value, __ATOMIC_RELAXED);
 }
 
+DEVICE u32 load_acquire_system(const u32* address) {
+  emulation::yield();
+  return __atomic_load_n(address, __ATOMIC_ACQUIRE);
+}
+
 DEVICE u64 load_device(const u64* address) { return __atomic_load_n(address, __ATOMIC_RELAXED); }
 
 DEVICE u32 load_relaxed_device(const u32* address) {
