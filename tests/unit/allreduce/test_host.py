@@ -22,6 +22,7 @@ from vllm_commext.allreduce.backends.host_layout import (
     UNIT_PARCELS,
     HostLayout,
 )
+from vllm_commext.allreduce.dispatch import startup
 from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.allreduce.table import machine_facts, selection
 from vllm_commext.allreduce.table.machine import NO_ACCESS, Machine
@@ -158,6 +159,17 @@ class TestWhoIsAsked:
         assert names.HOST not in peers.measurable(True)
         assert {names.HOST, *peers.measurable(True)} == set(names.BACKENDS)
         assert peers.measurable(False) == (names.HOST, names.NCCL)
+
+    @pytest.mark.parametrize(
+        ("forced", "only"), [(None, "push"), ("host", "host"), ("push", "push")]
+    )
+    def test_one_order_of_sums_may_be_this_ones(self, forced: str | None, only: str) -> None:
+        wishes = startup.Wishes(forced, invariant=True)
+        assert wishes.only == only
+        assert startup.why_none(["a", "a"], wishes) == ""
+        assert "for which nccl is none" in startup.why_none(
+            ["a", "a"], startup.Wishes("nccl", invariant=True)
+        )
 
     def test_no_table_of_machines_with_peer_access_serves_without(self) -> None:
         known = Machine("NVIDIA H200", "NV18", "", "", "", "", "")
