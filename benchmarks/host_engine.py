@@ -14,12 +14,9 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
@@ -27,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import turn
+from engine_process import ANSWER, READY, EngineProcess, say
 
 from vllm_commext.testing import gpu_ranks
 
-ROOT = Path(__file__).parents[1]
-READY, ANSWER = "READY ", "ANSWER "
 NCCL, HOST = "nccl", "host"
 TOGGLES: dict[str, dict[str, str]] = {
     NCCL: {"VLLM_COMMEXT_ALLREDUCE": "0"},
@@ -42,7 +38,6 @@ FIRST, TOKENS, SERVED_BY = "first token", "tokens", "served by"
 CHUNK, PROMPT, OUTPUT = 4096, 64, 64  # tokens
 SAMPLES, COMPARED = 3, 64
 KV_BYTES = 1 << 30
-GRACE_SECONDS = 20.0
 ENVIRON = {
     **gpu_ranks.ENVIRON,
     "NCCL_P2P_DISABLE": "1",
@@ -173,91 +168,46 @@ class Served:
 def serve(args: argparse.Namespace) -> None:
     """One engine: for every line of its input, a cell, a line with the answer."""
     served = Served(args)
-    print(f"\n{READY}0", flush=True)
+    say(READY, 0)
     for line in sys.stdin:
-        print(f"\n{ANSWER}{json.dumps(served.answer(line.strip()))}", flush=True)
+        say(ANSWER, served.answer(line.strip()))
 
 
-class Engine:
-    """A process that serves, in a session of its own; its output is read by a thread."""
+def start(name: str, args: argparse.Namespace, model: Path) -> EngineProcess:
+    """The engine of that name."""
+    arguments = ["--tp", str(args.tp), "--model", str(model), "--chunk", str(args.chunk)]
+    arguments += ["--output", str(args.output), *(["--cpu"] if args.cpu else [])]
+    return EngineProcess(name, __file__, arguments, {**ENVIRON, **TOGGLES[name]})
 
-    def __init__(self, name: str, args: argparse.Namespace, model: Path) -> None:
-        self.name = name
-        python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, __file__, "--tp", str(args.tp), "--model", str(model)]
-        command += ["--chunk", str(args.chunk), "--output", str(args.output)]
-        command += ["--cpu"] if args.cpu else []
-        self._process = subprocess.Popen(
-            command,
-            env={**os.environ, **ENVIRON, **TOGGLES[name], "PYTHONPATH": python_path},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        self.lines: list[str] = []
-        self._news = threading.Condition()
-        self._read = 0
-        threading.Thread(target=self._listen, daemon=True).start()
 
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            with self._news:
-                self.lines.append(line.rstrip())
-                self._news.notify()
-
-    def await_line(self, mark: str, end: float) -> Any:
-        """What the next line that begins with `mark` says, in JSON.
-
-        Raises:
-            RuntimeError: the engine has ended, or the time is over.
-        """
-        with self._news:
-            while time.monotonic() < end:
-                while self._read < len(self.lines):
-                    self._read += 1
-                    if self.lines[self._read - 1].startswith(mark):
-                        return json.loads(self.lines[self._read - 1].removeprefix(mark))
-                if self._process.poll() is not None:
-                    break
-                self._news.wait(0.5)
-        text = "\n".join(self.lines)[-6000:]
-        raise RuntimeError(f"{self.name}: expected {mark.strip()} in time, got\n{text}")
-
-    def ask(self, cell: str, end: float) -> Any:
-        """What the engine says of a cell, once."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{cell}\n")
-        self._process.stdin.flush()
-        return self.await_line(ANSWER, end)
-
-    def end(self) -> None:
-        """The engine and all its workers; nothing that still runs may keep the GPUs."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE_SECONDS)
-
-    def log(self) -> list[str]:
-        """What ours says of itself."""
-        return [line for line in self.lines if "commext: allreduce" in line][:10]
+def log_of(engine: EngineProcess) -> list[str]:
+    """What ours says of itself."""
+    return [line for line in engine.lines if "commext: allreduce" in line][:10]
 
 
 @contextlib.contextmanager
-def engines(args: argparse.Namespace) -> Iterator[dict[str, Engine]]:
+def engines(args: argparse.Namespace) -> Iterator[dict[str, EngineProcess]]:
     """Both engines, starting."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), args.layers, small=args.cpu)
-        made = {name: Engine(name, args, Path(folder)) for name in TOGGLES}
+        made = {name: start(name, args, Path(folder)) for name in TOGGLES}
         try:
             yield made
         finally:
             for engine in made.values():
                 engine.end()
+
+
+def check_served(engine: EngineProcess, end: float) -> None:
+    """See that ours serves at all, or there is nothing to compare.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    found = engine.ask(SERVED_BY, end)
+    if not all(of.get(HOST) for of in found):
+        said = "\n".join(log_of(engine))
+        raise RuntimeError(f"expected `host` to serve on every rank, got {found}; it says\n{said}")
 
 
 Rounds = list[dict[str, dict[str, float]]]  # by cell, by engine: milliseconds
@@ -338,7 +288,9 @@ def write(args: argparse.Namespace, rounds: Rounds, said: Mapping[str, Any]) -> 
     (args.out / f"{report['name']}.md").write_text(markdown(report))
 
 
-def one_round(made: Mapping[str, Engine], number: int, end: float) -> dict[str, dict[str, float]]:
+def one_round(
+    made: Mapping[str, EngineProcess], number: int, end: float
+) -> dict[str, dict[str, float]]:
     """Every cell once on both engines; the first of them is another in each round."""
     order = list(made)[:: 1 if number % 2 else -1]
     cells = [*map(str, BATCHES), FIRST]
@@ -356,7 +308,9 @@ def compare(args: argparse.Namespace) -> int:
             for engine in made.values():
                 engine.ask(FIRST, end)  # what is compiled late is not to be timed
             tokens = {name: engine.ask(TOKENS, end) for name, engine in made.items()}
-            said: dict[str, Any] = {"answers": agreement(tokens), "log": made[HOST].log()}
+            if not args.cpu:
+                check_served(made[HOST], end)
+            said: dict[str, Any] = {"answers": agreement(tokens), "log": log_of(made[HOST])}
             begun = time.monotonic()
             while len(rounds) < args.rounds and time.monotonic() < end:
                 rounds.append(one_round(made, len(rounds), end))
