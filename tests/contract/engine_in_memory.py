@@ -46,7 +46,7 @@ from vllm_commext.nixl.geometry.layout import (
     StateGeometry,
     StatePart,
 )
-from vllm_commext.nixl.geometry.plan import plan_read
+from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan, plan_read
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.requests import Load
 from vllm_commext.nixl.vllm_cache import groups_of
@@ -237,6 +237,10 @@ class Engine:
             num_tokens=load.num_tokens,
             num_remote_tokens=load.remote.num_tokens,
         )
+        self.copy(plan, pairs, prefill)
+
+    def copy(self, plan: ReadPlan, pairs: Pairs, prefill: Engine) -> None:
+        """What one read does."""
         own = list(_places(expand_rows(plan.local_rows)[pairs.local]))
         theirs = list(_places(expand_rows(plan.remote_rows)[pairs.remote]))
         self.memory.reshape(-1)[own] = prefill.memory.reshape(-1)[theirs]

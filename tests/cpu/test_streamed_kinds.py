@@ -26,14 +26,9 @@ LENGTHS = (2 * CHUNK_TOKENS, 4 * CHUNK_TOKENS + 1, 3 * CHUNK_TOKENS + 64)
 PREFIX = "vllm:commext_nixl_"
 HANDOVERS = f"{PREFIX}handovers_total"
 PAIRS = (("1", "2"), ("2", "1"))
-# With `make test` states between different sizes; dense models are in test_early_first_token.py.
-ALWAYS = ("granite1",)
-SERVED = [
-    kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.long)
-    for kind in ("llama", "swa", "mla", "granite1", "qwen3next")
-]
+SERVED = ("llama", "swa", "mla", "granite1", "qwen3next")
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
 
 @dataclass(frozen=True)
