@@ -1,46 +1,38 @@
 """Reads of many small pieces between two GPUs, as different tensor-parallel sizes and hybrid models
-make them: through NIXL with several settings, and by what else a host with both GPUs has.
+make them, through NIXL with several settings.
 
     python benchmarks/nixl_pieces.py --out OUT [--seconds 60]
 
 Shapes are of an 8B-shaped model (32 layers, 8 KV heads, 16 tokens a block, bfloat16) and of a
 hybrid one (36 states of 1.5 MiB, four attention layers of 20 blocks).  Between TP 2 and TP 1 a
 piece is the heads of one rank in one layer of a block: a source's pieces lie side by side, the
-target's at twice the distance.  Each is read in turn, several rounds, medians; all beside one copy
-of the same bytes.  Within one process: single asynchronous copies, a two-dimensional copy a block,
-and one kernel that loads from the other GPU.  NIXL reads from another process.
+target's at twice the distance.  Medians of several reads from another process; all beside one copy
+of the same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import multiprocessing
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from nixl_gpu import CUDART, NUM_BYTES, agent_on, copy_once, copy_pieces, read_once, serve
+from nixl_gpu import NUM_BYTES, agent_on, copy_once, read_once, serve
 
-from vllm_commext.gpu import launch, nvrtc
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.descriptors import Int32Array, strided_row
 from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
 
 LAYERS = 32
 ROUNDS = 5
-THREADS = 512
-BLOCKS_A_PROCESSOR = 4
-DEFAULT = 3
-"""`cudaMemcpyDefault`."""
 
 
 @dataclass(frozen=True)
@@ -78,85 +70,6 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"num_threads": 8, "backend_params": {"split_batch_size": "64"}},
     {"num_threads": 16, "backend_params": {"split_batch_size": "1024"}},
 )
-
-
-class _Arguments(ctypes.Structure):
-    _fields_ = (
-        ("target", ctypes.c_void_p),
-        ("source", ctypes.c_void_p),
-        ("pairs", ctypes.c_void_p),
-        ("count", ctypes.c_uint32),
-        ("words", ctypes.c_uint32),
-    )
-
-
-def timed(work: Callable[[], None]) -> float:
-    """Seconds until the GPUs have done some work."""
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - begun
-
-
-def copy_blocks(
-    shape: Shape, target: int, source: int, own: Int32Array, theirs: Int32Array
-) -> None:
-    """A two-dimensional copy for each block."""
-    firsts = zip(own[:: shape.rows].tolist(), theirs[:: shape.rows].tolist(), strict=True)
-    for place, other in firsts:
-        status = CUDART.cudaMemcpy2DAsync(
-            ctypes.c_void_p(target + place * shape.size),
-            ctypes.c_size_t(shape.size * shape.stride),
-            ctypes.c_void_p(source + other * shape.size),
-            *(ctypes.c_size_t(shape.size), ctypes.c_size_t(shape.size)),
-            *(ctypes.c_size_t(shape.rows), DEFAULT, None),
-        )
-        assert status == 0, status
-
-
-def kernel() -> tuple[Any, int]:
-    """The kernel, and how many blocks it is launched with."""
-    device = launch.current_device()
-    program = nvrtc.Program("nixl_pieces", Path(__file__).parent)
-    loaded = launch.load(program, {}, THREADS, device, programmatic=False)
-    return loaded, BLOCKS_A_PROCESSOR * device.multiprocessors
-
-
-def by_this_process(
-    shape: Shape, memory: torch.Tensor, source: torch.Tensor, loaded: tuple[Any, int]
-) -> dict[str, float]:
-    """Milliseconds of each way within one process, ``cudaMemcpyPeer`` of all bytes among them."""
-    own, theirs = shape.indices(np.random.default_rng(0))
-    num_bytes = shape.size * len(own)
-    pairs = torch.from_numpy(np.stack([own, theirs], axis=1).copy()).cuda()
-    function, num_blocks = loaded
-    arguments = _Arguments(
-        memory.data_ptr(), source.data_ptr(), pairs.data_ptr(), len(own), shape.size // 16
-    )
-    stream = torch.cuda.current_stream().cuda_stream
-    ways: dict[str, Callable[[], float]] = {
-        "one copy": lambda: copy_once(memory[:num_bytes], source[:num_bytes]),
-        "a copy a piece": lambda: copy_pieces(
-            memory.data_ptr(), source.data_ptr(), shape.size, (own, theirs)
-        ),
-        "2D copies": lambda: timed(
-            lambda: copy_blocks(shape, memory.data_ptr(), source.data_ptr(), own, theirs)
-        ),
-        "kernel": lambda: timed(lambda: function.launch(arguments, num_blocks, stream)),
-    }
-    found: dict[str, float] = {}
-    for name, way in ways.items():
-        way()
-        found[name] = statistics.median(way() for _ in range(ROUNDS)) * 1e3
-    memory.zero_()
-    source.random_()
-    ways["kernel"]()
-    whole = NUM_BYTES // shape.size * shape.size
-    view, other = memory[:whole].view(-1, shape.size), source[:whole].view(-1, shape.size)
-    for place, origin in [*zip(own.tolist(), theirs.tolist(), strict=True)][:: len(own) // 50 + 1]:
-        assert torch.equal(view[place].cpu(), other[origin].cpu()), "expected all pieces copied"
-    return found
 
 
 def by_nixl(
@@ -246,12 +159,6 @@ def main() -> None:
             found = by_nixl(shape, reader, name, memory.data_ptr(), address)
             keep(shape, way, found["read"], copies[shape.name])
             keep(shape, f"{way}, of it to post", found["post"], copies[shape.name])
-    loaded = kernel()
-    for shape in SHAPES:
-        if time.monotonic() > deadline:
-            break
-        for way, milliseconds in by_this_process(shape, memory, source, loaded).items():
-            keep(shape, way, milliseconds, copies.get(shape.name, milliseconds))
     print(table(rows), flush=True)
     ours.send("done")
     peer.join(10)

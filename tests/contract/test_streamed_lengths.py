@@ -287,6 +287,7 @@ def check_length(
             reader = reader or Reader(source, decode, request)
             reader.look()
         source.preempt(first)
+        decode.memory.fill(-1)  # what was read counts for nothing
     for _ in source.compute(first, tokens_a_step, resumed=preempted):
         reader = reader or Reader(source, decode, request)
         if dice.random() < 0.7:
