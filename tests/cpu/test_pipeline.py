@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit import granite_stages
 from tests.kit.layouts import UNCOMPILED
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import scrape
@@ -45,7 +44,7 @@ CASES = [
     pytest.param("nemotron", ((1, 1), (2, 1)), id="nemotron"),
     *(
         pytest.param(kind, EVERY, id=f"{kind}-every", marks=pytest.mark.long)
-        for kind in ("llama", "nemotron", "mla", "granite1")
+        for kind in ("llama", "nemotron", "mla")
     ),
 ]
 
@@ -79,7 +78,6 @@ def prompts() -> list[list[int]]:
 def engine(size: Size, kind: str, model: Path, folder: Path, name: str = "") -> VllmServer:
     stages, ranks = size
     step = ["--max-num-batched-tokens", str(PROMPT_TOKENS - 1), "--no-enable-prefix-caching"]
-    is_granite = kind.startswith("granite")
     return cluster.engine_server(
         f"pp{stages}tp{ranks}{name}",
         model,
@@ -87,10 +85,7 @@ def engine(size: Size, kind: str, model: Path, folder: Path, name: str = "") -> 
         cluster.kv_transfer_config("kv_both"),
         tensor_parallel_size=ranks,
         args=[*KINDS[kind].cpu_options, *step, *(PIPELINE_ARGS if stages == 2 else ())],
-        environ={
-            **(UNCOMPILED if stages == 2 else {}),
-            **(granite_stages.environ(folder / "plugin") if is_granite else {}),
-        },
+        environ=UNCOMPILED if stages == 2 else {},
     )
 
 
