@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_kv_connector import vllm_config
 from vllm.platforms import current_platform
 
+from tests.contract.test_kv_connector import vllm_config
 from tests.contract.vllm_caches import HAS_LAYOUTS
 from vllm_commext import plugin
 from vllm_commext.nixl.connector import CommextNixlConnector
