@@ -103,21 +103,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "if len(self._reducers) < 2:",
         "len(self._reducers) < 2 -> len(self._reducers) <= 2",
     ): "asks again for what it has: slower, no other record",
-    (
-        _CODEC,
-        'header = opcode + len(payload).to_bytes(8, "little")[:width]',
-        "8 -> 9",
-    ): "only the first 4 or 8 bytes are used",
-    (
-        _CODEC,
-        "at = 2 if is_first and before[0] == _PROTO else 0",
-        "is_first and before[0] == _PROTO -> is_first or before[0] == _PROTO",
-    ): "pickle begins its first chunk, and no other, with this opcode",
-    (
-        _CODEC,
-        "if len(before) > at and before[at] == _FRAME:",
-        "len(before) > at -> len(before) >= at",
-    ): "pickle announces the payload in the same chunk, so there is a byte at this place",
     (f"{_PREFILL}/fence.py", "NUM_SLOTS = 65536", "65536 -> 65537"): _CAPACITY,
     (f"{_PREFILL}/fence.py", "NUM_CELLS = 1024", "1024 -> 1025"): _CAPACITY,
     (f"{_PREFILL}/fence.py", "KEY_BYTES = 32", "32 -> 33"): _CAPACITY,
