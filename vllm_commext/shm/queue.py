@@ -75,18 +75,11 @@ class MessageQueue:
         self.local_socket = self.tensor_arena = None
         self.remote_socket = end.remote.socket if end.remote is not None else None
         self._spin_condition = SpinCondition() if buffer is not None else None
-
-    @property
-    def _is_writer(self) -> bool:
-        return isinstance(self._end, Writer)
-
-    @property
-    def _is_local_reader(self) -> bool:
-        return isinstance(self._end, LocalReader)
-
-    @property
-    def _is_remote_reader(self) -> bool:
-        return isinstance(self._end, DistantReader)
+        # vLLM's class makes a reader of this one where both kinds meet, and sets them until it is
+        # told that they do not fit.
+        self._is_writer = isinstance(end, Writer)
+        self._is_local_reader = isinstance(end, LocalReader)
+        self._is_remote_reader = isinstance(end, DistantReader)
 
     def export_handle(self) -> Handle:
         """What a reader's process needs for `create_from_handle`."""
