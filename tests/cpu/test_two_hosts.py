@@ -1,0 +1,103 @@
+"""One engine whose two workers are on two hosts: network namespaces, each with its own /dev/shm.
+
+The executor of the first host writes to a queue that the second one's worker reads over the
+network, and reads that worker's answers so. With vLLM's queue, with ours, and as `auto` leaves it
+to vLLM's.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.network import Link, NetworkError, namespace_link
+from vllm_commext.testing import cluster
+from vllm_commext.testing.parity import complete
+from vllm_commext.testing.ports import free_port
+from vllm_commext.testing.prompts import prompt_set
+from vllm_commext.testing.servers import CPU_ENVIRON, Server, VllmServer
+
+pytestmark = pytest.mark.long  # four servers
+PROMPTS = prompt_set(4, seed=5, block_size=cluster.BLOCK_SIZE)
+END_SECONDS = 90
+TOGGLE = "VLLM_COMMEXT_SHM_QUEUE"
+LEFT = "commext: shm_queue: left to vLLM's own: a queue has readers on other hosts"
+OWN_SHM = 'mount -t tmpfs tmpfs /dev/shm && exec "$0" "$@"'
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[Link]:
+    manager = namespace_link()
+    try:
+        found = manager.__enter__()
+    except NetworkError as error:
+        pytest.skip(f"this machine permits no network namespaces: {error}")
+    yield found
+    manager.__exit__(None, None, None)
+
+
+@contextmanager
+def engine(link: Link, toggle: str, model: Path, folder: Path) -> Iterator[tuple[Server, Server]]:
+    """A server of two hosts, ready: the one that answers, and the other."""
+    port = str(free_port())
+    common = [*cluster.ENGINE_ARGS, "--served-model-name", cluster.MODEL_NAME]
+    common += ["--distributed-executor-backend", "mp", "--nnodes", "2"]
+    common += ["--master-addr", link.near_address, "--master-port", port]
+    places = {0: (link.near_address, link.near), 1: (link.far_address, link.far)}
+    environ = [
+        {TOGGLE: toggle, "VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": device}
+        for address, device in places.values()
+    ]
+    first = VllmServer(
+        f"first_{toggle}",
+        model,
+        folder,
+        tensor_parallel_size=2,
+        args=[*common, "--node-rank", "0"],
+        environ=environ[0],
+    )
+    command = [*link.enter(), "unshare", "--mount", "sh", "-c", OWN_SHM, sys.executable]
+    command += ["-m", "vllm.entrypoints.cli.main", "serve", str(model), "--headless"]
+    command += ["--tensor-parallel-size", "2", *common, "--node-rank", "1"]
+    second = Server(
+        f"second_{toggle}", command, folder, port=0, environ={**CPU_ENVIRON, **environ[1]}
+    )
+    second.start()
+    try:
+        with first:
+            yield first, second
+    finally:
+        second.stop()
+
+
+def test_the_tokens_are_the_same_over_two_hosts(link: Link, model: Path, tmp_path: Path) -> None:
+    answers: dict[str, list[tuple[int, ...]]] = {}
+    for toggle in ("0", "auto", "1"):
+        with engine(link, toggle, model, tmp_path) as (first, second):
+            answers[toggle] = [
+                complete(first.url, cluster.MODEL_NAME, prompt).token_ids for prompt in PROMPTS
+            ]
+            logs = first.log_text(), second.log_text()
+        assert ["shm_queue active" in log for log in logs] == [toggle != "0"] * 2
+        assert (LEFT in logs[0]) == (toggle == "auto")
+    assert answers["0"] == answers["auto"] == answers["1"]
+
+
+def test_the_death_of_the_other_host_ends_the_server(
+    link: Link, model: Path, tmp_path: Path
+) -> None:
+    with engine(link, "1", model, tmp_path) as (first, second):
+        complete(first.url, cluster.MODEL_NAME, PROMPTS[0])
+        for pid in second.pids()[::-1]:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(Exception):  # noqa: B017, PT011 - whatever the client says
+            complete(first.url, cluster.MODEL_NAME, PROMPTS[1])
+        deadline = time.monotonic() + END_SECONDS
+        while first.running() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not first.running()  # Gloo or the queue finds it first
