@@ -43,6 +43,8 @@ ENVIRON = {
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # its first use would compile
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function is sent to the workers, to ask them
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # for --cpu: two workers on one NUMA node
+    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_COMMEXT_ALLREDUCE": "0",
     "VLLM_COMMEXT_CPU_COLLECTIVES": "0",
 }
