@@ -25,17 +25,18 @@ pytestmark = [
 ATOL = 1e-3  # nats, at float32: kernels differ between versions
 BLOCKS = "vllm:commext_nixl_blocks_total"
 FAILURES = "vllm:commext_nixl_failures_total"
-MODELS = ("llama", "mla", "granite1")
-"""Dense, latent attention, and a Mamba2 hybrid, whose two groups of blocks take vLLM 0.30."""
+MODELS = ("llama", "mla")
+"""Dense, and latent attention, which needs vLLM 0.30 on CPUs. No hybrids: vLLM 0.30 has no
+float32 kernel for their convolution on processors with AVX-512."""
 VERSION = "from vllm.version import __version_tuple__ as one; print(one[1])"
 
 
-def has_groups() -> bool:
-    """Whether models with several groups of blocks run on the other vLLM."""
+def is_dense_alone() -> bool:
+    """Whether of these models only the dense one runs on the other vLLM."""
     done = subprocess.run(
         [OTHER, "-c", VERSION], capture_output=True, text=True, check=True, timeout=120
     )
-    return int(done.stdout.split()[-1]) >= 30
+    return int(done.stdout.split()[-1]) < 30
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -43,8 +44,8 @@ def servers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, VllmServer]]:
     kind = request.param
-    if kind == "granite1" and not has_groups():
-        pytest.skip("the connector refuses models with several groups before vLLM 0.30")
+    if kind != "llama" and is_dense_alone():
+        pytest.skip(f"{kind} does not run on CPUs with the connector before vLLM 0.30")
     folder = tmp_path_factory.mktemp("mixed")
     model = write_tiny_model(folder / "model", kind)
     made: dict[str, VllmServer] = {}
@@ -52,7 +53,12 @@ def servers(
         config = cluster.kv_transfer_config("kv_both")
         environ = {"PYTHONPATH": str(ROOT)}  # one state of this package in both
         made[name] = cluster.engine_server(
-            name, model, folder, config, args=KINDS[kind].cpu_options, environ=environ
+            name,
+            model,
+            folder,
+            config,
+            args=KINDS[kind].cpu_options,
+            environ=environ,
         )
     made["other"].command[0] = OTHER
     with cluster.all_ready(made.values()):
