@@ -22,9 +22,13 @@ import torch
 from vllm_commext.allreduce import multicast, names
 from vllm_commext.allreduce.backends import flashinfer
 from vllm_commext.allreduce.backends.flashinfer_workspaces import MEASURING_BYTES
+from vllm_commext.allreduce.backends.push import PushBackend
 from vllm_commext.allreduce.dispatch import creation
 from vllm_commext.allreduce.dispatch.creation import Parts, create_dispatcher
 from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
+from vllm_commext.allreduce.fused.backend import PushFused
+from vllm_commext.allreduce.fused.kernels import FusedKernels
+from vllm_commext.allreduce.fused.layout import FusedShape
 from vllm_commext.allreduce.lockstep import Lockstep
 from vllm_commext.allreduce.message import Message
 from vllm_commext.allreduce.table.table import Row, Table
@@ -267,6 +271,66 @@ def check_in_vllm(rank: Rank) -> Figures:
     served = sum(made.counts()[0].values()) - before
     assert served == 3
     return {"served": served}
+
+
+def rows_that_tell(rank: Rank, rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    """This rank's rows of numbers whose sum depends on the order of additions."""
+    generator = torch.Generator("cuda").manual_seed(100 + rank.rank)
+    size = (rows, hidden)
+    wide = torch.randn(size, generator=generator, device="cuda")
+    return (wide * 10.0 ** torch.randint(-3, 4, size, generator=generator, device="cuda")).to(dtype)
+
+
+def same_rows(call: Any, rows: torch.Tensor) -> int:
+    """Batches in which each row had the same bits as in the whole: alone, in parts, with rows
+    before and after it."""
+    whole = call(rows).clone()
+    batches = 0
+    for begin, end in ((0, 1), (5, 6), (1, 18), (len(rows) - 100, len(rows))):
+        assert torch.equal(call(rows[begin:end].contiguous()), whole[begin:end]), (begin, end)
+        batches += 1
+    for padding in (1, 7, 300):
+        padded = torch.cat(
+            [
+                rows.new_ones(padding, rows.shape[1]),
+                rows[:50],
+                rows.new_zeros(9, 1).expand(9, rows.shape[1]),
+            ]
+        )
+        found = call(padded)[padding : padding + 50]
+        assert torch.equal(found, whole[:50]), padding
+        batches += 1
+    return batches
+
+
+def check_batch_invariant(rank: Rank) -> Figures:
+    """A row of our all-reduce and of the fused op has the same bits beside any others, eagerly and
+    in a graph, from one row to more than one launch takes."""
+    push = rank.dispatcher.backends[names.PUSH]
+    assert isinstance(push, PushBackend)
+    fused = PushFused(FusedKernels(push.memory, rank.lockstep), rank.world)
+    figures: Figures = {"batches": 0}
+    for dtype, hidden, rows in (
+        *((torch.bfloat16, 8192, 6000), (torch.float32, 2880, 777), (torch.float16, 64, 5000)),
+    ):
+        batch = rows_that_tell(rank, rows, hidden, dtype)
+        figures["batches"] += same_rows(push.all_reduce, batch)
+        shape = FusedShape(str(dtype).removeprefix("torch."), "float32", hidden, residual=False)
+        fused.prepare(shape)
+        weight = torch.rand(hidden, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+
+        def norm(x: torch.Tensor, shape: Any = shape, weight: Any = weight) -> torch.Tensor:
+            return fused.run(shape, x, None, weight, 1e-6, None).out
+
+        figures["batches"] += same_rows(norm, batch)
+        for call in (push.all_reduce, norm):
+            want, few = call(batch)[:3].clone(), batch[:3].clone()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = call(few)
+            graph.replay()
+            assert torch.equal(out, want), "in a graph"
+    return figures
 
 
 def check_create_and_destroy(rank: Rank) -> Figures:

@@ -339,6 +339,30 @@ def check_create_and_destroy(rank: Rank) -> Figures:
     return {"grown_bytes": grown}
 
 
+def check_batch_invariant(rank: Rank) -> Figures:
+    """A row has the same bits alone, in parts, and with rows before it, where it is to have."""
+    workspace = rank.workspace(batch_invariant=True)
+    batches = 0
+    for dtype in PLACE:
+        rows = rank.minimax(3, 5000, dtype)
+
+        def call(qkv: torch.Tensor, rows: Rows = rows) -> tuple[torch.Tensor, torch.Tensor]:
+            return qk_rms_norm(qkv, rows.q_weight, rows.k_weight, workspace.handle, EPS)
+
+        whole = call(rows.qkv)
+        for begin, end in ((0, 1), (7, 8), (0, 64), (100, 700), (64, 5000)):
+            part = call(rows.qkv[begin:end].contiguous())
+            for mine, want in zip(part, whole, strict=True):
+                assert torch.equal(mine, want[begin:end]), (dtype, begin, end)
+            batches += 1
+        padded = call(torch.cat([torch.ones_like(rows.qkv[:13]), rows.qkv[:40]]))
+        for mine, want in zip(padded, whole, strict=True):
+            assert torch.equal(mine[13:], want[:40]), dtype
+    settle(workspace)
+    workspace.cleanup()
+    return {"batches": batches}
+
+
 def check_cache(rank: Rank) -> Figures:
     """One workspace a group; another for another group, also at the address of an earlier one."""
     seen = set()

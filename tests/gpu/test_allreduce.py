@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("allreduce_ranks.py")
 TIMEOUT_SECONDS = 400
 CHECKS = (
     *("every_backend", "odd_tensors", "many_calls", "graphs", "unprepared_capture"),
-    *("missing_flashinfer", "in_vllm", "create_and_destroy", "no_multicast"),
+    *("missing_flashinfer", "in_vllm", "batch_invariant", "create_and_destroy", "no_multicast"),
 )
 
 pytestmark = [

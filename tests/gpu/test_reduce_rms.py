@@ -20,7 +20,7 @@ TIMEOUT_SECONDS = 200
 CHECKS = (
     *("first_call", "exact", "same_statistics", "special_values", "many_calls", "chained_calls"),
     *("graphs", "pieces", "strides_and_single", "missing_peer", "streams", "create_and_destroy"),
-    *("cache", "mismatch", "fallback", "two_groups", "compile"),
+    *("cache", "mismatch", "fallback", "two_groups", "compile", "batch_invariant"),
 )
 
 pytestmark = [

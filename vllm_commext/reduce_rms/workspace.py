@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 
 from vllm_commext.errors import CommextError, CommextTimeoutError, ConfigError, ProtocolError
+from vllm_commext.gpu import peer_check
 from vllm_commext.gpu.collective import exchange
 from vllm_commext.gpu.ipc import IpcBuffer, allocate, free, round_up, write
 from vllm_commext.gpu.launch import current_device
@@ -46,7 +47,8 @@ class LamportWorkspace(Workspace):
 
     Raises:
         ConfigError: an argument is out of its range.
-        UnsupportedError: a peer's memory cannot be mapped, on any rank.
+        UnsupportedError: a peer's memory cannot be mapped, or what is stored there does not arrive,
+            on any rank.
         ProtocolError: the ranks differ in their arguments.
     """
 
@@ -76,6 +78,7 @@ class LamportWorkspace(Workspace):
         self.ready: set[Hashable] = set()
         self._private = 0
         self._agree(world_size)
+        _check_peers(rank, world_size, process_group)
         self._buffer: IpcBuffer | None = IpcBuffer(
             rank,
             world_size,
@@ -204,6 +207,24 @@ class LamportWorkspace(Workspace):
             f"LamportWorkspace(rank={self.rank}, world_size={self.world_size}, "
             f"comm_size={self.comm_size})"
         )
+
+
+def _check_peers(rank: int, world_size: int, process_group: "ProcessGroup | None") -> None:
+    """In memory of its own, for the slots' sentinel is another than the check's; collective."""
+
+    def agree(step: Callable[[], object]) -> None:
+        def silent() -> None:
+            step()
+
+        exchange(silent, world_size, process_group)
+
+    greetings = IpcBuffer(
+        rank, world_size, peer_check.EXCHANGED_BYTES, process_group, fill=peer_check.EMPTY
+    )
+    try:
+        peer_check.check_delivery(greetings.serialize(), rank, world_size, agree)
+    finally:
+        greetings.cleanup(CLEANUP_SECONDS)
 
 
 def _pinned_word() -> torch.Tensor:

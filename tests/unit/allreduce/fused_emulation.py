@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from tests.unit.allreduce.push_emulation import TIMEOUT_NS, compile_kernel
-from vllm_commext.allreduce.backends.push_layout import EMPTY
 from vllm_commext.allreduce.fused import kernels as fused
 from vllm_commext.allreduce.fused.kernels import Outputs
 from vllm_commext.allreduce.fused.layout import (
@@ -22,6 +21,7 @@ from vllm_commext.allreduce.fused.layout import (
     FusedShape,
 )
 from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.gpu.peer_check import EMPTY
 
 EPS = 1e-5
 WARP = 32

@@ -10,10 +10,11 @@ import torch
 
 from tests.kit.host_kernels import compiled
 from vllm_commext.allreduce.backends import push
-from vllm_commext.allreduce.backends.push_layout import EMPTY, PushLayout
+from vllm_commext.allreduce.backends.push_layout import PushLayout
 from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.gpu.launch import ELEMENT_CODES
 from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.gpu.peer_check import EMPTY
 
 HERE = Path(__file__).parent
 TIMEOUT_NS = 60_000_000_000

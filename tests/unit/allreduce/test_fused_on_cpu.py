@@ -78,8 +78,12 @@ def test_more_ranks_get_it_too_and_may_change_the_form_at_any_call(world_size: i
     assert [state.tolist() for state in ranks.states] == [[len(calls), 0]] * world_size
 
 
-def test_a_row_has_the_same_bits_in_every_form_and_batch() -> None:
-    shape, world_size = SHAPES["bfloat16"], 3
+@pytest.mark.parametrize(
+    "world_size", [2, 3, *(pytest.param(few, marks=pytest.mark.long) for few in range(4, 9))]
+)
+def test_a_row_has_the_same_bits_in_every_form_and_batch(world_size: int) -> None:
+    """Alone, in parts, whole, and with other rows before it and after it."""
+    shape = SHAPES["bfloat16"]
     whole = make_call(shape, Form(ONE_PHASE, 4), world_size, 9, seed=5)
     first = Ranks(world_size, HALF_PACKS).run([whole], 2, seed=5)[0][0]
     calls, begins = [], []
@@ -89,8 +93,14 @@ def test_a_row_has_the_same_bits_in_every_form_and_batch() -> None:
         residual = whole.residual[begin:end].clone()
         calls.append(Call(shape, form, parts, residual, whole.weight, whole.scale))
         begins.append((begin, end))
+    padded = [part[[4, 0, 5, 2, 2]].clone() for part in whole.parts]  # rows 4, 0, 5 and 2 twice
+    residual = whole.residual[[4, 0, 5, 2, 2]].clone()
+    calls.append(Call(shape, Form(TWO_PHASE, 2), padded, residual, whole.weight, whole.scale))
     outputs = Ranks(world_size, HALF_PACKS).run(calls, 3, seed=6)
-    for of in outputs:
+    for *of, other in outputs:
+        for mine, row in enumerate((4, 0, 5, 2, 2)):
+            assert torch.equal(other.out[mine], first.out[row]), row
+            assert torch.equal(other.residual[mine], first.residual[row]), row
         for (begin, end), got in zip(begins, of, strict=True):
             want = Outputs(first.out[begin:end], first.residual[begin:end], first.scales[begin:end])
             assert_same(got, want, (begin, end))

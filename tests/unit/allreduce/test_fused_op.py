@@ -13,7 +13,6 @@ import torch
 from tests.kit.host_kernels import COMPILER
 from tests.unit.allreduce.fused_emulation import expected, library, make_call
 from vllm_commext.allreduce import names
-from vllm_commext.allreduce.backends.push_layout import EMPTY
 from vllm_commext.allreduce.dispatch.policy import FusedPolicy
 from vllm_commext.allreduce.fused import kernels as fused
 from vllm_commext.allreduce.fused import op as fused_op
@@ -31,6 +30,7 @@ from vllm_commext.allreduce.fused.op import FusedNorm, all_reduce_add_rms_norm
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.gpu.launch import Device
+from vllm_commext.gpu.peer_check import EMPTY
 
 EPS, HIDDEN = 1e-5, 256
 OP = torch.ops.vllm_commext.all_reduce_add_rms_norm

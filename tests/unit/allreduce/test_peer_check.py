@@ -10,13 +10,11 @@ import pytest
 
 from tests.kit.host_kernels import COMPILER
 from tests.unit.allreduce.push_emulation import compile_kernel
-from vllm_commext.allreduce.backends import peer_check
-from vllm_commext.allreduce.backends.peer_check import arguments_type, silent_peers
-from vllm_commext.allreduce.backends.push_layout import EMPTY
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu import nvrtc
+from vllm_commext.gpu import nvrtc, peer_check
 from vllm_commext.gpu.launch import Device
 from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.gpu.peer_check import EMPTY, arguments_type, silent_peers
 
 WORDS = 8 * 4  # of each memory: a pack from each rank
 PATIENT_NS, IMPATIENT_NS = 60_000_000_000, 200_000_000
@@ -133,9 +131,8 @@ def test_the_check_from_end_to_end(
     said: dict[int, str] = {}
 
     def body(rank: int) -> None:
-        lockstep: Any = SimpleNamespace(rank=rank, world_size=2, agree=lambda step: step())
         try:
-            peer_check.check_delivery(machine.addresses(rank), lockstep)
+            peer_check.check_delivery(machine.addresses(rank), rank, 2, lambda step: step())
         except UnsupportedError as error:
             said[rank] = str(error)
 

@@ -7,8 +7,8 @@ import torch
 
 from tests.kit.host_kernels import COMPILER
 from tests.unit.allreduce.push_emulation import Ranks, in_order_of_ranks, random_calls
-from vllm_commext.allreduce.backends.push_layout import EMPTY
 from vllm_commext.allreduce.message import PACK_BYTES
+from vllm_commext.gpu.peer_check import EMPTY
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ on this machine")
 
@@ -55,9 +55,12 @@ def test_every_bit_pattern_passes(world_size: int, dtype: torch.dtype) -> None:
             )
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 5])
+@pytest.mark.parametrize(
+    "world_size", [2, 4, 5, *(pytest.param(few, marks=pytest.mark.long) for few in (3, 6, 7, 8))]
+)
 def test_a_row_has_the_same_bits_beside_any_others(world_size: int) -> None:
-    """Numbers whose sum depends on the order; a batch whole, in parts, and with rows before it."""
+    """Numbers whose sum depends on the order; a batch whole, in parts, and with rows before it and
+    after it."""
     row, rows = 8, 41  # packs, and how many rows
     generator = torch.Generator().manual_seed(world_size)
     size = (rows, row * PACK_BYTES // 4)
@@ -69,7 +72,7 @@ def test_a_row_has_the_same_bits_beside_any_others(world_size: int) -> None:
     before = torch.ones(3, size[1])
     inputs = [
         [part.contiguous() for split in splits for part in batch.split(split)]
-        + [torch.cat([before, batch])]
+        + [torch.cat([before, batch, before])]
         for batch in batches
     ]
     outputs = Ranks(world_size, 8 * KIB).all_reduce(inputs, most_blocks=3, seed=world_size)
@@ -77,7 +80,7 @@ def test_a_row_has_the_same_bits_beside_any_others(world_size: int) -> None:
         whole = outputs[0][0]
         assert torch.equal(torch.cat(found[1:4]), whole)
         assert torch.equal(torch.cat(found[4:7]), whole)
-        assert torch.equal(found[7][len(before) :], whole)
+        assert torch.equal(found[7][len(before) : -len(before)], whole)
 
 
 def test_a_counter_that_wraps_goes_on() -> None:

@@ -47,7 +47,8 @@ class Runtime:
     Attributes:
         memory: what is allocated, by address.
         opened: addresses that are mapped, once for each mapping.
-        refuse: addresses that nobody may map.
+        refuse_mapping: whether nobody may map another's memory.
+        loses_stores: whether what is stored into another's memory does not come there.
     """
 
     cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1)  # noqa: N815
@@ -57,7 +58,7 @@ class Runtime:
     def __init__(self) -> None:
         self.memory: dict[int, Any] = {}
         self.opened: list[int] = []
-        self.refuse_mapping = False
+        self.refuse_mapping = self.loses_stores = False
         self.lock = threading.Lock()
 
     def cudaMalloc(self, size: int) -> tuple[int, int]:  # noqa: N802
@@ -97,6 +98,16 @@ class Runtime:
             self.opened.remove(address)
         return (OK,)
 
+    def check_delivery(self, addresses: Any, rank: int, world_size: int, agree: Any) -> None:
+        """In place of `peer_check.check_delivery`."""
+        assert len(addresses) == world_size
+
+        def look() -> None:
+            if self.loses_stores and rank == 1:
+                raise UnsupportedError("expected a store from each peer")
+
+        agree(look)
+
 
 class Group:
     """Ranks that are threads; `exchange` is what `collective.exchange` is to processes."""
@@ -116,7 +127,7 @@ class Group:
             error = f"{type(caught).__name__}: {caught}"
         number = next(self._here.numbers)
         self._values.setdefault(number, [None] * world_size)[self._here.rank] = (value, error)
-        self._barrier.wait(30)
+        self._barrier.wait(300)
         outcomes = self._values[number]
         failed = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(outcomes) if why]
         if failed:
@@ -139,7 +150,7 @@ class Group:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(100)
+            thread.join(300)
         return results
 
 
@@ -180,6 +191,7 @@ def fake_gpus(world_size: int) -> Iterator[tuple[Runtime, Group, HostKernels]]:
         patch.setattr(ipc, "exchange", group.exchange)
         patch.setattr(workspace, "exchange", group.exchange)
         patch.setattr(ipc, "await_others", lambda *_: None)
+        patch.setattr(workspace.peer_check, "check_delivery", runtime.check_delivery)
         patch.setattr(workspace, "DEVICE", "cpu")
         patch.setattr(workspace, "_pinned_word", lambda: torch.zeros(1, dtype=torch.int64))
         patch.setattr(workspace, "current_device", lambda: GPU)

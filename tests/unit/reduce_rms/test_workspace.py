@@ -85,6 +85,16 @@ def test_no_peer_access_fails_on_all_ranks_and_leaves_nothing(fakes: Fakes) -> N
     assert runtime.memory == {}
 
 
+def test_stores_that_do_not_arrive_fail_on_all_ranks_and_leave_nothing(fakes: Fakes) -> None:
+    """Before anything waits for them: a call would, for its whole time-out."""
+    runtime, group, _ = fakes
+    runtime.loses_stores = True
+    errors = group.run(make)
+    assert [type(error) for error in errors] == [UnsupportedError] * RANKS
+    assert "rank 1: UnsupportedError: expected a store from each peer" in str(errors[0])
+    assert (runtime.memory, runtime.opened) == ({}, [])
+
+
 def test_memory_that_one_rank_cannot_have_fails_on_all(
     fakes: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,26 +200,34 @@ def test_what_torch_holds_may_lose_its_content(fakes: Fakes) -> None:
 
 
 @runs_kernel
+@pytest.mark.parametrize(
+    "world_size", [2, 3, *(pytest.param(few, marks=pytest.mark.long) for few in range(4, 9))]
+)
 def test_a_batch_invariant_row_has_the_same_bits_alone_and_among_others(
-    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+    world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests.unit.reduce_rms.fake_gpu import workspace as made_with
 
-    monkeypatch.setattr(made_with, "current_device", lambda: Device(0, 90, 1))
-    _, group, _ = fakes
     columns = 2880  # of float32, in which the order of additions shows
     weight = torch.randn(columns)
 
     def body(rank: int) -> list[torch.Tensor]:
-        workspace = make(rank, batch_invariant=True)
+        workspace = LamportWorkspace(
+            rank, world_size, SIZE, batch_invariant=True, timeout_seconds=300.0
+        )
         random = torch.Generator().manual_seed(rank)
         rows = torch.randn(5, columns, generator=random)
         calls = [rows, *(row[None] for row in rows)]  # 2 a multiprocessor is where the form changes
+        calls.append(torch.cat([torch.ones_like(rows[:2]), rows, torch.ones_like(rows[:1])]))
         op = torch.ops.vllm_commext.reduce_rms_norm
         return [op(call, weight, workspace.handle, EPS) for call in calls]
 
-    for whole, *alone in group.run(body):
+    with fake_gpus(world_size) as (_, group, _):
+        monkeypatch.setattr(made_with, "current_device", lambda: Device(0, 90, 1))
+        results = group.run(body)
+    for whole, *alone, padded in results:
         assert torch.equal(whole, torch.cat(alone))
+        assert torch.equal(whole, padded[2:-1])
 
 
 def test_a_kernel_that_one_rank_cannot_load_is_an_error_on_all_and_nothing_is_launched(

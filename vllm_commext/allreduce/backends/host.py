@@ -12,12 +12,12 @@ from vllm_commext.allreduce import names
 from vllm_commext.allreduce.backends import limits
 from vllm_commext.allreduce.backends.backend import Ready
 from vllm_commext.allreduce.backends.host_layout import HostLayout
-from vllm_commext.allreduce.backends.peer_check import check_delivery
 from vllm_commext.allreduce.message import PACK_BYTES, Message
 from vllm_commext.gpu import ipc, launch
 from vllm_commext.gpu.host_memory import HostMemory
 from vllm_commext.gpu.launch import ELEMENT_CODES
 from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.gpu.peer_check import check_delivery
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,9 @@ class HostBackend(Ready):
         try:
             self._memory = HostMemory(self._layout.num_bytes, lockstep, marked=self._marked)
             lockstep.agree(self._make_counter)
-            check_delivery(self._memory.addresses, lockstep)
+            check_delivery(
+                self._memory.addresses, lockstep.rank, lockstep.world_size, lockstep.agree
+            )
         except Exception:
             self.destroy()
             raise

@@ -10,7 +10,6 @@ CHUNK_PACKS = WARP  # that one warp moves at a time
 ONE_SHOT_CHUNKS = 8  # that a block handles at a time
 TWO_SHOT_CHUNKS = 8  # the same, rounded down to as many of every rank, but at least one
 HALVES = 2
-EMPTY = 0xFFFFFFFF  # a word that no peer has written
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ One for a group: any of the kernels may make the next call, as long as all ranks
 
 from typing import TYPE_CHECKING
 
-from vllm_commext.allreduce.backends.peer_check import check_delivery
-from vllm_commext.allreduce.backends.push_layout import EMPTY, PushLayout
+from vllm_commext.allreduce.backends.push_layout import PushLayout
 from vllm_commext.gpu.ipc import IpcBuffer, allocate, free
+from vllm_commext.gpu.peer_check import EMPTY, check_delivery
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,7 +45,7 @@ class PushMemory:
         self.addresses, self.state = self._buffer.serialize(), 0
         try:
             lockstep.agree(self._make_counter)
-            check_delivery(self.addresses, lockstep)
+            check_delivery(self.addresses, lockstep.rank, lockstep.world_size, lockstep.agree)
         except Exception:
             self._release(self._buffer)
             raise

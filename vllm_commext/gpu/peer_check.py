@@ -2,19 +2,17 @@
 ``csrc/cuda/peer_check.cu``."""
 
 import ctypes
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import ipc, launch
 from vllm_commext.gpu.nvrtc import Program
 
-if TYPE_CHECKING:
-    from vllm_commext.allreduce.lockstep import Lockstep
-
 NAME = "peer_check"
+EMPTY = 0xFFFFFFFF  # a word that no peer has written
 TIMEOUT_SECONDS = 2.0  # all ranks have met right before
 ANSWER_BYTES = 4
+EXCHANGED_BYTES = 8 * 16  # a pack from each of eight ranks
 
 
 def arguments_type(world_size: int) -> type[ctypes.Structure]:
@@ -35,31 +33,36 @@ def silent_peers(answer: int, rank: int, world_size: int) -> list[int]:
     return [peer for peer in range(world_size) if peer != rank and not answer >> peer & 1]
 
 
-def check_delivery(addresses: Sequence[int], lockstep: "Lockstep") -> None:
+Agree = Callable[[Callable[[], object]], object]  # takes a step on all ranks, or fails on all
+
+
+def check_delivery(addresses: Sequence[int], rank: int, world_size: int, agree: Agree) -> None:
     """Let every rank store into every peer's memory, and look whether it came; collective.
 
     Args:
-        addresses: of each rank's memory in this process, filled with `push_layout.EMPTY`, which it
-            is again afterwards.
-        lockstep: of the group.
+        addresses: of each rank's memory in this process, filled with `EMPTY`, which it is again
+            afterwards; a pack of 16 bytes for each rank is enough.
+        rank: this process's rank in the group.
+        world_size: ranks of the group.
+        agree: takes both steps.
 
     Raises:
         UnsupportedError: something did not come, on any rank; all ranks raise it.
     """
     functions: list[launch.Function] = []
-    macros = {"WORLD_SIZE": lockstep.world_size, "RANK": lockstep.rank}
-    lockstep.agree(
+    macros = {"WORLD_SIZE": world_size, "RANK": rank}
+    agree(
         lambda: functions.append(
             launch.load(
                 Program(NAME), macros, launch.WARP, launch.current_device(), programmatic=False
             )
         )
     )
-    lockstep.agree(lambda: _look(functions[0], addresses, lockstep))
+    agree(lambda: _look(functions[0], addresses, rank, world_size))
 
 
-def _look(function: launch.Function, addresses: Sequence[int], lockstep: "Lockstep") -> None:
-    made = arguments_type(lockstep.world_size)()
+def _look(function: launch.Function, addresses: Sequence[int], rank: int, world_size: int) -> None:
+    made = arguments_type(world_size)()
     made.answer = ipc.allocate(ANSWER_BYTES)
     made.timeout_ns = int(TIMEOUT_SECONDS * 1e9)
     made.memory[:] = addresses
@@ -68,7 +71,7 @@ def _look(function: launch.Function, addresses: Sequence[int], lockstep: "Lockst
         answer = int.from_bytes(ipc.read(made.answer, ANSWER_BYTES), "little")
     finally:
         ipc.free(made.answer)
-    if silent := silent_peers(answer, lockstep.rank, lockstep.world_size):
+    if silent := silent_peers(answer, rank, world_size):
         raise UnsupportedError(
             f"expected a store from each peer within {TIMEOUT_SECONDS:.0f} s, got none from ranks "
             f"{silent}: this machine maps the memory of peers and does not deliver to it"
