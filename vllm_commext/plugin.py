@@ -42,8 +42,8 @@ class Capability:
         refuse: called where it is refused, so that asking for it by name tells why.
         fallback: what the user has instead where it is refused.
         patches: it replaces names of vLLM's; else it uses hooks that vLLM offers.
-        needs_proof: `auto`, its default, is for machines on which it is proven
-            (`compat.native.require_proven_machine`); elsewhere it is off, without a warning.
+        proof: `auto`, its default, is for machines on which it is proven, and this function of
+            `compat.native` says where; elsewhere it is off, without a warning. Empty for all.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Capability:
     refuse: Callable[[], None]
     fallback: str
     patches: bool = True
-    needs_proof: bool = False
+    proof: str = ""
 
 
 def _activate_nixl() -> None:
@@ -107,16 +107,20 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("nixl", _activate_nixl, _refuse_nixl, "vLLM's own connectors remain", patches=False),
     Capability(
         *("shm_queue", _activate_shm_queue, _leave_as_it_is, "vLLM's own queue remains"),
-        needs_proof=True,
+        proof="require_proven_machine",
     ),
     Capability("gloo", _activate_gloo, _leave_as_it_is, "a device for each group remains"),
     Capability(
         *("cpu_collectives", _activate_cpu_collectives, _leave_as_it_is, "vLLM's own remain"),
-        needs_proof=True,
+        proof="require_proven_machine",
     ),
-    Capability("reduce_rms", _activate_reduce_rms, _leave_as_it_is, "vLLM's own norm remains"),
     Capability(
-        "allreduce", _activate_allreduce, _leave_as_it_is, "vLLM's default dispatch remains"
+        *("reduce_rms", _activate_reduce_rms, _leave_as_it_is, "vLLM's own norm remains"),
+        proof="require_proven_gpus",
+    ),
+    Capability(
+        *("allreduce", _activate_allreduce, _leave_as_it_is, "vLLM's default dispatch remains"),
+        proof="require_proven_gpus",
     ),
 )
 
@@ -146,10 +150,10 @@ def _check_vllm(capability: Capability) -> str:
     return f"unverified: {judgement.reason}"
 
 
-def _require_proof() -> None:
+def _require_proof(capability: Capability) -> None:
     from vllm_commext.compat import hooks, native
 
-    native.require_proven_machine(hooks.vllm_version())
+    getattr(native, capability.proof)(hooks.vllm_version())
 
 
 def _refused(capability: Capability, reason: str, required: bool) -> CapabilityStatus:
@@ -168,8 +172,8 @@ def _decide(capability: Capability, settings: Settings) -> CapabilityStatus:
     if choice == "0":
         return CapabilityStatus(capability.name, State.OFF, f"{toggle.name}=0")
     try:
-        if choice == "auto" and capability.needs_proof:
-            _require_proof()
+        if choice == "auto" and capability.proof:
+            _require_proof(capability)
         remark = _check_vllm(capability)
         capability.activate()
     except UnprovenHereError as error:

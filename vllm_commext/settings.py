@@ -103,8 +103,10 @@ TOGGLES: tuple[Toggle, ...] = (
         choices=("auto", "0", "1"),
         default="0",
         meaning=(
-            "The op for tensor-parallel QK RMSNorm (MiniMax-M2, OLMoE). `auto` replaces "
-            "vLLM's where the kernel compiles, `1` logs an error where not, `0` keeps vLLM's."
+            "The op for RMSNorm of rows that tensor parallelism has spread (MiniMax-M2, OLMoE, "
+            "Olmo2, Olmo3 and others). `auto` takes part with CUDA graphs on one host of NVIDIA "
+            "GPUs on which it was measured faster than vLLM's own; `1` wherever the kernel "
+            "compiles, and logs an error where it does not; `0` keeps vLLM's."
         ),
     ),
     Toggle(
@@ -122,8 +124,11 @@ TOGGLES: tuple[Toggle, ...] = (
         choices=("auto", "0", "1"),
         default="0",
         meaning=(
-            "The all-reduce of tensor parallelism. `auto` sends each message to the backend that "
-            "was measured fastest, `1` logs an error where that cannot be, `0` keeps vLLM's."
+            "The all-reduce of tensor parallelism, alone and with residual and norm. `auto` lets "
+            "kernels of this package take part with CUDA graphs on one host of NVIDIA GPUs, for "
+            "messages for which a table has them first; `1` sends each message to whichever "
+            "backend was measured fastest, and logs an error where that cannot be; `0` keeps "
+            "vLLM's."
         ),
     ),
     Toggle(

@@ -1,14 +1,13 @@
-"""One of two ranks with MiniMax-M2's and OLMoE's norms at TP2; test_reduce_rms.py starts it.
+"""One of two ranks with MiniMax-M2's norm at TP2; test_reduce_rms.py starts it.
 
     python tests/contract/reduce_rms_rank.py RANK PORT
 
-Prints as JSON what the norms give. Of OLMoE's attention there is nothing but the norm.
+Prints as JSON what the norms give.
 """
 
 import json
 import os
 import sys
-from typing import Any
 
 import torch
 
@@ -38,9 +37,7 @@ def main() -> None:
         parallel_state.init_distributed_environment(2, rank, address, rank, backend="gloo")
         parallel_state.initialize_model_parallel(2)
         from vllm.model_executor.layers.minimax_rms_norm import MiniMaxText01RMSNormTP
-        from vllm.model_executor.models import ModelRegistry
 
-        ModelRegistry.models["OlmoeForCausalLM"].load_model_cls()
         q_weight, k_weight = weights()
         q_norm, k_norm = (MiniMaxText01RMSNormTP(w.numel(), EPS) for w in (q_weight, k_weight))
         for norm, weight in ((q_norm, q_weight), (k_norm, k_weight)):
@@ -48,38 +45,15 @@ def main() -> None:
         with torch.no_grad():
             q, k, v = MiniMaxText01RMSNormTP.forward_qkv(q_norm, k_norm, rows(rank), Q, KV)
         own = rows(rank)[:, Q + KV :]
-        olmoe = olmoe_norm(rank, q_weight, k_weight)
     from vllm_commext.compat import reduce_rms
 
     found = {
         "minimax": [q.float().tolist(), k.float().tolist()],
         "v_is_left": bool(torch.equal(v, own)),
-        "olmoe": olmoe,
         "told": sorted(reduce_rms._told),
     }
     torch.distributed.barrier()
     sys.stdout.write(f"\n{json.dumps(found)}\n")
-
-
-def olmoe_norm(rank: int, q_weight: torch.Tensor, k_weight: torch.Tensor) -> list[Any]:
-    from vllm.model_executor.layers.layernorm import RMSNorm
-    from vllm.model_executor.models.olmoe import OlmoeAttention
-
-    attention = OlmoeAttention.__new__(OlmoeAttention)
-    torch.nn.Module.__init__(attention)
-    attention.tp_size, attention.tp_rank = 2, rank
-    attention.total_num_kv_heads, attention.q_size, attention.kv_size = 2, Q, KV
-    attention.q_norm, attention.k_norm = RMSNorm(2 * Q, EPS), RMSNorm(2 * KV, EPS)
-    attention.q_norm.weight.data.copy_(q_weight)
-    attention.k_norm.weight.data.copy_(k_weight)
-    if OlmoeAttention._apply_qk_norm.__module__.startswith("vllm_commext"):
-        from vllm_commext.compat.reduce_rms_olmoe import _handle
-
-        attention.commext_handle = _handle(attention)
-    q, k, _ = rows(rank).split([Q, KV, KV], dim=-1)
-    with torch.no_grad():
-        outs = attention._apply_qk_norm(q, k)
-    return [out.float().tolist() for out in outs]
 
 
 if __name__ == "__main__":

@@ -54,6 +54,10 @@ def test_on_an_unknown_machine_vllms_order_serves(tmp_path: Path) -> None:
 
 
 TWO_HOSTS = """
+import os
+before = dict(os.environ)
+from vllm_commext.compat import native
+native.require_proven_gpus = lambda _: None  # as on GPUs
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.distributed import parallel_state
@@ -68,18 +72,21 @@ try:
     found = resolve(None)
 except TypeError:
     found = resolve()
-print(envs.VLLM_FLASHINFER_ALLREDUCE_BACKEND, found)
+changed = sorted(name for name in os.environ if os.environ[name] != before.get(name))
+print(envs.VLLM_FLASHINFER_ALLREDUCE_BACKEND, found, changed)
 """
 
 
 def test_on_two_hosts_vllm_resolves_its_backend_as_without_us() -> None:
     """A name in the environment would make vLLM insist on it, and end at its start."""
-    plain, ours = (
+    plain, *others = (
         python_at_once(TWO_HOSTS, [[]], VLLM_HOST_IP="127.0.0.1", **{TOGGLE: choice})[0]
-        for choice in ("0", "1")
+        for choice in ("0", "auto", "1")
     )
-    assert plain.returncode == ours.returncode == 0, (plain, ours)
-    assert ours.stdout.splitlines()[-1] == plain.stdout.splitlines()[-1]
+    for ours in others:
+        assert plain.returncode == ours.returncode == 0, (plain, ours)
+        assert "commext: allreduce active" in ours.stdout + ours.stderr
+        assert ours.stdout.splitlines()[-1] == plain.stdout.splitlines()[-1]
 
 
 def test_without_the_toggle_nothing_is_changed(tmp_path: Path) -> None:

@@ -81,5 +81,36 @@ def test_elsewhere_it_is_off_by_default_and_no_warning_is_given(
 
 
 def test_nothing_else_is_on_by_default_but_the_connector() -> None:
-    needs = [one.name for one in plugin.CAPABILITIES if one.needs_proof]
+    needs = [one.name for one in plugin.CAPABILITIES if one.proof == "require_proven_machine"]
     assert needs == list(NAMES)
+
+
+class Cuda:
+    """A platform, as far as anybody asks."""
+
+    device_name = "a GPU"
+
+    def __init__(self, cuda: bool) -> None:
+        self.is_cuda = lambda: cuda
+
+
+@pytest.mark.parametrize(
+    ("cuda", "version", "problem"),
+    [
+        (True, "0.32.0", ""),
+        (True, "0.30.0", "the GPU tests are not run on vLLM 0.30.0"),
+        (True, "0.99.0", "the GPU tests are not run on vLLM 0.99.0"),
+        (False, "0.32.0", "proven on NVIDIA GPUs"),
+    ],
+)
+def test_kernels_take_part_by_themselves_where_their_tests_run(
+    cuda: bool, version: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm.platforms
+
+    monkeypatch.setattr(vllm.platforms, "_current_platform", Cuda(cuda))
+    if not problem:
+        native.require_proven_gpus(version)
+        return
+    with pytest.raises(UnprovenHereError, match=problem):
+        native.require_proven_gpus(version)

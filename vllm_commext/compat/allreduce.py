@@ -5,7 +5,6 @@ tensor-parallel communicator gets a dispatcher when it is made, asks it first in
 and gives it back before its own parts go. What the dispatcher leaves takes vLLM's default dispatch.
 """
 
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -13,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.compat.microbatches import microbatches
+from vllm_commext.compat import group_facts
 from vllm_commext.compat.monkey_patch import is_patched, patch_all, row_of
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.settings import read_settings
@@ -22,7 +21,9 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
+    from vllm_commext.allreduce.dispatch.policy import FusedPolicy
     from vllm_commext.allreduce.dispatch.startup import Wishes
+    from vllm_commext.gpu.facts import Facts
 
 logger = logging.getLogger("vllm.commext.allreduce")
 
@@ -36,44 +37,37 @@ def dispatcher_of(communicator: Any) -> "Dispatcher | None":
     return vars(communicator).get(ATTRIBUTE)
 
 
-def why_not(communicator: Any, tcp_store_group: Any) -> str:
-    """Why a communicator gets no dispatcher; empty where it gets one. The same on all ranks."""
+def why_not(communicator: Any, tcp_store_group: Any, by_itself: bool = False) -> str:
+    """Why a communicator gets no dispatcher; empty where all its ranks are to agree about one.
+
+    It asks no other rank. The same on all ranks.
+    """
     from vllm.config import get_current_vllm_config_or_none
 
     if communicator.unique_name.split(":")[0] != "tp" or communicator.world_size < 2:
         return "it is no tensor-parallel group of several ranks"
     if tcp_store_group is not None:
         return "its ranks may come and go"
-    if microbatches(get_current_vllm_config_or_none()):
-        return "microbatches run on two streams, and a workspace serves one"
+    if by_itself:
+        config = get_current_vllm_config_or_none()
+        return group_facts.why_not_by_itself(config, communicator.world_size)
     return ""
 
 
-def _wishes() -> "Wishes":
-    from vllm import envs
-    from vllm.config import get_current_vllm_config_or_none
-
+def _wishes(facts: "Facts") -> "Wishes":
     from vllm_commext.allreduce.dispatch.startup import Wishes
-    from vllm_commext.allreduce.message import ITEM_BYTES
 
     settings = read_settings()
     forced = settings["allreduce_backend"]
-    config = get_current_vllm_config_or_none()
-    model = config.model_config if config is not None else None
-    wishes = Wishes(
-        None if forced == AUTO else forced,
-        settings["allreduce_tune"],
-        invariant=bool(envs.VLLM_BATCH_INVARIANT),
+    return Wishes(
+        None if forced == AUTO else forced, settings["allreduce_tune"], is_by_itself(), facts
     )
-    if model is None:
-        return wishes
-    dtype = str(model.dtype).removeprefix("torch.")
-    return dataclasses.replace(
-        wishes,
-        dtype=dtype if dtype in ITEM_BYTES else wishes.dtype,
-        hidden=model.get_hidden_size(),
-        eager=bool(model.enforce_eager),
-    )
+
+
+def is_by_itself() -> bool:
+    """Whether nobody has asked for the all-reduce, and it takes part only where it is faster."""
+    settings = read_settings()
+    return settings["allreduce"] == AUTO and settings["allreduce_backend"] == AUTO
 
 
 def _usable(part: Any) -> Any:
@@ -82,8 +76,8 @@ def _usable(part: Any) -> Any:
 
 def _serve_fused_op(communicator: Any, made: "Dispatcher", wishes: "Wishes") -> None:
     """Let the group's name serve our fused op, with kernels where it has memory for them, and let
-    vLLM's compiled models use it where a table says that it is faster. Where a row must have the
-    same bits in any batch, vLLM's norm is one of its own, and remains."""
+    vLLM's compiled models use it where a table says that it is faster; in all where a row must have
+    the same bits in any batch."""
     from vllm_commext.allreduce import names
     from vllm_commext.allreduce.backends.push import PushBackend
     from vllm_commext.allreduce.dispatch.policy import FusedPolicy
@@ -98,19 +92,26 @@ def _serve_fused_op(communicator: Any, made: "Dispatcher", wishes: "Wishes") -> 
         kernels = FusedKernels(push.memory, Lockstep(communicator.cpu_group))
         backends.append(PushFused(kernels, communicator.world_size))
     apart = fused_op.after_all_reduce(communicator.all_reduce)
-    norm = fused_op.FusedNorm(apart, backends, FusedPolicy(made.table, wishes.only))
-    fused_op.register_group(communicator.unique_name, norm)
-    if backends and not wishes.invariant:
-        _use_in_models()
+    policy = FusedPolicy(made.table, wishes.only, throughout=wishes.by_itself)
+    fused_op.register_group(communicator.unique_name, fused_op.FusedNorm(apart, backends, policy))
+    if backends:
+        _use_in_models(policy, wishes.facts)
 
 
-def _use_in_models() -> None:
+def _use_in_models(policy: "FusedPolicy", facts: "Facts") -> None:
+    from vllm.config import get_current_vllm_config_or_none
+
+    from vllm_commext.allreduce.message import ITEM_BYTES
     from vllm_commext.compat import fused_eager, fused_pass
 
     if problem := fused_pass.why_not():
         logger.warning("commext: allreduce: vLLM's own fusion of norms remains: %s", problem)
     else:
         fused_pass.install()
+        config = get_current_vllm_config_or_none()
+        if config is not None:
+            row_bytes = facts.hidden * ITEM_BYTES[facts.dtype]
+            fused_pass.split_ranges(config, policy.changes(facts.dtype), row_bytes)
     if problem := fused_eager.why_not():
         logger.warning("commext: allreduce: vLLM's own eager helpers remain: %s", problem)
     else:
@@ -119,15 +120,26 @@ def _use_in_models() -> None:
 
 def attach(communicator: Any, tcp_store_group: Any = None) -> None:
     """Give a communicator its dispatcher, or say in one line why not; collective."""
-    from vllm_commext.allreduce.dispatch import startup
-    from vllm_commext.allreduce.dispatch.creation import Parts
-    from vllm_commext.allreduce.table.machine_facts import read_machine
-
     name = communicator.unique_name or "unnamed"
-    reason = why_not(communicator, tcp_store_group)
-    if reason:
+    if reason := why_not(communicator, tcp_store_group, is_by_itself()):
         logger.debug("commext: allreduce: not for group %s: %s", name, reason)
         return
+    try:
+        _attach(communicator, name)
+    except UnsupportedError as error:
+        level = logging.INFO if is_by_itself() else logging.WARNING
+        logger.log(
+            level, "commext: allreduce: vLLM's default dispatch serves group %s: %s", name, error
+        )
+
+
+def _attach(communicator: Any, name: str) -> None:
+    from vllm_commext.allreduce.dispatch import startup
+    from vllm_commext.allreduce.dispatch.creation import Parts
+    from vllm_commext.allreduce.lockstep import Lockstep
+    from vllm_commext.allreduce.table.machine_facts import read_machine
+
+    facts = group_facts.agreed(communicator.cpu_group, communicator.world_size, communicator.device)
     parts = Parts(
         communicator.cpu_group,
         communicator.device_group,
@@ -135,21 +147,31 @@ def attach(communicator: Any, tcp_store_group: Any = None) -> None:
         _usable(communicator.ca_comm),
         communicator.pynccl_comm,
     )
-    wishes = _wishes()
-    try:
-        made = startup.start_dispatcher(parts, wishes, lambda: read_machine(parts.device))
-    except UnsupportedError as error:
-        logger.warning(
-            "commext: allreduce: vLLM's default dispatch serves group %s: %s", name, error
-        )
-        return
+    wishes = _wishes(facts)
+    made = startup.start_dispatcher(parts, wishes, lambda: read_machine(parts.device))
     if made is None:
         return
     vars(communicator)[ATTRIBUTE] = made
-    _serve_fused_op(communicator, made, wishes)
+    try:
+        Lockstep(parts.cpu_group).agree(lambda: _serve_fused_op(communicator, made, wishes))
+    except UnsupportedError:
+        _give_back(communicator)
+        raise
     if communicator.rank == 0:
-        for line in startup.lines(made, wishes.only):
+        for line in startup.lines(made, wishes):
             logger.info("commext: allreduce: group %s: %s", name, line)
+
+
+def _give_back(communicator: Any) -> tuple[Any, Any]:
+    """Take a communicator's dispatcher, whose memory is freed, and its fused op from it."""
+    fused_op = importlib.import_module("vllm_commext.allreduce.fused.op")
+    norm = fused_op.find_group(communicator.unique_name)
+    fused_op.forget_group(communicator.unique_name)
+    group_facts.forget(communicator.cpu_group)
+    ours = vars(communicator).pop(ATTRIBUTE, None)
+    if ours is not None:
+        ours.destroy()
+    return ours, norm
 
 
 def _init(original: Callable[..., None]) -> Callable[..., None]:
@@ -177,17 +199,13 @@ def _all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
 def _destroy(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def destroy(self: Any) -> None:
-        ours = vars(self).pop(ATTRIBUTE, None)
-        if ours is not None:
-            fused_op = importlib.import_module("vllm_commext.allreduce.fused.op")
-            norm = fused_op.find_group(self.unique_name)
-            fused_op.forget_group(self.unique_name)
+        if dispatcher_of(self) is not None:
+            ours, norm = _give_back(self)
             served, refused = ours.counts()
             logger.info(
                 "commext: allreduce: calls by backend %s, refusals %s, with residual and norm %s",
                 *(dict(served), dict(refused), dict(norm.calls) if norm is not None else {}),
             )
-            ours.destroy()
         original(self)
 
     return destroy

@@ -30,7 +30,14 @@ CONNECTORS = "vllm.distributed.kv_transfer.kv_connector"
 BASE = f"{CONNECTORS}.v1.base"
 METRICS = f"{CONNECTORS}.v1.metrics"
 MINIMAX_NORM = "vllm.model_executor.layers.minimax_rms_norm"
-OLMOE = "vllm.model_executor.models.olmoe"
+FUSERS = "vllm.model_executor.models.transformers.fusers.rms_norm"
+MIXER = "vllm.model_executor.layers.mamba.mamba_mixer2"
+SPREAD_NORMS = {  # models whose attention gathers Q and K by itself
+    "OLMoE": "vllm.model_executor.models.olmoe:OlmoeAttention",
+    "OlmoHybrid": "vllm.model_executor.models.olmo_hybrid:OlmoHybridAttention",
+    "Molmo": "vllm.model_executor.models.molmo:MolmoAttention",
+    "Molmo2": "vllm.model_executor.models.molmo2:Molmo2Attention",
+}
 MAMBA_UTILS = "vllm.model_executor.layers.mamba.mamba_utils"
 SPECS = "vllm.v1.kv_cache_interface"
 COMMUNICATORS = "vllm.distributed.device_communicators"
@@ -306,27 +313,56 @@ API_CHECKS: tuple[ApiCheck, ...] = (
             ),
         ),
     ),
-    ApiCheck(
-        "olmoe_norm",
-        "reduce_rms",
-        "OLMoE's QK RMSNorm is a method of its own",
-        has_methods(f"{OLMOE}:OlmoeAttention", {"_apply_qk_norm": ("q", "k")}),
+    *(
+        seam
+        for model, path in SPREAD_NORMS.items()
+        for seam in (
+            ApiCheck(
+                f"{model} norm",
+                f"norm of {model}",
+                "the QK RMSNorm is a method of its own",
+                has_methods(path, {"_apply_qk_norm": ("q", "k")}),
+            ),
+            ApiCheck(
+                f"{model} attention",
+                f"norm of {model}",
+                "the attention makes both norms when it is made",
+                has_attributes(path, "q_norm", "k_norm", "q_size", "kv_size", "tp_size", "tp_rank"),
+            ),
+        )
     ),
     ApiCheck(
-        "olmoe_attention",
-        "reduce_rms",
-        "OLMoE's attention makes both norms when it is made",
+        "transformers_norm",
+        "norm of the Transformers backend",
+        "a norm of rows that are spread over the ranks is a class of its own",
+        has_methods(f"{FUSERS}:TPAwareNormMixin", {"forward": ("x", "residual")}),
+    ),
+    ApiCheck(
+        "transformers_norm_facts",
+        "norm of the Transformers backend",
+        "it knows which part of the row a rank has",
+        has_attributes(f"{FUSERS}:TPAwareNormMixin", "tp_size", "tp_rank"),
+    ),
+    ApiCheck(
+        "transformers_norm_made",
+        "norm of the Transformers backend",
+        "it takes the place of a model's norm, whose name in the model it is told",
+        takes(f"{FUSERS}:RMSNormFuser.fuse", "module", "prefix", "vllm_config"),
+    ),
+    ApiCheck(
+        "mamba2_norm",
+        "norm of Mamba2",
+        "the gated norm of spread rows is a method of its own",
+        has_methods(f"{MIXER}:Mixer2RMSNormGated", {"forward_native": ("x", "gate")}),
+    ),
+    ApiCheck(
+        "mamba2_norm_facts",
+        "norm of Mamba2",
+        "the norm knows its groups and how many ranks share a row",
         has_attributes(
-            f"{OLMOE}:OlmoeAttention",
-            *("q_norm", "k_norm", "q_size", "kv_size", "tp_size", "tp_rank"),
-            "total_num_kv_heads",
+            f"{MIXER}:Mixer2RMSNormGated",
+            *("tp_size", "n_groups", "use_rms_norm", "weight", "variance_epsilon"),
         ),
-    ),
-    ApiCheck(
-        "register_model",
-        "reduce_rms",
-        "a model is registered by the name of a class that is imported when it is loaded",
-        takes("vllm.model_executor.models:ModelRegistry.register_model", "model_arch", "model_cls"),
     ),
     ApiCheck(
         "cpu_communicator",

@@ -152,6 +152,25 @@ def _dtype(config: Any) -> torch.dtype:
     return config.model_config.dtype if config.model_config else torch.get_default_dtype()
 
 
+def split_ranges(config: Any, most_bytes: Sequence[int], row_bytes: int) -> None:
+    """Let vLLM compile graphs of their own on both sides of some sizes, so that each is wholly ours
+    or wholly vLLM's. It compiles one for each range of numbers of tokens anyway; of one token alone
+    it makes no range.
+
+    Args:
+        config: vLLM's configuration in this process, before anything is compiled.
+        most_bytes: sizes of messages, each the last of its graph.
+        row_bytes: of a token.
+    """
+    compilation = config.compilation_config
+    known = list(compilation.compile_ranges_endpoints or ())
+    if not known:
+        return
+    wanted = {max(2, size // row_bytes) for size in most_bytes}
+    more = {tokens for tokens in wanted if tokens < max(known)}
+    compilation.compile_ranges_endpoints = sorted({*known, *more})
+
+
 def why_not() -> str:
     """Why this vLLM cannot have the pass; empty where it can."""
     outcomes = api_checks.check_all(hooks.vllm_version(), CAPABILITY)

@@ -1,11 +1,12 @@
-"""The native ring, which several capabilities need and a build without a C compiler lacks."""
+"""What `auto` is proven on; and the native ring, which several capabilities need and a build
+without a C compiler lacks."""
 
 import contextlib
 import importlib
 import platform
 from collections.abc import Iterator
 
-from vllm_commext.compat.versions import Verdict, judge
+from vllm_commext.compat.versions import Verdict, judge, runs_gpu_tests
 from vllm_commext.errors import UnprovenHereError, UnsupportedError
 
 RING = "vllm_commext.shm._shm_ring"
@@ -47,3 +48,20 @@ def require_proven_machine(vllm_version: str) -> None:
         importlib.import_module(RING)
     except ImportError as error:
         raise UnprovenHereError(f"the native extension is not built ({error})") from error
+
+
+def require_proven_gpus(vllm_version: str) -> None:
+    """What the kernels are proven on, and `auto` therefore means for them: NVIDIA GPUs, and a vLLM
+    on which the GPU tests are run. What more it takes is seen when a group of ranks is made.
+
+    Raises:
+        UnprovenHereError: with what it is that differs here.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        raise UnprovenHereError(
+            f"proven on NVIDIA GPUs, and this vLLM is for {current_platform.device_name}"
+        )
+    if not runs_gpu_tests(vllm_version):
+        raise UnprovenHereError(f"the GPU tests are not run on vLLM {vllm_version}")

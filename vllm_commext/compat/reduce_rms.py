@@ -1,17 +1,19 @@
-"""Our reduce-RMS op in place of what vLLM does for a tensor-parallel QK RMSNorm.
+"""Our reduce-RMS op in place of what vLLM does for an RMSNorm of tensor-parallel rows.
 
-MiniMax-M2 calls a fused op of vLLM's through names of one module: they are patched, and the shape
-of the compiled graph stays as it is. OLMoE gathers whole Q and K, normalises them and throws most
-of it away: its attention is given our op instead, when the model is loaded.
+MiniMax-M2 calls a fused op of vLLM's through names of one module: they are patched once a model has
+got our workspace, and the shape of the compiled graph stays as it is. Other models are given the op
+by `reduce_rms_models`, when they are imported.
 """
 
 import importlib
+import json
 import logging
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.compat.microbatches import microbatches
-from vllm_commext.compat.monkey_patch import is_patched, patch_all, row_of
-from vllm_commext.errors import UnsupportedError
+from vllm_commext.compat import group_facts, hooks, reduce_rms_models
+from vllm_commext.compat.monkey_patch import is_patched, original_of, patch_all, row_of
+from vllm_commext.errors import CommextError, UnsupportedError
+from vllm_commext.reduce_rms import measured
 from vllm_commext.settings import read_settings
 
 if TYPE_CHECKING:
@@ -23,12 +25,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.commext.reduce_rms")
 
 MINIMAX = "vllm.model_executor.layers.minimax_rms_norm"
-OLMOE = "vllm.model_executor.models.olmoe"
-OLMOE_OURS = "vllm_commext.compat.reduce_rms_olmoe:OlmoeForCausalLM"
+WORKSPACE = f"{MINIMAX}.lamport_workspace:get_allreduce_workspace"
+FUSED_OP = f"{MINIMAX}.rms_norm_tp:_MINIMAX_FUSED_AR_RMS_QK"
+FUSED_OP_BOUND = f"{MINIMAX}.rms_norm_tp:MINIMAX_QK_NORM_MAX_TOKEN_NUM"
+MODEL = "MiniMax-M2"
 MAX_TOKENS = 1 << 30  # vLLM's bound for its fused op; ours takes any number, in pieces
 TOKENS_PER_LAUNCH = 16384
+IDENTITY = "VLLM_COMMEXT_QK_NORM"  # among the names that vLLM's cache key is made of
 _told: set[str] = set()
-_workspaces: "list[tuple[Any, Workspace]]" = []
+_served: dict[str, int] = {}
+_workspaces: "list[tuple[Any, Workspace | CommextError]]" = []
 
 
 def tell_once(what: str) -> None:
@@ -38,13 +44,9 @@ def tell_once(what: str) -> None:
         logger.info("commext: reduce_rms ran for %s", what)
 
 
-def _refuse_two_streams() -> None:
-    from vllm.config import get_current_vllm_config_or_none
-
-    if microbatches(get_current_vllm_config_or_none()):
-        raise UnsupportedError(
-            "microbatches run on two streams, and a workspace serves one; turn one of them off"
-        )
+def identity() -> str:
+    """What compiled graphs depend on: which models got which workspace; empty where none did."""
+    return json.dumps(_served, sort_keys=True) if _served else ""
 
 
 def _make(rank: int, world_size: int, group: "ProcessGroup") -> "Workspace":
@@ -55,7 +57,6 @@ def _make(rank: int, world_size: int, group: "ProcessGroup") -> "Workspace":
 
     if not torch.cuda.is_available():
         return handles.GroupWorkspace(group)
-    _refuse_two_streams()
     words = workspace.get_allreduce_workspace(
         rank,
         world_size,
@@ -70,17 +71,78 @@ def _make(rank: int, world_size: int, group: "ProcessGroup") -> "Workspace":
 
 
 def workspace_of(rank: int, world_size: int, group: "ProcessGroup") -> "Workspace":
-    """The workspace of a tensor-parallel group, one for all layers.
+    """The workspace of a tensor-parallel group, one for all layers; collective at the first call.
 
     Raises:
-        UnsupportedError: there is no peer access, or the calls would come from two streams.
+        CommextError: it cannot be made on some rank; all ranks raise it, at each call.
     """
-    for known, made in _workspaces:
-        if known is group:
-            return made
-    made = _make(rank, world_size, group)
-    _workspaces.append((group, made))
+    found = next((made for known, made in _workspaces if known is group), None)
+    if found is None:
+        try:
+            found = _make(rank, world_size, group)
+        except CommextError as error:
+            found = error
+        _workspaces.append((group, found))
+    if isinstance(found, CommextError):
+        raise found
+    return found
+
+
+def _why_not(kind: str, world_size: int, group: "ProcessGroup") -> str:
+    """Why norms are left to vLLM; empty where they are not. Collective at a group's first call."""
+    import torch
+    from vllm.config import get_current_vllm_config_or_none
+
+    by_itself = read_settings()["reduce_rms"] == "auto"
+    config = get_current_vllm_config_or_none()
+    if by_itself and (reason := group_facts.why_not_by_itself(config, world_size)):
+        return reason
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
+    facts = group_facts.agreed(group, world_size, device)
+    if facts.microbatches:
+        return "microbatches run on two streams, and a workspace serves one"
+    if not by_itself:
+        return ""
+    if facts.eager:
+        return "the engine is eager, and a call would cost the host more than the GPU gains"
+    if not measured.is_faster(kind, facts.gpu, world_size, facts.dtype):
+        where = f"{world_size} x {facts.gpu}, {facts.dtype}"
+        return f"it was not measured faster than {kind} on {where}"
+    return ""
+
+
+def take_part(
+    model: str, kind: str, rank: int, world_size: int, group: "ProcessGroup"
+) -> "Workspace | None":
+    """The workspace for a model's norms, or None where they are left to vLLM, with one line why.
+
+    Args:
+        model: its name, for the log.
+        kind: what vLLM does without the op, one of `measured.KINDS`.
+        rank: this process's rank in the group.
+        world_size: ranks of the group.
+        group: sends objects without a GPU.
+    """
+    try:
+        reason = _why_not(kind, world_size, group)
+        made = None if reason else workspace_of(rank, world_size, group)
+    except CommextError as error:
+        reason, made = str(error), None
+    if made is None:
+        _tell_why(model, reason, rank)
+        return None
+    _served[model] = made.handle
     return made
+
+
+def _tell_why(model: str, reason: str, rank: int) -> None:
+    line = f"commext: reduce_rms leaves {model} to vLLM: {reason}"
+    if line in _told or rank:
+        return
+    _told.add(line)
+    asked = read_settings()["reduce_rms"] == "1"
+    logger.log(logging.WARNING if asked else logging.INFO, line)
 
 
 def get_allreduce_workspace(
@@ -91,15 +153,21 @@ def get_allreduce_workspace(
     process_group: "ProcessGroup | None" = None,
 ) -> "torch.Tensor":
     """What vLLM's function of that name is replaced by; sizes are ours to choose."""
-    del comm_size, max_tokens
-    if process_group is None:
-        raise UnsupportedError("expected the tensor-parallel group, got none")
-    try:
-        return workspace_of(rank, world_size, process_group).workspace
-    except UnsupportedError as error:
-        # vLLM catches it and speaks of GPUs without peer access, whatever the reason.
-        logger.warning("commext: reduce_rms cannot run, vLLM's fall-back does: %s", error)
-        raise
+    made = None
+    if process_group is not None:
+        made = take_part(MODEL, measured.FUSED, rank, world_size, process_group)
+    if made is not None:
+        _take_the_op()
+        return made.workspace
+    if original_of(FUSED_OP) is None:  # vLLM asks for a workspace only because the op is ours
+        raise UnsupportedError("this vLLM has no fused op of its own")
+    return original_of(WORKSPACE)(rank, world_size, comm_size, max_tokens, process_group)
+
+
+def _take_the_op() -> None:
+    """Ours in place of vLLM's fused op, whose bound goes too; a second call changes nothing."""
+    if not is_patched(row_of(FUSED_OP)):
+        patch_all({FUSED_OP_BOUND: MAX_TOKENS, FUSED_OP: fused_qk})
 
 
 def fused_qk(
@@ -127,7 +195,7 @@ def fused_qk(
             f"expected weights of {q_size} and {kv_size} elements, "
             f"got {q_weight.numel()} and {k_weight.numel()}"
         )
-    tell_once("MiniMax-M2")
+    tell_once(MODEL)
     handle = find_tensor(workspace).handle
     return ops.qk_rms_norm(qkv, q_weight, k_weight, handle, eps)
 
@@ -138,21 +206,15 @@ def install() -> None:
     Raises:
         UnsupportedError: what the op needs is not there.
     """
-    from vllm.model_executor.models import ModelRegistry
-
-    norm = f"{MINIMAX}.rms_norm_tp"
-    if is_patched(row_of(f"{norm}:_MINIMAX_FUSED_AR_RMS_QK")):
+    if is_patched(row_of(WORKSPACE)):
         return
     _check_needs()
     importlib.import_module("vllm_commext.reduce_rms.ops")  # registers the ops
-    patch_all(
-        {
-            f"{MINIMAX}.lamport_workspace:get_allreduce_workspace": get_allreduce_workspace,
-            f"{norm}:MINIMAX_QK_NORM_MAX_TOKEN_NUM": MAX_TOKENS,
-            f"{norm}:_MINIMAX_FUSED_AR_RMS_QK": fused_qk,
-        }
-    )
-    ModelRegistry.register_model("OlmoeForCausalLM", OLMOE_OURS)
+    patch_all({WORKSPACE: get_allreduce_workspace})
+    if original_of(FUSED_OP) is None:
+        _take_the_op()  # else vLLM would ask for no workspace
+    hooks.add_factor(IDENTITY, identity)
+    reduce_rms_models.install(take_part, tell_once)
 
 
 def _check_needs() -> None:

@@ -20,12 +20,14 @@ class Release:
         apis: every API check passes on it, imported or as text (``make matrix``).
         contract: the contract tests, which need no model, are run on it.
         servers: servers that move KV cache are run on it.
+        gpus: the GPU tests are run on it.
     """
 
     minor: str
     apis: bool
     contract: bool
     servers: bool
+    gpus: bool = False
 
 
 WINDOW: tuple[Release, ...] = (
@@ -33,7 +35,7 @@ WINDOW: tuple[Release, ...] = (
     Release("0.29", apis=True, contract=False, servers=False),
     Release("0.30", apis=True, contract=True, servers=True),
     Release("0.31", apis=True, contract=False, servers=False),
-    Release("0.32", apis=True, contract=True, servers=True),
+    Release("0.32", apis=True, contract=True, servers=True, gpus=True),
     Release("0.33", apis=True, contract=False, servers=False),
 )
 OLDEST = WINDOW[0].minor
@@ -89,6 +91,12 @@ def judge(version: str) -> Judgement:
     if row is None or not row.contract:
         return Judgement(Verdict.UNVERIFIED, f"vLLM {version} is in {window} but not tested")
     return Judgement(Verdict.INSIDE, f"vLLM {version} is in {window} and tested")
+
+
+def runs_gpu_tests(version: str) -> bool:
+    """Whether the GPU tests are run on that version's release."""
+    minor = parse_minor(version)
+    return any(row.gpus and _minor_of(row) == minor for row in WINDOW)
 
 
 def cache_meaning(version: str) -> str:

@@ -23,7 +23,7 @@ from vllm_commext.allreduce import names
 from vllm_commext.allreduce.backends import flashinfer_workspaces
 from vllm_commext.allreduce.backends.backend import NcclBackend, Ready
 from vllm_commext.allreduce.backends.flashinfer_workspaces import WorkspaceKey, Workspaces
-from vllm_commext.allreduce.dispatch import creation, startup
+from vllm_commext.allreduce.dispatch import creation
 from vllm_commext.allreduce.dispatch.creation import Parts, create_dispatcher
 from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
 from vllm_commext.allreduce.dispatch.startup import Wishes, lines, start_dispatcher
@@ -34,6 +34,8 @@ from vllm_commext.allreduce.table.machine import Machine
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import host_memory
+from vllm_commext.gpu.collective import swap_over
+from vllm_commext.gpu.facts import Facts, agree_about
 
 CPU = torch.device("cpu")
 
@@ -167,6 +169,25 @@ def check_creation(rank: int, world: int) -> Any:
     }
 
 
+def check_facts(rank: int, world: int) -> Any:
+    """Agreed by all; refused on all where they are on two hosts, differ, or one cannot say."""
+    swap = swap_over(world, distributed.group.WORLD)
+
+    def broken() -> Facts:
+        if rank == 1:
+            raise OSError("no driver")
+        return Facts()
+
+    unlike = Facts(settings=("VLLM_COMMEXT_ALLREDUCE_TUNE=" + ("cached", "startup")[rank],))
+    return {
+        "alike": agree_about(lambda: Facts("one", hidden=64), swap).hidden,
+        "two hosts": raised(lambda: agree_about(lambda: Facts(f"host {rank}"), swap)),
+        "unlike": raised(lambda: agree_about(lambda: unlike, swap)),
+        "dtypes": raised(lambda: agree_about(lambda: Facts(hidden=64 + rank), swap)),
+        "broken": raised(lambda: agree_about(broken, swap)),
+    }
+
+
 def check_workspace(rank: int, world: int) -> Any:
     """A library that creates in several exchanges, and on rank 1 fails between two of them."""
     flashinfer_workspaces._check_memory = lambda _: None
@@ -226,6 +247,43 @@ def check_creation_that_ends_midway(_: int, world: int) -> Any:
     return "no error"
 
 
+def by_itself_where(
+    parts: Parts, known: Machine, unknown: Machine, sizes: list[int]
+) -> dict[str, Any]:
+    """What takes part where nobody has asked for it, and with how much memory."""
+    start = start_dispatcher
+    few = Facts(hidden=4096, max_tokens=1024)
+    sizes.clear()
+    made = start(parts, Wishes(by_itself=True, facts=few), lambda: known)
+    assert made is not None
+    rows = [torch.ones(count, 4096, dtype=torch.bfloat16) for count in (1, 64, 512, 1024)]
+    found: dict[str, Any] = {
+        "by itself": [made.choice(each) for each in (*rows, rows[3].float())],
+        "by itself, backends": sorted(made.backends),
+        "by itself, bytes": list(sizes),
+        "by itself, lines": lines(made, Wishes(by_itself=True, facts=few)),
+    }
+    allowed = Machine("NVIDIA H200", "", "", "", "", "", "", multicast=True)
+    for what, facts, machine in (
+        ("an unknown machine", Facts(), unknown),
+        ("another dtype", Facts(dtype="float64"), known),
+        ("multicast", Facts(multicast=True), known),
+        ("multicast, measured", Facts(multicast=True), allowed),
+        ("eager", Facts(eager=True), known),
+        ("microbatches", Facts(microbatches=True), known),
+        ("invariance", Facts(invariant=True), known),
+    ):
+        wishes = Wishes(by_itself=True, facts=facts)
+        found[f"by itself, {what}"] = start(parts, wishes, lambda machine=machine: machine) is None
+    cached = Wishes(by_itself=True, facts=Facts(hidden=64))
+    elsewhere = Table(2, {"bfloat16": (Row(1 << 20, (names.NCCL, names.PUSH)),)}, "tuned")
+    if distributed.get_rank() == 0:
+        cache.save(unknown, elsewhere, 64)
+    distributed.barrier()
+    found["by itself, never first"] = start(parts, cached, lambda: unknown) is None
+    return found
+
+
 def check_start(rank: int, world: int) -> Any:
     """As an engine starts: unknown, with the built-in table, with a fault on one rank, measured."""
     group = distributed.group.WORLD
@@ -238,7 +296,7 @@ def check_start(rank: int, world: int) -> Any:
     assert made.table is not None
     out = made.all_reduce(torch.ones(8, dtype=torch.bfloat16))
     found["built in"] = [list(made.backends), made.table.origin, out is not None and out.tolist()]
-    found["lines"] = lines(made, None)
+    found["lines"] = lines(made, Wishes())
     forced = start_dispatcher(parts, Wishes(forced=names.NCCL), lambda: unknown)
     assert forced is not None
     found["forced"] = forced.all_reduce(torch.ones(2)) is not None
@@ -248,26 +306,31 @@ def check_start(rank: int, world: int) -> Any:
             raise OSError("no driver")
         return known
 
-    apart = iter(["one host", "another"] if rank == 0 else ["another", "one host"])
-    startup.host_identity = lambda: next(apart)
-    found["two hosts"] = start_dispatcher(parts, Wishes(), lambda: known) is None
-    startup.host_identity = lambda: "one host"
-    unlike = Wishes(tune=("cached", "startup")[rank])
-    found["unlike"] = raised(lambda: start_dispatcher(parts, unlike, lambda: known))
-    found["eager"] = start_dispatcher(parts, Wishes(eager=True), lambda: known) is None
+    eager, split = Facts(eager=True), Facts(microbatches=True)
+    found["eager"] = start_dispatcher(parts, Wishes(facts=eager), lambda: known) is None
     found["eager, forced"] = (
-        start_dispatcher(parts, Wishes(names.NCCL, eager=True), lambda: known) is not None
+        start_dispatcher(parts, Wishes(names.NCCL, facts=eager), lambda: known) is not None
     )
-    invariant = Wishes(invariant=True)
+    found["microbatches"] = start_dispatcher(parts, Wishes(facts=split), lambda: known) is None
+    same = Facts(invariant=True)
+    invariant = Wishes(facts=same)
     found["invariant, without our kernel"] = start_dispatcher(parts, invariant, lambda: known)
-    real = creation.push.PushBackend
-    creation.push.PushBackend = lambda *_: StandIn(names.PUSH, [])  # pyright: ignore
+    by_itself = Wishes(by_itself=True)
+    found["by itself, without our kernel"] = start_dispatcher(parts, by_itself, lambda: known)
+    real, sizes = creation.push.PushBackend, []
+
+    def push_backend(_: Any, num_bytes: int, *__: Any) -> StandIn:
+        sizes.append(num_bytes)
+        return StandIn(names.PUSH, [])
+
+    creation.push.PushBackend = push_backend  # pyright: ignore
     ours = start_dispatcher(parts, invariant, lambda: known)
     assert ours is not None
     found["invariant"] = sorted({ours.choice(torch.ones(rows, 8)) for rows in (1, 2, 9, 1 << 15)})
     found["invariant, unknown"] = start_dispatcher(parts, invariant, lambda: unknown)
-    other = Wishes(names.NCCL, invariant=True)
+    other = Wishes(names.NCCL, facts=same)
     found["invariant, forced"] = start_dispatcher(parts, other, lambda: known)
+    found.update(by_itself_where(parts, known, unknown, sizes))
     creation.push.PushBackend = real
     found["broken"] = raised(lambda: start_dispatcher(parts, Wishes(), broken))
     measure.measure_backends = lambda *_: {"bfloat16": {1024: {"nccl": 1.0}}}
@@ -281,7 +344,7 @@ def check_start(rank: int, world: int) -> Any:
         origins.append(measured.table.origin)
         distributed.barrier()
         measure.measure_backends = None  # the second time there is a file
-    return {**found, "origins": origins, "files": len(list(cache.folder().iterdir()))}
+    return {**found, "origins": origins, "files": len(list(cache.folder().glob("tp2_8192_*")))}
 
 
 def check_host_memory(rank: int, world: int) -> Any:

@@ -27,6 +27,7 @@ from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.allreduce.table import machine_facts, selection
 from vllm_commext.allreduce.table.machine import NO_ACCESS, Machine
 from vllm_commext.gpu import host_memory, nvrtc
+from vllm_commext.gpu.facts import Facts
 from vllm_commext.gpu.launch import ELEMENT_CODES, WARP
 from vllm_commext.gpu.nvrtc import Program
 
@@ -164,11 +165,11 @@ class TestWhoIsAsked:
         ("forced", "only"), [(None, "push"), ("host", "host"), ("push", "push")]
     )
     def test_one_order_of_sums_may_be_this_ones(self, forced: str | None, only: str) -> None:
-        wishes = startup.Wishes(forced, invariant=True)
+        wishes = startup.Wishes(forced, facts=Facts(invariant=True))
         assert wishes.only == only
-        assert startup.why_none(["a", "a"], wishes) == ""
+        assert startup.why_none(wishes) == ""
         assert "for which nccl is none" in startup.why_none(
-            ["a", "a"], startup.Wishes("nccl", invariant=True)
+            startup.Wishes("nccl", facts=Facts(invariant=True))
         )
 
     def test_no_table_of_machines_with_peer_access_serves_without(self) -> None:

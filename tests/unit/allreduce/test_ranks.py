@@ -111,9 +111,8 @@ def test_a_group_starts_with_what_is_known_of_rank_0s_machine(
         assert start["lines"][0] == "made on all ranks: nccl"
         assert start["lines"][1].startswith("bfloat16: flashinfer_one_shot up to ")
         assert start["forced"]
-        assert start["two hosts"]
-        assert "expected the same settings on all ranks" in start["unlike"]
         assert start["eager"]
+        assert start["microbatches"]
         assert start["eager, forced"]
         assert start["invariant"] == ["push"]
         for what in ("without our kernel", "unknown", "forced"):
@@ -121,6 +120,38 @@ def test_a_group_starts_with_what_is_known_of_rank_0s_machine(
         assert start["broken"] == "rank 1: OSError: no driver"
         assert start["origins"] == ["measured at start"] * 2
         assert start["files"] == 1
+
+
+def test_by_itself_only_a_kernel_of_ours_takes_part_and_only_where_it_comes_first(
+    found: list[dict[str, Any]],
+) -> None:
+    for rank in found:
+        start = rank["start"]
+        # 8 KiB and 512 KiB are FlashInfer's in the table, 4 MiB and 8 MiB ours; float32 is unknown.
+        assert start["by itself"] == ["vllm", "vllm", "push", "push", "vllm"]
+        assert start["by itself, backends"] == ["nccl", "push"]
+        assert start["by itself, bytes"] == [8 << 20]  # not the table's 64 MiB
+        [line] = start["by itself, lines"]
+        assert line.startswith("takes part by itself: bfloat16: vllm up to 1")
+        aside = (
+            *("an unknown machine", "another dtype", "multicast", "eager", "microbatches"),
+            *("never first", "without our kernel"),
+        )
+        for what in aside:
+            assert start[f"by itself, {what}"] in (True, None), what
+        for what in ("multicast, measured", "invariance"):
+            assert start[f"by itself, {what}"] is False, what
+
+
+def test_what_decides_is_agreed_about_by_all_ranks(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        facts = rank["facts"]
+        assert facts["alike"] == 64
+        assert facts["two hosts"] == "its ranks are on 2 hosts"
+        assert "settings" in facts["unlike"]
+        assert "set the toggles alike" in facts["unlike"]
+        assert "hidden [64, 65]" in facts["dtypes"]
+        assert facts["broken"] == "rank 1: OSError: no driver"
 
 
 def test_nccl_is_reached_through_torch_where_vllm_has_no_binding(

@@ -146,6 +146,39 @@ def test_a_table_says_how_far_a_backend_leads() -> None:
     assert table.leads_up_to("float16", ("d",)) == table.leads_up_to("float32", ("a",)) == 0
 
 
+class TestOfOurs:
+    """What takes part where nobody has asked for it."""
+
+    ROWS = (Row(64, ("nccl", "push")), Row(128, ("push", "nccl")), Row(256, ("nccl",)))
+    FUSED = (Row(1 << 16, (names.APART,)), Row(1 << 24, (names.FUSED_PUSH, names.APART)))
+
+    def test_only_ranges_that_ours_leads_are_left(self) -> None:
+        ours = Table(2, {"float16": self.ROWS, "float32": self.ROWS}, "here").of_ours("float16")
+        assert ours is not None
+        assert set(ours.rows) == {"float16"}
+        takes = dict.fromkeys(("push", "nccl"), lambda _: True)
+        policy = Policy(takes, ours)
+        found = [policy.candidates(Message((size,), "float16")) for size in (32, 33, 64, 65, 128)]
+        assert found == [(), ("push",), ("push",), (), ()]
+
+    def test_with_residual_and_norm_from_where_engines_were_faster(self) -> None:
+        ours = Table(2, {}, "here", {"float16": self.FUSED}).of_ours("float16")
+        assert ours is not None
+        first = [ours.fused_ranking(size, "float16")[0] for size in (1, MIB - 1, MIB)]
+        assert first == [names.APART, names.APART, names.FUSED_PUSH]
+        policy = FusedPolicy(ours, throughout=True)
+        assert policy.changes("float16") == [MIB - 1]
+        assert not policy.is_led("float16", 1, 1 << 24)
+        assert policy.is_led("float16", MIB, 1 << 30)
+        assert FusedPolicy(ours).changes("float16") == []  # one that takes a graph for a part of it
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_nothing_is_left_where_ours_never_leads(self, dtype: str) -> None:
+        rows = {"float32": (Row(64, ("nccl", "push")),)}
+        fused = {"float32": (Row(1 << 30, (names.APART, names.FUSED_PUSH)),)}
+        assert Table(2, rows, "here", fused).of_ours(dtype) is None
+
+
 class TestPolicy:
     table = Table(2, {"bfloat16": (Row(64, ("fast", "slow")), Row(128, ("slow",)))}, "")
 

@@ -73,7 +73,11 @@ def _largest(table: Table | None, family: Sequence[str], otherwise: int) -> int:
 
 
 def _makers(
-    parts: Parts, lockstep: Lockstep, table: Table | None, wanted: Sequence[str]
+    parts: Parts,
+    lockstep: Lockstep,
+    table: Table | None,
+    wanted: Sequence[str],
+    most_bytes: int,
 ) -> dict[str, Maker]:
     """How to make each family of backends that is wanted; in an order that all ranks share."""
     flash = (names.FLASHINFER_ONE_SHOT, names.FLASHINFER_TWO_SHOT)
@@ -90,7 +94,11 @@ def _makers(
             parts, table, mnnvl, may_compile=may_compile
         )
     if names.PUSH in wanted and lockstep.world_size in limits.PUSH_WORLD_SIZES:
-        num_bytes = _largest(table, (names.PUSH,), push.MAX_MESSAGE_BYTES)
+        # Larger messages go in parts, so what no message reaches need not be there.
+        bound = min(push.MAX_MESSAGE_BYTES, most_bytes or push.MAX_MESSAGE_BYTES)
+        led = _largest(table, (names.PUSH,), bound)
+        fused = table.leads_fused(names.FUSED_PUSH) if table is not None else 0
+        num_bytes = max(led, min(fused, bound))
         makers[OUR_KERNEL] = lambda: [push.PushBackend(parts.cpu_group, num_bytes, lockstep)]
     if names.HOST in wanted and lockstep.world_size in limits.PUSH_WORLD_SIZES:
         most_bytes = _largest(table, (names.HOST,), host.MAX_MESSAGE_BYTES)
@@ -134,6 +142,7 @@ def create_dispatcher(
     table: Table | None,
     forced: str | None = None,
     wanted: Sequence[str] | None = None,
+    most_bytes: int = 0,
 ) -> Dispatcher:
     """The dispatcher of a group; collective, outside a capture.
 
@@ -142,6 +151,8 @@ def create_dispatcher(
         table: what was measured; rank 0's serves all.
         forced: the one backend that the user wants, or None.
         wanted: backends to create, in order to measure them; None for those of the table.
+        most_bytes: of the largest message that there will be, alike on all ranks; 0 where nobody
+            knows.
 
     Raises:
         UnsupportedError: ranks differ in their settings, or one cannot take part; all raise it.
@@ -167,7 +178,7 @@ def create_dispatcher(
     sized_by = table if named is None and forced is None else None
     backends: list[Backend] = []
     try:
-        for what, maker in _makers(parts, lockstep, sized_by, chosen).items():
+        for what, maker in _makers(parts, lockstep, sized_by, chosen, most_bytes).items():
             backends += _make_in_lockstep(what, maker, lockstep)
     except BaseException:
         for backend in backends:
@@ -182,4 +193,6 @@ def wanted_backends(table: Table | None, forced: str | None) -> tuple[str, ...]:
     """
     rows = [row for of in table.rows.values() for row in of] if table else []
     ranked = {forced} if forced is not None else {row.ranking[0] for row in rows}
+    if forced is None and table is not None and table.leads_fused(names.FUSED_PUSH):
+        ranked.add(names.PUSH)  # whose memory the fused kernels use
     return tuple(name for name in names.BACKENDS if name in ranked)

@@ -1,7 +1,7 @@
 """A group's dispatcher as an engine starts: from a table, or measured while it warms up."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from vllm_commext.allreduce.backends.flashinfer_workspaces import is_compiled
 from vllm_commext.allreduce.dispatch.creation import Parts, create_dispatcher
 from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
 from vllm_commext.allreduce.lockstep import Lockstep
+from vllm_commext.allreduce.message import ITEM_BYTES
 from vllm_commext.allreduce.table import cache, measure, tuning
 from vllm_commext.allreduce.table.machine import NO_ACCESS, Machine
 from vllm_commext.allreduce.table.measure import KIB, MIB, Options
 from vllm_commext.allreduce.table.selection import describe, find_table
 from vllm_commext.allreduce.table.table import Table
-from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu.ipc import host_identity
+from vllm_commext.gpu.facts import Facts
 
 logger = logging.getLogger("vllm.commext.allreduce")
 
@@ -28,47 +28,51 @@ IN_ORDER = (names.PUSH, names.HOST)  # they add in the order of ranks, whatever 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user has set.
+    """What is wanted of a group's all-reduce, the same on all ranks.
 
     Attributes:
         forced: the one backend to use, or None for the fastest.
         tune: `BUILT_IN`, `CACHED` or `STARTUP`.
-        dtype: of the model, which is what is measured at start; hidden its rows' elements.
-        eager: no CUDA graph spares the host what a call costs it, which is several times what
-            vLLM's own takes, and more than the GPU gains.
-        invariant: a row is to have the same bits whatever else is in the batch.
+        by_itself: nobody has asked for it: only kernels of ours take part, and only where a table
+            that holds for this machine has them first.
+        facts: what all ranks have agreed about.
     """
 
     forced: str | None = None
     tune: str = CACHED
-    dtype: str = "bfloat16"
-    hidden: int = 8192
-    eager: bool = False
-    invariant: bool = False
+    by_itself: bool = False
+    facts: Facts = Facts()
 
     @property
     def only(self) -> str | None:
         """The one backend that may serve, or None for the fastest. One adds in one order; ours
         do for messages of any size, and a row's numbers do not depend on the others."""
-        if self.invariant and self.forced not in IN_ORDER:
+        if self.facts.invariant and self.forced not in IN_ORDER:
             return names.PUSH
         return self.forced
 
+    @property
+    def most_bytes(self) -> int:
+        """Of the largest message of rows that the engine can have; 0 where nobody knows."""
+        return self.facts.max_tokens * self.facts.hidden * ITEM_BYTES[self.facts.dtype]
 
-def why_none(hosts: Sequence[str], wishes: Wishes) -> str:
-    """Why a group gets no dispatcher, from what its ranks agreed about; empty where it gets one.
 
-    Args:
-        hosts: of each rank, the running kernel's identity.
-        wishes: the same on all ranks.
-    """
-    if len(set(hosts)) > 1:
-        return f"its ranks are on {len(set(hosts))} hosts"
-    if wishes.eager and wishes.forced is None:
+def why_none(wishes: Wishes) -> str:
+    """Why a group gets no dispatcher; empty where it gets one."""
+    facts = wishes.facts
+    if facts.microbatches:
+        return "microbatches run on two streams, and a workspace serves one"
+    if facts.eager and wishes.forced is None:
         return "the engine is eager, and a call would cost the host more than the GPU gains"
-    if wishes.invariant and wishes.forced not in (None, *IN_ORDER):
+    if facts.invariant and wishes.forced not in (None, *IN_ORDER):
         return f"VLLM_BATCH_INVARIANT asks for one order of sums, for which {wishes.forced} is none"
     return ""
+
+
+def _holds(table: Table, machine: Machine, wishes: Wishes) -> bool:
+    """Whether a table compares ours with all that vLLM has here: those without multicast do not
+    where vLLM may use it, as it does not where a row must have the same bits in any batch."""
+    return machine.multicast or wishes.facts.invariant or not wishes.facts.multicast
 
 
 def start_dispatcher(
@@ -77,41 +81,49 @@ def start_dispatcher(
     """The group's dispatcher, or None where vLLM's default dispatch should serve; collective.
 
     Raises:
-        UnsupportedError: the ranks cannot agree; all of them raise it.
+        UnsupportedError: a step failed on some rank; all of them raise it.
     """
     lockstep = Lockstep(parts.cpu_group)
-    facts = lockstep.run(lambda: (host_identity(), wishes))
-    if len({theirs for _, theirs in facts}) > 1:
-        raise UnsupportedError(
-            f"expected the same settings on all ranks, got {[theirs for _, theirs in facts]}; set "
-            "the toggles alike"
-        )
-    if reason := why_none([host for host, _ in facts], wishes):
-        logger.info("commext: allreduce: vLLM's default dispatch serves: %s", reason)
-        return None
-    startup = wishes.tune == STARTUP and wishes.only is None
+    if reason := why_none(wishes):
+        return _none(reason, lockstep)
+    hidden = wishes.facts.hidden
+    startup = wishes.tune == STARTUP and wishes.only is None and not wishes.by_itself
 
     def look() -> tuple[Machine, Table | None]:
         machine = read_machine()
         if startup:
-            return machine, cache.load(machine, lockstep.world_size, wishes.hidden)
-        return machine, find_table(
-            *(machine, lockstep.world_size, wishes.hidden), use_cache=wishes.tune == CACHED
-        )
+            return machine, cache.load(machine, lockstep.world_size, hidden)
+        use_cache = wishes.tune != BUILT_IN
+        return machine, find_table(machine, lockstep.world_size, hidden, use_cache=use_cache)
 
     machine, table = lockstep.run(look)[0]
     if startup and table is None:
         return _measured(parts, wishes, machine)
-    dispatcher = create_dispatcher(parts, table, wishes.only)
+    if wishes.by_itself and table is not None:
+        if not _holds(table, machine, wishes):
+            return _none(
+                "vLLM may use NVLink multicast here, and the table was measured without it",
+                lockstep,
+            )
+        table = table.of_ours(wishes.facts.dtype)
+        if table is None:
+            return _none("no table has a kernel of ours first here", lockstep)
+    dispatcher = create_dispatcher(parts, table, wishes.only, most_bytes=wishes.most_bytes)
     if dispatcher.table is None and wishes.forced is None:
         reason = "this machine is not known"
-    elif wishes.invariant and wishes.only not in dispatcher.backends:
+    elif wishes.facts.invariant and wishes.only not in dispatcher.backends:
         reason = "VLLM_BATCH_INVARIANT asks for one order of sums, and our kernel cannot be had"
+    elif names.PUSH not in dispatcher.backends and wishes.by_itself:
+        reason = "our kernel cannot be had"
     else:
         return dispatcher
     dispatcher.destroy()
-    logger.info("commext: allreduce: vLLM's default dispatch serves: %s", reason)
-    return None
+    return _none(reason, lockstep)
+
+
+def _none(reason: str, lockstep: Lockstep) -> None:
+    if lockstep.rank == 0:
+        logger.info("commext: allreduce: vLLM's default dispatch serves: %s", reason)
 
 
 def _measured(parts: Parts, wishes: Wishes, machine: Machine) -> Dispatcher:
@@ -121,8 +133,9 @@ def _measured(parts: Parts, wishes: Wishes, machine: Machine) -> Dispatcher:
     measurable = peers.measurable(machine.link != NO_ACCESS)
     wanted = [name for name in measurable if compiled or name not in names.FLASHINFER]
     dispatcher = create_dispatcher(parts, None, wanted=wanted)
+    facts = wishes.facts
     options = Options(
-        STARTUP_SIZES, (wishes.dtype,), wishes.hidden, samples=5, seconds=STARTUP_SECONDS
+        STARTUP_SIZES, (facts.dtype,), facts.hidden, samples=5, seconds=STARTUP_SECONDS
     )
     context = parts.custom.capture if parts.custom is not None else nullcontext
     times = measure.measure_backends(dispatcher, lockstep, options, context)
@@ -131,15 +144,18 @@ def _measured(parts: Parts, wishes: Wishes, machine: Machine) -> Dispatcher:
     measure.give_back_memory()
     if lockstep.rank == 0:
         try:
-            cache.save(machine, table, wishes.hidden)
+            cache.save(machine, table, facts.hidden)
         except OSError as error:
             logger.warning("commext: allreduce: the table was not kept: %s", error)
     return dispatcher
 
 
-def lines(dispatcher: Dispatcher, forced: str | None) -> list[str]:
+def lines(dispatcher: Dispatcher, wishes: Wishes) -> list[str]:
     """What the log says of it: the backends, and which of them serves which sizes."""
     made = ", ".join(dispatcher.backends)
-    if forced is not None:
-        return [f"{forced} is forced; made on all ranks: {made}"]
+    if wishes.only is not None:
+        why = "forced" if wishes.forced else "all that VLLM_BATCH_INVARIANT allows"
+        return [f"{wishes.only} is {why}; made on all ranks: {made}"]
+    if wishes.by_itself:
+        return [f"takes part by itself: {'; '.join(describe(dispatcher.table))}"]
     return [f"made on all ranks: {made}", *describe(dispatcher.table)]

@@ -135,6 +135,8 @@ class FusedNorm:
         first call, which is often vLLM's largest: a capture would come too late."""
         if shape not in self._usable:
             if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                if self.policy.is_forced:  # as for batch invariance: what began apart stays apart
+                    self._usable[shape] = ()
                 return ()
             self._usable[shape] = tuple(
                 name for name, backend in self._backends.items() if is_prepared(backend, shape)

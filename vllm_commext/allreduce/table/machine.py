@@ -4,6 +4,8 @@ import hashlib
 
 import msgspec
 
+from vllm_commext import __version__
+
 NO_ACCESS = "no peer access"  # instead of how GPUs are joined, where nothing can go over it
 
 
@@ -16,6 +18,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         driver: the driver's version; `torch`, `nccl`, `flashinfer` and `vllm` likewise, empty
             where there is none.
         multicast: whether NVLink multicast was allowed.
+        package: this package's release, whose kernels were measured.
     """
 
     gpu: str
@@ -26,6 +29,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flashinfer: str
     vllm: str
     multicast: bool = False
+    package: str = __version__
 
 
 def digest(machine: Machine, world_size: int) -> str:

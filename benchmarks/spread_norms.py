@@ -1,0 +1,196 @@
+"""Norms of rows that tensor parallelism has spread, as vLLM's models have them, against our op.
+
+    python benchmarks/spread_norms.py --tp 2 --out benchmarks/results/mine
+
+writes spread_norms_tp2.json and prints a line a case: microseconds a call, medians of the slowest
+rank, in CUDA graphs of chained calls. Both sides are compiled by torch.compile, as in a model.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from reduce_rms import EPS, ROOT, Vllm, measure
+from torch import distributed as dist
+from turn import turn
+
+from vllm_commext.testing.gpu_ranks import ENVIRON, end_together
+from vllm_commext.testing.servers import free_port
+
+TOKENS = (1, 16, 64, 256, 1024, 4096)
+SAMPLES = 9
+OURS, THEIRS = "ours", "vllm"
+# Elements of Q and of K of a whole row, and whether one call norms both.
+ATTENTIONS = {
+    "OLMoE-1B-7B": (2048, 2048, True),
+    "Olmo-3-32B, Transformers backend": (5120, 1024, False),
+}
+GATED = {"Granite-4.0-H-Small, one group": 8192}
+Layer = Callable[..., Any]
+
+
+def gathered(world: int, rank: int) -> Layer:
+    from vllm.distributed import tensor_model_parallel_all_gather as gather
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        whole = gather(x.contiguous()).float()
+        factor = torch.rsqrt(whole.square().mean(-1, keepdim=True) + EPS)
+        out = ((whole * factor).to(x.dtype) * weight).chunk(world, -1)
+        return out[rank]
+
+    def layer(q: Any, k: Any, q_weight: Any, k_weight: Any) -> Any:
+        return norm(q, q_weight), norm(k, k_weight)
+
+    return layer
+
+
+def exchanged(handle: int, world: int, rank: int, together: bool) -> Layer:
+    ops = torch.ops.vllm_commext
+
+    def layer(q: Any, k: Any, q_weight: Any, k_weight: Any) -> Any:
+        weights = [each.chunk(world)[rank] for each in (q_weight, k_weight)]
+        if together:
+            return ops.split_qk_rms_norm(q, k, *weights, handle, EPS)
+        return [
+            ops.reduce_rms_norm(x, weight, handle, EPS)
+            for x, weight in zip((q, k), weights, strict=True)
+        ]
+
+    return layer
+
+
+def gated_theirs(world: int) -> Layer:
+    from vllm.distributed import tensor_model_parallel_all_reduce as all_reduce
+
+    def layer(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x * torch.nn.functional.silu(gate.float())
+        sums = all_reduce(wide.pow(2).sum(-1, keepdim=True))
+        wide = wide * torch.rsqrt(sums / (world * x.shape[-1]) + EPS)
+        return weight * wide.to(x.dtype)
+
+    return layer
+
+
+def gated_ours(handle: int) -> Layer:
+    def layer(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x * torch.nn.functional.silu(gate.float())
+        return torch.ops.vllm_commext.reduce_rms_norm(wide, weight, handle, EPS).to(x.dtype)
+
+    return layer
+
+
+def normal(*size: int) -> torch.Tensor:
+    return torch.randn(*size, device="cuda").to(torch.bfloat16)
+
+
+def cases(rank: int, world: int, handle: int) -> Any:
+    """By name, both layers and what makes their arguments for a number of tokens."""
+    for name, (q, k, together) in ATTENTIONS.items():
+        layers = {
+            OURS: exchanged(handle, world, rank, together),
+            THEIRS: gathered(world, rank),
+        }
+        weights = normal(q), normal(k)
+
+        def arguments(tokens: int, q: int = q, k: int = k, weights: Any = weights) -> Any:
+            packed = normal(tokens, (q + 2 * k) // world)
+            return packed[:, : q // world], packed[:, q // world : (q + k) // world], *weights
+
+        yield name, layers, arguments
+    for name, size in GATED.items():
+        layers = {OURS: gated_ours(handle), THEIRS: gated_theirs(world)}
+        weight = normal(size // world)
+
+        def gate(tokens: int, size: int = size, weight: Any = weight) -> Any:
+            return normal(tokens, size // world), normal(tokens, size // world), weight
+
+        yield name, layers, gate
+
+
+def tell(row: dict[str, Any]) -> None:
+    ours, theirs = row[OURS], row[THEIRS]
+    sys.stdout.write(
+        f"{row['case']:34s} {row['tokens']:6d}  ours {ours:.2f}  vllm {theirs:.2f}"
+        f"  {theirs / ours:.2f}x\n"
+    )
+    sys.stdout.flush()
+
+
+def run_rank(rank: int, args: argparse.Namespace) -> None:
+    from vllm_commext.compat.tp_group import let_vllm_use_nccl
+    from vllm_commext.reduce_rms import ops as _ops  # noqa: F401 - registers the ops
+    from vllm_commext.reduce_rms.workspace import LamportWorkspace
+
+    let_vllm_use_nccl()
+    torch.cuda.set_device(rank)
+    vllm = Vllm(rank, args.tp, args.port)
+    group = dist.new_group(backend="gloo")
+    size = LamportWorkspace.compute_comm_size_for_minimax(max(TOKENS), args.tp)
+    workspace = LamportWorkspace(rank, args.tp, size, group)
+    ready: list[Any] = []
+    for name, layers, arguments in cases(rank, args.tp, workspace.handle):
+        compiled = {who: torch.compile(layer, dynamic=True) for who, layer in layers.items()}
+        for tokens in (TOKENS[0], TOKENS[-1]):  # one of one token is a graph of its own
+            for layer in compiled.values():
+                layer(*arguments(tokens))
+        ready.append((name, compiled, arguments))
+    results: list[dict[str, Any]] = []
+    with turn(time.monotonic() + args.seconds) if rank == 0 else contextlib.nullcontext():
+        dist.barrier(group)
+        for name, compiled, arguments in ready:
+            for tokens in TOKENS:
+                given = arguments(tokens)
+                calls = {
+                    who: lambda layer=layer, given=given: layer(*given)
+                    for who, layer in compiled.items()
+                }
+                times = measure(calls, tokens, SAMPLES, vllm, group)
+                results.append({"case": name, "tokens": tokens, **times})
+                if rank == 0:
+                    tell(results[-1])
+    workspace.raise_if_failed()
+    if rank == 0:
+        facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tp": args.tp}
+        path = args.out / f"spread_norms_tp{args.tp}.json"
+        path.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=300, help="after which the ranks end")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.rank is not None:
+        run_rank(args.rank, args)
+    port = free_port()
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    unused = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_COMMEXT": "0"}
+    environ = {**os.environ, **ENVIRON, **unused, "PYTHONPATH": path}
+    shared = ["--tp", str(args.tp), "--out", str(args.out), "--port", str(port)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, *shared, "--rank", str(rank)],
+            env=environ,
+            stdout=None if rank == 0 else subprocess.DEVNULL,
+        )
+        for rank in range(args.tp)
+    ]
+    return int(any(end_together(ranks, args.seconds)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

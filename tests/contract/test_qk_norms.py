@@ -1,0 +1,94 @@
+"""Our op in vLLM's models whose norms run over rows that tensor parallelism has spread:
+OlmoeAttention, OlmoHybridAttention, MolmoAttention and Molmo2Attention (`_apply_qk_norm`), the
+Transformers backend (RMSNormFuser.fuse, TPAwareNormMixin.forward) and Mixer2RMSNormGated
+(forward_native)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contract.qk_norms_rank import CASES, EPS, KV, TOKENS, Q, numbers, weights
+from tests.contract.vllm_process import python, ranks
+from tests.kit.forked import SERVER_MODULES
+from vllm_commext.testing.ports import free_port
+
+pytest.importorskip("cuda.bindings", reason="vLLM's own norm needs cuda-bindings to be imported")
+
+# A process that imports vLLM takes seconds, and much longer on a busy machine.
+pytestmark = pytest.mark.timeout(600)
+TOGGLE = "VLLM_COMMEXT_REDUCE_RMS"
+RANK = Path(__file__).with_name("qk_norms_rank.py")
+ENVIRON = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+OURS = set(CASES) - {"two groups"}  # whose ranks have whole groups
+Found = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    """What each rank found with the toggle on, and off."""
+    return {
+        toggle: ranks(
+            *(RANK, 2, str(free_port())), modules=SERVER_MODULES, **ENVIRON, **{TOGGLE: toggle}
+        )
+        for toggle in ("1", "0")
+    }
+
+
+@pytest.mark.parametrize("model", CASES)
+def test_a_models_norm_gives_the_same_with_the_op(found: Found, model: str) -> None:
+    for mine, theirs in zip(found["1"], found["0"], strict=True):
+        pairs = list(zip(mine[model]["outs"], theirs[model]["outs"], strict=True))
+        assert pairs
+        for got, want in pairs:
+            torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=2**-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("model", sorted(OURS))
+def test_vllms_own_collectives_are_not_called_where_the_op_serves(found: Found, model: str) -> None:
+    for mine, theirs in zip(found["1"], found["0"], strict=True):
+        assert mine[model]["collectives"] == []
+        assert theirs[model]["collectives"] != []
+
+
+def test_the_log_and_the_key_of_compiled_graphs_say_which_models_have_it(found: Found) -> None:
+    for mine, theirs in zip(found["1"], found["0"], strict=True):
+        assert set(mine["told"]) == OURS == set(json.loads(mine["identity"]))
+        assert (theirs["told"], theirs["identity"]) == ([], "")
+
+
+def test_the_norm_is_that_of_the_whole_row(found: Found) -> None:
+    rows = [numbers(rank, TOKENS, Q + 2 * KV) for rank in range(2)]
+    whole = torch.cat([row[:, :Q] for row in rows], dim=1).double()
+    wanted = torch.nn.functional.rms_norm(whole, (2 * Q,), weights()[0].double(), EPS)
+    for rank, part in enumerate(wanted.chunk(2, dim=1)):
+        for model in OURS - {"Mamba2"}:
+            got = torch.tensor(found["1"][rank][model]["outs"][0]).view(TOKENS, Q).double()
+            torch.testing.assert_close(got, part, rtol=2**-7, atol=1e-6)
+
+
+MOVED = """
+import importlib, logging
+from vllm.plugins import load_general_plugins
+from vllm_commext.compat import api_table
+from vllm_commext.compat.api_table import ApiCheck
+broken = [ApiCheck("gone", "norm of OLMoE", "why", lambda _: "it is gone")]
+from vllm_commext.compat import api_checks
+api_checks.API_CHECKS = (*api_table.API_CHECKS, *broken)
+load_general_plugins()
+olmoe = importlib.import_module("vllm.model_executor.models.olmoe")
+hybrid = importlib.import_module("vllm.model_executor.models.olmo_hybrid")
+print(olmoe.OlmoeAttention.__init__.__code__.co_filename)
+print(hybrid.OlmoHybridAttention.__init__.__code__.co_filename)
+"""
+
+
+def test_a_model_that_vllm_has_changed_is_left_to_vllm_and_the_others_are_not() -> None:
+    done = python(MOVED, **{TOGGLE: "1"})
+    assert done.returncode == 0, done.stderr
+    olmoe, hybrid = done.stdout.splitlines()[-2:]
+    assert olmoe.endswith("olmoe.py")
+    assert hybrid.endswith("reduce_rms_models.py")
+    assert "commext: reduce_rms leaves OLMoE to vLLM: it is gone" in done.stdout + done.stderr

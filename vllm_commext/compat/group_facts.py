@@ -1,0 +1,138 @@
+"""What our kernels' taking part in a tensor-parallel group depends on, read from vLLM and agreed by
+all ranks once for each group; both the all-reduce and the norms decide by it.
+"""
+
+import importlib
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from vllm_commext.compat.microbatches import microbatches
+from vllm_commext.errors import UnsupportedError
+from vllm_commext.gpu.collective import swap_over
+from vllm_commext.gpu.facts import Facts, agree_about
+from vllm_commext.settings import TOGGLES, read_settings
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+MOST_RANKS = 8
+ONE_PARENT = "mp"  # vLLM's executor that starts all workers of a host by itself
+SETTINGS = ("allreduce", "allow_multicast", "reduce_rms")  # toggles whose names begin so matter
+DTYPES = ("bfloat16", "float16", "float32")
+# What keeps vLLM, FlashInfer, torch and NCCL from multicast, all together.
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
+}
+_agreed: "list[tuple[ProcessGroup, Facts | UnsupportedError]]" = []
+
+
+def why_not_by_itself(config: Any, world_size: int) -> str:
+    """Why `auto` leaves a group of so many ranks alone; empty where it may take part.
+
+    It asks nobody: a rank of another host may not have this package, and would not answer. So only
+    workers that one parent has started count, which have one environment.
+    """
+    model = getattr(config, "model_config", None)
+    if model is None:
+        return "no engine serves a model here"
+    parallel = config.parallel_config
+    if not 2 <= world_size <= MOST_RANKS:
+        return f"proven for 2 to {MOST_RANKS} GPUs, and these are {world_size}"
+    backend = parallel.distributed_executor_backend
+    if backend != ONE_PARENT or parallel.nnodes_within_dp > 1:
+        where = f"executor {backend!r}, {parallel.nnodes_within_dp} nodes"
+        return f"proven on one host, whose workers one process has started, and this is {where}"
+    if parallel.disable_custom_all_reduce:
+        return "--disable-custom-all-reduce asks for no kernels of the kind"
+    return ""
+
+
+def _settings() -> tuple[str, ...]:
+    chosen = read_settings()
+    return tuple(
+        f"{toggle.name}={chosen[toggle.field]}"
+        for toggle in TOGGLES
+        if toggle.field.startswith(SETTINGS)
+    )
+
+
+def _has_multicast(device: "torch.device") -> bool:
+    """Whether the GPU can, which the driver tells without making anything, and vLLM may."""
+    if all(os.environ.get(name) == value for name, value in NO_MULTICAST.items()):
+        return False
+    from vllm_commext.gpu.launch import check
+
+    driver: Any = importlib.import_module("cuda.bindings.driver")
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
+    return bool(check(driver.cuDeviceGetAttribute(attribute, device.index or 0)))
+
+
+def read(config: Any, device: "torch.device") -> Facts:
+    """This rank's record."""
+    import torch
+    from vllm import envs
+
+    from vllm_commext.gpu.ipc import host_identity
+
+    on_gpu = device.type == "cuda"
+    facts = Facts(
+        host=host_identity(),
+        gpu=torch.cuda.get_device_name(device) if on_gpu else "",
+        invariant=bool(envs.VLLM_BATCH_INVARIANT),
+        microbatches=microbatches(config),
+        multicast=_has_multicast(device) if on_gpu else False,
+        settings=_settings(),
+    )
+    model = getattr(config, "model_config", None)
+    return facts if model is None else _with_model(facts, config, model)
+
+
+def _with_model(facts: Facts, config: Any, model: Any) -> Facts:
+    dtype = str(model.dtype).removeprefix("torch.")
+    return replace(
+        facts,
+        dtype=dtype if dtype in DTYPES else facts.dtype,
+        hidden=model.get_hidden_size(),
+        max_tokens=int(config.scheduler_config.max_num_batched_tokens),
+        eager=bool(model.enforce_eager) or _runs_without_graphs(config.compilation_config),
+    )
+
+
+def _runs_without_graphs(compilation: Any) -> bool:
+    return getattr(compilation.cudagraph_mode, "name", "") == "NONE"
+
+
+def agreed(group: "ProcessGroup", world_size: int, device: "torch.device") -> Facts:
+    """What all ranks of a group state; collective at the first call for a group, then remembered.
+
+    Raises:
+        UnsupportedError: they are on several hosts or differ; all ranks raise it, at each call.
+    """
+    found = next((found for known, found in _agreed if known is group), None)
+    if found is None:
+        found = _ask(group, world_size, device)
+        _agreed.append((group, found))
+    if isinstance(found, UnsupportedError):
+        raise found
+    return found
+
+
+def _ask(
+    group: "ProcessGroup", world_size: int, device: "torch.device"
+) -> "Facts | UnsupportedError":
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    try:
+        return agree_about(lambda: read(config, device), swap_over(world_size, group))
+    except UnsupportedError as error:
+        return error
+
+
+def forget(group: "ProcessGroup") -> None:
+    """Ask again should there be another group in its place."""
+    _agreed[:] = [each for each in _agreed if each[0] is not group]

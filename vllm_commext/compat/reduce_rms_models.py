@@ -1,0 +1,187 @@
+"""vLLM's models with our op for the norms whose rows tensor parallelism has spread over the ranks.
+
+Where the norm of Q and of K runs over all heads, vLLM gathers whole Q and K on every rank,
+normalises them and throws away all but a part; the op exchanges two numbers a token instead. Where
+Mamba2's gated norm has one group, vLLM sums the squares, all-reduces them and normalises: the op
+does it in one launch. Each model is given the op when vLLM imports it.
+
+A layer's `commext_handle` is that of its workspace, and 0 where vLLM's own way is taken.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_commext.compat import api_checks, hooks, imports
+from vllm_commext.compat.api_table import FUSERS, MIXER, SPREAD_NORMS
+from vllm_commext.compat.monkey_patch import original_of, patch_all
+from vllm_commext.reduce_rms import measured
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_commext.reduce_rms.handles import Workspace
+
+logger = logging.getLogger("vllm.commext.reduce_rms")
+
+QK_NORMS = ("q_norm", "k_norm")
+TakePart = Callable[..., "Workspace | None"]
+TRANSFORMERS, MAMBA2 = "the Transformers backend", "Mamba2"
+
+
+def _handle(model: str, kind: str, take_part: TakePart) -> int:
+    """The handle of the tensor-parallel group's workspace for a model, or 0; collective."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    made = take_part(model, kind, group.rank_in_group, group.world_size, group.cpu_group)
+    return made.handle if made is not None else 0
+
+
+def _shard(weight: "torch.Tensor", rank: int, size: int) -> "torch.Tensor":
+    return weight[rank * size : (rank + 1) * size]
+
+
+def _spreads_whole_rows(attention: Any) -> bool:
+    """Whether a rank's Q and K are parts of rows that are normed as a whole, and no copies."""
+    norms = [getattr(attention, name, None) for name in QK_NORMS]
+    if attention.tp_size == 1:
+        return False
+    wanted = [size * attention.tp_size for size in (attention.q_size, attention.kv_size)]
+    return [norm.weight.numel() for norm in norms if norm is not None] == wanted
+
+
+def _install_attention(
+    model: str, symbol: str, take_part: TakePart, tell: Callable[[str], None]
+) -> None:
+    stock_init = original_of(f"{symbol}.__init__")
+    stock_norm = original_of(f"{symbol}._apply_qk_norm")
+
+    @functools.wraps(stock_init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - vLLM's name
+        stock_init(self, *args, **kwargs)
+        handle = 0
+        if _spreads_whole_rows(self):
+            handle = _handle(model, measured.GATHERED, take_part)
+        self.commext_handle = handle
+        if handle:
+            tell(model)
+
+    @functools.wraps(stock_norm)
+    def _apply_qk_norm(self: Any, q: "torch.Tensor", k: "torch.Tensor") -> Any:
+        import torch
+
+        if not self.commext_handle:
+            return stock_norm(self, q, k)
+        return torch.ops.vllm_commext.split_qk_rms_norm(
+            q,
+            k,
+            _shard(self.q_norm.weight, self.tp_rank, self.q_size),
+            _shard(self.k_norm.weight, self.tp_rank, self.kv_size),
+            self.commext_handle,
+            self.q_norm.variance_epsilon,
+        )
+
+    patch_all({f"{symbol}.__init__": __init__, f"{symbol}._apply_qk_norm": _apply_qk_norm})
+
+
+def _install_transformers(take_part: TakePart, tell: Callable[[str], None]) -> None:
+    stock_fuse = original_of(f"{FUSERS}:RMSNormFuser.fuse")
+    stock_forward = original_of(f"{FUSERS}:TPAwareNormMixin.forward")
+
+    @functools.wraps(stock_fuse)
+    def fuse(self: Any, module: Any, prefix: str, vllm_config: Any) -> Any:
+        made = stock_fuse(self, module, prefix, vllm_config)
+        width = vllm_config.model_config.get_head_size()
+        if _is_spread(made, prefix, width):
+            handle = _handle(TRANSFORMERS, measured.GATHERED, take_part)
+            made.commext_handle = handle
+            if handle:
+                tell(TRANSFORMERS)
+        return made
+
+    @functools.wraps(stock_forward)
+    def forward(self: Any, x: "torch.Tensor", residual: "torch.Tensor | None" = None) -> Any:
+        import torch
+
+        local = x.shape[-1]
+        handle = getattr(self, "commext_handle", 0)
+        if not handle or residual is not None or local * self.tp_size != self.weight.shape[0]:
+            return stock_forward(self, x, residual)
+        weight = _shard(self.weight, self.tp_rank, local)
+        out = torch.ops.vllm_commext.reduce_rms_norm(
+            x.reshape(-1, local), weight, handle, self.variance_epsilon
+        )
+        return out.view(x.shape)
+
+    patch_all({f"{FUSERS}:RMSNormFuser.fuse": fuse, f"{FUSERS}:TPAwareNormMixin.forward": forward})
+
+
+def _is_spread(norm: Any, prefix: str, head_size: int) -> bool:
+    """Whether a norm is that of all heads of Q or K; a rank has a part of each row then."""
+    if type(norm).__name__ != "TPAwareRMSNorm" or norm.tp_size == 1 or not norm.has_weight:
+        return False
+    return prefix.rpartition(".")[2] in QK_NORMS and norm.weight.numel() > head_size
+
+
+def _install_mamba2(take_part: TakePart, tell: Callable[[str], None]) -> None:
+    symbol = f"{MIXER}:Mixer2RMSNormGated"
+    stock_init = original_of(f"{symbol}.__init__")
+    stock_forward = original_of(f"{symbol}.forward_native")
+
+    @functools.wraps(stock_init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - vLLM's name
+        stock_init(self, *args, **kwargs)
+        handle = 0
+        if self.tp_size > 1 and self.n_groups == 1 and self.use_rms_norm:
+            handle = _handle(MAMBA2, measured.GATED, take_part)
+        self.commext_handle = handle
+        if handle:
+            tell(MAMBA2)
+
+    @functools.wraps(stock_forward)
+    def forward_native(self: Any, x: "torch.Tensor", gate: "torch.Tensor") -> Any:
+        import torch
+
+        if not self.commext_handle:
+            return stock_forward(self, x, gate)
+        gated = x * torch.nn.functional.silu(gate.to(torch.float32))
+        out = torch.ops.vllm_commext.reduce_rms_norm(
+            *(gated.reshape(-1, x.shape[-1]), self.weight, self.commext_handle),
+            self.variance_epsilon,
+        )
+        return out.to(x.dtype).view(x.shape)
+
+    patch_all({f"{symbol}.__init__": __init__, f"{symbol}.forward_native": forward_native})
+
+
+def _when_imported(module: str, model: str, action: Callable[[], None]) -> None:
+    """Act where that model's API checks hold; else vLLM's own remains, with a line why."""
+
+    def act() -> None:
+        outcomes = api_checks.check_all(hooks.vllm_version(), f"norm of {model}")
+        problems = [outcome.problem for outcome in outcomes if outcome.problem]
+        if problems:
+            logger.warning("commext: reduce_rms leaves %s to vLLM: %s", model, "; ".join(problems))
+        else:
+            action()
+
+    imports.when_imported(module, act)
+
+
+def install(take_part: TakePart, tell: Callable[[str], None]) -> None:
+    """Let each of the models have the op as soon as it is imported.
+
+    Args:
+        take_part: see `reduce_rms.take_part`.
+        tell: logs once that the op serves a model.
+    """
+    for model, symbol in SPREAD_NORMS.items():
+        action = functools.partial(_install_attention, model, symbol, take_part, tell)
+        _when_imported(symbol.partition(":")[0], model, action)
+    for module, model, put in (
+        (FUSERS, TRANSFORMERS, _install_transformers),
+        (MIXER, MAMBA2, _install_mamba2),
+    ):
+        _when_imported(module, model, functools.partial(put, take_part, tell))

@@ -1,0 +1,71 @@
+"""What decides whether our kernels take part in a tensor-parallel group: one record a rank, about
+which all ranks agree before anything is made, set or chosen.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+from vllm_commext.errors import UnsupportedError
+from vllm_commext.gpu.collective import Swap, agree
+
+ANY_HOST = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one rank knows of its host, its engine and its settings.
+
+    Attributes:
+        host: the running kernel's identity.
+        gpu: the GPU's name, as the driver gives it; empty where there is none.
+        dtype: of the model, as in ``torch.bfloat16`` without the prefix.
+        hidden: elements of a row of the model.
+        max_tokens: rows of the largest step, 0 where nobody knows.
+        eager: no CUDA graph spares the host what a call costs it.
+        invariant: a row is to have the same bits whatever else is in the batch.
+        microbatches: a batch runs in parts on several streams.
+        multicast: vLLM's own collectives may use NVLink multicast here.
+        settings: the toggles that matter, as ``NAME=value``.
+    """
+
+    host: str = ANY_HOST
+    gpu: str = ""
+    dtype: str = "bfloat16"
+    hidden: int = 8192
+    max_tokens: int = 0
+    eager: bool = False
+    invariant: bool = False
+    microbatches: bool = False
+    multicast: bool = False
+    settings: tuple[str, ...] = ()
+
+
+def _differences(everybody: Sequence[Facts]) -> str:
+    values = {
+        field.name: [getattr(facts, field.name) for facts in everybody] for field in fields(Facts)
+    }
+    unlike = {name: of for name, of in values.items() if len(set(of)) > 1}
+    return ", ".join(f"{name} {of}" for name, of in unlike.items())
+
+
+def agree_about(read: Callable[[], Facts], swap: Swap) -> Facts:
+    """What all ranks state; collective.
+
+    Args:
+        read: makes this rank's record; where it fails on one rank, all ranks hear of it.
+        swap: see `collective.agree`.
+
+    Raises:
+        UnsupportedError: the ranks are on several hosts, or differ in something; all raise it.
+    """
+    everybody = agree(read, swap)
+    hosts = {facts.host for facts in everybody}
+    if len(hosts) > 1:
+        raise UnsupportedError(f"its ranks are on {len(hosts)} hosts")
+    alike = [replace(facts, host=ANY_HOST) for facts in everybody]
+    if len(set(alike)) > 1:
+        raise UnsupportedError(
+            f"expected the same on all ranks, got {_differences(alike)} in the order of ranks; set "
+            "the toggles alike"
+        )
+    return everybody[0]
