@@ -49,18 +49,38 @@ def check(result: tuple[Any, ...], what: str) -> Any:
     return values[0] if values else None
 
 
+def forget_error() -> None:
+    """Let nobody else find the error that a refused call of this thread has left with CUDA."""
+    with contextlib.suppress(UnsupportedError):
+        cuda_runtime().cudaGetLastError()
+
+
 def host_identity() -> str:
     """The same for all processes on one running kernel, and for no others."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _handle_of(address: int) -> bytes:
+def export_handle(address: int) -> bytes:
+    """A handle by which processes of this host map the allocation that begins there.
+
+    Raises:
+        UnsupportedError: CUDA has none for memory of this kind.
+    """
     runtime = cuda_runtime()
     handle = check(runtime.cudaIpcGetMemHandle(address), "exporting device memory")
     return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
 
-def _open(handle_bytes: bytes, rank: int) -> int:
+def open_handle(handle_bytes: bytes, whose: str) -> int:
+    """Where another process's allocation is mapped here, as often as it was opened.
+
+    Args:
+        handle_bytes: of ``HANDLE_BYTES``.
+        whose: what the message calls the memory.
+
+    Raises:
+        UnsupportedError: CUDA does not map it.
+    """
     runtime = cuda_runtime()
     handle = runtime.cudaIpcMemHandle_t()
     ctypes.memmove(handle.getPtr(), handle_bytes, HANDLE_BYTES)
@@ -68,9 +88,15 @@ def _open(handle_bytes: bytes, rank: int) -> int:
     return int(
         check(
             runtime.cudaIpcOpenMemHandle(handle, flags),
-            f"mapping the memory of rank {rank} (this GPU may have no peer access to its GPU)",
+            f"mapping the memory of {whose} (this GPU may have no peer access to its GPU)",
         )
     )
+
+
+def close_handle(address: int) -> None:
+    """Undo one ``open_handle``, as far as CUDA lets."""
+    with contextlib.suppress(UnsupportedError):
+        check(cuda_runtime().cudaIpcCloseMemHandle(address), "unmapping")
 
 
 def allocate(num_bytes: int, fill: int = 0) -> int:
@@ -170,14 +196,14 @@ class IpcBuffer:
 
     def _allocate(self, fill: int) -> tuple[str, bytes]:
         self.local_ptr = self.peer_ptrs[self.rank] = allocate(self.size, fill)
-        return host_identity(), _handle_of(self.local_ptr)
+        return host_identity(), export_handle(self.local_ptr)
 
     def _map(self, offers: list[tuple[str, bytes]]) -> None:
         if len({host for host, _ in offers}) > 1:
             raise UnsupportedError("expected all ranks on one host, got several hosts")
         for rank, (_, handle) in enumerate(offers):
             if rank != self.rank:
-                self.peer_ptrs[rank] = _open(handle, rank)
+                self.peer_ptrs[rank] = open_handle(handle, f"rank {rank}")
 
     def serialize(self) -> list[int]:
         """The addresses in `peer_ptrs`, as 64-bit integers in the order of ranks."""
@@ -186,8 +212,7 @@ class IpcBuffer:
     def _close_peers(self) -> None:
         for rank, address in enumerate(self.peer_ptrs):
             if rank != self.rank and address:
-                with contextlib.suppress(UnsupportedError):
-                    check(cuda_runtime().cudaIpcCloseMemHandle(address), "unmapping")
+                close_handle(address)
                 self.peer_ptrs[rank] = 0
 
     def cleanup(self, seconds: float = 0) -> None:

@@ -93,7 +93,7 @@ def _configuration(driver: Any, threads: int, programmatic: bool) -> Any:
     return config
 
 
-def _enter_context(driver: Any, ordinal: int) -> None:
+def enter_context(driver: Any, ordinal: int) -> None:
     """Let this thread have a context, if it has none: torch gives it one only with its first work
     on the GPU, and an engine's worker may have done none yet."""
     if int(check(driver.cuCtxGetCurrent())) == 0:
@@ -128,7 +128,7 @@ def load(
             f"expected compute capability 8.0 or newer, got sm_{device.architecture}"
         )
     cubin = program.load_or_compile(macros, device.architecture)
-    _enter_context(driver, device.ordinal)
+    enter_context(driver, device.ordinal)
     module = check(driver.cuModuleLoadData(cubin))
     function = check(driver.cuModuleGetFunction(module, program.name.encode()))
     check(driver.cuFuncLoad(function))  # else it might be loaded while a graph is captured

@@ -11,6 +11,10 @@ from typing import Any
 
 from vllm_commext.errors import ConfigError
 
+NEVER, AUTO = "never", "auto"
+DEFAULT_MAPPED_READS = NEVER
+"""What holds where nothing is set."""
+
 
 @dataclass(frozen=True)
 class ConnectorConfig:
@@ -57,6 +61,9 @@ class ConnectorConfig:
             engines have; without one it is computed here.
         first_token_from_prefill: hand over the first token that was sampled after a prompt, and
             answer with one that was handed over, where that is exact; see ``first_token``.
+        mapped_reads: ``AUTO``: read the caches of prefill workers on this host, where both sides
+            set it, through a mapping of their GPU's memory; ``NEVER``: read everything by NIXL.
+            See ``mapped``.
         transport_probe: measure, when the first peer is reached, how fast its cache can be read,
             and say so in the log.
     """
@@ -78,6 +85,7 @@ class ConnectorConfig:
     transfer_timeout: float = 60.0
     max_bytes_in_flight: int = 1 << 30
     host_copy: bool = False
+    mapped_reads: str = DEFAULT_MAPPED_READS
     transport_probe: bool = True
     first_token_from_prefill: bool = True
     stream_chunks: bool = False
@@ -142,6 +150,8 @@ def _checked(key: str, value: Any) -> Any:
         return _expect(key, value, in_range, "a port from 1 to 65535", int)
     if key in _TOGGLES:
         return _expect(key, value, isinstance(value, bool), "true or false", bool)
+    if key == "mapped_reads":
+        return _expect(key, value, value in (NEVER, AUTO), f'"{AUTO}" or "{NEVER}"', str)
     if key == "peers":
         good = isinstance(value, (list, tuple)) and all(parse_address(one) for one in value)
         expected = 'a list of side channels such as ["prefill-0:5600", "[fd00::7]:5600"]'

@@ -26,7 +26,10 @@ from vllm_commext.nixl.stream.reader import LOOK_SECONDS
 from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
 
 BUSY_WAIT_SECONDS = 50e-6
-"""First wait between two looks at reads under way; doubles while nothing changes."""
+"""First wait between two looks at reads under way."""
+WAIT_GROWTH = 1.25
+"""From one wait to the next while nothing changes: an end is noticed within a quarter of the time
+that the read took."""
 PENDING_WAIT_SECONDS = 1e-3
 LEASED_WAIT_SECONDS = 5e-3
 """Between two looks for releases, where blocks are held and nothing else is under way; each costs
@@ -81,6 +84,7 @@ class TransferThread:
     ) -> None:
         self._agent = agent
         self._publisher = publisher
+        self._mapper = local.mapper
         self._on_start = on_start
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._outcomes = OutcomeBox()
@@ -166,7 +170,7 @@ class TransferThread:
         if self._loader.num_reads:
             if progressed or self._wait_seconds > PENDING_WAIT_SECONDS:
                 return BUSY_WAIT_SECONDS
-            return min(2 * self._wait_seconds, PENDING_WAIT_SECONDS)
+            return min(WAIT_GROWTH * self._wait_seconds, PENDING_WAIT_SECONDS)
         if self._loader.num_handshakes or self._num_launched():
             return PENDING_WAIT_SECONDS
         if self._loader.num_streams:
@@ -212,4 +216,6 @@ class TransferThread:
             logger.warning("%d reads are still under way at the end", self._loader.num_reads)
             return
         self._loader.close()
+        if self._mapper is not None:
+            self._mapper.close()
         self._agent.close()

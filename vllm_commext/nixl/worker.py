@@ -16,6 +16,7 @@ from vllm_commext.nixl.decode.links import Link, LocalSide
 from vllm_commext.nixl.geometry.layout import block_bytes, describe_place
 from vllm_commext.nixl.geometry.topology import worker_number
 from vllm_commext.nixl.log import logger
+from vllm_commext.nixl.mapped.sides import Mapped
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.pipeline import ONE_STAGE, Pipeline
@@ -111,6 +112,7 @@ class WorkerSide:
             num_cells = max(MIN_CELLS, max_reuse_blocks)
             self._generations = GenerationTable(kv_cache_config.num_blocks, num_cells)
         self._agent = NixlAgent(config, self._streams, self._generations)
+        self._mapped = Mapped(config)
         self._thread: TransferThread | None = None
         self._keeps_host_copy = keeps_host_copy
         self._pipeline = pipeline
@@ -134,6 +136,8 @@ class WorkerSide:
         device = device_of(caches.values())
         layout = cache_layout(caches, self._kv_cache_config, self._model)
         layout, splits = self._pipeline.place(layout)
+        ranges = allocations(caches.values())
+        self._mapped.prepare(ranges, is_on_gpu=device.type == "cuda")
         local = LocalSide(
             self._engine_id,
             self._facts,
@@ -141,11 +145,12 @@ class WorkerSide:
             memory_type=memory_type(device),
             device_id=device.index or 0,
             other_splits=splits,
+            mapper=self._mapped.mapper,
         )
         if self._streams is not None:
             on_device = local.memory_type != "DRAM"
             self._publisher = Publisher(self._streams, self._agent.fences, is_on_device=on_device)
-        self._agent.register(allocations(caches.values()), local.memory_type, local.device_id)
+        self._agent.register(ranges, local.memory_type, local.device_id)
         self.handshake = HandshakeMetadata(
             wire.encode_description(self._describe(local)),
             None if self._generations is None else self._generations.shared,
@@ -256,6 +261,7 @@ class WorkerSide:
             self._thread.stop()
         if self._generations is not None:
             self._generations.close()
+        self._mapped.close()
 
     def _describe(self, local: LocalSide) -> wire.WorkerDescription:
         return wire.WorkerDescription(
@@ -268,6 +274,7 @@ class WorkerSide:
             fence_address=self._agent.fences.nonces.ctypes.data,
             num_fence_slots=NUM_SLOTS,
             lease_seconds=self._config.kv_lease_duration,
+            mapped=self._mapped.offer,
             **(self._streams.described() if self._streams is not None else {}),
             **(self._generations.described() if self._generations is not None else {}),
         )

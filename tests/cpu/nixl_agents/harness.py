@@ -31,6 +31,7 @@ from vllm_commext.nixl.geometry.layout import (
 )
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.topology import Rank
+from vllm_commext.nixl.mapped.reader import Mapper
 from vllm_commext.nixl.metrics.recorder import Ends, TransferRecorder, empty_data, merge
 from vllm_commext.nixl.prefill.fence import NUM_SLOTS
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
@@ -99,7 +100,8 @@ def counted(ends: Ends) -> dict[str, Any]:
 
 class Engine:
     """One engine with one worker, or one of the workers of an engine: ``memory`` is a row of bytes
-    for each layer's cache, ``rank`` its place among ``rank.size`` workers."""
+    for each layer's cache, ``rank`` its place among ``rank.size`` workers.  ``mapper`` opens the
+    memory of others, ``offer`` makes what they open of its own."""
 
     def __init__(
         self,
@@ -117,6 +119,8 @@ class Engine:
         serve: bool = False,
         port: int = 0,
         incarnation: str = "",
+        mapper: Mapper | None = None,
+        offer: Callable[[Sequence[Bytes]], wire.MappedOffer] | None = None,
         **settings: Any,
     ) -> None:
         self.engine_id = engine_id
@@ -155,11 +159,12 @@ class Engine:
         ranges = [(row.ctypes.data, row.nbytes) for row in self.memory]
         self.agent.register(ranges, "DRAM", 0)
         facts = FACTS if facts is None else facts
+        self.offer = None if offer is None else offer(self.memory)
         self.description = wire.encode_description(self._describe(facts))
         self.recorder = TransferRecorder()
         self.recorded = empty_data()
         self.outcomes = Outcomes()
-        local = LocalSide(engine_id, facts, self.layout)
+        local = LocalSide(engine_id, facts, self.layout, mapper=mapper)
         self.publisher = (
             Publisher(progress, self.agent.fences, is_on_device=False) if progress else None
         )
@@ -240,6 +245,7 @@ class Engine:
             fence_address=self.agent.fences.nonces.ctypes.data,
             num_fence_slots=NUM_SLOTS,
             lease_seconds=self.config.kv_lease_duration,
+            mapped=self.offer,
             **(self.agent.streams.described() if self.agent.streams is not None else {}),
             **(self.agent.generations.described() if self.agent.generations is not None else {}),
         )

@@ -184,7 +184,7 @@ def test_a_chunk_that_does_not_arrive_is_given_up_and_settles(
 
     def make(local: Any, own: Any, remote: Any, theirs: Any) -> Any:
         links = decode.engine.thread._loader._peers._links._all
-        if not slow and any(remote is link.remote_list for link in links):
+        if not slow and any(remote is link.reader._remote_list for link in links):
             slow.append(SlowReads(agent, monkeypatch))
         return make_read(local, own, remote, theirs)
 

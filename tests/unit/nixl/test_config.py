@@ -46,6 +46,7 @@ GOOD: list[tuple[str, Any, Any]] = [
         ("p0:5600", "[fd00::7]:1", "10.0.0.7:65535"),
     ),
     ("side_channel_host", "10.0.0.7", "10.0.0.7"),
+    *(("mapped_reads", value, value) for value in ("auto", "never")),
     *(("side_channel_secret_file", value, value) for value in ("", "/run/secrets/commext")),
     ("side_channel_port", 1, 1),
     ("side_channel_port", 65535, 65535),
@@ -69,6 +70,7 @@ BAD: list[tuple[str, Any]] = [
         for value in ("", "p0", "p0:", ":5600", "p0:0", "p0:65536", "p0:x", "fd00::7:5600")
     ),
     *(("peers", [value]) for value in ("tcp://p0:5600", "p 0:5600", "[]:5600", "p0:5600/x", None)),
+    *(("mapped_reads", value) for value in ("always", "", True, False, 1, None, ["auto"])),
     *(("side_channel_host", value) for value in ("", 5, None, ["h"])),
     *(("side_channel_secret_file", value) for value in (5, None, ["f"])),
     *(("side_channel_port", value) for value in (0, 65536, -1, "5600", 1.0, True, None)),

@@ -35,6 +35,7 @@ RECORDS = st.fixed_dictionaries(
             for key in (
                 "bytes",
                 "hidden_bytes",
+                "mapped_bytes",
                 "blocks",
                 "descriptors",
                 "merged_descriptors",
@@ -106,6 +107,7 @@ def test_everything_recorded_is_taken_once() -> None:
         "lease_age_seconds": [3.0, 1.0],
         "bytes": 200,
         "hidden_bytes": 0,
+        "mapped_bytes": 0,
         "blocks": 6,
         "descriptors": 12,
         "merged_descriptors": 4,

@@ -59,6 +59,12 @@ DESCRIPTION = wire.WorkerDescription(
     fence_address=1 << 62,
     num_fence_slots=65536,
 )
+OFFER = wire.MappedOffer(
+    place="a kernel and a namespace",
+    regions=[wire.MappedRegion(address=4096, num_bytes=1 << 36, handle=bytes(64))],
+    token_address=4096,
+    token=b"known",
+)
 ENCODED = wire.encode_description(DESCRIPTION)
 DESCRIBED = wire.describe(ENCODED, "start-1")
 
@@ -73,6 +79,45 @@ def test_a_description_survives_the_round_trip() -> None:
     assert isinstance(reply, wire.Described)
     assert reply.incarnation == "start-1"
     assert wire.open_description(reply) == DESCRIPTION
+
+
+def test_an_offer_of_mapped_memory_survives_the_round_trip() -> None:
+    assert wire.open_description(described(mapped=OFFER)).mapped == OFFER
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"regions": [wire.MappedRegion(address=-1, num_bytes=1, handle=bytes(64))]},
+        {"regions": [wire.MappedRegion(address=1, num_bytes=0, handle=bytes(64))]},
+        {"regions": [wire.MappedRegion(address=1, num_bytes=1 << 62, handle=bytes(64))]},
+        {"regions": [wire.MappedRegion(address=1, num_bytes=1, handle=bytes(63))]},
+        {"regions": OFFER.regions * 4097},
+        {"token_address": 0},
+        {"token_address": 1 << 62},
+        {"token": b""},
+        {"token": bytes(1025)},
+    ],
+)
+def test_an_offer_that_is_out_of_range_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError, match="offer of mapped memory"):
+        wire.open_description(described(mapped=replace(OFFER, **change)))
+
+
+def test_what_an_older_engine_says_opens_without_an_offer_and_the_other_way_round() -> None:
+    """Both have one protocol version: what one does not know it leaves out."""
+    plain = msgspec.msgpack.decode(ENCODED)
+    del plain["mapped"]
+    assert wire.open_description(_unopened(msgspec.msgpack.encode(plain))) == DESCRIPTION
+
+    class Older(msgspec.Struct):
+        """As an engine without mapped reads decodes it."""
+
+        engine_id: str
+        layout: CacheLayout
+
+    newer = wire.encode_description(replace(DESCRIPTION, mapped=OFFER))
+    assert msgspec.msgpack.decode(newer, type=Older).engine_id == "p"
 
 
 def test_any_altered_byte_breaks_the_checksum() -> None:

@@ -14,8 +14,10 @@ from vllm_commext.nixl.geometry.descriptors import UInt64Array
 from vllm_commext.nixl.geometry.layout import CacheLayout
 from vllm_commext.nixl.geometry.plan import ReadPlan
 from vllm_commext.nixl.geometry.topology import Split
-from vllm_commext.nixl.log import RateLimitedLog
+from vllm_commext.nixl.log import RateLimitedLog, logger
+from vllm_commext.nixl.mapped.reader import Mapper
 from vllm_commext.nixl.transport.agent import NixlAgent
+from vllm_commext.nixl.transport.posting import NixlReader, Reader
 from vllm_commext.nixl.transport.sweep import Sweeper, num_descriptors
 from vllm_commext.nixl.wire import messages as wire
 
@@ -33,6 +35,7 @@ class LocalSide:
         memory_type: NIXL memory type of the cache, "DRAM" or "VRAM".
         device_id: device of the cache.
         other_splits: ways in which something is dealt out to the ranks of other pipeline stages.
+        mapper: opens the memory of workers on this host, None where everything is read by NIXL.
     """
 
     engine_id: str
@@ -41,6 +44,7 @@ class LocalSide:
     memory_type: str = "DRAM"
     device_id: int = 0
     other_splits: frozenset[Split] = frozenset()
+    mapper: Mapper | None = None
 
     @property
     def consumer(self) -> str:
@@ -87,8 +91,7 @@ class Link:
         incarnation: the start of its engine.
         agent_name: name of its NIXL agent.
         plan: how to read from it.
-        local_list: prepared list of this worker's side of the plan.
-        remote_list: prepared list of its side.
+        reader: reads its cache.
         memory_type: NIXL memory type of its cache.
         device_id: device of its cache.
         fence_list: prepared list of its fences' nonces, None where it has none.
@@ -115,8 +118,7 @@ class Link:
     incarnation: str
     agent_name: str
     plan: ReadPlan
-    local_list: Any
-    remote_list: Any
+    reader: Reader
     memory_type: str
     device_id: int
     fence_list: Any = None
@@ -208,13 +210,10 @@ class Links:
         """
         held = [self.reach(described)]
         name: str = held[0].value
-        remote = fences = headers = pieces = generations = None
+        fences = headers = pieces = generations = None
         num_slots = described.num_fence_slots
         try:
-            local = self._local_list(plan.local_rows, held)
-            if len(plan.remote_rows):
-                rows, kind = plan.remote_rows, described.memory_type
-                remote = self._keep(self._agent.prepare(name, rows, kind), held)
+            reader = self._reader(key, described, plan, held)
             if num_slots:
                 prepared = self._agent.prepare_fences(name, described.fence_address, num_slots)
                 fences = self._keep(prepared, held)
@@ -237,8 +236,7 @@ class Links:
             incarnation=incarnation,
             agent_name=name,
             plan=plan,
-            local_list=local,
-            remote_list=remote,
+            reader=reader,
             memory_type=described.memory_type,
             device_id=described.device_id,
             fence_list=fences,
@@ -276,6 +274,30 @@ class Links:
 
     def _live(self) -> list[Link]:
         return [link for link in self._all if not link.retired]
+
+    def _reader(
+        self,
+        key: PeerKey,
+        described: wire.WorkerDescription,
+        plan: ReadPlan,
+        held: list[Shared],
+    ) -> Reader:
+        """What reads a worker's cache; the first of what is held is the name of its agent."""
+        mapper = self._local.mapper
+        if mapper is not None and len(plan.remote_rows):
+            try:
+                mapped = mapper.open(described.mapped, plan)
+            except Exception as error:  # noqa: BLE001 whatever it is, there is NIXL
+                logger.info("prefill engine %s is read by NIXL and not mapped: %s", key, error)
+            else:
+                held.append(Shared(mapped, mapped.close))
+                return mapped
+        local = self._local_list(plan.local_rows, held)
+        remote = None
+        if len(plan.remote_rows):
+            name, kind = held[0].value, described.memory_type
+            remote = self._keep(self._agent.prepare(name, plan.remote_rows, kind), held)
+        return NixlReader(self._agent, local, remote)
 
     def _local_list(self, rows: UInt64Array, held: list[Shared]) -> Any:
         key = rows.tobytes()

@@ -333,7 +333,8 @@ class Loader:
         """A peer that cannot be reached may have been restarted: ask it once more."""
         self._peers.doubt(link, broken=True)
         if part.retried:
-            self._close_part(part, Failure("transfer", ProtocolError(f"NIXL: {error}")))
+            text = f"{link.reader.name}: {error}"
+            self._close_part(part, Failure("transfer", ProtocolError(text)))
             return
         part.retried = True
         logger.info("prefill engine %s: %s; connecting anew", link.key, error)

@@ -17,7 +17,7 @@ from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.reuse.generations import GenerationTable
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.pauses import pause
-from vllm_commext.nixl.transport.posting import Posting, pieces_of_read
+from vllm_commext.nixl.transport.posting import Posting
 
 PATIENCE = 4
 """A read counts as moving along with the others of its link until these have moved so many times
@@ -31,7 +31,7 @@ class Read:
     Attributes:
         part: what is being loaded.
         link: where from; held until the read has ended.
-        posting: what NIXL does for it, None between the blocks' end and the fence.
+        posting: what is done for it, None between the blocks' end and the fence.
         posted: when it was posted.
         post_seconds: how long posting took.
         num_bytes: bytes that it copies.
@@ -163,13 +163,13 @@ class ReadSet:
         """Start a read.
 
         Raises:
-            Exception: what NIXL raises where it cannot be posted; nothing is under way then.
+            Exception: what the link's reader raises where it cannot be posted; nothing is under way
+                then.
         """
         started = time.perf_counter()
         if part.stream is None or not part.stream.has_read:
             self._recorder.queued(started - part.begun)
-        pieces = pieces_of_read(self._agent, link.local_list, link.remote_list, pairs)
-        posting = Posting(self._agent, pieces)
+        posting = link.reader.post(pairs)
         now = time.perf_counter()
         read = Read(
             part=part,
@@ -216,6 +216,7 @@ class ReadSet:
             num_descriptors=read.num_descriptors,
             num_merged=read.num_merged,
             is_hidden=read.is_hidden,
+            is_mapped=read.link.reader.is_mapped,
         )
 
     def take_late(self) -> list[Read]:
@@ -258,11 +259,12 @@ class ReadSet:
             error = read.posting.look()
             if error is None:
                 return None
+            name = "NIXL"
             if not read.is_being_proven:
-                read.num_merged = read.posting.num_merged
+                read.num_merged, name = read.posting.num_merged, read.link.reader.name
             read.posting = None
             if error:
-                return End(Failure("transfer", ProtocolError(f"NIXL: {error}")))
+                return End(Failure("transfer", ProtocolError(f"{name}: {error}")))
         if read.cell is not None:
             return self._judge(read, self._agent.fences.nonce_in(read.cell))
         if read.cells:

@@ -54,6 +54,7 @@ HISTOGRAMS = {
 COUNTERS = {
     "bytes": "Bytes of KV cache read from prefill engines.",
     "hidden_bytes": "Bytes of them whose reading began before the prompt was computed.",
+    "mapped_bytes": "Bytes of them that were read through a mapping of the peer's memory.",
     "blocks": "Blocks of this engine's KV cache that were read from prefill engines.",
     "descriptors": "Descriptors of the reads, before NIXL merges neighbours.",
     "merged_descriptors": "Descriptors of the reads that NIXL moved, after it merged neighbours.",

@@ -65,6 +65,7 @@ def empty_data() -> dict[str, Any]:
         "lease_age_seconds": [],
         "bytes": 0,
         "hidden_bytes": 0,
+        "mapped_bytes": 0,
         "blocks": 0,
         "descriptors": 0,
         "merged_descriptors": 0,
@@ -144,13 +145,16 @@ class TransferRecorder:
         num_descriptors: int,
         num_merged: int,
         is_hidden: bool = False,
+        is_mapped: bool = False,
     ) -> None:
-        """A read ended well; *hidden* where it began before its prompt was computed."""
+        """A read ended well; *hidden* where it began before its prompt was computed, *mapped* where
+        it went through a mapping of the peer's memory."""
         with self._lock:
             self._data["transfer_seconds"].append(seconds)
             self._data["post_seconds"].append(post_seconds)
             self._data["bytes"] += num_bytes
             self._data["hidden_bytes"] += num_bytes * is_hidden
+            self._data["mapped_bytes"] += num_bytes * is_mapped
             self._data["descriptors"] += num_descriptors
             self._data["merged_descriptors"] += num_merged
 

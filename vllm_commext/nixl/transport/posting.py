@@ -1,4 +1,5 @@
-"""A read that is posted to NIXL piece by piece, and looked at until all of them have ended.
+"""A read that is posted piece by piece, to NIXL or whoever else reads, and looked at until all of
+them have ended.
 
 NIXL holds the interpreter's lock while it makes or releases a read, in proportion to the number of
 descriptors: 40,000 of them would stop the engine's thread for milliseconds.
@@ -7,7 +8,7 @@ descriptors: 40,000 of them would stop the engine's thread for milliseconds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.log import logger
@@ -26,23 +27,81 @@ def pieces_of_read(
         yield agent.make_read(local_list, pairs.local[part], remote_list, pairs.remote[part])
 
 
+class Poster(Protocol):
+    """Who reads, as far as a ``Posting`` needs it; ``NixlAgent`` says what each of them does."""
+
+    def post(self, read: Any, /) -> str:
+        """Start a piece."""
+        ...
+
+    def state(self, read: Any, /) -> str:
+        """``DONE``, ``IN_PROGRESS``, or another word for a failure."""
+        ...
+
+    def num_merged(self, read: Any, /) -> int:
+        """Descriptors that were moved in a piece that has ended."""
+        ...
+
+    def release_read(self, read: Any, /) -> None:
+        """Give a piece back that has ended, or was not posted."""
+
+
+class Reader(Protocol):
+    """A way of reading one peer's cache.
+
+    Attributes:
+        name: as messages about its failures begin.
+        is_mapped: through a mapping of the peer's memory, and not by NIXL.
+    """
+
+    name: str
+    is_mapped: bool
+
+    def post(self, pairs: Pairs) -> Posting:
+        """Start a read; raises what ``Posting`` does."""
+        ...
+
+
+class NixlReader:
+    """Reads by NIXL; see ``Reader``.
+
+    Args:
+        agent: this worker's.
+        local_list: prepared list of this worker's side of the plan.
+        remote_list: of the peer's; both None where the plan has nothing to read.
+    """
+
+    name = "NIXL"
+    is_mapped = False
+
+    def __init__(self, agent: NixlAgent, local_list: Any, remote_list: Any) -> None:
+        self._agent = agent
+        self._local_list = local_list
+        self._remote_list = remote_list
+
+    def post(self, pairs: Pairs) -> Posting:
+        """See ``Reader``."""
+        pieces = pieces_of_read(self._agent, self._local_list, self._remote_list, pairs)
+        return Posting(self._agent, pieces)
+
+
 class Posting:
     """Pieces of one read under way.
 
     Args:
-        agent: whose reads they are.
-        pieces: NIXL's handles; each is posted before the next one is taken.
+        poster: whose reads they are.
+        pieces: its handles; each is posted before the next one is taken.
 
-    Attributes: ``num_merged``: descriptors that NIXL moved in the pieces that have ended, after it
-        merged neighbours.
+    Attributes: ``num_merged``: descriptors that were moved in the pieces that have ended, after
+        NIXL merged neighbours.
 
     Raises:
-        Exception: what NIXL raises where the first piece cannot be made or posted; nothing is under
-            way then.  Where a later one fails, ``look`` tells, after the others' end.
+        Exception: what the poster raises where the first piece cannot be made or posted; nothing is
+            under way then.  Where a later one fails, ``look`` tells, after the others' end.
     """
 
-    def __init__(self, agent: NixlAgent, pieces: Iterable[Any]) -> None:
-        self._agent = agent
+    def __init__(self, poster: Poster, pieces: Iterable[Any]) -> None:
+        self._poster = poster
         self._handles: list[Any] = []
         self._error = ""
         self.num_merged = 0
@@ -56,7 +115,7 @@ class Posting:
 
     def _post(self, handle: Any) -> None:
         try:
-            self._agent.post(handle)
+            self._poster.post(handle)
         except Exception:
             self._release(handle)
             raise
@@ -76,7 +135,7 @@ class Posting:
             handle = self._handles.pop(0)
             try:
                 if state == DONE:
-                    self.num_merged += self._agent.num_merged(handle)
+                    self.num_merged += self._poster.num_merged(handle)
                 else:
                     self._error = self._error or text or state
             finally:
@@ -87,12 +146,12 @@ class Posting:
 
     def _state(self, handle: Any) -> tuple[str, str]:
         try:
-            return self._agent.state(handle), ""
+            return self._poster.state(handle), ""
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the piece has ended
             return "an error", str(error)
 
     def _release(self, handle: Any) -> None:
         try:
-            self._agent.release_read(handle)
+            self._poster.release_read(handle)
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the piece has ended
-            logger.warning("NIXL did not release a read cleanly: %s", error)
+            logger.warning("a read was not released cleanly: %s", error)

@@ -33,6 +33,11 @@ MAX_KEYS = 64
 KEY_DIGITS = 32
 MAX_HASHES = 1 << 15
 """Blocks in one question: half a million tokens in blocks of 16."""
+MAX_MAPPED_REGIONS = 4096
+HANDLE_BYTES = 64
+"""Of a handle of CUDA's."""
+MAX_ADDRESS = 1 << 62
+MAX_TOKEN_BYTES = 1024
 MAX_QUESTION_BYTES = MAX_HASHES * HASH_BYTES + MAX_REQUEST_BYTES
 """Of a request to an engine that has blocks on offer."""
 
@@ -225,6 +230,37 @@ class KeepAlive(Frame, tag="keep_alive", frozen=True):
     request_ids: list[str]
 
 
+class MappedRegion(msgspec.Struct, frozen=True, kw_only=True):
+    """An allocation of a worker's GPU memory, by which other processes of its host map it.
+
+    Attributes:
+        address: in the worker's process.
+        num_bytes: of the allocation.
+        handle: CUDA's, for another process.
+    """
+
+    address: int
+    num_bytes: int
+    handle: bytes
+
+
+class MappedOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker's cache is read by processes of its host through a mapping, see ``mapped``.
+
+    Attributes:
+        place: what processes have in common that can open the handles, see
+            ``mapped.reader.place_of_process``.
+        regions: all allocations with parts of the cache, and the token's.
+        token_address: where a reader finds the token, within a region.
+        token: drawn at the worker's start.
+    """
+
+    place: str
+    regions: list[MappedRegion]
+    token_address: int
+    token: bytes
+
+
 class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a decode worker must know of a prefill worker.
 
@@ -246,6 +282,7 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
         pieces_per_row: pieces of block ids in a row.
         generations: address of its blocks' generations, see ``reuse.generations``.
         num_generations: how many there are: one a block, or 0 where it has no blocks on offer.
+        mapped: how its cache is read through a mapping, None where it is not.
     """
 
     engine_id: str
@@ -263,6 +300,7 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     pieces_per_row: int = 0
     generations: int = 0
     num_generations: int = 0
+    mapped: MappedOffer | None = None
 
 
 AnyRequest = DescribeRequest | FindStreams | FindBlocks
@@ -340,11 +378,25 @@ def open_description(reply: Described) -> WorkerDescription:
             f"expected num_generations 0 or {opened.layout.num_blocks}, as there are blocks, got "
             f"{opened.num_generations}"
         )
+    if opened.mapped is not None:
+        _check_offer(opened.mapped)
     if not 0 <= opened.lease_seconds < math.inf:
         raise ProtocolError(
             f"expected lease_seconds of at least 0 and finite, got {opened.lease_seconds}"
         )
     return opened
+
+
+def _check_offer(offer: MappedOffer) -> None:
+    numbers = [number for one in offer.regions for number in (one.address, one.num_bytes)]
+    in_range = all(0 < number < MAX_ADDRESS for number in (*numbers, offer.token_address))
+    has_handles = all(len(one.handle) == HANDLE_BYTES for one in offer.regions)
+    if (
+        not (in_range and has_handles)
+        or len(offer.regions) > MAX_MAPPED_REGIONS
+        or not 0 < len(offer.token) <= MAX_TOKEN_BYTES
+    ):
+        raise ProtocolError("the worker description's offer of mapped memory is out of range")
 
 
 def _decode(

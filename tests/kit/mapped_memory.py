@@ -1,0 +1,156 @@
+"""Mapped reads without a GPU: the kernel's own source on this CPU, and host memory in place of
+that of GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tests.unit.allreduce.push_emulation import compile_kernel
+from vllm_commext.errors import UnsupportedError
+from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.nixl.mapped import gather
+from vllm_commext.nixl.mapped.gather import PLACES_BYTES, SCRATCH_BYTES, Arguments, Slab
+from vllm_commext.nixl.wire import messages as wire
+
+APART = 1 << 45
+"""From where memory is to where a peer has it mapped: no address of the one is one of the other."""
+NUM_THREADS, DEPTH = 64, 2
+TOKEN = bytes(range(1, 200))
+
+
+@functools.cache
+def kernel() -> ctypes.CDLL:
+    """With as few threads as it can be tried with."""
+    loaded = compile_kernel(
+        Program(gather.NAME), {**gather.macros(), "THREADS": NUM_THREADS, "DEPTH": DEPTH}
+    )
+    assert loaded.args_bytes() == ctypes.sizeof(Arguments)
+    return loaded
+
+
+def run_kernel(arguments: Arguments, num_blocks: int, num_workers: int = 2, seed: int = 0) -> None:
+    """One launch, to its end."""
+    blocks = (ctypes.c_uint32 * 1)(num_blocks)
+    kernel().run_calls(ctypes.byref(arguments), blocks, 1, num_workers, seed, 0)
+
+
+class HostSlab:
+    """See ``gather.Slab``."""
+
+    def __init__(self) -> None:
+        self.content = np.full(PLACES_BYTES + SCRATCH_BYTES, 0xAA, dtype=np.uint8)
+        self.address: int = self.content.ctypes.data
+
+
+class HostDevice:
+    """A ``gather.Device`` whose launches are run when somebody looks for their end.
+
+    Attributes:
+        opened: how often each mapping is open.
+        is_held: no launch is run.
+        error: what a launch ends with in place of a copy.
+        refusal: what opening a handle ends with.
+        num_refused: launches that are still to be refused.
+        num_launches: that have been run.
+    """
+
+    def __init__(self) -> None:
+        self.opened: Counter[int] = Counter()
+        self.is_held = self.is_closed = False
+        self.error = self.refusal = ""
+        self.num_launches = self.num_refused = 0
+        self._waiting: dict[int, Arguments] = {}
+
+    def enter(self) -> None:
+        """Nothing is to be entered."""
+
+    def make_slab(self) -> Slab:
+        """Host memory."""
+        return HostSlab()
+
+    def launch(self, arguments: Arguments, slab: Slab) -> None:
+        """To be run later."""
+        assert slab.address == arguments.places
+        assert slab.address not in self._waiting, "a slab is used twice"
+        if self.num_refused:
+            self.num_refused -= 1
+            raise UnsupportedError("no launch now")
+        self._waiting[slab.address] = arguments
+
+    def is_done(self, slab: Slab) -> bool:
+        """Run what is waited for."""
+        if self.is_held:
+            return False
+        arguments = self._waiting.pop(slab.address)
+        if self.error:
+            raise UnsupportedError(self.error)
+        self._translate(arguments, slab)
+        run_kernel(arguments, 2)
+        self.num_launches += 1
+        return True
+
+    def _translate(self, arguments: Arguments, slab: Slab) -> None:
+        """As the GPU does: from where memory is mapped to where it is."""
+        num_pieces = max(
+            run.first + (run.end - begin) // run.parts
+            for run, begin in zip(
+                arguments.runs[: arguments.num_runs],
+                [0, *(run.end for run in arguments.runs)],
+                strict=False,
+            )
+        )
+        places = slab.content[:PLACES_BYTES].view(np.int64).reshape(-1, 2)[:num_pieces]
+        assert +self.opened, "a read of what is not mapped"
+        assert (places[:, 0] >= min(+self.opened)).all()
+        places[:, 0] -= APART
+
+    def open(self, handle: bytes) -> int:
+        """A handle is the address, as text."""
+        if self.refusal:
+            raise UnsupportedError(self.refusal)
+        address = int(handle) + APART
+        self.opened[address] += 1
+        return address
+
+    def unmap(self, address: int) -> None:
+        """One user less."""
+        assert self.opened[address] > 0
+        self.opened[address] -= 1
+
+    def forget(self) -> None:
+        """What was launched and will never be looked for."""
+        self._waiting.clear()
+
+    def close(self) -> None:
+        """Nothing may be under way or open."""
+        assert not self._waiting
+        assert not +self.opened
+        self.is_closed = True
+
+
+class HostOffer:
+    """What a worker offers of its host memory."""
+
+    def __init__(self, rows: Sequence[Any], place: str) -> None:
+        self._token = np.frombuffer(TOKEN, dtype=np.uint8).copy()
+        regions = [
+            wire.MappedRegion(
+                address=row.ctypes.data,
+                num_bytes=row.nbytes,
+                handle=str(row.ctypes.data).zfill(wire.HANDLE_BYTES).encode(),
+            )
+            for row in (self._token, *rows)
+        ]
+        self.offer = wire.MappedOffer(
+            place=place, regions=regions, token_address=self._token.ctypes.data, token=TOKEN
+        )
+
+    def spoil(self) -> None:
+        """Let others find another token there."""
+        self._token[7] ^= 1

@@ -1,0 +1,101 @@
+"""The kernel that copies pieces, on a CPU: every byte, whatever the alignment."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kit.host_kernels import COMPILER
+from tests.kit.mapped_memory import run_kernel
+from vllm_commext.gpu import nvrtc
+from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.nixl.geometry.plan import Pairs
+from vllm_commext.nixl.mapped import gather
+from vllm_commext.nixl.mapped.gather import Arguments, Gather, Gatherer
+from vllm_commext.nixl.mapped.pieces import CHUNK_BYTES, Places, batches
+from vllm_commext.nixl.transport.agent import DONE
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ on this machine")
+SIZES = st.one_of(
+    st.integers(1, 70),
+    st.sampled_from([128, 511, 512, 4096, CHUNK_BYTES - 3, CHUNK_BYTES, CHUNK_BYTES + 1]),
+    st.just(2 * CHUNK_BYTES + 31),
+)
+
+
+class ImmediateDevice:
+    """Runs each launch before it returns, with so many blocks."""
+
+    def __init__(self, num_blocks: int, seed: int) -> None:
+        self.num_blocks, self.seed = num_blocks, seed
+
+    def make_slab(self) -> object:
+        from tests.kit.mapped_memory import HostSlab
+
+        return HostSlab()
+
+    def launch(self, arguments: Arguments, _: object) -> None:
+        run_kernel(arguments, self.num_blocks, seed=self.seed)
+
+    def is_done(self, _: object) -> bool:
+        return True
+
+
+@needs_compiler
+@given(
+    st.lists(
+        st.tuples(SIZES, st.integers(0, 35), st.integers(0, 35), st.integers(1, 3)),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(1, 3),
+    st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_byte_of_every_piece_and_no_other(
+    rows: list[tuple[int, int, int, int]], num_blocks: int, seed: int
+) -> None:
+    dice = np.random.default_rng(seed)
+    total = sum((size + 80) * count for size, _, _, count in rows) + 64
+    source = dice.integers(0, 256, total, dtype=np.uint8)
+    target = dice.integers(0, 256, total, dtype=np.uint8)
+    lists = [list[list[int]](), list[list[int]]()]
+    ends = [target.ctypes.data, source.ctypes.data]
+    for size, *gaps, count in rows:
+        for side in (0, 1):
+            stride = size + gaps[1 - side] % 17
+            ends[side] += gaps[side]
+            lists[side].append([ends[side], size, 0, stride, count])
+            ends[side] += stride * count
+    local, remote = (Places.of(np.array(one, dtype=np.uint64)) for one in lists)
+    count = sum(row[-1] for row in rows)
+    order = np.arange(count, dtype=np.int32)
+    expected = target.copy()
+    own, theirs = local.at(order)[0], remote.at(order)[0]
+    for a, b, size in zip(own.tolist(), theirs.tolist(), local.at(order)[1].tolist(), strict=True):
+        to, of = a - target.ctypes.data, b - source.ctypes.data
+        expected[to : to + size] = source[of : of + size]
+    gatherer = Gatherer(ImmediateDevice(num_blocks, seed))  # pyright: ignore
+    for batch in batches(local, remote, Pairs(order, order, 0)):
+        made: Gather = gatherer.make(batch)
+        gatherer.post(made)
+        assert gatherer.state(made) == DONE
+        gatherer.release_read(made)
+    assert np.array_equal(target, expected)
+
+
+def test_the_kernels_arguments_are_as_the_source_has_them() -> None:
+    text = (nvrtc.SOURCES / f"{gather.NAME}.cu").read_text()
+    for name, kind in (("Args", Arguments), ("Run", Arguments._fields_[-1][1]._type_)):
+        lines = text.partition(f"struct {name} {{")[2].partition("};")[0].strip().splitlines()
+        names = [line.split("//")[0].rstrip(" ;\n").split()[-1].partition("[")[0] for line in lines]
+        assert names == [field for field, _ in kind._fields_]
+
+
+@pytest.mark.usefixtures("needs_nvrtc")
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_it_compiles_for_every_architecture(architecture: int) -> None:
+    cubin = Program(gather.NAME).compile_cubin(gather.macros(), architecture)
+    assert cubin.startswith(b"\x7fELF")

@@ -1,0 +1,149 @@
+"""From descriptors to addresses, against descriptors that are written out one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_commext.errors import UnsupportedError
+from vllm_commext.nixl.geometry.descriptors import UInt64Array, expand_rows
+from vllm_commext.nixl.geometry.plan import Pairs
+from vllm_commext.nixl.mapped import pieces
+from vllm_commext.nixl.mapped.pieces import Batch, Places, Region, batches, mapped_rows
+
+LENGTHS = (1, 16, 48, 100, pieces.CHUNK_BYTES - 1, pieces.CHUNK_BYTES, pieces.CHUNK_BYTES + 1)
+LENGTHS += (3 * pieces.CHUNK_BYTES, 5 * pieces.CHUNK_BYTES + 7)
+Copy = tuple[int, int, int]  # source, target, bytes
+
+
+def chunks_of(batch: Batch) -> list[Copy]:
+    """What the kernel's warps copy, number by number, as ``gather_pieces.cu`` finds it."""
+    found: list[Copy] = []
+    for number in range(batch.num_chunks):
+        run = next(run for run in batch.runs if number < run.end)
+        begin = max((one.end for one in batch.runs if one.end <= number), default=0)
+        piece, part = divmod(number - begin, run.parts)
+        source, target = batch.places[run.first + piece].tolist()
+        offset = part * pieces.CHUNK_BYTES
+        size = min(run.num_bytes - offset, pieces.CHUNK_BYTES)
+        assert size > 0
+        found.append((source + offset, target + offset, size))
+    return found
+
+
+def joined(copies: list[Copy]) -> list[Copy]:
+    """In order, with chunks of one piece made whole again where they follow one another."""
+    whole: list[Copy] = []
+    for source, target, size in sorted(copies):
+        if whole:
+            before = whole[-1]
+            if (source, target) == (before[0] + before[2], before[1] + before[2]):
+                whole[-1] = (before[0], before[1], before[2] + size)
+                continue
+        whole.append((source, target, size))
+    return whole
+
+
+@st.composite
+def reads(draw: st.DrawFn) -> tuple[UInt64Array, UInt64Array, Pairs]:
+    """Lists of both sides whose rows have the same lengths and counts, and pairs of neither order;
+    no two descriptors of a list overlap."""
+    sizes = draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=24))
+    lists: list[UInt64Array] = []
+    counts = [draw(st.integers(1, 5)) for _ in sizes]
+    for base in (1 << 40, 1 << 46):
+        address, rows = base, list[list[int]]()
+        for size, count in zip(sizes, counts, strict=True):
+            stride = size + draw(st.integers(0, 40))
+            address += draw(st.integers(0, 40))
+            rows.append([address, size, 0, stride, count])
+            address += stride * count
+        lists.append(np.array(rows, dtype=np.uint64))
+    starts = np.cumsum(counts) - counts
+    chosen: list[tuple[int, int]] = []
+    for start, count in zip(starts.tolist(), counts, strict=True):
+        own = draw(st.lists(st.integers(0, count - 1), unique=True, max_size=count))
+        theirs = draw(st.permutations(range(count)))
+        chosen += [(start + a, start + b) for a, b in zip(own, theirs, strict=False)]
+    order = draw(st.permutations(chosen))
+    pairs = np.array(order, dtype=np.int32).reshape(-1, 2)
+    return lists[0], lists[1], Pairs(pairs[:, 0], pairs[:, 1], 0)
+
+
+@given(reads(), st.integers(1, 20), st.integers(1, 4))
+@settings(max_examples=150, deadline=None)
+def test_every_pair_is_copied_once_and_nothing_else(
+    case: tuple[UInt64Array, UInt64Array, Pairs], max_pieces: int, max_runs: int
+) -> None:
+    local, remote, pairs = case
+    own, theirs = expand_rows(local), expand_rows(remote)
+    expected = [
+        (int(theirs[b, 0]), int(own[a, 0]), int(own[a, 1]))
+        for a, b in zip(pairs.local, pairs.remote, strict=True)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "MAX_PIECES", max_pieces)
+        patch.setattr(pieces, "MAX_RUNS", max_runs)
+        found = list(batches(Places.of(local), Places.of(remote), pairs))
+    assert all(len(batch.places) <= max_pieces for batch in found)
+    assert all(len(batch.runs) <= max_runs for batch in found)
+    assert joined([copy for batch in found for copy in chunks_of(batch)]) == joined(expected)
+
+
+def test_a_read_of_one_size_is_one_run_a_launch() -> None:
+    count = 2 * pieces.MAX_PIECES + 5
+    rows = np.array([[4096, 32768, 0, 65536, count]], dtype=np.uint64)
+    order = np.arange(count, dtype=np.int32)
+    found = list(batches(Places.of(rows), Places.of(rows), Pairs(order, order, 0)))
+    assert [len(batch.places) for batch in found] == [pieces.MAX_PIECES, pieces.MAX_PIECES, 5]
+    assert [batch.runs for batch in found[2:]] == [((10, 0, 2, 32768),)]
+
+
+@given(reads(), st.data())
+@settings(max_examples=80, deadline=None)
+def test_descriptors_go_with_their_region(
+    case: tuple[UInt64Array, UInt64Array, Pairs], data: st.DataObject
+) -> None:
+    """Regions may end within no descriptor; each is mapped somewhere else."""
+    _, rows, _ = case
+    last = [int(row[0] + (row[4] - 1) * row[3] + row[1]) for row in rows]
+    ends = sorted({data.draw(st.sampled_from(last)) for _ in range(3)} | {last[-1]})
+    regions, begin = list[Region](), int(rows[0, 0])
+    for number, end in enumerate(ends):
+        regions.append(Region(begin, end - begin, (number + 1) << 50))
+        begin = end
+    moved = expand_rows(mapped_rows(rows, data.draw(st.permutations(regions))))
+    for (before, *_), (after, *_) in zip(expand_rows(rows).tolist(), moved.tolist(), strict=True):
+        region = next(one for one in regions if one.address <= before < one.address + one.num_bytes)
+        assert after - region.mapped == before - region.address
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        [4095, 16, 0, 16, 4],
+        [4096, 16, 0, 16, 17],
+        [4096, 257, 0, 16, 1],
+        [4200, 16, 0, 1000, 2],
+        [8192, 16, 0, 16, 1],
+        [0, 16, 0, 16, 1],
+        [4096, 16, 0, (1 << 64) - 16, 2],
+        [4096, 16, 0, 1 << 40, 1 << 40],
+    ],
+)
+def test_what_is_not_within_a_region_is_refused(row: list[int]) -> None:
+    """Else a kernel would load it, and end the process's use of the GPU."""
+    regions = [Region(4096, 256, 1 << 50)]
+    with pytest.raises(UnsupportedError, match="outside of it"):
+        mapped_rows(np.array([row], dtype=np.uint64), regions)
+    with pytest.raises(UnsupportedError, match="outside of it"):
+        mapped_rows(np.array([row], dtype=np.uint64), [])
+
+
+def test_a_piece_beyond_what_a_launch_can_count_is_refused() -> None:
+    size = pieces.MAX_PIECE_BYTES + 1
+    rows = np.array([[4096, size, 0, size, 1]], dtype=np.uint64)
+    with pytest.raises(UnsupportedError, match="pieces of at most"):
+        mapped_rows(rows, [Region(4096, size, 1 << 50)])

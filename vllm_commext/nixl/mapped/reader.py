@@ -1,0 +1,144 @@
+"""Opens a prefill worker's memory, and reads from it as long as its link is used."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from vllm_commext.errors import UnsupportedError
+from vllm_commext.gpu.ipc import host_identity
+from vllm_commext.nixl.geometry.descriptors import strided_row
+from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan
+from vllm_commext.nixl.mapped.gather import PLACES_BYTES, Device, Gatherer
+from vllm_commext.nixl.mapped.pieces import Batch, Places, Region, Run, batches, mapped_rows
+from vllm_commext.nixl.transport.posting import Posting
+from vllm_commext.nixl.wire import messages as wire
+
+CHECK_SECONDS = 2.0
+CHECK_WAIT_SECONDS = 50e-6
+NAMESPACE = Path("/proc/self/ns/ipc")
+
+
+def place_of_process() -> str:
+    """The same for processes that can open each other's handles, as far as can be told before: of
+    one running kernel and one IPC namespace."""
+    return f"{host_identity()} {NAMESPACE.readlink()}"
+
+
+class Mapper:
+    """Opens peers' memory.  Owned by one thread.
+
+    Args:
+        device: this worker's GPU.
+        place: where this process is, see ``place_of_process``.
+    """
+
+    def __init__(self, device: Device, place: str) -> None:
+        self._device = device
+        self._place = place
+        self._gatherer = Gatherer(device)
+
+    def open(self, offer: wire.MappedOffer | None, plan: ReadPlan) -> MappedReader:
+        """Map a worker's memory, and see that it is the worker's.
+
+        Raises:
+            UnsupportedError: it cannot be read in this way; says why.
+        """
+        if offer is None:
+            raise UnsupportedError(
+                "it offers none: mapped_reads is not on there, or its log says why, or it is older"
+            )
+        if offer.place != self._place:
+            raise UnsupportedError("it is on another host, or in another IPC namespace of this one")
+        self._device.enter()
+        opened: list[Region] = []
+        try:
+            for region in offer.regions:
+                address = self._device.open(region.handle)
+                opened.append(Region(region.address, region.num_bytes, address))
+            self._check(offer, opened)
+            remote = Places.of(mapped_rows(plan.remote_rows, opened))
+        except _UnfinishedError:
+            raise  # what is mapped may still be read
+        except Exception:
+            self._unmap(opened)
+            raise
+        return MappedReader(
+            self._gatherer, Places.of(plan.local_rows), remote, lambda: self._unmap(opened)
+        )
+
+    def close(self) -> None:
+        """Give back what reads need; none may be under way."""
+        self._device.close()
+
+    def _unmap(self, regions: list[Region]) -> None:
+        while regions:
+            self._device.unmap(regions.pop().mapped)
+
+    def _check(self, offer: wire.MappedOffer, opened: list[Region]) -> None:
+        """Read the bytes that the worker has put there.
+
+        Raises:
+            UnsupportedError: they do not come, or others do.
+        """
+        size = len(offer.token)
+        rows = strided_row(address=offer.token_address, num_bytes=size, count=1)
+        source = int(mapped_rows(rows, opened)[0, 0])
+        slab = self._gatherer.take_slab()
+        scratch = slab.content[PLACES_BYTES : PLACES_BYTES + size]
+        scratch[:] = 0
+        places = np.array([[source, slab.address + PLACES_BYTES]], dtype=np.int64)
+        gather = self._gatherer.make(Batch(places, (Run(1, 0, 1, size),)), slab)
+        posting = Posting(self._gatherer, [gather])
+        deadline = time.monotonic() + CHECK_SECONDS
+        while (error := posting.look()) is None:
+            if time.monotonic() >= deadline:
+                raise _UnfinishedError(
+                    f"expected {size} bytes of its memory within {CHECK_SECONDS:g} s, got none"
+                )
+            time.sleep(CHECK_WAIT_SECONDS)
+        if error:
+            raise UnsupportedError(error)
+        if scratch.tobytes() != offer.token:
+            raise UnsupportedError(
+                "other bytes are read there than the prefill engine has written: this machine maps "
+                "the memory of peers and does not deliver from it"
+            )
+
+
+class _UnfinishedError(UnsupportedError):
+    """A read has not ended, and may still go on."""
+
+
+class MappedReader:
+    """Reads one prefill worker's cache; see ``Reader``.
+
+    Args:
+        gatherer: of this worker.
+        local: where this worker's side of the plan is.
+        remote: where the prefill worker's is mapped.
+        unmap: gives the mapping back.
+    """
+
+    name = "a mapped read"
+    is_mapped = True
+
+    def __init__(
+        self, gatherer: Gatherer, local: Places, remote: Places, unmap: Callable[[], None]
+    ) -> None:
+        self._gatherer = gatherer
+        self._local = local
+        self._remote = remote
+        self._unmap = unmap
+
+    def post(self, pairs: Pairs) -> Posting:
+        """Begin a read; see ``Posting``."""
+        found = batches(self._local, self._remote, pairs)
+        return Posting(self._gatherer, (self._gatherer.make(batch) for batch in found))
+
+    def close(self) -> None:
+        """Give the mapping back; none of its reads may be under way."""
+        self._unmap()
