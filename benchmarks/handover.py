@@ -4,7 +4,8 @@ first token, and what it is made of.
 A plain server, vLLM's NixlConnector as it comes and with `VLLM_KV_CACHE_LAYOUT=BLHNC`, ours, ours
 with all first tokens sampled by the decode server, and ours behind the proxy, without and with
 first tokens that it sends itself, and with both servers asked at once, so that chunks are read
-while the prefill runs; on GPUs also ours in the old layout.  All take turns, each while
+while the prefill runs; on GPUs also ours in the old layout, and with the prefill server's memory
+mapped.  All take turns, each while
 the others are stopped, in another order each round, and each after a short request that wakes its
 processes up.  The read's share comes from the decode server's metrics; "rest" is the
 hand-over without it: HTTP, parsing, scheduling, the last token.  Where the first token comes from
@@ -45,12 +46,11 @@ import turn as turns
 import vllm
 from handovers.requests import Answer, ask_all, begins_with_text
 from handovers.variants import (
-    IN_TREE_LAYOUT,
     NAMES,
-    OURS_HND,
-    OURS_STREAMED,
+    ON_GPUS_ONLY,
     PLAIN,
     PROXIED,
+    STREAMED,
     Setup,
     read_figures,
     started,
@@ -62,7 +62,7 @@ from vllm_commext.testing.prompts import PRINTABLE
 
 COLUMNS = (
     *("prefill", "hand-over", "read", "post", "rest", "first token", "second token", "TPOT"),
-    *("MB", "descriptors", "GB/s", "one copy GB/s", "first from P %", "early %"),
+    *("MB", "descriptors", "GB/s", "one copy GB/s", "mapped %", "first from P %", "early %"),
 )
 WAKING_TOKENS = 64
 REPORT_SECONDS = 0.5
@@ -241,9 +241,8 @@ def arguments() -> argparse.Namespace:
     add("--server-args", nargs=argparse.REMAINDER, default=[], help="for every vLLM; the last")
     add("--out", type=Path, help="write OUT.md and OUT.json")
     args = parser.parse_args()
-    on_gpus_only = (IN_TREE_LAYOUT, OURS_HND)  # vLLM's attention on CPUs takes one layout
     if args.engines is None:
-        args.engines = [one for one in NAMES if args.device == "cuda" or one not in on_gpus_only]
+        args.engines = [one for one in NAMES if args.device == "cuda" or one not in ON_GPUS_ONLY]
     if args.cells is None:
         args.cells = [(length, at_once) for length in args.lengths for at_once in args.at_once]
     if args.output_tokens < 3:
@@ -279,7 +278,7 @@ def main() -> int:
             gpu_memory=args.gpu_memory,
             start_seconds=args.start_seconds,
             server_args=args.server_args,
-            streams=OURS_STREAMED in args.engines,
+            streams=any(name in STREAMED for name in args.engines),
         )
         with started(setup, args.engines) as variants, turns.turn(math.inf):
             rows = measure(args, variants, keep)

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_commext.gpu import ipc
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.descriptors import strided_row
 from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS, NixlAgent, ucx_log
@@ -54,7 +55,8 @@ def agent_on(device: int, params: dict[str, str]) -> tuple[NixlAgent, torch.Tens
 def serve(device: int, params: dict[str, str], pipe: Connection) -> None:
     """The peer: its memory is read."""
     agent, memory = agent_on(device, params)
-    pipe.send((agent.metadata(), memory.data_ptr()))
+    address = memory.data_ptr()
+    pipe.send((agent.metadata(), address, ipc.export_handle(address)))
     pipe.recv()
     os._exit(0)
 
@@ -184,7 +186,7 @@ def main() -> None:
     )
     peer.start()
     agent, memory = agent_on(0, params)
-    metadata, address = ours.recv()
+    metadata, address, _ = ours.recv()
     name = agent.add_peer(metadata)
     agent.connect(name)
     rows = measure(agent, name, memory.data_ptr(), address, memory)

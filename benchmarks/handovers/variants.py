@@ -34,12 +34,20 @@ OURS_PROXY, OURS_EARLY = "ours, proxy", "ours, proxy, early"
 """Ours behind the proxy, which waits for the decode server's first token, or sends it itself."""
 OURS_STREAMED = "ours, proxy, streamed"
 """The last, with both servers asked at once where the prompt is longer than a chunk."""
+OURS_MAPPED = "ours, mapped"
+"""Ours with the prefill server's memory mapped, where NIXL reads it else; behind the proxy too."""
+OURS_EARLY_MAPPED, OURS_STREAMED_MAPPED = f"{OURS_EARLY}, mapped", f"{OURS_STREAMED}, mapped"
 PROXIED: Mapping[str, Sequence[str]] = {
     OURS_PROXY: ["--no-early-first-token"],
     OURS_EARLY: [],
     OURS_STREAMED: ["--stream-chunks"],
+    OURS_EARLY_MAPPED: [],
+    OURS_STREAMED_MAPPED: ["--stream-chunks"],
 }
-_ALL_OURS = (OURS_HND, OURS_SAMPLING, OURS, *PROXIED)
+STREAMED = (OURS_STREAMED, OURS_STREAMED_MAPPED)
+ON_GPUS_ONLY = (IN_TREE_LAYOUT, OURS_HND, OURS_MAPPED, OURS_EARLY_MAPPED, OURS_STREAMED_MAPPED)
+"""vLLM's attention on CPUs takes one layout, and host memory is not mapped."""
+_ALL_OURS = (OURS_HND, OURS_SAMPLING, OURS, OURS_MAPPED, *PROXIED)
 NAMES = (PLAIN, IN_TREE, IN_TREE_LAYOUT, *_ALL_OURS)
 # A proxy that was stopped in others' turns must not take that for an outage of the engines.
 _PATIENT = ("--health-timeout", "600", "--health-fall", "100", "--engine-lost", "3600")
@@ -96,6 +104,13 @@ def write_model(setup: Setup) -> tuple[Path, list[str]]:
     return folder, ["--load-format", "dummy", "--dtype", "bfloat16"]
 
 
+def _servers_of(name: str) -> str:
+    """Whose servers are behind the proxy of this name; its own without a proxy."""
+    if name not in PROXIED:
+        return name
+    return OURS_MAPPED if name in (OURS_EARLY_MAPPED, OURS_STREAMED_MAPPED) else OURS
+
+
 def _server(setup: Setup, name: str, role: str, model: Path, options: Sequence[str]) -> VllmServer:
     environ: dict[str, str] = {"VLLM_COMMEXT": "0"}
     if name in _ALL_OURS:
@@ -116,10 +131,15 @@ def _server(setup: Setup, name: str, role: str, model: Path, options: Sequence[s
             "kv_load_failure_policy": "fail",
             "kv_buffer_device": setup.device,
         }
+        extra: dict[str, Any] = {}
         if name == OURS_SAMPLING:
-            config["kv_connector_extra_config"] = {"first_token_from_prefill": False}
+            extra["first_token_from_prefill"] = False
         elif ours and setup.streams:
-            config["kv_connector_extra_config"] = {"stream_chunks": True}
+            extra["stream_chunks"] = True
+        if name == OURS_MAPPED:
+            extra["mapped_reads"] = "auto"
+        if ours:
+            config["kv_connector_extra_config"] = extra
     args = ["--served-model-name", cluster.MODEL_NAME, "--no-enable-prefix-caching", *options]
     args += setup.server_args
     args += ["--max-model-len", str(setup.max_tokens), "--max-num-seqs", str(setup.concurrency)]
@@ -146,7 +166,7 @@ def started(setup: Setup, names: Sequence[str]) -> Iterator[dict[str, Variant]]:
     is_shared = setup.device == "cuda" and setup.gpus[0] == setup.gpus[1]
     with ExitStack() as stack:
         made: dict[str, dict[str, VllmServer]] = {}
-        for name in dict.fromkeys(OURS if name in PROXIED else name for name in names):
+        for name in dict.fromkeys(map(_servers_of, names)):
             made[name] = servers = {}
             for role in ["plain"] if name == PLAIN else ["prefill", "decode"]:
                 servers[role] = _server(setup, name, role, model, options)
@@ -158,7 +178,7 @@ def started(setup: Setup, names: Sequence[str]) -> Iterator[dict[str, Variant]]:
                 print(f"{name}, {role}: {server.wait_ready():.0f} s to start", flush=True)
         variants: dict[str, Variant] = {}
         for name in names:
-            front: dict[str, Server] = {**made[OURS if name in PROXIED else name]}
+            front: dict[str, Server] = {**made[_servers_of(name)]}
             url = front["plain" if name == PLAIN else "decode"].url
             if name in PROXIED:
                 front["proxy"] = proxy = stack.enter_context(_proxy(setup, name, front))
@@ -180,7 +200,7 @@ def _proxy(setup: Setup, name: str, servers: Mapping[str, Server]) -> Server:
 def read_figures(name: str, added: Metrics) -> dict[str, float]:
     """What a decode server's metrics say of the reads between two readings, a request at a time:
     milliseconds to post and to end, bytes, descriptors as NIXL moved them; of ours, how many first
-    tokens came from the prefill server."""
+    tokens came from the prefill server, and which part of the bytes was read through mappings."""
     from_prefill: dict[str, float] = {}
     if name in _ALL_OURS:
         requests = added.total(f"{_OURS}first_tokens_total")
@@ -189,6 +209,8 @@ def read_figures(name: str, added: Metrics) -> dict[str, float]:
         count = added.total(f"{_OURS}transfer_seconds_count")
         seconds, post = (added.total(f"{_OURS}{what}_seconds_sum") for what in ("transfer", "post"))
         num_bytes = added.total(f"{_OURS}bytes_total")
+        mapped = added.total(f"{_OURS}mapped_bytes_total")
+        from_prefill["mapped %"] = 100 * mapped / num_bytes if num_bytes else 0.0
         descriptors = added.total(f"{_OURS}merged_descriptors_total")
     else:
         count = added.total(f"{_THEIRS}xfer_time_seconds_count")

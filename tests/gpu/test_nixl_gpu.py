@@ -48,6 +48,7 @@ CLUSTERS: Mapping[int, Sequence[Mapping[str, str]]] = {
 }
 SETS = CLUSTERS[4 if NUM_GPUS >= 4 else 2]
 EAGER = os.environ.get("COMMEXT_GPU_EAGER", "0") == "1"
+MAPPED_READS = os.environ.get("COMMEXT_GPU_MAPPED_READS", "never")
 
 pytestmark = [
     pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 GPUs, this machine has {NUM_GPUS}"),
@@ -74,6 +75,7 @@ def gpu_server(name: str, gpus: str, model: Path, folder: Path) -> VllmServer:
             "side_channel_host": LOOPBACK,
             "side_channel_port": free_port(),
             "handshake_timeout": 60,
+            "mapped_reads": MAPPED_READS,
         },
     }
     return VllmServer(
@@ -151,6 +153,8 @@ def check(
     moved = scrape(target.url).minus(before)
     assert moved.total(f"{PREFIX}bytes_total") > 0
     assert moved.total(f"{PREFIX}failures_total") == 0
+    share = moved.total(f"{PREFIX}mapped_bytes_total") / moved.total(f"{PREFIX}bytes_total")
+    assert share == (1.0 if MAPPED_READS == "auto" else 0.0)
     for name in ("bytes_total", "transfer_seconds_sum", "post_seconds_sum", "descriptors_total"):
         record(f"{prefill}{decode}_{name}", moved.total(f"{PREFIX}{name}"))
     own = cluster.own[decode]
