@@ -35,9 +35,9 @@ from vllm_commext.testing import gpu_ranks
 
 ROOT = Path(__file__).parents[1]
 READY, ANSWER = "READY ", "ANSWER "
-VLLM, AGAIN, OURS = "vllm", "vllm again", "ours"
+VLLM, AGAIN, OURS, AUTO = "vllm", "vllm again", "ours", "ours, auto"
 TOGGLE = "VLLM_COMMEXT_ALLREDUCE"
-ENGINES = {VLLM: "0", AGAIN: "0", OURS: "1"}  # name: the toggle
+ENGINES = {VLLM: "0", AGAIN: "0", OURS: "1", AUTO: "auto"}  # name: the toggle
 BATCHES = (1, 16, 64)
 FIRST = "first token"
 TOKENS, PROFILE = "tokens", "profile"
@@ -352,8 +352,12 @@ def markdown(report: Mapping[str, Any]) -> str:
             of = row[f"{VLLM} / {name}"]
             cells.append(f"{of['median']:.3f} ({of['smallest']:.3f} to {of['largest']:.3f})")
         lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "The fused op, of each worker of the engine with ours:", ""]
-    lines += [f"    {json.dumps(each)}" for each in report["fused op"]]
+    lines += ["", "The fused op, of each worker of an engine with ours:", ""]
+    lines += [
+        f"    {name}: {json.dumps(each)}"
+        for name, workers in report["fused op"].items()
+        for each in workers
+    ]
     lines += ["", f"Greedy tokens that are equal: {json.dumps(report['equal tokens'])}"]
     if report["profile"]:
         lines += [
@@ -423,8 +427,8 @@ def compare(args: argparse.Namespace) -> int:
         print("all are warm", flush=True)
         tokens = {name: engine.ask(TOKENS, end) for name, engine in made.items()}
         said = {
-            "fused op": ready.get(OURS, []),
-            "log": made[OURS].log() if OURS in made else [],
+            "fused op": {name: ready[name] for name in (OURS, AUTO) if name in made},
+            "log": {name: made[name].log() for name in (OURS, AUTO) if name in made},
             "equal tokens": agreement(tokens),
             "profile": {name: engine.ask(PROFILE, end) for name, engine in made.items()}
             if args.profile
@@ -452,7 +456,11 @@ def main() -> int:
         "--batches", type=int, nargs="+", default=BATCHES, help="requests at a time"
     )
     parser.add_argument(
-        "--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), help="which to start"
+        "--engines",
+        nargs="+",
+        choices=list(ENGINES),
+        default=[VLLM, AGAIN, OURS],
+        help="which to start",
     )
     parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens of the long prompt")
     parser.add_argument("--output", type=int, default=OUTPUT, help="tokens of an answer")
