@@ -54,17 +54,18 @@ def _figure(value: float) -> str:
 
 
 def handover(
-    figure: str, lengths: tuple[int, ...], at_once: int = 1
+    figure: str, lengths: tuple[int, ...], ours: str = "ours"
 ) -> Callable[[Results], Triples]:
-    """A figure of `benchmarks/handover.py`, vLLM's connector against ours, for each length."""
+    """A figure of `benchmarks/handover.py`, one request at a time, vLLM's connector against ours,
+    for each length."""
 
     def figures(results: Results) -> Triples:
         found = {
             (row["tokens"], row["engine"]): row[figure]
             for row in results["rows"]
-            if row["at once"] == at_once
+            if row["at once"] == 1
         }
-        return [_times(found[length, "vLLM's"], found[length, "ours"]) for length in lengths]
+        return [_times(found[length, "vLLM's"], found[length, ours]) for length in lengths]
 
     return figures
 
@@ -158,26 +159,51 @@ def fused_engine(*cells: str) -> Callable[[Results], Triples]:
 
 
 FIRST_TOKEN, TPOT = "time to first token, p50", "time per output token, p50"
-HANDOVER, FUSED = "2026-11-23_handover_gpu", "2026-11-23_fused_norm_tp2"
-ENGINE = "2026-11-23_fused_engine_h200"
-OF_REQUESTS = tuple(f"time per output token, {number} requests" for number in (1, 64))
+FIRST, EARLY = "2026-11-24_handover_two_h100", "ours, proxy, early"
+LENGTHS = (8000, 32000)
+FUSED = "2026-11-23_fused_norm_tp2"
+ENGINE, ENGINE_H100 = "2026-11-23_fused_engine_h200", "2026-11-24_fused_engine_h100"
+OF_REQUESTS = tuple(f"time per output token, {number} requests" for number in (1, 16, 64))
 QK_NORM, ALL_REDUCE = "2026-11-22_reduce_rms_tp", "2026-11-22_allreduce_tp"
 SERVE = "2026-11-22_serve_"
-TWO, FOUR = "Two H200", "Four H200"
+TWO_H100, TWO, FOUR = "Two H100", "Two H200", "Four H200"
 EPYC, XEON = "Two cores of an AMD EPYC (no AVX-512)", "Two cores of an Intel Xeon (AVX-512)"
 STEPS = ("SchedulerOutput of 8", "SchedulerOutput of 256")
 
 ROWS = (
     Row(
+        "first token (a), 8,000; 32,000 tokens",
+        FIRST,
+        TWO_H100,
+        "ms",
+        handover("first token", LENGTHS, EARLY),
+    ),
+    Row(
+        "second token (a), the same", FIRST, TWO_H100, "ms", handover("second token", LENGTHS, EARLY)
+    ),
+    Row(
+        "time per output token (a), the same",
+        FIRST,
+        TWO_H100,
+        "ms",
+        handover("TPOT", LENGTHS, EARLY),
+    ),
+    Row(
+        "time per token (f), 1; 16; 64 requests",
+        ENGINE_H100,
+        TWO_H100,
+        "ms",
+        fused_engine(*OF_REQUESTS),
+    ),
+    Row(
+        "first token (f), 8,192 tokens", ENGINE_H100, TWO_H100, "ms", fused_engine("first token")
+    ),
+    Row(
         "prefill to decode (a), 8,000; 32,000 tokens",
-        HANDOVER,
+        "2026-11-23_handover_gpu",
         TWO,
         "ms",
-        handover("hand-over", (8000, 32000)),
-    ),
-    Row("first token (a), the same", HANDOVER, TWO, "ms", handover("first token", (8000, 32000))),
-    Row(
-        "time per output token (a), the same", HANDOVER, TWO, "ms", handover("TPOT", (8000, 32000))
+        handover("hand-over", LENGTHS),
     ),
     Row(
         "one server (b), tokens a second: noise, 0.85x to 1.76x",
@@ -194,7 +220,7 @@ ROWS = (
         kernels("bytes", (1 << 14, 1 << 21), "flashinfer", "", column="microseconds"),
     ),
     Row(
-        "time per token (f), 1; 64 requests",
+        "time per token (f), 1; 16; 64 requests",
         ENGINE,
         TWO,
         "ms",
