@@ -179,7 +179,11 @@ ROWS = (
         handover("first token", LENGTHS, EARLY),
     ),
     Row(
-        "second token (a), the same", FIRST, TWO_H100, "ms", handover("second token", LENGTHS, EARLY)
+        "second token (a), the same",
+        FIRST,
+        TWO_H100,
+        "ms",
+        handover("second token", LENGTHS, EARLY),
     ),
     Row(
         "time per output token (a), the same",
@@ -195,9 +199,7 @@ ROWS = (
         "ms",
         fused_engine(*OF_REQUESTS),
     ),
-    Row(
-        "first token (f), 8,192 tokens", ENGINE_H100, TWO_H100, "ms", fused_engine("first token")
-    ),
+    Row("first token (f), 8,192 tokens", ENGINE_H100, TWO_H100, "ms", fused_engine("first token")),
     Row(
         "prefill to decode (a), 8,000; 32,000 tokens",
         "2026-11-23_handover_gpu",

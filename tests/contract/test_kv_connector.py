@@ -261,10 +261,6 @@ def test_pipeline_stages_are_served_where_vllm_names_their_workers(
 
 def test_what_does_not_go_with_pipeline_stages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_facts, "tells_stages_apart", lambda: True)
-    with pytest.raises(UnsupportedError, match="while they are computed: start without stream_ch"):
-        CommextNixlConnector(
-            staged(stream_chunks=True), KVConnectorRole.SCHEDULER, cache_config(FULL)
-        )
     with pytest.raises(UnsupportedError, match="finished requests: start without reuse_blocks"):
         CommextNixlConnector(
             staged(reuse_blocks=True), KVConnectorRole.SCHEDULER, cache_config(FULL)

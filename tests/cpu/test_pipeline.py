@@ -18,15 +18,16 @@ import pytest
 
 from tests.kit.layouts import UNCOMPILED
 from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import scrape
+from vllm_commext.testing.metrics import scrape, wait_for_added
 from vllm_commext.testing.parity import Completion, compare, complete, near_enough, prefill
-from vllm_commext.testing.servers import VllmServer
+from vllm_commext.testing.servers import ProxyServer, VllmServer
 from vllm_commext.testing.tiny_kinds import KINDS
 from vllm_commext.testing.tiny_model import write_tiny_model
 
 PROMPT_TOKENS = 130
 NUM_PROMPTS = 3
 PREFIX = "vllm:commext_nixl_"
+HANDOVERS = f"{PREFIX}handovers_total"
 ROUNDINGS = 4
 """How many times the noise an answer may be away that goes on from another engine's cache; the
 control is further away than ``WRONG`` times.  Measured: up to 2.3 times, of latent attention."""
@@ -82,7 +83,7 @@ def engine(size: Size, kind: str, model: Path, folder: Path, name: str = "") -> 
         f"pp{stages}tp{ranks}{name}",
         model,
         folder,
-        cluster.kv_transfer_config("kv_both"),
+        cluster.kv_transfer_config("kv_both", extra={"stream_chunks": True}),
         tensor_parallel_size=ranks,
         args=[*KINDS[kind].cpu_options, *step, *(PIPELINE_ARGS if stages == 2 else ())],
         environ=UNCOMPILED if stages == 2 else {},
@@ -148,6 +149,32 @@ def check_pair(engines: Engines, prefill_size: Size, decode_size: Size) -> float
     assert max(one.max_logprob for one in differences) <= ROUNDINGS * engines.noise
     assert all(near_enough(one, two, engines.noise) for one, two in zip(own, got, strict=True))
     return moved.total(f"{PREFIX}bytes_total")
+
+
+def test_what_is_read_while_the_stages_compute_is_the_decode_engines_own(
+    engines: Engines, tmp_path: Path
+) -> None:
+    for source, target in itertools.permutations(engines.servers, 2):
+        if 1 == source[0] == target[0]:
+            continue
+        url = engines.servers[target].url
+        before = scrape(url)
+        with ProxyServer(
+            f"proxy-{source}-{target}",
+            prefill_urls=[engines.servers[source].url],
+            decode_urls=[url],
+            folder=tmp_path,
+            args=[*cluster.PATIENT_PROXY_ARGS, "--stream-chunks"],
+        ) as proxy:
+            # Tells the proxy where the prefill engine's side channel is.
+            complete(proxy.url, cluster.MODEL_NAME, prompts()[0][:20])
+            for own in engines.own[target]:
+                got = complete(proxy.url, cluster.MODEL_NAME, own.prompt)
+                assert compare(own, got).max_logprob <= ROUNDINGS * engines.noise
+                assert near_enough(own, got, engines.noise)
+        added = wait_for_added(url, before, HANDOVERS, at_least=NUM_PROMPTS + 1)
+        assert added.total(HANDOVERS, way="streamed") == NUM_PROMPTS
+        assert added.total(f"{PREFIX}failures_total") == 0
 
 
 def test_other_blocks_give_other_answers(engines: Engines) -> None:

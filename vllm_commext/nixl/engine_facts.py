@@ -107,11 +107,6 @@ def _check_stages(vllm_config: VllmConfig, config: ConnectorConfig) -> None:
             f"{what}: expected --distributed-executor-backend mp, got {backend!r}: other executors "
             "pass on what the last stage's workers report alone, or were not tried"
         )
-    if config.stream_chunks:
-        raise UnsupportedError(
-            f"{what} does not let prompts be read while they are computed: start without "
-            "stream_chunks in kv_connector_extra_config"
-        )
     if config.reuse_blocks:
         raise UnsupportedError(
             f"{what} does not let other engines read blocks of finished requests: start without "

@@ -3,6 +3,8 @@ transfer threads and a side channel, on memory that the planner's reference fill
 
 from __future__ import annotations
 
+import random
+import time
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -375,6 +377,20 @@ class Cluster:
         assert failed == [set() for _ in failed]
         for prefill, requests in shares:
             prefill.wait_released(requests)
+
+    def stream(self, dice: random.Random) -> None:
+        """Compute every request chunk by chunk while it is loaded; its end is told at the end."""
+        for request in self.requests:
+            self.prefill.begin(request)
+            self.decode.submit(request, self.prefill.stream(request))
+        for request in self.requests:
+            done = 0
+            while done < request.num_remote_tokens:
+                end = min(done + dice.choice([3, 8, 12]), request.num_remote_tokens)
+                self.prefill.compute(request, done, end)
+                done = end
+                time.sleep(0.02)
+            self.prefill.hold(request, is_streamed=True)
 
     def __enter__(self) -> Cluster:
         return self

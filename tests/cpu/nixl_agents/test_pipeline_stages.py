@@ -4,12 +4,13 @@ the meaning of every byte."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from tests.cpu.nixl_agents.harness import wait_until
 from tests.cpu.nixl_agents.simulation import Cluster, Prefill
-from tests.unit.nixl.cluster_cases import Case, Model, case_of, random_span
+from tests.unit.nixl.cluster_cases import Case, Model, Span, case_of, random_span
 from tests.unit.nixl.reference_cache import Attention, Engine, Group, State
 from tests.unit.nixl.reference_meaning import held
 from tests.unit.nixl.reference_stages import Stages, cut, names_of
@@ -41,7 +42,11 @@ PAIRS = [
 
 
 def case_and_stages(
-    model: Model, theirs: tuple[int, list[int]], ours: tuple[int, list[int]], num_requests: int = 2
+    model: Model,
+    theirs: tuple[int, list[int]],
+    ours: tuple[int, list[int]],
+    num_requests: int = 2,
+    spans: Sequence[Span] = (),
 ) -> tuple[Case, Stages, Stages]:
     """Engines that keep their caches differently, and what stages each has."""
     dice = random.Random(f"{len(model)} {theirs} {ours}")
@@ -51,19 +56,23 @@ def case_and_stages(
     decode = Engine(
         ours[0], 0, (4,) * count if "window" in str(model) else (6,) * count, (1,) * count, **own
     )
-    spans = [random_span(model, prefill, decode, dice) for _ in range(num_requests)]
-    case = case_of(model, prefill, decode, spans, dice)
+    drawn = [random_span(model, prefill, decode, dice) for _ in range(num_requests)]
+    case = case_of(model, prefill, decode, spans or drawn, dice)
     return case, cut(names_of(case.prefill), theirs[1]), cut(names_of(case.decode), ours[1])
 
 
-def cluster_of(case: Case, theirs: Stages, ours: Stages) -> Cluster:
-    return Cluster(case, theirs=theirs, ours=ours)
+def cluster_of(case: Case, theirs: Stages, ours: Stages, *, streams: bool = False) -> Cluster:
+    return Cluster(case, theirs=theirs, ours=ours, streams=streams)
 
 
-@pytest.mark.parametrize(
+by_pair = pytest.mark.parametrize(
     "pair", PAIRS, ids=lambda pair: "-".join(f"pp{len(ends) + 1}tp{size}" for size, ends in pair)
 )
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+by_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+
+
+@by_pair
+@by_model
 def test_every_byte_arrives_and_every_worker_is_released(
     model: Model, pair: tuple[tuple[int, list[int]], tuple[int, list[int]]]
 ) -> None:
@@ -73,6 +82,24 @@ def test_every_byte_arrives_and_every_worker_is_released(
         assert cluster.decode.faults(cluster.requests) == []
         assert cluster.prefill.is_untouched()
         assert sum(worker.recorded["bytes"] for worker in cluster.decode.workers) > 0
+
+
+@by_pair
+@by_model
+def test_every_byte_arrives_while_the_stages_compute(
+    model: Model, pair: tuple[tuple[int, list[int]], tuple[int, list[int]]]
+) -> None:
+    nothing = (0,) * len(model)
+    spans = [Span(count, count, nothing, nothing) for count in (41, 24)]
+    case, theirs, ours = case_and_stages(model, *pair, spans=spans)
+    with cluster_of(case, theirs, ours, streams=True) as cluster:
+        cluster.stream(random.Random(f"steps {pair}"))
+        assert cluster.decode.wait_received(cluster.requests) == [set()] * len(
+            cluster.decode.workers
+        )
+        cluster.prefill.wait_released(cluster.requests)
+        assert cluster.decode.faults(cluster.requests) == []
+        assert cluster.prefill.is_untouched()
 
 
 def test_the_comparison_notices_one_altered_byte_of_the_second_stage() -> None:

@@ -306,21 +306,6 @@ def latent_case(sizes: tuple[int, int]) -> Case:
     return case_of(LATENT, prefill, decode, [Span(41, 41, (0,), (0,))], dice)
 
 
-def stream_all(cluster: Cluster, dice: random.Random) -> None:
-    """Every request chunk by chunk; its end is told at the end."""
-    for request in cluster.requests:
-        cluster.prefill.begin(request)
-        cluster.decode.submit(request, cluster.prefill.stream(request))
-    for request in cluster.requests:
-        done = 0
-        while done < request.num_remote_tokens:
-            end = min(done + dice.choice([3, 8, 12]), request.num_remote_tokens)
-            cluster.prefill.compute(request, done, end)
-            done = end
-            time.sleep(0.02)
-        cluster.prefill.hold(request, is_streamed=True)
-
-
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{sizes[0]}:{sizes[1]}")
 @pytest.mark.parametrize(
     "make_case",
@@ -331,7 +316,7 @@ def test_chunks_between_different_tensor_parallel_sizes(
     make_case: Callable[[tuple[int, int]], Case], sizes: tuple[int, int]
 ) -> None:
     with Cluster(make_case(sizes), streams=True) as cluster:
-        stream_all(cluster, random.Random(f"steps {sizes}"))
+        cluster.stream(random.Random(f"steps {sizes}"))
         assert cluster.decode.wait_received(cluster.requests) == [set()] * sizes[1]
         cluster.prefill.wait_released(cluster.requests)
         assert cluster.decode.faults(cluster.requests) == []

@@ -316,7 +316,13 @@ class Loader:
                     self._end_stream(part)
                     continue
                 pairs = self._streams.advance(cursor)
-                if pairs is not None and self._reads.has_room(pairs, link):
+                if pairs is None:
+                    continue
+                if not len(pairs.local):  # a stage that has no layer of this worker's
+                    self._streams.note_posted(cursor)
+                    if not self._streams.note_end(part, None):
+                        self._close_part(part)
+                elif self._reads.has_room(pairs, link):
                     self._reads.post(part, link, pairs)
                     self._streams.note_posted(cursor)
             except Exception as error:  # noqa: BLE001 NIXL raises many types; only this part failed

@@ -109,9 +109,9 @@ class SideChannelServer:
             for number, body in descriptions.items()
         }
         self._answers = {number: wire.encode(answer) for number, answer in described.items()}
-        self._configurations = {
-            digest(wire.open_description(answer).facts) for answer in described.values()
-        }
+        opened = [wire.open_description(answer) for answer in described.values()]
+        self._configurations = {digest(one.facts) for one in opened}
+        self._pp_size = max((one.layout.pp_size for one in opened), default=1)
         self._log = RateLimitedLog()
         self._stop = threading.Event()
         address = resolve(host, port)
@@ -241,7 +241,8 @@ class SideChannelServer:
             incarnation=incarnation,
             host=host,
             port=port,
-            tp_size=len(self._answers),
+            tp_size=len(self._answers) // self._pp_size,
+            pp_size=self._pp_size,
             found=self._streams.find(keys),
         )
 

@@ -217,6 +217,7 @@ def _handle(reply: wire.FoundStreams, stream: wire.FoundStream) -> Answer:
         host=reply.host,
         port=reply.port,
         tp_size=reply.tp_size,
+        pp_size=reply.pp_size,
         request_id=stream.request_id,
         block_ids=(),
         num_tokens=stream.num_tokens,

@@ -149,6 +149,7 @@ class FoundStreams(Frame, tag="found_streams", frozen=True):
         port: its port.
         tp_size: the engine's tensor-parallel ranks.
         found: by key.
+        pp_size: its pipeline stages.
     """
 
     engine_id: str
@@ -157,6 +158,7 @@ class FoundStreams(Frame, tag="found_streams", frozen=True):
     port: int
     tp_size: int
     found: dict[str, FoundStream]
+    pp_size: int = 1
 
 
 class FindBlocks(Frame, tag="find_blocks", frozen=True):

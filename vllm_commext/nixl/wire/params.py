@@ -222,6 +222,8 @@ def handle_of_stream(remote: RemoteRequest, prompt: Mapping[str, str]) -> Handle
     for name, value, low, high in (
         ("port", remote.port, 1, 65535),
         ("tp_size", remote.tp_size, 1, MAX_RANKS),
+        ("pp_size", remote.pp_size, 1, MAX_RANKS),
+        ("tp_size * pp_size", remote.tp_size * remote.pp_size, 1, MAX_RANKS),
         ("num_tokens", remote.num_tokens, 1, MAX_INT),
         ("row", remote.stream_row, 0, MAX_ROWS - 1),
         ("tag", remote.stream_tag, 0, (1 << 64) - 1),
