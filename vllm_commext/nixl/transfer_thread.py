@@ -145,7 +145,7 @@ class TransferThread:
         self._guard("leases", self._holder.end_leases, lost=None)
         self._wait_seconds = self._next_wait(progressed)
         # Releases are to be heard of at once; all else has time where blocks are only held.
-        only_holds = self._wait_seconds == LEASED_WAIT_SECONDS
+        only_holds = not self._is_busy and len(self._holder) > 0
         self._next_turn = time.monotonic() + DUTY_WAIT_SECONDS if only_holds else 0.0
         self._guard("gauges", self._note_gauges, lost=None)
         if only_holds or self._wait_seconds >= DUTY_WAIT_SECONDS:
@@ -178,6 +178,13 @@ class TransferThread:
         if len(self._holder):
             return LEASED_WAIT_SECONDS
         return DUTY_WAIT_SECONDS if self._loader.has_duties else IDLE_WAIT_SECONDS
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether anything is under way whose end or progress is to be noticed soon."""
+        loader = self._loader
+        under_way = loader.num_reads or loader.num_handshakes or loader.num_streams
+        return bool(under_way or self._num_launched())
 
     def _num_launched(self) -> int:
         """Steps of which the publisher waits for the end."""

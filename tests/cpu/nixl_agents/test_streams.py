@@ -87,6 +87,30 @@ def test_each_chunk_is_read_when_it_is_computed(prefill: Prefill, decode: Decode
     assert prefill.add("again", 1) == REPEATED_KEY
 
 
+def test_between_chunks_every_turn_looks_for_the_next_one(
+    prefill: Prefill, decode: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that only holds blocks looks at all else ten times a second; this one does not."""
+    prefill.add("r", 1)
+    prefill.compute("r", 0)
+    decode.load("d", 1)
+    wait_until(lambda: decode.has(prefill.right, 0, 2), "the first chunk")
+    thread = decode.engine.thread
+    turns: list[float] = []
+    take_turn = thread._turn
+
+    def noted_turn() -> None:
+        take_turn()
+        turns.append(thread._next_turn)
+
+    monkeypatch.setattr(thread, "_turn", noted_turn)
+    wait_until(lambda: len(turns) > 10, "some turns")
+    assert set(turns) == {0.0}
+    for number in range(1, NUM_CHUNKS):
+        prefill.compute("r", number)
+    assert decode.wait("d") == ""
+
+
 def test_a_prompt_that_is_computed_already_is_read_at_once(
     prefill: Prefill, decode: Decode
 ) -> None:
