@@ -193,7 +193,7 @@ ROWS = (
         handover("TPOT", LENGTHS, EARLY),
     ),
     Row(
-        "ms a token (f), 1; 16; 64 requests",
+        "ms a token (f), 1; 16; 64",
         ENGINE_H100,
         TWO_H100,
         "",
@@ -222,7 +222,7 @@ ROWS = (
         kernels("bytes", (1 << 14, 1 << 21), "flashinfer", "", column="microseconds"),
     ),
     Row(
-        "ms a token (f), 1; 16; 64 requests",
+        "ms a token (f), 1; 16; 64",
         ENGINE,
         TWO,
         "",
