@@ -22,7 +22,9 @@ from vllm_commext.testing.ports import free_port
 BOUND_SECONDS = 60.0
 HOST = "127.0.0.1"
 REQUEST = wire.DescribeRequest(engine_id="p", tp_rank=1)
-DEEP = b"\x84\xa4kind\xa8describe\xa9engine_id\xa1p\xa7tp_rank\x01\xa1x" + b"\x91" * 3900 + b"\xc0"
+DEEP = b"\x84\xa4kind\xa8describe\xa9engine_id\xa1p\xa7tp_rank\x01\xa1x" + b"\x91" * 3900
+"""Cut off, as Python 3.13 allows so deep a field, and fields that nobody knows are passed over."""
+DEEP_REPLY = b"\x82\xa4kind\xa9described\xa1x" + b"\x91" * 100_000 + b"\xc0"
 
 
 def description(rank: int) -> bytes:
@@ -234,7 +236,7 @@ def test_an_answer_that_is_none_is_refused(context: Any) -> None:
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.RCVTIMEO, int(BOUND_SECONDS * 1000))
     port = router.bind_to_random_port(f"tcp://{HOST}")
-    for answer in (b"hello", b"", DEEP, wire.encode(REQUEST)):
+    for answer in (b"hello", b"", DEEP_REPLY, wire.encode(REQUEST)):
         inquiry = Inquiry(context, HOST, port, REQUEST)
         identity, _ = router.recv_multipart()
         router.send_multipart([identity, answer])
