@@ -1,9 +1,22 @@
-"""Fixtures of the unit layer."""
+"""Fixtures of the unit layer; tests of it may be coroutines."""
+
+import asyncio
+import inspect
 
 import pytest
 
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import nvrtc
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture

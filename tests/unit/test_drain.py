@@ -104,27 +104,24 @@ def test_a_refused_body_is_taken_whole_and_a_client_that_has_gone_is_told_nothin
     assert gone.answer(Gate(app)) == []
 
 
-def test_what_is_under_way_goes_on_and_is_counted(file: Path) -> None:
-    async def scenario() -> None:
-        release = asyncio.Event()
+async def test_what_is_under_way_goes_on_and_is_counted(file: Path) -> None:
+    release = asyncio.Event()
 
-        async def held(scope: Any, receive: Any, send: Any) -> None:
-            await release.wait()
-            raise RuntimeError("a request that fails ends too")
+    async def held(scope: Any, receive: Any, send: Any) -> None:
+        await release.wait()
+        raise RuntimeError("a request that fails ends too")
 
-        gate = Gate(held)
-        running = [Connection("POST", "/v1/completions") for _ in range(2)]
-        tasks = [asyncio.ensure_future(gate(one.scope, one.receive, one.send)) for one in running]
-        await asyncio.sleep(0)
-        file.touch()
-        for expected in (2, 0):
-            health = Connection("GET", "/health")
-            await gate(health.scope, health.receive, health.send)
-            assert json.loads(health.told[1]["body"])["in_flight"] == expected
-            release.set()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    asyncio.run(scenario())
+    gate = Gate(held)
+    running = [Connection("POST", "/v1/completions") for _ in range(2)]
+    tasks = [asyncio.ensure_future(gate(one.scope, one.receive, one.send)) for one in running]
+    await asyncio.sleep(0)
+    file.touch()
+    for expected in (2, 0):
+        health = Connection("GET", "/health")
+        await gate(health.scope, health.receive, health.send)
+        assert json.loads(health.told[1]["body"])["in_flight"] == expected
+        release.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def test_the_file_is_looked_for_no_more_often_than_it_may(tmp_path: Path) -> None:

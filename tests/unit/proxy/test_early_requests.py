@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -87,24 +88,23 @@ async def learn(cluster: Any, *bodies: Any) -> None:
                 assert (await response.read()).endswith(b"data: [DONE]\n\n")
 
 
-def running(kit: Any, scenario: Callable[[Any], Any], **options: Any) -> None:
-    async def run() -> None:
-        async with kit.cluster(affinity=False, **options) as cluster:
-            for engine in cluster.prefill:
-                engine.behave = prefill
-            for engine in cluster.decode:
-                engine.behave = streaming()
-            await scenario(cluster)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def running(kit: Any, **options: Any) -> AsyncIterator[Any]:
+    async with kit.cluster(affinity=False, **options) as cluster:
+        for engine in cluster.prefill:
+            engine.behave = prefill
+        for engine in cluster.decode:
+            engine.behave = streaming()
+        yield cluster
 
 
 @pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
-def test_the_first_token_is_there_before_the_decode_engine_answers(kit: Any, is_chat: bool) -> None:
+async def test_the_first_token_is_there_before_the_decode_engine_answers(
+    kit: Any, is_chat: bool
+) -> None:
     body, answer = (CHAT_BODY, CHAT_ANSWER) if is_chat else (BODY, ANSWER)
     path = "/v1/chat/completions" if is_chat else "/v1/completions"
-
-    async def scenario(cluster: Any) -> None:
+    async with running(kit) as cluster:
         await learn(cluster, body)
         may_answer = asyncio.Event()
 
@@ -132,11 +132,9 @@ def test_the_first_token_is_there_before_the_decode_engine_answers(kit: Any, is_
         assert sent["kv_transfer_params"] == answer.prefill_answer()["kv_transfer_params"]
         assert await ways(cluster) == {"unproven": 1, "early": 1}
 
-    running(kit, scenario)
 
-
-def test_all_events_tell_the_same_time(kit: Any) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_all_events_tell_the_same_time(kit: Any) -> None:
+    async with running(kit) as cluster:
         await learn(cluster)
         async with cluster.post(BODY) as response:
             raw = await response.read()
@@ -144,12 +142,12 @@ def test_all_events_tell_the_same_time(kit: Any) -> None:
         assert len(times) == 1
         assert times != {b"%d" % ANSWER.created}
 
-    running(kit, scenario)
-
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 1), (1, 2)], ids=str)
-def test_tokens_that_came_in_one_event_are_taken_apart(kit: Any, sizes: tuple[int, ...]) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_tokens_that_came_in_one_event_are_taken_apart(
+    kit: Any, sizes: tuple[int, ...]
+) -> None:
+    async with running(kit) as cluster:
         await learn(cluster)
         cluster.decode[0].behave = streaming(sizes=sizes)
         apart = (1, *((sizes[0] - 1,) if sizes[0] > 1 else ()), *sizes[1:])
@@ -157,20 +155,16 @@ def test_tokens_that_came_in_one_event_are_taken_apart(kit: Any, sizes: tuple[in
             expected = plain(ANSWER, response, apart)
             assert timeless(await response.read()) == timeless(expected)
 
-    running(kit, scenario)
 
-
-def test_switched_off_no_stream_begins_early(kit: Any) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_switched_off_no_stream_begins_early(kit: Any) -> None:
+    async with running(kit, early_first_token=False) as cluster:
         for _ in range(3):
             await learn(cluster)
         assert await ways(cluster) == {"off": 3}
 
-    running(kit, scenario, early_first_token=False)
 
-
-def test_each_reason_is_counted(kit: Any) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_each_reason_is_counted(kit: Any) -> None:
+    async with running(kit) as cluster:
         for changes in ({"stream": False}, {"echo": True}, {"max_tokens": 1}, {"n": 2}):
             async with cluster.post({**BODY, **changes}) as response:
                 await response.read()
@@ -183,18 +177,15 @@ def test_each_reason_is_counted(kit: Any) -> None:
         expected = {"not_streamed": 1, "request": 2, "one_token": 1}
         assert await ways(cluster) == {**expected, "not_offered": 1, "no_prefill": 1}
 
-    running(kit, scenario)
-
 
 @pytest.mark.parametrize("failing", ["status", "drop", "error event"])
-def test_a_greedy_stream_goes_on_with_another_decode_engine(kit: Any, failing: str) -> None:
+async def test_a_greedy_stream_goes_on_with_another_decode_engine(kit: Any, failing: str) -> None:
     async def told_at_once(call: Any) -> None:
         await call.begin_stream()
         await call.chunk(b'data: {"error":{"message":"KV load failed","code":500}}\n\n')
 
     behaves = {"status": kit.answering(500, b"oops"), "drop": kit.dropping}
-
-    async def scenario(cluster: Any) -> None:
+    async with running(kit, num_prefill=2, num_decode=2, health_interval_seconds=60) as cluster:
         await learn(cluster)
         cluster.decode[0].behave = behaves.get(failing, told_at_once)
         async with cluster.post(BODY) as response:
@@ -203,11 +194,9 @@ def test_a_greedy_stream_goes_on_with_another_decode_engine(kit: Any, failing: s
         assert [len(engine.calls) for engine in cluster.prefill] == [2, 2]
         assert [len(engine.calls) for engine in cluster.decode] == [2, 2]
 
-    running(kit, scenario, num_prefill=2, num_decode=2, health_interval_seconds=60)
 
-
-def test_a_greedy_stream_goes_on_with_a_decode_engine_alone(kit: Any) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_a_greedy_stream_goes_on_with_a_decode_engine_alone(kit: Any) -> None:
+    async with running(kit, num_decode=2, health_interval_seconds=60) as cluster:
         await learn(cluster)
         cluster.decode[0].behave = kit.dropping
         async with cluster.post(BODY) as response:
@@ -216,8 +205,6 @@ def test_a_greedy_stream_goes_on_with_a_decode_engine_alone(kit: Any) -> None:
         assert len(cluster.prefill[0].calls) == 3
         assert "kv_transfer_params" not in cluster.decode[1].calls[1].body
         assert await ways(cluster) == {"unproven": 2, "early": 1}
-
-    running(kit, scenario, num_decode=2, health_interval_seconds=60)
 
 
 async def broken(cluster: Any, body: Any) -> Any:
@@ -232,10 +219,9 @@ async def broken(cluster: Any, body: Any) -> Any:
     return json.loads(told.removeprefix(b"data: "))["error"]
 
 
-def test_a_drawn_stream_is_not_served_anew(kit: Any) -> None:
+async def test_a_drawn_stream_is_not_served_anew(kit: Any) -> None:
     """Another prefill would draw another token."""
-
-    async def scenario(cluster: Any) -> None:
+    async with running(kit, num_decode=2, health_interval_seconds=60) as cluster:
         await learn(cluster, DRAWN)
         cluster.decode[0].behave = kit.dropping
         error = await broken(cluster, DRAWN)
@@ -243,11 +229,9 @@ def test_a_drawn_stream_is_not_served_anew(kit: Any) -> None:
         assert len(cluster.prefill[0].calls) == 3
         assert 'outcome="lost",side="decode"} 1.0' in await cluster.metrics()
 
-    running(kit, scenario, num_decode=2, health_interval_seconds=60)
 
-
-def test_a_drawn_stream_goes_to_another_engine_while_none_has_been_reached(kit: Any) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_a_drawn_stream_goes_to_another_engine_while_none_has_been_reached(kit: Any) -> None:
+    async with running(kit, num_decode=2, health_interval_seconds=60, health_fall=1000) as cluster:
         await learn(cluster, DRAWN)
         await cluster.decode[0].stop()
         async with cluster.post(DRAWN) as response:
@@ -256,11 +240,9 @@ def test_a_drawn_stream_goes_to_another_engine_while_none_has_been_reached(kit: 
         assert len(cluster.prefill[0].calls) == 3
         assert len(cluster.decode[1].calls) == 2
 
-    running(kit, scenario, num_decode=2, health_interval_seconds=60, health_fall=1000)
 
-
-def test_a_decode_engine_that_stays_away_ends_the_stream(kit: Any) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_a_decode_engine_that_stays_away_ends_the_stream(kit: Any) -> None:
+    async with running(kit, engine_wait_seconds=0.1, health_interval_seconds=0.05) as cluster:
         await learn(cluster)
         cluster.decode[0].behave = kit.dropping
         assert (await broken(cluster, BODY))["type"] == "lost"
@@ -271,13 +253,10 @@ def test_a_decode_engine_that_stays_away_ends_the_stream(kit: Any) -> None:
         cluster.decode[0].behave = streaming()
         await learn(cluster)
 
-    running(kit, scenario, engine_wait_seconds=0.1, health_interval_seconds=0.05)
 
-
-def test_a_decode_engines_refusal_is_told_in_its_own_words(kit: Any) -> None:
+async def test_a_decode_engines_refusal_is_told_in_its_own_words(kit: Any) -> None:
     refusal = {"error": {"message": "the prompt is too long", "code": 400}}
-
-    async def scenario(cluster: Any) -> None:
+    async with running(kit) as cluster:
         await learn(cluster)
         cluster.decode[0].behave = kit.answering(400, json.dumps(refusal).encode())
         assert await broken(cluster, BODY) == refusal["error"]
@@ -285,12 +264,10 @@ def test_a_decode_engines_refusal_is_told_in_its_own_words(kit: Any) -> None:
         cluster.decode[0].behave = kit.answering(200, b"{}")
         assert (await broken(cluster, BODY))["type"] == "bad_answer"
 
-    running(kit, scenario)
-
 
 @pytest.mark.parametrize("num_events", [0, 1, 2])
-def test_a_decode_engine_that_dies_in_mid_stream_is_told(kit: Any, num_events: int) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_a_decode_engine_that_dies_in_mid_stream_is_told(kit: Any, num_events: int) -> None:
+    async with running(kit) as cluster:
         await learn(cluster, DRAWN)
         cluster.decode[0].behave = breaking(num_events)
         async with cluster.post(DRAWN) as response:
@@ -301,24 +278,20 @@ def test_a_decode_engine_that_dies_in_mid_stream_is_told(kit: Any, num_events: i
         assert json.loads(told.removeprefix(b"data: "))["error"]["type"] == "lost"
         assert rest == b""
 
-    running(kit, scenario)
 
-
-def test_a_stream_that_ends_before_its_first_token_is_told(kit: Any) -> None:
+async def test_a_stream_that_ends_before_its_first_token_is_told(kit: Any) -> None:
     async def empty(call: Any) -> None:
         await call.begin_stream()
         await call.end_stream()
 
-    async def scenario(cluster: Any) -> None:
+    async with running(kit) as cluster:
         await learn(cluster)
         cluster.decode[0].behave = empty
         assert (await broken(cluster, BODY))["type"] == "first_token_differs"
 
-    running(kit, scenario)
 
-
-def test_another_first_token_is_told_counted_and_the_last_one(kit: Any) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_another_first_token_is_told_counted_and_the_last_one(kit: Any) -> None:
+    async with running(kit) as cluster:
         await learn(cluster)
         cluster.decode[0].behave = streaming(OTHER)
         error = await broken(cluster, BODY)
@@ -332,19 +305,17 @@ def test_another_first_token_is_told_counted_and_the_last_one(kit: Any) -> None:
         text = await cluster.metrics()
         assert 'outcome="first_token_differs",side="decode"} 1.0' in text
 
-    running(kit, scenario)
 
-
-def test_a_decode_engine_with_first_tokens_of_its_own_is_never_sent_ahead_of(kit: Any) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_a_decode_engine_with_first_tokens_of_its_own_is_never_sent_ahead_of(
+    kit: Any,
+) -> None:
+    async with running(kit) as cluster:
         cluster.decode[0].behave = streaming(OTHER)
         for _ in range(3):
             async with cluster.post(BODY) as response:
                 assert EARLY not in response.headers
                 assert timeless(await response.read()) == timeless(plain(OTHER, response))
         assert await ways(cluster) == {"unproven": 3}
-
-    running(kit, scenario)
 
 
 async def refusing(call: Any) -> None:
@@ -357,10 +328,9 @@ async def refusing(call: Any) -> None:
         await streaming()(call)
 
 
-def test_a_drawn_token_is_sent_ahead_only_of_an_engine_that_takes_it(kit: Any) -> None:
+async def test_a_drawn_token_is_sent_ahead_only_of_an_engine_that_takes_it(kit: Any) -> None:
     """By luck it draws the same one itself, which proves nothing."""
-
-    async def scenario(cluster: Any) -> None:
+    async with running(kit, num_prefill=2) as cluster:
         cluster.decode[0].behave = refusing
         for _ in range(4):
             async with cluster.post(DRAWN) as response:
@@ -372,11 +342,9 @@ def test_a_drawn_token_is_sent_ahead_only_of_an_engine_that_takes_it(kit: Any) -
         ]
         assert await ways(cluster) == {"unproven": 2, "refuted": 2}
 
-    running(kit, scenario, num_prefill=2)
 
-
-def test_an_engine_that_takes_a_drawn_token_is_told_that_it_must(kit: Any) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_an_engine_that_takes_a_drawn_token_is_told_that_it_must(kit: Any) -> None:
+    async with running(kit) as cluster:
         await learn(cluster, DRAWN)
         async with cluster.post(DRAWN) as response:
             assert response.headers[EARLY] == "early"
@@ -398,8 +366,6 @@ def test_an_engine_that_takes_a_drawn_token_is_told_that_it_must(kit: Any) -> No
         async with cluster.post(BODY) as response:
             assert response.headers[EARLY] == "early"
 
-    running(kit, scenario)
-
 
 def drawn_by(facts: str) -> Any:
     """As a prefill engine with these facts."""
@@ -412,7 +378,7 @@ def drawn_by(facts: str) -> Any:
     return behave
 
 
-def test_what_a_prefill_engine_has_proven_does_not_hold_for_one_of_another_version(
+async def test_what_a_prefill_engine_has_proven_does_not_hold_for_one_of_another_version(
     kit: Any,
 ) -> None:
     """Engines of two versions behind one proxy: a decode engine takes drawn tokens of its own
@@ -429,17 +395,17 @@ def test_what_a_prefill_engine_has_proven_does_not_hold_for_one_of_another_versi
             assert timeless(await response.read()) == timeless(plain(ANSWER, response))
             return response.headers.get(EARLY)
 
-    async def scenario(cluster: Any) -> None:
+    async with running(kit, num_prefill=2) as cluster:
         cluster.decode[0].behave = takes_its_own_version
         versions = ("this", "this", *["other"] * 4, "this")
         told = [await ask(cluster, version) for version in versions]
         assert told == [None, "early", *[None] * 4, "early"]
 
-    running(kit, scenario, num_prefill=2)
 
-
-def test_a_client_that_leaves_after_the_first_token_ends_the_decode_engines_work(kit: Any) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_a_client_that_leaves_after_the_first_token_ends_the_decode_engines_work(
+    kit: Any,
+) -> None:
+    async with running(kit) as cluster:
         await learn(cluster)
         cluster.decode[0].behave = kit.hanging
         response = await cluster.post(BODY).__aenter__()
@@ -449,14 +415,10 @@ def test_a_client_that_leaves_after_the_first_token_ends_the_decode_engines_work
         response.close()
         await kit.until(lambda: cluster.decode[0].num_left == 1, "the proxy to let go")
 
-    running(kit, scenario)
 
-
-def test_a_hanging_decode_engine_ends_the_stream_in_time(kit: Any) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_a_hanging_decode_engine_ends_the_stream_in_time(kit: Any) -> None:
+    async with running(kit, decode_timeout_seconds=2.0, decode_idle_timeout_seconds=2.0) as cluster:
         await learn(cluster)
         cluster.decode[0].behave = kit.hanging
         error = await broken(cluster, BODY)
         assert (error["type"], error["code"]) == ("timeout", 504)
-
-    running(kit, scenario, decode_timeout_seconds=2.0, decode_idle_timeout_seconds=2.0)

@@ -1,6 +1,5 @@
 """API keys, TLS on either side, and the access log."""
 
-import asyncio
 import logging
 import shutil
 import ssl
@@ -15,45 +14,35 @@ from vllm_commext.errors import ConfigError
 BODY = {"prompt": "hello", "max_tokens": 20}
 
 
-def test_a_client_needs_a_key_and_engines_get_their_own(kit: Any, tmp_path: Path) -> None:
+async def test_a_client_needs_a_key_and_engines_get_their_own(kit: Any, tmp_path: Path) -> None:
     keys, engine_key = tmp_path / "keys", tmp_path / "engine_key"
     keys.write_text("# clients\nfirst\nsecond\n")
     engine_key.write_text("for-engines\n")
     options = {"api_key_file": str(keys), "engine_api_key_file": str(engine_key)}
-
-    async def scenario() -> None:
-        async with kit.cluster(**options) as cluster:
-            for given in (None, "Bearer third", "Bearer # clients", "Bearer ", "first"):
-                headers = {} if given is None else {"Authorization": given}
-                async with cluster.post(BODY, headers=headers) as response:
-                    assert response.status == 401
-                    assert response.headers["WWW-Authenticate"] == "Bearer"
-                async with cluster.session.get(
-                    cluster.url + "/v1/models", headers=headers
-                ) as response:
-                    assert response.status == 401
-            assert cluster.prefill[0].calls == []
-            async with cluster.post(BODY, headers={"Authorization": "Bearer second"}) as response:
+    async with kit.cluster(**options) as cluster:
+        for given in (None, "Bearer third", "Bearer # clients", "Bearer ", "first"):
+            headers = {} if given is None else {"Authorization": given}
+            async with cluster.post(BODY, headers=headers) as response:
+                assert response.status == 401
+                assert response.headers["WWW-Authenticate"] == "Bearer"
+            async with cluster.session.get(cluster.url + "/v1/models", headers=headers) as response:
+                assert response.status == 401
+        assert cluster.prefill[0].calls == []
+        async with cluster.post(BODY, headers={"Authorization": "Bearer second"}) as response:
+            assert response.status == 200
+        for path in ("/live", "/ready", "/health", "/metrics"):
+            async with cluster.session.get(cluster.url + path) as response:
                 assert response.status == 200
-            for path in ("/live", "/ready", "/health", "/metrics"):
-                async with cluster.session.get(cluster.url + path) as response:
-                    assert response.status == 200
-            for server in (cluster.prefill[0], cluster.decode[0]):
-                assert server.calls[0].headers["authorization"] == "Bearer for-engines"
-
-    asyncio.run(scenario())
+        for server in (cluster.prefill[0], cluster.decode[0]):
+            assert server.calls[0].headers["authorization"] == "Bearer for-engines"
 
 
-def test_the_proxys_own_key_does_not_go_to_engines(kit: Any, tmp_path: Path) -> None:
+async def test_the_proxys_own_key_does_not_go_to_engines(kit: Any, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("first")
-
-    async def scenario() -> None:
-        async with kit.cluster(api_key_file=str(tmp_path / "keys")) as cluster:
-            async with cluster.post(BODY, headers={"Authorization": "Bearer first"}) as response:
-                assert response.status == 200
-            assert "authorization" not in cluster.decode[0].calls[0].headers
-
-    asyncio.run(scenario())
+    async with kit.cluster(api_key_file=str(tmp_path / "keys")) as cluster:
+        async with cluster.post(BODY, headers={"Authorization": "Bearer first"}) as response:
+            assert response.status == 200
+        assert "authorization" not in cluster.decode[0].calls[0].headers
 
 
 @pytest.mark.parametrize("content", [None, "", "# only this\n"])
@@ -84,7 +73,7 @@ def certificate(folder: Path) -> tuple[Path, Path]:
     return cert, key
 
 
-def test_clients_and_engines_may_speak_tls(kit: Any, tmp_path: Path) -> None:
+async def test_clients_and_engines_may_speak_tls(kit: Any, tmp_path: Path) -> None:
     from aiohttp import web
 
     from vllm_commext.proxy.access import server_tls
@@ -92,45 +81,33 @@ def test_clients_and_engines_may_speak_tls(kit: Any, tmp_path: Path) -> None:
 
     cert, key = certificate(tmp_path)
     context = ssl.create_default_context(cafile=str(cert))
-
-    async def scenario() -> None:
-        # A proxy with TLS before plain engines serves as an https engine of a second proxy.
-        options = {"tls_cert_file": str(cert), "tls_key_file": str(key)}
-        async with kit.cluster(**options) as inner:
-            runner = inner.runner
-            tls = server_tls(
-                ProxyConfig(prefill=("http://h:1",), decode=("http://h:2",), **options)
-            )
-            await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
-            url = f"https://127.0.0.1:{runner.addresses[-1][1]}"
-            async with inner.session.post(
-                url + "/v1/completions", json=BODY, ssl=context
-            ) as response:
-                assert response.status == 200
-            for ca_file, status in ((str(cert), 200), ("", 503)):
-                outer_options = {
-                    "decode": (url,), "engine_ca_file": ca_file, "engine_wait_seconds": 0.1
-                }  # fmt: skip
-                async with kit.cluster(num_decode=0, **outer_options) as outer:
-                    outer.prefill[0].behave = kit.answering(200, b"{}")
-                    async with outer.post(BODY) as response:
-                        assert response.status == status
-
-    asyncio.run(scenario())
+    options = {"tls_cert_file": str(cert), "tls_key_file": str(key)}
+    async with kit.cluster(**options) as inner:
+        runner = inner.runner
+        tls = server_tls(ProxyConfig(prefill=("http://h:1",), decode=("http://h:2",), **options))
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+        url = f"https://127.0.0.1:{runner.addresses[-1][1]}"
+        async with inner.session.post(url + "/v1/completions", json=BODY, ssl=context) as response:
+            assert response.status == 200
+        for ca_file, status in ((str(cert), 200), ("", 503)):
+            outer_options = {
+                "decode": (url,), "engine_ca_file": ca_file, "engine_wait_seconds": 0.1
+            }  # fmt: skip
+            async with kit.cluster(num_decode=0, **outer_options) as outer:
+                outer.prefill[0].behave = kit.answering(200, b"{}")
+                async with outer.post(BODY) as response:
+                    assert response.status == status
 
 
-def test_the_access_log_has_a_line_for_each_request(
+async def test_the_access_log_has_a_line_for_each_request(
     kit: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
+    with caplog.at_level(logging.INFO, logger="vllm.commext.proxy.access"):
         async with kit.cluster(access_log=True) as cluster:
             async with cluster.post(BODY, headers={"X-Request-Id": "one"}) as response:
                 assert response.status == 200
             async with cluster.post({"prompt": "x", "kv_transfer_params": {}}) as response:
                 assert response.status == 400
-
-    with caplog.at_level(logging.INFO, logger="vllm.commext.proxy.access"):
-        asyncio.run(scenario())
     first, second = (r.getMessage() for r in caplog.records if r.name.endswith(".access"))
     assert first.startswith("id=one client=127.0.0.1 endpoint=/v1/completions outcome=ok ")
     assert "path=two-step prefill=prefill0 decode=decode0 first_token=0." in first

@@ -152,7 +152,7 @@ def test_an_engine_that_went_away_holds_nothing_when_it_is_back(how: str) -> Non
     assert engine.memory.held_tokens(prefix(body)) == 0
 
 
-def conversations(kit: Any, *, affinity: bool, session: bool) -> list[set[str]]:
+async def conversations(kit: Any, *, affinity: bool, session: bool) -> list[set[str]]:
     """For each of six conversations of four turns, begun at the same time in changing order, the
     prefill and decode engines that saw it."""
     seen: list[set[str]] = [set() for _ in range(6)]
@@ -171,30 +171,27 @@ def conversations(kit: Any, *, affinity: bool, session: bool) -> list[set[str]]:
                 response.headers["X-Commext-Decode"],
             }
 
-    async def scenario() -> None:
-        async with kit.cluster(3, 3, affinity=affinity) as cluster:
-            for turns in range(4):
-                order = range(6) if turns % 2 == 0 else reversed(range(6))
-                for number in order:
-                    await turn(cluster, number, turns)
-            held = [
-                float(line.split()[-1])
-                for line in (await cluster.metrics()).splitlines()
-                if line.startswith("commext_proxy_affinity_tokens_total{") and "held" in line
-            ]
-            assert (sum(held) > 0) == affinity
-
-    asyncio.run(scenario())
+    async with kit.cluster(3, 3, affinity=affinity) as cluster:
+        for turns in range(4):
+            order = range(6) if turns % 2 == 0 else reversed(range(6))
+            for number in order:
+                await turn(cluster, number, turns)
+        held = [
+            float(line.split()[-1])
+            for line in (await cluster.metrics()).splitlines()
+            if line.startswith("commext_proxy_affinity_tokens_total{") and "held" in line
+        ]
+        assert (sum(held) > 0) == affinity
     return seen
 
 
 @pytest.mark.parametrize("session", [False, True])
-def test_a_conversation_stays_with_its_engines(kit: Any, session: bool) -> None:
-    assert all(len(of) == 2 for of in conversations(kit, affinity=True, session=session))
+async def test_a_conversation_stays_with_its_engines(kit: Any, session: bool) -> None:
+    assert all(len(of) == 2 for of in await conversations(kit, affinity=True, session=session))
 
 
-def test_without_affinity_it_does_not(kit: Any) -> None:
-    assert any(len(of) > 2 for of in conversations(kit, affinity=False, session=True))
+async def test_without_affinity_it_does_not(kit: Any) -> None:
+    assert any(len(of) > 2 for of in await conversations(kit, affinity=False, session=True))
 
 
 @pytest.mark.parametrize("body", [{"prompt": ""}, {"messages": [None] * 1000}])
@@ -212,7 +209,9 @@ def test_a_prompt_that_utf_8_cannot_write_has_a_prefix_too() -> None:
     assert held > 0
 
 
-def test_what_an_engine_holds_of_a_prompt_is_no_work_while_it_computes_the_rest(kit: Any) -> None:
+async def test_what_an_engine_holds_of_a_prompt_is_no_work_while_it_computes_the_rest(
+    kit: Any,
+) -> None:
     """Turns of one conversation at the same time stay with the engine that has its beginning."""
     text = "w" * 40_000  # 10,000 tokens
     released = asyncio.Event()
@@ -226,16 +225,13 @@ def test_what_an_engine_holds_of_a_prompt_is_no_work_while_it_computes_the_rest(
             await response.read()
             return response.headers["X-Commext-Prefill"]
 
-    async def scenario() -> None:
-        async with kit.cluster(2, 1) as cluster:
-            first = await ask(cluster, "")
-            for engine in cluster.prefill:
-                engine.behave = held_up
-            asked = [asyncio.create_task(ask(cluster, str(number))) for number in range(4)]
-            await kit.until(
-                lambda: sum(len(engine.calls) for engine in cluster.prefill) == 5, "all requests"
-            )
-            released.set()
-            assert set(await asyncio.gather(*asked)) == {first}
-
-    asyncio.run(scenario())
+    async with kit.cluster(2, 1) as cluster:
+        first = await ask(cluster, "")
+        for engine in cluster.prefill:
+            engine.behave = held_up
+        asked = [asyncio.create_task(ask(cluster, str(number))) for number in range(4)]
+        await kit.until(
+            lambda: sum(len(engine.calls) for engine in cluster.prefill) == 5, "all requests"
+        )
+        released.set()
+        assert set(await asyncio.gather(*asked)) == {first}

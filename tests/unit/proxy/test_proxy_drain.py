@@ -22,79 +22,66 @@ async def answered(cluster: Any, **changes: Any) -> tuple[int, str | None, str |
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_draining_engines_refuse_others_serve_with_the_same_parameters(
+async def test_what_draining_engines_refuse_others_serve_with_the_same_parameters(
     kit: Any, stream: bool
 ) -> None:
-    async def scenario() -> None:
-        # Three of each, so that there are more refusals than attempts for engines that fail.
-        async with kit.cluster(3, 3, **NEVER) as cluster:
-            for engine in (*cluster.prefill[:2], *cluster.decode[:2]):
-                engine.drains = True
-            for _ in range(3):
-                assert await answered(cluster, stream=stream) == (200, "prefill2", "decode2")
-            refused = [engine.num_refused for engine in (*cluster.prefill, *cluster.decode)]
-            assert refused == [1, 1, 0, 1, 1, 0], "once each, and then it is known"
-            calls = [call.body["kv_transfer_params"] for call in cluster.decode[2].calls]
-            assert calls == [kit.kv_params] * 3
-            assert len(cluster.prefill[2].calls) == 3, "no prompt was prefilled twice"
-
-    asyncio.run(scenario())
+    async with kit.cluster(3, 3, **NEVER) as cluster:
+        for engine in (*cluster.prefill[:2], *cluster.decode[:2]):
+            engine.drains = True
+        for _ in range(3):
+            assert await answered(cluster, stream=stream) == (200, "prefill2", "decode2")
+        refused = [engine.num_refused for engine in (*cluster.prefill, *cluster.decode)]
+        assert refused == [1, 1, 0, 1, 1, 0], "once each, and then it is known"
+        calls = [call.body["kv_transfer_params"] for call in cluster.decode[2].calls]
+        assert calls == [kit.kv_params] * 3
+        assert len(cluster.prefill[2].calls) == 3, "no prompt was prefilled twice"
 
 
-def test_an_engine_that_drains_finishes_its_work_and_comes_back(kit: Any) -> None:
+async def test_an_engine_that_drains_finishes_its_work_and_comes_back(kit: Any) -> None:
     release = asyncio.Event()
 
     async def held(call: Any) -> None:
         await release.wait()
         await kit.decode_ok(call)
 
-    async def scenario() -> None:
-        async with kit.cluster(1, 2, **QUICK) as cluster:
-            first, pool = cluster.decode[0], cluster.proxy.decode_pool
-            first.behave = held
-            running = asyncio.ensure_future(answered(cluster))
-            await kit.until(lambda: bool(first.calls), "the request")
-            first.drains = True
-            await kit.until(lambda: pool.engines[0].drains_itself, "the check")
-            assert (pool.engines[0].healthy, pool.engines[0].usable) == (True, False)
-            assert (await cluster.proxy.engines())[1]["draining"]
-            for _ in range(3):
-                assert (await answered(cluster))[2] == "decode1"
-            release.set()
-            assert (await running)[::2] == (200, "decode0")
-            assert first.num_refused == 0
-            first.drains = False
-            await kit.until(lambda: pool.engines[0].usable, "the engine to be back")
-
-    asyncio.run(scenario())
+    async with kit.cluster(1, 2, **QUICK) as cluster:
+        first, pool = cluster.decode[0], cluster.proxy.decode_pool
+        first.behave = held
+        running = asyncio.ensure_future(answered(cluster))
+        await kit.until(lambda: bool(first.calls), "the request")
+        first.drains = True
+        await kit.until(lambda: pool.engines[0].drains_itself, "the check")
+        assert (pool.engines[0].healthy, pool.engines[0].usable) == (True, False)
+        assert (await cluster.proxy.engines())[1]["draining"]
+        for _ in range(3):
+            assert (await answered(cluster))[2] == "decode1"
+        release.set()
+        assert (await running)[::2] == (200, "decode0")
+        assert first.num_refused == 0
+        first.drains = False
+        await kit.until(lambda: pool.engines[0].usable, "the engine to be back")
 
 
-def test_without_any_prefill_engine_left_decode_engines_go_on_alone(kit: Any) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(2, 1, **NEVER) as cluster:
-            for engine in cluster.prefill:
-                engine.drains = True
-            assert await answered(cluster) == (200, None, "decode0")
-            metrics = await cluster.metrics()
-            assert 'commext_proxy_local_prefills_total{reason="prefill_away"} 1.0' in metrics
-
-    asyncio.run(scenario())
+async def test_without_any_prefill_engine_left_decode_engines_go_on_alone(kit: Any) -> None:
+    async with kit.cluster(2, 1, **NEVER) as cluster:
+        for engine in cluster.prefill:
+            engine.drains = True
+        assert await answered(cluster) == (200, None, "decode0")
+        metrics = await cluster.metrics()
+        assert 'commext_proxy_local_prefills_total{reason="prefill_away"} 1.0' in metrics
 
 
-def test_where_all_decode_engines_drain_the_client_is_told(kit: Any) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(1, 2, engine_wait_seconds=0.1, **NEVER) as cluster:
-            for engine in cluster.decode:
-                engine.drains = True
-            async with cluster.post(BODY) as response:
-                told = await response.json()
-            assert (response.status, told["error"]["side"]) == (503, "decode")
-
-    asyncio.run(scenario())
+async def test_where_all_decode_engines_drain_the_client_is_told(kit: Any) -> None:
+    async with kit.cluster(1, 2, engine_wait_seconds=0.1, **NEVER) as cluster:
+        for engine in cluster.decode:
+            engine.drains = True
+        async with cluster.post(BODY) as response:
+            told = await response.json()
+        assert (response.status, told["error"]["side"]) == (503, "decode")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_an_engine_gives_up_is_served_anew(kit: Any, stream: bool) -> None:
+async def test_a_request_that_an_engine_gives_up_is_served_anew(kit: Any, stream: bool) -> None:
     async def aborting(call: Any) -> None:
         if not call.body.get("stream"):
             await call.answer(200, json.dumps(ABORTED).encode())
@@ -104,14 +91,11 @@ def test_a_request_that_an_engine_gives_up_is_served_anew(kit: Any, stream: bool
         await call.chunk(b"data: [DONE]\n\n")
         await call.end_stream()
 
-    async def scenario() -> None:
-        async with kit.cluster(2, 2, **NEVER) as cluster:
-            cluster.decode[0].behave = aborting
-            assert await answered(cluster, stream=stream) == (200, "prefill1", "decode1")
-            assert await answered(cluster, stream=stream) == (200, "prefill0", "decode1")
-            assert len(cluster.decode[0].calls) == 1, "until a check passes it is left alone"
-
-    asyncio.run(scenario())
+    async with kit.cluster(2, 2, **NEVER) as cluster:
+        cluster.decode[0].behave = aborting
+        assert await answered(cluster, stream=stream) == (200, "prefill1", "decode1")
+        assert await answered(cluster, stream=stream) == (200, "prefill0", "decode1")
+        assert len(cluster.decode[0].calls) == 1, "until a check passes it is left alone"
 
 
 def event(**choice: Any) -> bytes:

@@ -16,7 +16,7 @@ EVENT = b'data: {"n": 1}\n\n'
 @pytest.mark.parametrize(
     ("ending", "kind"), [("cut", "lost"), ("short", "lost"), ("silence", "timeout")]
 )
-def test_a_broken_stream_ends_with_an_error_event(kit: Any, ending: str, kind: str) -> None:
+async def test_a_broken_stream_ends_with_an_error_event(kit: Any, ending: str, kind: str) -> None:
     async def breaking(call: Any) -> None:
         if ending == "short":
             head = (
@@ -30,102 +30,87 @@ def test_a_broken_stream_ends_with_an_error_event(kit: Any, ending: str, kind: s
         if ending == "silence":
             await kit.hanging(call)
 
-    async def scenario() -> None:
-        async with kit.cluster(decode_idle_timeout_seconds=0.1) as cluster:
-            cluster.decode[0].behave = breaking
-            async with cluster.post(STREAM) as response:
-                assert response.status == 200
-                text = await response.read()
-            assert text.startswith(EVENT + b"data: ")
-            assert text.endswith(b"\n\n")
-            error = json.loads(text[len(EVENT) + len(b"data: ") :])["error"]
-            assert (error["type"], error["side"], error["engine"]) == (kind, "decode", "decode0")
-            assert kit.outcome(kind, "decode") in await cluster.metrics()
-
-    asyncio.run(scenario())
+    async with kit.cluster(decode_idle_timeout_seconds=0.1) as cluster:
+        cluster.decode[0].behave = breaking
+        async with cluster.post(STREAM) as response:
+            assert response.status == 200
+            text = await response.read()
+        assert text.startswith(EVENT + b"data: ")
+        assert text.endswith(b"\n\n")
+        error = json.loads(text[len(EVENT) + len(b"data: ") :])["error"]
+        assert (error["type"], error["side"], error["engine"]) == (kind, "decode", "decode0")
+        assert kit.outcome(kind, "decode") in await cluster.metrics()
 
 
-def test_a_broken_plain_answer_is_seen_as_incomplete(kit: Any) -> None:
+async def test_a_broken_plain_answer_is_seen_as_incomplete(kit: Any) -> None:
     async def breaking(call: Any) -> None:
         await call.send(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n" + b"x" * 50)
 
-    async def scenario() -> None:
-        import aiohttp
+    import aiohttp
 
-        async with kit.cluster() as cluster:
-            cluster.decode[0].behave = breaking
-            with pytest.raises(aiohttp.ClientError):
-                async with cluster.post(BODY) as response:
-                    await response.read()
-            await cluster.idle()
-            assert kit.outcome("lost", "decode") in await cluster.metrics()
-
-    asyncio.run(scenario())
+    async with kit.cluster() as cluster:
+        cluster.decode[0].behave = breaking
+        with pytest.raises(aiohttp.ClientError):
+            async with cluster.post(BODY) as response:
+                await response.read()
+        await cluster.idle()
+        assert kit.outcome("lost", "decode") in await cluster.metrics()
 
 
 @pytest.mark.parametrize("step", ["prefill", "decode"])
 @pytest.mark.parametrize("body", [BODY, STREAM], ids=["plain", "stream"])
-def test_a_client_that_leaves_before_the_answer_aborts_the_engine(
+async def test_a_client_that_leaves_before_the_answer_aborts_the_engine(
     kit: Any, step: str, body: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        async with kit.cluster() as cluster:
-            engine = getattr(cluster, step)[0]
-            engine.behave = kit.hanging
-            asking = asyncio.ensure_future(cluster.post(body).__aenter__())
-            await kit.until(lambda: bool(engine.calls), f"the {step} step")
-            asking.cancel()
-            await kit.until(lambda: engine.num_left == 1, "the abort to arrive")
-            await cluster.idle()
-            assert len(cluster.decode[0].calls) == (step == "decode")
-            assert kit.outcome("client_gone", "proxy") in await cluster.metrics()
-
-    asyncio.run(scenario())
+    async with kit.cluster() as cluster:
+        engine = getattr(cluster, step)[0]
+        engine.behave = kit.hanging
+        asking = asyncio.ensure_future(cluster.post(body).__aenter__())
+        await kit.until(lambda: bool(engine.calls), f"the {step} step")
+        asking.cancel()
+        await kit.until(lambda: engine.num_left == 1, "the abort to arrive")
+        await cluster.idle()
+        assert len(cluster.decode[0].calls) == (step == "decode")
+        assert kit.outcome("client_gone", "proxy") in await cluster.metrics()
     assert ("keeps its KV blocks" in caplog.text) == (step == "decode")
 
 
-def test_a_client_that_leaves_in_mid_stream_aborts_the_decode(kit: Any) -> None:
+async def test_a_client_that_leaves_in_mid_stream_aborts_the_decode(kit: Any) -> None:
     async def endless(call: Any) -> None:
         await call.begin_stream()
         await call.chunk(EVENT)
         await kit.hanging(call)
 
-    async def scenario() -> None:
-        async with kit.cluster() as cluster:
-            cluster.decode[0].behave = endless
-            async with cluster.post(STREAM) as response:
-                assert await response.content.readany() == EVENT
-                response.close()
-            await kit.until(lambda: cluster.decode[0].num_left == 1, "the abort to arrive")
-            await cluster.idle()
-            assert kit.outcome("client_gone", "proxy") in await cluster.metrics()
-
-    asyncio.run(scenario())
+    async with kit.cluster() as cluster:
+        cluster.decode[0].behave = endless
+        async with cluster.post(STREAM) as response:
+            assert await response.content.readany() == EVENT
+            response.close()
+        await kit.until(lambda: cluster.decode[0].num_left == 1, "the abort to arrive")
+        await cluster.idle()
+        assert kit.outcome("client_gone", "proxy") in await cluster.metrics()
 
 
-def test_a_client_that_reads_nothing_holds_neither_memory_nor_an_engine(kit: Any) -> None:
+async def test_a_client_that_reads_nothing_holds_neither_memory_nor_an_engine(kit: Any) -> None:
     async def flood(call: Any) -> None:
         await call.begin_stream()
         while True:
             await call.chunk(b"data: " + b"x" * (1 << 20) + b"\n\n")
 
-    async def scenario() -> None:
-        async with kit.cluster(client_timeout_seconds=0.2) as cluster:
-            cluster.decode[0].behave = flood
-            host, port = cluster.url.removeprefix("http://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port), limit=1)
-            content = json.dumps(STREAM).encode()
-            writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\n\r\n" % len(content) + content
-            )
-            await kit.until(lambda: cluster.decode[0].num_left == 1, "the abort to arrive")
-            await cluster.idle()
-            assert kit.outcome("client_gone", "proxy") in await cluster.metrics()
-            assert b"HTTP/1.1 499" not in await _until_cut(reader)
-            writer.close()
-
-    asyncio.run(scenario())
+    async with kit.cluster(client_timeout_seconds=0.2) as cluster:
+        cluster.decode[0].behave = flood
+        host, port = cluster.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1)
+        content = json.dumps(STREAM).encode()
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(content) + content
+        )
+        await kit.until(lambda: cluster.decode[0].num_left == 1, "the abort to arrive")
+        await cluster.idle()
+        assert kit.outcome("client_gone", "proxy") in await cluster.metrics()
+        assert b"HTTP/1.1 499" not in await _until_cut(reader)
+        writer.close()
 
 
 async def _until_cut(reader: asyncio.StreamReader) -> bytes:
@@ -138,34 +123,28 @@ async def _until_cut(reader: asyncio.StreamReader) -> bytes:
     return received
 
 
-def test_a_client_that_never_sends_its_body_is_told_so(kit: Any) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(client_timeout_seconds=0.1) as cluster:
-            host, port = cluster.url.removeprefix("http://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                b"Content-Length: 10\r\n\r\n{"
-            )
-            assert b" 408 " in await asyncio.wait_for(reader.readline(), 10)
-            writer.close()
-            assert cluster.prefill[0].calls == []
-
-    asyncio.run(scenario())
+async def test_a_client_that_never_sends_its_body_is_told_so(kit: Any) -> None:
+    async with kit.cluster(client_timeout_seconds=0.1) as cluster:
+        host, port = cluster.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 10\r\n\r\n{"
+        )
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), 10)
+        writer.close()
+        assert cluster.prefill[0].calls == []
 
 
-def test_a_fault_of_the_proxy_itself_is_answered_and_logged(
+async def test_a_fault_of_the_proxy_itself_is_answered_and_logged(
     kit: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:
         raise ArithmeticError("a bug")
 
-    async def scenario() -> None:
-        async with kit.cluster() as cluster:
-            monkeypatch.setattr("vllm_commext.proxy.two_step.prefill_body", broken)
-            await kit.expect_error(cluster, 500, "internal", "proxy")
-
-    asyncio.run(scenario())
+    async with kit.cluster() as cluster:
+        monkeypatch.setattr("vllm_commext.proxy.two_step.prefill_body", broken)
+        await kit.expect_error(cluster, 500, "internal", "proxy")
     assert "ArithmeticError: a bug" in caplog.text
 
 
@@ -193,7 +172,7 @@ def test_a_stream_that_ends_without_an_answer_is_known(events: bytes, expected: 
 
 
 @pytest.mark.parametrize("pieces", [(DONE,), (USAGE, DONE)])
-def test_a_stream_that_ends_without_an_answer_has_failed(
+async def test_a_stream_that_ends_without_an_answer_has_failed(
     kit: Any, pieces: tuple[bytes, ...]
 ) -> None:
     """As vLLM 0.30 ends the stream of a completion whose KV load has failed: it is served anew, and
@@ -208,24 +187,21 @@ def test_a_stream_that_ends_without_an_answer_has_failed(
 
         return behave
 
-    async def scenario() -> None:
-        async with kit.cluster(num_decode=2) as cluster:
-            cluster.decode[0].behave = ending_with(*pieces)
-            cluster.decode[1].behave = ending_with(TOLD, DONE)
-            for _ in range(2):
-                async with cluster.post(STREAM) as response:
-                    assert response.status == 200
-                    assert await response.read() == TOLD + DONE
-            assert cluster.decode[0].calls
-            cluster.decode[1].behave = ending_with(*pieces)
+    async with kit.cluster(num_decode=2) as cluster:
+        cluster.decode[0].behave = ending_with(*pieces)
+        cluster.decode[1].behave = ending_with(TOLD, DONE)
+        for _ in range(2):
             async with cluster.post(STREAM) as response:
-                assert response.status == 500
-                assert "before its first token" in (await response.json())["error"]["message"]
+                assert response.status == 200
+                assert await response.read() == TOLD + DONE
+        assert cluster.decode[0].calls
+        cluster.decode[1].behave = ending_with(*pieces)
+        async with cluster.post(STREAM) as response:
+            assert response.status == 500
+            assert "before its first token" in (await response.json())["error"]["message"]
 
-    asyncio.run(scenario())
 
-
-def test_a_client_that_leaves_with_its_whole_answer_has_not_gone_away(kit: Any) -> None:
+async def test_a_client_that_leaves_with_its_whole_answer_has_not_gone_away(kit: Any) -> None:
     """Some close their connection at the last event, before the engine has ended its own."""
 
     async def without_end(call: Any) -> None:
@@ -234,16 +210,13 @@ def test_a_client_that_leaves_with_its_whole_answer_has_not_gone_away(kit: Any) 
             await call.chunk(event)
         await asyncio.Event().wait()
 
-    async def scenario() -> None:
-        async with kit.cluster() as cluster:
-            cluster.decode[0].behave = without_end
-            async with cluster.post(STREAM) as response:
-                received = b""
-                while not received.endswith(b"data: [DONE]\n\n"):
-                    received += await response.content.readany()
-                response.close()
-            await kit.until(lambda: cluster.decode[0].num_left == 1, "the engine to be left")
-            await cluster.idle()
-            assert kit.outcome("ok", "proxy") in await cluster.metrics()
-
-    asyncio.run(scenario())
+    async with kit.cluster() as cluster:
+        cluster.decode[0].behave = without_end
+        async with cluster.post(STREAM) as response:
+            received = b""
+            while not received.endswith(b"data: [DONE]\n\n"):
+                received += await response.content.readany()
+            response.close()
+        await kit.until(lambda: cluster.decode[0].num_left == 1, "the engine to be left")
+        await cluster.idle()
+        assert kit.outcome("ok", "proxy") in await cluster.metrics()

@@ -10,21 +10,20 @@ STREAM = {**BODY, "stream": True}
 EVENT = b'data: {"n": 1}\n\n'
 
 
-def test_a_refused_prefill_goes_to_another_engine_and_the_first_is_left_alone(kit: Any) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(num_prefill=2, health_interval_seconds=60) as cluster:
-            await cluster.prefill[0].stop()
-            for _ in range(3):
-                async with cluster.post(BODY) as response:
-                    assert response.headers["X-Commext-Prefill"] == "prefill1"
-            assert "commext_proxy_retries_total" in (text := await cluster.metrics())
-            assert 'retries_total{role="prefill"} 1.0' in text
-            assert 'commext_proxy_engines_healthy{role="prefill"} 1.0' in text
-            first = cluster.proxy.prefill_pool.engines[0]
-            assert first.healthy is False
-            await kit.until(lambda: "/health failed" in first.detail, "the check that follows")
-
-    asyncio.run(scenario())
+async def test_a_refused_prefill_goes_to_another_engine_and_the_first_is_left_alone(
+    kit: Any,
+) -> None:
+    async with kit.cluster(num_prefill=2, health_interval_seconds=60) as cluster:
+        await cluster.prefill[0].stop()
+        for _ in range(3):
+            async with cluster.post(BODY) as response:
+                assert response.headers["X-Commext-Prefill"] == "prefill1"
+        assert "commext_proxy_retries_total" in (text := await cluster.metrics())
+        assert 'retries_total{role="prefill"} 1.0' in text
+        assert 'commext_proxy_engines_healthy{role="prefill"} 1.0' in text
+        first = cluster.proxy.prefill_pool.engines[0]
+        assert first.healthy is False
+        await kit.until(lambda: "/health failed" in first.detail, "the check that follows")
 
 
 def local_prefills(reason: str, count: int) -> str:
@@ -37,159 +36,125 @@ async def expect_decode_alone(cluster: Any, body: Any = BODY) -> None:
         assert "X-Commext-Prefill" not in response.headers
 
 
-def test_without_any_prefill_engine_decode_engines_answer_alone_and_at_once(kit: Any) -> None:
-    async def scenario() -> None:
-        waits = {"health_interval_seconds": 60, "engine_wait_seconds": 3600}
-        async with kit.cluster(**waits) as cluster:
-            await cluster.prefill[0].stop()
-            for _ in range(3):
-                await expect_decode_alone(cluster)
-            assert [call.body for call in cluster.decode[0].calls] == [BODY] * 3
-            assert local_prefills("prefill_away", 3) in await cluster.metrics()
-            async with cluster.session.get(cluster.url + "/health") as response:
-                assert response.status == 200
-                assert (await response.json())["status"] == "degraded"
-
-    asyncio.run(scenario())
+async def test_without_any_prefill_engine_decode_engines_answer_alone_and_at_once(kit: Any) -> None:
+    waits = {"health_interval_seconds": 60, "engine_wait_seconds": 3600}
+    async with kit.cluster(**waits) as cluster:
+        await cluster.prefill[0].stop()
+        for _ in range(3):
+            await expect_decode_alone(cluster)
+        assert [call.body for call in cluster.decode[0].calls] == [BODY] * 3
+        assert local_prefills("prefill_away", 3) in await cluster.metrics()
+        async with cluster.session.get(cluster.url + "/health") as response:
+            assert response.status == 200
+            assert (await response.json())["status"] == "degraded"
 
 
-def test_without_any_decode_engine_the_request_fails_and_health_says_so(kit: Any) -> None:
-    async def scenario() -> None:
-        waits = {"health_interval_seconds": 60, "engine_wait_seconds": 0.1}
-        async with kit.cluster(**waits) as cluster:
-            await cluster.decode[0].stop()
-            assert "no usable decode engine among 1" in await kit.expect_error(
-                cluster, 503, "no_engine", "decode"
-            )
-            async with cluster.session.get(cluster.url + "/health") as response:
-                assert response.status == 503
-                assert (await response.json())["status"] == "unavailable"
-
-    asyncio.run(scenario())
+async def test_without_any_decode_engine_the_request_fails_and_health_says_so(kit: Any) -> None:
+    waits = {"health_interval_seconds": 60, "engine_wait_seconds": 0.1}
+    async with kit.cluster(**waits) as cluster:
+        await cluster.decode[0].stop()
+        assert "no usable decode engine among 1" in await kit.expect_error(
+            cluster, 503, "no_engine", "decode"
+        )
+        async with cluster.session.get(cluster.url + "/health") as response:
+            assert response.status == 503
+            assert (await response.json())["status"] == "unavailable"
 
 
 @pytest.mark.parametrize("step", ["prefill", "decode"])
-def test_one_lost_connection_takes_no_engine_from_the_others(kit: Any, step: str) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(health_interval_seconds=60, health_fall=1000) as cluster:
-            server = getattr(cluster, step)[0]
-            server.behave = kit.dropping
-            async with cluster.post(BODY) as response:
-                await response.read()
-            (engine,) = getattr(cluster.proxy, f"{step}_pool").engines
-            assert engine.usable
-            await kit.until(lambda: not engine.suspected, "the check that clears it")
-            server.behave = kit.prefill_ok if step == "prefill" else kit.decode_ok
-            async with cluster.post(BODY) as response:
-                assert (response.status, response.headers["X-Commext-Path"]) == (200, "two-step")
-
-    asyncio.run(scenario())
+async def test_one_lost_connection_takes_no_engine_from_the_others(kit: Any, step: str) -> None:
+    async with kit.cluster(health_interval_seconds=60, health_fall=1000) as cluster:
+        server = getattr(cluster, step)[0]
+        server.behave = kit.dropping
+        async with cluster.post(BODY) as response:
+            await response.read()
+        (engine,) = getattr(cluster.proxy, f"{step}_pool").engines
+        assert engine.usable
+        await kit.until(lambda: not engine.suspected, "the check that clears it")
+        server.behave = kit.prefill_ok if step == "prefill" else kit.decode_ok
+        async with cluster.post(BODY) as response:
+            assert (response.status, response.headers["X-Commext-Path"]) == (200, "two-step")
 
 
 @pytest.mark.parametrize("failing", ["status", "drop"])
-def test_a_failed_prefill_is_tried_once_more_elsewhere(kit: Any, failing: str) -> None:
+async def test_a_failed_prefill_is_tried_once_more_elsewhere(kit: Any, failing: str) -> None:
     behave = kit.dropping if failing == "drop" else kit.answering(500, b"oops")
-
-    async def scenario() -> None:
-        async with kit.cluster(num_prefill=2) as cluster:
-            cluster.prefill[0].behave = behave
-            async with cluster.post(BODY) as response:
-                assert (response.status, response.headers["X-Commext-Prefill"]) == (200, "prefill1")
-            assert [len(engine.calls) for engine in cluster.prefill] == [1, 1]
-
-    asyncio.run(scenario())
+    async with kit.cluster(num_prefill=2) as cluster:
+        cluster.prefill[0].behave = behave
+        async with cluster.post(BODY) as response:
+            assert (response.status, response.headers["X-Commext-Prefill"]) == (200, "prefill1")
+        assert [len(engine.calls) for engine in cluster.prefill] == [1, 1]
 
 
-def test_a_retry_goes_to_a_busier_engine_rather_than_to_the_failed_one(kit: Any) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(num_prefill=2) as cluster:
-            first, second = cluster.prefill
-            first.behave = second.behave = kit.hanging
-            held = [asyncio.ensure_future(cluster.post(BODY).__aenter__()) for _ in range(2)]
-            await kit.until(lambda: bool(first.calls and second.calls), "both to be busy")
-            held[0].cancel()
-            await kit.until(lambda: first.num_left == 1, "the first to be free again")
-            first.behave, second.behave = kit.answering(500, b"oops"), kit.prefill_ok
-            async with cluster.post(BODY) as response:
-                assert (response.status, response.headers["X-Commext-Prefill"]) == (200, "prefill1")
-            held[1].cancel()
-
-    asyncio.run(scenario())
+async def test_a_retry_goes_to_a_busier_engine_rather_than_to_the_failed_one(kit: Any) -> None:
+    async with kit.cluster(num_prefill=2) as cluster:
+        first, second = cluster.prefill
+        first.behave = second.behave = kit.hanging
+        held = [asyncio.ensure_future(cluster.post(BODY).__aenter__()) for _ in range(2)]
+        await kit.until(lambda: bool(first.calls and second.calls), "both to be busy")
+        held[0].cancel()
+        await kit.until(lambda: first.num_left == 1, "the first to be free again")
+        first.behave, second.behave = kit.answering(500, b"oops"), kit.prefill_ok
+        async with cluster.post(BODY) as response:
+            assert (response.status, response.headers["X-Commext-Prefill"]) == (200, "prefill1")
+        held[1].cancel()
 
 
-def test_prefill_attempts_are_bounded_and_then_a_decode_engine_answers(kit: Any) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(num_prefill=3) as cluster:
-            for engine in cluster.prefill:
-                engine.behave = kit.answering(503, b'{"error": "engine is tired"}')
-            await expect_decode_alone(cluster)
-            assert sum(len(engine.calls) for engine in cluster.prefill) == 2
-            assert local_prefills("prefill_failed", 1) in await cluster.metrics()
-
-    asyncio.run(scenario())
+async def test_prefill_attempts_are_bounded_and_then_a_decode_engine_answers(kit: Any) -> None:
+    async with kit.cluster(num_prefill=3) as cluster:
+        for engine in cluster.prefill:
+            engine.behave = kit.answering(503, b'{"error": "engine is tired"}')
+        await expect_decode_alone(cluster)
+        assert sum(len(engine.calls) for engine in cluster.prefill) == 2
+        assert local_prefills("prefill_failed", 1) in await cluster.metrics()
 
 
-def test_a_prefill_engines_refusal_is_final_and_passed_on(kit: Any) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(num_prefill=2) as cluster:
-            cluster.prefill[0].behave = kit.answering(400, b'{"error": "too long"}')
-            async with cluster.post(BODY) as response:
-                assert (response.status, response.headers["X-Commext-Side"]) == (400, "prefill")
-                assert await response.read() == b'{"error": "too long"}'
-            assert (cluster.prefill[1].calls, cluster.decode[0].calls) == ([], [])
-            assert kit.outcome("engine_error", "prefill") in await cluster.metrics()
-
-    asyncio.run(scenario())
+async def test_a_prefill_engines_refusal_is_final_and_passed_on(kit: Any) -> None:
+    async with kit.cluster(num_prefill=2) as cluster:
+        cluster.prefill[0].behave = kit.answering(400, b'{"error": "too long"}')
+        async with cluster.post(BODY) as response:
+            assert (response.status, response.headers["X-Commext-Side"]) == (400, "prefill")
+            assert await response.read() == b'{"error": "too long"}'
+        assert (cluster.prefill[1].calls, cluster.decode[0].calls) == ([], [])
+        assert kit.outcome("engine_error", "prefill") in await cluster.metrics()
 
 
 @pytest.mark.parametrize("content", [b"no json", b"[1]", b'{"kv_transfer_params": 7}'])
-def test_a_prefill_answer_of_another_kind_is_not_passed_on(
+async def test_a_prefill_answer_of_another_kind_is_not_passed_on(
     kit: Any, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        async with kit.cluster() as cluster:
-            cluster.prefill[0].behave = kit.answering(200, content)
-            await expect_decode_alone(cluster)
-            assert cluster.decode[0].calls[0].body == BODY
-
-    asyncio.run(scenario())
+    async with kit.cluster() as cluster:
+        cluster.prefill[0].behave = kit.answering(200, content)
+        await expect_decode_alone(cluster)
+        assert cluster.decode[0].calls[0].body == BODY
     assert "expected a completion as a vLLM server sends it" in caplog.text
 
 
-def test_a_prefill_that_takes_too_long_is_aborted_and_not_repeated(kit: Any) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(num_prefill=2, prefill_timeout_seconds=0.1) as cluster:
-            cluster.prefill[0].behave = kit.hanging
-            await expect_decode_alone(cluster)
-            await kit.until(lambda: cluster.prefill[0].num_left == 1, "the abort to arrive")
-            assert cluster.prefill[1].calls == []
-
-    asyncio.run(scenario())
+async def test_a_prefill_that_takes_too_long_is_aborted_and_not_repeated(kit: Any) -> None:
+    async with kit.cluster(num_prefill=2, prefill_timeout_seconds=0.1) as cluster:
+        cluster.prefill[0].behave = kit.hanging
+        await expect_decode_alone(cluster)
+        await kit.until(lambda: cluster.prefill[0].num_left == 1, "the abort to arrive")
+        assert cluster.prefill[1].calls == []
 
 
-def test_a_decode_engine_that_refuses_connections_is_replaced(kit: Any) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(num_decode=2, health_interval_seconds=60) as cluster:
-            await cluster.decode[0].stop()
-            async with cluster.post(BODY) as response:
-                assert (response.status, response.headers["X-Commext-Decode"]) == (200, "decode1")
-            assert cluster.decode[1].calls[0].body["kv_transfer_params"] == kit.kv_params
-            assert len(cluster.prefill[0].calls) == 1
-
-    asyncio.run(scenario())
+async def test_a_decode_engine_that_refuses_connections_is_replaced(kit: Any) -> None:
+    async with kit.cluster(num_decode=2, health_interval_seconds=60) as cluster:
+        await cluster.decode[0].stop()
+        async with cluster.post(BODY) as response:
+            assert (response.status, response.headers["X-Commext-Decode"]) == (200, "decode1")
+        assert cluster.decode[1].calls[0].body["kv_transfer_params"] == kit.kv_params
+        assert len(cluster.prefill[0].calls) == 1
 
 
-def test_unread_blocks_are_reported_when_no_decode_engine_can_be_reached(
+async def test_unread_blocks_are_reported_when_no_decode_engine_can_be_reached(
     kit: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        waits = {"health_interval_seconds": 60, "engine_wait_seconds": 0.1}
-        async with kit.cluster(**waits) as cluster:
-            await cluster.decode[0].stop()
-            await kit.expect_error(cluster, 503, "no_engine", "decode")
-            assert len(cluster.prefill[0].calls) == 1
-
-    asyncio.run(scenario())
+    waits = {"health_interval_seconds": 60, "engine_wait_seconds": 0.1}
+    async with kit.cluster(**waits) as cluster:
+        await cluster.decode[0].stop()
+        await kit.expect_error(cluster, 503, "no_engine", "decode")
+        assert len(cluster.prefill[0].calls) == 1
     assert "prefill0 keeps its KV blocks until their lease expires" in caplog.text
 
 
@@ -218,66 +183,54 @@ FAILED_DECODES = {
 
 
 @pytest.mark.parametrize("failing", list(FAILED_DECODES))
-def test_a_failed_decode_is_served_anew_from_its_first_step(kit: Any, failing: str) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(num_prefill=2, num_decode=2) as cluster:
-            cluster.decode[0].behave = FAILED_DECODES[failing](kit)
-            async with cluster.post(STREAM) as response:
-                assert (response.status, response.headers["X-Commext-Path"]) == (200, "two-step")
-                assert response.headers["X-Commext-Decode"] == "decode1"
-                assert response.headers["X-Commext-Prefill"] == "prefill1"
-                assert (await response.read()).endswith(b"data: [DONE]\n\n")
-            assert [len(engine.calls) for engine in cluster.prefill + cluster.decode] == [1] * 4
-            kind = "lost" if failing == "lost" else "engine_error"
-            text = await cluster.metrics()
-            assert f'commext_proxy_restarts_total{{outcome="{kind}"}} 1.0' in text
-
-    asyncio.run(scenario())
+async def test_a_failed_decode_is_served_anew_from_its_first_step(kit: Any, failing: str) -> None:
+    async with kit.cluster(num_prefill=2, num_decode=2) as cluster:
+        cluster.decode[0].behave = FAILED_DECODES[failing](kit)
+        async with cluster.post(STREAM) as response:
+            assert (response.status, response.headers["X-Commext-Path"]) == (200, "two-step")
+            assert response.headers["X-Commext-Decode"] == "decode1"
+            assert response.headers["X-Commext-Prefill"] == "prefill1"
+            assert (await response.read()).endswith(b"data: [DONE]\n\n")
+        assert [len(engine.calls) for engine in cluster.prefill + cluster.decode] == [1] * 4
+        kind = "lost" if failing == "lost" else "engine_error"
+        text = await cluster.metrics()
+        assert f'commext_proxy_restarts_total{{outcome="{kind}"}} 1.0' in text
 
 
-def test_after_a_failed_load_a_lone_decode_engine_computes_the_prompt(kit: Any) -> None:
+async def test_after_a_failed_load_a_lone_decode_engine_computes_the_prompt(kit: Any) -> None:
     async def fail_loads(call: Any) -> None:
         behave = kit.answering(500, b"x") if "kv_transfer_params" in call.body else kit.decode_ok
         await behave(call)
 
-    async def scenario() -> None:
-        async with kit.cluster() as cluster:
-            cluster.decode[0].behave = fail_loads
-            await expect_decode_alone(cluster)
-            assert [len(cluster.prefill[0].calls), len(cluster.decode[0].calls)] == [1, 2]
-            assert local_prefills("after_failure", 1) in await cluster.metrics()
-
-    asyncio.run(scenario())
+    async with kit.cluster() as cluster:
+        cluster.decode[0].behave = fail_loads
+        await expect_decode_alone(cluster)
+        assert [len(cluster.prefill[0].calls), len(cluster.decode[0].calls)] == [1, 2]
+        assert local_prefills("after_failure", 1) in await cluster.metrics()
 
 
-def test_a_request_that_fails_again_ends_with_the_engines_error(kit: Any) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(num_decode=3) as cluster:
-            for engine in cluster.decode:
-                engine.behave = kit.answering(500, b'{"error": "load failed"}')
-            async with cluster.post(STREAM) as response:
-                assert (response.status, response.headers["X-Commext-Side"]) == (500, "decode")
-                assert await response.read() == b'{"error": "load failed"}'
-            assert sum(len(engine.calls) for engine in cluster.decode) == 2
-            assert kit.outcome("engine_error", "decode") in await cluster.metrics()
-
-    asyncio.run(scenario())
+async def test_a_request_that_fails_again_ends_with_the_engines_error(kit: Any) -> None:
+    async with kit.cluster(num_decode=3) as cluster:
+        for engine in cluster.decode:
+            engine.behave = kit.answering(500, b'{"error": "load failed"}')
+        async with cluster.post(STREAM) as response:
+            assert (response.status, response.headers["X-Commext-Side"]) == (500, "decode")
+            assert await response.read() == b'{"error": "load failed"}'
+        assert sum(len(engine.calls) for engine in cluster.decode) == 2
+        assert kit.outcome("engine_error", "decode") in await cluster.metrics()
 
 
 @pytest.mark.parametrize("status", [400, 429])
-def test_what_a_decode_engine_refuses_is_not_tried_again(kit: Any, status: int) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(num_decode=2) as cluster:
-            cluster.decode[0].behave = kit.answering(status, b'{"error": "no"}')
-            async with cluster.post(STREAM) as response:
-                assert (response.status, response.headers["X-Commext-Side"]) == (status, "decode")
-                assert await response.read() == b'{"error": "no"}'
-            assert cluster.decode[1].calls == []
-
-    asyncio.run(scenario())
+async def test_what_a_decode_engine_refuses_is_not_tried_again(kit: Any, status: int) -> None:
+    async with kit.cluster(num_decode=2) as cluster:
+        cluster.decode[0].behave = kit.answering(status, b'{"error": "no"}')
+        async with cluster.post(STREAM) as response:
+            assert (response.status, response.headers["X-Commext-Side"]) == (status, "decode")
+            assert await response.read() == b'{"error": "no"}'
+        assert cluster.decode[1].calls == []
 
 
-def test_an_error_after_the_first_token_is_the_clients_to_see(kit: Any) -> None:
+async def test_an_error_after_the_first_token_is_the_clients_to_see(kit: Any) -> None:
     client_has = asyncio.Event()
 
     async def fail_late(call: Any) -> None:
@@ -287,13 +240,10 @@ def test_an_error_after_the_first_token_is_the_clients_to_see(kit: Any) -> None:
         await call.chunk(b'data: {"error": {"code": 500}}\n\n')
         await call.end_stream()
 
-    async def scenario() -> None:
-        async with kit.cluster(num_decode=2) as cluster:
-            cluster.decode[0].behave = fail_late
-            async with cluster.post(STREAM) as response:
-                assert await response.content.readany() == EVENT
-                client_has.set()
-                assert (await response.read()).startswith(b'data: {"error"')
-            assert cluster.decode[1].calls == []
-
-    asyncio.run(scenario())
+    async with kit.cluster(num_decode=2) as cluster:
+        cluster.decode[0].behave = fail_late
+        async with cluster.post(STREAM) as response:
+            assert await response.content.readany() == EVENT
+            client_has.set()
+            assert (await response.read()).startswith(b'data: {"error"')
+        assert cluster.decode[1].calls == []

@@ -114,122 +114,106 @@ async def answered_by(cluster: Any) -> tuple[str, str]:
         return response.headers.get("X-Commext-Prefill", ""), response.headers["X-Commext-Decode"]
 
 
-def test_a_watched_file_adds_and_removes_engines_and_a_broken_one_changes_nothing(
+async def test_a_watched_file_adds_and_removes_engines_and_a_broken_one_changes_nothing(
     kit: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "engines.json"
-
-    async def scenario() -> None:
-        async with (
-            kit.engine(kit.prefill_ok).running() as prefill,
-            kit.engine(kit.decode_ok).running() as first,
-            kit.engine(kit.decode_ok).running() as second,
-        ):
-            write(path, prefill=[prefill], decode=[first])
-            options = {**QUICK, "engines_file": str(path)}
-            async with kit.cluster(num_prefill=0, num_decode=0, **options) as cluster:
-                pool = cluster.proxy.decode_pool
-                assert await answered_by(cluster) == ("prefill0", "decode0")
-                write(path, prefill=[prefill], decode=[second])
-                await kit.until(lambda: [e.url for e in pool.engines] == [second.url], "the change")
-                await kit.until(lambda: pool.num_usable == 1, "its first check")
-                path.write_text("{")
-                await kit.until(lambda: "engines from file stay" in caplog.text, "the complaint")
-                await answered_by(cluster)
-                assert (len(first.calls), len(second.calls)) == (1, 1)
-
-    asyncio.run(scenario())
+    async with (
+        kit.engine(kit.prefill_ok).running() as prefill,
+        kit.engine(kit.decode_ok).running() as first,
+        kit.engine(kit.decode_ok).running() as second,
+    ):
+        write(path, prefill=[prefill], decode=[first])
+        options = {**QUICK, "engines_file": str(path)}
+        async with kit.cluster(num_prefill=0, num_decode=0, **options) as cluster:
+            pool = cluster.proxy.decode_pool
+            assert await answered_by(cluster) == ("prefill0", "decode0")
+            write(path, prefill=[prefill], decode=[second])
+            await kit.until(lambda: [e.url for e in pool.engines] == [second.url], "the change")
+            await kit.until(lambda: pool.num_usable == 1, "its first check")
+            path.write_text("{")
+            await kit.until(lambda: "engines from file stay" in caplog.text, "the complaint")
+            await answered_by(cluster)
+            assert (len(first.calls), len(second.calls)) == (1, 1)
 
 
-def test_a_name_stands_for_an_engine_at_each_of_its_addresses(
+async def test_a_name_stands_for_an_engine_at_each_of_its_addresses(
     kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     addresses = ["127.0.0.1"]
-
-    async def scenario() -> None:
-        async with (
-            kit.engine(kit.prefill_ok).running() as prefill,
-            kit.engine(kit.decode_ok).running() as decode,
-        ):
-            loop = asyncio.get_running_loop()
-            real = loop.getaddrinfo
-
-            async def getaddrinfo(host: Any, port: Any, **options: Any) -> Any:
-                if host != "engines.test":
-                    return await real(host, port, **options)
-                if not addresses:
-                    raise socket.gaierror(socket.EAI_NONAME, "no such name")
-                return [(2, 1, 6, "", (address, port)) for address in addresses]
-
-            monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
-            options = {
-                **QUICK, "prefill": (prefill.url,),
-                "decode": (f"dns+http://engines.test:{decode.port}",),
-            }  # fmt: skip
-            async with kit.cluster(num_prefill=0, num_decode=0, **options) as cluster:
-                pool = cluster.proxy.decode_pool
-                assert await answered_by(cluster) == ("prefill0", "decode0")
-                addresses[:] = ["127.0.0.1", "127.0.0.2"]
-                await kit.until(lambda: len(pool.engines) == 2, "the second address")
-                assert pool.engines[1].url == f"http://127.0.0.2:{decode.port}"
-                addresses.clear()
-                await asyncio.sleep(0.2)
-                assert len(pool.engines) == 2, "a name server that fails takes no engine away"
-                addresses[:] = ["127.0.0.1"]
-                await kit.until(lambda: len(pool.engines) == 1, "the second address to go")
-
-    asyncio.run(scenario())
-
-
-def test_a_watch_of_names_ends_though_it_is_told_so_as_a_name_is_resolved(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def scenario() -> None:
+    async with (
+        kit.engine(kit.prefill_ok).running() as prefill,
+        kit.engine(kit.decode_ok).running() as decode,
+    ):
         loop = asyncio.get_running_loop()
+        real = loop.getaddrinfo
 
-        async def getaddrinfo(*_: Any, **__: Any) -> Any:
-            loop.call_soon(watching.cancel)
-            return [(2, 1, 6, "", ("127.0.0.1", 1))]
+        async def getaddrinfo(host: Any, port: Any, **options: Any) -> Any:
+            if host != "engines.test":
+                return await real(host, port, **options)
+            if not addresses:
+                raise socket.gaierror(socket.EAI_NONAME, "no such name")
+            return [(2, 1, 6, "", (address, port)) for address in addresses]
 
         monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
-        config = ProxyConfig(
-            (P1.url,), ("dns+http://engines.test:1",), refresh_interval_seconds=0.01
-        )
-        watching = asyncio.create_task(Sources(config, registry()[0]).watch())
-        ended, _ = await asyncio.wait([watching], timeout=5)
-        assert ended
+        options = {
+            **QUICK, "prefill": (prefill.url,),
+            "decode": (f"dns+http://engines.test:{decode.port}",),
+        }  # fmt: skip
+        async with kit.cluster(num_prefill=0, num_decode=0, **options) as cluster:
+            pool = cluster.proxy.decode_pool
+            assert await answered_by(cluster) == ("prefill0", "decode0")
+            addresses[:] = ["127.0.0.1", "127.0.0.2"]
+            await kit.until(lambda: len(pool.engines) == 2, "the second address")
+            assert pool.engines[1].url == f"http://127.0.0.2:{decode.port}"
+            addresses.clear()
+            await asyncio.sleep(0.2)
+            assert len(pool.engines) == 2, "a name server that fails takes no engine away"
+            addresses[:] = ["127.0.0.1"]
+            await kit.until(lambda: len(pool.engines) == 1, "the second address to go")
 
-    asyncio.run(scenario())
+
+async def test_a_watch_of_names_ends_though_it_is_told_so_as_a_name_is_resolved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = asyncio.get_running_loop()
+
+    async def getaddrinfo(*_: Any, **__: Any) -> Any:
+        loop.call_soon(watching.cancel)
+        return [(2, 1, 6, "", ("127.0.0.1", 1))]
+
+    monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+    config = ProxyConfig((P1.url,), ("dns+http://engines.test:1",), refresh_interval_seconds=0.01)
+    watching = asyncio.create_task(Sources(config, registry()[0]).watch())
+    ended, _ = await asyncio.wait([watching], timeout=5)
+    assert ended
 
 
-def test_checks_end_though_they_are_told_so_as_an_engine_is_suspected(kit: Any) -> None:
+async def test_checks_end_though_they_are_told_so_as_an_engine_is_suspected(kit: Any) -> None:
     import aiohttp
 
     from vllm_commext.proxy.health import HealthMonitor
 
-    async def scenario() -> None:
-        async with (
-            kit.engine(kit.decode_ok).running() as server,
-            aiohttp.ClientSession() as session,
-        ):
-            pool = EnginePool("decode", [server.url])
-            monitor = HealthMonitor(session, ProxyConfig((P1.url,), (server.url,)))
-            async with monitor.running(pool.engines):
-                await asyncio.sleep(0)  # until it waits
-            [engine] = pool.engines
-            for num_turns in range(4):
-                others = asyncio.all_tasks()
-                monitor.watch(engine)
-                [watch] = asyncio.all_tasks() - others
-                await asyncio.sleep(0)  # until it waits
-                engine.suspect()
-                for _ in range(num_turns):
-                    await asyncio.sleep(0)
-                monitor.forget(engine)
-                ended, _ = await asyncio.wait([watch], timeout=5)
-                assert ended, num_turns
-
-    asyncio.run(scenario())
+    async with (
+        kit.engine(kit.decode_ok).running() as server,
+        aiohttp.ClientSession() as session,
+    ):
+        pool = EnginePool("decode", [server.url])
+        monitor = HealthMonitor(session, ProxyConfig((P1.url,), (server.url,)))
+        async with monitor.running(pool.engines):
+            await asyncio.sleep(0)  # until it waits
+        [engine] = pool.engines
+        for num_turns in range(4):
+            others = asyncio.all_tasks()
+            monitor.watch(engine)
+            [watch] = asyncio.all_tasks() - others
+            await asyncio.sleep(0)  # until it waits
+            engine.suspect()
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            monitor.forget(engine)
+            ended, _ = await asyncio.wait([watch], timeout=5)
+            assert ended, num_turns
 
 
 class Admin:
@@ -256,7 +240,7 @@ async def admin_of(kit: Any, stack: Any, tmp_path: Path, cluster: Any) -> Admin:
     return Admin(cluster, lines[0].removeprefix("admin port on "))
 
 
-def test_the_admin_port_adds_drains_and_removes_engines_and_nothing_is_lost(
+async def test_the_admin_port_adds_drains_and_removes_engines_and_nothing_is_lost(
     kit: Any, tmp_path: Path
 ) -> None:
     from contextlib import AsyncExitStack
@@ -267,34 +251,31 @@ def test_the_admin_port_adds_drains_and_removes_engines_and_nothing_is_lost(
         await release.wait()
         await kit.decode_ok(call)
 
-    async def scenario() -> None:
-        async with (
-            kit.engine(held).running() as added,
-            kit.cluster(**QUICK) as cluster,
-            AsyncExitStack() as stack,
-        ):
-            admin = await admin_of(kit, stack, tmp_path, cluster)
-            pool, first = cluster.proxy.decode_pool, cluster.decode[0]
-            status, told = await admin.ask(
-                "POST", "/engines", {"role": "decode", "url": added.url + "/"}
-            )
-            assert (status, told["engines"][-1]["url"]) == (200, added.url)
-            await kit.until(lambda: pool.num_usable == 2, "the new engine's first check")
-            assert (await admin.ask("POST", "/drain", {"url": first.url}))[0] == 200
-            running = asyncio.ensure_future(answered_by(cluster))
-            await kit.until(lambda: bool(added.calls), "a request at the new engine")
-            assert (await admin.ask("POST", "/undrain", {"url": first.url}))[0] == 200
-            assert (await admin.ask("DELETE", "/engines", {"url": added.url}))[0] == 200
-            assert await answered_by(cluster) == ("prefill0", "decode0")
-            assert len(pool.engines) == 2, "it still has work"
-            release.set()
-            assert await running == ("prefill0", "decode1")
-            await kit.until(lambda: len(pool.engines) == 1, "the engine to go")
-
-    asyncio.run(scenario())
+    async with (
+        kit.engine(held).running() as added,
+        kit.cluster(**QUICK) as cluster,
+        AsyncExitStack() as stack,
+    ):
+        admin = await admin_of(kit, stack, tmp_path, cluster)
+        pool, first = cluster.proxy.decode_pool, cluster.decode[0]
+        status, told = await admin.ask(
+            "POST", "/engines", {"role": "decode", "url": added.url + "/"}
+        )
+        assert (status, told["engines"][-1]["url"]) == (200, added.url)
+        await kit.until(lambda: pool.num_usable == 2, "the new engine's first check")
+        assert (await admin.ask("POST", "/drain", {"url": first.url}))[0] == 200
+        running = asyncio.ensure_future(answered_by(cluster))
+        await kit.until(lambda: bool(added.calls), "a request at the new engine")
+        assert (await admin.ask("POST", "/undrain", {"url": first.url}))[0] == 200
+        assert (await admin.ask("DELETE", "/engines", {"url": added.url}))[0] == 200
+        assert await answered_by(cluster) == ("prefill0", "decode0")
+        assert len(pool.engines) == 2, "it still has work"
+        release.set()
+        assert await running == ("prefill0", "decode1")
+        await kit.until(lambda: len(pool.engines) == 1, "the engine to go")
 
 
-def test_draining_can_be_waited_for(kit: Any, tmp_path: Path) -> None:
+async def test_draining_can_be_waited_for(kit: Any, tmp_path: Path) -> None:
     from contextlib import AsyncExitStack
 
     release = asyncio.Event()
@@ -303,26 +284,21 @@ def test_draining_can_be_waited_for(kit: Any, tmp_path: Path) -> None:
         await release.wait()
         await kit.decode_ok(call)
 
-    async def scenario() -> None:
-        async with kit.cluster(**QUICK) as cluster, AsyncExitStack() as stack:
-            admin = await admin_of(kit, stack, tmp_path, cluster)
-            cluster.decode[0].behave = held
-            running = asyncio.ensure_future(answered_by(cluster))
-            await kit.until(lambda: bool(cluster.decode[0].calls), "the request")
-            wanted = {"url": cluster.decode[0].url, "wait_seconds": 0}
-            _, told = await admin.ask("POST", "/drain", wanted)
-            assert [e["in_flight"] for e in told["engines"] if e["role"] == "decode"] == [1]
-            waiting = asyncio.ensure_future(
-                admin.ask("POST", "/drain", {**wanted, "wait_seconds": 30})
-            )
-            await asyncio.sleep(0.3)
-            assert not waiting.done()
-            release.set()
-            _, told = await waiting
-            assert [e["in_flight"] for e in told["engines"] if e["role"] == "decode"] == [0]
-            await running
-
-    asyncio.run(scenario())
+    async with kit.cluster(**QUICK) as cluster, AsyncExitStack() as stack:
+        admin = await admin_of(kit, stack, tmp_path, cluster)
+        cluster.decode[0].behave = held
+        running = asyncio.ensure_future(answered_by(cluster))
+        await kit.until(lambda: bool(cluster.decode[0].calls), "the request")
+        wanted = {"url": cluster.decode[0].url, "wait_seconds": 0}
+        _, told = await admin.ask("POST", "/drain", wanted)
+        assert [e["in_flight"] for e in told["engines"] if e["role"] == "decode"] == [1]
+        waiting = asyncio.ensure_future(admin.ask("POST", "/drain", {**wanted, "wait_seconds": 30}))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        release.set()
+        _, told = await waiting
+        assert [e["in_flight"] for e in told["engines"] if e["role"] == "decode"] == [0]
+        await running
 
 
 @pytest.mark.parametrize(
@@ -336,22 +312,19 @@ def test_draining_can_be_waited_for(kit: Any, tmp_path: Path) -> None:
         ("POST", "/drain", {"url": "http://h:1", "wait_seconds": -1}, "wait_seconds: expected"),
     ],
 )
-def test_what_the_admin_port_cannot_do_it_refuses(
+async def test_what_the_admin_port_cannot_do_it_refuses(
     kit: Any, tmp_path: Path, method: str, path: str, body: Any, message: str
 ) -> None:
     from contextlib import AsyncExitStack
 
-    async def scenario() -> None:
-        async with kit.cluster() as cluster, AsyncExitStack() as stack:
-            admin = await admin_of(kit, stack, tmp_path, cluster)
-            status, told = await admin.ask(method, path, body)
-            assert (status, message in told["error"]["message"]) == (400, True), told
-            assert (await admin.ask(method, path, body, token="wrong"))[0] == 401
-            assert (await admin.ask("GET", "/engines"))[0] == 200
-            async with cluster.session.get(cluster.url + "/engines") as response:
-                assert response.status == 404, "it is not on the clients' port"
-
-    asyncio.run(scenario())
+    async with kit.cluster() as cluster, AsyncExitStack() as stack:
+        admin = await admin_of(kit, stack, tmp_path, cluster)
+        status, told = await admin.ask(method, path, body)
+        assert (status, message in told["error"]["message"]) == (400, True), told
+        assert (await admin.ask(method, path, body, token="wrong"))[0] == 401
+        assert (await admin.ask("GET", "/engines"))[0] == 200
+        async with cluster.session.get(cluster.url + "/engines") as response:
+            assert response.status == 404, "it is not on the clients' port"
 
 
 def test_an_admin_port_needs_a_token() -> None:

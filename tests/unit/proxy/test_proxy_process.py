@@ -37,7 +37,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     await process.communicate()
 
 
-def test_sigterm_lets_a_running_stream_end_and_refuses_new_connections(kit: Any) -> None:
+async def test_sigterm_lets_a_running_stream_end_and_refuses_new_connections(kit: Any) -> None:
     release = asyncio.Event()
 
     async def held(call: Any) -> None:
@@ -47,41 +47,38 @@ def test_sigterm_lets_a_running_stream_end_and_refuses_new_connections(kit: Any)
         await call.chunk(b"data: [DONE]\n\n")
         await call.end_stream()
 
-    async def scenario() -> None:
-        import aiohttp
+    import aiohttp
 
-        async with (
-            kit.engine(kit.prefill_ok).running() as prefill,
-            kit.engine(held).running() as decode,
-            aiohttp.ClientSession() as session,
-            aiohttp.ClientSession() as connected,
-        ):
-            process = await _start(
-                "--prefill", prefill.url, "--decode", decode.url, "--port", "0"
-            )  # fmt: skip
-            try:
-                assert await _line(process) == f"prefill0 {prefill.url} healthy"
-                assert await _line(process) == f"decode0 {decode.url} healthy"
-                url = (await _line(process)).removeprefix("listening on ")
-                assert url.startswith("http://127.0.0.1:")
-                body = {"prompt": "x", "stream": True}
-                async with connected.get(url + "/health") as response:
-                    assert response.status == 200
-                async with session.post(url + "/v1/completions", json=body) as response:
-                    assert await response.content.readany() == b"data: 1\n\n"
-                    process.send_signal(signal.SIGTERM)
-                    assert await _line(process) == "stopping: 1 requests in flight"
-                    await _expect_refused(session, url)
-                    async with connected.post(url + "/v1/completions", json=body) as refusal:
-                        assert refusal.status == 503
-                        assert (await refusal.json())["error"]["type"] == "shutdown"
-                    release.set()
-                    assert await response.read() == b"data: [DONE]\n\n"
-                assert await asyncio.wait_for(process.wait(), BOUND_SECONDS) == 0
-            finally:
-                await _end(process)
-
-    asyncio.run(scenario())
+    async with (
+        kit.engine(kit.prefill_ok).running() as prefill,
+        kit.engine(held).running() as decode,
+        aiohttp.ClientSession() as session,
+        aiohttp.ClientSession() as connected,
+    ):
+        process = await _start(
+            "--prefill", prefill.url, "--decode", decode.url, "--port", "0"
+        )  # fmt: skip
+        try:
+            assert await _line(process) == f"prefill0 {prefill.url} healthy"
+            assert await _line(process) == f"decode0 {decode.url} healthy"
+            url = (await _line(process)).removeprefix("listening on ")
+            assert url.startswith("http://127.0.0.1:")
+            body = {"prompt": "x", "stream": True}
+            async with connected.get(url + "/health") as response:
+                assert response.status == 200
+            async with session.post(url + "/v1/completions", json=body) as response:
+                assert await response.content.readany() == b"data: 1\n\n"
+                process.send_signal(signal.SIGTERM)
+                assert await _line(process) == "stopping: 1 requests in flight"
+                await _expect_refused(session, url)
+                async with connected.post(url + "/v1/completions", json=body) as refusal:
+                    assert refusal.status == 503
+                    assert (await refusal.json())["error"]["type"] == "shutdown"
+                release.set()
+                assert await response.read() == b"data: [DONE]\n\n"
+            assert await asyncio.wait_for(process.wait(), BOUND_SECONDS) == 0
+        finally:
+            await _end(process)
 
 
 async def _expect_refused(session: Any, url: str) -> None:
@@ -94,152 +91,137 @@ async def _expect_refused(session: Any, url: str) -> None:
         return
 
 
-def test_draining_is_bounded_and_aborts_what_is_left(kit: Any) -> None:
-    async def scenario() -> None:
-        import aiohttp
+async def test_draining_is_bounded_and_aborts_what_is_left(kit: Any) -> None:
+    import aiohttp
 
-        async with (
-            kit.engine(kit.hanging).running() as prefill,
-            kit.engine(kit.decode_ok).running() as decode,
-            aiohttp.ClientSession() as session,
-        ):
-            process = await _start(
-                "--prefill", prefill.url, "--decode", decode.url, "--port", "0",
-                "--drain-timeout", "0.1",
-            )  # fmt: skip
-            try:
-                lines = [await _line(process) for _ in range(3)]
-                url = lines[-1].removeprefix("listening on ")
-                request = session.post(url + "/v1/completions", json={"prompt": "x"})
-                asking = asyncio.ensure_future(request.__aenter__())
-                await kit.until(lambda: bool(prefill.calls), "the prefill step")
-                process.send_signal(signal.SIGINT)
-                assert await asyncio.wait_for(process.wait(), BOUND_SECONDS) == 0
-                await kit.until(lambda: prefill.num_left == 1, "the abort to arrive")
-                result = await asyncio.gather(asking, return_exceptions=True)
-                assert isinstance(result[0], aiohttp.ClientError)
-            finally:
-                await _end(process)
-
-    asyncio.run(scenario())
+    async with (
+        kit.engine(kit.hanging).running() as prefill,
+        kit.engine(kit.decode_ok).running() as decode,
+        aiohttp.ClientSession() as session,
+    ):
+        process = await _start(
+            "--prefill", prefill.url, "--decode", decode.url, "--port", "0",
+            "--drain-timeout", "0.1",
+        )  # fmt: skip
+        try:
+            lines = [await _line(process) for _ in range(3)]
+            url = lines[-1].removeprefix("listening on ")
+            request = session.post(url + "/v1/completions", json={"prompt": "x"})
+            asking = asyncio.ensure_future(request.__aenter__())
+            await kit.until(lambda: bool(prefill.calls), "the prefill step")
+            process.send_signal(signal.SIGINT)
+            assert await asyncio.wait_for(process.wait(), BOUND_SECONDS) == 0
+            await kit.until(lambda: prefill.num_left == 1, "the abort to arrive")
+            result = await asyncio.gather(asking, return_exceptions=True)
+            assert isinstance(result[0], aiohttp.ClientError)
+        finally:
+            await _end(process)
 
 
-def test_a_taken_port_ends_with_status_1_and_says_what_to_do(kit: Any) -> None:
-    async def scenario() -> None:
-        async with kit.engine(kit.decode_ok).running() as taken:
-            process = await _start(
-                "--prefill", "http://127.0.0.1:9", "--decode", taken.url,
-                "--port", str(taken.port),
-            )  # fmt: skip
-            try:
-                _, told = await asyncio.wait_for(process.communicate(), BOUND_SECONDS)
-                assert process.returncode == 1
-                last = told.decode().splitlines()[-1]
-                assert last.startswith(
-                    f"vllm-commext proxy: cannot listen on 127.0.0.1 port {taken.port}"
-                )
-                assert "choose another --host or --port" in last
-            finally:
-                await _end(process)
-
-    asyncio.run(scenario())
+async def test_a_taken_port_ends_with_status_1_and_says_what_to_do(kit: Any) -> None:
+    async with kit.engine(kit.decode_ok).running() as taken:
+        process = await _start(
+            "--prefill", "http://127.0.0.1:9", "--decode", taken.url,
+            "--port", str(taken.port),
+        )  # fmt: skip
+        try:
+            _, told = await asyncio.wait_for(process.communicate(), BOUND_SECONDS)
+            assert process.returncode == 1
+            last = told.decode().splitlines()[-1]
+            assert last.startswith(
+                f"vllm-commext proxy: cannot listen on 127.0.0.1 port {taken.port}"
+            )
+            assert "choose another --host or --port" in last
+        finally:
+            await _end(process)
 
 
-def test_workers_share_the_port_the_metrics_and_what_the_admin_port_asks(
+async def test_workers_share_the_port_the_metrics_and_what_the_admin_port_asks(
     kit: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "token").write_text("t")
+    import aiohttp
 
-    async def scenario() -> None:
-        import aiohttp
+    async with (
+        kit.engine(kit.prefill_ok).running() as prefill,
+        kit.engine(kit.decode_ok).running() as decode,
+        kit.engine(kit.decode_ok).running() as added,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
+    ):
+        process = await _start(
+            "--prefill", prefill.url, "--decode", decode.url, "--port", "0", "--workers", "2",
+            "--admin-port", "0", "--admin-token-file", str(tmp_path / "token"),
+        )  # fmt: skip
+        try:
+            admin = (await _line(process)).removeprefix("admin port on ")
+            assert await _line(process) == f"prefill0 {prefill.url} healthy"
+            assert await _line(process) == f"decode0 {decode.url} healthy"
+            url, by = (await _line(process)).removeprefix("listening on ").split(" ", 1)
+            assert by == "by 2 workers"
 
-        async with (
-            kit.engine(kit.prefill_ok).running() as prefill,
-            kit.engine(kit.decode_ok).running() as decode,
-            kit.engine(kit.decode_ok).running() as added,
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
-        ):
-            process = await _start(
-                "--prefill", prefill.url, "--decode", decode.url, "--port", "0", "--workers", "2",
-                "--admin-port", "0", "--admin-token-file", str(tmp_path / "token"),
-            )  # fmt: skip
-            try:
-                admin = (await _line(process)).removeprefix("admin port on ")
-                assert await _line(process) == f"prefill0 {prefill.url} healthy"
-                assert await _line(process) == f"decode0 {decode.url} healthy"
-                url, by = (await _line(process)).removeprefix("listening on ").split(" ", 1)
-                assert by == "by 2 workers"
-
-                async def ask(num: int) -> None:
-                    for _ in range(num):
-                        async with session.post(
-                            url + "/v1/completions", json={"prompt": "x"}
-                        ) as response:
-                            assert response.status == 200
-
-                await ask(12)
-                async with session.get(url + "/metrics") as response:
-                    text = await response.text()
-                wanted = 'requests_total{endpoint="completions",outcome="ok",side="proxy"} 12.0'
-                assert wanted in text, "whichever worker answers knows of all"
-                headers = {"Authorization": "Bearer t"}
-                body = {"role": "decode", "url": added.url}
-                async with session.post(admin + "/engines", json=body, headers=headers) as response:
-                    assert len((await response.json())["engines"]) == 3
-                body = {"url": decode.url, "wait_seconds": 5}
-                async with session.post(admin + "/drain", json=body, headers=headers) as response:
-                    drained = [e for e in (await response.json())["engines"] if e["draining"]]
-                    assert [(e["url"], e["in_flight"]) for e in drained] == [(decode.url, 0)]
-                num_before = len(decode.calls)
-                await ask(6)
-                assert (len(decode.calls), len(added.calls)) == (num_before, 6)
-                process.send_signal(signal.SIGTERM)
-                assert await _line(process) == "stopping: 0 requests in flight"
-                assert await asyncio.wait_for(process.wait(), BOUND_SECONDS) == 0
-            finally:
-                await _end(process)
-
-    asyncio.run(scenario())
-
-
-def test_a_worker_that_dies_is_replaced(kit: Any) -> None:
-    async def scenario() -> None:
-        import aiohttp
-
-        async with (
-            kit.engine(kit.prefill_ok).running() as prefill,
-            kit.engine(kit.decode_ok).running() as decode,
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
-        ):
-            process = await _start(
-                "--prefill", prefill.url, "--decode", decode.url, "--port", "0", "--workers", "2"
-            )  # fmt: skip
-            try:
-                lines = [await _line(process) for _ in range(3)]
-                url = lines[-1].removeprefix("listening on ").split()[0]
-                before = _children(process.pid)
-                os.kill(before[0], signal.SIGKILL)
-                await kit.until(
-                    lambda: (
-                        len(_children(process.pid)) == 2 and before[0] not in _children(process.pid)
-                    ),
-                    "another worker",
-                )
-                for _ in range(4):
+            async def ask(num: int) -> None:
+                for _ in range(num):
                     async with session.post(
                         url + "/v1/completions", json={"prompt": "x"}
                     ) as response:
                         assert response.status == 200
-            finally:
-                process.terminate()
-                await asyncio.wait_for(process.wait(), BOUND_SECONDS)
-                await _end(process)
-                assert not any(Path(f"/proc/{pid}").exists() for pid in before)
 
-    asyncio.run(scenario())
+            await ask(12)
+            async with session.get(url + "/metrics") as response:
+                text = await response.text()
+            wanted = 'requests_total{endpoint="completions",outcome="ok",side="proxy"} 12.0'
+            assert wanted in text, "whichever worker answers knows of all"
+            headers = {"Authorization": "Bearer t"}
+            body = {"role": "decode", "url": added.url}
+            async with session.post(admin + "/engines", json=body, headers=headers) as response:
+                assert len((await response.json())["engines"]) == 3
+            body = {"url": decode.url, "wait_seconds": 5}
+            async with session.post(admin + "/drain", json=body, headers=headers) as response:
+                drained = [e for e in (await response.json())["engines"] if e["draining"]]
+                assert [(e["url"], e["in_flight"]) for e in drained] == [(decode.url, 0)]
+            num_before = len(decode.calls)
+            await ask(6)
+            assert (len(decode.calls), len(added.calls)) == (num_before, 6)
+            process.send_signal(signal.SIGTERM)
+            assert await _line(process) == "stopping: 0 requests in flight"
+            assert await asyncio.wait_for(process.wait(), BOUND_SECONDS) == 0
+        finally:
+            await _end(process)
 
 
-def test_a_worker_that_cannot_be_started_is_tried_again(
+async def test_a_worker_that_dies_is_replaced(kit: Any) -> None:
+    import aiohttp
+
+    async with (
+        kit.engine(kit.prefill_ok).running() as prefill,
+        kit.engine(kit.decode_ok).running() as decode,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
+    ):
+        process = await _start(
+            "--prefill", prefill.url, "--decode", decode.url, "--port", "0", "--workers", "2"
+        )  # fmt: skip
+        try:
+            lines = [await _line(process) for _ in range(3)]
+            url = lines[-1].removeprefix("listening on ").split()[0]
+            before = _children(process.pid)
+            os.kill(before[0], signal.SIGKILL)
+            await kit.until(
+                lambda: (
+                    len(_children(process.pid)) == 2 and before[0] not in _children(process.pid)
+                ),
+                "another worker",
+            )
+            for _ in range(4):
+                async with session.post(url + "/v1/completions", json={"prompt": "x"}) as response:
+                    assert response.status == 200
+        finally:
+            process.terminate()
+            await asyncio.wait_for(process.wait(), BOUND_SECONDS)
+            await _end(process)
+            assert not any(Path(f"/proc/{pid}").exists() for pid in before)
+
+
+async def test_a_worker_that_cannot_be_started_is_tried_again(
     kit: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """No process is left for it, for a moment."""
@@ -253,40 +235,36 @@ def test_a_worker_that_cannot_be_started_is_tried_again(
             raise failures.pop()
         return await start(self)
 
-    async def scenario() -> None:
-        config = ProxyConfig(("http://127.0.0.1:1",), ("http://127.0.0.1:2",), port=0)
-        one = supervisor.Supervisor(config, "WARNING", str(tmp_path))
-        monkeypatch.setattr(supervisor.Supervisor, "_start", starting)
-        keeping = asyncio.create_task(one.keep(0))
-        try:
-            await one.wait_ready()
-        finally:
-            await one.stop()
-            await asyncio.wait([keeping], timeout=BOUND_SECONDS)
-        assert keeping.done()
-        keeping.result()
-
-    asyncio.run(scenario())
+    config = ProxyConfig(("http://127.0.0.1:1",), ("http://127.0.0.1:2",), port=0)
+    one = supervisor.Supervisor(config, "WARNING", str(tmp_path))
+    monkeypatch.setattr(supervisor.Supervisor, "_start", starting)
+    keeping = asyncio.create_task(one.keep(0))
+    try:
+        await one.wait_ready()
+    finally:
+        await one.stop()
+        await asyncio.wait([keeping], timeout=BOUND_SECONDS)
+    assert keeping.done()
+    keeping.result()
     assert caplog.text.count("no process left") == 3
 
 
 @pytest.mark.parametrize("told", [b'{"report": 1, "engi', b""])
-def test_a_worker_that_dies_in_the_midst_of_a_line_is_one_that_dies(kit: Any, told: bytes) -> None:
+async def test_a_worker_that_dies_in_the_midst_of_a_line_is_one_that_dies(
+    kit: Any, told: bytes
+) -> None:
     from vllm_commext.proxy.supervisor import Supervisor, _Worker
     from vllm_commext.proxy.worker import message
 
-    async def scenario() -> None:
-        ours, theirs = socket.socketpair()
-        reader, writer = await asyncio.open_connection(sock=ours)
-        config = ProxyConfig(("http://127.0.0.1:1",), ("http://127.0.0.1:2",))
-        theirs.sendall(message(report=7) + told)
-        theirs.close()
-        worker = _Worker(None, reader, writer)  # type: ignore[arg-type]
-        answer = worker.reports[7] = asyncio.get_running_loop().create_future()
-        await Supervisor(config, "WARNING", "")._listen_to(worker)
-        assert answer.result() == {"report": 7}
-
-    asyncio.run(scenario())
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    config = ProxyConfig(("http://127.0.0.1:1",), ("http://127.0.0.1:2",))
+    theirs.sendall(message(report=7) + told)
+    theirs.close()
+    worker = _Worker(None, reader, writer)  # type: ignore[arg-type]
+    answer = worker.reports[7] = asyncio.get_running_loop().create_future()
+    await Supervisor(config, "WARNING", "")._listen_to(worker)
+    assert answer.result() == {"report": 7}
 
 
 def _children(pid: int) -> list[int]:

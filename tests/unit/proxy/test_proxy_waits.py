@@ -12,33 +12,27 @@ async def status_of(cluster: Any) -> int:
         return response.status
 
 
-def test_a_stream_whose_first_token_never_comes_is_aborted(kit: Any) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(decode_timeout_seconds=0.1) as cluster:
-            cluster.decode[0].behave = kit.hanging
-            async with cluster.post(STREAM) as response:
-                assert response.status == 504
-            await kit.until(lambda: cluster.decode[0].num_left == 1, "the abort to arrive")
-
-    asyncio.run(scenario())
+async def test_a_stream_whose_first_token_never_comes_is_aborted(kit: Any) -> None:
+    async with kit.cluster(decode_timeout_seconds=0.1) as cluster:
+        cluster.decode[0].behave = kit.hanging
+        async with cluster.post(STREAM) as response:
+            assert response.status == 504
+        await kit.until(lambda: cluster.decode[0].num_left == 1, "the abort to arrive")
 
 
-def test_an_answer_in_one_piece_may_take_as_long_as_its_engine_lives(kit: Any) -> None:
+async def test_an_answer_in_one_piece_may_take_as_long_as_its_engine_lives(kit: Any) -> None:
     async def slow(call: Any) -> None:
         await asyncio.sleep(0.5)
         await kit.decode_ok(call)
 
-    async def scenario() -> None:
-        short = {"decode_timeout_seconds": 0.05, "decode_idle_timeout_seconds": 0.05}
-        async with kit.cluster(**short, engine_lost_seconds=0.2) as cluster:
-            cluster.decode[0].behave = slow
-            async with cluster.post(BODY) as response:
-                assert response.status == 200
-
-    asyncio.run(scenario())
+    short = {"decode_timeout_seconds": 0.05, "decode_idle_timeout_seconds": 0.05}
+    async with kit.cluster(**short, engine_lost_seconds=0.2) as cluster:
+        cluster.decode[0].behave = slow
+        async with cluster.post(BODY) as response:
+            assert response.status == 200
 
 
-def test_an_engine_that_answers_nothing_any_more_is_given_up(kit: Any) -> None:
+async def test_an_engine_that_answers_nothing_any_more_is_given_up(kit: Any) -> None:
     checks = {"health_interval_seconds": 0.02, "health_timeout_seconds": 0.5}
     asked: list[Any] = []
 
@@ -52,84 +46,69 @@ def test_an_engine_that_answers_nothing_any_more_is_given_up(kit: Any) -> None:
 
         return behave
 
-    async def scenario() -> None:
-        async with kit.cluster(num_decode=2, **checks, engine_lost_seconds=0.3) as cluster:
-            for engine in cluster.decode:
-                engine.behave = silent_if_first(engine)
-            assert await asyncio.wait_for(status_of(cluster), 30) == 200
-            assert len(asked) == len({id(engine) for engine in asked}) == 2
-
-    asyncio.run(scenario())
+    async with kit.cluster(num_decode=2, **checks, engine_lost_seconds=0.3) as cluster:
+        for engine in cluster.decode:
+            engine.behave = silent_if_first(engine)
+        assert await asyncio.wait_for(status_of(cluster), 30) == 200
+        assert len(asked) == len({id(engine) for engine in asked}) == 2
 
 
-def test_an_engine_that_only_says_that_it_is_unwell_is_waited_for(kit: Any) -> None:
+async def test_an_engine_that_only_says_that_it_is_unwell_is_waited_for(kit: Any) -> None:
     release = asyncio.Event()
 
     async def held(call: Any) -> None:
         await release.wait()
         await kit.decode_ok(call)
 
-    async def scenario() -> None:
-        checks = {"health_interval_seconds": 0.02, "engine_lost_seconds": 0.1}
-        async with kit.cluster(**checks) as cluster:
-            cluster.decode[0].behave = held
-            asking = asyncio.ensure_future(status_of(cluster))
-            await kit.until(lambda: bool(cluster.decode[0].calls), "the decode step")
-            cluster.decode[0].health_status = 503
-            await asyncio.sleep(0.4)
-            assert not asking.done()
-            release.set()
-            assert await asking == 200
-
-    asyncio.run(scenario())
+    checks = {"health_interval_seconds": 0.02, "engine_lost_seconds": 0.1}
+    async with kit.cluster(**checks) as cluster:
+        cluster.decode[0].behave = held
+        asking = asyncio.ensure_future(status_of(cluster))
+        await kit.until(lambda: bool(cluster.decode[0].calls), "the decode step")
+        cluster.decode[0].health_status = 503
+        await asyncio.sleep(0.4)
+        assert not asking.done()
+        release.set()
+        assert await asking == 200
 
 
-def test_headers_without_a_first_token_are_a_timeout_too(kit: Any) -> None:
+async def test_headers_without_a_first_token_are_a_timeout_too(kit: Any) -> None:
     async def silent_stream(call: Any) -> None:
         await call.begin_stream()
         await kit.hanging(call)
 
-    async def scenario() -> None:
-        async with kit.cluster(decode_timeout_seconds=0.1) as cluster:
-            cluster.decode[0].behave = silent_stream
-            async with cluster.post(STREAM) as response:
-                assert response.status == 504
-            assert kit.outcome("timeout", "decode") in await cluster.metrics()
-
-    asyncio.run(scenario())
+    async with kit.cluster(decode_timeout_seconds=0.1) as cluster:
+        cluster.decode[0].behave = silent_stream
+        async with cluster.post(STREAM) as response:
+            assert response.status == 504
+        assert kit.outcome("timeout", "decode") in await cluster.metrics()
 
 
-def test_a_request_waits_a_moment_for_an_engine_to_be_well_again(kit: Any) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(health_interval_seconds=0.02, engine_wait_seconds=30) as cluster:
-            cluster.decode[0].health_status = 503
-            pool = cluster.proxy.decode_pool
-            await kit.until(lambda: pool.num_healthy == 0, "the sick engine to be noticed")
-            request = asyncio.create_task(status_of(cluster))
-            await asyncio.sleep(0.1)
-            assert not request.done()
-            assert cluster.decode[0].calls == []
-            cluster.decode[0].health_status = 200
-            assert await asyncio.wait_for(request, 20) == 200
-
-    asyncio.run(scenario())
+async def test_a_request_waits_a_moment_for_an_engine_to_be_well_again(kit: Any) -> None:
+    async with kit.cluster(health_interval_seconds=0.02, engine_wait_seconds=30) as cluster:
+        cluster.decode[0].health_status = 503
+        pool = cluster.proxy.decode_pool
+        await kit.until(lambda: pool.num_healthy == 0, "the sick engine to be noticed")
+        request = asyncio.create_task(status_of(cluster))
+        await asyncio.sleep(0.1)
+        assert not request.done()
+        assert cluster.decode[0].calls == []
+        cluster.decode[0].health_status = 200
+        assert await asyncio.wait_for(request, 20) == 200
 
 
-def test_health_follows_the_engines_down_and_up(kit: Any) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(num_decode=2, health_interval_seconds=0.02) as cluster:
-            pool = cluster.proxy.decode_pool
-            cluster.decode[0].health_status = 503
-            await kit.until(lambda: pool.num_healthy == 1, "the sick engine to be noticed")
-            assert pool.engines[0].detail == "/health answered 503"
-            for _ in range(2):
-                async with cluster.post(BODY) as response:
-                    assert response.headers["X-Commext-Decode"] == "decode1"
-            cluster.decode[0].health_status = 200
-            await kit.until(lambda: pool.num_healthy == 2, "the engine to be well again")
-            await cluster.decode[1].stop()
-            await kit.until(lambda: pool.num_healthy == 1, "the lost engine to be noticed")
-            await cluster.decode[1].start()
-            await kit.until(lambda: pool.num_healthy == 2, "the engine to be back")
-
-    asyncio.run(scenario())
+async def test_health_follows_the_engines_down_and_up(kit: Any) -> None:
+    async with kit.cluster(num_decode=2, health_interval_seconds=0.02) as cluster:
+        pool = cluster.proxy.decode_pool
+        cluster.decode[0].health_status = 503
+        await kit.until(lambda: pool.num_healthy == 1, "the sick engine to be noticed")
+        assert pool.engines[0].detail == "/health answered 503"
+        for _ in range(2):
+            async with cluster.post(BODY) as response:
+                assert response.headers["X-Commext-Decode"] == "decode1"
+        cluster.decode[0].health_status = 200
+        await kit.until(lambda: pool.num_healthy == 2, "the engine to be well again")
+        await cluster.decode[1].stop()
+        await kit.until(lambda: pool.num_healthy == 1, "the lost engine to be noticed")
+        await cluster.decode[1].start()
+        await kit.until(lambda: pool.num_healthy == 2, "the engine to be back")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -99,7 +98,7 @@ def test_without_affinity_nobody_knows_who_holds_what() -> None:
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_the_second_turn_names_the_engine_of_the_first(kit: Any, is_on: bool) -> None:
+async def test_the_second_turn_names_the_engine_of_the_first(kit: Any, is_on: bool) -> None:
     told: list[Any] = []
 
     async def prefill(call: Any) -> None:
@@ -107,34 +106,28 @@ def test_the_second_turn_names_the_engine_of_the_first(kit: Any, is_on: bool) ->
         answer = {"choices": [{}], "kv_transfer_params": {"remote_block_ids": [[1]]}}
         await call.answer(200, json.dumps(answer).encode())
 
-    async def scenario() -> None:
-        async with kit.cluster(reuse_blocks=is_on) as cluster:
-            for engine in cluster.prefill:
-                engine.behave = prefill
-            for _ in range(2):
-                async with cluster.post(BODY) as response:
-                    assert response.status == 200
-                    await response.read()
-            (used,) = [one for one in cluster.decode if one.calls]
-            place = {"host": "127.0.0.1", "port": used.port, "seal": "ab"}
-            assert told == [None, [place] if is_on else None]
-
-    asyncio.run(scenario())
+    async with kit.cluster(reuse_blocks=is_on) as cluster:
+        for engine in cluster.prefill:
+            engine.behave = prefill
+        for _ in range(2):
+            async with cluster.post(BODY) as response:
+                assert response.status == 200
+                await response.read()
+        (used,) = [one for one in cluster.decode if one.calls]
+        place = {"host": "127.0.0.1", "port": used.port, "seal": "ab"}
+        assert told == [None, [place] if is_on else None]
 
 
-def test_an_engine_whose_metrics_cannot_be_had_yet_is_asked_again(kit: Any) -> None:
-    async def scenario() -> None:
-        async with kit.cluster(reuse_blocks=True, health_interval_seconds=0.05) as cluster:
-            (engine,) = cluster.decode
-            known = [one for pool in cluster.proxy.pools for one in pool.engines]
-            (offers,) = [one.offers for one in known if one.url == engine.url]
-            engine.metrics_status = 503
-            offers.clear()
-            before = engine.num_scrapes
-            await kit.until(lambda: engine.num_scrapes > before + 1, "two more questions")
-            assert not offers.is_known
-            engine.metrics_status = 200
-            await kit.until(lambda: offers.is_known, "an answer")
-            assert [place["port"] for place in offers.places] == [engine.port]
-
-    asyncio.run(scenario())
+async def test_an_engine_whose_metrics_cannot_be_had_yet_is_asked_again(kit: Any) -> None:
+    async with kit.cluster(reuse_blocks=True, health_interval_seconds=0.05) as cluster:
+        (engine,) = cluster.decode
+        known = [one for pool in cluster.proxy.pools for one in pool.engines]
+        (offers,) = [one.offers for one in known if one.url == engine.url]
+        engine.metrics_status = 503
+        offers.clear()
+        before = engine.num_scrapes
+        await kit.until(lambda: engine.num_scrapes > before + 1, "two more questions")
+        assert not offers.is_known
+        engine.metrics_status = 200
+        await kit.until(lambda: offers.is_known, "an answer")
+        assert [place["port"] for place in offers.places] == [engine.port]

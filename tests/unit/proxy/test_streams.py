@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -60,21 +61,19 @@ async def ask(cluster: Any, body: Any = BODY) -> tuple[str, bytes]:
         return response.headers["X-Commext-Path"], await response.read()
 
 
-def running(kit: Any, scenario: Callable[[Any], Any], **options: Any) -> None:
-    async def run() -> None:
-        settings = {"affinity": False, "stream_chunks": True, **options}
-        async with kit.cluster(**settings) as cluster:
-            for engine in cluster.prefill:
-                engine.behave = answering()
-            for engine in cluster.decode:
-                engine.behave = decode
-            await scenario(cluster)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def running(kit: Any, **options: Any) -> AsyncIterator[Any]:
+    settings = {"affinity": False, "stream_chunks": True, **options}
+    async with kit.cluster(**settings) as cluster:
+        for engine in cluster.prefill:
+            engine.behave = answering()
+        for engine in cluster.decode:
+            engine.behave = decode
+        yield cluster
 
 
-def test_both_engines_are_asked_at_once_as_soon_as_it_is_known_where(kit: Any) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_both_engines_are_asked_at_once_as_soon_as_it_is_known_where(kit: Any) -> None:
+    async with running(kit, early_first_token=False) as cluster:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
         assert (await ask(cluster))[0] == "two-step"
         assert "stream_key" not in params_of(prefill.calls[0])
@@ -107,11 +106,9 @@ def test_both_engines_are_asked_at_once_as_soon_as_it_is_known_where(kit: Any) -
         assert params_of(prefill.calls[2])["stream_key"] != key
         assert await ways(cluster) == {"not_known": 1, "streamed": 2}
 
-    running(kit, scenario, early_first_token=False)
 
-
-def test_the_first_token_is_sent_when_the_prefill_engine_has_it(kit: Any) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_the_first_token_is_sent_when_the_prefill_engine_has_it(kit: Any) -> None:
+    async with running(kit) as cluster:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
         for _ in range(2):
             await ask(cluster)
@@ -134,17 +131,14 @@ def test_the_first_token_is_sent_when_the_prefill_engine_has_it(kit: Any) -> Non
         assert "remote_first_token_due" not in params_of(decoding.calls[-1])
         assert len(prefill.calls) == 4
 
-    running(kit, scenario)
-
 
 @pytest.mark.parametrize(("body", "told"), [(BODY, "streamed"), (DRAWN, "two-step")])
 @pytest.mark.parametrize("status", [500, 503])
-def test_a_decode_engine_that_cannot_is_asked_once_more_with_the_answer(
+async def test_a_decode_engine_that_cannot_is_asked_once_more_with_the_answer(
     kit: Any, status: int, body: Any, told: str
 ) -> None:
     """A client that has the first token early was told of the way before."""
-
-    async def scenario(cluster: Any) -> None:
+    async with running(kit) as cluster:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
         await ask(cluster)
 
@@ -163,11 +157,9 @@ def test_a_decode_engine_that_cannot_is_asked_once_more_with_the_answer(
         assert params_of(decoding.calls[-1])["remote_block_ids"] == [[1]]
         assert await ways(cluster) == {"not_known": 1, "failed": 1}
 
-    running(kit, scenario)
 
-
-def test_a_prefill_engine_that_fails_ends_the_decode_engines_wait(kit: Any) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_a_prefill_engine_that_fails_ends_the_decode_engines_wait(kit: Any) -> None:
+    async with running(kit) as cluster:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
         await ask(cluster)
 
@@ -183,11 +175,9 @@ def test_a_prefill_engine_that_fails_ends_the_decode_engines_wait(kit: Any) -> N
         assert path == "local-prefill"
         await kit.until(lambda: decoding.num_left == 1, "the decode engine to be left")
 
-    running(kit, scenario)
 
-
-def test_another_prefill_engine_is_asked_in_two_steps(kit: Any) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_another_prefill_engine_is_asked_in_two_steps(kit: Any) -> None:
+    async with running(kit, num_prefill=2) as cluster:
         for _ in range(2):
             await ask(cluster)
         cluster.prefill[0].behave = cluster.prefill[1].behave = answering()
@@ -205,13 +195,10 @@ def test_another_prefill_engine_is_asked_in_two_steps(kit: Any) -> None:
         assert path == "two-step"
         assert (await ways(cluster))["again"] == 1
 
-    running(kit, scenario, num_prefill=2)
 
-
-def test_a_decode_engine_that_drains_passes_a_streamed_request_on(kit: Any) -> None:
+async def test_a_decode_engine_that_drains_passes_a_streamed_request_on(kit: Any) -> None:
     """None of it was begun there: another one reads the same prompt while it is computed."""
-
-    async def scenario(cluster: Any) -> None:
+    async with running(kit, num_decode=2, health_interval_seconds=60.0) as cluster:
         (prefill,), (first, second) = cluster.prefill, cluster.decode
         await ask(cluster)
         draining, other = (second, first) if len(first.calls) else (first, second)
@@ -226,14 +213,12 @@ def test_a_decode_engine_that_drains_passes_a_streamed_request_on(kit: Any) -> N
         assert len(prefill.calls) == 2
         assert await ways(cluster) == {"not_known": 1, "streamed": 1}
 
-    running(kit, scenario, num_decode=2, health_interval_seconds=60.0)
 
-
-def test_a_prefill_engine_that_drains_takes_a_streamed_request_back(kit: Any) -> None:
+async def test_a_prefill_engine_that_drains_takes_a_streamed_request_back(kit: Any) -> None:
     """The decode engine lets go of what it waits for, and both steps are taken with another one;
     as often as engines drain, whatever the number of attempts."""
-
-    async def scenario(cluster: Any) -> None:
+    options = {"prefill_attempts": 1, "health_interval_seconds": 60.0}
+    async with running(kit, num_prefill=3, **options) as cluster:
         for _ in cluster.prefill:
             await ask(cluster)
         (decoding,) = cluster.decode
@@ -247,12 +232,9 @@ def test_a_prefill_engine_that_drains_takes_a_streamed_request_back(kit: Any) ->
         assert params_of(decoding.calls[-1])["remote_host"] == "10.0.0.7"
         assert (await ways(cluster))["again"] >= 1
 
-    options = {"prefill_attempts": 1, "health_interval_seconds": 60.0}
-    running(kit, scenario, num_prefill=3, **options)
 
-
-def test_what_is_streamed_already_ends_where_it_is_while_both_engines_drain(kit: Any) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_what_is_streamed_already_ends_where_it_is_while_both_engines_drain(kit: Any) -> None:
+    async with running(kit, engine_wait_seconds=0.1) as cluster:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
         await ask(cluster)
         may_answer = asyncio.Event()
@@ -279,11 +261,9 @@ def test_what_is_streamed_already_ends_where_it_is_while_both_engines_drain(kit:
         async with cluster.post(BODY) as response:
             assert response.status == 503
 
-    running(kit, scenario, engine_wait_seconds=0.1)
 
-
-def test_a_client_that_leaves_takes_both_requests_along(kit: Any) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_a_client_that_leaves_takes_both_requests_along(kit: Any) -> None:
+    async with running(kit) as cluster:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
         await ask(cluster)
         prefill.behave = decoding.behave = kit.hanging
@@ -291,8 +271,6 @@ def test_a_client_that_leaves_takes_both_requests_along(kit: Any) -> None:
         await kit.until(lambda: len(prefill.calls) + len(decoding.calls) == 4, "both requests")
         task.cancel()
         await kit.until(lambda: prefill.num_left and decoding.num_left, "both to be left")
-
-    running(kit, scenario)
 
 
 @pytest.mark.parametrize(
@@ -303,10 +281,10 @@ def test_a_client_that_leaves_takes_both_requests_along(kit: Any) -> None:
         ([{}, {"remote_port": 5601}], BODY, "several"),
     ],
 )
-def test_what_is_not_streamed_is_counted_with_the_reason(
+async def test_what_is_not_streamed_is_counted_with_the_reason(
     kit: Any, answers: list[Any], body: Any, way: str
 ) -> None:
-    async def scenario(cluster: Any) -> None:
+    async with running(kit) as cluster:
         for params in answers:
             cluster.prefill[0].behave = answering(**params)
             await ask(cluster, SHORT)
@@ -315,11 +293,9 @@ def test_what_is_not_streamed_is_counted_with_the_reason(
         assert path == "two-step"
         assert (await ways(cluster))[way] == before.get(way, 0) + 1
 
-    running(kit, scenario)
 
-
-def test_an_engine_that_was_away_may_be_another_one(kit: Any) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_an_engine_that_was_away_may_be_another_one(kit: Any) -> None:
+    async with running(kit) as cluster:
         await ask(cluster)
         (engine,) = cluster.proxy.pools[0].engines
         engine.refuse("gone")
@@ -327,67 +303,56 @@ def test_an_engine_that_was_away_may_be_another_one(kit: Any) -> None:
         assert (await ask(cluster))[0] == "two-step"
         assert (await ask(cluster))[0] == "streamed"
 
-    running(kit, scenario)
 
-
-def test_nothing_is_streamed_unless_it_is_asked_for(kit: Any) -> None:
-    async def scenario(cluster: Any) -> None:
+async def test_nothing_is_streamed_unless_it_is_asked_for(kit: Any) -> None:
+    async with running(kit, stream_chunks=False) as cluster:
         for _ in range(2):
             assert (await ask(cluster))[0] == "two-step"
         assert await ways(cluster) == {"off": 2}
 
-    running(kit, scenario, stream_chunks=False)
 
-
-def test_a_cancellation_is_not_lost_while_the_decode_engine_is_let_go() -> None:
+async def test_a_cancellation_is_not_lost_while_the_decode_engine_is_let_go() -> None:
     """It says that the client has gone, or that the proxy ends."""
+    let_go, may_end = asyncio.Event(), asyncio.Event()
 
-    async def scenario() -> None:
-        let_go, may_end = asyncio.Event(), asyncio.Event()
+    async def asked(payload: Any) -> Any:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            let_go.set()
+            await may_end.wait()
 
-        async def asked(payload: Any) -> Any:
-            try:
-                await asyncio.Event().wait()
-            finally:
-                let_go.set()
-                await may_end.wait()
+    def payload(body: Any, is_stream: bool | None = None) -> Any:
+        return body
 
-        def payload(body: Any, is_stream: bool | None = None) -> Any:
-            return body
-
-        known = Streams()
-        known.learn(PLACE)
-        stream = OneStream(BODY, 100, payload, asked)
-        await stream.prefill_payload(known)
-        assert stream.is_under_way
-        await asyncio.sleep(0)
-        letting_go = asyncio.create_task(stream.cancel())
-        await let_go.wait()
-        letting_go.cancel()
-        may_end.set()
-        with pytest.raises(asyncio.CancelledError):
-            await letting_go
-
-    asyncio.run(scenario())
+    known = Streams()
+    known.learn(PLACE)
+    stream = OneStream(BODY, 100, payload, asked)
+    await stream.prefill_payload(known)
+    assert stream.is_under_way
+    await asyncio.sleep(0)
+    letting_go = asyncio.create_task(stream.cancel())
+    await let_go.wait()
+    letting_go.cancel()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await letting_go
 
 
-def test_an_answer_that_comes_while_it_is_let_go_is_closed() -> None:
-    async def scenario() -> None:
-        closed: list[bool] = []
+async def test_an_answer_that_comes_while_it_is_let_go_is_closed() -> None:
+    closed: list[bool] = []
 
-        async def asked(payload: Any) -> Any:
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                return SimpleNamespace(close=lambda: closed.append(True))
+    async def asked(payload: Any) -> Any:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return SimpleNamespace(close=lambda: closed.append(True))
 
-        known = Streams()
-        known.learn(PLACE)
-        stream = OneStream(BODY, 100, lambda body, is_stream=None: body, asked)
-        await stream.prefill_payload(known)
-        await asyncio.sleep(0)
-        await stream.cancel()
-        assert closed == [True]
-        assert not stream.is_under_way
-
-    asyncio.run(scenario())
+    known = Streams()
+    known.learn(PLACE)
+    stream = OneStream(BODY, 100, lambda body, is_stream=None: body, asked)
+    await stream.prefill_payload(known)
+    await asyncio.sleep(0)
+    await stream.cancel()
+    assert closed == [True]
+    assert not stream.is_under_way
