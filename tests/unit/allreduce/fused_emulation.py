@@ -2,12 +2,12 @@
 
 import ctypes
 import functools
-import threading
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from tests.kit.threads import together
 from tests.unit.allreduce.push_emulation import TIMEOUT_NS, compile_kernel
 from vllm_commext.allreduce.fused import kernels as fused
 from vllm_commext.allreduce.fused.kernels import Outputs
@@ -85,14 +85,11 @@ class Ranks:
         ]
         for call in calls:
             library(call.shape, call.form, self.world_size)
-        threads = [
-            threading.Thread(target=self._run_rank, args=(rank, calls, of, most_blocks, seed))
-            for rank, of in enumerate(outputs)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+
+        def run(rank: int) -> None:
+            self._run_rank(rank, calls, outputs[rank], most_blocks, seed)
+
+        together(run, self.world_size)
         assert all((memory == EMPTY).all() for memory in self.memories)
         return outputs
 

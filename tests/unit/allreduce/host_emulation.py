@@ -2,11 +2,11 @@
 
 import ctypes
 import functools
-import threading
 
 import numpy as np
 import torch
 
+from tests.kit.threads import together
 from tests.unit.allreduce.push_emulation import TIMEOUT_NS, compile_kernel
 from vllm_commext.allreduce.backends import host
 from vllm_commext.allreduce.backends.host_layout import HostLayout
@@ -50,16 +50,11 @@ class Ranks:
     ) -> list[list[torch.Tensor]]:
         """Each rank's outputs, for its inputs one after the other; all ranks at the same time."""
         outputs = [[torch.full_like(tensor, 777.0) for tensor in of] for of in inputs]
-        threads = [
-            threading.Thread(
-                target=self._run_rank, args=(rank, inputs[rank], outputs[rank], most_blocks, seed)
-            )
-            for rank in range(self.layout.world_size)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+
+        def run(rank: int) -> None:
+            self._run_rank(rank, inputs[rank], outputs[rank], most_blocks, seed)
+
+        together(run, self.layout.world_size)
         return outputs
 
     def _run_rank(

@@ -2,13 +2,13 @@
 
 import ctypes
 import functools
-import threading
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from tests.kit.host_kernels import compiled
+from tests.kit.threads import together
 from vllm_commext.allreduce.backends import push
 from vllm_commext.allreduce.backends.push_layout import PushLayout
 from vllm_commext.allreduce.message import PACK_BYTES
@@ -72,17 +72,11 @@ class Ranks:
         dtype = str(inputs[0][0].dtype).removeprefix("torch.")
         kernel = library(self.layout, dtype)
         outputs = [[torch.full_like(tensor, 777.0) for tensor in of] for of in inputs]
-        threads = [
-            threading.Thread(
-                target=self._run_rank,
-                args=(rank, kernel, inputs[rank], outputs[rank], most_blocks, seed),
-            )
-            for rank in range(self.layout.world_size)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+
+        def run(rank: int) -> None:
+            self._run_rank(rank, kernel, inputs[rank], outputs[rank], most_blocks, seed)
+
+        together(run, self.layout.world_size)
         return outputs
 
     def _run_rank(

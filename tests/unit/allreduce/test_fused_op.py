@@ -1,7 +1,6 @@
 """The fused op: its steps, what the compiler sees, and its kernels from end to end on a CPU."""
 
 import ctypes
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from tests.kit.host_kernels import COMPILER
+from tests.kit.threads import together
 from tests.unit.allreduce.fused_emulation import expected, library, make_call
 from vllm_commext.allreduce import names
 from vllm_commext.allreduce.dispatch.policy import FusedPolicy
@@ -265,9 +265,8 @@ def test_two_ranks_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     call = make_call(shape, form, 2, 5, seed=4)
     memories = [np.full(2 * 512 * 4, EMPTY, np.uint32) for _ in range(2)]
     states = [np.zeros(2, np.uint32) for _ in range(2)]
-    found: list[Any] = [None, None]
 
-    def rank_body(rank: int) -> None:
+    def rank_body(rank: int) -> Any:
         memory = SimpleNamespace(
             state=states[rank].ctypes.data,
             half_packs=512,
@@ -279,14 +278,9 @@ def test_two_ranks_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kernels.fits(shape, form, 5)
         assert not kernels.fits(shape, form, 513 // shape.row_packs + 1)
         operands = (call.parts[rank], call.residual, call.weight)
-        found[rank] = [kernels.run(shape, form, *operands, EPS) for _ in range(3)]
+        return [kernels.run(shape, form, *operands, EPS) for _ in range(3)]
 
-    threads = [threading.Thread(target=rank_body, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(200)
     want = expected(call)
-    for got in [*found[0], *found[1]]:
+    for got in sum(together(rank_body, 2), []):
         for mine, theirs in zip(got, want, strict=True):
             assert torch.equal(mine.float(), theirs.float())

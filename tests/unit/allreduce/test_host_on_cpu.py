@@ -2,7 +2,6 @@
 
 import ctypes
 import random
-import threading
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from tests.kit.host_kernels import COMPILER
+from tests.kit.threads import together
 from tests.unit.allreduce.host_emulation import Ranks, library
 from tests.unit.allreduce.push_emulation import in_order_of_ranks, random_calls
 from vllm_commext.allreduce.backends import host
@@ -183,17 +183,7 @@ def test_the_backend_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     packs = ranks.layout.max_packs
     inputs = random_calls(2, torch.bfloat16, [7, 2 * packs + 100], seed=4)
-    outputs: dict[int, list[torch.Tensor]] = {}
-    threads = [
-        threading.Thread(
-            target=lambda r=r: outputs.update({r: [*map(backends[r].all_reduce, inputs[r])]})
-        )
-        for r in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    outputs = together(lambda rank: [*map(backends[rank].all_reduce, inputs[rank])], 2)
     for call in range(2):
         want = in_order_of_ranks([of[call] for of in inputs])
         assert all(torch.equal(outputs[rank][call], want) for rank in range(2)), call

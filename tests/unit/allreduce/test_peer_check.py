@@ -1,7 +1,6 @@
 """The check of peer memory: its kernel on a CPU, and what it says where stores are lost."""
 
 import ctypes
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.kit.host_kernels import COMPILER
+from tests.kit.threads import together
 from tests.unit.allreduce.push_emulation import compile_kernel
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import nvrtc, peer_check
@@ -50,27 +50,8 @@ class Machine:
             made.memory[:] = self.addresses(rank)
             self.launch(made, rank)
 
-        together(self.world_size, body)
+        together(body, self.world_size)
         return [int(answer[0]) for answer in self.answers]
-
-
-def together(world_size: int, body: Any) -> None:
-    """Run the body of each rank in a thread of its own, and raise what one of them raises."""
-    errors: list[BaseException] = []
-
-    def guarded(rank: int) -> None:
-        try:
-            body(rank)
-        except BaseException as error:  # noqa: BLE001 - the test's own thread is to see it
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-    if errors:
-        raise errors[0]
 
 
 @needs_compiler
@@ -136,7 +117,7 @@ def test_the_check_from_end_to_end(
         except UnsupportedError as error:
             said[rank] = str(error)
 
-    together(2, body)
+    together(body, 2)
     assert answers == {}
     if lost:
         assert "got none from ranks [0]" in said[1]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kit.threads import outcomes
 from tests.unit.reduce_rms.emulation import library
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import ipc
@@ -136,22 +137,13 @@ class Group:
 
     def run(self, rank_body: Callable[[int], Any]) -> list[Any]:
         """What the body returns, or the exception that it raises, on each rank."""
-        results: list[Any] = [None] * self.world_size
 
-        def start(rank: int) -> None:
+        def start(rank: int) -> Any:
             self._here.rank, self._here.numbers = rank, itertools.count()
-            try:
-                results[rank] = rank_body(rank)
-            except Exception as error:  # noqa: BLE001 - the test looks at it
-                results[rank] = error
+            return rank_body(rank)
 
         self._values.clear()
-        threads = [threading.Thread(target=start, args=(r,)) for r in range(self.world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(300)
-        return results
+        return outcomes(start, self.world_size)
 
 
 class HostKernels:

@@ -24,6 +24,8 @@ import pytest
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
+from tests.kit.threads import in_thread
+
 from .queue_child import KIND, LARGE, SMALL, queue_class
 
 CHILD = Path(__file__).with_name("queue_child.py")
@@ -65,36 +67,24 @@ def start() -> Iterator[Callable[..., Child]]:
 
 def outcome(work: Callable[[], object], meanwhile: Callable[[], object] = lambda: None) -> object:
     """What `work` returns or raises in a thread while `meanwhile` runs here."""
-    results: list[object] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except Exception as error:  # noqa: BLE001 - handed to the test
-            results.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    thread, results = in_thread(work)
     meanwhile()
     thread.join(ENOUGH_SECONDS)
     return results[0] if results else "it has not ended"
 
 
 def remote_pair() -> tuple[Any, Any]:
-    writer = queue_class()(1, 0, connect_ip=LOCAL)
-    reader = queue_class().create_from_handle(writer.export_handle(), -1)
-    ready = threading.Thread(target=reader.wait_until_ready, daemon=True)
-    ready.start()
-    writer.wait_until_ready()
-    ready.join(ENOUGH_SECONDS)
-    return writer, reader
+    return _attached(queue_class()(1, 0, connect_ip=LOCAL), -1)
 
 
 def local_pair(**options: Any) -> tuple[Any, Any]:
-    writer = queue_class()(1, 1, **options)
-    reader = queue_class().create_from_handle(writer.export_handle(), 0)
-    ready = threading.Thread(target=reader.wait_until_ready, daemon=True)
-    ready.start()
+    return _attached(queue_class()(1, 1, **options), 0)
+
+
+def _attached(writer: Any, rank: int) -> tuple[Any, Any]:
+    """With its reader, when both are ready."""
+    reader = queue_class().create_from_handle(writer.export_handle(), rank)
+    ready, _ = in_thread(reader.wait_until_ready)
     writer.wait_until_ready()
     ready.join(ENOUGH_SECONDS)
     return writer, reader

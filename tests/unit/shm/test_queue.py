@@ -6,7 +6,6 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import zmq
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
+from tests.kit.threads import in_thread
 from vllm_commext.errors import ProtocolError
 from vllm_commext.shm.handle import Handle, ShmRingBuffer
 from vllm_commext.shm.queue import MessageQueue
@@ -27,20 +27,6 @@ def make(n_reader: int = 1, **options: Any) -> tuple[MessageQueue, list[MessageQ
     handle = pickle.loads(pickle.dumps(writer.export_handle()))
     readers = [MessageQueue.create_from_handle(handle, r) for r in handle.local_reader_ranks]
     return writer, readers
-
-
-def in_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[Any]]:
-    results: list[Any] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except Exception as error:  # noqa: BLE001 - handed to the test
-            results.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, results
 
 
 def test_objects_arrive_in_order_at_every_reader() -> None:

@@ -2,14 +2,13 @@
 
 import os
 import pickle
-import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
+from tests.kit.threads import in_thread
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
 from vllm_commext.shm.errors import PeerLostError, QueueCancelledError
 from vllm_commext.shm.ring import RingReader, RingWriter
@@ -22,20 +21,6 @@ def make(n_readers: int = 1, capacity: int = CAPACITY) -> tuple[RingWriter, list
     readers = [RingReader.attach(writer.address, rank) for rank in range(n_readers)]
     writer.wait_attached(timeout=5)
     return writer, readers
-
-
-def in_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
-    results: list[object] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except Exception as error:  # noqa: BLE001 - handed to the test
-            results.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, results
 
 
 def until_asleep(end: RingReader | RingWriter) -> None:

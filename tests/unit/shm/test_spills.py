@@ -2,13 +2,13 @@
 
 import os
 import struct
-import threading
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
+from tests.kit.threads import together
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
 from vllm_commext.shm.layout import capacity_for, segment_bytes
 from vllm_commext.shm.queue import MessageQueue
@@ -30,27 +30,16 @@ def test_two_that_write_to_each_other_first_do_not_wait_for_each_other() -> None
     """The executor writes the next batch while a worker writes the answer to the last one."""
     there, back = (MessageQueue(1, 1, max_chunk_bytes=4 << 20, max_chunks=10) for _ in range(2))
     large = os.urandom(4 << 20)
-    errors: list[BaseException] = []
 
-    def work(mine: MessageQueue, theirs: MessageQueue) -> None:
+    def work(side: int) -> None:
+        mine, theirs = ((there, back), (back, there))[side]
         reader = MessageQueue.create_from_handle(theirs.export_handle(), 0)
-        try:
-            for number in range(10):
-                mine.enqueue((number, large), timeout=20)
-            for number in range(10):
-                assert reader.dequeue(timeout=20) == (number, large)
-        except BaseException as error:  # noqa: BLE001 - handed to the test
-            errors.append(error)
+        for number in range(10):
+            mine.enqueue((number, large), timeout=20)
+        for number in range(10):
+            assert reader.dequeue(timeout=20) == (number, large)
 
-    threads = [
-        threading.Thread(target=work, args=ends, daemon=True)
-        for ends in ((there, back), (back, there))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert errors == []
+    together(work, 2)
 
 
 def test_a_large_message_needs_no_reader() -> None:

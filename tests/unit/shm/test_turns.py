@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
+from tests.kit.threads import in_thread
 from vllm_commext.shm.ends import LocalReader, Writer
 from vllm_commext.shm.queue import MessageQueue
 from vllm_commext.shm.steps import StepClasses
@@ -110,16 +111,7 @@ def test_a_timeout_runs_while_another_thread_uses_the_end() -> None:
     first.start()
     while not reader.counters()["waits"]:
         pass
-    results: list[object] = []
-
-    def second() -> None:
-        try:
-            reader.dequeue(timeout=0.05)
-        except Exception as error:  # noqa: BLE001 - handed to the test
-            results.append(error)
-
-    thread = threading.Thread(target=second, daemon=True)
-    thread.start()
+    thread, results = in_thread(lambda: reader.dequeue(timeout=0.05))
     thread.join(10)
     assert [type(result).__name__ for result in results] == ["CommextTimeoutError"]
     writer.enqueue("for the first")
