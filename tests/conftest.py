@@ -1,6 +1,7 @@
 """Fixtures for every layer: no toggle of the shell reaches a test, no outcome outlives one."""
 
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -90,6 +91,20 @@ def _no_toggles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     status.clear()
     _forget_connector()
+
+
+@pytest.fixture
+def log_lines(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """The connector's records, each once: vLLM, where another test imports it, stops them on their
+    way to the root logger, which is where ``caplog`` listens."""
+    logger = logging.getLogger("vllm.commext.nixl")
+    before = logger.propagate
+    logger.propagate = False
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, logger=logger.name)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    logger.propagate = before
 
 
 def _forget_connector() -> None:

@@ -16,9 +16,9 @@ import zmq
 
 from tests.chaos.census import take_census
 from tests.chaos.garbage import mutations, notifications, requests
+from tests.kit.descriptions import description
 from tests.kit.memory import heap_bytes
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.outcomes import OutcomeBox
 from vllm_commext.nixl.prefill.holder import Holder
@@ -102,7 +102,9 @@ def fuzz_side_channel(num_frames: int, seed: int, secret: bytes | None = None) -
     valid = [*requests(), *(Caller(secret).prove(frame) for frame in requests() if secret)]
     frames = mutations(random.Random(seed), valid, num_frames)
     port = free_port()
-    server = SideChannelServer(ENGINE, "start-1", LOOPBACK, port, {0: _description()}, secret)
+    server = SideChannelServer(
+        ENGINE, "start-1", LOOPBACK, port, {0: description(ENGINE, b"m" * 1000)}, secret
+    )
     try:
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.LINGER, 0)
@@ -181,19 +183,3 @@ def _deliver(
         holder.take_notifications()
         if time.monotonic() > deadline:
             raise TimeoutError(f"{name} was not released")
-
-
-def _description() -> bytes:
-    """A worker's description that a listener serves."""
-    state = StateGeometry(1, 64, (StatePart("ssm", "float32", 0, 2, False, 64),))
-    layout = CacheLayout(1, 0, 1, [Group("state", 16)], [Family(0, ["l"], [4096], state)])
-    return wire.encode_description(
-        wire.WorkerDescription(
-            engine_id=ENGINE,
-            facts={},
-            agent_metadata=b"m" * 1000,
-            memory_type="DRAM",
-            device_id=0,
-            layout=layout,
-        )
-    )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
+    from tests.contract.scheduled_core import Core
     from tests.contract.scheduler_engine import Engine
 
 if importlib.util.find_spec("vllm") is None:
@@ -29,3 +31,38 @@ def make_engine() -> Iterator[Callable[..., Engine]]:
     yield make
     for engine in made:
         engine.connector.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama's."""
+    from vllm_commext.testing.tiny_model import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture
+def restored_step() -> Iterator[None]:
+    """The engine's step is as it was afterwards."""
+    from vllm_commext.compat import engine_wait, monkey_patch
+
+    yield
+    row = monkey_patch.row_of(engine_wait.SYMBOL)
+    if monkey_patch.is_patched(row):
+        monkey_patch.restore(row)
+
+
+@pytest.fixture
+def make_core(folder: Path, restored_step: None) -> Iterator[Callable[..., Core]]:
+    """Makes engines of that model, and closes them."""
+    from tests.contract.scheduled_core import Core
+
+    made: list[Core] = []
+
+    def make(role: str = "", **settings: Any) -> Core:
+        made.append(Core(folder, role, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,27 +12,15 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request
 
-from tests.contract.scheduled_core import Core, request_of
-from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
+from tests.contract.scheduled_core import Core, has_ended, request_of, turn_until
+from tests.kit.descriptions import description
 from vllm_commext.nixl.metadata import HandshakeMetadata
 from vllm_commext.nixl.reuse.generations import GenerationTable
-from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.params import write_place
 from vllm_commext.testing.ports import free_port
 
 HOST = "127.0.0.1"
 BOUND_SECONDS = 60.0
-
-
-def turn_until(core: Core, look: Callable[[], bool]) -> None:
-    end = time.monotonic() + BOUND_SECONDS
-    while not look():
-        assert time.monotonic() < end
-        core.turn()
-
-
-def has_ended(core: Core, name: str) -> bool:
-    return core.answer(name).finish_reason is not None
 
 
 @dataclass
@@ -89,21 +76,6 @@ def changed(request: Request, params: dict[str, Any]) -> Request:
     return request
 
 
-def description() -> bytes:
-    state = StateGeometry(1, 64, (StatePart("ssm", "float32", 0, 2, False, 64),))
-    layout = CacheLayout(1, 0, 1, [Group("state", 16)], [Family(0, ["l"], [4096], state)])
-    return wire.encode_description(
-        wire.WorkerDescription(
-            engine_id="o",
-            facts={},
-            agent_metadata=b"",
-            memory_type="DRAM",
-            device_id=0,
-            layout=layout,
-        )
-    )
-
-
 def start(folder: Path, role: str, **settings: Any) -> Engine:
     """An engine of the model, with what its worker loads and its scheduler side counts noted."""
     port = free_port(HOST)
@@ -115,7 +87,7 @@ def start(folder: Path, role: str, **settings: Any) -> Engine:
     core = Core(folder, role, side_channel_port=port, **values)
     num_blocks = core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
     one = Engine(core, GenerationTable(num_blocks, 4), port)
-    metadata = HandshakeMetadata(description(), one.table.shared)
+    metadata = HandshakeMetadata(description("o"), one.table.shared)
     one.side.serve({(0, 0): metadata})
     execute = core.worker.execute
 

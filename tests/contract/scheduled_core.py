@@ -9,6 +9,7 @@ position that nobody computed or loaded.
 from __future__ import annotations
 
 import queue
+import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ NUM_BLOCKS = 64
 MAX_TOKENS = 128
 NUM_TOKENS = 200
 MAX_STEPS = 400
+BOUND_SECONDS = 60.0
 _number = count()
 TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -268,3 +270,15 @@ def prefilled(prefill: Core, tokens: Sequence[int], **params: Any) -> dict[str, 
     (output,) = [one for one in prefill.outputs if one.request_id == name]
     assert output.kv_transfer_params is not None
     return output.kv_transfer_params
+
+
+def turn_until(core: Core, look: Callable[[], bool]) -> None:
+    """Turns of an engine, which sleeps while it waits."""
+    end = time.monotonic() + BOUND_SECONDS
+    while not look():
+        assert time.monotonic() < end
+        core.turn()
+
+
+def has_ended(core: Core, name: str) -> bool:
+    return core.answer(name).finish_reason is not None

@@ -4,9 +4,8 @@ and each token, position and block is accounted for."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +32,7 @@ from tests.contract.scheduled_core import (
     request_of,
 )
 from tests.contract.vllm_caches import make_caches
-from vllm_commext.compat import engine_wait, monkey_patch
+from vllm_commext.compat import engine_wait
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl import first_token
 from vllm_commext.nixl.config import ConnectorConfig
@@ -43,7 +42,6 @@ from vllm_commext.nixl.metadata import StepMetadata, WorkerMetadata
 from vllm_commext.nixl.requests import Load
 from vllm_commext.nixl.vllm_cache import ModelFacts
 from vllm_commext.nixl.worker import WorkerSide
-from vllm_commext.testing.tiny_model import write_tiny_model
 
 pytestmark = [
     pytest.mark.skipif(
@@ -59,25 +57,9 @@ _number = count()
 MakeCore = Callable[..., Core]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "llama")
-
-
 @pytest.fixture
-def make(folder: Path) -> Iterator[MakeCore]:
-    """Makes engines, and closes them; the engine's step is as it was afterwards."""
-    made: list[Core] = []
-
-    def core(role: str = "", **settings: Any) -> Core:
-        made.append(Core(folder, role, **settings))
-        return made[-1]
-
-    yield core
-    for one in made:
-        one.close()
-    if monkey_patch.is_patched(monkey_patch.row_of(engine_wait.SYMBOL)):
-        monkey_patch.restore(monkey_patch.row_of(engine_wait.SYMBOL))
+def make(make_core: MakeCore) -> MakeCore:
+    return make_core
 
 
 def answered(core: Core, name: str, tokens: list[int], params: Any, **sampling: Any) -> Any:

@@ -30,12 +30,10 @@ from tests.contract.reuse_engines import (
     turn_until,
 )
 from tests.contract.scheduled_core import BLOCK, Core, next_token, request_of
-from vllm_commext.compat import engine_wait, monkey_patch
 from vllm_commext.compat.block_frees import defer_frees
 from vllm_commext.nixl.config import parse_config
 from vllm_commext.nixl.engine_facts import reusing_of
 from vllm_commext.nixl.reuse.ways import REFUSALS
-from vllm_commext.testing.tiny_model import write_tiny_model
 
 pytestmark = [
     pytest.mark.skipif(
@@ -47,11 +45,6 @@ PROMPT = list(range(21))
 IS_ASYNC = pytest.mark.parametrize(
     "is_async", [False, True], ids=["one step at a time", "async scheduling"]
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "llama")
 
 
 def answer_to(tokens: Sequence[int], count: int) -> list[int]:
@@ -83,20 +76,17 @@ MakeEngine = Callable[..., Engine]
 
 
 @pytest.fixture
-def make(folder: Path) -> Iterator[MakeEngine]:
+def make(folder: Path, restored_step: None) -> Iterator[MakeEngine]:
     made: list[Engine] = []
 
     def engine(role: str, **settings: Any) -> Engine:
-        one = start(folder, role, **settings)
-        made.append(one)
-        return one
+        made.append(start(folder, role, **settings))
+        return made[-1]
 
     yield engine
     for one in made:
         one.core.close()
         one.table.close()
-    if monkey_patch.is_patched(monkey_patch.row_of(engine_wait.SYMBOL)):
-        monkey_patch.restore(monkey_patch.row_of(engine_wait.SYMBOL))
 
 
 @IS_ASYNC

@@ -10,6 +10,7 @@ import zmq
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from tests.kit.descriptions import description
 from vllm_commext.errors import ConfigError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.layout import (
@@ -146,7 +147,7 @@ def test_blocks_of_a_late_load_wait_for_the_workers_of_all_stages() -> None:
 def test_workers_of_all_stages_are_described_under_their_numbers() -> None:
     side = scheduler_side(free_port(), tp_size=2, pp_size=2)
     described = {
-        (stage, rank): HandshakeMetadata(description(stage, rank))
+        (stage, rank): HandshakeMetadata(staged(stage, rank))
         for stage in range(2)
         for rank in range(2)
     }
@@ -163,7 +164,7 @@ def test_workers_of_all_stages_are_described_under_their_numbers() -> None:
     assert all(layout.worker == number for number, layout in layouts.items())
 
 
-def description(stage: int, rank: int) -> bytes:
+def staged(stage: int, rank: int) -> bytes:
     """What the worker of a stage with one layer says."""
     geometry = AttentionGeometry(
         *(8, 1, 64, 16, 2, False, 1, 32, 2, 2),
@@ -179,16 +180,7 @@ def description(stage: int, rank: int) -> bytes:
         pp_rank=stage,
         stages=[["layer0"], ["layer1"]],
     )
-    return wire.encode_description(
-        wire.WorkerDescription(
-            engine_id="p",
-            facts={},
-            agent_metadata=b"",
-            memory_type="DRAM",
-            device_id=0,
-            layout=layout,
-        )
-    )
+    return description("p", layout=layout)
 
 
 def test_each_record_has_the_gauges_of_the_whole_engine() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,10 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from tests.contract.scheduled_core import BLOCK, Core, next_token, request_of
+from tests.contract.scheduled_core import BLOCK, Core, has_ended, next_token, request_of, turn_until
+from tests.kit.descriptions import description
 from vllm_commext.compat import engine_wait, monkey_patch
 from vllm_commext.compat.kv_connector import transfer_results_class
-from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.prefill.fence import FenceTable
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
@@ -27,7 +28,6 @@ from vllm_commext.nixl.stream.directory import StreamDirectory
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.prompt import digests, prompt_of
 from vllm_commext.testing.ports import free_port
-from vllm_commext.testing.tiny_model import write_tiny_model
 
 pytestmark = [
     pytest.mark.skipif(
@@ -43,24 +43,9 @@ BOUND_SECONDS = 60.0
 MakeCore = Callable[..., Core]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "llama")
-
-
 @pytest.fixture
-def make(folder: Path) -> Iterator[MakeCore]:
-    made: list[Core] = []
-
-    def core(role: str, **settings: Any) -> Core:
-        made.append(Core(folder, role, stream_chunks=True, **settings))
-        return made[-1]
-
-    yield core
-    for one in made:
-        one.close()
-    if monkey_patch.is_patched(monkey_patch.row_of(engine_wait.SYMBOL)):
-        monkey_patch.restore(monkey_patch.row_of(engine_wait.SYMBOL))
+def make(make_core: MakeCore) -> MakeCore:
+    return partial(make_core, stream_chunks=True)
 
 
 class Told:
@@ -204,25 +189,11 @@ class Channel:
     """A prefill engine's side channel."""
 
     def __init__(self) -> None:
-        state = StateGeometry(1, 64, (StatePart("ssm", "float32", 0, 2, False, 64),))
-        layout = CacheLayout(1, 0, 1, [Group("state", 16)], [Family(0, ["l"], [4096], state)])
-        description = wire.WorkerDescription(
-            engine_id="p",
-            facts={},
-            agent_metadata=b"",
-            memory_type="DRAM",
-            device_id=0,
-            layout=layout,
-        )
         self.port = free_port(HOST)
         self.directory = StreamDirectory()
+        described = {0: description("p")}
         self._server = SideChannelServer(
-            "p",
-            "start-1",
-            HOST,
-            self.port,
-            {0: wire.encode_description(description)},
-            streams=self.directory,
+            "p", "start-1", HOST, self.port, described, streams=self.directory
         )
 
     def begin(self, tokens: list[int], **changes: Any) -> None:
@@ -258,18 +229,6 @@ def channel() -> Iterator[Channel]:
     made = Channel()
     yield made
     made.close()
-
-
-def turn_until(core: Core, look: Callable[[], bool]) -> None:
-    """Turns of an engine, which sleeps while it waits."""
-    end = time.monotonic() + BOUND_SECONDS
-    while not look():
-        assert time.monotonic() < end
-        core.turn()
-
-
-def has_ended(core: Core, name: str) -> bool:
-    return core.answer(name).finish_reason is not None
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "async scheduling"])

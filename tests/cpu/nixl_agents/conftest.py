@@ -5,7 +5,6 @@ read is answered by the peer and stops with it.
 """
 
 import importlib.util
-import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,16 +31,3 @@ def make_engine() -> Iterator[Callable[..., Any]]:
     yield make
     for engine in reversed(made):
         engine.close()
-
-
-@pytest.fixture
-def log_lines(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """The connector's records, each once, whatever vLLM has done to its loggers."""
-    logger = logging.getLogger("vllm.commext.nixl")
-    before = logger.propagate
-    logger.propagate = False
-    logger.addHandler(caplog.handler)
-    caplog.set_level(logging.INFO, logger=logger.name)
-    yield caplog
-    logger.removeHandler(caplog.handler)
-    logger.propagate = before

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import zmq
 
+from tests.kit.descriptions import description
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
 from vllm_commext.nixl.prefill import side_channel
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.wire import messages as wire
@@ -25,32 +24,10 @@ OTHER = b"another one of sixteen bytes and more"
 REQUEST = wire.DescribeRequest(engine_id="p", tp_rank=0)
 
 
-def description() -> bytes:
-    state = StateGeometry(1, 64, (StatePart("ssm", "float32", 0, 2, False, 64),))
-    layout = CacheLayout(1, 0, 1, [Group("state", 16)], [Family(0, ["l"], [4096], state)])
-    return wire.encode_description(
-        wire.WorkerDescription(
-            engine_id="p",
-            facts={},
-            agent_metadata=b"m",
-            memory_type="DRAM",
-            device_id=0,
-            layout=layout,
-        )
-    )
-
-
-@pytest.fixture
-def context() -> Iterator[Any]:
-    made = zmq.Context()
-    yield made
-    made.destroy(linger=0)
-
-
 @contextmanager
 def serving(drains: threading.Event, secret: bytes | None = None) -> Iterator[int]:
     port = free_port()
-    descriptions = {0: description()}
+    descriptions = {0: description("p")}
     server = SideChannelServer("p", "start-1", HOST, port, descriptions, secret, drains.is_set)
     try:
         yield port

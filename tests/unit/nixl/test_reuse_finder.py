@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import zmq
 
+from tests.kit.descriptions import description
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.reuse.finder import BlockFinder, checked
 from vllm_commext.nixl.reuse.table import OfferTable
@@ -27,13 +27,8 @@ NAMES = [bytes([number]) * 32 for number in range(10)]
 
 
 def start(port: int, *, offers: bool = True, secret: bytes | None = None) -> tuple[Any, Any]:
-    state = StateGeometry(1, 64, (StatePart("ssm", "float32", 0, 2, False, 64),))
-    layout = CacheLayout(1, 0, 1, [Group("state", 16)], [Family(0, ["l"], [4096], state)])
-    description = wire.WorkerDescription(
-        engine_id="o", facts={}, agent_metadata=b"", memory_type="DRAM", device_id=0, layout=layout
-    )
     table = OfferTable([np.zeros(16, dtype=np.uint64)]) if offers else None
-    described = {0: wire.encode_description(description)}
+    described = {0: description("o")}
     server = SideChannelServer("o", "start-1", HOST, port, described, secret, blocks=table)
     return server, table
 

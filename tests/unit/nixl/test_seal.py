@@ -1,13 +1,11 @@
 """The side channel's secret: what proves it passes once and in time, the rest is told why."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -153,13 +151,6 @@ def test_a_secret_that_cannot_be_used_stops_the_start(
     with pytest.raises(ConfigError, match="side_channel_secret_file") as raised:
         read_secret(str(path), {})
     assert "short" not in str(raised.value)
-
-
-@pytest.fixture
-def context() -> Iterator[Any]:
-    made = zmq.Context()
-    yield made
-    made.destroy(linger=0)
 
 
 def exchange(context: Any, served: bytes | None, asked: bytes | None) -> wire.Described:

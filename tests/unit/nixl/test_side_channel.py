@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import zmq
 
+from tests.kit.descriptions import description
 from vllm_commext.errors import ConfigError, ProtocolError
-from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer, resolve
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import endpoint
@@ -27,31 +27,14 @@ DEEP = b"\x84\xa4kind\xa8describe\xa9engine_id\xa1p\xa7tp_rank\x01\xa1x" + b"\x9
 DEEP_REPLY = b"\x82\xa4kind\xa9described\xa1x" + b"\x91" * 100_000 + b"\xc0"
 
 
-def description(rank: int) -> bytes:
-    state = StateGeometry(1, 64, (StatePart("ssm", "float32", 0, 2, False, 64),))
-    return wire.encode_description(
-        wire.WorkerDescription(
-            engine_id="p",
-            facts={},
-            agent_metadata=b"m" * 10_000,
-            memory_type="DRAM",
-            device_id=0,
-            layout=CacheLayout(2, rank, 1, [Group("state", 16)], [Family(0, ["l"], [4096], state)]),
-        )
-    )
+def described(rank: int) -> bytes:
+    return description("p", b"m" * 10_000, tp_size=2, tp_rank=rank)
 
 
 def start(host: str = HOST, port: int = 0) -> tuple[SideChannelServer, int]:
     port = port or free_port(resolve(host, 1))
-    descriptions = {rank: description(rank) for rank in (0, 1)}
+    descriptions = {rank: described(rank) for rank in (0, 1)}
     return SideChannelServer("p", "start-1", host, port, descriptions), port
-
-
-@pytest.fixture
-def context() -> Iterator[Any]:
-    made = zmq.Context()
-    yield made
-    made.destroy(linger=0)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +81,7 @@ def test_the_rank_that_was_asked_for_is_described(
         request = wire.DescribeRequest(engine_id="p", tp_rank=rank)
         reply = ask(context, served[1], request)
         assert reply.incarnation == "start-1"
-        assert wire.encode_description(wire.open_description(reply)) == description(rank)
+        assert wire.encode_description(wire.open_description(reply)) == described(rank)
     assert served[0].num_refused == refused_before
 
 
@@ -274,7 +257,7 @@ def test_a_port_in_use_names_host_and_port(served: tuple[SideChannelServer, int]
 
 
 def test_a_description_that_no_peer_would_take_is_not_served() -> None:
-    decoded = msgspec.msgpack.decode(description(0))
+    decoded = msgspec.msgpack.decode(described(0))
     decoded["layout"]["num_blocks"] = 2
     with pytest.raises(ProtocolError, match="expected a row a block"):
         SideChannelServer("p", "start-1", HOST, free_port(), {0: msgspec.msgpack.encode(decoded)})
@@ -307,7 +290,7 @@ def test_both_sides_take_the_same_address_of_a_name(
     ]
     with monkeypatch.context() as patched:
         patched.setattr(socket, "getaddrinfo", lambda *args, **kwargs: both)
-        server = SideChannelServer("p", "start-1", "localhost", port, {1: description(1)})
+        server = SideChannelServer("p", "start-1", "localhost", port, {1: described(1)})
     try:
         assert ask(context, port)
     finally:
