@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from serving.report import load_average, machine
+from machine import load_average, machine
 from torch import distributed as dist
 
 from vllm_commext.allreduce.table.selection import size_text
@@ -126,7 +126,7 @@ def markdown(cells: list[Cell], load: str) -> str:
     lines = [
         "# All-reduce among CPU processes: our shared-memory ring buffers and others",
         "",
-        machine("cpu"),
+        machine("nixl"),
         "",
     ]
     lines += ["    " + shlex.join(["python", "benchmarks/cpu_collectives.py", *sys.argv[1:]]), ""]
@@ -182,7 +182,7 @@ def main() -> int:
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.with_suffix(".md").write_text(text)
-        found = {"machine": machine("cpu"), "command": sys.argv}
+        found = {"machine": machine("nixl"), "command": sys.argv}
         found["cells"] = [cell._asdict() for cell in cells]
         args.out.with_suffix(".json").write_text(json.dumps(found) + "\n")
     return 0

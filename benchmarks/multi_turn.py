@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from serving.report import load_average, machine
+from machine import load_average, machine
 
 from vllm_commext.testing import cluster, parity
 from vllm_commext.testing.metrics import Metrics, scrape, wait_for_added
@@ -277,7 +277,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     notes: dict[str, Any] = {
-        "machine": machine("cpu"),
+        "machine": machine("nixl"),
         "load average at the start": load_average(),
         "model": "Llama, 4 layers of 512, float32, one thread a server, blocks of "
         f"{cluster.BLOCK_SIZE} tokens",

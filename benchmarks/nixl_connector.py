@@ -6,8 +6,8 @@ registration, its handshake and its reads are what runs.  Only ratios of one run
 
     python benchmarks/nixl_connector.py --out benchmarks/results/mine
 
-writes mine.md, mine.json and, where matplotlib is installed, mine.png.  ``--quick`` runs small
-sizes and no servers; ``--only`` runs some of the parts:
+writes mine.md and mine.json.  ``--quick`` runs small sizes and no servers; ``--only`` runs some of
+the parts:
 
     setup    making a new peer ready; the local lists for a peer of four ranks
     stall    how long the engine's thread stands still while a large read is posted

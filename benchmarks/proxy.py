@@ -15,8 +15,6 @@ a token, and how long the first tokens of so many requests at once take.
 import argparse
 import asyncio
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -24,9 +22,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 
+from machine import load_average, machine
 from proxy_load.client import Samples, run_clients
 from proxy_load.processes import HERE, engine, running, wait_listening
 
@@ -179,16 +177,8 @@ def report(rows: Sequence[Row]) -> Iterator[str]:
 
 def conditions() -> str:
     """What it ran on."""
-    names = ("aiohttp", "uvloop", "fastapi", "httpx", "uvicorn")
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
-    model = next(
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    )
-    load = os.getloadavg()[0]
-    machine = f"{model}, {os.cpu_count()} CPUs, load {load:.1f}"
-    return f"{machine}, Python {platform.python_version()}, {versions}"
+    packages = ("aiohttp", "uvloop", "fastapi", "httpx", "uvicorn")
+    return f"{machine(*packages)}, load average {load_average()}"
 
 
 def main() -> int:

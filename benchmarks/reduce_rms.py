@@ -2,10 +2,10 @@
 
     python benchmarks/reduce_rms.py --tp 2 --out benchmarks/results/mine
 
-writes reduce_rms_tp2.md, .json and, where matplotlib is installed, .png. Each figure is the time a
-call in a CUDA graph of chained calls, in microseconds: of a sample the slowest rank's, of the
-samples the median. All variants take turns in every sample, so what else the machine does meets
-all of them. Only ratios of one run mean anything.
+writes reduce_rms_tp2.md and .json. Each figure is the time a call in a CUDA graph of chained calls,
+in microseconds: of a sample the slowest rank's, of the samples the median. All variants take turns
+in every sample, so what else the machine does meets all of them. Only ratios of one run mean
+anything.
 
 ``--quick`` takes fewer token counts and samples; ``--tune`` times our kernel's tilings instead;
 ``--reader`` times each call with kernels after it that change Q and K in place, as rotary embedding
@@ -364,21 +364,6 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        return
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for name in [name for name in results[0] if name != "tokens"]:
-        points = [(row["tokens"], row[name]) for row in results if name in row]
-        axes.plot(*zip(*points, strict=True), marker="o", label=name)
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds a call")
-    axes.legend()
-    axes.grid(visible=True, which="both", alpha=0.3)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-
-
 def write(folder: Path, name: str, facts: dict[str, Any], results: list[dict[str, Any]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
@@ -386,8 +371,6 @@ def write(folder: Path, name: str, facts: dict[str, Any], results: list[dict[str
     text = "\n".join([f"# {name}, microseconds a call", "", *lines, "", table(results)]) + "\n"
     (folder / f"{name}.md").write_text(text)
     print(text)
-    if OURS in results[0]:
-        plot(results, folder / f"{name}.png")
 
 
 def start_vllm(rank: int, world: int, port: int) -> Vllm | None:

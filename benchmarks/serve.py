@@ -11,8 +11,7 @@ changes that. Both are up all the time and take turns; the other one's processes
 meanwhile (SIGSTOP), for vLLM's are busy while idle. Measured are the client's times, the CPU time
 of every process under load, and that of silence. Answers of off and on are compared.
 
-`--out mine` writes mine.md, mine.json and, where matplotlib is installed, mine.png. A failed
-request ends the run with the reason.
+`--out mine` writes mine.md and mine.json. A failed request ends the run with the reason.
 """
 
 import argparse
@@ -23,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from machine import load_average, machine
 from serving import cpu, figures, load, report
 from serving.figures import Sample
 from serving.models import MODELS, write_model
@@ -79,7 +79,7 @@ def run_cell(
     prompts = load.make_prompts(args.requests, args.prompt_tokens)
     before = set(os.listdir("/dev/shm"))
     with started(setup, cell) as variants:
-        notes = {"active": str(active(variants)), "load average, ready": report.load_average()}
+        notes = {"active": str(active(variants)), "load average, ready": load_average()}
         for name in variants:
             with alone(variants, name) as one:
                 load.run(one.url, prompts[: args.warm_up], args.concurrency, args.output_tokens)
@@ -92,7 +92,7 @@ def run_cell(
             equal = equal_answers(outcomes)
             notes[f"equal answers of off and on, round {number + 1}"] = equal
             print(f"{label}, round {number + 1}: {equal} answers equal", flush=True)
-            notes["load average, measured"] = report.load_average()
+            notes["load average, measured"] = load_average()
             save(notes)
     notes["left in /dev/shm"] = str(left_in_shared_memory(before))
     save(notes)
@@ -121,7 +121,7 @@ def arguments() -> argparse.Namespace:
     add("--server-args", nargs=argparse.REMAINDER, default=[], help="for every vLLM; the last")
     add("--start-seconds", type=float, default=600.0, help="for a server to become ready")
     add("--logs", type=Path, help="keep the servers' logs and models there")
-    add("--out", type=Path, help="write OUT.md, OUT.json and OUT.png")
+    add("--out", type=Path, help="write OUT.md and OUT.json")
     args = parser.parse_args()
     if args.quick:
         args.tp, args.rounds, args.requests, args.idle_seconds = [1], 1, 16, 2.0
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace, folder: Path) -> tuple[list[Sample], report.No
     model, model_args = write_model(args.model, folder / "model", args.device)
     samples: list[Sample] = []
     notes: report.Notes = {
-        "machine": report.machine(args.device),
+        "machine": machine("nixl", cuda=args.device == "cuda"),
         "rounds": args.rounds,
         "cells": {},
     }

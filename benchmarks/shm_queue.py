@@ -11,9 +11,8 @@ does meets all of them. Only ratios of one run mean anything.
     python benchmarks/shm_queue.py --quick
     python benchmarks/shm_queue.py --placements "one core" busy --variants ours vllm
 
-`--out mine` writes mine.md, mine.json and, where matplotlib is installed, mine.png. Placements:
-`free`, `pinned` (writer and readers over the first cores), `one core` (all on one), `busy` (free,
-beside two processes that never rest).
+`--out mine` writes mine.md and mine.json. Placements: `free`, `pinned` (writer and readers over the
+first cores), `one core` (all on one), `busy` (free, beside two processes that never rest).
 """
 
 import argparse
@@ -94,7 +93,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.1, help="of each round trip's case")
     parser.add_argument("--pace-seconds", type=float, default=1.0, help="of each gap's case")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--out", type=Path, help="write OUT.md, OUT.json and OUT.png")
+    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json")
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.readers, args.placements = 2, [1, 4], ["free"]

@@ -161,7 +161,7 @@ def _arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="of setup and stall")
     parser.add_argument("--starts", type=int, default=3, help="of each pair of servers")
     parser.add_argument("--requests", type=int, default=60, help="for each start of the servers")
-    parser.add_argument("--out", type=Path, help="write OUT.md, OUT.json and OUT.png")
+    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json")
     return parser.parse_args()
 
 
@@ -169,5 +169,3 @@ def _write(rows: list[Row], out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".md").write_text(report.markdown(rows))
     out.with_suffix(".json").write_text(report.as_json(rows))
-    if not report.plot(rows, out.with_suffix(".png")):
-        print("no plot: matplotlib is not installed", file=sys.stderr)

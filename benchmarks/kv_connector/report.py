@@ -1,21 +1,16 @@
-"""Samples as a table with targets and verdicts, as JSON, and as a plot."""
+"""Samples as a table with targets and verdicts, and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.metadata
 import json
-import os
-import platform
 import shlex
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any
+
+from machine import load_average, machine
 
 from kv_connector.samples import OURS, VLLM, Sample
 
@@ -88,29 +83,13 @@ def rows_of(
     ]
 
 
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
-    versions = ", ".join(f"{name} {_version(name)}" for name in ("vllm", "nixl", "numpy"))
-    return (
-        f"{datetime.now(timezone.utc):%Y-%m-%d}, {os.cpu_count()} x "
-        f"{names[0] if names else platform.machine()}, Linux {platform.release()}, "
-        f"Python {platform.python_version()}, {versions}, load {os.getloadavg()[0]:.1f} at the end"
-    )
-
-
-def _version(name: str) -> str:
-    for distribution in (name, f"{name}-cpu"):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "of unknown version"
+def _machine() -> str:
+    return f"{machine('nixl', 'numpy')}, load average {load_average()} at the end"
 
 
 def markdown(rows: Sequence[Row]) -> str:
     command = shlex.join(["python", "benchmarks/nixl_connector.py", *sys.argv[1:]])
-    lines = ["# The NIXL connector, measured", "", machine(), "", f"    {command}", ""]
+    lines = ["# The NIXL connector, measured", "", _machine(), "", f"    {command}", ""]
     lines += ["Median (smallest) over rounds in which both take turns; less is better."]
     for part in dict.fromkeys(row.part for row in rows):
         lines += ["", f"## {part}", ""]
@@ -134,27 +113,4 @@ def _line(row: Row) -> str:
 
 def as_json(rows: Sequence[Row]) -> str:
     found = [dataclasses.asdict(row) | {"ratio": row.ratio, "verdict": row.verdict} for row in rows]
-    return json.dumps({"machine": machine(), "command": sys.argv, "rows": found}, indent=1) + "\n"
-
-
-def plot(rows: Sequence[Row], path: Path) -> bool:
-    """Ratios of the cases that have a target; False where matplotlib is not installed."""
-    try:
-        matplotlib: Any = importlib.import_module("matplotlib")
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    chosen = [row for row in rows if row.target and row.ratio][::-1]
-    figure, axes = pyplot.subplots(figsize=(10, 1 + 0.4 * len(chosen)))
-    places = range(len(chosen))
-    colors = ["tab:green" if row.verdict == "met" else "tab:red" for row in chosen]
-    axes.barh(places, [row.ratio for row in chosen], color=colors)
-    axes.scatter(
-        [1 / row.target.share for row in chosen if row.target], places, c="k", marker="|", s=300
-    )
-    axes.set_yticks(places, [f"{row.part}: {row.case}" for row in chosen])
-    axes.set_xscale("log")
-    axes.set_xlabel("vLLM's figure / ours (mark: target)")
-    figure.savefig(path, bbox_inches="tight", dpi=120)
-    return True
+    return json.dumps({"machine": _machine(), "command": sys.argv, "rows": found}, indent=1) + "\n"

