@@ -56,7 +56,14 @@ class Mutant:
     line: int
     before: str
     change: str
-    text: str
+    number: int
+
+    def of(self, text: str) -> str:
+        """The file's text, with the change."""
+        tree = ast.parse(text)
+        node, field, value = places_of(tree)[self.number]
+        setattr(node, field, value)
+        return ast.unparse(tree)
 
     @property
     def reason(self) -> str | None:
@@ -112,7 +119,7 @@ def mutants_of(path: str, text: str, chosen: Sequence[int]) -> list[Mutant]:
         line, kept, before = node.lineno, getattr(node, field), ast.unparse(node)
         setattr(node, field, value)
         change = f"{before} -> {ast.unparse(node)}"
-        found.append(Mutant(path, line, lines[line - 1].strip(), change, ast.unparse(tree)))
+        found.append(Mutant(path, line, lines[line - 1].strip(), change, number))
         setattr(node, field, kept)
     return found
 
@@ -208,7 +215,7 @@ def check(target: Target, mutants: Sequence[Mutant], jobs: int) -> list[tuple[Mu
             while waiting and free:
                 mutant, folder = waiting.pop(), free.pop()
                 original = (folder / mutant.path).read_text()
-                (folder / mutant.path).write_text(mutant.text)
+                (folder / mutant.path).write_text(mutant.of((ROOT / mutant.path).read_text()))
                 running.append((Run(folder, target, seconds), mutant, folder, original))
             time.sleep(POLL_SECONDS)
             for one in list(running):

@@ -47,7 +47,7 @@ def test_operators_constants_and_nothing_else_are_changed() -> None:
 def test_a_mutant_differs_in_one_place_and_the_next_one_starts_from_the_original() -> None:
     original = ast.unparse(ast.parse(TEXT)).splitlines()
     for mutant in mutants_of("one.py", TEXT, range(18)):
-        lines = mutant.text.splitlines()
+        lines = mutant.of(TEXT).splitlines()
         assert len(lines) == len(original)
         assert sum(one != other for one, other in zip(original, lines, strict=True)) == 1
 

@@ -135,7 +135,8 @@ def test_a_named_test_is_there(what: str) -> None:
     tree = ast.parse((ROOT / file).read_text()) if file.endswith(".py") else None
     assert (ROOT / file).is_file()
     if tree is not None:
-        names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+        names = {node.name for node in ast.walk(tree) if isinstance(node, functions)}
         assert function in names or (
             not function and any(name.startswith("test_") for name in names)
         )
