@@ -7,7 +7,6 @@ import signal
 import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -105,12 +104,7 @@ class PeerProcess:
     def __enter__(self) -> PeerProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process.poll() is None:
             self.kill()
 
@@ -187,16 +181,11 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.server is not None:
             self.server.close()
         for worker in self.workers:
-            worker.__exit__(kind, error, trace)
+            worker.__exit__()
 
 
 def expected_heads(decode: Engine, prefill: Ranks, pairs: Sequence[tuple[int, int]]) -> list[Bytes]:

@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -395,11 +394,6 @@ class Cluster:
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for engine in (self.decode, *self.prefills):
             engine.close()
