@@ -1,13 +1,10 @@
 """The fused kernels without a GPU: their memory, their arguments, and their compilation."""
 
-import ctypes
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kit.crossed import crossed
-from vllm_commext.allreduce.fused import kernels as fused
 from vllm_commext.allreduce.fused.layout import (
     GROUP_FP8,
     MOST_WARPS,
@@ -21,7 +18,6 @@ from vllm_commext.allreduce.fused.layout import (
     forms,
     warps,
 )
-from vllm_commext.gpu import nvrtc
 from vllm_commext.gpu.launch import WARP
 from vllm_commext.gpu.nvrtc import Program
 
@@ -99,18 +95,6 @@ def test_what_is_chosen_is_among_what_is_prepared(shape: FusedShape, rows: int, 
 )
 def test_what_no_kernel_takes_is_refused_with_the_reason(shape: FusedShape, problem: str) -> None:
     assert problem in shape.problem()
-
-
-def test_the_kernels_arguments_are_as_the_source_has_them() -> None:
-    source = (nvrtc.SOURCES / "fused_rows.h").read_text()
-    body = source.partition("struct Args {")[2].partition("};")[0]
-    names = [
-        line.split("//")[0].rstrip(" ;\n").split()[-1].partition("[")[0]
-        for line in body.strip().splitlines()
-    ]
-    kind = fused.arguments_type(4)
-    assert names == [name for name, _ in kind._fields_]  # pyright: ignore[reportGeneralTypeIssues]
-    assert ctypes.sizeof(kind) == 8 * 7 + 16 + 8 + 8 * 4
 
 
 @pytest.mark.usefixtures("needs_nvrtc")
