@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mutants_table import CALLED, EQUIVALENT, FLIPPED, TARGETS, Target
+from mutants_table import CALLED, CAPACITIES, CAPACITY, EQUIVALENT, FLIPPED, TARGETS, Target
 
 ROOT = Path(__file__).resolve().parent.parent
 MIN_SHARE = 0.9
@@ -68,6 +68,9 @@ class Mutant:
     @property
     def reason(self) -> str | None:
         """Why it is equivalent, if it is known to be."""
+        is_number = self.change.partition(" -> ")[0].isdigit()
+        if is_number and self.before.partition(" = ")[0] in CAPACITIES.get(self.path, ()):
+            return CAPACITY
         return EQUIVALENT.get((self.path, self.before, self.change))
 
 

@@ -48,6 +48,8 @@ TARGETS = {
                 "plan_runs",
                 "mamba",
                 "plan",
+                "plan_stages",
+                "pipeline",
             )
         ),
     ),
@@ -65,21 +67,25 @@ TARGETS = {
         (f"{ALLREDUCE}/test_dispatcher.py", f"{ALLREDUCE}/test_tables.py"),
     ),
 }
-_CAPACITY = "a capacity: one more or less is as right"
 _PREFILL = "vllm_commext/nixl/prefill"
 _DISPATCHER = "vllm_commext/allreduce/dispatch/dispatcher.py"
 _TABLE = "vllm_commext/allreduce/table/table.py"
 _NEVER_ASKED = "the dispatcher makes the plan for no elements by itself and asks nobody"
 _EMPTY = "return message.num_elements == 0"
 _CODEC, _PLAIN = "vllm_commext/shm/codec.py", "vllm_commext/shm/plain.py"
+CAPACITY = "a capacity: another number is as right"
+CAPACITIES: dict[str, tuple[str, ...]] = {
+    f"{_PREFILL}/leases.py": ("MAX_EARLY_RELEASES", "MAX_SENDERS"),
+    f"{_PREFILL}/fence.py": ("NUM_SLOTS", "NUM_CELLS", "KEY_BYTES"),
+    f"{GEOMETRY}/layout.py": ("MAX_COUNT", "MAX_STAGES", "MAX_PARTS"),
+    f"{GEOMETRY}/plan.py": ("MAX_IDS",),
+    _CODEC: ("MAX_BUFFERS",),
+    _PLAIN: ("IN_BAND_BYTES", "MOST_KEPT"),
+}
+"""Of a file, the names that a number is given to by a line of their own: where more of something is
+refused, done in steps or done in another way, with the same outcome. Tests take the number from
+there, and try what is on either side of it."""
 EQUIVALENT: dict[tuple[str, str, str], str] = {
-    (f"{_PREFILL}/leases.py", "MAX_EARLY_RELEASES = 4096", "4096 -> 4097"): _CAPACITY,
-    (f"{_PREFILL}/leases.py", "MAX_SENDERS = 64", "64 -> 65"): _CAPACITY,
-    (
-        f"{GEOMETRY}/layout.py",
-        '_expect(0 <= layout.tp_rank < layout.tp_size <= 1 << 16, "tp_rank below tp_size")',
-        "16 -> 17",
-    ): _CAPACITY,
     (_DISPATCHER, _EMPTY, "0 -> 1"): _NEVER_ASKED,
     (
         _DISPATCHER,
@@ -87,24 +93,24 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "message.num_elements == 0 -> message.num_elements != 0",
     ): _NEVER_ASKED,
     (_TABLE, "SCHEMA = 1", "1 -> 2"): "a version: any number would do",
-    (_PLAIN, "MOST_KEPT = 1024  # of what either end made of words", "1024 -> 1025"): _CAPACITY,
     (
         _PLAIN,
         "if len(_builders) >= MOST_KEPT:",
         "len(_builders) >= MOST_KEPT -> len(_builders) > MOST_KEPT",
-    ): _CAPACITY,
+    ): CAPACITY,
     (
         _PLAIN,
         "if len(self._heads) >= MOST_KEPT:",
         "len(self._heads) >= MOST_KEPT -> len(self._heads) > MOST_KEPT",
-    ): _CAPACITY,
+    ): CAPACITY,
+    **{
+        (_CODEC, "if len(self._reducers) < 2:", change): "asks again: slower, no other record"
+        for change in ("len(self._reducers) < 2 -> len(self._reducers) <= 2", "2 -> 3")
+    },
     (
         _CODEC,
-        "if len(self._reducers) < 2:",
-        "len(self._reducers) < 2 -> len(self._reducers) <= 2",
-    ): "asks again for what it has: slower, no other record",
-    (f"{_PREFILL}/fence.py", "NUM_SLOTS = 65536", "65536 -> 65537"): _CAPACITY,
-    (f"{_PREFILL}/fence.py", "NUM_CELLS = 1024", "1024 -> 1025"): _CAPACITY,
-    (f"{_PREFILL}/fence.py", "KEY_BYTES = 32", "32 -> 33"): _CAPACITY,
+        "assert MAX_BUFFERS < _shm_ring.MAX_PARTS",
+        "MAX_BUFFERS < _shm_ring.MAX_PARTS -> MAX_BUFFERS <= _shm_ring.MAX_PARTS",
+    ): "both are constants, and far apart",
 }
 """(file, the line's text, the change) to the reason."""

@@ -3,7 +3,7 @@
 import ast
 
 from mutants import LEFT_OUT, ROOT, mutants_of, places_of
-from mutants_table import EQUIVALENT, TARGETS
+from mutants_table import CAPACITIES, CAPACITY, EQUIVALENT, TARGETS
 
 TEXT = '''
 @decorated(frozen=True)
@@ -59,6 +59,20 @@ def test_what_is_said_to_be_equivalent_is_there() -> None:
         numbers = range(len(places_of(ast.parse(text))))
         places |= {(path, one.before, one.change) for one in mutants_of(path, text, numbers)}
     assert set(EQUIVALENT) <= places, set(EQUIVALENT) - places
+    lines = {(path, line.partition(" = ")[0]) for path, line, _ in places}
+    named = {(path, name) for path, names in CAPACITIES.items() for name in names}
+    assert named <= lines, named - lines
+
+
+def test_a_capacity_is_a_number_that_a_name_is_given_to_and_nothing_else() -> None:
+    path = next(path for path, names in CAPACITIES.items() if "MAX_IDS" in names)
+    for text, reasons in (
+        ("MAX_IDS = 1 << 13", {"1 -> 2": CAPACITY, "13 -> 14": CAPACITY}),
+        ("MOST_IDS = 13", {}),
+        ("wait(MAX_IDS, 13)", {}),
+    ):
+        found = mutants_of(path, text, range(len(places_of(ast.parse(text)))))
+        assert {one.change: one.reason for one in found if one.reason} == reasons
 
 
 def test_the_tests_of_every_target_are_there() -> None:

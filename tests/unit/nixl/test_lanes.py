@@ -90,9 +90,9 @@ def test_states_of_other_parts_are_refused() -> None:
 def test_the_two_orders_of_a_convolution_do_not_fit_each_other(sizes: tuple[int, int]) -> None:
     local = geometry(MAMBA2, tp_size=sizes[1])
     remote = geometry(MAMBA2, tp_size=sizes[0], dim_first=False)
-    message = refused(local, remote, sizes)
-    assert message.startswith("layer a.b, x: one engine keeps channels first")
-    assert "VLLM_SSM_CONV_STATE_LAYOUT" in message
+    for message in (refused(local, remote, sizes), refused(remote, local, sizes[::-1])):
+        assert message.startswith("layer a.b, x: one engine keeps channels first")
+        assert "VLLM_SSM_CONV_STATE_LAYOUT" in message
 
 
 def test_tokens_and_states_do_not_fit_each_other() -> None:

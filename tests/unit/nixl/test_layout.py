@@ -17,6 +17,8 @@ from tests.unit.nixl.reference_meaning import held
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.geometry.layout import (
     MAX_COUNT,
+    MAX_PARTS,
+    MAX_STAGES,
     AttentionGeometry,
     CacheLayout,
     StateGeometry,
@@ -148,7 +150,7 @@ GARBAGE: dict[str, tuple[Change, str]] = {
     "rows": (geometry(0, num_rows=6), "rows for all blocks"),
     "rows of a state": (geometry(2, num_rows=7), "a row a block"),
     "no parts": (geometry(2, parts=()), "parts of the state"),
-    "countless parts": (geometry(2, parts=(UNIT,) * 65), "parts of the state"),
+    "countless parts": (geometry(2, parts=(UNIT,) * (MAX_PARTS + 1)), "parts of the state"),
     "negative offset": (part(offset=-1), "sizes from 1"),
     "huge offset": (part(offset=1 << 40), "sizes from 1"),
     "negative run stride": (part(run_stride=-1), "sizes from 1"),
@@ -179,6 +181,14 @@ GARBAGE |= {
 }
 for _name in ("num_units", "num_runs"):
     GARBAGE[f"{_name} just too high"] = (part(**{_name: MAX_COUNT + 1}), "counts from 1")
+GARBAGE["a rank too many"] = (top(tp_size=(1 << 16) + 1), "tp_rank")
+GARBAGE["a stage too many"] = (lambda layout: staged(layout, MAX_STAGES + 1), "pp_rank below")
+
+
+def staged(layout: CacheLayout, count: int) -> CacheLayout:
+    """As of the first of so many pipeline stages."""
+    others = [[f"elsewhere {number}"] for number in range(1, count)]
+    return msgspec.structs.replace(layout, stages=[list(layout.own_names()), *others])
 
 
 @pytest.mark.parametrize("name", GARBAGE)
@@ -187,6 +197,19 @@ def test_garbage_is_refused_with_what_was_expected(name: str) -> None:
     check_layout(layout_of())
     with pytest.raises(ProtocolError, match=f"not consistent: expected .*({expected})"):
         check_layout(change(layout_of()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        top(tp_size=1 << 16),
+        part(num_units=MAX_COUNT),
+        geometry(2, parts=(UNIT,) * MAX_PARTS),
+        lambda layout: staged(layout, MAX_STAGES),
+    ],
+)
+def test_the_most_that_may_be_is_accepted(change: Change) -> None:
+    check_layout(change(layout_of()))
 
 
 def test_the_altered_families_are_those_that_the_table_means() -> None:

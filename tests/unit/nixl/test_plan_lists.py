@@ -14,7 +14,13 @@ from tests.unit.nixl.cluster_cases import Model
 from tests.unit.nixl.reference_cache import Attention, Cache, Engine, Group, State
 from tests.unit.nixl.reference_layout import describe
 from vllm_commext.errors import ProtocolError, UnsupportedError
-from vllm_commext.nixl.geometry.plan import Blocks, ReadPlan, num_blocks_for, plan_read
+from vllm_commext.nixl.geometry.plan import (
+    MAX_DESCRIPTORS,
+    Blocks,
+    ReadPlan,
+    num_blocks_for,
+    plan_read,
+)
 
 Ids = Sequence[Sequence[int]]
 ONE = Engine(1, 5, (8,), (1,))
@@ -211,6 +217,15 @@ def test_more_descriptors_than_an_index_can_count_are_refused(num_blocks: int) -
     many = replace(ONE, num_blocks=num_blocks)
     with pytest.raises(UnsupportedError, match="descriptors are needed, expected at most 2147483"):
         plan_of(FOUR_HEADS, many, replace(many, order="LBNHC"))
+
+
+def test_as_many_descriptors_as_an_index_can_count_are_accepted_and_no_more() -> None:
+    one, two = (Group("full", (Attention(4, 2),) * count) for count in (1, 2))
+    most = replace(ONE, num_blocks=(1 << 31) - 1)
+    assert plan_of((one,), most, most).local_rows[:, 4].tolist() == [MAX_DESCRIPTORS]
+    half = replace(ONE, num_blocks=1 << 30)
+    with pytest.raises(UnsupportedError, match="2147483648 descriptors .* at most 2147483647"):
+        plan_of((two,), half, half)
 
 
 def test_a_row_of_countless_cells_is_refused_before_anything_is_made_of_it() -> None:
