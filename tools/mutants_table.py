@@ -59,6 +59,13 @@ TARGETS = {
         ("vllm_commext/shm/codec.py", "vllm_commext/shm/plain.py"),
         (f"{SHM}/test_plain.py", f"{SHM}/test_codec.py", f"{SHM}/test_steps.py"),
     ),
+    "ring": Target(
+        tuple(f"vllm_commext/shm/{name}.py" for name in ("ring", "layout", "segment")),
+        tuple(
+            f"{SHM}/test_{name}.py"
+            for name in ("layout", "segment", "ring", "liveness", "ring_processes")
+        ),
+    ),
     "dispatcher": Target(
         tuple(
             f"vllm_commext/allreduce/{name}.py"
@@ -81,6 +88,8 @@ CAPACITIES: dict[str, tuple[str, ...]] = {
     f"{GEOMETRY}/plan.py": ("MAX_IDS",),
     _CODEC: ("MAX_BUFFERS",),
     _PLAIN: ("IN_BAND_BYTES", "MOST_KEPT"),
+    "vllm_commext/shm/layout.py": ("MAX_READERS", "LARGEST_RING_BYTES"),
+    "vllm_commext/shm/segment.py": ("ATTEMPTS",),
 }
 """Of a file, the names that a number is given to by a line of their own: where more of something is
 refused, done in steps or done in another way, with the same outcome. Tests take the number from

@@ -1,6 +1,5 @@
 """Any sequence of calls on a queue against the model of it: a list for each reader."""
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
+from tests.kit.threads import in_thread
 from vllm_commext.shm.queue import MessageQueue
 
 RANKS = (5, 2)  # not 0 and 1, and not in order
@@ -95,23 +95,13 @@ class QueueMachine(RuleBasedStateMachine):
         if any(self.shut_down):
             return
         obj = bytes([self.num_sent % 251]) * size
-        errors: list[BaseException] = []
-
-        def write() -> None:
-            try:
-                self.writer.enqueue(obj, timeout=20)
-            except Exception as error:  # noqa: BLE001 - handed to the test
-                errors.append(error)
-
-        writing = threading.Thread(target=write, daemon=True)
-        writing.start()
+        writing, written = in_thread(lambda: self.writer.enqueue(obj, timeout=20))
         self.sent(obj)
-        other = threading.Thread(target=self.drain, args=(1,), daemon=True)
-        other.start()
+        other, drained = in_thread(lambda: self.drain(1))
         self.drain(0)
         other.join(20)
         writing.join(20)
-        assert (errors, self.pending) == ([], [[], []])
+        assert (written, drained, self.pending) == ([None], [None], [[], []])
 
     def drain(self, place: int) -> None:
         while self.pending[place]:
