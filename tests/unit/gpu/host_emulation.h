@@ -135,6 +135,11 @@ inline void disturb() {
   if (block->random() % 64 == 0) sched_yield();
 }
 
+// A GPU faults where an access of 16 bytes is not to a multiple of 16; this CPU would not.
+inline void check_pack(const void* address) {
+  if (reinterpret_cast<u64>(address) % 16 != 0) std::abort();
+}
+
 }  // namespace emulation
 
 DEVICE u32 thread_index() { return emulation::block->current; }
@@ -171,12 +176,14 @@ DEVICE u32 load_relaxed_device(const u32* address) {
 
 // A word at a time: nothing says that 16 bytes arrive together.
 DEVICE void load_from_peers(const void* address, u32* words) {
+  emulation::check_pack(address);
   emulation::yield();
   for (u32 i = 0; i < 4; ++i)
     words[i] = __atomic_load_n(static_cast<const u32*>(address) + i, __ATOMIC_RELAXED);
 }
 
 DEVICE void store_for_peers(void* address, const u32* words) {
+  emulation::check_pack(address);
   for (u32 i = 0; i < 4; ++i) {
     emulation::disturb();
     __atomic_store_n(static_cast<u32*>(address) + i, words[i], __ATOMIC_RELAXED);
@@ -197,8 +204,15 @@ DEVICE void store_whole(void* address, const u32* words) {
   *static_cast<volatile __m128i*>(address) = value;
 }
 
-DEVICE void load_streaming(const void* address, u32* words) { std::memcpy(words, address, 16); }
-DEVICE void store_streaming(void* address, const u32* words) { std::memcpy(address, words, 16); }
+DEVICE void load_streaming(const void* address, u32* words) {
+  emulation::check_pack(address);
+  std::memcpy(words, address, 16);
+}
+
+DEVICE void store_streaming(void* address, const u32* words) {
+  emulation::check_pack(address);
+  std::memcpy(address, words, 16);
+}
 
 DEVICE u32 fetch_or(u32* address, u32 bits) {
   emulation::disturb();
