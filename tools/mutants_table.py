@@ -117,6 +117,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         for change in ("len(self._reducers) < 2 -> len(self._reducers) <= 2", "2 -> 3")
     },
     (
+        _PLAIN,
+        'name, *lengths = head[1:].decode().split(",")',
+        "1 -> 2",
+    ): "an array in this machine's order of bytes has the same dtype without the mark of it",
+    (
         _CODEC,
         "assert MAX_BUFFERS < _shm_ring.MAX_PARTS",
         "MAX_BUFFERS < _shm_ring.MAX_PARTS -> MAX_BUFFERS <= _shm_ring.MAX_PARTS",

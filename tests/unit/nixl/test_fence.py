@@ -32,6 +32,17 @@ def test_slots_run_out_and_come_back_with_the_next_nonce() -> None:
     assert slots.take("e") is None
 
 
+def test_a_request_that_keeps_its_slot_has_the_next_nonce() -> None:
+    slots = FenceSlots(KEY, num_slots=1)
+    assert slots.held_by("a") is None
+    slot, nonce = taken = slots.take("a") or (-1, -1)
+    assert slots.held_by("a") == taken
+    assert slots.renew("a") == next_nonce(KEY, slot, nonce)
+    assert slots.held_by("a") == (slot, next_nonce(KEY, slot, nonce))
+    slots.give_back("a")
+    assert slots.held_by("a") is None
+
+
 def test_cells_run_out_and_come_back() -> None:
     table = FenceTable()
     cells = [table.take_cell() for _ in range(NUM_CELLS)]

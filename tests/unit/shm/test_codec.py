@@ -37,10 +37,18 @@ LARGE = bytes(range(256)) * 400
         ((LARGE, LARGE), 1),
         ([list(range(100_000)), LARGE, list(range(100_000)), LARGE * 2], 1),
         ("\u20ac" * 100_000, 1),
+        (list(range(30_000)), 1),  # two frames of pickle's
     ],
 )
 def test_an_object_arrives_equal(obj: object, n_parts: int) -> None:
     assert travel(obj) == (obj, n_parts)
+
+
+def test_an_array_goes_as_its_memory_and_a_few_words() -> None:
+    for array in (np.arange(3), np.arange(100_000)):
+        record = Encoder().encode([array])
+        head = record if isinstance(record, bytes) else record[0]
+        assert len(head) < len(pickle.dumps([np.arange(3)], 5)) - 20
 
 
 def test_arrays_are_owned_and_writable() -> None:

@@ -41,6 +41,12 @@ def test_bytes_arrive_as_they_were(kind: type) -> None:
         assert (type(back), back, without_pickle) == (kind, kind(length), is_plain)
 
 
+@pytest.mark.parametrize(("missing", "is_plain"), [(1, False), (0, True)])
+def test_an_array_is_large_from_the_bound_on(missing: int, is_plain: bool) -> None:
+    array = np.zeros(IN_BAND_BYTES - missing, np.uint8)
+    assert travel(array)[1] == is_plain
+
+
 @settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 70), min_size=0, max_size=4).map(tuple),
