@@ -239,6 +239,39 @@ class TestFusedPolicy:
             forced = FusedPolicy(self.TABLE, names.PUSH)
             assert forced.ranking(size, "float16") == (names.FUSED_PUSH,)
             assert FusedPolicy(self.TABLE, names.NCCL).ranking(size, "float16") == ()
+        assert FusedPolicy(self.TABLE, names.NCCL).is_forced
+        assert not FusedPolicy(self.TABLE).is_forced
+
+    def test_the_last_range_goes_on(self) -> None:
+        assert FusedPolicy(self.TABLE).ranking(401, "float16") == (names.APART,)
+
+    def test_graphs_are_cut_where_one_launch_begins_or_ends_to_come_first(self) -> None:
+        assert FusedPolicy(self.TABLE, throughout=True).changes("float16") == [100, 200]
+        assert FusedPolicy(self.TABLE).changes("float16") == []
+        narrow = tuple(
+            Row(100 + place, (names.FUSED_PUSH if place == 1 else names.APART,))
+            for place in range(3)
+        )
+        table = Table(2, {}, "a test", fused={"float16": narrow})
+        assert FusedPolicy(table, throughout=True).changes("float16") == [100, 101]
+
+    def test_the_largest_size_at_which_a_launch_comes_first(self) -> None:
+        assert {name: self.TABLE.leads_fused(name) for name in (*names.FUSED, "nobody")} == {
+            names.FUSED_PUSH: 200,
+            names.FUSED_FLASHINFER: 300,
+            names.APART: 400,
+            "nobody": 0,
+        }
+
+    def test_one_launch_is_left_from_the_proven_size_on(self) -> None:
+        rows = (Row(tables.PROVEN_FUSED_BYTES, (names.FUSED_PUSH,)),)
+        table = Table(2, {}, "a test", fused={"float16": rows}).of_ours("float16")
+        assert table is not None
+        sizes = (tables.PROVEN_FUSED_BYTES - 1, tables.PROVEN_FUSED_BYTES)
+        assert [table.fused_ranking(size, "float16") for size in sizes] == [
+            (names.APART,),
+            (names.FUSED_PUSH,),
+        ]
 
 
 class TestBuiltin:

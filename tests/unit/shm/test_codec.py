@@ -51,6 +51,14 @@ def test_an_array_goes_as_its_memory_and_a_few_words() -> None:
         assert len(head) < len(pickle.dumps([np.arange(3)], 5)) - 20
 
 
+def test_a_tensor_goes_as_its_memory() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    tensor = torch.arange(10_000)
+    back, n_parts = travel([tensor])
+    assert n_parts == 2
+    assert torch.equal(back[0], tensor)
+
+
 def test_arrays_are_owned_and_writable() -> None:
     array = np.arange(10_000, dtype=np.int32)
     back, n_parts = travel({"array": array, "small": np.arange(3)})
