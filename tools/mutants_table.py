@@ -79,7 +79,8 @@ _DISPATCHER = "vllm_commext/allreduce/dispatch/dispatcher.py"
 _TABLE = "vllm_commext/allreduce/table/table.py"
 _NEVER_ASKED = "the dispatcher makes the plan for no elements by itself and asks nobody"
 _EMPTY = "return message.num_elements == 0"
-_CODEC, _PLAIN = "vllm_commext/shm/codec.py", "vllm_commext/shm/plain.py"
+_SHM = "vllm_commext/shm"
+_CODEC, _PLAIN = f"{_SHM}/codec.py", f"{_SHM}/plain.py"
 CAPACITY = "a capacity: another number is as right"
 CAPACITIES: dict[str, tuple[str, ...]] = {
     f"{_PREFILL}/leases.py": ("MAX_EARLY_RELEASES", "MAX_SENDERS"),
@@ -88,8 +89,8 @@ CAPACITIES: dict[str, tuple[str, ...]] = {
     f"{GEOMETRY}/plan.py": ("MAX_IDS",),
     _CODEC: ("MAX_BUFFERS",),
     _PLAIN: ("IN_BAND_BYTES", "MOST_KEPT"),
-    "vllm_commext/shm/layout.py": ("MAX_READERS", "LARGEST_RING_BYTES"),
-    "vllm_commext/shm/segment.py": ("ATTEMPTS",),
+    f"{_SHM}/layout.py": ("MAX_READERS", "LARGEST_RING_BYTES"),
+    f"{_SHM}/segment.py": ("ATTEMPTS",),
 }
 """Of a file, the names that a number is given to by a line of their own: where more of something is
 refused, done in steps or done in another way, with the same outcome. Tests take the number from
@@ -121,6 +122,27 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         'name, *lengths = head[1:].decode().split(",")',
         "1 -> 2",
     ): "an array in this machine's order of bytes has the same dtype without the mark of it",
+    (
+        f"{_SHM}/ring.py",
+        "self.check(self.core.write(parts, timeout, False, False))",
+        "False -> True",
+    ): "a record that was given up is never gone on with here",
+    (
+        f"{_SHM}/ring.py",
+        "segment: Segment, capacity_bytes: int, n_readers: int, rank: int, nonce: bytes, "
+        "budget: int = 0",
+        "0 -> 1",
+    ): "a reader spends none",
+    (
+        f"{_SHM}/layout.py",
+        "LARGEST_QUEUE_BYTES = 2 << 20",
+        "2 -> 3",
+    ): "the power of two below it counts",
+    (
+        f"{_SHM}/layout.py",
+        "if capacity_bytes & (capacity_bytes - 1):",
+        "1 -> 2",
+    ): "the same for even numbers, and odd ones have their last bit in both",
     (
         _CODEC,
         "assert MAX_BUFFERS < _shm_ring.MAX_PARTS",

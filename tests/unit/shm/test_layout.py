@@ -49,6 +49,11 @@ def test_a_queues_ring_is_small_and_leaves_room_for_others(nominal: int, free: i
     assert roomy >= min(nominal, 2 << 20)
 
 
+def test_a_ring_takes_a_sixteenth_of_what_is_free_and_no_more() -> None:
+    found = [capacity_for(1 << 30, free) for free in ((32 << 20) - 1, 32 << 20)]
+    assert found == [1 << 20, 2 << 20]
+
+
 def test_eight_workers_queues_fit_a_tiny_dev_shm() -> None:
     free = 1 << 20
     for n_readers in [8, *[1] * 8, 7]:  # calls, the answers, a group's broadcasts

@@ -224,6 +224,10 @@ def test_counters_and_peers_tell_who_is_behind() -> None:
     assert writer.counters()["slowest_reader"] == 1
     assert writer.counters()["high_water_bytes"] == 3 * (32 + 128)
     assert [peer.sequence for peer in readers[1].peers()] == [3, 1, 0]
+    assert writer.slowest_reader().rank == 1
+    for _ in range(3):
+        readers[1].read(timeout=5)
+    assert writer.slowest_reader().rank == 0
     assert writer.peers()[1].high_water_bytes == 3 * (32 + 128)
     assert "reader 1 (pid" in writer.describe_peers()
 

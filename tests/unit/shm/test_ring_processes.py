@@ -51,6 +51,19 @@ def test_a_killed_writer_is_named_after_its_last_record(start: Start, said: Said
         reader.read(timeout=10)
 
 
+def test_who_misses_its_writer_removes_what_that_has_left(start: Start, said: Said) -> None:
+    """The second reader never came, so the writer's segment is still there."""
+    child = start("write_and_sleep", 2, CAPACITY, 0)
+    address = pickle.loads(bytes.fromhex(said(child)))
+    reader = RingReader.attach(address, 0)
+    assert in_dev_shm(address)
+    child.kill()
+    child.wait(timeout=10)
+    with pytest.raises(PeerLostError, match="writer"):
+        reader.read(timeout=10)
+    assert not in_dev_shm(address)
+
+
 def test_a_writer_killed_while_a_reader_sleeps_is_noticed(start: Start, said: Said) -> None:
     child = start("write_and_sleep", 1, CAPACITY, 0)
     reader = RingReader.attach(pickle.loads(bytes.fromhex(said(child))), 0)

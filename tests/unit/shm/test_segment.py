@@ -1,5 +1,6 @@
 """What is not our segment is refused, and a full /dev/shm is an exception."""
 
+import errno
 import mmap
 import os
 import shutil
@@ -17,6 +18,7 @@ from vllm_commext.errors import ProtocolError
 from vllm_commext.shm import _shm_ring
 from vllm_commext.shm.layout import segment_bytes
 from vllm_commext.shm.ring import RingReader, RingWriter
+from vllm_commext.shm.segment import ATTEMPTS, create_segment, unlink_segment
 
 CAPACITY = 4096
 HEAD_AT, DATA_AT = 256, 4096
@@ -131,6 +133,36 @@ def test_a_damaged_readers_cursor_stops_the_writer() -> None:
     overwrite(writer, 1024, struct.pack("<Q", 1 << 60))
     with pytest.raises(ProtocolError, match="reader's cursor is outside"):
         writer.write(b"x" * 2 * CAPACITY, timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("raised", "num_calls"),
+    [
+        ([errno.EAGAIN] * (ATTEMPTS - 1), ATTEMPTS),
+        ([errno.EAGAIN] * ATTEMPTS, ATTEMPTS),
+        ([errno.EACCES], 1),
+    ],
+)
+def test_only_a_file_that_was_taken_for_abandoned_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, raised: list[int], num_calls: int
+) -> None:
+    real, calls = _shm_ring.create_file, []
+
+    def create_file(path: str, num_bytes: int) -> int:
+        calls.append(path)
+        if len(calls) <= len(raised):
+            raise OSError(raised[len(calls) - 1], "not made")
+        return real(path, num_bytes)
+
+    monkeypatch.setattr(_shm_ring, "create_file", create_file)
+    if len(raised) < num_calls:
+        made = create_segment(4096)
+        os.close(made.fd)
+        unlink_segment(made.name)
+    else:
+        with pytest.raises(OSError, match="not made"):
+            create_segment(4096)
+    assert len(set(calls)) == num_calls
 
 
 def in_a_small_dev_shm(size: str, code: str) -> list[str]:
