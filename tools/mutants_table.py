@@ -123,6 +123,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "1 -> 2",
     ): "an array in this machine's order of bytes has the same dtype without the mark of it",
     (
+        f"{GEOMETRY}/lanes.py",
+        "for own, theirs in zip(local.parts, remote.parts, strict=True):",
+        "True -> False",
+    ): "as many parts on both sides, or the line before had refused them",
+    (
         f"{_SHM}/ring.py",
         "self.check(self.core.write(parts, timeout, False, False))",
         "False -> True",

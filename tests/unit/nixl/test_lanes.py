@@ -213,6 +213,7 @@ def test_grids() -> None:
     assert (grid.num_cells, grid.cells_per_block) == (24, 8)
     assert Grid(6, 32) == Grid(6, 32, rows_per_block=1, cells_per_row=1, cell_stride=0)
     assert grid.flattened() == Grid(24, 8, 8)
+    assert Grid(6, 16, 2, 2, 8).flattened() == Grid(12, 8, 4)
     padded = replace(grid, row_stride=40)
     assert padded.flattened() == padded
     assert Grid(6, 32, 2).grouped(2) == Grid(3, 64, 1)

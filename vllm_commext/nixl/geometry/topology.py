@@ -81,14 +81,12 @@ def units_from(split: Split, reader: Rank, source: Rank) -> tuple[int, int]:
 
 
 def _source_of(split: Split, unit: int, reader: Rank, num_sources: int) -> int:
-    """The prefill rank that a decode rank reads one unit from."""
+    """The prefill rank that a decode rank reads one of its own units from."""
     own_place = reader.index * num_sources // reader.size
     if split.replicated:
         return own_place
-    # Rank r holds unit u where r*U//N <= u < max((r+1)*U//N, r*U//N + 1).
-    low = unit * num_sources // split.num_units
-    high = max(low, -(-(unit + 1) * num_sources // split.num_units) - 1)
-    return min(max(own_place, low), high)
+    # The first that holds it; who holds it itself has no place beyond the last one.
+    return max(own_place, unit * num_sources // split.num_units)
 
 
 @dataclass(frozen=True)
