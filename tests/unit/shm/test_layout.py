@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from vllm_commext.shm.layout import (
     FIXED_BYTES,
+    LARGEST_RING_BYTES,
     LINE_BYTES,
     MAX_READERS,
     PAGE_BYTES,
@@ -52,6 +53,8 @@ def test_a_queues_ring_is_small_and_leaves_room_for_others(nominal: int, free: i
 def test_a_ring_takes_a_sixteenth_of_what_is_free_and_no_more() -> None:
     found = [capacity_for(1 << 30, free) for free in ((32 << 20) - 1, 32 << 20)]
     assert found == [1 << 20, 2 << 20]
+    assert capacity_for(1 << 30, 1 << 40, LARGEST_RING_BYTES) == LARGEST_RING_BYTES == 16 << 20
+    assert capacity_for((64 << 10) + 1, 1 << 40) == 128 << 10
 
 
 def test_eight_workers_queues_fit_a_tiny_dev_shm() -> None:
@@ -63,5 +66,6 @@ def test_eight_workers_queues_fit_a_tiny_dev_shm() -> None:
 
 @pytest.mark.parametrize("n_readers", [0, -1, MAX_READERS + 1])
 def test_an_impossible_number_of_readers_is_refused(n_readers: int) -> None:
+    segment_bytes(4096, MAX_READERS)
     with pytest.raises(ValueError, match="n_readers: expected"):
         segment_bytes(4096, n_readers)

@@ -3,6 +3,7 @@
 import os
 import pickle
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not b
 from tests.kit.threads import in_thread
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
 from vllm_commext.shm.errors import PeerLostError, QueueCancelledError
-from vllm_commext.shm.ring import RingReader, RingWriter
+from vllm_commext.shm.ring import ATTACHED, STATE_NAMES, RingReader, RingWriter
 
 CAPACITY = 4096
 
@@ -230,6 +231,17 @@ def test_counters_and_peers_tell_who_is_behind() -> None:
     assert writer.slowest_reader().rank == 0
     assert writer.peers()[1].high_water_bytes == 3 * (32 + 128)
     assert "reader 1 (pid" in writer.describe_peers()
+
+
+def test_who_has_not_come_is_known_and_a_damaged_place_is_told_as_such() -> None:
+    writer = RingWriter.create(2, CAPACITY)
+    missing = []
+    for rank in (0, 1):
+        reader = RingReader.attach(writer.address, rank)
+        missing.append(writer.first_missing())
+        assert reader.peers()[rank + 1].state == ATTACHED
+    assert [peer and peer.rank for peer in missing] == [1, None]
+    assert str(replace(writer.peers()[1], state=len(STATE_NAMES))) == "reader 0 (damaged)"
 
 
 def test_an_address_survives_pickling_and_a_place_is_taken_once() -> None:

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
 from vllm_commext.errors import CommextTimeoutError
+from vllm_commext.shm import ring
 from vllm_commext.shm.errors import PeerLostError, QueueCancelledError
 from vllm_commext.shm.ring import RingAddress, RingReader, RingWriter
 
@@ -51,16 +52,23 @@ def test_a_killed_writer_is_named_after_its_last_record(start: Start, said: Said
         reader.read(timeout=10)
 
 
-def test_who_misses_its_writer_removes_what_that_has_left(start: Start, said: Said) -> None:
-    """The second reader never came, so the writer's segment is still there."""
+def test_who_misses_its_writer_removes_what_that_has_left(
+    start: Start, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second reader never came, so the writer's segment is still there; whoever creates the
+    next one would remove it as well, in any process."""
     child = start("write_and_sleep", 2, CAPACITY, 0)
     address = pickle.loads(bytes.fromhex(said(child)))
     reader = RingReader.attach(address, 0)
     assert in_dev_shm(address)
+    removed: list[str] = []
+    unlink = ring.unlink_segment
+    monkeypatch.setattr(ring, "unlink_segment", lambda name: [removed.append(name), unlink(name)])
     child.kill()
     child.wait(timeout=10)
     with pytest.raises(PeerLostError, match="writer"):
         reader.read(timeout=10)
+    assert removed == [address.name]
     assert not in_dev_shm(address)
 
 

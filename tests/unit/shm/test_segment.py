@@ -77,7 +77,7 @@ def test_an_address_that_is_not_the_segments_is_refused() -> None:
         with pytest.raises(ProtocolError, match=complaint):
             RingReader.attach(wrong, 0)
     for rank in (-1, 2):
-        with pytest.raises(ProtocolError, match="rank"):
+        with pytest.raises(ProtocolError, match="rank: expected 0 to 1"):
             RingReader.attach(address, rank)
 
 
