@@ -87,6 +87,7 @@ CAPACITIES: dict[str, tuple[str, ...]] = {
     f"{_PREFILL}/fence.py": ("NUM_SLOTS", "NUM_CELLS", "KEY_BYTES"),
     f"{GEOMETRY}/layout.py": ("MAX_COUNT", "MAX_STAGES", "MAX_PARTS"),
     f"{GEOMETRY}/plan.py": ("MAX_IDS",),
+    _DISPATCHER: ("MAX_PLANS",),
     _CODEC: ("MAX_BUFFERS",),
     _PLAIN: ("IN_BAND_BYTES", "MOST_KEPT"),
     f"{_SHM}/layout.py": ("MAX_READERS", "LARGEST_RING_BYTES"),

@@ -166,6 +166,19 @@ def test_no_more_plans_are_kept_than_the_bound_and_none_is_lost_from_the_counts(
     assert dispatcher.counts()[0] == {SMALL: 8}
 
 
+def test_a_captures_choice_is_kept_only_where_nobody_was_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatchers, "_is_capturing", lambda _: True)
+    small, large = OneRank(SMALL, prepared=False), OneRank(LARGE)
+    dispatcher = made(small, large)
+    summed(dispatcher, [16])
+    assert (len(large.given), small.asked, dispatcher._plans) == (1, [], {})
+    small.prepare(Message((16,), "float32"))
+    summed(dispatcher, [16])
+    assert len(small.given) == len(dispatcher._plans) == 1
+
+
 def test_after_its_end_it_leaves_all_to_vllm() -> None:
     small, large = OneRank(SMALL), OneRank(LARGE)
     dispatcher = made(small, large, forced=SMALL)
