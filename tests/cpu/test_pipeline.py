@@ -154,6 +154,8 @@ def check_pair(engines: Engines, prefill_size: Size, decode_size: Size) -> float
 def test_what_is_read_while_the_stages_compute_is_the_decode_engines_own(
     engines: Engines, tmp_path: Path
 ) -> None:
+    if engines.kind == "mla":
+        pytest.skip("without AMX vLLM computes such prompts in one step on CPUs")
     for source, target in itertools.permutations(engines.servers, 2):
         if 1 == source[0] == target[0]:
             continue
