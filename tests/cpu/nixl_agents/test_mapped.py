@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cpu.nixl_agents.harness import (
+    BLOCK_BYTES,
     assert_works,
     expected_after,
     load_of,
@@ -39,11 +40,12 @@ Lines = pytest.LogCaptureFixture
 class Pair:
     """A prefill worker that offers its memory, and a decode worker that maps it."""
 
-    def __init__(self, make_engine: MakeEngine, **settings: Any) -> None:
+    def __init__(self, make_engine: MakeEngine, *, stride_bytes: int = 0, **settings: Any) -> None:
         self.device = HostDevice()
         self.make_engine = make_engine
-        self.prefill = self.offering("p", seed=1)
-        self.decode = make_engine("d", seed=2, mapper=Mapper(self.device, PLACE), **settings)
+        self.prefill = self.offering("p", seed=1, stride_bytes=stride_bytes)
+        settings |= {"mapper": Mapper(self.device, PLACE), "stride_bytes": stride_bytes}
+        self.decode = make_engine("d", seed=2, **settings)
         self.slots = FenceSlots(bytes(KEY_BYTES), 4)
         self.prefill.agent.fences.arm(bytes(KEY_BYTES))
 
@@ -96,6 +98,30 @@ def test_every_byte_arrives_and_is_counted_as_mapped(
     assert pair.device.num_launches == 1 + 9  # the token, and the read in sevens
     pair.prefill.wait(lambda: "x" in pair.prefill.collect().sent)
     assert not [line for line in log_lines.messages if "not mapped" in line]
+
+
+def test_a_few_large_pieces_are_left_to_nixl(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read by read: blocks side by side are one piece a layer to it, scattered ones many."""
+    monkeypatch.setattr("vllm_commext.nixl.mapped.reader.LARGE_BYTES", 4 * BLOCK_BYTES)
+    pair = Pair(make_engine, stride_bytes=BLOCK_BYTES)
+    shape = {"block_bytes": BLOCK_BYTES, "stride_bytes": BLOCK_BYTES}
+    for name, own, theirs, is_mapped in (
+        ("together", list(range(2, 10)), list(range(5, 13)), False),
+        ("scattered", list(range(2, 10)), list(range(20, 4, -2)), True),
+    ):
+        pairs = list(zip(own, theirs, strict=True))
+        expected = expected_after(pair.decode.memory, pair.prefill.memory, pairs, **shape)
+        before = dict(pair.decode.recorded)
+        pair.decode.load(load_of(name, pair.remote(name, theirs), own))
+        assert pair.decode.outcomes.failed == set()
+        assert same(pair.decode.memory, expected)
+        mapped, total = (
+            pair.decode.recorded[key] - before[key] for key in ("mapped_bytes", "bytes")
+        )
+        assert mapped == total * is_mapped
+        assert total == 3 * 8 * BLOCK_BYTES
 
 
 @pytest.mark.parametrize("frees", [False, True])

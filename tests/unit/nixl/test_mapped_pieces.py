@@ -101,6 +101,24 @@ def test_a_read_of_one_size_is_one_run_a_launch() -> None:
     assert [batch.runs for batch in found[2:]] == [((10, 0, 2, 32768),)]
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11)), min_size=1, max_size=12),
+    st.sampled_from([(64, 64), (64, 80), (80, 64)]),
+)
+@settings(max_examples=120, deadline=None)
+def test_neighbours_on_both_sides_count_once(
+    order: list[tuple[int, int]], strides: tuple[int, int]
+) -> None:
+    rows = [np.array([[4096, 64, 0, stride, 12]], dtype=np.uint64) for stride in strides]
+    ends = [(-1, -1), *((4096 + a * strides[0], 4096 + b * strides[1]) for a, b in order)]
+    expected = sum(
+        (one[0] + 64, one[1] + 64) != two for one, two in zip(ends, ends[1:], strict=False)
+    )
+    chosen = np.array(order, dtype=np.int32)
+    pairs = Pairs(chosen[:, 0], chosen[:, 1], 64 * len(order))
+    assert pieces.num_runs(Places.of(rows[0]), Places.of(rows[1]), pairs) == expected
+
+
 @given(reads(), st.data())
 @settings(max_examples=80, deadline=None)
 def test_descriptors_go_with_their_region(

@@ -12,10 +12,10 @@ from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.heartbeats import PeerKey
 from vllm_commext.nixl.geometry.descriptors import UInt64Array
 from vllm_commext.nixl.geometry.layout import CacheLayout
-from vllm_commext.nixl.geometry.plan import ReadPlan
+from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan
 from vllm_commext.nixl.geometry.topology import Split
 from vllm_commext.nixl.log import RateLimitedLog, logger
-from vllm_commext.nixl.mapped.reader import Mapper
+from vllm_commext.nixl.mapped.reader import MappedReader, Mapper
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.posting import NixlReader, Reader
 from vllm_commext.nixl.transport.sweep import Sweeper, num_descriptors
@@ -91,7 +91,8 @@ class Link:
         incarnation: the start of its engine.
         agent_name: name of its NIXL agent.
         plan: how to read from it.
-        reader: reads its cache.
+        reader: reads its cache by NIXL.
+        mapped: reads it through a mapping, None where it has none; see ``reader_of``.
         memory_type: NIXL memory type of its cache.
         device_id: device of its cache.
         fence_list: prepared list of its fences' nonces, None where it has none.
@@ -129,6 +130,7 @@ class Link:
     pieces_per_row: int = 0
     generation_list: Any = None
     lease_seconds: float = 0.0
+    mapped: MappedReader | None = None
     held: list[Shared] = field(default_factory=list[Shared])
     num_users: int = 1
     retired: bool = False
@@ -140,6 +142,12 @@ class Link:
     def serves(self, incarnation: str) -> bool:
         """Whether a request of this start of the engine, "" for any, is one of its own."""
         return incarnation in ("", self.incarnation)
+
+    def reader_of(self, pairs: Pairs) -> Reader:
+        """What reads these descriptors fastest."""
+        if self.mapped is not None and self.mapped.suits(pairs):
+            return self.mapped
+        return self.reader
 
     def hold(self) -> Link:
         """One more user."""
@@ -213,7 +221,8 @@ class Links:
         fences = headers = pieces = generations = None
         num_slots = described.num_fence_slots
         try:
-            reader = self._reader(key, described, plan, held)
+            reader = self._reader(described, plan, held)
+            mapped = self._map(key, described, plan, held)
             if num_slots:
                 prepared = self._agent.prepare_fences(name, described.fence_address, num_slots)
                 fences = self._keep(prepared, held)
@@ -237,6 +246,7 @@ class Links:
             agent_name=name,
             plan=plan,
             reader=reader,
+            mapped=mapped,
             memory_type=described.memory_type,
             device_id=described.device_id,
             fence_list=fences,
@@ -275,23 +285,29 @@ class Links:
     def _live(self) -> list[Link]:
         return [link for link in self._all if not link.retired]
 
-    def _reader(
+    def _map(
         self,
         key: PeerKey,
         described: wire.WorkerDescription,
         plan: ReadPlan,
         held: list[Shared],
-    ) -> Reader:
-        """What reads a worker's cache; the first of what is held is the name of its agent."""
+    ) -> MappedReader | None:
+        """Map a worker's memory, where that is wanted and can be done."""
         mapper = self._local.mapper
-        if mapper is not None and len(plan.remote_rows):
-            try:
-                mapped = mapper.open(described.mapped, plan)
-            except Exception as error:  # noqa: BLE001 whatever it is, there is NIXL
-                logger.info("prefill engine %s is read by NIXL and not mapped: %s", key, error)
-            else:
-                held.append(Shared(mapped, mapped.close))
-                return mapped
+        if mapper is None or not len(plan.remote_rows):
+            return None
+        try:
+            mapped = mapper.open(described.mapped, plan)
+        except Exception as error:  # noqa: BLE001 whatever it is, there is NIXL
+            logger.info("prefill engine %s is read by NIXL and not mapped: %s", key, error)
+            return None
+        held.append(Shared(mapped, mapped.close))
+        return mapped
+
+    def _reader(
+        self, described: wire.WorkerDescription, plan: ReadPlan, held: list[Shared]
+    ) -> NixlReader:
+        """What reads a worker by NIXL; the first of what is held is the name of its agent."""
         local = self._local_list(plan.local_rows, held)
         remote = None
         if len(plan.remote_rows):

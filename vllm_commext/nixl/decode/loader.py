@@ -339,8 +339,7 @@ class Loader:
         """A peer that cannot be reached may have been restarted: ask it once more."""
         self._peers.doubt(link, broken=True)
         if part.retried:
-            text = f"{link.reader.name}: {error}"
-            self._close_part(part, Failure("transfer", ProtocolError(text)))
+            self._close_part(part, Failure("transfer", ProtocolError(str(error))))
             return
         part.retried = True
         logger.info("prefill engine %s: %s; connecting anew", link.key, error)

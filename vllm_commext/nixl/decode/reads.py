@@ -17,11 +17,15 @@ from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.reuse.generations import GenerationTable
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.pauses import pause
-from vllm_commext.nixl.transport.posting import Posting
+from vllm_commext.nixl.transport.posting import Posting, Reader
 
 PATIENCE = 4
 """A read counts as moving along with the others of its link until these have moved so many times
 ``max_bytes_in_flight`` since it moved itself."""
+
+
+class PostingError(Exception):
+    """The peer cannot be read now, over this link; says by what and why."""
 
 
 @dataclass(eq=False)
@@ -31,6 +35,7 @@ class Read:
     Attributes:
         part: what is being loaded.
         link: where from; held until the read has ended.
+        reader: what reads the blocks; the fence is read by NIXL.
         posting: what is done for it, None between the blocks' end and the fence.
         posted: when it was posted.
         post_seconds: how long posting took.
@@ -47,6 +52,7 @@ class Read:
 
     part: Part
     link: Link
+    reader: Reader
     posting: Posting | None
     posted: float
     post_seconds: float
@@ -163,17 +169,21 @@ class ReadSet:
         """Start a read.
 
         Raises:
-            Exception: what the link's reader raises where it cannot be posted; nothing is under way
-                then.
+            PostingError: it cannot be posted; nothing is under way then.
         """
         started = time.perf_counter()
         if part.stream is None or not part.stream.has_read:
             self._recorder.queued(started - part.begun)
-        posting = link.reader.post(pairs)
+        reader = link.reader_of(pairs)
+        try:
+            posting = reader.post(pairs)
+        except Exception as error:
+            raise PostingError(f"{reader.name}: {error}") from error
         now = time.perf_counter()
         read = Read(
             part=part,
             link=link.hold(),
+            reader=reader,
             posting=posting,
             posted=started,
             post_seconds=now - started,
@@ -216,7 +226,7 @@ class ReadSet:
             num_descriptors=read.num_descriptors,
             num_merged=read.num_merged,
             is_hidden=read.is_hidden,
-            is_mapped=read.link.reader.is_mapped,
+            is_mapped=read.reader.is_mapped,
         )
 
     def take_late(self) -> list[Read]:
@@ -261,7 +271,7 @@ class ReadSet:
                 return None
             name = "NIXL"
             if not read.is_being_proven:
-                read.num_merged, name = read.posting.num_merged, read.link.reader.name
+                read.num_merged, name = read.posting.num_merged, read.reader.name
             read.posting = None
             if error:
                 return End(Failure("transfer", ProtocolError(f"{name}: {error}")))

@@ -93,6 +93,11 @@ class Places:
         address, length, _, stride, count = rows.astype(np.int64).T
         return cls(np.cumsum(count) - count, address, length, stride)
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether no two descriptors of a row are neighbours in memory."""
+        return bool((self.strides != self.lengths).all())
+
     def at(self, indices: Int32Array) -> tuple[Int64Array, Int64Array]:
         """Address and length of each of these descriptors."""
         row = np.searchsorted(self.starts, indices, side="right") - 1
@@ -129,6 +134,14 @@ def mapped_rows(rows: UInt64Array, regions: Sequence[Region]) -> UInt64Array:
             )
         found[number, 0] = address - region.address + region.mapped
     return found
+
+
+def num_runs(local: Places, remote: Places, pairs: Pairs) -> int:
+    """Pieces that are left where neighbours are merged, as NIXL does it; about."""
+    if local.has_gaps or remote.has_gaps:
+        return len(pairs.local)
+    breaks = (np.diff(pairs.local) != 1) | (np.diff(pairs.remote) != 1)
+    return int(np.count_nonzero(breaks)) + min(1, len(pairs.local))
 
 
 def batches(local: Places, remote: Places, pairs: Pairs) -> Iterator[Batch]:
