@@ -16,12 +16,9 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -30,28 +27,15 @@ from typing import Any
 
 import engine_profile
 import turn
+from dense_engine import BATCHES, ENVIRON, FIRST, PROMPT, SMALL, TOKENS, DenseEngine, write_model
+from engine_process import ANSWER, READY, EngineProcess, say
 
-from vllm_commext.testing import gpu_ranks
-
-ROOT = Path(__file__).parents[1]
-READY, ANSWER = "READY ", "ANSWER "
 VLLM, AGAIN, OURS, AUTO = "vllm", "vllm again", "ours", "ours, auto"
 TOGGLE = "VLLM_COMMEXT_ALLREDUCE"
 ENGINES = {VLLM: "0", AGAIN: "0", OURS: "1", AUTO: "auto"}  # name: the toggle
-BATCHES = (1, 16, 64)
-FIRST = "first token"
-TOKENS, PROFILE = "tokens", "profile"
-COMPARED = 64  # requests whose tokens are compared
-CHUNK, PROMPT, OUTPUT = 8192, 64, 128  # tokens
-SAMPLES = 3
-KV_BYTES = 1 << 30
-GRACE_SECONDS = 20.0
-ENVIRON = {
-    **gpu_ranks.ENVIRON,
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a process less to start
-}
-# A Llama 3 of 70B but for the number of its layers; a small one to try the script on CPUs.
+PROFILE = "profile"
+CHUNK, OUTPUT = 8192, 128  # tokens
+# A Llama 3 of 70B but for the number of its layers.
 SHAPE = {
     "hidden_size": 8192,
     "intermediate_size": 28672,
@@ -59,36 +43,11 @@ SHAPE = {
     "num_key_value_heads": 8,
     "vocab_size": 128256,
 }
-SMALL = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-}
-
-
-def write_model(folder: Path, layers: int, *, small: bool) -> None:
-    """A configuration; vLLM makes random weights of it."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **(SMALL if small else SHAPE),
-        "num_hidden_layers": layers,
-        "max_position_embeddings": 2 * CHUNK,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": False,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def fused_calls(worker: Any) -> dict[str, Any]:
     """In a worker: the calls of the fused op, how many all-reduces became one, and how many of
-    these quantise."""
+    these quantise, or know the weights that come next."""
     from vllm_commext.allreduce.fused import op as fused_op
 
     del worker
@@ -99,182 +58,66 @@ def fused_calls(worker: Any) -> dict[str, Any]:
     from vllm_commext.compat import fused_pass
 
     found = {"replaced": fused_pass.replaced(), "quantised": fused_pass.quantised()}
+    found["told"] = fused_pass.told()
     return {"calls": calls, **found}
 
 
-class Served:
+class Served(DenseEngine):
     """The engine of this process."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from vllm import LLM
-
-        chunk = args.chunk
-        self._vocabulary = (SMALL if args.cpu else SHAPE)["vocab_size"]
-        self._chunk, self._output = chunk, args.output
-        more: dict[str, Any] = {}
-        if args.cpu:
-            more = {"enforce_eager": True}
-        else:
-            more = {
-                "compilation_config": {"cudagraph_capture_sizes": list(BATCHES)},
-                "gpu_memory_utilization": 0.1,  # of which so much must be free as it starts
-            }
-        if args.quantization:
-            more["quantization"] = args.quantization
-        self._engine = LLM(
-            args.model,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            tensor_parallel_size=args.tp,
-            max_model_len=chunk + 16,
-            max_num_batched_tokens=chunk,
-            max_num_seqs=max(BATCHES),
-            kv_cache_memory_bytes=KV_BYTES if not args.cpu else 64 << 20,
-            enable_prefix_caching=False,
-            seed=0,
-            **more,
-        )
+        more = {"quantization": args.quantization} if args.quantization else {}
+        super().__init__(args, shape_of(args)["vocab_size"], {}, **more)
 
     def answer(self, cell: str) -> Any:
         """What a line of the input asks for."""
-        if cell == TOKENS:
-            return self._tokens(COMPARED, PROMPT, self._output)[1]
-        return self._profile() if cell == PROFILE else self.measure(cell)
+        return self._profile() if cell == PROFILE else super().answer(cell)
 
     def _profile(self) -> list[dict[str, Any]]:
         """Of every worker, while one request's output tokens come."""
-        self._generate(1, PROMPT, 1 + self._output)
-        self._engine.collective_rpc(engine_profile.start)
-        self._generate(1, 1, self._output)
-        return self._engine.collective_rpc(engine_profile.stop)
-
-    def _generate(self, requests: int, prompt: int, output: int) -> float:
-        """Seconds that so many requests take together."""
-        return self._tokens(requests, prompt, output)[0]
-
-    def _tokens(self, requests: int, prompt: int, output: int) -> tuple[float, list[list[int]]]:
-        """Seconds that so many requests take together, and the tokens of each."""
-        from vllm import SamplingParams
-
-        wanted = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
-        prompts: Any = [
-            {
-                "prompt_token_ids": [
-                    (7 * word + 13 * request) % (self._vocabulary - 10) + 5
-                    for word in range(prompt)
-                ]
-            }
-            for request in range(requests)
-        ]
-        begun = time.perf_counter()
-        answers = self._engine.generate(prompts, wanted, use_tqdm=False)
-        seconds = time.perf_counter() - begun
-        return seconds, [list(answer.outputs[0].token_ids) for answer in answers]
-
-    def measure(self, cell: str) -> float:
-        """Milliseconds: of the first token of a chunk, or an output token of so many requests; the
-        median of `SAMPLES`, after one that wakes up an engine whose turn it was not."""
-        sample = self._first_token if cell == FIRST else lambda: self._output_token(int(cell))
-        sample()
-        return statistics.median(sample() for _ in range(SAMPLES)) * 1e3
-
-    def _first_token(self) -> float:
-        return self._generate(1, self._chunk, 1)
-
-    def _output_token(self, requests: int) -> float:
-        short, long = (self._generate(requests, PROMPT, count) for count in (1, 1 + self._output))
-        return (long - short) / self._output
+        self.generate(1, PROMPT, 1 + self._output)
+        self.llm.collective_rpc(engine_profile.start)
+        self.generate(1, 1, self._output)
+        return self.llm.collective_rpc(engine_profile.stop)
 
     def calls(self) -> list[dict[str, Any]]:
         """Of every worker, see `fused_calls`."""
-        return self._engine.collective_rpc(fused_calls)
+        return self.llm.collective_rpc(fused_calls)
+
+
+def shape_of(args: argparse.Namespace) -> dict[str, int]:
+    """Of the model."""
+    return SMALL if args.cpu else SHAPE
 
 
 def serve(args: argparse.Namespace) -> None:
     """One engine: for every line of its input, a cell, a line with the milliseconds."""
     served = Served(args)
-    print(f"\n{READY}{json.dumps(served.calls())}", flush=True)
+    say(READY, served.calls())
     for line in sys.stdin:
-        print(f"\n{ANSWER}{json.dumps(served.answer(line.strip()))}", flush=True)
+        say(ANSWER, served.answer(line.strip()))
 
 
-class Engine:
-    """A process that serves, in a session of its own; its output is read by a thread."""
+def start(name: str, args: argparse.Namespace, model: Path) -> EngineProcess:
+    """The engine of that name; it is not ready yet."""
+    words = ["--tp", str(args.tp), "--model", str(model), "--chunk", str(args.chunk)]
+    words += ["--output", str(args.output)]
+    words += ["--quantization", args.quantization] if args.quantization else []
+    words += ["--cpu"] if args.cpu else []
+    return EngineProcess(name, __file__, words, {**ENVIRON, TOGGLE: ENGINES[name]})
 
-    def __init__(self, name: str, args: argparse.Namespace, model: Path) -> None:
-        self.name = name
-        python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, __file__, "--tp", str(args.tp), "--model", str(model)]
-        command += ["--chunk", str(args.chunk), "--output", str(args.output)]
-        command += ["--quantization", args.quantization] if args.quantization else []
-        command += ["--cpu"] if args.cpu else []
-        toggles = {TOGGLE: ENGINES[name], "PYTHONPATH": python_path}
-        self._process = subprocess.Popen(
-            command,
-            env={**os.environ, **ENVIRON, **toggles},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        self.lines: list[str] = []
-        self._news = threading.Condition()
-        self._read = 0
-        threading.Thread(target=self._listen, daemon=True).start()
 
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            with self._news:
-                self.lines.append(line.rstrip())
-                self._news.notify()
-
-    def await_line(self, mark: str, end: float) -> Any:
-        """What the next line that begins with `mark` says, in JSON.
-
-        Raises:
-            RuntimeError: the engine has ended, or the time is over.
-        """
-        with self._news:
-            while time.monotonic() < end:
-                while self._read < len(self.lines):
-                    self._read += 1
-                    if self.lines[self._read - 1].startswith(mark):
-                        return json.loads(self.lines[self._read - 1].removeprefix(mark))
-                if self._process.poll() is not None:
-                    break
-                self._news.wait(0.5)
-        text = "\n".join(self.lines)[-6000:]
-        raise RuntimeError(f"{self.name}: expected {mark.strip()} in time, got\n{text}")
-
-    def ask(self, cell: str, end: float) -> Any:
-        """What the engine says of a cell, once: milliseconds, `TOKENS` or `PROFILE`."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{cell}\n")
-        self._process.stdin.flush()
-        return self.await_line(ANSWER, end)
-
-    def end(self) -> None:
-        """The engine and all its workers; nothing that still runs may keep the GPUs."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE_SECONDS)
-
-    def log(self) -> list[str]:
-        """What ours says of itself."""
-        return [line for line in self.lines if "commext: allreduce" in line][:20]
+def log_of(engine: EngineProcess) -> list[str]:
+    """What ours says of itself."""
+    return [line for line in engine.lines if "commext: allreduce" in line][:20]
 
 
 @contextlib.contextmanager
-def engines(args: argparse.Namespace, end: float) -> Iterator[dict[str, Engine]]:
-    """All engines, ready."""
+def engines(args: argparse.Namespace) -> Iterator[dict[str, EngineProcess]]:
+    """All engines, started at once."""
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), args.layers, small=args.cpu)
-        made = {name: Engine(name, args, Path(folder)) for name in args.engines}
+        write_model(Path(folder), shape_of(args), args.layers, 2 * args.chunk)
+        made = {name: start(name, args, Path(folder)) for name in args.engines}
         try:
             yield made
         finally:
@@ -403,7 +246,9 @@ def cells_of(args: argparse.Namespace) -> list[str]:
     return [*map(str, args.batches), FIRST]
 
 
-def one_round(made: Mapping[str, Engine], cells: Sequence[str], number: int, end: float) -> Any:
+def one_round(
+    made: Mapping[str, EngineProcess], cells: Sequence[str], number: int, end: float
+) -> Any:
     """Every cell once on every engine; the first of them is another in each round."""
     order = list(made)
     order = order[number % len(order) :] + order[: number % len(order)]
@@ -414,7 +259,7 @@ def compare(args: argparse.Namespace) -> int:
     """Rounds until there are enough or the time is over; at least one, or it has failed."""
     end = time.monotonic() + args.seconds
     rounds: Rounds = []
-    with engines(args, end) as made, contextlib.ExitStack() as stack:
+    with engines(args) as made, contextlib.ExitStack() as stack:
         ready = {
             name: engine.await_line(READY, min(end, time.monotonic() + args.start_seconds))
             for name, engine in made.items()
@@ -428,7 +273,7 @@ def compare(args: argparse.Namespace) -> int:
         tokens = {name: engine.ask(TOKENS, end) for name, engine in made.items()}
         said = {
             "fused op": {name: ready[name] for name in (OURS, AUTO) if name in made},
-            "log": {name: made[name].log() for name in (OURS, AUTO) if name in made},
+            "log": {name: log_of(made[name]) for name in (OURS, AUTO) if name in made},
             "equal tokens": agreement(tokens),
             "profile": {name: engine.ask(PROFILE, end) for name, engine in made.items()}
             if args.profile

@@ -23,29 +23,24 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import dense_engine
 import turn
+from dense_engine import BATCHES, FIRST, SMALL, TOKENS, DenseEngine, write_model
 from engine_process import ANSWER, READY, EngineProcess, say
-
-from vllm_commext.testing import gpu_ranks
 
 NCCL, HOST = "nccl", "host"
 TOGGLES: dict[str, dict[str, str]] = {
     NCCL: {"VLLM_COMMEXT_ALLREDUCE": "0"},
     HOST: {"VLLM_COMMEXT_ALLREDUCE": "1", "VLLM_COMMEXT_ALLREDUCE_BACKEND": "host"},
 }
-BATCHES = (1, 16, 64)
-FIRST, TOKENS, SERVED_BY = "first token", "tokens", "served by"
-CHUNK, PROMPT, OUTPUT = 4096, 64, 64  # tokens
-SAMPLES, COMPARED = 3, 64
-KV_BYTES = 1 << 30
+SERVED_BY = "served by"
+CHUNK, OUTPUT = 4096, 64  # tokens
 ENVIRON = {
-    **gpu_ranks.ENVIRON,
+    **dense_engine.ENVIRON,
     "NCCL_P2P_DISABLE": "1",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a process less to start
 }
-# 4.8 thousand million parameters; and a small one to try the script on CPUs.
+# 4.8 thousand million parameters.
 SHAPE = {
     "hidden_size": 4096,
     "intermediate_size": 8192,
@@ -53,31 +48,6 @@ SHAPE = {
     "num_key_value_heads": 8,
     "vocab_size": 32000,
 }
-SMALL = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-}
-
-
-def write_model(folder: Path, layers: int, *, small: bool) -> None:
-    """A configuration; vLLM makes random weights of it."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **(SMALL if small else SHAPE),
-        "num_hidden_layers": layers,
-        "max_position_embeddings": 2 * CHUNK,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": False,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def served_by(worker: Any) -> dict[str, int]:
@@ -91,78 +61,22 @@ def served_by(worker: Any) -> dict[str, int]:
     return {} if made is None else dict(made.counts()[0])
 
 
-class Served:
+class Served(DenseEngine):
     """The engine of this process."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from vllm import LLM
-
-        self._vocabulary = (SMALL if args.cpu else SHAPE)["vocab_size"]
-        self._chunk, self._output = args.chunk, args.output
-        more: dict[str, Any] = {"enforce_eager": True} if args.cpu else {}
-        if not args.cpu:
-            compilation = {
-                "cudagraph_capture_sizes": list(BATCHES),
-                "pass_config": {"fuse_allreduce_rms": False},
-            }
-            more = {"compilation_config": compilation, "gpu_memory_utilization": 0.1}
-        self._engine = LLM(
-            args.model,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            tensor_parallel_size=args.tp,
-            disable_custom_all_reduce=True,
-            max_model_len=args.chunk + 16,
-            max_num_batched_tokens=args.chunk,
-            max_num_seqs=max(BATCHES),
-            kv_cache_memory_bytes=KV_BYTES if not args.cpu else 64 << 20,
-            enable_prefix_caching=False,
-            seed=0,
-            **more,
-        )
+        compilation = {"pass_config": {"fuse_allreduce_rms": False}}
+        vocabulary = shape_of(args)["vocab_size"]
+        super().__init__(args, vocabulary, compilation, disable_custom_all_reduce=True)
 
     def answer(self, cell: str) -> Any:
         """What a line of the input asks for."""
-        if cell == TOKENS:
-            return self._generate(COMPARED, PROMPT, self._output)[1]
-        if cell == SERVED_BY:
-            return self._engine.collective_rpc(served_by)
-        return self.measure(cell)
+        return self.llm.collective_rpc(served_by) if cell == SERVED_BY else super().answer(cell)
 
-    def _generate(self, requests: int, prompt: int, output: int) -> tuple[float, list[list[int]]]:
-        """Seconds that so many requests take together, and the tokens of each."""
-        from vllm import SamplingParams
 
-        wanted = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
-        prompts: Any = [
-            {
-                "prompt_token_ids": [
-                    (7 * word + 13 * request) % (self._vocabulary - 10) + 5
-                    for word in range(prompt)
-                ]
-            }
-            for request in range(requests)
-        ]
-        begun = time.perf_counter()
-        answers = self._engine.generate(prompts, wanted, use_tqdm=False)
-        seconds = time.perf_counter() - begun
-        return seconds, [list(answer.outputs[0].token_ids) for answer in answers]
-
-    def measure(self, cell: str) -> float:
-        """Milliseconds: of the first token of a chunk, or an output token of so many requests; the
-        median of `SAMPLES`, after one that wakes up an engine whose turn it was not."""
-        sample = self._first_token if cell == FIRST else lambda: self._output_token(int(cell))
-        sample()
-        return statistics.median(sample() for _ in range(SAMPLES)) * 1e3
-
-    def _first_token(self) -> float:
-        return self._generate(1, self._chunk, 1)[0]
-
-    def _output_token(self, requests: int) -> float:
-        short, long = (
-            self._generate(requests, PROMPT, count)[0] for count in (1, 1 + self._output)
-        )
-        return (long - short) / self._output
+def shape_of(args: argparse.Namespace) -> dict[str, int]:
+    """Of the model."""
+    return SMALL if args.cpu else SHAPE
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -189,7 +103,7 @@ def log_of(engine: EngineProcess) -> list[str]:
 def engines(args: argparse.Namespace) -> Iterator[dict[str, EngineProcess]]:
     """Both engines, starting."""
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), args.layers, small=args.cpu)
+        write_model(Path(folder), shape_of(args), args.layers, 2 * args.chunk)
         made = {name: start(name, args, Path(folder)) for name in TOGGLES}
         try:
             yield made
@@ -273,7 +187,7 @@ def write(args: argparse.Namespace, rounds: Rounds, said: Mapping[str, Any]) -> 
             "peer access": "refused (NCCL_P2P_DISABLE=1, no custom or fused all-reduce)",
             "torch": str(torch.__version__),
             "vllm": vllm.__version__,
-            "shape": SMALL if args.cpu else SHAPE,
+            "shape": shape_of(args),
             "layers": args.layers,
             "chunk": args.chunk,
             "output": args.output,
