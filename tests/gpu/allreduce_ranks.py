@@ -7,12 +7,10 @@ Every rank runs the same checks in the same order and after each tells the other
 """
 
 import importlib.util
-import json
 import os
 import random
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,7 @@ from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.compat import allreduce as compat
 from vllm_commext.compat.tp_group import tensor_parallel
 from vllm_commext.errors import UnsupportedError
+from vllm_commext.testing.gpu_ranks import run_checks
 
 MIB = 1 << 20
 # Half a unit in the last place of numbers from 1 to 2.
@@ -391,27 +390,6 @@ def start_counter() -> None:
         COUNTER_PROBLEM = str(error)
 
 
-def run_check(rank: Rank, name: str) -> None:
-    start = time.monotonic()
-    figures: Figures = {}
-    error = ""
-    try:
-        figures = CHECKS[name](rank)
-        torch.cuda.synchronize()
-    except Exception:  # noqa: BLE001 - the test shows it
-        error = traceback.format_exc()
-    errors = rank.lockstep.run(lambda: error)
-    if rank.rank == 0:
-        line = {
-            "check": name,
-            "seconds": round(time.monotonic() - start, 2),
-            "figures": figures,
-            "errors": {str(index): text for index, text in enumerate(errors) if text},
-        }
-        sys.stdout.write("\n" + json.dumps(line) + "\n")
-        sys.stdout.flush()
-
-
 def main() -> None:
     rank, world, port = (int(text) for text in sys.argv[1:4])
     multicast.keep_off()
@@ -419,8 +397,7 @@ def main() -> None:
     flashinfer.allow_workspaces(MEASURING_BYTES)
     with tensor_parallel(rank, world, port) as group, torch.inference_mode():
         made = Rank(group)
-        for name in sys.argv[4:] or list(CHECKS):
-            run_check(made, name)
+        run_checks(made, CHECKS, sys.argv[4:])
     sys.stdout.flush()
     os._exit(0)
 

@@ -6,12 +6,10 @@ Ranks may share a GPU, which serves them in turns, for they need nothing of each
 prints a line of JSON a check: its name, the seconds it took, figures, and each rank's error.
 """
 
-import json
 import os
 import random
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from torch import distributed
 from vllm_commext.allreduce.backends.host import HostBackend
 from vllm_commext.allreduce.lockstep import Lockstep
 from vllm_commext.allreduce.message import ITEM_BYTES, PACK_BYTES
+from vllm_commext.testing.gpu_ranks import run_checks
 
 MIB = 1 << 20
 DTYPES = tuple(getattr(torch, name) for name in ITEM_BYTES)
@@ -140,34 +139,12 @@ CHECKS: dict[str, Callable[[Rank], Figures]] = {
 }
 
 
-def run_check(rank: Rank, name: str) -> None:
-    start = time.monotonic()
-    figures: Figures = {}
-    error = ""
-    try:
-        figures = CHECKS[name](rank)
-        torch.cuda.synchronize()
-    except Exception:  # noqa: BLE001 - the test shows it
-        error = traceback.format_exc()
-    errors = rank.lockstep.run(lambda: error)
-    if rank.rank == 0:
-        line = {
-            "check": name,
-            "seconds": round(time.monotonic() - start, 2),
-            "figures": figures,
-            "errors": {str(index): text for index, text in enumerate(errors) if text},
-        }
-        sys.stdout.write("\n" + json.dumps(line) + "\n")
-        sys.stdout.flush()
-
-
 def main() -> None:
     rank, world, port = (int(text) for text in sys.argv[1:4])
     torch.cuda.set_device(rank % torch.cuda.device_count())
     distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     made = Rank(rank, world)
-    for name in sys.argv[4:] or list(CHECKS):
-        run_check(made, name)
+    run_checks(made, CHECKS, sys.argv[4:])
     sys.stdout.flush()
     os._exit(0)
 

@@ -7,31 +7,33 @@ milliseconds: nothing is timed, and sizes are few. NCCL takes no two ranks of on
 agree through gloo and use the kernels without vLLM's group. A line of JSON a check on rank 0.
 """
 
-import json
 import os
 import sys
-import time
-import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import distributed
 
 from vllm_commext.allreduce.backends.push import PushBackend
 from vllm_commext.allreduce.fused import layout as fused_layout
+from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.backend import PushFused
 from vllm_commext.allreduce.fused.kernels import FusedKernels
-from vllm_commext.allreduce.fused.layout import FusedShape
+from vllm_commext.allreduce.fused.layout import EPILOGUES, NORM, STATIC_FP8, FusedShape
 from vllm_commext.allreduce.lockstep import Lockstep
 from vllm_commext.allreduce.message import Message
+from vllm_commext.testing.gpu_ranks import run_checks
 
 MESSAGE_BYTES = 1 << 20
 GROUP_SECONDS = 120
 HIDDEN = 1024
 ROWS = 600  # more than a launch takes in float32, and more than one form serves
 SPLITS = ((0, 1), (7, 8), (1, 18), (100, 164), (ROWS - 90, ROWS))
+
+
+Figures = dict[str, int]
 
 
 class Rank:
@@ -66,7 +68,7 @@ def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
     return total.to(parts[0].dtype)
 
 
-def check_all_reduce(rank: Rank) -> int:
+def check_all_reduce(rank: Rank) -> Figures:
     """Every bit that of a sum in the order of ranks, whatever else is in the batch."""
     batches = 0
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -77,10 +79,10 @@ def check_all_reduce(rank: Rank) -> int:
             assert rank.push.takes(Message(tuple(rows.shape), str(dtype).removeprefix("torch.")))
             assert torch.equal(rank.push.all_reduce(rows), want[begin:end]), (dtype, begin, end)
             batches += 1
-    return batches
+    return {"batches": batches}
 
 
-def check_fused(rank: Rank) -> int:
+def check_fused(rank: Rank) -> Figures:
     """Every form of the fused op has the residual of that sum, and a row's norm has the same bits
     in any batch."""
     batches = 0
@@ -103,29 +105,46 @@ def check_fused(rank: Rank) -> int:
             assert torch.equal(made.out, whole[begin:end]), (dtype, begin, end)
             batches += 1
         assert kernels == {fused_layout.ONE_PHASE, fused_layout.TWO_PHASE}, kernels
-    return batches
+    return {"batches": batches}
 
 
-CHECKS: dict[str, Callable[[Rank], int]] = {"all_reduce": check_all_reduce, "fused": check_fused}
+def check_epilogues(rank: Rank) -> Figures:
+    """What every epilogue makes of a row is to the bit what comes of the norm in as many bits as it
+    has, whatever else is in the batch."""
+    dtype, batches = torch.bfloat16, 0
+    rows = rank.parts(dtype)[rank.rank].clone()
+    dice = torch.Generator("cuda").manual_seed(2)
+    weight = torch.randn(HIDDEN, device="cuda", generator=dice).to(dtype)
+    old = torch.randn((ROWS, HIDDEN), device="cuda", generator=dice).to(dtype)
+    given = torch.tensor([0.0371], device="cuda")
+    plain = FusedShape("bfloat16", "bfloat16", HIDDEN)
+    rank.fused.prepare(plain)
+    norm = rank.fused.run(plain, rows, old, weight, 1e-6, None)
+    for code, alignment in EPILOGUES.values():
+        if code == NORM:
+            continue
+        shape = replace(plain, epilogue=code, scale_alignment=alignment)
+        rank.fused.prepare(shape)
+        scale = given if code == STATIC_FP8 else None
+        for begin, end in ((0, ROWS), *SPLITS):
+            part, residual = rows[begin:end].contiguous(), old[begin:end].contiguous()
+            made = rank.fused.run(shape, part, residual, weight, 1e-6, scale)
+            out, z = norm.out[begin:end], norm.residual[begin:end]
+            want = fused_op._quantised(shape, out.float(), z.contiguous(), scale)
+            assert torch.equal(made.residual, z), (shape, begin, end)
+            assert torch.equal(made.out.view(torch.uint8), want.out.view(torch.uint8)), (shape, end)
+            if code != STATIC_FP8:
+                assert torch.equal(made.scales, want.scales), (shape, begin, end)
+                assert made.scales.stride() == want.scales.stride(), (shape, begin, end)
+            batches += 1
+    return {"batches": batches}
 
 
-def run_check(rank: Rank, name: str) -> None:
-    start, batches, error = time.monotonic(), 0, ""
-    try:
-        batches = CHECKS[name](rank)
-        torch.cuda.synchronize()
-    except Exception:  # noqa: BLE001 the test shows it
-        error = traceback.format_exc()
-    errors = rank.lockstep.run(lambda: error)
-    if rank.rank == 0:
-        line: dict[str, Any] = {
-            "check": name,
-            "seconds": round(time.monotonic() - start, 2),
-            "batches": batches,
-            "errors": {str(index): text for index, text in enumerate(errors) if text},
-        }
-        sys.stdout.write("\n" + json.dumps(line) + "\n")
-        sys.stdout.flush()
+CHECKS: dict[str, Callable[[Rank], Figures]] = {
+    "all_reduce": check_all_reduce,
+    "fused": check_fused,
+    "epilogues": check_epilogues,
+}
 
 
 def main() -> None:
@@ -140,8 +159,7 @@ def main() -> None:
     )
     with torch.inference_mode():
         made = Rank()
-        for name in sys.argv[4:] or list(CHECKS):
-            run_check(made, name)
+        run_checks(made, CHECKS, sys.argv[4:])
     distributed.barrier()
     sys.stdout.flush()
     os._exit(0)  # tear-down with peers' memory mapped can hang

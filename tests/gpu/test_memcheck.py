@@ -1,4 +1,5 @@
-"""compute-sanitizer's memcheck over both of our kernels: no access outside what was allocated."""
+"""compute-sanitizer over our kernels: no access outside what was allocated, no two threads of a
+block at the same shared word without a barrier between them, no barrier that some threads miss."""
 
 from __future__ import annotations
 
@@ -14,10 +15,25 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 NUM_GPUS = torch.cuda.device_count()
 SANITIZER = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 240
 FOUND = 9  # exit status
 # Libraries look for functions that an older driver lacks, and are told so; that is no error here.
-OPTIONS = ("--tool", "memcheck", "--report-api-errors", "no", "--target-processes", "all")
+OPTIONS = ("--report-api-errors", "no", "--target-processes", "all")
+SUMMARIES = {  # of a run in which nothing was found
+    "memcheck": "ERROR SUMMARY: 0 errors",
+    "racecheck": "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
+    "synccheck": "ERROR SUMMARY: 0 errors",
+}
+SCRIPTS = {  # and their checks; the last two need no library's kernels
+    "reduce_rms_ranks.py": ("first_call", "strides_and_single", "pieces"),
+    "allreduce_ranks.py": ("every_backend",),
+    "shared_gpu_ranks.py": ("all_reduce", "fused", "epilogues"),
+    "host_ranks.py": ("sums",),
+}
+CASES = [
+    *(("memcheck", script) for script in SCRIPTS),
+    *((tool, script) for tool in ("racecheck", "synccheck") for script in list(SCRIPTS)[2:]),
+]
 
 pytestmark = [
     pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 GPUs, this machine has {NUM_GPUS}"),
@@ -26,16 +42,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("script", "checks"),
-    [
-        ("reduce_rms_ranks.py", ("first_call", "strides_and_single", "pieces")),
-        ("allreduce_ranks.py", ("every_backend",)),
-    ],
-)
-def test_no_access_is_out_of_bounds(script: str, checks: tuple[str, ...]) -> None:
-    watched = [str(SANITIZER), *OPTIONS, "--error-exitcode", str(FOUND)]
+@pytest.mark.parametrize(("tool", "script"), CASES)
+def test_the_sanitizer_finds_nothing(tool: str, script: str) -> None:
+    watched = [str(SANITIZER), "--tool", tool, *OPTIONS, "--error-exitcode", str(FOUND)]
     script_path = Path(__file__).with_name(script)
-    outcome = run_ranks(script_path, 2, checks, TIMEOUT_SECONDS, watched)
-    assert "ERROR SUMMARY: 0 errors" in outcome.text, outcome.text[-3000:]
+    outcome = run_ranks(script_path, 2, SCRIPTS[script], TIMEOUT_SECONDS, watched)
+    assert SUMMARIES[tool] in outcome.text, outcome.text[-3000:]
     assert outcome.codes == [0, 0], outcome.text[-3000:]

@@ -7,12 +7,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from vllm_commext.allreduce import multicast
 from vllm_commext.testing.servers import free_port
+
+if TYPE_CHECKING:
+    from vllm_commext.allreduce.lockstep import Lockstep
 
 GRACE_SECONDS = 30.0
 CHECK_LINE = '{"check"'
@@ -70,6 +74,51 @@ def run_ranks(
         codes = end_together(ranks, GRACE_SECONDS)
     lines = [json.loads(line) for line in text.splitlines() if line.startswith(CHECK_LINE)]
     return Outcome({line["check"]: line for line in lines}, text, codes)
+
+
+class HasLockstep(Protocol):
+    """What a script's checks are given.
+
+    Attributes:
+        lockstep: of the ranks.
+    """
+
+    lockstep: "Lockstep"
+
+
+Given = TypeVar("Given", bound=HasLockstep)
+
+
+def run_checks(
+    given: Given, checks: Mapping[str, Callable[[Given], object]], wanted: Sequence[str]
+) -> None:
+    """In a script that `run_ranks` started, on all ranks: one check after the other, and on rank 0
+    the line of JSON of each: its name, the seconds it took, figures, and each rank's error.
+
+    Args:
+        given: to every check.
+        checks: by name; what they return are rank 0's figures.
+        wanted: names, or none for all.
+    """
+    import torch
+
+    for name in wanted or list(checks):
+        start, figures, error = time.monotonic(), None, ""
+        try:
+            figures = checks[name](given)
+            torch.cuda.synchronize()
+        except Exception:  # noqa: BLE001 - the test shows it
+            error = traceback.format_exc()
+        errors = given.lockstep.run(lambda error=error: error)
+        if given.lockstep.rank == 0:
+            line = {
+                "check": name,
+                "seconds": round(time.monotonic() - start, 2),
+                "figures": figures,
+                "errors": {str(index): text for index, text in enumerate(errors) if text},
+            }
+            sys.stdout.write("\n" + json.dumps(line) + "\n")
+            sys.stdout.flush()
 
 
 def run_as_ranks(
