@@ -2,14 +2,14 @@
 
 The executor of the first host writes to a queue that the second one's worker reads over the
 network, and reads that worker's answers so. With vLLM's queue, with ours, and as `auto` leaves it
-to vLLM's.
+to vLLM's; and with the collectives on, which leave such a group to vLLM.
 """
 
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,8 +41,20 @@ def link() -> Iterator[Link]:
     manager.__exit__(None, None, None)
 
 
+ALL_ON = {  # as far as a machine without GPUs lets them be asked for
+    TOGGLE: "1",
+    "VLLM_COMMEXT_CPU_COLLECTIVES": "1",
+    "VLLM_COMMEXT_ALLREDUCE": "auto",
+    "VLLM_COMMEXT_REDUCE_RMS": "auto",
+}
+WITHOUT = {"VLLM_PLUGINS": "none"}
+STOOD_ASIDE = "commext: cpu_collectives: not for group tp:0: its ranks are on several hosts"
+
+
 @contextmanager
-def engine(link: Link, toggle: str, model: Path, folder: Path) -> Iterator[tuple[Server, Server]]:
+def engine(
+    link: Link, name: str, toggles: Mapping[str, str], model: Path, folder: Path
+) -> Iterator[tuple[Server, Server]]:
     """A server of two hosts, ready: the one that answers, and the other."""
     port = str(free_port())
     common = [*cluster.ENGINE_ARGS, "--served-model-name", cluster.MODEL_NAME]
@@ -50,11 +62,11 @@ def engine(link: Link, toggle: str, model: Path, folder: Path) -> Iterator[tuple
     common += ["--master-addr", link.near_address, "--master-port", port]
     places = {0: (link.near_address, link.near), 1: (link.far_address, link.far)}
     environ = [
-        {TOGGLE: toggle, "VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": device}
+        {**toggles, "VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": device}
         for address, device in places.values()
     ]
     first = VllmServer(
-        f"first_{toggle}",
+        f"first_{name}",
         model,
         folder,
         tensor_parallel_size=2,
@@ -65,7 +77,7 @@ def engine(link: Link, toggle: str, model: Path, folder: Path) -> Iterator[tuple
     command += ["-m", "vllm.entrypoints.cli.main", "serve", str(model), "--headless"]
     command += ["--tensor-parallel-size", "2", *common, "--node-rank", "1"]
     second = Server(
-        f"second_{toggle}", command, folder, port=0, environ={**CPU_ENVIRON, **environ[1]}
+        f"second_{name}", command, folder, port=0, environ={**CPU_ENVIRON, **environ[1]}
     )
     second.start()
     try:
@@ -75,23 +87,38 @@ def engine(link: Link, toggle: str, model: Path, folder: Path) -> Iterator[tuple
         second.stop()
 
 
+def tokens_of(server: Server) -> list[tuple[int, ...]]:
+    """Of its answers to all prompts."""
+    return [complete(server.url, cluster.MODEL_NAME, prompt).token_ids for prompt in PROMPTS]
+
+
 def test_the_tokens_are_the_same_over_two_hosts(link: Link, model: Path, tmp_path: Path) -> None:
     answers: dict[str, list[tuple[int, ...]]] = {}
     for toggle in ("0", "auto", "1"):
-        with engine(link, toggle, model, tmp_path) as (first, second):
-            answers[toggle] = [
-                complete(first.url, cluster.MODEL_NAME, prompt).token_ids for prompt in PROMPTS
-            ]
+        with engine(link, toggle, {TOGGLE: toggle}, model, tmp_path) as (first, second):
+            answers[toggle] = tokens_of(first)
             logs = first.log_text(), second.log_text()
         assert ["shm_queue active" in log for log in logs] == [toggle != "0"] * 2
         assert (LEFT in logs[0]) == (toggle == "auto")
     assert answers["0"] == answers["auto"] == answers["1"]
 
 
+def test_the_collectives_leave_two_hosts_to_vllm(link: Link, model: Path, tmp_path: Path) -> None:
+    """With everything on the server starts, says that they stand aside, and answers as without."""
+    with engine(link, "on", ALL_ON, model, tmp_path) as (first, second):
+        found = tokens_of(first)
+        logs = first.log_text() + second.log_text()
+    assert logs.count(STOOD_ASIDE) == 1
+    assert "ring buffers serve" not in logs
+    with engine(link, "without", WITHOUT, model, tmp_path) as (first, second):
+        assert tokens_of(first) == found
+        assert "commext:" not in first.log_text() + second.log_text()
+
+
 def test_the_death_of_the_other_host_ends_the_server(
     link: Link, model: Path, tmp_path: Path
 ) -> None:
-    with engine(link, "1", model, tmp_path) as (first, second):
+    with engine(link, "1", {TOGGLE: "1"}, model, tmp_path) as (first, second):
         complete(first.url, cluster.MODEL_NAME, PROMPTS[0])
         for pid in second.pids()[::-1]:
             os.kill(pid, signal.SIGKILL)
