@@ -6,9 +6,6 @@ from vllm_commext.allreduce import names
 from vllm_commext.errors import ConfigError
 
 SCHEMA = 1
-# With residual and norm, from that size of message on engines were faster, on H100s and on H200s:
-# 64 tokens of 8192 elements of 16 bits; with 16 tokens on H200s alone (docs/allreduce.md).
-PROVEN_FUSED_BYTES = 1 << 20
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,13 +61,12 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def of_ours(self, dtype: str) -> "Table | None":
         """What is left of one dtype where kernels of ours alone take part, and only where they come
-        first, with residual and norm from `PROVEN_FUSED_BYTES` on: all else is left to vLLM. None
-        where they never do."""
+        first: all else is left to vLLM. None where they never do."""
         rows = [
             Row(row.max_bytes, (names.PUSH if row.ranking[0] == names.PUSH else names.VLLM,))
             for row in self.rows.get(dtype, ())
         ]
-        fused = _proven(self.fused.get(dtype, ()))
+        fused = self.fused.get(dtype, ())
         first = {row.ranking[0] for row in (*rows, *fused)}
         if not first.intersection((names.PUSH, names.FUSED_PUSH)):
             return None
@@ -87,12 +83,6 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The largest size of any dtype at which one of `names.FUSED` comes first, or 0."""
         rows = [row for of in self.fused.values() for row in of]
         return max((row.max_bytes for row in rows if row.ranking[0] == name), default=0)
-
-
-def _proven(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """With nothing in one launch below `PROVEN_FUSED_BYTES`."""
-    large = tuple(row for row in rows if row.max_bytes >= PROVEN_FUSED_BYTES)
-    return (Row(PROVEN_FUSED_BYTES - 1, (names.APART,)), *large) if large else ()
 
 
 def encode(table: Table) -> bytes:
