@@ -17,13 +17,18 @@ constexpr u32 THREADS = 2 * SHARE * WARP;
 
 #include "host_parts.h"
 
-constexpr u32 LANE_PACKS = 3, LANE_PARCELS = 4;  // that a lane moves at a time
+constexpr u32 LANE_PACKS = 7, LANE_PARCELS = 8;  // that a lane moves at a time
 constexpr u32 UNIT_PACKS = LANE_PACKS * WARP, UNIT_PARCELS = LANE_PARCELS * WARP;  // and a warp
-constexpr u32 LOOKS = PEERS < 4 ? PEERS : 4;  // peers of which a lane reads at the same time
+constexpr u32 WORDS = LANE_PACKS * 4, WHOLE_WORDS = LANE_PARCELS * CALL;  // the rest goes by halves
+constexpr u32 NUMBER = 0xffff;                // of a call, as much as a parcel has of it
+constexpr u32 LOOKS = PEERS < 3 ? PEERS : 3;  // peers of which a lane reads at the same time
 
 // What a lane moves: packs that are a warp apart, so that a warp moves whole lines.
 struct Load {
   Pack packs[LANE_PACKS];
+
+  DEVICE_MEMBER u32& word(u32 index) { return packs[index / 4].words[index % 4]; }
+  DEVICE_MEMBER u32 word(u32 index) const { return packs[index / 4].words[index % 4]; }
 };
 
 // The lane's first pack is number `first` of the message; behind its end there are zeros.
@@ -42,11 +47,9 @@ DEVICE void send(Pack* there, const Load& load, u32 call) {
   for (u32 i = 0; i < LANE_PARCELS; ++i) {
     Pack parcel;
 #pragma unroll
-    for (u32 j = 0; j < CALL; ++j) {
-      const u32 word = i * CALL + j;
-      parcel.words[j] = load.packs[word / 4].words[word % 4];
-    }
-    parcel.words[CALL] = call;
+    for (u32 j = 0; j < CALL; ++j) parcel.words[j] = load.word(i * CALL + j);
+    const u32 halves = load.word(WHOLE_WORDS + i / 2);
+    parcel.words[CALL] = (i % 2 ? halves & ~NUMBER : halves << 16) | (call & NUMBER);
     store_whole(there + i * WARP, parcel.words);
   }
 }
@@ -63,7 +66,8 @@ struct Parcels {
   DEVICE_MEMBER bool are_of(u32 call) const {
     bool here = true;
 #pragma unroll
-    for (u32 i = 0; i < LANE_PARCELS; ++i) here = here && parcels[i].words[CALL] == call;
+    for (u32 i = 0; i < LANE_PARCELS; ++i)
+      here = here && ((parcels[i].words[CALL] ^ call) & NUMBER) == 0;
     return here;
   }
 
@@ -72,8 +76,12 @@ struct Parcels {
     for (Patience patience; !are_of(call); look(there)) patience.spin(timeout_ns);
     Load load;
 #pragma unroll
-    for (u32 word = 0; word < LANE_PACKS * 4; ++word)
-      load.packs[word / 4].words[word % 4] = parcels[word / CALL].words[word % CALL];
+    for (u32 i = 0; i < WHOLE_WORDS; ++i) load.word(i) = parcels[i / CALL].words[i % CALL];
+#pragma unroll
+    for (u32 i = WHOLE_WORDS; i < WORDS; ++i) {
+      const Pack* pair = parcels + (i - WHOLE_WORDS) * 2;
+      load.word(i) = (pair[0].words[CALL] >> 16) | (pair[1].words[CALL] & ~NUMBER);
+    }
     return load;
   }
 };

@@ -1,9 +1,9 @@
 // What the kernels share that sum through host memory: outboxes, and the count of calls.
 //
-// A parcel is 16 bytes: three words and the number of the call that they belong to. CUDA requires of
-// every machine that a GPU's naturally aligned access of 16 bytes to host memory is one access for all
-// other devices. So a parcel arrives whole and its number says that it has: no word that messages must
-// not hold, and nothing to empty once it was read.
+// A parcel is 16 bytes: seven halves of a word, and in the eighth the end of the number of the call that
+// they belong to. CUDA requires of every machine that a GPU's naturally aligned access of 16 bytes to
+// host memory is one access for all other devices. So a parcel arrives whole and its number says that
+// it has: no word that messages must not hold, and nothing to empty once it was read.
 //
 // A rank alone writes into its outbox, and all peers read there: over PCI Express a message goes up
 // once, however many ranks there are. An outbox has two halves, which calls use in turn. A rank writes
@@ -19,8 +19,8 @@
 
 constexpr u32 PEERS = WORLD_SIZE - 1;
 constexpr u32 PACK = ELEMENT == FLOAT ? 4 : 8;  // elements
-constexpr u32 CALL = 3;  // the word of a parcel that is the number of its call
-constexpr u32 RENEWAL = (1u << 30) - 1;
+constexpr u32 CALL = 3;  // the word of a parcel in whose low half the number of its call ends
+constexpr u32 RENEWAL = (1u << 14) - 1;
 
 struct Args {
   const Pack* input;
@@ -62,11 +62,10 @@ struct Sum {
 // What every thread does at the end of a call. The last block that comes here counts the call, so that
 // a replayed graph goes on counting; all threads of the block must have read the state before.
 //
-// Numbers come again after 2^32 calls. A parcel that was not written for so long would be taken for a
-// new one, so every 2^30 calls each half gets the number of the call that used it last. This block has
-// had something of all peers in this call, so none reads what the call before left.
-DEVICE void end_call(const Args& args, u32 call) {
-  block_barrier();
+// What a parcel has of its number comes again after 2^16 calls. One that was not written for so long
+// would be taken for a new one, so every 2^14 calls each half gets the number of the call that used it
+// last. This block has had something of all peers in this call, so none reads what the call before left.
+DEVICE void end_call(const Args& args, const Count& count, u32 call) {
   if ((call & RENEWAL) < 2) {
     const u32 words[4] = {0, 0, 0, call - 1};
     Pack* const half = half_outbox(args, RANK, call - 1);

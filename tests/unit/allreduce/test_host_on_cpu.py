@@ -24,7 +24,7 @@ from vllm_commext.gpu.nvrtc import Program
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ on this machine")
 
 KIB = 1 << 10
-RENEWAL = 1 << 30  # calls
+RENEWAL = 1 << 14  # calls
 CASES = [  # every kernel, every number of ranks, every element type in each kernel
     *((2, torch.float32), (2, torch.float16), (2, torch.bfloat16)),
     *((3, torch.bfloat16), (4, torch.float16), (5, torch.float32), (8, torch.bfloat16)),
@@ -37,7 +37,7 @@ def test_all_ranks_get_the_sum_in_the_order_of_ranks(world_size: int, dtype: tor
     # From one pack to several rounds of the blocks there are, of one kernel after the other.
     ranks = Ranks(world_size, 384 * KIB)
     large = ranks.layout.one_shot_bytes // PACK_BYTES + 1
-    sizes = [1, 95, 96, 97, large, 1, large + 5 * CHUNK_PACKS // 2, numbers.randrange(1, 3000)]
+    sizes = [1, 223, 224, 225, large, 1, large + 5 * CHUNK_PACKS // 2, numbers.randrange(1, 3000)]
     sizes += [large + numbers.randrange(1000) if call % 2 else 3 for call in range(3)]
     kernels = [ranks.kernel(size) for size in sizes]
     assert set(kernels) == set(ranks.layout.kernels)
@@ -141,7 +141,8 @@ def test_a_parcel_of_the_call_before_is_waited_for() -> None:
     for call in range(40):
         want = in_order_of_ranks([of[call] for of in inputs])
         assert all(torch.equal(outputs[rank][call], want) for rank in range(2)), call
-    assert all(np.isin(memory.reshape(-1, 4)[:300, 3], [39, 40]).all() for memory in ranks.memories)
+    for memory in ranks.memories:
+        assert np.isin(memory.reshape(-1, 4)[:300, 3] & 0xFFFF, [39, 40]).all()
 
 
 def test_the_backend_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,9 @@ from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.gpu.launch import WARP
 
 ONE_SHOT, CHUNKS = "host_one_shot", "host_chunks"
-UNIT_PACKS = 3 * WARP  # of a message, that one warp of the one-shot kernel moves at a time
-UNIT_PARCELS = 4 * WARP  # of an outbox, that carry them
-SHARE = 8  # units that a block of it handles at a time
+UNIT_PACKS = 7 * WARP  # of a message, that one warp of the one-shot kernel moves at a time
+UNIT_PARCELS = 8 * WARP  # of an outbox, that carry them
+SHARE = 4  # units that a block of it handles at a time
 TEAM = 256  # threads of the other kernel that move a chunk
 UNROLL = 2  # packs of it that each of them moves
 CHUNK_PACKS = TEAM * UNROLL
@@ -21,7 +21,7 @@ BLOCK_CHUNKS = 4  # that a block has in turn, if there are enough blocks
 # Bytes a nanosecond, in both directions together, of a GPU of PCI Express 5, and what flags cost:
 # of two ranks one wait, of more two, and a second way through host memory. Measured on two H100s,
 # where the kernels are equally fast at about 300 KiB; for more ranks it is arithmetic.
-LINK_BYTES, ONE_WAIT_NS, TWO_WAITS_NS = 64, 3000, 9000
+LINK_BYTES, ONE_WAIT_NS, TWO_WAITS_NS = 64, 1350, 6200
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class HostLayout:
     def one_shot_bytes(self) -> int:
         """Of the largest message for the kernel without flags.
 
-        It moves 4/3 of a message up and as much of every peer's down; the other one a message up
+        It moves 8/7 of a message up and as much of every peer's down; the other one a message up
         and 2 (W - 1) / W messages down.
         """
         ranks = self.world_size
         wait = ONE_WAIT_NS if ranks == 2 else TWO_WAITS_NS
-        spared = ranks * ranks * 4 - 3 * (ranks + 2 * (ranks - 1))  # of a message, in 1 / (3 W)
-        return min(wait * LINK_BYTES * 3 * ranks // spared, self.max_bytes)
+        spared = ranks * ranks * 8 - 7 * (ranks + 2 * (ranks - 1))  # of a message, in 1 / (7 W)
+        return min(wait * LINK_BYTES * 7 * ranks // spared, self.max_bytes)
 
     @property
     def max_chunks(self) -> int:
