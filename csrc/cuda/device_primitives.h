@@ -112,6 +112,14 @@ DEVICE float exchange_lanes(float value, u32 distance) {
 DEVICE float broadcast(float value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 DEVICE u32 broadcast(u32 value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 
+
+// Nobody passes before all threads have the value that they come with, if it was being loaded.
+DEVICE void block_barrier_after(u32 value) {
+  asm volatile(
+      "{\n .reg .pred p;\n .reg .u32 r;\n setp.ne.u32 p, %0, 0;\n bar.red.popc.u32 r, 0, p;\n}" ::"r"(value)
+      : "memory");
+}
+
 // Barrier 0 is the whole block's; a team of several in a block has one of its own.
 DEVICE void team_barrier(u32 team, u32 threads, u32 teams) {
   if (teams == 1)

@@ -130,7 +130,8 @@ DEVICE void receive(const Args& args, u32 owner, u32 chunk, u32 lane, u32 call) 
 
 extern "C" KERNEL(THREADS, 1) host_chunks(const ARGUMENT Args args) {
   const u32 team = thread_index() / TEAM, lane = thread_index() % TEAM;
-  const u32 call = load_relaxed_device(args.state) + 1;
+  Count count;
+  const u32 call = begin_call(args.state, count);
   const u32 chunks = (args.num_packs + CHUNK - 1) / CHUNK;
   const u32 each = TWO_PHASES ? WORLD_SIZE : 1;  // chunks that a block handles at a time
   for (u32 first = block_index() * each; first < chunks; first += num_blocks() * each) {
@@ -154,5 +155,5 @@ extern "C" KERNEL(THREADS, 1) host_chunks(const ARGUMENT Args args) {
         receive(args, owner, chunk, lane, call);
     }
   }
-  end_call(args, call);
+  end_call(args, count, call);
 }

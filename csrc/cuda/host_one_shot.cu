@@ -114,7 +114,8 @@ DEVICE void add(const Args& args, u32 first, u32 there, u32 call) {
 
 extern "C" KERNEL(THREADS, 1) host_one_shot(const ARGUMENT Args args) {
   const u32 warp = thread_index() / WARP, lane = thread_index() % WARP;
-  const u32 call = load_relaxed_device(args.state) + 1;
+  Count count;
+  const u32 call = begin_call(args.state, count);
   const u32 units = (args.num_packs + UNIT_PACKS - 1) / UNIT_PACKS;
   for (u32 unit = block_index() * SHARE + warp % SHARE; unit < units;
        unit += num_blocks() * SHARE) {
@@ -124,5 +125,5 @@ extern "C" KERNEL(THREADS, 1) host_one_shot(const ARGUMENT Args args) {
     else
       add(args, first, there, call);
   }
-  end_call(args, call);
+  end_call(args, count, call);
 }

@@ -59,25 +59,19 @@ struct Sum {
   DEVICE_MEMBER Pack rounded() const { return pack_of<ELEMENT>(parts); }
 };
 
-// What every thread does at the end of a call. The last block that comes here counts the call, so that
-// a replayed graph goes on counting; all threads of the block must have read the state before.
+// What every thread does at the end of a call.
 //
 // What a parcel has of its number comes again after 2^16 calls. One that was not written for so long
 // would be taken for a new one, so every 2^14 calls each half gets the number of the call that used it
 // last. This block has had something of all peers in this call, so none reads what the call before left.
 DEVICE void end_call(const Args& args, const Count& count, u32 call) {
   if ((call & RENEWAL) < 2) {
+    block_barrier();
     const u32 words[4] = {0, 0, 0, call - 1};
     Pack* const half = half_outbox(args, RANK, call - 1);
     const u32 stride = num_blocks() * THREADS;
     for (u32 i = block_index() * THREADS + thread_index(); i < args.first_message; i += stride)
       store_whole(half + i, words);
-    block_barrier();
   }
-  if (thread_index() != 0) return;
-  fence_device();
-  if (fetch_add(args.state + 1, 1) == num_blocks() - 1) {
-    args.state[1] = 0;
-    args.state[0] = call;
-  }
+  count.end(args.state, call, num_blocks());
 }

@@ -131,3 +131,30 @@ DEVICE Pack take_after_look(Pack* address, Pack pack, u64 timeout_ns) {
 DEVICE Pack take(Pack* address, u64 timeout_ns) {
   return take_after_look(address, load_staged(address), timeout_ns);
 }
+
+// The number of a call, which its last block to read it raises, so that a replayed graph goes on
+// counting; `state` is that number and how many blocks have read it. Nobody waits for the count: a
+// block goes on with its work until it ends, and only then looks whether it was the last.
+class Count {
+  u32 earlier_ = 0;
+
+ public:
+  // Of `blocks` blocks; after a barrier before which all threads of this one have used the number.
+  DEVICE_MEMBER void begin(u32* state, u32 blocks) {
+    if (thread_index() == 0) earlier_ = blocks > 1 ? fetch_add(state + 1, 1) : 0;
+  }
+
+  DEVICE_MEMBER void end(u32* state, u32 call, u32 blocks) const {
+    if (thread_index() != 0 || earlier_ != blocks - 1) return;
+    state[1] = 0;
+    state[0] = call;
+  }
+};
+
+// The number of this call, for all threads of a block, counted.
+DEVICE u32 begin_call(u32* state, Count& count) {
+  const u32 call = load_relaxed_device(state) + 1;
+  block_barrier_after(call);
+  count.begin(state, num_blocks());
+  return call;
+}

@@ -41,7 +41,8 @@ DEVICE void add(const Args& args, u32 index, u32 call) {
 
 extern "C" KERNEL(THREADS, 2) push_all_reduce(const ARGUMENT Args args) {
   const u32 warp = thread_index() / WARP, lane = thread_index() % WARP;
-  const u32 call = load_relaxed_device(args.state) + 1;
+  Count count;
+  const u32 call = begin_call(args.state, count);
   const u32 stride = num_blocks() * PUSHERS * WARP;
   u32 index = (block_index() * PUSHERS + warp % PUSHERS) * WARP + lane;
   for (; index < args.num_packs; index += stride) {
@@ -50,6 +51,5 @@ extern "C" KERNEL(THREADS, 2) push_all_reduce(const ARGUMENT Args args) {
     else
       add(args, index, call);
   }
-  block_barrier();
-  end_call(args.state, call);
+  count.end(args.state, call, num_blocks());
 }

@@ -69,7 +69,8 @@ DEVICE void receive(const Args& args, u32 index, u32 call) {
 
 extern "C" KERNEL(THREADS, 2) push_two_shot(const ARGUMENT Args args) {
   const u32 warp = thread_index() / WARP, lane = thread_index() % WARP;
-  const u32 call = load_relaxed_device(args.state) + 1;
+  Count count;
+  const u32 call = begin_call(args.state, count);
   const bool pushes = warp < PUSHERS, adds = !pushes && warp < PUSHERS + SHARE;
   const u32 turn = pushes ? warp : adds ? warp - PUSHERS : warp - PUSHERS - SHARE;
   const u32 owner = adds ? RANK : peer(turn % PEERS);
@@ -85,6 +86,5 @@ extern "C" KERNEL(THREADS, 2) push_two_shot(const ARGUMENT Args args) {
     else
       receive(args, index, call);
   }
-  block_barrier();
-  end_call(args.state, call);
+  count.end(args.state, call, num_blocks());
 }

@@ -236,6 +236,7 @@ DEVICE u64 compare_and_swap(u64* address, u64 expected, u64 value) {
 }
 
 DEVICE u32 as_bits(float value) {
+DEVICE void block_barrier_after(u32) { block_barrier(); }
   u32 bits;
   std::memcpy(&bits, &value, sizeof(bits));
   return bits;
