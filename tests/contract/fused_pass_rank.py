@@ -9,6 +9,7 @@ the comma-separated WAYS. Prints what it found as the last line, in JSON.
 import json
 import os
 import sys
+import zlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -237,6 +238,8 @@ def main() -> None:
     from vllm.distributed import parallel_state
 
     torch.set_num_threads(1)
+    # An executor of vLLM's would set it, for its own shared memory.
+    os.environ["VLLM_DIST_IDENT"] = f"commext_{zlib.crc32(store.encode())}"
     if set(QUANTISED).intersection(ways.split(",")):
         define_quantisers()
     with set_current_vllm_config(VllmConfig()):
