@@ -22,12 +22,13 @@ from typing import Any
 
 import fused_norm
 
+from vllm_commext.allreduce.fused.layout import ONE_PHASE
 from vllm_commext.testing.gpu_ranks import add_rank_arguments, run_as_ranks
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INTERMEDIATE = 8192, 64, 8, 128, 28672
 BATCHES = (1, 16, 64)
 NOTHING = "nothing"
-Op = Callable[[Any, Any], tuple[Any, Any]]
+Op = Callable[[Any, Any, Any], tuple[Any, Any]]  # input, residual, the weights that come next
 
 
 class Layers:
@@ -51,43 +52,52 @@ class Layers:
         from torch.nn.functional import linear
 
         residual = residual.clone()
-        for qkv, out, up, down in self.layers:
+        for index, (qkv, out, up, down) in enumerate(self.layers):
             attention = linear(hidden, qkv)[:, : self.q]
-            hidden, residual = op(linear(attention, out), residual)
+            hidden, residual = op(linear(attention, out), residual, up)
             gates = linear(hidden, up)
             inner = torch.empty_like(gates[:, : gates.shape[1] // 2])
             torch.ops._C.silu_and_mul(inner, gates)
-            hidden, residual = op(linear(inner, down), residual)
+            following = self.layers[(index + 1) % len(self.layers)][0]
+            hidden, residual = op(linear(inner, down), residual, following)
         return hidden, residual
 
 
-def ops(bench: Any, rows: int) -> dict[str, Op]:
+def ops(bench: Any, rows: int, prefetches: Sequence[str]) -> dict[str, Op]:
     """Every variant."""
     from vllm import _custom_ops
 
-    def ours(form: Any) -> Op:
-        def op(x: Any, residual: Any) -> tuple[Any, Any]:
-            out = bench.kernels.run(bench.shape, form, x, residual, bench.weight, fused_norm.EPS)
+    def ours(form: Any, prefetch: str = "0:0") -> Op:
+        kernels = bench.kernels
+        mib, cycles = map(int, prefetch.split(":"))
+
+        def op(x: Any, residual: Any, following: Any) -> tuple[Any, Any]:
+            kernels.prefetched, kernels.prefetch_after = mib << 20, cycles
+            operands = (bench.shape, form, x, residual, bench.weight, fused_norm.EPS)
+            out = kernels.run(*operands, next_weight=following if mib else None)
             return out.out, out.residual
 
         return op
 
     def parts(all_reduce: Callable[[Any], Any]) -> Op:
-        def op(x: Any, residual: Any) -> tuple[Any, Any]:
+        def op(x: Any, residual: Any, _: Any) -> tuple[Any, Any]:
             out = all_reduce(x)
             _custom_ops.fused_add_rms_norm(out, residual, bench.weight, fused_norm.EPS)
             return out, residual
 
         return op
 
-    found: dict[str, Op] = {NOTHING: lambda x, residual: (x, residual)}
-    found |= {name: ours(form) for name, form in bench.fitting(rows).items()}
+    found: dict[str, Op] = {NOTHING: lambda x, residual, _: (x, residual)}
+    for name, form in bench.fitting(rows).items():
+        found[name] = ours(form)
+        if form.kernel == ONE_PHASE:
+            found |= {f"{name}, prefetch {each}": ours(form, each) for each in prefetches}
     found["push + norm"] = parts(bench.push.all_reduce)
     found["vllm + norm"] = parts(bench.communicator.all_reduce)
     call = bench.flashinfer_call(rows)
     if call is not None:
 
-        def flashinfer(x: Any, residual: Any) -> tuple[Any, Any]:
+        def flashinfer(x: Any, residual: Any, _: Any) -> tuple[Any, Any]:
             call(x, residual, residual, x)  # in place, as vLLM's pass does
             return x, residual
 
@@ -133,7 +143,7 @@ def measure(bench: Any, layers: Layers, rows: int, args: argparse.Namespace) -> 
 
     hidden, residual = (bench.inputs(rows, seed)[1] for seed in (1, 2))
     graphs, outputs = {}, {}
-    for name, op in ops(bench, rows).items():
+    for name, op in ops(bench, rows, args.prefetch).items():
         for _ in range(2):
             layers.run(hidden, residual, op)
         torch.cuda.synchronize()
@@ -236,6 +246,12 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="rows of a message")
     parser.add_argument("--warps", type=int, nargs="+", default=(32,), help="of a block of ours")
+    parser.add_argument(
+        "--prefetch",
+        nargs="*",
+        default=["8:1200"],
+        help="MiB of the next weights that ours prefetches, and cycles after its beginning",
+    )
     parser.add_argument("--samples", type=int, default=31)
     parser.add_argument("--replays", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=150.0, help="bound for the whole run")

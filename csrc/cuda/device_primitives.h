@@ -32,6 +32,9 @@ DEVICE u64 nanoseconds() {
   return now;
 }
 
+// Of this multiprocessor's clock, which ticks 1 to 2 times a nanosecond.
+DEVICE u64 cycles() { return clock64(); }
+
 // One 8-byte access, so both sums of a word arrive together or not at all.
 DEVICE u64 load_system(const u64* address) {
   u64 value;
@@ -94,11 +97,29 @@ DEVICE void store_streaming(void* address, const u32* words) {
                : "memory");
 }
 
+// Bytes that are wanted soon, in whole 16 at such an address: into the second-level cache.
+DEVICE void prefetch(const char* address, u32 num_bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(num_bytes) : "memory");
+#else
+  for (u32 at = 0; at < num_bytes; at += 128)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address + at) : "memory");
+#endif
+}
+
 DEVICE u32 fetch_or(u32* address, u32 bits) { return atomicOr(address, bits); }
 DEVICE u32 fetch_add(u32* address, u32 value) { return atomicAdd(address, value); }
 DEVICE void fence_device() { __threadfence(); }
 DEVICE void fence_system() { __threadfence_system(); }
 DEVICE void block_barrier() { __syncthreads(); }
+
+// Nobody passes before all threads have the value that they come with, if it was being loaded.
+DEVICE void block_barrier_after(u32 value) {
+  asm volatile(
+      "{\n .reg .pred p;\n .reg .u32 r;\n setp.ne.u32 p, %0, 0;\n bar.red.popc.u32 r, 0, p;\n}" ::"r"(value)
+      : "memory");
+}
+
 DEVICE void trap() { __trap(); }
 
 DEVICE u64 compare_and_swap(u64* address, u64 expected, u64 value) {
@@ -111,14 +132,6 @@ DEVICE float exchange_lanes(float value, u32 distance) {
 
 DEVICE float broadcast(float value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 DEVICE u32 broadcast(u32 value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
-
-
-// Nobody passes before all threads have the value that they come with, if it was being loaded.
-DEVICE void block_barrier_after(u32 value) {
-  asm volatile(
-      "{\n .reg .pred p;\n .reg .u32 r;\n setp.ne.u32 p, %0, 0;\n bar.red.popc.u32 r, 0, p;\n}" ::"r"(value)
-      : "memory");
-}
 
 // Barrier 0 is the whole block's; a team of several in a block has one of its own.
 DEVICE void team_barrier(u32 team, u32 threads, u32 teams) {

@@ -2,11 +2,14 @@
 // rows to all peers, sums each row itself and norms it.
 //
 // A block pushes its next row before it waits for the one at hand, so the links are never idle, and
-// the residual and the weights are loaded while packs travel. Programmatic dependent launch is left
+// the residual and the weights are loaded while packs travel. While a few rows travel, memory has
+// nothing to do, though the matrix product that comes next waits for nothing else: further blocks
+// have the beginning of its weights prefetched. Programmatic dependent launch is left
 // out: between two matrix products of a model it cost 0.1 to 0.4 us a call (benchmarks/fused_layer.py).
 //
 // Progress: a block waits only for the block with the same index on other GPUs, which has pushed the
-// row by then or pushes it before it waits itself. Blocks begin in the order of their index.
+// row by then or pushes it before it waits itself. Blocks begin in the order of their index, and those
+// that prefetch, which wait for nobody, come last.
 
 #include "fused_rows.h"
 
@@ -68,16 +71,34 @@ DEVICE void sum_row(const Args& args, Row& row, u32 number, u32 call) {
   }
 }
 
+// Its share of the pieces; once the rows' first loads are under way, which would come later behind
+// these. Nothing waits for what was asked for.
+DEVICE void prefetch_pieces(const Args& args) {
+  const u32 blocks = num_blocks() - args.row_blocks, thread = thread_index();
+  const u32 turn = thread % WARP * TEAM_WARPS + thread / WARP;  // a warp's go one after the other
+  for (const u64 start = cycles(); cycles() - start < args.prefetch_after;) {}
+  for (u32 piece = turn * blocks + block_index() - args.row_blocks; piece < args.num_pieces;
+       piece += THREADS * blocks)
+    prefetch(args.next + piece * args.piece_stride, args.piece_bytes);
+}
+
 extern "C" KERNEL(THREADS, MIN_BLOCKS) fused_one_phase(const ARGUMENT Args args) {
   SHARED TeamShared shared;
+  const u32 blocks = args.row_blocks;
+  if (block_index() >= blocks) return prefetch_pieces(args);
   const u32 call = load_relaxed_device(args.state) + 1;
+  Weights weights;
+  weights.load(args);
+  Count count;
   u32 number = block_index();
   push(args, number, call);
-  for (u32 turn = 0; number < args.num_rows; number += num_blocks(), ++turn) {
-    if (number + num_blocks() < args.num_rows) push(args, number + num_blocks(), call);
+  for (u32 turn = 0; number < args.num_rows; number += blocks, ++turn) {
+    if (number + blocks < args.num_rows) push(args, number + blocks, call);
     Row row;
     sum_row(args, row, number, call);
-    finish_row(args, row, number, shared, turn);
+    const float total = add_row(row, shared, turn, thread_index());
+    if (turn == 0) count.begin(args.state, blocks);  // behind the row's barrier
+    finish_row(args, row, weights, total, number, shared, turn);
   }
-  end_call(args.state, call);  // the rows' barriers came after every thread's look at the state
+  count.end(args.state, call, blocks);
 }

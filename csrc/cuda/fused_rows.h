@@ -49,6 +49,12 @@ struct Args {
   float eps;
   u32 scale_rows;       // between columns of the groups' scales; 0: they lie row by row
   u64 timeout_ns;
+  u32 row_blocks;       // blocks of the launch that take rows; those behind them prefetch
+  u32 prefetch_after;   // cycles
+  const char* next;     // what the output is multiplied by afterwards, of which is prefetched:
+  u32 num_pieces;       // so many pieces
+  u32 piece_bytes;      // of so many bytes, a multiple of 16
+  u64 piece_stride;     // from one's beginning to the next's
   Pack* memory[WORLD_SIZE];  // of each rank, as this process has it mapped
 };
 
@@ -166,16 +172,34 @@ DEVICE u64 place_of_scale(const Args& args, u32 row, u32 group) {
   return args.scale_rows ? u64(group) * args.scale_rows + row : u64(row) * (HIDDEN / GROUP) + group;
 }
 
-// The row's z comes in and its output goes out; all threads of the team take part.
-DEVICE void finish_row(const Args& args, Row& row, u32 number, TeamShared& shared, u32 turn) {
+// The norm's weights. A thread needs the same for every row, and keeps them where they are few: what
+// it would load last would come last, and from memory, as a model's other weights have passed by.
+struct Weights {
+  static constexpr bool KEPT = PACKS <= 2;
+  WeightPack packs[KEPT ? PACKS : 1];
+
+  DEVICE_MEMBER void load(const Args& args) {
+#pragma unroll
+    for (u32 j = 0; KEPT && j < PACKS; ++j)
+      if (in_row(j, thread_index())) packs[j] = args.weight[thread_index() + j * TEAM];
+  }
+
+  DEVICE_MEMBER WeightPack at(const Args& args, u32 j) const {
+    return KEPT ? packs[j] : args.weight[thread_index() + j * TEAM];
+  }
+};
+
+// The row's z comes in with its sum of squares, as `add_row` has it, and its output goes out; all
+// threads of the team take part.
+DEVICE void finish_row(const Args& args, Row& row, const Weights& weights, float total, u32 number,
+                       TeamShared& shared, u32 turn) {
   const u32 member = thread_index();
   const u64 first = u64(number) * ROW_PACKS + member;
-  const float total = add_row(row, shared, turn, member);
   const float factor = rsqrtf(total * (1.0f / HIDDEN) + args.eps);
 #pragma unroll
   for (u32 j = 0; j < PACKS; ++j) {
     if (!in_row(j, member)) continue;
-    row.packs[j] = normed(row.packs[j], factor, args.weight[member + j * TEAM]);
+    row.packs[j] = normed(row.packs[j], factor, weights.at(args, j));
     if (EPILOGUE == NORM) reinterpret_cast<Pack*>(args.output)[first + j * TEAM] = row.packs[j];
   }
   if (EPILOGUE == NORM) return;

@@ -100,12 +100,21 @@ DEVICE void take_row(const Args& args, Row& row, u32 turn, u32 owner, u32 call) 
   }
 }
 
+DEVICE void finish(const Args& args, Row& row, const Weights& weights, u32 number,
+                   TeamShared& shared, u32 turn) {
+  const float total = add_row(row, shared, turn, thread_index());
+  finish_row(args, row, weights, total, number, shared, turn);
+}
+
 extern "C" KERNEL(THREADS, MIN_BLOCKS) fused_two_phase(const ARGUMENT Args args) {
   SHARED TeamShared shared;
-  const u32 call = load_relaxed_device(args.state) + 1;
+  Count count;
+  const u32 call = begin_call(args.state, count);
   const u32 turns = (args.num_rows + WORLD_SIZE - 1) / WORLD_SIZE;
   u32 done = 0;  // rows, of which each has a barrier
   Row row;
+  Weights weights;
+  weights.load(args);
   push_turn(args, block_index(), call);
   for (u32 turn = block_index(); turn < turns + num_blocks(); turn += num_blocks()) {
     const u32 next = turn + num_blocks();
@@ -113,7 +122,7 @@ extern "C" KERNEL(THREADS, MIN_BLOCKS) fused_two_phase(const ARGUMENT Args args)
     const u32 own = turn * WORLD_SIZE + RANK;
     if (turn < turns && own < args.num_rows) {
       sum_turn(args, row, turn, call);
-      finish_row(args, row, own, shared, done++);
+      finish(args, row, weights, own, shared, done++);
     }
     if (turn < num_blocks()) continue;
     const u32 before = turn - num_blocks();
@@ -122,8 +131,8 @@ extern "C" KERNEL(THREADS, MIN_BLOCKS) fused_two_phase(const ARGUMENT Args args)
       const u32 owner = peer(step), number = before * WORLD_SIZE + owner;
       if (number >= args.num_rows) continue;
       take_row(args, row, before, owner, call);
-      finish_row(args, row, number, shared, done++);
+      finish(args, row, weights, number, shared, done++);
     }
   }
-  end_call(args.state, call);  // the rows' barriers came after every thread's look at the state
+  count.end(args.state, call, num_blocks());
 }

@@ -33,14 +33,3 @@ DEVICE constexpr u32 source_at(u32 place, u32 owner) { return place < owner ? pl
 
 // The peer that is `step` ranks further; all ranks begin with another one.
 DEVICE u32 peer(u32 step) { return (RANK + 1 + step) % WORLD_SIZE; }
-
-// The last block that comes here counts the call, so that a replayed graph goes on counting. All
-// threads of the block must have read the state before.
-DEVICE void end_call(u32* state, u32 call) {
-  if (thread_index() != 0) return;
-  fence_device();
-  if (fetch_add(state + 1, 1) == num_blocks() - 1) {
-    state[1] = 0;
-    state[0] = call;
-  }
-}

@@ -23,6 +23,8 @@ from tests.contract.vllm_process import python_at_once
 from vllm_commext.allreduce import names
 from vllm_commext.allreduce.dispatch.policy import FusedPolicy
 from vllm_commext.allreduce.fused import op as fused_op
+from vllm_commext.allreduce.fused.graph import NEXT_WEIGHT
+from vllm_commext.allreduce.fused.prefetch import LEAST_WEIGHT_BYTES
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.compat import api_checks, fused_pass
 from vllm_commext.compat.monkey_patch import is_patched, restore, row_of
@@ -155,6 +157,32 @@ def test_vllms_pass_manager_runs_ours(served: Callable[[str], None]) -> None:
         norm = torch.nn.functional.rms_norm(residual, (64,), eps=1e-5)
         want = norm * weight.float()
     assert (module(x, *weights).float() - want).abs().max() < 0.05
+
+
+def test_the_op_is_told_of_the_weights_that_come_next(served: Callable[[str], None]) -> None:
+    rows = LEAST_WEIGHT_BYTES // 64 // 2
+
+    def layer(x: torch.Tensor, norm: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        total = torch.ops.vllm.all_reduce(x, group_name=GROUP)
+        out, _ = ir_ops.fused_add_rms_norm.torch_op(total, x, norm, 1e-5)
+        return torch.nn.functional.linear(out, weight)
+
+    sizes = ((3, 64), (64,), (rows, 64))
+    arguments = [torch.ones(size, dtype=torch.bfloat16) for size in sizes]
+    module = make_fx(layer, tracing_mode="fake")(*arguments)
+    served(names.FUSED_PUSH)
+    current_platform.import_kernels()
+    manager = PostGradPassManager()
+    manager.configure(VllmConfig())
+    before = fused_pass.told()
+    with pass_context(Range(1, 32)):
+        manager(module.graph)
+    (call,) = module.graph.find_nodes(op="call_function", target=OURS.default)
+    placeholders = module.graph.find_nodes(op="placeholder")
+    assert call.kwargs[NEXT_WEIGHT] is placeholders[2]
+    assert fused_pass.told() == before + 1
+    module.recompile()
+    assert module(*arguments).shape == (3, rows)
 
 
 @pytest.mark.parametrize("epilogue", ["fp8_static", "fp8_row"])

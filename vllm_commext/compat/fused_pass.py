@@ -39,6 +39,7 @@ SOURCES = (__file__, fused_graph.__file__, fused_op.__file__)
 QUANTISERS_SOURCE = Path(__file__).with_name("fused_quant.py")
 _found: list[int] = []
 _absorbed: list[int] = []
+_told: list[int] = []
 
 
 def replaced() -> int:
@@ -49,6 +50,11 @@ def replaced() -> int:
 def quantised() -> int:
     """How many of them give numbers of 8 bits."""
     return sum(_absorbed)
+
+
+def told() -> int:
+    """How many of them know the weights that their output meets next."""
+    return sum(_told)
 
 
 class FusedNormPass(InductorPass):
@@ -75,6 +81,7 @@ class FusedNormPass(InductorPass):
         count = fused_graph.rewrite(graph, self._ops, functools.partial(_serves, tokens))
         marked = self._quantisers.mark(graph) if count and self._quantisers else 0
         absorbed = fused_graph.absorb(graph, self._ops) if marked else 0
+        _told.append(fused_graph.name_next_weights(graph, self._ops))
         _found.append(count)
         _absorbed.append(absorbed)
         logger.debug(

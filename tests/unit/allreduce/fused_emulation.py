@@ -15,6 +15,7 @@ from vllm_commext.allreduce.fused.layout import (
     GROUP,
     GROUP_FP8,
     NORM,
+    ONE_PHASE,
     ROW_FP8,
     STATIC_FP8,
     Form,
@@ -26,6 +27,8 @@ from vllm_commext.gpu.peer_check import EMPTY
 EPS = 1e-5
 WARP = 32
 MAX_FP8 = 448.0
+PIECES = (50, 128, 192)  # of a matrix of so many rows and bytes a row, the last row's end left out
+PREFETCHING = 2  # blocks
 
 
 @functools.cache
@@ -76,6 +79,7 @@ class Ranks:
         self.world_size, self.half_packs = world_size, half_packs
         self.memories = [np.full(2 * half_packs * 4, EMPTY, np.uint32) for _ in range(world_size)]
         self.states = [np.zeros(2, np.uint32) for _ in range(world_size)]
+        self.next_weight = torch.zeros(50, 192, dtype=torch.uint8)
 
     def run(self, calls: list[Call], most_blocks: int, seed: int) -> list[list[Outputs]]:
         """By rank and call, the outputs; all ranks run at the same time."""
@@ -104,11 +108,16 @@ class Ranks:
             made.scales, made.num_rows = out.scales.data_ptr(), len(call.residual)
             made.scale_rows = out.scales.stride(1) if call.shape.scale_alignment else 0
             made.half_packs, made.eps, made.timeout_ns = self.half_packs, EPS, TIMEOUT_NS
+            made.next, made.prefetch_after = self.next_weight.data_ptr(), 1000
+            made.num_pieces, made.piece_bytes, made.piece_stride = PIECES
             made.memory[:] = [memory.ctypes.data for memory in self.memories]
             rows = len(call.residual)
             most = call.form.most_rows(call.shape, self.half_packs, self.world_size)
             assert rows <= most, "the test's memory is too small"
             blocks = min(call.form.num_blocks(rows, self.world_size, 1000), most_blocks)
+            made.row_blocks = blocks
+            if call.form.kernel == ONE_PHASE:
+                blocks += PREFETCHING
             kernel = library(call.shape, call.form, self.world_size)
             kernel.run_calls(
                 *(

@@ -13,8 +13,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from vllm_commext.allreduce.dispatch.policy import FusedPolicy
 from vllm_commext.allreduce.fused import op as fused_op
-from vllm_commext.allreduce.fused.graph import Ops, absorb, can_absorb, rewrite
+from vllm_commext.allreduce.fused.graph import (
+    NEXT_WEIGHT,
+    Ops,
+    absorb,
+    can_absorb,
+    name_next_weights,
+    rewrite,
+)
 from vllm_commext.allreduce.fused.layout import EPILOGUES, FusedShape
+from vllm_commext.allreduce.fused.prefetch import LEAST_WEIGHT_BYTES
 
 OURS, OTHER, EPS, HIDDEN = "ours", "another", 1e-5, 16
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -324,3 +332,67 @@ def test_a_quantiser_that_the_op_is_not_stays(spoiled: str) -> None:
     for residual in (False, True):
         # What comes after the all-reduce of a norm without a residual comes after the op.
         assert not marked(epilogue, residual, spoiled)[1]
+
+
+class TestNextWeights:
+    """Our op is told of the first large matrix that its output meets, and of no other."""
+
+    LARGE = LEAST_WEIGHT_BYTES // HIDDEN // 4
+
+    def told(self, model: Callable[..., Tensor], *weights: Tensor) -> list[str | None]:
+        """For each of our ops, the name of the input that it was told of."""
+
+        def whole(x: Tensor, residual: Tensor, norm: Tensor, *weights: Tensor) -> Tensor:
+            out, residual = TEST.add_norm(TEST.all_reduce(x, OURS), residual, norm, EPS)
+            return model(out, residual, norm, *weights)
+
+        rows = torch.ones(3, HIDDEN)
+        arguments = [rows, rows, torch.ones(HIDDEN), *weights]
+        module = make_fx(whole, tracing_mode="fake")(*arguments)
+        rewrite(module.graph, OPS, lambda group, _: group == OURS)
+        count = name_next_weights(module.graph, OPS)
+        module.graph.lint()
+        found = [call.kwargs.get(NEXT_WEIGHT) for call in fused_calls(module)]
+        assert count == sum(weight is not None for weight in found)
+        module.recompile()
+        assert torch.equal(module(*arguments), whole(*arguments))
+        names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+        return [
+            None if weight is None else "xrn0123"[names.index(weight.name)]  # pyright: ignore
+            for weight in found
+        ]
+
+    def large(self) -> Tensor:
+        return torch.ones(self.LARGE, HIDDEN)
+
+    def test_of_a_product_and_of_its_transposed(self) -> None:
+        weight = self.large()
+        assert self.told(lambda out, _, __, w: out @ w.t(), weight) == ["0"]
+        assert self.told(lambda out, _, __, w: out @ w, weight.t().contiguous()) == ["0"]
+
+    def test_behind_a_quantiser_and_only_the_first(self) -> None:
+        def model(out: Tensor, residual: Tensor, norm: Tensor, *weights: Tensor) -> Tensor:
+            small, first, second = weights
+            gates = out @ small.t()
+            made = (out * 2).round() @ first.t()
+            return gates.sum() + (made[:, :HIDDEN] @ second.t()).sum()
+
+        small = torch.ones(8, HIDDEN)
+        assert self.told(model, small, self.large(), self.large()) == ["1"]
+
+    def test_each_of_several(self) -> None:
+        def model(out: Tensor, residual: Tensor, norm: Tensor, *weights: Tensor) -> Tensor:
+            made = (out @ weights[0].t())[:, :HIDDEN]
+            out, _ = TEST.add_norm(TEST.all_reduce(made, OURS), residual, norm, EPS)
+            return out @ weights[1].t()
+
+        assert self.told(model, self.large(), self.large()) == ["0", "1"]
+
+    def test_of_nothing_where_there_is_none(self) -> None:
+        assert self.told(lambda out, residual, _: out + residual) == [None]
+        assert self.told(lambda out, _, __, w: out @ w.t(), torch.ones(8, HIDDEN)) == [None]
+
+        def made(out: Tensor, _: Tensor, __: Tensor, w: Tensor) -> Tensor:
+            return out @ (w * 2).t()
+
+        assert self.told(made, self.large()) == [None]

@@ -27,6 +27,7 @@ from vllm_commext.allreduce.fused.layout import (
     forms,
 )
 from vllm_commext.allreduce.fused.op import FusedNorm, all_reduce_add_rms_norm
+from vllm_commext.allreduce.fused.prefetch import LEAST_WEIGHT_BYTES
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.gpu.launch import Device
@@ -196,8 +197,10 @@ class Launches:
         eps: float,
         scale: torch.Tensor | None,
         outputs: fused.Outputs | None = None,
+        next_weight: torch.Tensor | None = None,
     ) -> fused.Outputs:
         del form
+        assert next_weight is None or outputs is None
         assert 0 < len(x) <= 4
         assert all(
             each is None or (each.is_contiguous() and each.data_ptr() % 16 == 0)
@@ -257,7 +260,7 @@ class Function:
 @pytest.mark.timeout(300)
 def test_two_ranks_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The arguments that a real launch gets, run by the kernel's own source."""
-    monkeypatch.setattr(fused.launch, "current_device", lambda: Device(0, 90, 2))
+    monkeypatch.setattr(fused.launch, "current_device", lambda: Device(0, 90, 40))
     stream = SimpleNamespace(cuda_stream=0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     shape = FusedShape("bfloat16", "bfloat16", HIDDEN, True, 0, *EPILOGUES["fp8_group_columns_4"])
@@ -265,6 +268,8 @@ def test_two_ranks_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     call = make_call(shape, form, 2, 5, seed=4)
     memories = [np.full(2 * 512 * 4, EMPTY, np.uint32) for _ in range(2)]
     states = [np.zeros(2, np.uint32) for _ in range(2)]
+    following = torch.zeros(HIDDEN, LEAST_WEIGHT_BYTES // HIDDEN // 2, dtype=torch.bfloat16)
+    pieces: set[int] = set()
 
     def rank_body(rank: int) -> Any:
         memory = SimpleNamespace(
@@ -278,9 +283,14 @@ def test_two_ranks_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kernels.fits(shape, form, 5)
         assert not kernels.fits(shape, form, 513 // shape.row_packs + 1)
         operands = (call.parts[rank], call.residual, call.weight)
-        return [kernels.run(shape, form, *operands, EPS) for _ in range(3)]
+        found: list[Any] = []
+        for weight in (None, following.t(), None):
+            found.append(kernels.run(shape, form, *operands, EPS, next_weight=weight))
+            pieces.add(kernels._arguments.num_pieces)
+        return found
 
     want = expected(call)
     for got in sum(together(rank_body, 2), []):
         for mine, theirs in zip(got, want, strict=True):
             assert torch.equal(mine.float(), theirs.float())
+    assert pieces == {0, HIDDEN}  # a row of the matrix each, which is given transposed

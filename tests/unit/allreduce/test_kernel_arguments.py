@@ -14,7 +14,7 @@ from vllm_commext.gpu import nvrtc, peer_check
     ("source", "arguments_type", "num_bytes"),
     [
         ("push_args.h", push.arguments_type, 8 * 5 + 8 * 4),
-        ("fused_rows.h", fused.arguments_type, 8 * 7 + 16 + 8 + 8 * 4),
+        ("fused_rows.h", fused.arguments_type, 8 * 7 + 16 + 8 * 5 + 8 * 4),
         ("host_parts.h", host.arguments_type, 8 * 3 + 4 * 6 + 8 + 8 * 4),
         ("peer_check.cu", peer_check.arguments_type, 8 * 2 + 8 * 4),
     ],

@@ -153,6 +153,8 @@ DEVICE u64 nanoseconds() {
   return u64(duration_cast<std::chrono::nanoseconds>(steady_clock::now().time_since_epoch()).count());
 }
 
+DEVICE u64 cycles() { return nanoseconds(); }
+
 DEVICE u64 load_system(const u64* address) {
   emulation::yield();
   return __atomic_load_n(address, __ATOMIC_RELAXED);
@@ -214,6 +216,12 @@ DEVICE void store_streaming(void* address, const u32* words) {
   std::memcpy(address, words, 16);
 }
 
+// Whoever asks for what is not there is told so by the sanitizer or the processor.
+DEVICE void prefetch(const char* address, u32 num_bytes) {
+  (void)static_cast<const volatile char*>(address)[0];
+  (void)static_cast<const volatile char*>(address)[num_bytes - 1];
+}
+
 DEVICE u32 fetch_or(u32* address, u32 bits) {
   emulation::disturb();
   return __atomic_fetch_or(address, bits, __ATOMIC_RELAXED);
@@ -228,6 +236,7 @@ DEVICE void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 DEVICE void block_barrier() {
   emulation::meet(emulation::block->teams[0], u32(emulation::block->fibers.size()));
 }
+DEVICE void block_barrier_after(u32) { block_barrier(); }
 DEVICE void trap() { std::abort(); }
 
 DEVICE u64 compare_and_swap(u64* address, u64 expected, u64 value) {
@@ -236,7 +245,6 @@ DEVICE u64 compare_and_swap(u64* address, u64 expected, u64 value) {
 }
 
 DEVICE u32 as_bits(float value) {
-DEVICE void block_barrier_after(u32) { block_barrier(); }
   u32 bits;
   std::memcpy(&bits, &value, sizeof(bits));
   return bits;

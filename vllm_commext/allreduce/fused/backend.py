@@ -41,6 +41,7 @@ class FusedBackend(Protocol):
         weight: "torch.Tensor",
         eps: float,
         scale: "torch.Tensor | None",
+        next_weight: "torch.Tensor | None" = None,
     ) -> Outputs:
         """What `fused_op.all_reduce_add_rms_norm` says; tensors are as that was given them."""
         ...
@@ -76,6 +77,7 @@ class PushFused:
         weight: "torch.Tensor",
         eps: float,
         scale: "torch.Tensor | None",
+        next_weight: "torch.Tensor | None" = None,
     ) -> Outputs:
         """Launches one after the other, on as many rows each as find room."""
         x, weight = plain(x), plain(weight)
@@ -83,7 +85,8 @@ class PushFused:
         form = fused_layout.choose(shape, len(x), self._world_size)
         most = self._kernels.most_rows(shape, form)
         if len(x) <= most:
-            return self._kernels.run(shape, form, x, residual, weight, eps, scale)
+            to_new = (shape, form, x, residual, weight, eps, scale)
+            return self._kernels.run(*to_new, next_weight=next_weight)
         outputs = make_outputs(shape, x, scale)
         for first in range(0, len(x), most):
             part = slice(first, first + most)

@@ -7,7 +7,8 @@ What is replaced, in a functional graph, whatever the names of the ops are:
 
 A weight of ``float(weight) + 1``, Gemma's, becomes the weight itself and a bias of 1. What turns
 the norm into numbers of 8 bits, and is marked by an op, goes into ours as well. A norm that is
-quantised to 4 bits is left to vLLM, which has one kernel for all of it.
+quantised to 4 bits is left to vLLM, which has one kernel for all of it. At last each of ours is
+told which weights its output meets next.
 """
 
 import operator
@@ -28,9 +29,13 @@ from vllm_commext.allreduce.fused.layout import (
     STATIC_FP8,
     FusedShape,
 )
+from vllm_commext.allreduce.fused.prefetch import LEAST_WEIGHT_BYTES
 from vllm_commext.allreduce.message import ITEM_BYTES
 
 OPERANDS = 5  # of our op, before what is to become of the norm
+NEXT_WEIGHT = "next_weight"  # an argument of our op
+NEXT_STEPS = 6  # of a graph, from our op to a product of its output
+TURNS = (torch.ops.aten.permute.default, torch.ops.aten.t.default, torch.ops.aten.transpose.int)
 CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 Serves = Callable[[str, FusedShape], bool]
 """Whether the op is wanted for a group's name and a shape; the same on all ranks."""
@@ -270,3 +275,47 @@ def absorb(graph: fx.Graph, ops: Ops) -> int:
         fused.replace_all_uses_with(made)
         graph.erase_node(fused)
     return len(found)
+
+
+def name_next_weights(graph: fx.Graph, ops: Ops) -> int:
+    """Tell each of our ops which of the graph's inputs its output is multiplied by next; how many
+    were told. Comes last, for no other change looks at it."""
+    count = 0
+    for fused in graph.find_nodes(op="call_function", target=ops.fused):
+        weight = _next_weight(fused)
+        if weight is not None:
+            fused.kwargs = {**fused.kwargs, NEXT_WEIGHT: weight}
+            count += 1
+    return count
+
+
+def _next_weight(fused: fx.Node) -> fx.Node | None:
+    """The first large matrix that meets what is made of the op's first output."""
+    hidden = _value(fused.args[0]).shape[-1]
+    nodes = [user for user in fused.users if _calls(user, operator.getitem) and user.args[1] == 0]
+    for _ in range(NEXT_STEPS):
+        users = list(dict.fromkeys(user for node in nodes for user in node.users))
+        for user in sorted(users):
+            for given in map(_turned, user.all_input_nodes):
+                if given.op in ("placeholder", "get_attr") and _is_matrix(given, hidden):
+                    return given
+        nodes = users
+    return None
+
+
+def _turned(node: fx.Node) -> fx.Node:
+    """What a node is but another view of."""
+    while node.op == "call_function" and node.target in TURNS:
+        (node,) = node.all_input_nodes
+    return node
+
+
+def _is_matrix(node: fx.Node, hidden: int) -> bool:
+    """Whether it is one of the model's large ones, with a row or a column for each element."""
+    value = _value(node)
+    if not isinstance(value, torch.Tensor) or value.dim() != 2:
+        return False
+    sizes = list(value.shape)
+    if not all(isinstance(size, int) for size in sizes) or hidden not in sizes:
+        return False
+    return sizes[0] * sizes[1] * value.itemsize >= LEAST_WEIGHT_BYTES

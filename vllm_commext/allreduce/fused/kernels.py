@@ -10,10 +10,12 @@ import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_commext.allreduce.fused import prefetch
 from vllm_commext.allreduce.fused.layout import (
     GROUP,
     GROUP_FP8,
     NORM,
+    ONE_PHASE,
     ROW_FP8,
     STATIC_FP8,
     Form,
@@ -44,6 +46,12 @@ def arguments_type(world_size: int) -> type[ctypes.Structure]:
             ("eps", ctypes.c_float),
             ("scale_rows", ctypes.c_uint32),
             ("timeout_ns", ctypes.c_uint64),
+            ("row_blocks", ctypes.c_uint32),
+            ("prefetch_after", ctypes.c_uint32),
+            ("next", ctypes.c_uint64),
+            ("num_pieces", ctypes.c_uint32),
+            ("piece_bytes", ctypes.c_uint32),
+            ("piece_stride", ctypes.c_uint64),
             ("memory", ctypes.c_uint64 * world_size),
         )
 
@@ -94,11 +102,16 @@ class FusedKernels:
     Args:
         memory: the group's; it stays its owner's.
         lockstep: of the group.
+
+    Attributes:
+        prefetched: bytes of the next weights that a launch of few rows has prefetched.
+        prefetch_after: cycles after its beginning.
     """
 
     def __init__(self, memory: "PushMemory", lockstep: "Lockstep") -> None:
         self._memory, self._lockstep = memory, lockstep
         self._device = launch.current_device()
+        self.prefetched, self.prefetch_after = prefetch.TOTAL_BYTES, prefetch.AFTER_CYCLES
         self._functions: dict[tuple[FusedShape, Form], launch.Function] = {}
         made = arguments_type(lockstep.world_size)()
         made.state, made.half_packs = memory.state, memory.half_packs
@@ -147,6 +160,7 @@ class FusedKernels:
         eps: float,
         scale: "torch.Tensor | None" = None,
         outputs: Outputs | None = None,
+        next_weight: "torch.Tensor | None" = None,
     ) -> Outputs:
         """One launch on the current stream, of a form that is prepared and that the rows fit.
 
@@ -156,6 +170,8 @@ class FusedKernels:
             weight: [hidden].
             scale: one float32 on the GPU, for `STATIC_FP8`.
             outputs: where to write, contiguous and aligned as the input; None for new ones.
+            next_weight: what `out` is multiplied by afterwards, of which a launch of few rows has a
+                part prefetched; never read or written.
         """
         import torch
 
@@ -170,6 +186,20 @@ class FusedKernels:
         blocks = form.num_blocks(
             tensor.shape[0], self._lockstep.world_size, self._device.multiprocessors
         )
+        spare = self._prefetch(form, blocks, next_weight)
         stream = torch.cuda.current_stream().cuda_stream
-        self._functions[shape, form].launch(made, blocks, stream)
+        self._functions[shape, form].launch(made, blocks + spare, stream)
         return outputs
+
+    def _prefetch(self, form: Form, row_blocks: int, weight: "torch.Tensor | None") -> int:
+        """Enter what blocks beside those of rows are to prefetch; how many they are."""
+        made, multiprocessors = self._arguments, self._device.multiprocessors
+        made.row_blocks = row_blocks
+        if form.kernel != ONE_PHASE:
+            return 0
+        spare = prefetch.spare_blocks(row_blocks, multiprocessors)
+        made.next, pieces = prefetch.of_weight(weight, multiprocessors, self.prefetched)
+        made.prefetch_after = self.prefetch_after
+        made.num_pieces, made.piece_bytes = pieces.count, pieces.num_bytes
+        made.piece_stride = pieces.stride
+        return spare if pieces.count else 0  # of no pieces nothing is asked

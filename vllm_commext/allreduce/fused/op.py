@@ -1,7 +1,7 @@
 """``torch.ops.vllm_commext.all_reduce_add_rms_norm``: sum over ranks, residual and RMSNorm.
 
-    all_reduce_add_rms_norm(x, residual, weight, eps, group, epilogue, scale, weight_bias)
-        -> (out, residual_out, scales)
+    all_reduce_add_rms_norm(x, residual, weight, eps, group, epilogue, scale, weight_bias,
+                            next_weight) -> (out, residual_out, scales)
 
 By a table of measurements a call goes to our kernels, where all ranks have them, or to the
 all-reduce and the rest, one after the other. All ranks make the same calls in the same order.
@@ -105,6 +105,7 @@ class FusedNorm:
         weight: torch.Tensor,
         eps: float,
         scale: torch.Tensor | None,
+        next_weight: torch.Tensor | None = None,
     ) -> Outputs:
         """By the fastest that can serve so many rows."""
         usable = self._prepared(shape, x) if len(x) else ()
@@ -113,7 +114,8 @@ class FusedNorm:
                 break
             if name in usable and self._backends[name].takes(shape, len(x)):
                 self.calls[name] += 1
-                return self._backends[name].run(shape, x, residual, weight, eps, scale)
+                operands = (shape, x, residual, weight, eps, scale, next_weight)
+                return self._backends[name].run(*operands)
         self.calls[names.APART] += 1
         return self._apart(shape, x, residual, weight, eps, scale)
 
@@ -229,6 +231,7 @@ def all_reduce_add_rms_norm(
     epilogue: str = "norm",
     scale: torch.Tensor | None = None,
     weight_bias: int = 0,
+    next_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What the op does, without what torch's dispatcher costs; for callers that no compiler traces.
 
@@ -241,6 +244,8 @@ def all_reduce_add_rms_norm(
         epilogue: of `EPILOGUES`: what `out` is.
         scale: float32, one number, for ``fp8_static``.
         weight_bias: added to each weight, 1 for Gemma's norm.
+        next_weight: a matrix by which `out` is multiplied afterwards, if one is known: some of it
+            may be asked for early. It changes no result.
 
     Returns:
         [rows, hidden] in x's dtype or float8_e4m3fn; the sum plus the residual in x's dtype; and
@@ -257,7 +262,7 @@ def all_reduce_add_rms_norm(
     if norm is None:
         raise ConfigError(f"expected one of the groups {sorted(_groups)}, got {group!r}")
     residual = None if residual is None else residual.contiguous()
-    out, z, scales = norm.run(shape, x.contiguous(), residual, weight, eps, scale)
+    out, z, scales = norm.run(shape, x.contiguous(), residual, weight, eps, scale, next_weight)
     # An op must return no input: with a given scale there is none to return.
     return out, z, scales if shape.epilogue != STATIC_FP8 else scales.new_empty(0)
 
@@ -271,8 +276,9 @@ def _fake(
     epilogue: str = "norm",
     scale: torch.Tensor | None = None,
     weight_bias: int = 0,
+    next_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    del eps, group
+    del eps, group, next_weight
     shape = _shape(x, residual, weight, epilogue, scale, weight_bias)
     out, z, scales = make_outputs(shape, x, scale)
     return out, z, scales if shape.epilogue != STATIC_FP8 else scales.new_empty(0)
@@ -288,7 +294,8 @@ def _fake_quantised(
 
 _library.define(
     "all_reduce_add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, str group,"
-    ' str epilogue="norm", Tensor? scale=None, int weight_bias=0) -> (Tensor, Tensor, Tensor)',
+    ' str epilogue="norm", Tensor? scale=None, int weight_bias=0, Tensor? next_weight=None)'
+    " -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 for _key in ("CPU", "CUDA"):
