@@ -249,7 +249,7 @@ def main() -> int:
     parser.add_argument(
         "--prefetch",
         nargs="*",
-        default=["8:1200"],
+        default=["16:1200"],
         help="MiB of the next weights that ours prefetches, and cycles after its beginning",
     )
     parser.add_argument("--samples", type=int, default=31)

@@ -79,7 +79,7 @@ class Rank:
     def table(self) -> Table:
         """A table under which every backend comes first somewhere."""
         made = list(self.dispatcher.backends)
-        bounds = [(4 << 10) * 4**step for step in range(len(made))]
+        bounds = [*((4 << 10) * 4**step for step in range(len(made) - 1)), 1 << 30]
         rows = tuple(
             Row(bound, tuple(made[turn:] + made[:turn])) for turn, bound in enumerate(bounds)
         )

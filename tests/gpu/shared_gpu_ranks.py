@@ -104,7 +104,7 @@ def check_fused(rank: Rank) -> Figures:
             assert torch.equal(made.residual, want[begin:end]), (dtype, begin, end)
             assert torch.equal(made.out, whole[begin:end]), (dtype, begin, end)
             batches += 1
-        assert kernels == {fused_layout.ONE_PHASE, fused_layout.TWO_PHASE}, kernels
+        assert kernels == {form.kernel for form in fused_layout.forms(shape, rank.world)}, kernels
     return {"batches": batches}
 
 

@@ -66,12 +66,18 @@ def _quantised(
         assert scale is not None
         return Outputs(_fp8(wide * (1.0 / scale)), z, torch.empty_like(scale))
     if shape.epilogue == ROW_FP8:
-        scales = (wide.abs().amax(1, keepdim=True) / MAX_FP8).clamp(min=MIN_ROW_SCALE)
+        scales = _over_largest(wide.abs().amax(1, keepdim=True)).clamp(min=MIN_ROW_SCALE)
         return Outputs(_fp8(wide / scales), z, scales)
     groups = wide.unflatten(1, (-1, GROUP))
     scales = make_outputs(shape, z, scale).scales
-    scales.copy_(groups.abs().amax(2).clamp(min=MIN_GROUP_LARGEST) / MAX_FP8)
+    scales.copy_(_over_largest(groups.abs().amax(2).clamp(min=MIN_GROUP_LARGEST)))
     return Outputs(_fp8(groups / scales[:, :, None]).view(z.shape), z, scales)
+
+
+def _over_largest(largest: torch.Tensor) -> torch.Tensor:
+    """Divided as the kernels divide; on GPUs torch multiplies where it divides by a Python number,
+    and the last bit may be another."""
+    return largest / torch.full_like(largest, MAX_FP8)
 
 
 def _fp8(wide: torch.Tensor) -> torch.Tensor:
