@@ -264,16 +264,6 @@ class TestFusedPolicy:
             "nobody": 0,
         }
 
-    def test_one_launch_is_left_from_the_proven_size_on(self) -> None:
-        rows = (Row(tables.PROVEN_FUSED_BYTES, (names.FUSED_PUSH,)),)
-        table = Table(2, {}, "a test", fused={"float16": rows}).of_ours("float16")
-        assert table is not None
-        sizes = (tables.PROVEN_FUSED_BYTES - 1, tables.PROVEN_FUSED_BYTES)
-        assert [table.fused_ranking(size, "float16") for size in sizes] == [
-            (names.APART,),
-            (names.FUSED_PUSH,),
-        ]
-
 
 class TestBuiltin:
     def test_only_for_what_was_measured(self) -> None:

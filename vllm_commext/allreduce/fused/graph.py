@@ -315,7 +315,7 @@ def _is_matrix(node: fx.Node, hidden: int) -> bool:
     value = _value(node)
     if not isinstance(value, torch.Tensor) or value.dim() != 2:
         return False
-    sizes = list(value.shape)
+    sizes: list[Any] = list(value.shape)  # some may be symbols
     if not all(isinstance(size, int) for size in sizes) or hidden not in sizes:
         return False
     return sizes[0] * sizes[1] * value.itemsize >= LEAST_WEIGHT_BYTES
