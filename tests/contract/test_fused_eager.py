@@ -43,7 +43,7 @@ class Twofold:
 
     def run(self, shape: FusedShape, x: torch.Tensor, *others: Any) -> Outputs:
         self.runs += 1
-        return fused_op.steps(shape, x + x, *others)
+        return fused_op.steps(shape, x + x, *others[:4])  # all but the next weights
 
 
 @pytest.fixture
