@@ -143,9 +143,10 @@ class TransferThread:
         progressed = self._guard("loads", self._loader.poll, lost=False)
         self._guard("notifications", self._holder.take_notifications, lost=None)
         self._guard("leases", self._holder.end_leases, lost=None)
-        self._wait_seconds = self._next_wait(progressed)
+        under_way = self._wait_under_way(progressed)
         # Releases are to be heard of at once; all else has time where blocks are only held.
-        only_holds = not self._is_busy and len(self._holder) > 0
+        only_holds = under_way is None and len(self._holder) > 0
+        self._wait_seconds = self._wait_at_rest() if under_way is None else under_way
         self._next_turn = time.monotonic() + DUTY_WAIT_SECONDS if only_holds else 0.0
         self._guard("gauges", self._note_gauges, lost=None)
         if only_holds or self._wait_seconds >= DUTY_WAIT_SECONDS:
@@ -166,25 +167,21 @@ class TransferThread:
             self._next_gauges = now + GAUGE_SECONDS
             self._recorder.gauges(self._source, self._loader.gauges())
 
-    def _next_wait(self, progressed: bool) -> float:
+    def _wait_under_way(self, progressed: bool) -> float | None:
+        """Until the next look at what is under way; None where nothing is."""
         if self._loader.num_reads:
             if progressed or self._wait_seconds > PENDING_WAIT_SECONDS:
                 return BUSY_WAIT_SECONDS
             return min(WAIT_GROWTH * self._wait_seconds, PENDING_WAIT_SECONDS)
         if self._loader.num_handshakes or self._num_launched():
             return PENDING_WAIT_SECONDS
-        if self._loader.num_streams:
-            return LOOK_SECONDS
+        return LOOK_SECONDS if self._loader.num_streams else None
+
+    def _wait_at_rest(self) -> float:
+        """The same for what others may ask for."""
         if len(self._holder):
             return LEASED_WAIT_SECONDS
         return DUTY_WAIT_SECONDS if self._loader.has_duties else IDLE_WAIT_SECONDS
-
-    @property
-    def _is_busy(self) -> bool:
-        """Whether anything is under way whose end or progress is to be noticed soon."""
-        loader = self._loader
-        under_way = loader.num_reads or loader.num_handshakes or loader.num_streams
-        return bool(under_way or self._num_launched())
 
     def _num_launched(self) -> int:
         """Steps of which the publisher waits for the end."""
