@@ -27,16 +27,21 @@ logger = logging.getLogger("vllm.commext.reduce_rms")
 
 QK_NORMS = ("q_norm", "k_norm")
 TakePart = Callable[..., "Workspace | None"]
+Tell = Callable[[str], None]
 TRANSFORMERS, MAMBA2 = "the Transformers backend", "Mamba2"
 
 
-def _handle(model: str, kind: str, take_part: TakePart) -> int:
-    """The handle of the tensor-parallel group's workspace for a model, or 0; collective."""
+def _handle(model: str, kind: str, take_part: TakePart, tell: Tell) -> int:
+    """The handle of the tensor-parallel group's workspace for a model, which is told of then, or 0;
+    collective."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
     made = take_part(model, kind, group.rank_in_group, group.world_size, group.cpu_group)
-    return made.handle if made is not None else 0
+    if made is None:
+        return 0
+    tell(model)
+    return made.handle
 
 
 def _shard(weight: "torch.Tensor", rank: int, size: int) -> "torch.Tensor":
@@ -52,21 +57,15 @@ def _spreads_whole_rows(attention: Any) -> bool:
     return [norm.weight.numel() for norm in norms if norm is not None] == wanted
 
 
-def _install_attention(
-    model: str, symbol: str, take_part: TakePart, tell: Callable[[str], None]
-) -> None:
+def _install_attention(model: str, symbol: str, take_part: TakePart, tell: Tell) -> None:
     stock_init = original_of(f"{symbol}.__init__")
     stock_norm = original_of(f"{symbol}._apply_qk_norm")
 
     @functools.wraps(stock_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - vLLM's name
         stock_init(self, *args, **kwargs)
-        handle = 0
-        if _spreads_whole_rows(self):
-            handle = _handle(model, measured.GATHERED, take_part)
-        self.commext_handle = handle
-        if handle:
-            tell(model)
+        is_spread = _spreads_whole_rows(self)
+        self.commext_handle = _handle(model, measured.GATHERED, take_part, tell) if is_spread else 0
 
     @functools.wraps(stock_norm)
     def _apply_qk_norm(self: Any, q: "torch.Tensor", k: "torch.Tensor") -> Any:
@@ -86,7 +85,7 @@ def _install_attention(
     patch_all({f"{symbol}.__init__": __init__, f"{symbol}._apply_qk_norm": _apply_qk_norm})
 
 
-def _install_transformers(take_part: TakePart, tell: Callable[[str], None]) -> None:
+def _install_transformers(take_part: TakePart, tell: Tell) -> None:
     stock_fuse = original_of(f"{FUSERS}:RMSNormFuser.fuse")
     stock_forward = original_of(f"{FUSERS}:TPAwareNormMixin.forward")
 
@@ -95,10 +94,7 @@ def _install_transformers(take_part: TakePart, tell: Callable[[str], None]) -> N
         made = stock_fuse(self, module, prefix, vllm_config)
         width = vllm_config.model_config.get_head_size()
         if _is_spread(made, prefix, width):
-            handle = _handle(TRANSFORMERS, measured.GATHERED, take_part)
-            made.commext_handle = handle
-            if handle:
-                tell(TRANSFORMERS)
+            made.commext_handle = _handle(TRANSFORMERS, measured.GATHERED, take_part, tell)
         return made
 
     @functools.wraps(stock_forward)
@@ -125,7 +121,7 @@ def _is_spread(norm: Any, prefix: str, head_size: int) -> bool:
     return prefix.rpartition(".")[2] in QK_NORMS and norm.weight.numel() > head_size
 
 
-def _install_mamba2(take_part: TakePart, tell: Callable[[str], None]) -> None:
+def _install_mamba2(take_part: TakePart, tell: Tell) -> None:
     symbol = f"{MIXER}:Mixer2RMSNormGated"
     stock_init = original_of(f"{symbol}.__init__")
     stock_forward = original_of(f"{symbol}.forward_native")
@@ -133,12 +129,8 @@ def _install_mamba2(take_part: TakePart, tell: Callable[[str], None]) -> None:
     @functools.wraps(stock_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - vLLM's name
         stock_init(self, *args, **kwargs)
-        handle = 0
-        if self.tp_size > 1 and self.n_groups == 1 and self.use_rms_norm:
-            handle = _handle(MAMBA2, measured.GATED, take_part)
-        self.commext_handle = handle
-        if handle:
-            tell(MAMBA2)
+        is_spread = self.tp_size > 1 and self.n_groups == 1 and self.use_rms_norm
+        self.commext_handle = _handle(MAMBA2, measured.GATED, take_part, tell) if is_spread else 0
 
     @functools.wraps(stock_forward)
     def forward_native(self: Any, x: "torch.Tensor", gate: "torch.Tensor") -> Any:
@@ -170,7 +162,7 @@ def _when_imported(module: str, model: str, action: Callable[[], None]) -> None:
     imports.when_imported(module, act)
 
 
-def install(take_part: TakePart, tell: Callable[[str], None]) -> None:
+def install(take_part: TakePart, tell: Tell) -> None:
     """Let each of the models have the op as soon as it is imported.
 
     Args:
