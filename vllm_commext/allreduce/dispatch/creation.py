@@ -101,8 +101,8 @@ def _makers(
         num_bytes = max(led, min(fused, bound))
         makers[OUR_KERNEL] = lambda: [push.PushBackend(parts.cpu_group, num_bytes, lockstep)]
     if names.HOST in wanted and lockstep.world_size in limits.PUSH_WORLD_SIZES:
-        most_bytes = _largest(table, (names.HOST,), host.MAX_MESSAGE_BYTES)
-        makers[HOST_MEMORY] = lambda: [host.HostBackend(most_bytes, lockstep)]
+        shared_bytes = _largest(table, (names.HOST,), host.MAX_MESSAGE_BYTES)
+        makers[HOST_MEMORY] = lambda: [host.HostBackend(shared_bytes, lockstep)]
     makers["NCCL"] = lambda: [NcclBackend(parts.pynccl, parts.device_group)]
     return makers
 
