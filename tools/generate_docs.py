@@ -24,8 +24,9 @@ itself, so set them for the whole server). A value is written exactly as in the 
 is an error that lists the choices, and every capability is then refused. Registered names are
 known to vLLM, so it does not warn about them, and are part of its compile-cache key.
 
-A capability's toggle is `auto` (run where it can, say so in one line where it cannot), `1` (the
-same, but a refusal is logged as an error) or `0` (off).
+A capability's toggle is `auto` (on where the table says; where it cannot run, one line of the log
+says so), `1` (on wherever it can run; where it cannot, an error is logged) or `0` (off). All but
+the connector run on a [tested vLLM](compatibility.md#versions) alone, whatever the value.
 """
 
 TOGGLES_END = """

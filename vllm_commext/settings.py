@@ -70,9 +70,9 @@ TOGGLES: tuple[Toggle, ...] = (
         choices=("auto", "0", "1"),
         default="auto",
         meaning=(
-            "The message queue between engine and workers. `auto` replaces vLLM's on a tested "
-            "CPU vLLM, x86-64 or AArch64, with all readers on one host; `1` replaces it everywhere "
-            "and logs an error where it cannot run; `0` keeps vLLM's. Set it alike on all hosts."
+            "The message queue between engine and workers. `auto` replaces vLLM's on a CPU "
+            "vLLM, x86-64 or AArch64, with all readers on one host; `1` replaces it everywhere and "
+            "logs an error where it cannot run; `0` keeps vLLM's. Set it alike on all hosts."
         ),
     ),
     Toggle(
@@ -93,8 +93,8 @@ TOGGLES: tuple[Toggle, ...] = (
         default="auto",
         meaning=(
             "All-reduce and all-gather of the tensor-parallel CPU workers of one host. `auto` and "
-            "`1` use shared memory where vLLM would use Gloo, `auto` on a tested vLLM, x86-64 or "
-            "AArch64, alone; `1` logs an error where it cannot run; `0` keeps vLLM's."
+            "`1` use shared memory where vLLM would use Gloo, `auto` on x86-64 and AArch64 alone; "
+            "`1` logs an error where it cannot run; `0` keeps vLLM's."
         ),
     ),
     Toggle(
