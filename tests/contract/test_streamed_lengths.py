@@ -227,11 +227,11 @@ class Reader:
         if header.nonce != cursor.nonce:
             cursor.start_again(header.nonce)
         cursor.note_progress(header)
-        while cursor.has_more and (wanted := cursor.missing()):
+        while cursor.has_more and (wanted := cursor.wanted()):
             runs = []
             for group, first, count in wanted:
                 place = (cursor.regions[group].first + first) * PIECE_IDS
-                runs.append(table.block_ids[row, place : place + count * PIECE_IDS])
+                runs.append(table.entries[row, place : place + count * PIECE_IDS])
             cursor.take(wanted, np.concatenate(runs))
         if cursor.has_more:
             pairs = cursor.next_pairs()

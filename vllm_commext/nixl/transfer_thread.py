@@ -22,7 +22,6 @@ from vllm_commext.nixl.outcomes import OutcomeBox
 from vllm_commext.nixl.prefill.holder import Holder
 from vllm_commext.nixl.requests import Hold, Load, Outcomes, Wait
 from vllm_commext.nixl.stream.publisher import Publisher
-from vllm_commext.nixl.stream.reader import LOOK_SECONDS
 from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
 
 BUSY_WAIT_SECONDS = 50e-6
@@ -146,7 +145,8 @@ class TransferThread:
         under_way = self._wait_under_way(progressed)
         # Releases are to be heard of at once; all else has time where blocks are only held.
         only_holds = under_way is None and len(self._holder) > 0
-        self._wait_seconds = self._wait_at_rest() if under_way is None else under_way
+        at_rest = self._wait_at_rest()
+        self._wait_seconds = at_rest if under_way is None else min(under_way, at_rest)
         self._next_turn = time.monotonic() + DUTY_WAIT_SECONDS if only_holds else 0.0
         self._guard("gauges", self._note_gauges, lost=None)
         if only_holds or self._wait_seconds >= DUTY_WAIT_SECONDS:
@@ -175,7 +175,7 @@ class TransferThread:
             return min(WAIT_GROWTH * self._wait_seconds, PENDING_WAIT_SECONDS)
         if self._loader.num_handshakes or self._num_launched():
             return PENDING_WAIT_SECONDS
-        return LOOK_SECONDS if self._loader.num_streams else None
+        return self._loader.seconds_to_look() if self._loader.num_streams else None
 
     def _wait_at_rest(self) -> float:
         """The same for what others may ask for."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.kit import stream_requests
@@ -38,6 +38,7 @@ from vllm_commext.nixl.wire.messages import FoundStream
 
 NONCES = st.integers(1, (1 << 64) - 1)
 TOKENS = st.integers(0, (1 << 31) - 1)
+BLOCK_IDS = st.integers(0, (1 << 32) - 1)
 FENCE_KEY = bytes(32)
 
 
@@ -61,6 +62,17 @@ def test_a_mark_says_of_its_nonce_alone_that_all_is_there(
     assert rows.is_whole(whole, nonce)
     if (nonce - other) % (1 << 32):
         assert not rows.is_whole(whole, other)
+
+
+@given(NONCES, NONCES, st.lists(BLOCK_IDS), st.lists(BLOCK_IDS, min_size=1), st.lists(BLOCK_IDS))
+def test_ids_are_known_up_to_the_first_entry_of_another_nonce(
+    nonce: int, other: int, ids: list[int], others: list[int], more: list[int]
+) -> None:
+    assume((nonce - other) % (1 << 32))
+    entries = [rows.entries_of(nonce, ids), rows.entries_of(other, others)]
+    entries.append(rows.entries_of(nonce, more))
+    assert rows.ids_in(np.concatenate(entries), nonce).tolist() == ids
+    assert rows.ids_in(entries[0], nonce).tolist() == ids
 
 
 GROUPS = st.lists(
@@ -132,7 +144,7 @@ def test_a_row_through_the_life_of_a_request() -> None:
     progress.publish(1, 77, ((2, (3,)),), 40)
     progress.begin(1, 77)
     assert read(progress, 1) == Header(77, 77, 40)
-    assert progress.block_ids[1, :3].tolist() == [5, 9, 3]
+    assert rows.ids_in(progress.entries[1], 77).tolist() == [5, 9, 3]
     progress.restart(1, 88)
     assert read(progress, 1) == Header(77, 88, 0)
     progress.publish(
@@ -151,7 +163,7 @@ def test_a_row_through_the_life_of_a_request() -> None:
         60,
     )
     assert read(progress, 1) == Header(77, 88, 0)
-    assert progress.block_ids[1, :3].tolist() == [5, 9, 3]
+    assert rows.ids_in(progress.entries[1], 77).tolist() == [5, 9, 3]
     progress.publish(1, 88, ((0, (4,)),), 10)
     assert read(progress, 1) == Header(77, 88, 10)
     progress.end(1)
@@ -166,11 +178,11 @@ def test_cells_run_out_and_come_back() -> None:
     cells = [progress.take_cell() for _ in range(rows.NUM_CELLS)]
     assert sorted(filter(None, cells)) == list(range(1, rows.NUM_CELLS))
     assert progress.take_cell() is None
-    progress.id_cells[3, :64] = np.arange(64)
-    ids = progress.ids_in(3, 1)
+    progress.entry_cells[3, :64] = np.arange(64)
+    entries = progress.entries_in(3, 1)
     progress.give_back_cell(3)
-    progress.id_cells[3] = 0
-    assert ids.tolist() == list(range(64))
+    progress.entry_cells[3] = 0
+    assert entries.tolist() == list(range(64))
     assert progress.take_cell() == 3
 
 
@@ -374,13 +386,13 @@ def test_the_rest_is_published_behind_the_last_chunk(monkeypatch: pytest.MonkeyP
     made[0].has_ended = True
     publisher.poll()
     assert read(progress, 2) == Header(nonce, nonce, 16, is_whole=True)
-    assert progress.block_ids[2, [0, 64, 65]].tolist() == [7, 1, 9]
+    assert rows.ids_in(progress.entries[2, [0, 64, 65]], nonce).tolist() == [7, 1, 9]
     publisher.prepare([], [Restart(2, 5, nonce)])
     publisher.ended([Hold("r", 60.0, 5, nonce, 2, ((64, (1, 8)),))])
     made[2].has_ended = True
     publisher.poll()
     assert not read(progress, 2).is_whole
-    assert progress.block_ids[2, 65] == 9
+    assert rows.ids_in(progress.entries[2, 65:66], nonce) == [9]
 
 
 def test_without_a_fence_a_prompt_is_not_streamed() -> None:

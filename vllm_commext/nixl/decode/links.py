@@ -230,7 +230,7 @@ class Links:
                 rows, per_row = described.num_stream_rows, described.pieces_per_row
                 prepared = self._agent.prepare_headers(name, described.stream_headers, rows)
                 headers = self._keep(prepared, held)
-                address = described.stream_block_ids
+                address = described.stream_entries
                 prepared = self._agent.prepare_pieces(name, address, rows * per_row)
                 pieces = self._keep(prepared, held)
             if described.num_generations and self._agent.generations is not None:

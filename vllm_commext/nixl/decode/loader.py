@@ -95,6 +95,10 @@ class Loader:
         """Prompts that are read while they are computed."""
         return len(self._streams)
 
+    def seconds_to_look(self) -> float:
+        """Until it is looked how far one of them is."""
+        return self._streams.seconds_to_look()
+
     @property
     def num_handshakes(self) -> int:
         """Peers that have been asked and have not answered yet."""
@@ -109,6 +113,7 @@ class Loader:
 
     def poll(self) -> bool:
         """One look at everything under way; whether anything has moved on."""
+        num_moves = self._streams.num_moves
         for introduced in self._introductions.poll():
             self._connect(introduced)
         ended = self._peers.poll()
@@ -119,6 +124,7 @@ class Loader:
         self._keep_alive.send_due()
         self._release_due()
         has_progressed = self.poll_reads() or bool(ended)
+        has_progressed = has_progressed or self._streams.num_moves > num_moves
         self._go_on_probing()
         return has_progressed
 

@@ -10,26 +10,27 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.decode.transfers import Part
 from vllm_commext.nixl.geometry.layout import FULL, Group
 from vllm_commext.nixl.geometry.plan import Blocks, Pairs, num_blocks_for
+from vllm_commext.nixl.stream.pace import Pace
 from vllm_commext.nixl.stream.progress import ENDED, Header
 from vllm_commext.nixl.stream.rows import (
     MAX_PIECES,
     PIECE_IDS,
+    Entries,
+    Ids,
     Region,
+    ids_in,
     next_chunk,
     num_pieces_for,
     regions_at,
 )
 from vllm_commext.nixl.transport.pauses import pause
 from vllm_commext.nixl.transport.posting import Posting
-
-Ids = npt.NDArray[np.uint32]
 
 
 def no_ids() -> Ids:
@@ -47,13 +48,12 @@ class Wanted(NamedTuple):
 
 @dataclass(eq=False)
 class Look:
-    """A row's header, then block ids, on their way into a cell; ``wanted``: which."""
+    """A row's header and block ids on their way into a cell; ``wanted``: which ids."""
 
     link: Link
     cell: int
     posting: Posting
-    posted: float
-    wanted: list[Wanted] = field(default_factory=list)
+    wanted: list[Wanted]
     is_wanted: bool = True
 
 
@@ -76,6 +76,7 @@ class Cursor:
         has_rest: they have been read, or there is no such group.
         look: under way, None between two.
         next_look: when the row is looked at again.
+        pace: how fast the prompt is computed.
         pairs: what the next chunk copies, once it is known.
         is_reading: a chunk is being read.
         has_read: one has been posted.
@@ -116,6 +117,7 @@ class Cursor:
         self.done = self.target = self.first
         self.ids = [no_ids() for _ in self.groups]
         self.is_computed = self.is_whole = False
+        self.pace = Pace(time.perf_counter())
 
     @property
     def groups(self) -> list[Group]:
@@ -155,35 +157,50 @@ class Cursor:
         self.target = next_chunk(self.done, header.num_tokens, self.num_tokens, self.step)
         self.is_computed = header.num_tokens >= self.num_tokens
         self.is_whole = header.is_whole
+        self.pace.note(header.num_tokens, time.perf_counter())
 
     def note_read(self) -> None:
         """The next chunk is here."""
         self.has_rest = self.has_rest or self.takes_rest
         self.done, self.num_refused, self.moved = self.target, 0, time.perf_counter()
 
-    def missing(self) -> list[Wanted]:
-        """Pieces with block ids that the next chunk needs and that are not known.
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a next chunk, with all block ids that it needs."""
+        return self.has_more and not self._unknown(self.target, takes_rest=self.takes_rest)
+
+    def wanted(self) -> list[Wanted]:
+        """Pieces with block ids that the next chunk needs and that are not known; where it is not
+        known how far it goes, what it is likely to need.
 
         Raises:
             ProtocolError: the row says that there are more than it has room for.
         """
+        if self.has_more:
+            return self._unknown(self.target, takes_rest=self.takes_rest)
+        target = min(self.done + self.pace.next_tokens(self.num_tokens), self.num_tokens)
+        return self._unknown(target, takes_rest=self.is_computed)
+
+    def _unknown(self, target: int, *, takes_rest: bool) -> list[Wanted]:
+        """Pieces with block ids that are not known, of what is to be read up to a token."""
         found: list[Wanted] = []
         room = MAX_PIECES
-        for number, (needed, known) in enumerate(zip(self._needed(), self.ids, strict=True)):
+        needed = self._needed(target, takes_rest=takes_rest)
+        for number, (num_ids, known) in enumerate(zip(needed, self.ids, strict=True)):
             first = len(known) // PIECE_IDS
-            count = min(num_pieces_for(needed) - first, room) if needed > len(known) else 0
+            count = min(num_pieces_for(num_ids) - first, room) if num_ids > len(known) else 0
             if count > 0:
                 room -= count
                 found.append(Wanted(number, first, count))
         return found
 
-    def _needed(self) -> Iterator[int]:
+    def _needed(self, target: int, *, takes_rest: bool) -> Iterator[int]:
         """Block ids of each group, a rest's with their number before them."""
         for group, region, known in zip(self.groups, self.regions, self.ids, strict=True):
             needed = 0
             if group.kind == FULL:
-                needed = num_blocks_for(self.target, group.block_size)
-            elif self.takes_rest:
+                needed = num_blocks_for(target, group.block_size)
+            elif takes_rest:
                 needed = 1 + (int(known[0]) if len(known) else 0)
             if needed > region.num_pieces * PIECE_IDS:
                 raise ProtocolError(
@@ -192,13 +209,15 @@ class Cursor:
                 )
             yield needed
 
-    def take(self, wanted: list[Wanted], arrived: Ids) -> None:
-        """These pieces have arrived, one behind the other."""
+    def take(self, wanted: list[Wanted], arrived: Entries) -> None:
+        """These pieces have arrived, one behind the other; what of them is of another nonce was not
+        there yet."""
         for number, first, count in wanted:
             new, arrived = arrived[: count * PIECE_IDS], arrived[count * PIECE_IDS :]
-            self.ids[number] = np.concatenate([self.ids[number][: first * PIECE_IDS], new])
-        needed = [*self._needed()]
-        self.ids = [ids[:count] for ids, count in zip(self.ids, needed, strict=True)]
+            new, known = ids_in(new, self.nonce), self.ids[number]
+            place = first * PIECE_IDS
+            if place <= len(known) < place + len(new):  # else the prompt has begun again meanwhile
+                self.ids[number] = np.concatenate([known[:place], new])
 
     def next_pairs(self) -> Pairs:
         """What the next chunk copies.
@@ -228,7 +247,7 @@ class Cursor:
     def _theirs(self, group: Group, ids: Ids) -> list[int]:
         if group.kind == FULL:
             return ids[: num_blocks_for(self.target, group.block_size)].tolist()
-        return ids[1:].tolist() if self.takes_rest else []
+        return ids[1 : 1 + int(ids[0])].tolist() if self.takes_rest else []
 
 
 def cursor_of(part: Part, link: Link) -> Cursor:

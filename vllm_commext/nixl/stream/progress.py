@@ -6,7 +6,6 @@ import threading
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm_commext.nixl.requests import Listed
 from vllm_commext.nixl.stream.rows import (
@@ -16,6 +15,8 @@ from vllm_commext.nixl.stream.rows import (
     NUM_ROWS,
     PIECE_IDS,
     WHOLE,
+    Entries,
+    entries_of,
     is_whole,
     mark_of,
     tokens_in,
@@ -41,9 +42,9 @@ class ProgressTable:
 
     Attributes:
         headers: ``[num_rows, HEADER_WORDS]`` uint64, see ``rows``.
-        block_ids: ``[num_rows, pieces_per_row * PIECE_IDS]`` uint32.
+        entries: ``[num_rows, pieces_per_row * PIECE_IDS]`` uint64, block ids.
         header_cells: ``[NUM_CELLS, HEADER_WORDS]`` uint64, peers' headers.
-        id_cells: ``[NUM_CELLS, MAX_PIECES * PIECE_IDS]`` uint32, peers' block ids.
+        entry_cells: ``[NUM_CELLS, MAX_PIECES * PIECE_IDS]`` uint64, peers' entries.
         pieces_per_row: pieces of block ids in a row.
 
     Args:
@@ -55,9 +56,9 @@ class ProgressTable:
         self.pieces_per_row = pieces_per_row
         num_ids = self.pieces_per_row * PIECE_IDS
         self.headers = np.zeros((num_rows, HEADER_WORDS), dtype=np.uint64)
-        self.block_ids = np.zeros((num_rows, num_ids), dtype=np.uint32)
+        self.entries = np.zeros((num_rows, num_ids), dtype=np.uint64)
         self.header_cells = np.zeros((NUM_CELLS, HEADER_WORDS), dtype=np.uint64)
-        self.id_cells = np.zeros((NUM_CELLS, MAX_PIECES * PIECE_IDS), dtype=np.uint32)
+        self.entry_cells = np.zeros((NUM_CELLS, MAX_PIECES * PIECE_IDS), dtype=np.uint64)
         self._free_cells = list(range(NUM_CELLS))
         self._lock = threading.Lock()
 
@@ -65,7 +66,7 @@ class ProgressTable:
         """What a worker's description says of it, by field of `WorkerDescription`."""
         return {
             "stream_headers": self.headers.ctypes.data,
-            "stream_block_ids": self.block_ids.ctypes.data,
+            "stream_entries": self.entries.ctypes.data,
             "num_stream_rows": len(self.headers),
             "pieces_per_row": self.pieces_per_row,
         }
@@ -111,7 +112,7 @@ class ProgressTable:
             if int(self.headers[row, 1]) != nonce:
                 return False
             for place, block_ids in listed:
-                self.block_ids[row, place : place + len(block_ids)] = block_ids
+                self.entries[row, place : place + len(block_ids)] = entries_of(nonce, block_ids)
         return True
 
     def take_cell(self) -> int | None:
@@ -123,9 +124,9 @@ class ProgressTable:
         tag, nonce, mark = map(int, self.header_cells[cell, :3])
         return Header(tag, nonce, tokens_in(mark, nonce), is_whole(mark, nonce))
 
-    def ids_in(self, cell: int, num_pieces: int) -> npt.NDArray[np.uint32]:
-        """The block ids that have arrived in a cell's first pieces."""
-        return self.id_cells[cell, : num_pieces * PIECE_IDS].copy()
+    def entries_in(self, cell: int, num_pieces: int) -> Entries:
+        """The entries that have arrived in a cell's first pieces."""
+        return self.entry_cells[cell, : num_pieces * PIECE_IDS].copy()
 
     def give_back_cell(self, cell: int) -> None:
         """A cell is free again: nothing is read into it any more."""

@@ -16,21 +16,25 @@ import numpy as np
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
 from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.decode.transfers import Failure, Part, Use
+from vllm_commext.nixl.geometry.descriptors import Int32Array
 from vllm_commext.nixl.geometry.plan import Pairs
-from vllm_commext.nixl.stream.cursor import Cursor, Look, cursor_of
+from vllm_commext.nixl.stream.cursor import Cursor, Look, Wanted, cursor_of
+from vllm_commext.nixl.stream.pace import LONGEST_SECONDS
 from vllm_commext.nixl.stream.progress import ENDED, Header, ProgressTable
 from vllm_commext.nixl.stream.rows import pieces
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.posting import Posting
 
-LOOK_SECONDS = 0.005
-"""Between two looks at one row."""
+RETRY_SECONDS = 0.005
+"""From a refused chunk to the next look."""
 MAX_RESTARTS = 2
 """Of one load, because its prompt was preempted."""
 
 
 class StreamReader:
     """Parts of one worker that are read while their prompts are computed.  Owned by one thread.
+
+    Attributes: ``num_moves``: times that a look was posted or has arrived.
 
     Args:
         agent: the agent with the worker's memory registered.
@@ -42,6 +46,7 @@ class StreamReader:
         self._limit_seconds = limit_seconds
         self._cursors: list[Cursor] = []
         self._looks: list[Look] = []
+        self.num_moves = 0
 
     def __len__(self) -> int:
         """Parts that are read."""
@@ -51,6 +56,12 @@ class StreamReader:
     def num_looks(self) -> int:
         """Looks under way."""
         return len(self._looks)
+
+    def seconds_to_look(self) -> float:
+        """Until a row is to be looked at."""
+        now = time.perf_counter()
+        times = (one.next_look - now for one in self._cursors if not one.is_reading)
+        return max(min(times, default=LONGEST_SECONDS), 0.0)
 
     def begin(self, part: Part, link: Link) -> None:
         """Read a part, from where it was where its connection was made anew.
@@ -102,9 +113,9 @@ class StreamReader:
             Exception: what NIXL raises where the peer cannot be reached.
         """
         self._check_time(cursor)
-        if not cursor.has_more or cursor.look is not None:
+        if cursor.look is not None or not cursor.is_known:
             self._look_on(cursor)
-        if cursor.pairs is None and cursor.look is None and cursor.has_more:
+        if cursor.pairs is None and cursor.look is None and cursor.is_known:
             cursor.pairs = cursor.next_pairs()
         return cursor.pairs
 
@@ -135,7 +146,7 @@ class StreamReader:
             # The row may tell of a new beginning; what was read counts for nothing.
             cursor.num_refused += 1
             cursor.target, cursor.is_whole = cursor.done, False
-            cursor.next_look = now + LOOK_SECONDS
+            cursor.next_look = now + RETRY_SECONDS
             return failure.reason == "expired" and cursor.num_refused <= MAX_RESTARTS
         cursor.note_read()
         return not cursor.is_over
@@ -169,13 +180,10 @@ class StreamReader:
         try:
             if not self._advance(look):
                 return
-            if look.wanted:
-                num_pieces = sum(one.num_pieces for one in look.wanted)
-                cursor.take(look.wanted, self._progress.ids_in(look.cell, num_pieces))
-            else:
-                self._judge(cursor, self._progress.header_in(look.cell))
-            if cursor.has_more and self._post_ids(cursor, look):
-                return  # looked at again at once, in the next turn
+            self.num_moves += 1
+            self._judge(cursor, self._progress.header_in(look.cell))
+            num_pieces = sum(one.num_pieces for one in look.wanted)
+            cursor.take(look.wanted, self._progress.entries_in(look.cell, num_pieces))
         except Exception:
             self._end_look(cursor)
             raise
@@ -186,36 +194,33 @@ class StreamReader:
         if cell is None:
             return None
         link, row = cursor.link, cursor.part.remote.stream_row
+        wanted = cursor.wanted()
         try:
-            read = self._agent.make_header_read(link.stream_headers, cell, row)
-            posting = Posting(self._agent, [read])
+            reads = [self._agent.make_header_read(link.stream_headers, cell, row)]
+            if wanted:
+                places = np.concatenate([self._places(cursor, one) for one in wanted])
+                reads.append(self._agent.make_pieces_read(link.stream_pieces, cell, places))
+            posting = Posting(self._agent, reads)
         except Exception:
             self._progress.give_back_cell(cell)
             raise
-        look = Look(link.hold(), cell, posting, time.perf_counter())
+        look = Look(link.hold(), cell, posting, wanted)
         self._looks.append(look)
+        self.num_moves += 1
         return look
 
-    def _post_ids(self, cursor: Cursor, look: Look) -> bool:
-        """Read block ids that the next chunk needs; whether any were missing."""
-        look.wanted = cursor.missing()
-        if not look.wanted:
-            return False
-        link, row = cursor.link, cursor.part.remote.stream_row
-        places = [
-            pieces(row, link.pieces_per_row, cursor.regions[group].first + first, count)
-            for group, first, count in look.wanted
-        ]
-        read = self._agent.make_pieces_read(link.stream_pieces, look.cell, np.concatenate(places))
-        look.posting = Posting(self._agent, [read])
-        return True
+    @staticmethod
+    def _places(cursor: Cursor, wanted: Wanted) -> Int32Array:
+        row, first = cursor.part.remote.stream_row, cursor.regions[wanted.group].first
+        per_row = cursor.link.pieces_per_row
+        return pieces(row, per_row, first + wanted.first, wanted.num_pieces)
 
     def _judge(self, cursor: Cursor, header: Header) -> None:
         """What a header says of the request."""
         now = time.perf_counter()
-        cursor.next_look = now + LOOK_SECONDS
         remote, candidate = cursor.part.remote, cursor.candidate
         cursor.candidate = ENDED
+        cursor.next_look = now + cursor.pace.wait(cursor.num_tokens, now)
         if header.tag != remote.stream_tag:
             if cursor.has_begun:
                 raise _EndedError
@@ -225,6 +230,7 @@ class StreamReader:
             raise _EndedError
         if header.nonce == cursor.nonce:
             cursor.note_progress(header)
+            cursor.next_look = now + cursor.pace.wait(cursor.num_tokens, now)
         elif header.nonce != candidate:
             cursor.candidate = header.nonce  # counts when it is there at the next look, too
         elif cursor.num_restarts == MAX_RESTARTS:

@@ -6,7 +6,9 @@ KV can be read.  The mark carries half of the nonce too, so that one word alone 
 it is, in whatever order the words are read.
 
 The list of block ids is divided into regions, one for each group of the cache, which begin with
-whole pieces; ids are read in pieces of ``PIECE_IDS``.  Blocks of a group that all stay until the
+whole pieces; ids are read in pieces of ``PIECE_IDS``.  Each has half of the nonce beside it in one
+64-bit word, its entry, so that ids can be read together with the header: what is not of the nonce
+was not there yet.  Blocks of a group that all stay until the
 prompt is computed are listed by position, chunk by chunk.  What other groups need, the blocks of a
 window or of a state, is known at the end alone: their regions then get the number of these blocks
 and the blocks, and a bit of the mark says so.
@@ -21,6 +23,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.geometry.descriptors import Int32Array
@@ -35,9 +38,12 @@ HEADER_WORDS = 8
 """Of 64 bits, the last five unused: a header fills a cache line."""
 HEADER_BYTES = 24
 PIECE_IDS = 64
-PIECE_BYTES = 4 * PIECE_IDS
+PIECE_BYTES = 8 * PIECE_IDS
 MAX_PIECES = 64
 """Read at one look; the rest comes with the next one."""
+Ids = npt.NDArray[np.uint32]
+Entries = npt.NDArray[np.uint64]
+
 _TOKEN_BITS = 32
 _HALF = (1 << _TOKEN_BITS) - 1
 WHOLE = 1 << 31
@@ -103,6 +109,18 @@ def tokens_in(mark: int, nonce: int) -> int:
 def is_whole(mark: int, nonce: int) -> bool:
     """Whether a mark says that all groups' blocks can be read under the nonce."""
     return bool(mark & WHOLE) and mark >> _TOKEN_BITS == nonce & _HALF
+
+
+def entries_of(nonce: int, block_ids: Sequence[int]) -> Entries:
+    """Block ids as a row holds them under a nonce."""
+    half = np.uint64((nonce & _HALF) << _TOKEN_BITS)
+    return np.array(block_ids, dtype=np.uint64) | half
+
+
+def ids_in(entries: Entries, nonce: int) -> Ids:
+    """The block ids before the first entry that is not of the nonce."""
+    others = np.flatnonzero(entries >> np.uint64(_TOKEN_BITS) != np.uint64(nonce & _HALF))
+    return entries[: others[0] if len(others) else len(entries)].astype(np.uint32)
 
 
 def pieces(row: int, pieces_per_row: int, first: int, num_pieces: int) -> Int32Array:

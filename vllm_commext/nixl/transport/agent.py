@@ -156,7 +156,7 @@ class NixlAgent:
         arrays: list[npt.NDArray[Any]] = [self.fences.nonces, self.fences.cells]
         streams = self.streams
         if streams is not None:
-            arrays += [streams.headers, streams.block_ids, streams.header_cells, streams.id_cells]
+            arrays += [streams.headers, streams.entries, streams.header_cells, streams.entry_cells]
         generations = self.generations
         if generations is not None:
             arrays += [generations.generations, generations.cells]
@@ -168,10 +168,10 @@ class NixlAgent:
             cells = nonce_rows(generations.cells.ctypes.data, len(generations.cells))
             self._generation_cells = self.prepare("", cells, "DRAM")
         if streams is not None:
-            headers, block_ids = streams.header_cells.ctypes.data, streams.id_cells.ctypes.data
+            headers, entries = streams.header_cells.ctypes.data, streams.entry_cells.ctypes.data
             self._stream_cells = (
                 self.prepare("", header_rows(headers, stream_rows.NUM_CELLS), "DRAM"),
-                self.prepare("", piece_rows(block_ids, _CELL_PIECES), "DRAM"),
+                self.prepare("", piece_rows(entries, _CELL_PIECES), "DRAM"),
             )
 
     @contextlib.contextmanager

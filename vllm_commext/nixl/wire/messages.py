@@ -279,7 +279,7 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
             0 where it takes no ``KeepAlive``.
         stream_headers: address of the headers of its progress table, see
             ``stream.rows``.
-        stream_block_ids: address of the progress table's block ids.
+        stream_entries: address of the progress table's block ids.
         num_stream_rows: rows of the progress table, 0 where it streams nothing.
         pieces_per_row: pieces of block ids in a row.
         generations: address of its blocks' generations, see ``reuse.generations``.
@@ -297,7 +297,7 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     num_fence_slots: int = 0
     lease_seconds: float = 0.0
     stream_headers: int = 0
-    stream_block_ids: int = 0
+    stream_entries: int = 0
     num_stream_rows: int = 0
     pieces_per_row: int = 0
     generations: int = 0
