@@ -145,15 +145,81 @@ def test_auto_leaves_a_queue_with_readers_on_other_hosts_to_vllm(auto: type) -> 
     assert type(GroupMessageQueue(2, 2, None, 1 << 16, 2)) is GroupMessageQueue
 
 
-def test_auto_leaves_a_queue_with_the_tensor_arena_to_vllm(
-    auto: type, monkeypatch: pytest.MonkeyPatch
+ARENA_BYTES = 9 << 20  # of one tensor: vLLM's arena takes those from 8 MiB on
+ARENA_SLOTS = 8
+
+
+@pytest.fixture
+def ends(auto: type) -> tuple[MessageQueue, MessageQueue]:
+    """Of a queue with the tensor arena, as `auto` makes them."""
+    del auto
+    pytest.importorskip("vllm.distributed.device_communicators.shm_tensor_arena")
+    queue = GroupMessageQueue(1, 1, max_chunk_bytes=1 << 20, enable_shm_tensor_arena=True)
+    assert type(queue) is GroupMessageQueue
+    handle = pickle.loads(pickle.dumps(queue.export_handle()))
+    return queue, GroupMessageQueue.create_from_handle(handle, 0)
+
+
+def call_with_a_tensor(number: int) -> Any:
+    """A call to the workers with a large tensor in its new request."""
+    (name, (output,), *rest), _ = vllm_step(4, number)
+    output.scheduled_new_reqs[0].prompt_embeds = torch.full((ARENA_BYTES // 4,), float(number))
+    return (name, (output,), *rest)
+
+
+def tensor_of(call: Any) -> torch.Tensor:
+    return call[1][0].scheduled_new_reqs[0].prompt_embeds
+
+
+def memory_at(address: int) -> str:
+    """What is mapped there in this process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, _, last = line.split()[0].partition("-")
+        if int(first, 16) <= address < int(last, 16):
+            return line
+    return ""
+
+
+def test_large_tensors_of_a_step_lie_in_vllms_arena_until_the_reader_lets_them_go(
+    ends: tuple[MessageQueue, MessageQueue],
 ) -> None:
-    asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(auto, "__init__", lambda self, *args, **more: asked.append((args, more)))
-    queue = GroupMessageQueue(2, 2, max_chunk_bytes=7, enable_shm_tensor_arena=True)
-    assert type(queue) is auto
-    assert asked == [((2, 2), {"max_chunk_bytes": 7, "enable_shm_tensor_arena": True})]
-    assert type(GroupMessageQueue(1, 1, enable_shm_tensor_arena=False)) is GroupMessageQueue
+    queue, reader = ends
+    for number in range(2 * ARENA_SLOTS):
+        queue.enqueue(call_with_a_tensor(number), timeout=60)
+        got = tensor_of(reader.dequeue(timeout=60))
+        assert torch.equal(got, torch.full_like(got, float(number)))
+        assert "/dev/shm/" in memory_at(got.data_ptr())
+    assert queue.counters()["bytes"] < ARENA_BYTES
+
+
+def test_tensors_go_through_the_ring_where_the_arena_is_full(
+    ends: tuple[MessageQueue, MessageQueue],
+) -> None:
+    queue, reader = ends
+    kept: list[torch.Tensor] = []
+    for number in range(ARENA_SLOTS + 2):
+        queue.enqueue(call_with_a_tensor(number), timeout=60)
+        kept.append(tensor_of(reader.dequeue(timeout=60)))
+    for number, got in enumerate(kept):
+        assert torch.equal(got, torch.full_like(got, float(number)))
+    assert 2 * ARENA_BYTES < queue.counters()["bytes"] < 3 * ARENA_BYTES
+
+
+def test_parameters_and_lone_tensors_go_through_the_arena_and_what_vllm_leaves_out_does_not(
+    ends: tuple[MessageQueue, MessageQueue],
+) -> None:
+    queue, reader = ends
+    large = torch.randn(ARENA_BYTES // 4)
+    for message in (large, torch.nn.Parameter(large, requires_grad=False), torch.arange(9)):
+        queue.enqueue(message, timeout=60)
+        got = reader.dequeue(timeout=60)
+        assert type(got) is type(message)
+        assert torch.equal(got, message)
+    assert queue.counters()["bytes"] < ARENA_BYTES
+    others = [large.clone().requires_grad_(), torch.randn(2 * ARENA_BYTES // 4)[::2]]
+    queue.enqueue(others, timeout=60)
+    assert all(map(torch.equal, reader.dequeue(timeout=60), others))
+    assert queue.counters()["bytes"] > 2 * ARENA_BYTES
 
 
 def test_auto_reads_queues_of_both_classes(auto: type) -> None:

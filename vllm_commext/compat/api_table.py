@@ -43,6 +43,7 @@ SPECS = "vllm.v1.kv_cache_interface"
 COMMUNICATORS = "vllm.distributed.device_communicators"
 PASSES = "vllm.compilation.passes"
 QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
+ARENAS = "vllm.distributed.device_communicators.shm_tensor_arena"
 
 
 @dataclass(frozen=True)
@@ -281,6 +282,18 @@ API_CHECKS: tuple[ApiCheck, ...] = (
         "shm_queue",
         "a queue's handle has the fields that vLLM's executor looks at",
         has_fields(f"{QUEUES}:Handle", "local_reader_ranks", "remote_subscribe_addr"),
+    ),
+    ApiCheck(
+        "queue_tensor_arena",
+        "shm_queue",
+        "large tensors lie in vLLM's arena where a queue is to have one",
+        exists(
+            f"{ARENAS}:ShmTensorArena.handle",
+            f"{ARENAS}:ShmTensorArena.flush_releases",
+            f"{ARENAS}:_ArenaPickler.reducer_override",
+            f"{ARENAS}:_TENSOR_ARENAS",
+        ),
+        since="0.32",
     ),
     ApiCheck(
         "minimax_fused_norm",

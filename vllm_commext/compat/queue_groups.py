@@ -7,6 +7,7 @@ import logging
 from typing import Any, ClassVar
 
 from vllm_commext.compat.steps import vllm_steps
+from vllm_commext.compat.tensor_arena import TensorArena
 from vllm_commext.shm.handle import Handle
 from vllm_commext.shm.queue import MessageQueue
 from vllm_commext.shm.steps import StepClasses
@@ -20,23 +21,18 @@ class GroupMessageQueue(MessageQueue):
     """`MessageQueue` with what only a process of vLLM's can do.
 
     Attributes:
-        stock: vLLM's class, which then has the queues that ours is not proven for: with readers on
-            other hosts, and with vLLM's tensor arena. None: ours has all.
+        stock: vLLM's class, which then has the queues with readers on other hosts, for which ours
+            is not proven. None: ours has all.
     """
 
     stock: ClassVar[Any] = None
 
     def __new__(cls, n_reader: int = 0, n_local_reader: int = 0, *args: Any, **more: Any) -> Any:
         """A queue of vLLM's class, whole, where the arguments ask for one that is left to it."""
-        if cls.stock is None:
-            return super().__new__(cls)
-        if n_reader > n_local_reader:
+        if cls.stock is not None and n_reader > n_local_reader:
             logger.info(LEFT, "a queue has readers on other hosts")
-        elif more.get("enable_shm_tensor_arena"):
-            logger.info(LEFT, "its tensor arena is asked for")
-        else:
-            return super().__new__(cls)
-        return cls.stock(n_reader, n_local_reader, *args, **more)
+            return cls.stock(n_reader, n_local_reader, *args, **more)
+        return super().__new__(cls)
 
     @classmethod
     def create_from_handle(cls, handle: Any, rank: int) -> Any:
@@ -49,6 +45,8 @@ class GroupMessageQueue(MessageQueue):
     def step_classes() -> StepClasses | None:
         """vLLM's, where they are what the codec was made for."""
         return vllm_steps()
+
+    arenas = TensorArena
 
     @staticmethod
     def own_ip() -> str:

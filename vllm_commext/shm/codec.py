@@ -8,7 +8,7 @@ arrays), for CPU tensors of torch, and for large `bytes` that are the message it
 import copyreg
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import ProtocolError
@@ -22,6 +22,7 @@ MAX_BUFFERS = 64  # of one message; more go in band. Fewer than any ring's parts
 _PROTO = 0x80
 
 Record = bytes | tuple[Any, ...]
+Reducers = Mapping[type, Callable[[Any], Any]]
 
 
 class _Sink:
@@ -51,10 +52,14 @@ class Encoder:
     """Turns objects into records. Kept between messages; one thread at a time.
 
     `classes`: of the steps that go field by field; then every record has to be sent, or `forget`
-    called, and a `Decoder` has to take them.
+    called, and a `Decoder` has to take them. `reducers`: of types that are pickled so and in no
+    other way.
     """
 
-    def __init__(self, classes: StepClasses | None = None) -> None:
+    def __init__(
+        self, classes: StepClasses | None = None, reducers: Reducers | None = None
+    ) -> None:
+        self._given = reducers or {}
         self._plain = PlainEncoder()
         self._steps = packer(classes) if classes is not None else None
         self._start()
@@ -88,8 +93,7 @@ class Encoder:
         if self._chunks:  # left by an interrupted message
             self._start()
         if len(self._reducers) < 2:
-            self._reducers.add_ours()
-            self._plain.add_types()
+            self._add_types()
         if type(obj) is tuple:
             if self._steps is not None and (step := self._steps.pack(obj)) is not None:
                 head, others = step
@@ -99,6 +103,13 @@ class Encoder:
         if plain is not None and (record := plain(obj)) is not None:
             return record
         return self._pickle(obj)
+
+    def _add_types(self) -> None:
+        self._reducers.add_ours()
+        self._reducers.update(self._given)
+        self._plain.add_types()
+        for kind in self._given:
+            self._plain.by_type.pop(kind, None)
 
     def forget(self) -> None:
         """The last record was not sent."""

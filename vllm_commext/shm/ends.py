@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import CommextTimeoutError
-from .codec import Decoder, Encoder, Record
+from .codec import Decoder, Encoder, Record, Reducers
 from .remote import RemoteReader, RemoteWriter
 from .ring import TIMEOUT, Peer, RingEnd, RingReader, RingWriter
 from .steps import StepClasses
@@ -90,13 +90,17 @@ class Writer(End):
     """Of all readers: those that share `ring`, and those that `remote` reaches; one may be None."""
 
     def __init__(
-        self, ring: RingWriter | None, remote: RemoteWriter | None, classes: StepClasses | None
+        self,
+        ring: RingWriter | None,
+        remote: RemoteWriter | None,
+        classes: StepClasses | None,
+        reducers: Reducers | None = None,
     ) -> None:
         super().__init__()
         self.name, self.ring, self.remote = "the writer", ring, remote
         if ring is not None:
             self._core = ring.core
-        encoder = Encoder(classes)
+        encoder = Encoder(classes, reducers)
         self._encode, self._forget_step = encoder.encode, encoder.forget
 
     def wait_until_ready(self) -> None:
@@ -156,12 +160,15 @@ class Writer(End):
 class LocalReader(End):
     """One that shares the writer's ring, with this place in it."""
 
-    def __init__(self, ring: RingReader, place: int, classes: StepClasses | None) -> None:
+    def __init__(
+        self, ring: RingReader, place: int, classes: StepClasses | None, arena: Any = None
+    ) -> None:
         super().__init__()
         self.name = f"reader {place}"
         self.ring = self._reader = ring
         self._core = ring.core
         self._decode = Decoder(classes).decode
+        self._flush_arena: Callable[[], None] | None = arena and arena.flush_releases
 
     def wait_until_ready(self) -> None:
         self._until(self._core.wait_ready, self._reader)
@@ -172,6 +179,8 @@ class LocalReader(End):
         try:
             if not self._take_turn(False):
                 timeout = self._wait_for_turn(timeout)
+            if self._flush_arena is not None:
+                self._flush_arena()
             wait = timeout
             if not indefinite and (timeout is None or timeout > self._interval):
                 wait = self._interval

@@ -8,7 +8,7 @@ Local traffic needs no thread, no socket and no file descriptor.
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import zmq
 
@@ -33,8 +33,14 @@ class MessageQueue:
         max_chunk_bytes, max_chunks: what vLLM's queue would reserve. Messages of any length go
             through the ring, whose size is `layout.capacity_for` of the product.
         connect_ip: the address at which readers on other hosts reach this one.
-        enable_shm_tensor_arena: accepted; large tensors go through the ring as all else.
+        enable_shm_tensor_arena: whether large CPU tensors go through one of `arenas`, as long as it
+            has room. Where there are readers on other hosts none does.
+
+    Attributes:
+        arenas: the class of them; None where vLLM is not there.
     """
+
+    arenas: ClassVar[type[Any] | None] = None
 
     def __init__(
         self,
@@ -49,30 +55,34 @@ class MessageQueue:
         ranks = list(range(n_local_reader)) if local_reader_ranks is None else local_reader_ranks
         if len(ranks) != n_local_reader:
             raise ValueError(f"expected {n_local_reader} local_reader_ranks, got {ranks}")
-        if enable_shm_tensor_arena:
-            logger.info("the tensor arena is not used: large tensors are streamed through the ring")
-        buffer = remote = None
+        buffer = remote = arena = None
         if n_local_reader > 0:
             buffer = ShmRingBuffer(n_local_reader, max_chunk_bytes, max_chunks)
         if n_reader > n_local_reader:
             remote = RemoteWriter(n_reader - n_local_reader, connect_ip or self.own_ip())
+        elif enable_shm_tensor_arena and self.arenas is not None:
+            arena = self.arenas(n_local_reader)
         handle = Handle(
             local_reader_ranks=ranks,
             buffer_handle=buffer.handle() if buffer is not None else None,
             remote_subscribe_addr=remote.invitation if remote is not None else None,
             remote_addr_ipv6=remote is not None and remote.is_ipv6,
+            tensor_arena_handle=arena.handle if arena is not None else None,
         )
         ring = buffer.writer if buffer is not None else None
-        self._set_up(handle, buffer, Writer(ring, remote, self.step_classes()))
+        reducers = arena.reducers() if arena is not None else None
+        self._set_up(handle, buffer, Writer(ring, remote, self.step_classes(), reducers), arena)
         self.n_local_reader = n_local_reader
         self.n_remote_reader = n_reader - n_local_reader
 
-    def _set_up(self, handle: Handle, buffer: ShmRingBuffer | None, end: End) -> None:
+    def _set_up(
+        self, handle: Handle, buffer: ShmRingBuffer | None, end: End, arena: Any = None
+    ) -> None:
         """What is visible of either end; the names are those of vLLM's class."""
-        self.handle, self.buffer, self._end = handle, buffer, end
+        self.handle, self.buffer, self.tensor_arena, self._end = handle, buffer, arena, end
         self.shutting_down = False
         self.local_reader_rank = -1
-        self.local_socket = self.tensor_arena = None
+        self.local_socket = None
         self.remote_socket = end.remote.socket if end.remote is not None else None
         self._spin_condition = SpinCondition() if buffer is not None else None
         # vLLM's class makes a reader of this one where both kinds meet, and sets them until it is
@@ -105,9 +115,11 @@ class MessageQueue:
         if rank in handle.local_reader_ranks:
             assert handle.buffer_handle is not None
             buffer = ShmRingBuffer.open(handle.buffer_handle)
-            place = handle.local_reader_ranks.index(rank)
-            end = LocalReader(buffer.attach(place), place, cls.step_classes())
-            self._set_up(handle, buffer, end)
+            place, arena = handle.local_reader_ranks.index(rank), None
+            if handle.tensor_arena_handle is not None and cls.arenas is not None:
+                arena = cls.arenas(handle.buffer_handle.n_reader, handle.tensor_arena_handle, place)
+            end = LocalReader(buffer.attach(place), place, cls.step_classes(), arena)
+            self._set_up(handle, buffer, end, arena)
             self.local_reader_rank = place
             return self
         if handle.remote_subscribe_addr is None:
@@ -137,7 +149,7 @@ class MessageQueue:
         self._end.enqueue(obj, timeout)
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
-        """The next object, in memory of its own.
+        """The next object, in memory of its own save for tensors in an arena, which it keeps.
 
         `indefinite`: a long wait is nothing to write into the log. Raises TimeoutError after
         `timeout` seconds without one, RuntimeError after `shutdown` (once what is there has been
