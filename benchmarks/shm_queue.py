@@ -27,6 +27,7 @@ from message_queue.cases import (
     GAPS_SECONDS,
     SIZES,
     STEP_GAPS_SECONDS,
+    TENSORS,
     Cell,
     groups,
     one_round,
@@ -61,11 +62,15 @@ def run(args: argparse.Namespace, placement: str, n_readers: int) -> list[Cell]:
     cells: list[Cell] = []
     with ExitStack() as stack:
         links = {
-            name: stack.enter_context(linked(name, n_readers, placement)) for name in args.variants
+            name: stack.enter_context(linked(name, n_readers, placement, arena=args.arena))
+            for name in args.variants
         }
         stack.enter_context(placed(placement))
         measurements = list(
-            groups(args.sizes, args.gaps, args.step_gaps, args.seconds, args.pace_seconds)
+            groups(
+                *(args.sizes, args.tensors, args.gaps, args.step_gaps),
+                *(args.seconds, args.pace_seconds),
+            )
         )
         for number in range(args.rounds):
             cells += one_round(
@@ -82,6 +87,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--readers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=["free", "pinned"])
     parser.add_argument("--sizes", type=int, nargs="*", default=list(SIZES), help="in bytes")
+    parser.add_argument(
+        "--tensors", type=int, nargs="*", default=list(TENSORS), help="in bytes, sent in calls"
+    )
+    parser.add_argument(
+        "--arena", action="store_true", help="with vLLM's tensor arena: 2 GiB of /dev/shm a queue"
+    )
     parser.add_argument("--gaps", type=float, nargs="*", default=list(GAPS_SECONDS))
     parser.add_argument(
         "--step-gaps",

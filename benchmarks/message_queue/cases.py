@@ -27,6 +27,9 @@ ENGINE_SECONDS = 0.0005
 ARRAYS_FROM = 100 * KIB
 LONG_GAP_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
+BUSY_SECONDS, BUSY_BYTES = 0.3, 23_000_000
+BOTH_WAYS = 20  # messages of 1 MiB: ten times our ring
+TENSORS, TENSOR_CALLS = (96 * MIB,), 10
 CALM_SECONDS = 1.2  # for so long vLLM's readers keep a core busy after a message
 
 
@@ -180,6 +183,67 @@ def occupied(seconds: float) -> None:
         pass
 
 
+def call(argument: object) -> tuple[Any, ...]:
+    return ("execute_model", (argument,), {}, 0)
+
+
+def to_a_busy_reader() -> Measurement:
+    """How long a large array keeps the writer, where the first reader is busy meanwhile."""
+    array = np.frombuffer(os.urandom(BUSY_BYTES), np.uint8).copy()
+    case = f"{BUSY_BYTES // 10**6} MB to a reader that is busy for {BUSY_SECONDS * 1e3:g} ms"
+
+    def measure(link: Link) -> Figures:
+        link.round_trip(Answers([("done", "busy"), ("done", None)], BUSY_SECONDS))
+        link.send(call(None))
+        time.sleep(BUSY_SECONDS / 10)
+        started = time.perf_counter()
+        link.send(call(array))
+        held = time.perf_counter() - started
+        for _ in range(2):
+            link.receive[0]()
+        return [(case, "ms that the writer is held", held * 1e3)]
+
+    return measure
+
+
+def both_ways() -> Measurement:
+    """Calls and answers, all of which are sent before the first answer is taken."""
+    array = np.frombuffer(os.urandom(MIB), np.uint8).copy()
+
+    def measure(link: Link) -> Figures:
+        if link.holds_little:
+            return []
+        link.round_trip(Answers([("done", array)] * BOTH_WAYS, 0.0))
+        started = time.perf_counter()
+        for _ in range(BOTH_WAYS):
+            link.send(call(array))
+        for _ in range(BOTH_WAYS):
+            link.receive[0]()
+        took = time.perf_counter() - started
+        return [(f"{BOTH_WAYS} MiB both ways at once", "ms", took * 1e3)]
+
+    return measure
+
+
+def tensor_calls(size: int) -> Measurement:
+    """Calls with a large tensor of random numbers, each after the answer to the one before."""
+
+    def measure(link: Link) -> Figures:
+        import torch
+
+        tensor = torch.randint(0, 255, (size,), dtype=torch.uint8)
+        link.round_trip(Answers([("done", None)] * (1 + TENSOR_CALLS), 0.0))
+        link.step([call(tensor)])  # the first use of its memory
+        found = []
+        for _ in range(TENSOR_CALLS):
+            started = time.perf_counter()
+            link.step([call(tensor)])
+            found.append((time.perf_counter() - started) * 1e3)
+        return [(f"call with a tensor of {named(size)}", "ms p50", percentile(found, 0.5))]
+
+    return measure
+
+
 def throughput(size: int, seconds: float) -> Measurement:
     message = (os.urandom(size),)
 
@@ -234,6 +298,7 @@ def silence(links: dict[str, Link]) -> dict[str, float]:
 
 def groups(
     sizes: Sequence[int],
+    tensors: Sequence[int],
     gaps: Sequence[float],
     step_gaps: Sequence[float],
     seconds: float,
@@ -252,6 +317,9 @@ def groups(
         yield made[first : first + 5]
     if sizes:
         yield [throughput(size, seconds) for size in (100, 10 * KIB)]
+        yield [to_a_busy_reader(), both_ways()]
+    if tensors:
+        yield [tensor_calls(size) for size in tensors]
     if gaps:
         yield [paced(gap, max(pace_seconds, 2 * gap)) for gap in gaps]
 

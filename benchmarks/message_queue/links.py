@@ -8,6 +8,7 @@ that it was given before.
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import multiprocessing
 import os
@@ -82,6 +83,7 @@ class Link:
     send: Callable[[Any], None]
     receive: Sequence[Callable[[], Any]]
     pids: list[int]
+    holds_little: bool = False  # so that two who send to each other first would wait for ever
 
     def round_trip(self, obj: object) -> None:
         self.send(obj)
@@ -128,9 +130,11 @@ def serve_queue(variant: str, rank: int, core: int | None, control: Connection) 
     answer_all(rank, lambda: requests.dequeue(indefinite=True), answers.enqueue)
 
 
-def link_queue(variant: str, controls: list[Connection], pids: list[int]) -> Link:
+def link_queue(
+    variant: str, controls: list[Connection], pids: list[int], *, arena: bool = False
+) -> Link:
     queue = queue_class(variant)
-    requests = queue(len(controls), len(controls))
+    requests = queue(len(controls), len(controls), enable_shm_tensor_arena=arena)
     for control in controls:
         control.send(requests.export_handle())
     handles = []
@@ -156,7 +160,7 @@ def link_pipe(_variant: str, controls: list[Connection], pids: list[int]) -> Lin
         for control in controls:
             control.send(obj)
 
-    return Link(send, [control.recv for control in controls], pids)
+    return Link(send, [control.recv for control in controls], pids, holds_little=True)
 
 
 def zmq_send(socket: "zmq.Socket[bytes]", obj: object) -> None:
@@ -195,16 +199,18 @@ def link_zmq(_variant: str, controls: list[Connection], pids: list[int]) -> Link
     return Link(lambda obj: zmq_send(requests, obj), receive, pids)
 
 
-def parts_of(variant: str) -> tuple[Callable[..., None], Callable[..., Link]]:
+def parts_of(variant: str, arena: bool) -> tuple[Callable[..., None], Callable[..., Link]]:
     if variant == "pipe":
         return serve_pipe, link_pipe
-    return (serve_zmq, link_zmq) if variant == "zmq" else (serve_queue, link_queue)
+    if variant == "zmq":
+        return serve_zmq, link_zmq
+    return serve_queue, functools.partial(link_queue, arena=arena)
 
 
 @contextlib.contextmanager
-def linked(variant: str, n_readers: int, placement: str) -> Iterator[Link]:
-    """Start a variant's readers; they end with the block."""
-    serve, link = parts_of(variant)
+def linked(variant: str, n_readers: int, placement: str, *, arena: bool) -> Iterator[Link]:
+    """Start a variant's readers; they end with the block. `arena`: queues with vLLM's one."""
+    serve, link = parts_of(variant, arena)
     pairs = [SPAWN.Pipe() for _ in range(n_readers)]
     processes = [
         SPAWN.Process(
