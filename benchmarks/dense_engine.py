@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import engine_profile
+
 from vllm_commext.testing import gpu_ranks
 
 ENVIRON = {  # of its process
@@ -18,7 +20,8 @@ ENVIRON = {  # of its process
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
 BATCHES = (1, 16, 64)  # requests at a time
-FIRST, TOKENS = "first token", "tokens"  # what an engine is asked for, beside numbers of requests
+# What an engine is asked for, beside numbers of requests.
+FIRST, TOKENS, PROFILE = "first token", "tokens", "profile"
 PROMPT = 64  # tokens
 COMPARED = 64  # requests whose tokens are compared
 SAMPLES = 3
@@ -93,7 +96,9 @@ class DenseEngine:
     def answer(self, cell: str) -> Any:
         """What is asked for: the tokens of `COMPARED` requests, or milliseconds: of the first token
         of a chunk, or an output token of so many requests; the median of `SAMPLES`, after one that
-        wakes up an engine whose turn it was not."""
+        wakes up an engine whose turn it was not; or every worker's profile of one request."""
+        if cell == PROFILE:
+            return self._profile()
         if cell == TOKENS:
             return self.generate(COMPARED, PROMPT, self._output)[1]
         sample = self._first_token if cell == FIRST else lambda: self._output_token(int(cell))
@@ -106,6 +111,13 @@ class DenseEngine:
     def _output_token(self, requests: int) -> float:
         short, long = (self.generate(requests, PROMPT, count)[0] for count in (1, 1 + self._output))
         return (long - short) / self._output
+
+    def _profile(self) -> list[dict[str, Any]]:
+        """While one request's output tokens come."""
+        self.generate(1, PROMPT, 1 + self._output)
+        self.llm.collective_rpc(engine_profile.start)
+        self.generate(1, 1, self._output)
+        return self.llm.collective_rpc(engine_profile.stop)
 
     def generate(self, requests: int, prompt: int, output: int) -> tuple[float, list[list[int]]]:
         """Seconds that so many requests take together, and the tokens of each.

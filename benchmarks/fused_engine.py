@@ -27,13 +27,12 @@ from typing import Any
 
 import engine_profile
 import turn
-from dense_engine import BATCHES, ENVIRON, FIRST, PROMPT, SMALL, TOKENS, DenseEngine, write_model
+from dense_engine import BATCHES, ENVIRON, FIRST, PROFILE, SMALL, TOKENS, DenseEngine, write_model
 from engine_process import ANSWER, READY, EngineProcess, say
 
 VLLM, AGAIN, OURS, AUTO = "vllm", "vllm again", "ours", "ours, auto"
 TOGGLE = "VLLM_COMMEXT_ALLREDUCE"
 ENGINES = {VLLM: "0", AGAIN: "0", OURS: "1", AUTO: "auto"}  # name: the toggle
-PROFILE = "profile"
 CHUNK, OUTPUT = 8192, 128  # tokens
 # A Llama 3 of 70B but for the number of its layers.
 SHAPE = {
@@ -68,17 +67,6 @@ class Served(DenseEngine):
     def __init__(self, args: argparse.Namespace) -> None:
         more = {"quantization": args.quantization} if args.quantization else {}
         super().__init__(args, shape_of(args)["vocab_size"], {}, **more)
-
-    def answer(self, cell: str) -> Any:
-        """What a line of the input asks for."""
-        return self._profile() if cell == PROFILE else super().answer(cell)
-
-    def _profile(self) -> list[dict[str, Any]]:
-        """Of every worker, while one request's output tokens come."""
-        self.generate(1, PROMPT, 1 + self._output)
-        self.llm.collective_rpc(engine_profile.start)
-        self.generate(1, 1, self._output)
-        return self.llm.collective_rpc(engine_profile.stop)
 
     def calls(self) -> list[dict[str, Any]]:
         """Of every worker, see `fused_calls`."""

@@ -7,7 +7,8 @@ its fused one, which need peer access. They take turns, round after round, in an
 time: the time per output token of 1, 16 and 64 requests, and the first token of a prompt of one
 chunk. Weights are random and the same. Writes host_engine_tp2.md and .json after every round, and
 says how many greedy tokens are equal. What the engines' all-reduces were served by is in there too;
-under CUDA graphs a call counts where it is captured.
+under CUDA graphs a call counts where it is captured. With --profile it says in which kernels they
+differ where requests come one at a time.
 """
 
 import argparse
@@ -24,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import dense_engine
+import engine_profile
 import turn
-from dense_engine import BATCHES, FIRST, SMALL, TOKENS, DenseEngine, write_model
+from dense_engine import BATCHES, FIRST, PROFILE, SMALL, TOKENS, DenseEngine, write_model
 from engine_process import ANSWER, READY, EngineProcess, say
 
 NCCL, HOST = "nccl", "host"
@@ -171,6 +173,10 @@ def markdown(report: Mapping[str, Any]) -> str:
     lines[-1] += f"{report['answers']['equal']} of {report['answers']['answers']} equal."
     lines += ["", "All-reduces by who served them, of each worker:", ""]
     lines += [f"    {name}: {json.dumps(of)}" for name, of in report["served by"].items()]
+    if report["profile"]:
+        lines += ["", "One request at a time, of each kernel the worker with least of it:", ""]
+        profiles = {name: engine_profile.least(of) for name, of in report["profile"].items()}
+        lines += engine_profile.table(profiles, report["facts"]["output"])
     return "\n".join([*lines, ""])
 
 
@@ -225,6 +231,11 @@ def compare(args: argparse.Namespace) -> int:
             if not args.cpu:
                 check_served(made[HOST], end)
             said: dict[str, Any] = {"answers": agreement(tokens), "log": log_of(made[HOST])}
+            said[PROFILE] = (
+                {name: engine.ask(PROFILE, end) for name, engine in made.items()}
+                if args.profile
+                else {}
+            )
             begun = time.monotonic()
             while len(rounds) < args.rounds and time.monotonic() < end:
                 rounds.append(one_round(made, len(rounds), end))
@@ -246,6 +257,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens of the long prompt")
     parser.add_argument("--output", type=int, default=OUTPUT, help="tokens of an answer")
+    parser.add_argument("--profile", action="store_true", help="time kernels, before the rounds")
     parser.add_argument("--seconds", type=float, default=560.0, help="bound for the whole run")
     parser.add_argument("--measure-seconds", type=float, default=60.0, help="no round after that")
     parser.add_argument("--out", type=Path, default=Path("results"))
