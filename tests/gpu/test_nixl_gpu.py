@@ -36,10 +36,14 @@ MAX_TOKENS = 8
 PREFIX = "vllm:commext_nixl_"
 KINDS = os.environ.get("COMMEXT_GPU_KINDS", "llama,granite,granite1,qwen3next").split(",")
 ENVIRON = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": LOOPBACK}
-# Engines that are up at the same time, each with GPUs of its own: "P" or "D" and the
-# tensor-parallel size, and where it is.
+# Engines that are up at the same time: "P" or "D" and the tensor-parallel size, and where it is. On
+# two GPUs those of different sizes share some.
 CLUSTERS: Mapping[int, Sequence[Mapping[str, str]]] = {
-    2: [{"P1": "0", "D1": "1"}],
+    2: [
+        {"P1": "0", "D1": "1", "P2": "0,1"},
+        {"P1": "0", "D2": "0,1"},
+        {"P2": "0,1", "D2": "1,0"},
+    ],
     4: [
         {"P2": "0,1", "D1": "2", "P1": "3"},
         {"P2": "0,1", "D2": "2,3"},
@@ -86,7 +90,7 @@ def gpu_server(name: str, gpus: str, model: Path, folder: Path) -> VllmServer:
         kv_transfer_config=config,
         args=[
             *("--dtype", "bfloat16", "--max-model-len", "2048", "--no-enable-prefix-caching"),
-            *("--gpu-memory-utilization", "0.1", "--max-num-seqs", "16"),
+            *("--gpu-memory-utilization", "0.05", "--max-num-seqs", "16"),
             *("--max-num-batched-tokens", str(PROMPT_TOKENS - 1)),
             *(("--enforce-eager",) if EAGER else ()),
         ],
