@@ -90,7 +90,9 @@ def gpu_server(name: str, gpus: str, model: Path, folder: Path) -> VllmServer:
         kv_transfer_config=config,
         args=[
             *("--dtype", "bfloat16", "--max-model-len", "2048", "--no-enable-prefix-caching"),
-            *("--gpu-memory-utilization", "0.05", "--max-num-seqs", "16"),
+            # No profile of the memory: engines that share a GPU would see each other's in it.
+            *("--kv-cache-memory-bytes", str(1 << 29), "--gpu-memory-utilization", "0.05"),
+            *("--max-num-seqs", "16"),
             *("--max-num-batched-tokens", str(PROMPT_TOKENS - 1)),
             *(("--enforce-eager",) if EAGER else ()),
         ],
