@@ -18,6 +18,9 @@ from vllm_commext.proxy.config import ProxyConfig, read_secret
 
 logger = logging.getLogger("vllm.commext.proxy")
 
+BACKLOG = 2048
+"""Connections that wait to be accepted.  The kernel drops what comes beyond them, and a client
+tries again a second later."""
 _KEEP_ALIVE_SECONDS = 75.0
 # Requests have drained before the runner is closed; this bounds what is left to close.
 _CLOSE_SECONDS = 0.25
@@ -105,7 +108,7 @@ async def _listen(
     option_prefix: str = "",
     tls: ssl.SSLContext | None = None,
 ) -> web.TCPSite:
-    site = web.TCPSite(runner, host, port, ssl_context=tls)
+    site = web.TCPSite(runner, host, port, ssl_context=tls, backlog=BACKLOG)
     try:
         await site.start()
     except OSError as error:

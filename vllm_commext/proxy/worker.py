@@ -20,7 +20,7 @@ from vllm_commext.proxy.admin import AdminState
 from vllm_commext.proxy.app import ProxyApp
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.event_loop import run_loop
-from vllm_commext.proxy.server import drained, make_runner
+from vllm_commext.proxy.server import BACKLOG, drained, make_runner
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -51,8 +51,12 @@ async def serve_for(supervisor: socket.socket) -> None:
     gauges = asyncio.create_task(_set_gauges(proxy))
     try:
         _apply(proxy, first["admin"])
+        tls = server_tls(config)
         site = web.TCPSite(
-            runner, config.host, config.port, ssl_context=server_tls(config), reuse_port=True
+            *(runner, config.host, config.port),
+            ssl_context=tls,
+            backlog=BACKLOG,
+            reuse_port=True,
         )
         await site.start()
         writer.write(message(ready=True))

@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import select
 import signal
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,40 @@ async def test_sigterm_lets_a_running_stream_end_and_refuses_new_connections(kit
             assert await asyncio.wait_for(process.wait(), BOUND_SECONDS) == 0
         finally:
             await _end(process)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_many_clients_may_come_at_once(kit: Any, workers: str) -> None:
+    async with (
+        kit.engine(kit.prefill_ok).running() as prefill,
+        kit.engine(kit.decode_ok).running() as decode,
+    ):
+        process = await _start(
+            "--prefill", prefill.url, "--decode", decode.url, "--port", "0", "--workers", workers
+        )  # fmt: skip
+        stopped: list[int] = []
+        try:
+            for _ in range(2):
+                assert (await _line(process)).endswith(" healthy")
+            url = (await _line(process)).removeprefix("listening on ").split(" by ")[0]
+            stopped = [process.pid, *_children(process.pid)]
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)  # so that nobody accepts
+            with ExitStack() as stack:
+                waiting = [stack.enter_context(socket.socket()) for _ in range(600)]
+                for one in waiting:
+                    one.setblocking(False)
+                    one.connect_ex(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+                connected = select.select([], waiting, [], 0.5)[1]
+            assert len(connected) == len(waiting)
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGKILL)
+            await _end(process)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 async def _expect_refused(session: Any, url: str) -> None:
