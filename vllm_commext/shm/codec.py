@@ -17,6 +17,8 @@ from .plain import IN_BAND_BYTES, PlainEncoder, build
 from .reducers import PROTOCOL, reduce_array, reduce_tensor
 from .steps import MARK, StepClasses, packer, unpacker
 
+MEMO_BYTES = 16 << 10  # of a pickler that is kept: to clear its memo takes time for all that the
+# largest message ever put there, and longer than a new pickler beyond this
 MAX_BUFFERS = 64  # of one message; more go in band. Fewer than any ring's parts.
 
 _PROTO = 0x80
@@ -62,10 +64,12 @@ class Encoder:
         self._given = reducers or {}
         self._plain = PlainEncoder()
         self._steps = packer(classes) if classes is not None else None
+        self._reducers = _Reducers()
         self._start()
 
     def _start(self) -> None:
-        """From scratch: a pickler that has raised, or was interrupted, is not used again."""
+        """From scratch: a pickler that has raised, or was interrupted, is not used again, nor one
+        that has pickled much."""
         self._chunks: list[Any] = []
         self._buffers: list[Any] = []
         self._pickler = pickle.Pickler(
@@ -73,7 +77,6 @@ class Encoder:
             PROTOCOL,
             buffer_callback=self._take_buffer,
         )
-        self._reducers = _Reducers()
         self._pickler.dispatch_table = self._reducers
 
     def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
@@ -123,13 +126,14 @@ class Encoder:
         except BaseException:
             self._start()
             raise
-        self._pickler.clear_memo()
-        if len(chunks) == 1 and not buffers:
-            return chunks.pop()
-        head = b"".join(chunks)
+        head = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         record = (head, *buffers) if buffers else head
-        buffers.clear()
-        chunks.clear()
+        if self._pickler.__sizeof__() > MEMO_BYTES:
+            self._start()
+        else:
+            self._pickler.clear_memo()
+            buffers.clear()
+            chunks.clear()
         return record
 
 

@@ -3,6 +3,7 @@
 import copyreg
 import datetime
 import pickle
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
-from vllm_commext.shm.codec import IN_BAND_BYTES, MAX_BUFFERS, Encoder, decode
+from vllm_commext.shm.codec import IN_BAND_BYTES, MAX_BUFFERS, MEMO_BYTES, Encoder, decode
 
 
 def travel(obj: object, encoder: Encoder | None = None) -> tuple[Any, int]:
@@ -42,6 +43,14 @@ LARGE = bytes(range(256)) * 400
 )
 def test_an_object_arrives_equal(obj: object, n_parts: int) -> None:
     assert travel(obj) == (obj, n_parts)
+
+
+def test_an_encoder_does_not_keep_the_memo_of_a_large_message() -> None:
+    """Clearing it would take as long for every message from then on."""
+    encoder = Encoder()
+    for message in ([str(number) for number in range(100_000)], "small"):
+        assert travel(message, encoder) == (message, 1)
+        assert sys.getsizeof(encoder._pickler) <= MEMO_BYTES
 
 
 def test_an_array_goes_as_its_memory_and_a_few_words() -> None:
