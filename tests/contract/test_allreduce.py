@@ -22,8 +22,7 @@ FORCED = "VLLM_COMMEXT_ALLREDUCE_BACKEND"
 
 def run_ranks(folder: Path, **environ: str) -> list[dict[str, Any]]:
     """What each rank found, under these toggles."""
-    more = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "VLLM_HOST_IP": "127.0.0.1"}
-    return ranks(SCRIPT, WORLD, str(WORLD), str(folder / "store"), **more, **environ)
+    return ranks(SCRIPT, WORLD, str(WORLD), str(folder / "store"), **environ)
 
 
 SUM = [[1.0, 3.0, 5.0], [7.0, 9.0, 11.0]]

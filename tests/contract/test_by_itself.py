@@ -22,8 +22,7 @@ ASIDE = ("eager", "no graphs", "dbo", "unlike")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each rank found, by case."""
     store = tmp_path_factory.mktemp("store")
-    environ = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "VLLM_HOST_IP": "127.0.0.1"}
-    environ |= {"VLLM_COMMEXT_ALLREDUCE": "auto", "VLLM_COMMEXT_REDUCE_RMS": "auto"}
+    environ = {"VLLM_COMMEXT_ALLREDUCE": "auto", "VLLM_COMMEXT_REDUCE_RMS": "auto"}
     return ranks(SCRIPT, 2, str(store / "store"), XDG_CACHE_HOME=str(store), **environ)
 
 

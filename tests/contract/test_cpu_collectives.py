@@ -32,7 +32,7 @@ sys.modules["vllm_commext.shm._shm_ring"] = None
 
 def run_ranks(**environ: str) -> list[dict[str, Any]]:
     """What each rank found."""
-    return ranks(RANK, 2, str(free_port()), GLOO_SOCKET_IFNAME="lo", **environ)
+    return ranks(RANK, 2, str(free_port()), **environ)
 
 
 def test_sums_and_gathers_have_the_bits_of_gloos() -> None:

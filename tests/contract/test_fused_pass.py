@@ -1,6 +1,5 @@
 """Our fused op in models that vLLM compiles: two real ranks over gloo, vLLM's real passes."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from vllm.ir import ops as ir_ops
 from vllm.platforms import current_platform
 
 from tests.contract.fused_pass_rank import APART, GEMMA, LAYERS, OFF, ON, QUANTISED
-from tests.contract.vllm_process import python_at_once
+from tests.contract.vllm_process import ranks
 from vllm_commext.allreduce import names
 from vllm_commext.allreduce.dispatch.policy import FusedPolicy
 from vllm_commext.allreduce.fused import op as fused_op
@@ -40,15 +39,8 @@ NORMS = 2 * LAYERS + 1  # each after an all-reduce
 
 def run_ranks(folder: Path, *ways: str) -> list[list[dict[str, Any]]]:
     """What each rank found of each way."""
-    more = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "VLLM_HOST_IP": "127.0.0.1"}
-    cache = str(folder / "cache")
-    args = [
-        [str(rank), str(WORLD), str(folder / "store"), cache, ",".join(ways)]
-        for rank in range(WORLD)
-    ]
-    done = python_at_once(SCRIPT.read_text(), args, **more)
-    assert [one.returncode for one in done] == [0] * WORLD, done
-    return [json.loads(one.stdout.splitlines()[-1]) for one in done]
+    args = str(WORLD), str(folder / "store"), str(folder / "cache"), ",".join(ways)
+    return ranks(SCRIPT, WORLD, *args)
 
 
 @pytest.mark.long

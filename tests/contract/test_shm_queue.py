@@ -107,8 +107,7 @@ def test_groups_of_both_kinds(value: str, hosts: str, classes: list[list[str]]) 
     only that rank's own is on its host: vLLM counts one rank a host with CPUs."""
     script = Path(__file__).with_name("queue_group_rank.py")
     ports = (str(free_port()), str(free_port()))
-    environ = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", TOGGLE: value}
-    results = ranks(script, 3, *ports, hosts, **environ)
+    results = ranks(script, 3, *ports, hosts, **{TOGGLE: value})
     total = sum(range(100_000))
     everyone = ["from 0", "from 1", "from 2"]
     received = [[total, total, everyone], [total, total, []], [total, total, []]]
@@ -120,8 +119,7 @@ def test_the_queues_of_vllms_groups_and_of_an_executor_over_hosts(value: str) ->
     """Tensor, decode context and inner data parallelism; `external_writer_handle`, and `blocking`
     off. With CPUs vLLM counts one rank a host: the second one's answers come over the network."""
     script = Path(__file__).with_name("queue_coordinator_rank.py")
-    environ = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", TOGGLE: value}
-    results = ranks(script, 2, str(free_port()), **environ)
+    results = ranks(script, 2, str(free_port()), **{TOGGLE: value})
     far = OURS if value == "1" else THEIRS
     groups = ["tp:0", "dcp:0", "inner_dp_world:0", "from who is in no group"]
     assert results == [

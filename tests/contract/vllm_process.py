@@ -18,6 +18,9 @@ from tests.kit import forked
 
 SECONDS = 250
 IMPORTS = ("vllm.plugins", "vllm.envs", "vllm.distributed.kv_transfer.kv_connector.factory")
+# What ranks on CPUs need; where torch is built for CUDA, its NCCL would look for GPUs.
+ON_CPUS = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+ON_CPUS |= {"VLLM_DISABLE_PYNCCL": "1"}
 Done = subprocess.CompletedProcess[str]
 
 
@@ -41,7 +44,7 @@ def ranks(
 ) -> list[Any]:
     """Run ``script RANK args`` as processes of their own; what each prints as JSON at its end."""
     all_args = [(str(rank), *args) for rank in range(num_ranks)]
-    done = python_at_once(script.read_text(), all_args, modules, **environ)
+    done = python_at_once(script.read_text(), all_args, modules, **{**ON_CPUS, **environ})
     assert [one.returncode for one in done] == [0] * num_ranks, done
     return [json.loads(one.stdout.splitlines()[-1]) for one in done]
 

@@ -116,7 +116,8 @@ def _run(request: dict[str, Any]) -> int:
     if "code" in request:
         exec(request["code"], {"__name__": "__main__"})
         return 0
-    with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     return 0
 

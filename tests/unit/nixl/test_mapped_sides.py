@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,17 +11,6 @@ from vllm_commext.nixl.config import AUTO, NEVER, ConnectorConfig
 from vllm_commext.nixl.mapped import sides
 from vllm_commext.nixl.mapped.reader import place_of_process
 from vllm_commext.nixl.mapped.sides import Mapped
-
-
-@pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    logger = logging.getLogger("vllm.commext.nixl")
-    before, logger.propagate = logger.propagate, False
-    logger.addHandler(caplog.handler)
-    caplog.set_level(logging.INFO, logger=logger.name)
-    yield caplog
-    logger.removeHandler(caplog.handler)
-    logger.propagate = before
 
 
 class Runtime:
@@ -55,24 +42,24 @@ def made(**settings: Any) -> Mapped:
 
 @pytest.mark.parametrize(("wanted", "said"), [(AUTO, 1), (NEVER, 0)])
 def test_a_cache_in_host_memory_is_neither_offered_nor_maps_others(
-    lines: pytest.LogCaptureFixture, wanted: str, said: int
+    log_lines: pytest.LogCaptureFixture, wanted: str, said: int
 ) -> None:
     mapped = made(mapped_reads=wanted)
     mapped.prepare([(4096, 64)], is_on_gpu=False)
     assert mapped.offer is mapped.mapper is None
-    found = [line for line in lines.messages if "the KV cache is in host memory" in line]
-    assert len(found) == len(lines.messages) == said
+    found = [line for line in log_lines.messages if "the KV cache is in host memory" in line]
+    assert len(found) == len(log_lines.messages) == said
 
 
-def test_it_is_off_where_nothing_is_set(lines: pytest.LogCaptureFixture) -> None:
+def test_it_is_off_where_nothing_is_set(log_lines: pytest.LogCaptureFixture) -> None:
     mapped = made()
     mapped.prepare([(4096, 64)], is_on_gpu=True)
     assert mapped.offer is mapped.mapper is None
-    assert not lines.messages
+    assert not log_lines.messages
 
 
 def test_a_machine_without_a_gpu_says_so_and_goes_on(
-    lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    log_lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_gpu() -> None:
         raise RuntimeError("no CUDA here")
@@ -83,7 +70,7 @@ def test_a_machine_without_a_gpu_says_so_and_goes_on(
     mapped = made(mapped_reads=AUTO)
     mapped.prepare([(4096, 64)], is_on_gpu=True)
     assert mapped.offer is mapped.mapper is None
-    first, second = lines.messages
+    first, second = log_lines.messages
     assert "this worker cannot read so: no CUDA here; reads go through NIXL" in first
     assert "others cannot map this worker's cache: no CUDA here" in second
 
@@ -111,7 +98,7 @@ def test_every_allocation_is_offered_once_with_the_token(monkeypatch: pytest.Mon
 
 
 def test_memory_without_handles_is_not_offered_and_the_worker_maps_others_all_the_same(
-    lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    log_lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As that of PyTorch's expandable segments."""
     runtime = Runtime(monkeypatch, refused=1 << 21)
@@ -123,5 +110,5 @@ def test_memory_without_handles_is_not_offered_and_the_worker_maps_others_all_th
     assert mapped.mapper == "a mapper"
     assert mapped.offer is None
     assert not runtime.allocated
-    (line,) = lines.messages
+    (line,) = log_lines.messages
     assert "others cannot map this worker's cache: exporting device memory" in line
