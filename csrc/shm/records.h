@@ -4,11 +4,12 @@
  * The limited API of Python 3.10 has no buffer structure. Memory is reached through bytes,
  * bytearray, and PyObject_AsReadBuffer, whose symbol is part of the stable ABI, on a memoryview
  * that keeps the exporter from moving it.
+ *
+ * No format has a '#': compiled by Python 3.13 or newer, such a call is an error in an older one.
  */
 #ifndef VLLM_COMMEXT_SHM_RECORDS_H
 #define VLLM_COMMEXT_SHM_RECORDS_H
 
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <math.h>

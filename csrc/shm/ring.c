@@ -207,20 +207,19 @@ static PyObject *Ring_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     int fd, rank;
     unsigned long long map_bytes, capacity, budget;
     unsigned n_readers;
-    const char *nonce;
-    Py_ssize_t nonce_bytes;
-    if (!PyArg_ParseTuple(args, "iKKIiy#K", &fd, &map_bytes, &capacity, &n_readers, &rank, &nonce,
-                          &nonce_bytes, &budget))
+    PyObject *nonce;
+    if (!PyArg_ParseTuple(args, "iKKIiSK", &fd, &map_bytes, &capacity, &n_readers, &rank, &nonce, &budget))
         return NULL;
     const char *why = ring_bad_shape(capacity, n_readers, map_bytes);
     if (why == NULL && (rank < RING_WRITER || rank >= (int)n_readers))
         why = "the rank must be -1 (the writer) or that of a reader";
-    if (why == NULL && nonce_bytes != RING_NONCE_BYTES) why = "the nonce must have 16 bytes";
+    if (why == NULL && PyBytes_Size(nonce) != RING_NONCE_BYTES) why = "the nonce must have 16 bytes";
     if (why != NULL) return PyErr_SetString(PyExc_ValueError, why), NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     RingObject *self = (RingObject *)allocate(type, 0);
     if (self == NULL) return NULL;
-    if (open_end(self, fd, map_bytes, capacity, n_readers, rank, (const unsigned char *)nonce) < 0)
+    const unsigned char *bytes = (const unsigned char *)PyBytes_AsString(nonce);
+    if (open_end(self, fd, map_bytes, capacity, n_readers, rank, bytes) < 0)
         Py_CLEAR(self);
     else if (rank == RING_WRITER)
         ring_set_budget(&self->end, budget);

@@ -8,7 +8,6 @@
 #ifndef VLLM_COMMEXT_SHM_STEP_FORMAT_H
 #define VLLM_COMMEXT_SHM_STEP_FORMAT_H
 
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <stdint.h>
@@ -81,11 +80,11 @@ static inline void step_replace(PyObject **place, PyObject *object) {
 
 static int step_read_kind(struct step_kind *kind, PyObject *item) {
     PyObject *type, *fields; /* not in their places before they are owned: a failure clears those */
-    const char *slots;
-    Py_ssize_t n_slots;
-    if (!PyArg_ParseTuple(item, "O!O!y#", &PyType_Type, &type, &PyTuple_Type, &fields, &slots,
-                          &n_slots))
+    PyObject *given;
+    if (!PyArg_ParseTuple(item, "O!O!S", &PyType_Type, &type, &PyTuple_Type, &fields, &given))
         return -1;
+    const char *slots = PyBytes_AsString(given);
+    Py_ssize_t n_slots = PyBytes_Size(given);
     Py_INCREF(type);
     Py_INCREF(fields);
     kind->type = type;

@@ -201,7 +201,8 @@ static PyObject *packer_finish(Packer *self) {
     }
     memcpy(self->data, &header, sizeof header);
     PyObject *others = self->others != NULL ? self->others : Py_None;
-    return Py_BuildValue("(y#O)", self->data, (Py_ssize_t)self->used, others);
+    PyObject *body = PyBytes_FromStringAndSize(self->data, (Py_ssize_t)self->used);
+    return Py_BuildValue("(NO)", body, others);
 }
 
 /* pack(message) -> (bytes, list to be pickled after it or None), or None if it is no step. */

@@ -302,7 +302,10 @@ static int unpacker_follow(Unpacker *self, const struct step_header *header) {
 
 /* The objects that were pickled behind the step, as a list. */
 static PyObject *unpacker_load(Unpacker *self, PyObject *loads, const char *data, Py_ssize_t bytes) {
-    PyObject *others = PyObject_CallFunction(loads, "y#", data, bytes);
+    PyObject *pickled = PyBytes_FromStringAndSize(data, bytes);
+    if (pickled == NULL) return NULL;
+    PyObject *others = PyObject_CallFunctionObjArgs(loads, pickled, NULL);
+    Py_DECREF(pickled);
     if (others != NULL && !PyList_CheckExact(others)) {
         unpack_fail(self, "what was pickled is no list");
         Py_CLEAR(others);

@@ -6,6 +6,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -62,6 +63,14 @@ def test_with_a_compiler_it_is_built_for_the_limited_api(tree: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert extensions(tree) == ["_shm_ring.abi3.so"]
     assert record(tree) == {"built": True, "reason": ""}
+
+
+def test_no_python_that_compiled_it_ties_it_to_its_own_headers() -> None:
+    """A '#' in a format, compiled by Python 3.13 or newer, is an error in an older one."""
+    text = "".join(path.read_text() for path in ROOT.glob("csrc/shm/*.[ch]"))
+    formats = re.findall(r'(?:ParseTuple|BuildValue|CallFunction)\([^";]*"([^"]*)"', text)
+    assert len(formats) > 8
+    assert not [one for one in formats if "#" in one]
 
 
 def test_without_a_compiler_it_is_left_out_and_said_so(tree: Path) -> None:
