@@ -75,12 +75,6 @@ def _activate_shm_queue() -> None:
     shm_queue.install()
 
 
-def _activate_gloo() -> None:
-    from vllm_commext.compat import gloo
-
-    gloo.install()
-
-
 def _activate_cpu_collectives() -> None:
     from vllm_commext.compat import cpu_collectives
 
@@ -109,7 +103,6 @@ CAPABILITIES: tuple[Capability, ...] = (
         *("shm_queue", _activate_shm_queue, _leave_as_it_is, "vLLM's own queue remains"),
         proof="require_proven_machine",
     ),
-    Capability("gloo", _activate_gloo, _leave_as_it_is, "a device for each group remains"),
     Capability(
         *("cpu_collectives", _activate_cpu_collectives, _leave_as_it_is, "vLLM's own remain"),
         proof="require_proven_machine",

@@ -76,17 +76,6 @@ TOGGLES: tuple[Toggle, ...] = (
         ),
     ),
     Toggle(
-        name="VLLM_COMMEXT_GLOO",
-        field="gloo",
-        choices=("auto", "0", "1"),
-        default="0",
-        meaning=(
-            "Gloo's process groups. `auto` lets all groups of a process share one device and its "
-            "thread where torch allows it, `1` logs an error where it does not, `0` leaves one for "
-            "each group."
-        ),
-    ),
-    Toggle(
         name="VLLM_COMMEXT_CPU_COLLECTIVES",
         field="cpu_collectives",
         choices=("auto", "0", "1"),

@@ -33,7 +33,6 @@ MAX_MODEL_LEN = {"cpu": 1024, "cuda": 4096}
 ANYWHERE: Mapping[str, str] = {
     "VLLM_COMMEXT_STRICT": "1",
     "VLLM_COMMEXT_SHM_QUEUE": "1",
-    "VLLM_COMMEXT_GLOO": "1",
     "VLLM_COMMEXT_NIXL": "1",
 }
 TOGGLES: Mapping[str, Mapping[str, str]] = {

@@ -78,7 +78,7 @@ def test_by_default_the_connector_the_toggles_and_what_is_proven_here_are_there(
     assert states == {
         **dict.fromkeys(("nixl",), "active"),
         **dict.fromkeys(("shm_queue", "cpu_collectives"), proven),
-        **dict.fromkeys(("gloo", "reduce_rms", "allreduce"), "off"),
+        **dict.fromkeys(("reduce_rms", "allreduce"), "off"),
     }
     assert len(lines) == len(states)
 

@@ -1,8 +1,8 @@
-"""Our message queue between a real engine and its workers, which sum through shared memory and
-whose process groups share one device: same tokens, idle when idle, the same between prefill and
-decode engines, and the death of a worker ends the server with a line that says which. Both servers
-have our connector. The one with vLLM's queue has its peers read and write a copy of its cache in
-host memory, although NIXL reaches the cache itself here.
+"""Our message queue between a real engine and its workers, which sum through shared memory: same
+tokens, idle when idle, the same between prefill and decode engines, and the death of a worker ends
+the server with a line that says which. Both servers have our connector. The one with vLLM's queue
+has its peers read and write a copy of its cache in host memory, although NIXL reaches the cache
+itself here.
 
 COMMEXT_TEST_TP is the tensor-parallel size, 2 unless it is set. COMMEXT_TEST_EXECUTOR is the
 executor of the server with our queue, which then goes without the toggle.
@@ -23,9 +23,9 @@ import torch
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import scrape
 from vllm_commext.testing.parity import compare, complete
-from vllm_commext.testing.processes import cpu_seconds, thread_names
+from vllm_commext.testing.processes import cpu_seconds
 from vllm_commext.testing.prompts import equal_prompts
-from vllm_commext.testing.servers import GLOO_THREAD, Server
+from vllm_commext.testing.servers import Server
 
 TP = int(os.environ.get("COMMEXT_TEST_TP", "2"))
 NUM_PROMPTS, PROMPT_TOKENS = 4, 130
@@ -60,7 +60,6 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
             ],
             environ={
                 "VLLM_COMMEXT_SHM_QUEUE": toggle,
-                "VLLM_COMMEXT_GLOO": "1" if kind == "ours" else "0",
                 "VLLM_COMMEXT_CPU_COLLECTIVES": "1" if kind == "ours" else "0",
             },
         )
@@ -105,17 +104,6 @@ def test_answers_after_a_transfer_are_the_engines_own(
     moved = scrape(target).minus(before)
     assert moved.total("vllm:commext_nixl_transfer_seconds_count") >= NUM_PROMPTS
     assert moved.total("vllm:commext_nixl_failures_total") == 0
-
-
-def test_the_groups_of_a_worker_share_one_device(servers: dict[str, Server]) -> None:
-    """Whose thread looks a hundred times a second whether something has come."""
-    assert gloo_threads(servers["ours"]) == [1] * TP
-    assert min(gloo_threads(servers["theirs"])) > 1
-
-
-def gloo_threads(server: Server) -> list[int]:
-    """How many each worker has."""
-    return [thread_names(pid).count(GLOO_THREAD) for pid in named(server, "VLLM::Worker")]
 
 
 def test_engine_and_workers_do_nothing_when_idle(servers: dict[str, Server]) -> None:

@@ -74,13 +74,6 @@ INVENTORY: tuple[MonkeyPatch, ...] = (
     MonkeyPatch("vllm.v1.executor.multiproc_executor:MessageQueue", **_QUEUE),
     MonkeyPatch("vllm.v1.executor.ray_executor_v2:MessageQueue", **_QUEUE),
     MonkeyPatch(
-        "torch.distributed.distributed_c10d:ProcessGroupGloo",
-        why="all groups share one device, which torch takes from nobody but its own constructor",
-        guard="torch has Gloo, and the options of its groups hold devices",
-        test="tests/contract/test_gloo.py",
-        removal="torch shares a device between groups, or lets init_process_group be given one",
-    ),
-    MonkeyPatch(
         "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator.__init__",
         why="a tensor-parallel group on CPUs gets our ring buffers instead of Gloo; no hook",
         guard="API checks of `cpu_collectives`; the native extension is built",

@@ -13,8 +13,3 @@ def cpu_seconds(pids: Iterable[int | str]) -> float:
         for task in Path(f"/proc/{pid}/task").iterdir():
             nanoseconds += int((task / "schedstat").read_text().split()[0])
     return nanoseconds / 1e9
-
-
-def thread_names(pid: int | str) -> list[str]:
-    """Of all threads of a process, ``self`` for this one."""
-    return [path.read_text().strip() for path in Path(f"/proc/{pid}/task").glob("*/comm")]
