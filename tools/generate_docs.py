@@ -109,7 +109,7 @@ API_CHECKS_INTRODUCTION = """
 
 Every vLLM API that this package depends on. `vllm-commext doctor` checks the installed vLLM,
 `make matrix` every version of the window, installed or not ([run of
-2026-11-24](../benchmarks/results/2026-11-24_api_matrix.md): all hold). An API with a later version
+2026-11-25](../benchmarks/results/2026-11-25_api_matrix.md): all hold). An API with a later version
 in the last column is optional: on an older vLLM the capability runs without it.
 """
 
