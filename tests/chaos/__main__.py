@@ -33,6 +33,9 @@ def main() -> int:
         action="store_true",
         help="a second engine in each role, and one policy throughout",
     )
+    parser.add_argument(
+        "--streams", action="store_true", help="read prompts while they are computed"
+    )
     parser.add_argument("--no-namespaces", action="store_true", help="stay on loopback")
     parser.add_argument("--out", type=Path, default=Path("chaos-report"))
     args = parser.parse_args()
@@ -47,6 +50,7 @@ def main() -> int:
         namespaces=not args.no_namespaces,
         policy=args.policy,
         spares=args.spares,
+        streams=args.streams,
     )
     model = write_tiny_model(folder / "model")
     record = run(scenario, model, folder, lambda line: print(line, flush=True))

@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,8 @@ from vllm_commext.testing.parity import Completion, complete, prefill
 NUM_GARBAGE = 200
 NUM_ABORTS = 6
 LONG_PROMPT = 900
+NUM_CROWDING, CROWDING_TOKENS = 6, 100
+PREEMPTIONS = "vllm:num_preemptions_total"
 FOREIGN: tuple[Mapping[str, Any], ...] = (
     {"remote_engine_id": "nobody"},
     {"remote_incarnation": "earlier"},
@@ -178,6 +181,20 @@ def _network(*, cut: bool) -> Callable[[Scene], None]:
     return act
 
 
+def _crowd_prefill(scene: Scene) -> list[str]:
+    """Prompts straight to P, more than it has blocks for, among those of the load."""
+    url = scene.testbed.url(PREFILL)
+    prompts = [make_prompts(1, scene.rng.randrange(1 << 30))[0] * 30 for _ in range(NUM_CROWDING)]
+    before = scene.testbed.metrics(PREFILL).total(PREEMPTIONS)
+    with ThreadPoolExecutor(NUM_CROWDING) as pool:
+        for prompt in prompts:
+            pool.submit(
+                complete, url, cluster.MODEL_NAME, prompt[:LONG_PROMPT], max_tokens=CROWDING_TOKENS
+            )
+    preempted = scene.testbed.metrics(PREFILL).total(PREEMPTIONS) - before
+    return [] if preempted else ["P has preempted nothing"]
+
+
 _STALL = TRANSFER_SECONDS + HANDSHAKE_SECONDS
 ACTIONS: Mapping[str, Callable[[Scene], list[str] | None]] = {
     "kill_prefill": _restart(PREFILL, as_another=False),
@@ -197,6 +214,7 @@ ACTIONS: Mapping[str, Callable[[Scene], list[str] | None]] = {
     "client_aborts": _client_aborts,
     "slow_side_channel": _through_relay(cut=False),
     "cut_side_channel": _through_relay(cut=True),
+    "crowd_prefill": _crowd_prefill,
     "slow_network": _network(cut=False),
     "cut_network": _network(cut=True),
 }

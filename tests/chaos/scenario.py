@@ -42,6 +42,7 @@ class Scenario:
         corrupting: the decode engine damages what it has read, so that the run has to fail.
         spares: each role has a second engine, which no fault is aimed at, and decode engines keep
             their policy.
+        streams: prompts are read while they are computed.
     """
 
     seed: int
@@ -56,6 +57,7 @@ class Scenario:
     policy: str = "recompute"
     corrupting: bool = False
     spares: bool = False
+    streams: bool = False
 
 
 def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None]) -> RunRecord:
@@ -73,11 +75,14 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
         link = _link(scenario, record, stack)
         if link is None:
             kinds = [kind for kind in kinds if not KINDS[kind].needs_namespace]
+        if not scenario.streams:
+            kinds = [kind for kind in kinds if not KINDS[kind].needs_streams]
         references = (
             _plain_references(scenario, model, folder) if scenario.plain_reference else None
         )
         testbed = Testbed(
-            model, folder, link, scenario.policy, scenario.corrupting, scenario.spares
+            *(model, folder, link, scenario.policy, scenario.corrupting, scenario.spares),
+            scenario.streams,
         )
         stack.callback(testbed.stop)
         testbed.start()
@@ -146,6 +151,10 @@ class _Run:
         while self._load.verdicts.total() < self._scenario.num_requests:
             time.sleep(0.2)
         self._settle("end", (PREFILL, DECODE), compare=True)
+        if self._scenario.streams:
+            self._record.settings["streamed"] = streamed = int(self._stage.streamed())
+            if not streamed:
+                self._record.problems.append("no request was streamed")
         if not self._load.stop():
             self._record.problems.append("clients did not end within their bound")
 

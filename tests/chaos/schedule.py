@@ -19,12 +19,14 @@ class Kind:
         meaning: what happens, for the report.
         kills: the engine that it ends, "" for none.
         needs_namespace: it needs the prefill engine in a network namespace of its own.
+        needs_streams: it is one for prompts that are read while they are computed.
     """
 
     name: str
     meaning: str
     kills: str = ""
     needs_namespace: bool = False
+    needs_streams: bool = False
 
 
 KINDS = {
@@ -47,6 +49,11 @@ KINDS = {
         Kind("client_aborts", "clients go away before and within their answers"),
         Kind("slow_side_channel", "a relay lets the handshake through slowly"),
         Kind("cut_side_channel", "a relay takes the handshake and says nothing"),
+        Kind(
+            "crowd_prefill",
+            "P has not the blocks for all prompts that it is given, and preempts some",
+            needs_streams=True,
+        ),
         Kind("slow_network", "the link between P and D is throttled", needs_namespace=True),
         Kind("cut_network", "the link between P and D is cut", needs_namespace=True),
     )

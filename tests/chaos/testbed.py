@@ -28,6 +28,8 @@ DECODE_STEP_SECONDS = 12.0
 BOUND_SECONDS = PREFILL_STEP_SECONDS + DECODE_STEP_SECONDS + 1.0
 """What a client waits at most: both steps of the proxy, and a second."""
 NUM_BLOCKS = 256
+CHUNK_TOKENS = 64
+"""Where prompts are streamed: the load's have one to five chunks."""
 QUIET_SECONDS = LEASE_SECONDS + 12.0
 ROLES = {PREFILL: "kv_producer", DECODE: "kv_consumer"}
 # The CPU kernels keep code for every new shape of a batch, for instance 130 MiB in half a minute of
@@ -95,6 +97,7 @@ class Testbed:
         corrupting: the decode engine damages what it has read, so that the run has to fail.
         with_spares: each role has a second engine, which no fault is aimed at, and the decode
             engines keep their policy.
+        streams: prompts are computed in several chunks, and read while they are.
         engines: by role, those that faults work on.
         spares: the second ones, by role.
     """
@@ -105,6 +108,7 @@ class Testbed:
     policy: str = "recompute"
     corrupting: bool = False
     with_spares: bool = False
+    streams: bool = False
     engines: dict[str, Engine] = field(default_factory=dict[str, Engine])
     spares: dict[str, Engine] = field(default_factory=dict[str, Engine])
     proxy: ProxyServer | None = None
@@ -123,6 +127,7 @@ class Testbed:
             for role in ROLES
         }
         args = [*PROXY_ARGS, *(SPARE_PROXY_ARGS if self.with_spares else ())]
+        args += ["--stream-chunks"] if self.streams else []
         self.proxy = ProxyServer("proxy", urls[PREFILL], urls[DECODE], self.folder, args=args)
         self.proxy.start()
         self.proxy.wait_ready()
@@ -175,6 +180,10 @@ class Testbed:
         """Requests so far whose load failed and that their decode engine then computed."""
         decode = [one for one in self._all() if one.role == DECODE and one.policy == "recompute"]
         return sum(scrape(self._url(engine)).total(FAILED_LOADS) for engine in decode)
+
+    def streamed(self) -> float:
+        """Requests so far that both engines were asked for at once, and D has answered."""
+        return self.proxy_metrics().total("commext_proxy_streams_total", way="streamed")
 
     def proxy_metrics(self) -> Metrics:
         """The proxy's metrics now."""
@@ -278,10 +287,13 @@ class Testbed:
                 "handshake_timeout": HANDSHAKE_SECONDS,
                 "transfer_timeout": TRANSFER_SECONDS,
                 "kv_lease_duration": LEASE_SECONDS,
+                "stream_chunks": self.streams,
             },
         )
         # No prefix cache: every request has to be read.
         args = ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--no-enable-prefix-caching"]
+        if self.streams:
+            args += ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
         environ = NO_KERNEL_CACHES | FRUGAL_HEAP | ({"PYTHONPATH": str(ROOT)} if corrupting else {})
         if self.link is not None:
             args += ["--host", "0.0.0.0"]
