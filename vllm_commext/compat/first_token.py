@@ -12,6 +12,9 @@ request whose client has the token already, where it cannot be used here, ends w
 vLLM's policy for failed loads does not apply to a request whose client has its first token: it is
 computed here, like after a preemption.  The worker side keeps such a failure from vLLM, and the
 scheduler learns of it here, in the words in which it notes failures under the policy ``recompute``.
+
+A prompt that is read while it is computed gets its token when all of it is here, before the
+scheduler has gone on with it.
 """
 
 from __future__ import annotations
@@ -116,7 +119,7 @@ class FirstTokens:
         for request_id in self._source.take_unread():
             _compute_here(core.scheduler, request_id)
         for request, token in self._source.take_first_tokens():
-            can_send = token != NO_TOKEN and _is_new(core.scheduler, request)
+            can_send = token != NO_TOKEN and _may_begin(core.scheduler, request)
             if token != NO_TOKEN:
                 self._source.note_first_token(request, PREFILL if can_send else ENGINE)
             if can_send:
@@ -125,31 +128,46 @@ class FirstTokens:
                 _refuse(core, request)
 
 
-def _is_new(scheduler: Any, request: Request) -> bool:
-    """Whether a request is as it came in, and may begin."""
+def _may_begin(scheduler: Any, request: Request) -> bool:
+    """Whether a request is as it came in, or its whole prompt has been loaded and no more, and it
+    may begin."""
     return (
         scheduler.requests.get(request.request_id) is request
-        and request.status == RequestStatus.WAITING
-        and request.num_computed_tokens == 0
+        and (_is_new(request) or _is_loaded(scheduler, request))
         and request.num_output_tokens == 0
         and scheduler.pause_state == PauseState.UNPAUSED
         and getattr(scheduler, "aux_output_connector", None) is None
     )
 
 
+def _is_new(request: Request) -> bool:
+    return request.status == RequestStatus.WAITING and request.num_computed_tokens == 0
+
+
+def _is_loaded(scheduler: Any, request: Request) -> bool:
+    """Whether the load of a whole prompt has ended well, and the scheduler has not gone on yet."""
+    return (
+        request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        and request.request_id in scheduler.finished_recving_kv_req_ids
+        and request.request_id not in scheduler.failed_recving_kv_req_ids
+        and request.num_computed_tokens == request.num_prompt_tokens
+        and request.num_preemptions == 0
+    )
+
+
 def _send(core: Any, request: Request, token: int) -> None:
-    """Let a new request have generated ``token``, and tell its client."""
-    scheduler = core.scheduler
+    """Let a request that may begin have generated ``token``, and tell its client."""
+    scheduler, before = core.scheduler, request.status
     if scheduler.log_stats:
         request.record_event(EngineCoreEventType.SCHEDULED)
     stats = request.take_prefill_stats()
-    if stats is not None:
+    if stats is not None and not request.num_computed_tokens:
         num_prompt = request.num_prompt_tokens
         stats.set(num_prompt, num_local_cached_tokens=0, num_external_cached_tokens=num_prompt)
     request.append_output_token_ids(token)
     if check_stop(request, scheduler.max_model_len):
         # The scheduler ends what it does not know to have ended.
-        status, request.status = request.status, RequestStatus.WAITING
+        status, request.status = request.status, before
         scheduler.finish_requests(request.request_id, status)
     else:
         _continue_prompt(request)

@@ -131,11 +131,17 @@ def facts_digest(facts: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def refusal_of(own: Sampler, request: Request) -> str:
+    """Why a request's first token is computed here, whatever a prefill engine hands over, one of
+    ``WAYS``; "" where that decides."""
+    return own.refusal or _reason(request)
+
+
 def offer(own: Sampler, request: Request) -> tuple[int, str]:
     """What a prefill engine hands over of a finished request: the first token that it sampled, and
     what that token was drawn by; (-1, "") where another engine could not use it."""
     tokens = request.output_token_ids
-    if own.refusal or not len(tokens) or _reason(request):
+    if not len(tokens) or refusal_of(own, request):
         return NO_TOKEN, ""
     return tokens[0], _drawn_by(own, request.sampling_params)
 
@@ -157,7 +163,7 @@ def way_of(own: Sampler, handle: Handle, request: Request) -> str:
         handle: what the prefill engine hands over, compared with the request's prompt.
         request: the request.
     """
-    reason = own.refusal or _reason(request)
+    reason = refusal_of(own, request)
     if reason:
         return reason
     if handle.first_token < 0:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.drain import drain_file
@@ -15,12 +16,14 @@ from vllm_commext.nixl.decode.handles import Handles
 from vllm_commext.nixl.decode.quarantine import Quarantine
 from vllm_commext.nixl.doorbell import Doorbell
 from vllm_commext.nixl.first_token import (
+    DIFFERS,
     ENGINE,
     NO_TOKEN,
     NOT_OFFERED,
     PREFILL,
     Sampler,
     is_due,
+    refusal_of,
     way_of,
 )
 from vllm_commext.nixl.geometry.plan import Blocks
@@ -41,6 +44,7 @@ from vllm_commext.nixl.reuse.ways import Reusing
 from vllm_commext.nixl.stream.consumer import consumer_of
 from vllm_commext.nixl.stream.ways import NO_KEY, NOT_FOUND, STREAMED, Streaming
 from vllm_commext.nixl.wire.params import (
+    Handle,
     OtherProtocolError,
     asks_for_stream,
     is_for_decode,
@@ -109,6 +113,8 @@ class SchedulerSide:
         self._answered: set[str] = set()
         self._failed_unread: set[str] = set()
         self._unread: list[str] = []
+        # Requests that are read while they are computed and whose first tokens are awaited.
+        self._streamed: dict[str, tuple[Request, Handle]] = {}
         self._groups = groups
         self._tp_size = tp_size
         self._port = port
@@ -225,8 +231,10 @@ class SchedulerSide:
         """Have the blocks kept where they are until there is room for them here, and look whether
         the first token is there."""
         if asks_for_stream(request.kv_transfer_params):
-            self._consumer.watch(request)
-            self._note_own_first_token(request, NOT_OFFERED)
+            refusal = self._refusal_of_token(request)
+            self._consumer.watch(request, awaits_token=not refusal)
+            if refusal:
+                self._note_own_first_token(request, refusal)
             return
         self._recorder.stream(NO_KEY)
         try:
@@ -241,6 +249,11 @@ class SchedulerSide:
         else:
             self._note_own_first_token(request, way)
 
+    def _refusal_of_token(self, request: Request) -> str:
+        """Why a request that is read while it is computed gets its first token here, "" where the
+        prefill engine's is awaited: it comes when the prompt is here, and cannot be due before."""
+        return refusal_of(self._sampler, request) or (NOT_OFFERED if is_due(request) else "")
+
     def _note_own_first_token(self, request: Request, way: str) -> None:
         """A request's first token is computed here, or it fails where that must not be."""
         self._recorder.first_token(way)
@@ -248,9 +261,10 @@ class SchedulerSide:
             self._first_tokens[request.request_id] = request, NO_TOKEN
 
     def take_first_tokens(self) -> list[tuple[Request, int]]:
-        """Requests that have come in since the last call, and the first token of each that is
-        there; ``note_first_token`` says what has become of it. ``NO_TOKEN`` where the answer must
-        begin with one that cannot be used here."""
+        """Requests that have come in since the last call, or whose prompts were read while they
+        were computed and are here since then, and the first token of each that is there;
+        ``note_first_token`` says what has become of it. ``NO_TOKEN`` where the answer must begin
+        with one that cannot be used here."""
         taken, self._first_tokens = list(self._first_tokens.values()), {}
         return taken
 
@@ -298,11 +312,30 @@ class SchedulerSide:
             return True
         handle = self._handles.take_stream(request)
         way = self._streaming.refusal or NOT_FOUND
+        awaits_token = not self._refusal_of_token(request)
         if handle is not None:
             way = STREAMED
             self._pending.waits.append(Wait(request.request_id, handle.remote))
+            if awaits_token:
+                self._streamed[request.request_id] = request, handle
+        elif awaits_token:
+            self._consumer.forget(request.request_id)
+            self._recorder.first_token(NOT_OFFERED)
         self._recorder.stream(way)
         return False
+
+    def _begin_answer(self, request_id: str, *, is_read: bool) -> None:
+        """A prompt that was read while it was computed is here, or is not: its answer begins with
+        the prefill engine's token, where that has come meanwhile."""
+        request, handle = self._streamed.pop(request_id)
+        token, sampling = self._consumer.token(request_id) or (NO_TOKEN, "")
+        self._consumer.forget(request_id)
+        handle = replace(handle, first_token=token, sampling=sampling)
+        way = way_of(self._sampler, handle, request) if is_read else NOT_OFFERED
+        if way == PREFILL and token < self._sampler.num_tokens:
+            self._first_tokens[request_id] = request, token
+        else:
+            self._recorder.first_token(DIFFERS if way == PREFILL else way)
 
     def plan_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks are allocated: queue the load, or only the release where nothing is missing."""
@@ -355,8 +388,13 @@ class SchedulerSide:
         self._arrived.pop(request.request_id, None)
         self._reuse.forget(request.request_id)
         was_cut = self._prefills.forget(request.request_id)
-        if self._is_to_load(request):
+        was_to_load = self._is_to_load(request)
+        if was_to_load:
             self._release_unread(request)
+        if self._streamed.pop(request.request_id, None) is not None:
+            self._consumer.forget(request.request_id)
+            self._recorder.first_token(NOT_OFFERED)
+        if was_to_load:
             return False, None
         if request.status in FINISHED:
             self._reuse.offer(request, block_ids[0])
@@ -427,6 +465,8 @@ class SchedulerSide:
         num_blocks = self._loading.pop(request_id, 0)
         reason = self._ends.failed.pop(request_id, "")
         self._reuse.note_end(request_id, failed=is_unread or bool(reason))
+        if request_id in self._streamed:
+            self._begin_answer(request_id, is_read=not (is_unread or reason))
         if reason:
             self._recorder.failure(reason)
         else:

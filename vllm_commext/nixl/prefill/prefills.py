@@ -187,6 +187,8 @@ class Prefills:
         token, sampling = (-1, "")
         if num_tokens == request.num_prompt_tokens and not self._leaves_last_token:
             token, sampling = offer(self._sampler, request)
+        if token >= 0:
+            self._producer.tell_token(request_id, token, sampling)
         handle = Handle(remote, digests(prompt_of(request), num_tokens), token, sampling)
         params = write_params(
             handle,

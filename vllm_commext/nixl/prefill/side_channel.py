@@ -10,12 +10,15 @@ forgotten.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import math
 import socket
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import zmq
 
@@ -33,6 +36,16 @@ _RETRY_SECONDS = 0.2
 DRAIN_LOOK_SECONDS = 0.5
 MAX_TOLD = 4096
 """Askers that are told of a drain, those that asked last."""
+MAX_HELD = 1024
+"""Questions about streams that wait for something to be known; more are answered at once."""
+
+
+class _Question(NamedTuple):
+    """A question about streams that is not answered yet, and the nonce of its answer."""
+
+    asked: wire.FindStreams
+    nonce: bytes
+    until: float
 
 
 def resolve(host: str, port: int) -> str:
@@ -104,6 +117,7 @@ class SideChannelServer:
         self._told = False
         # Who has asked, by envelope, with what its request had as nonce.
         self._askers: OrderedDict[tuple[bytes, ...], bytes] = OrderedDict()
+        self._held: dict[tuple[bytes, ...], _Question] = {}
         described = {
             number: wire.describe(body, incarnation, host, port)
             for number, body in descriptions.items()
@@ -118,6 +132,9 @@ class SideChannelServer:
         self._context = zmq.Context()
         self._socket = self._bind(address, host, port)
         self._bell, self._ear = self._bell_and_ear()
+        self._bell_lock = threading.Lock()
+        if streams is not None:
+            streams.on_change = self._note_change
         self._thread = threading.Thread(
             target=self._serve, name="commext-side-channel", daemon=True
         )
@@ -133,7 +150,7 @@ class SideChannelServer:
         if self._stop.is_set():
             return
         self._stop.set()
-        self._bell.send(b"")
+        self._ring()
         self._thread.join(timeout=1.0)
         self._context.destroy(linger=0)
 
@@ -156,20 +173,32 @@ class SideChannelServer:
         return bound
 
     def _bell_and_ear(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """Two ends of a connection by which the thread is told to stop."""
+        """Two ends of a connection by which the thread is woken up."""
         bell, ear = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        ear.bind("inproc://stop")
-        bell.connect("inproc://stop")
+        ear.bind("inproc://bell")
+        bell.connect("inproc://bell")
         return bell, ear
+
+    def _ring(self) -> None:
+        """A full socket has rings enough, and a closed one nobody to wake up."""
+        with self._bell_lock, contextlib.suppress(zmq.ZMQError):
+            self._bell.send(b"", zmq.NOBLOCK)
+
+    def _note_change(self) -> None:
+        """Something new is known of streams: answer who has asked for it."""
+        if self._held:
+            self._ring()
 
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._ear, zmq.POLLIN)
-        look_ms = None if self._drains is None else int(DRAIN_LOOK_SECONDS * 1000)
         while not self._stop.is_set():
             try:
-                poller.poll(look_ms)
+                poller.poll(self._look_ms())
+                while self._ear.poll(0):
+                    self._ear.recv()
+                self._answer_held()
                 self._tell_drain()
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -182,9 +211,27 @@ class SideChannelServer:
                 continue
             self._reply(frames)
 
+    def _look_ms(self) -> int | None:
+        """Until there is something to do even if nothing arrives; None for never."""
+        times = [question.until - time.monotonic() for question in self._held.values()]
+        times += [] if self._drains is None else [DRAIN_LOOK_SECONDS]
+        return max(math.ceil(min(times) * 1000), 0) if times else None
+
+    def _answer_held(self) -> None:
+        """Answer questions about streams of which something is known, or that have waited."""
+        for envelope, (asked, nonce, until) in [*self._held.items()]:
+            found = self._find(asked)
+            if found.found or time.monotonic() >= until:
+                del self._held[envelope]
+                self._send(envelope, self._gate.prove(wire.encode(found), nonce, time.time()))
+
     def _reply(self, frames: list[bytes]) -> None:
         *envelope, frame = frames
-        self._send(envelope, self._answer(frame, tuple(envelope)))
+        answer = self._answer(frame, tuple(envelope))
+        if answer is None:
+            self._answer_held()
+            return
+        self._send(envelope, answer)
         if self._told and tuple(envelope) in self._askers:
             self._send_draining(tuple(envelope))
 
@@ -208,13 +255,15 @@ class SideChannelServer:
         frame = wire.encode(wire.Draining(drains=self._told))
         self._send(envelope, self._gate.prove(frame, self._askers[envelope], time.time()))
 
-    def _answer(self, frame: bytes, envelope: tuple[bytes, ...]) -> bytes:
+    def _answer(self, frame: bytes, envelope: tuple[bytes, ...]) -> bytes | None:
+        """None where it is held."""
         now = time.time()
         try:
             body, nonce = self._gate.admit(frame, now)
             request = wire.decode_request(body, self._max_bytes)
             if isinstance(request, wire.FindStreams):
-                return self._gate.prove(wire.encode(self._find(request.keys)), nonce, now)
+                self._hold(request, envelope, nonce)
+                return None
             if isinstance(request, wire.FindBlocks):
                 return self._gate.prove(wire.encode(self._find_blocks(request)), nonce, now)
             answer = self._gate.prove(self._answers[self._worker_asked_for(request)], nonce, now)
@@ -227,14 +276,22 @@ class SideChannelServer:
             self._log.warning("refused", f"side channel: refused a frame: {error}")
             return wire.encode(wire.Refused(reason=str(error)))
 
-    def _find(self, keys: list[str]) -> wire.FoundStreams:
+    def _hold(self, asked: wire.FindStreams, envelope: tuple[bytes, ...], nonce: bytes) -> None:
+        """Keep a question about streams until something of it is known."""
         if self._streams is None:
             raise ProtocolError(
                 f"engine {self.engine_id!r} streams no chunks: set stream_chunks in its "
                 "kv_connector_extra_config"
             )
-        if len(keys) > wire.MAX_KEYS:
-            raise ProtocolError(f"expected at most {wire.MAX_KEYS} keys, got {len(keys)}")
+        num_keys = len(asked.keys) + len(asked.awaited)
+        if num_keys > wire.MAX_KEYS:
+            raise ProtocolError(f"expected at most {wire.MAX_KEYS} keys, got {num_keys}")
+        waits = len(self._held) < MAX_HELD and 0.0 < asked.wait_seconds <= wire.MAX_WAIT_SECONDS
+        until = time.monotonic() + (asked.wait_seconds if waits else 0.0)
+        self._held[envelope] = _Question(asked, nonce, until)
+
+    def _find(self, asked: wire.FindStreams) -> wire.FoundStreams:
+        assert self._streams is not None  # else no question is held
         incarnation, host, port = self._place
         return wire.FoundStreams(
             engine_id=self.engine_id,
@@ -243,7 +300,7 @@ class SideChannelServer:
             port=port,
             tp_size=len(self._answers) // self._pp_size,
             pp_size=self._pp_size,
-            found=self._streams.find(keys),
+            found=self._streams.find(asked.keys, asked.awaited),
         )
 
     def _find_blocks(self, request: wire.FindBlocks) -> wire.FoundBlocks:

@@ -1,12 +1,13 @@
 """Asks prefill engines, from the decode engine's scheduler process, whether they have begun with
-requests whose keys are known here.
+requests whose keys are known here, and which tokens follow these prompts.
 
-One thread asks each side channel for all of its keys at once, again and again while any is not
-answered, and rings when there is something to take.
+One thread has a question open at each side channel, which is answered as soon as something new is
+known there; it rings when there is an answer for a request.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -19,12 +20,13 @@ from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.inquiry import Inquiry
 from vllm_commext.nixl.wire.params import Handle, handle_of_stream
+from vllm_commext.nixl.wire.seal import OtherAnswerError
 
-MIN_INTERVAL_SECONDS = 0.02
-MAX_INTERVAL_SECONDS = 0.2
-PART_OF_WAIT = 0.1
-"""Between two questions, of how long has been waited: what comes late matters less."""
-_LOOK_SECONDS = 0.005
+SHORT_WAIT_SECONDS = 0.02
+"""Of a question where there are more keys than one takes, and from one question to the next where
+nothing has changed here."""
+_LOOK_SECONDS = 0.05
+"""Between two looks whether a connection has closed or a request has waited for too long."""
 _CLOSE_SECONDS = 1.0
 
 Place = tuple[str, int]
@@ -32,13 +34,24 @@ Answer = Handle | CommextError
 
 
 @dataclass
+class _Waiting:
+    """A request with no answer yet, or whose first token is awaited."""
+
+    key: str
+    since: float
+    awaits_token: bool
+
+
+@dataclass
 class _Place:
     """One side channel; times in seconds of ``time.monotonic``."""
 
-    waiting: dict[str, tuple[str, float]] = field(default_factory=dict[str, tuple[str, float]])
+    waiting: dict[str, _Waiting] = field(default_factory=dict[str, _Waiting])
+    awaited: dict[str, _Waiting] = field(default_factory=dict[str, _Waiting])
     inquiry: Inquiry | None = None
     asked: float = 0.0
     is_asking: bool = False
+    is_changed: bool = False
 
 
 class StreamAsker:
@@ -48,7 +61,8 @@ class StreamAsker:
         consumer: this engine's id.
         secret: the side channels' secret, None where there is none.
         limit_seconds: how long one request waits.
-        answer_seconds: how long one question waits for its answer.
+        answer_seconds: how long one question waits for its answer, beyond the time for which the
+            prefill engine may keep it.
         ring: called when an answer can be taken.
     """
 
@@ -67,110 +81,171 @@ class StreamAsker:
         self._ring = ring
         self._places: dict[Place, _Place] = {}
         self._answers: dict[str, Answer] = {}
-        self._wakes = threading.Condition()
+        self._tokens: dict[str, tuple[int, str]] = {}
+        self._lock = threading.Lock()
         self._is_closed = False
         self._thread: threading.Thread | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._bell, self._ear = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._ear.bind("inproc://bell")
+        self._bell.connect("inproc://bell")
 
-    def watch(self, request_id: str, key: str, place: Place) -> None:
-        """Ask for a key at a side channel until there is an answer."""
-        with self._wakes:
+    def watch(self, request_id: str, key: str, place: Place, *, awaits_token: bool = False) -> None:
+        """Ask for a key at a side channel until there is an answer, and then, where it *awaits* it,
+        for the first token after the prompt."""
+        with self._lock:
             known = self._places.setdefault(place, _Place())
-            known.waiting[request_id] = key, time.monotonic()
+            known.waiting[request_id] = _Waiting(key, time.monotonic(), awaits_token)
+            known.is_changed = True
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="commext-streams", daemon=True
                 )
                 self._thread.start()
-            self._wakes.notify()
+            self._wake()
 
-    def forget(self, request_id: str) -> None:
-        """The request has ended, or has its answer."""
-        with self._wakes:
+    def settle(self, request_id: str) -> None:
+        """The request has its answer."""
+        with self._lock:
             self._answers.pop(request_id, None)
             for place in self._places.values():
                 place.waiting.pop(request_id, None)
 
+    def forget(self, request_id: str) -> None:
+        """The request has ended, or its first token is not awaited any more."""
+        self.settle(request_id)
+        with self._lock:
+            self._tokens.pop(request_id, None)
+            for place in self._places.values():
+                place.awaited.pop(request_id, None)
+
     def answer(self, request_id: str) -> Answer | None:
         """Where the request's prompt is read, or why it cannot be; None while nothing is known."""
-        with self._wakes:
+        with self._lock:
             return self._answers.get(request_id)
+
+    def token(self, request_id: str) -> tuple[int, str] | None:
+        """The first token after the request's prompt, and what it was drawn by; None while it is
+        not known, and where it is not awaited."""
+        with self._lock:
+            return self._tokens.get(request_id)
 
     def close(self) -> None:
         """End the thread, bounded; may be called again."""
-        with self._wakes:
-            self._is_closed = True
-            self._wakes.notify()
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+            self._wake()
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)
+        elif not was_closed:
+            self._context.destroy(linger=0)
+
+    def _wake(self) -> None:
+        """Wake the thread up; a full socket has rings enough, and a closed one nobody to wake."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._bell.send(b"", zmq.NOBLOCK)
 
     def _run(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         while True:
-            with self._wakes:
-                self._wakes.wait_for(lambda: self._is_closed or bool(self._places))
+            with self._lock:
                 if self._is_closed:
                     break
                 places = list(self._places.items())
             for where, place in places:
                 try:
-                    self._look(context, where, place)
+                    self._look(where, place)
                 except Exception as error:  # noqa: BLE001 one prefill engine's error is no other's
                     self._fail(place, _as_error(error, where))
-            with self._wakes:
-                self._wakes.wait_for(lambda: self._is_closed, _LOOK_SECONDS)
+            self._sleep([place.inquiry for _, place in places if place.inquiry is not None])
         for place in self._places.values():
             _hang_up(place)
-        context.destroy(linger=0)
+        self._context.destroy(linger=0)
 
-    def _look(self, context: zmq.Context[zmq.Socket[bytes]], where: Place, place: _Place) -> None:
+    def _sleep(self, inquiries: list[Inquiry]) -> None:
+        """Until something arrives or is to be asked, or it is time to look."""
+        poller = zmq.Poller()
+        poller.register(self._ear, zmq.POLLIN)
+        for one in inquiries:
+            poller.register(one.socket, zmq.POLLIN)
+        with self._lock:
+            is_idle = not self._places
+        poller.poll(None if is_idle else int(1000 * _LOOK_SECONDS))
+        while self._ear.poll(0):
+            self._ear.recv()
+
+    def _look(self, where: Place, place: _Place) -> None:
         now = time.monotonic()
         self._give_up(place, now)
-        with self._wakes:
-            keys = [key for key, _ in place.waiting.values()]
-            waited = now - min((since for _, since in place.waiting.values()), default=now)
-            if not keys:
+        if place.inquiry is not None:
+            self._take(place.inquiry, place)
+        with self._lock:
+            keys = [one.key for one in place.waiting.values()]
+            awaited = [one.key for one in place.awaited.values()]
+            if not (keys or awaited):
                 del self._places[where]
-        if not keys:
+            is_changed, place.is_changed = place.is_changed, False
+        if not (keys or awaited):
             _hang_up(place)
-            return
-        if place.is_asking:
-            self._take(place, now)
-            return
-        interval = min(max(PART_OF_WAIT * waited, MIN_INTERVAL_SECONDS), MAX_INTERVAL_SECONDS)
-        if now - place.asked < interval:
-            return
-        question = wire.FindStreams(keys=_some(keys, place.asked), consumer=self._consumer)
-        place.asked, place.is_asking = now, True
+        elif is_changed or (not place.is_asking and now - place.asked >= SHORT_WAIT_SECONDS):
+            self._ask(where, place, keys, awaited)
+        elif place.is_asking and now - place.asked >= self._answer_seconds + wire.MAX_WAIT_SECONDS:
+            raise CommextTimeoutError(f"no answer within {now - place.asked:g} s")
+
+    def _ask(self, where: Place, place: _Place, keys: list[str], awaited: list[str]) -> None:
+        place.asked, place.is_asking = time.monotonic(), True
+        has_all = len(keys) + len(awaited) <= wire.MAX_KEYS
+        chosen = _some([*((key, False) for key in keys), *((key, True) for key in awaited)])
+        question = wire.FindStreams(
+            keys=[key for key, is_awaited in chosen if not is_awaited],
+            awaited=[key for key, is_awaited in chosen if is_awaited],
+            wait_seconds=wire.MAX_WAIT_SECONDS if has_all else SHORT_WAIT_SECONDS,
+            consumer=self._consumer,
+        )
         if place.inquiry is None:
-            place.inquiry = Inquiry(context, *where, question, self._secret)
+            place.inquiry = Inquiry(self._context, *where, question, self._secret)
         else:
             place.inquiry.ask(question)
 
-    def _take(self, place: _Place, now: float) -> None:
-        assert place.inquiry is not None  # there is a question
-        reply = place.inquiry.poll()
-        if reply is None:
-            if now - place.asked >= self._answer_seconds:
-                raise CommextTimeoutError(f"no answer within {self._answer_seconds:g} s")
-            return
-        if not isinstance(reply, wire.FoundStreams):
-            raise ProtocolError("expected an answer about streams, got a worker's description")
-        place.is_asking = False
-        with self._wakes:
-            waiting = dict(place.waiting)
-        found = {
-            request_id: _handle(reply, reply.found[key])
-            for request_id, (key, _) in waiting.items()
-            if key in reply.found
+    def _take(self, inquiry: Inquiry, place: _Place) -> None:
+        """Take the answers that have arrived; one to a question before the last one says nothing
+        that the last one's will not say."""
+        while True:
+            try:
+                reply = inquiry.poll()
+            except OtherAnswerError:
+                continue
+            if reply is None:
+                return
+            if not isinstance(reply, wire.FoundStreams):
+                raise ProtocolError("expected an answer about streams, got another one")
+            place.is_asking = False
+            self._note_found(place, reply)
+
+    def _note_found(self, place: _Place, reply: wire.FoundStreams) -> None:
+        with self._lock:
+            waiting, awaited = dict(place.waiting), dict(place.awaited)
+        found: dict[str, Answer] = {
+            request_id: _handle(reply, reply.found[one.key])
+            for request_id, one in waiting.items()
+            if one.key in reply.found
         }
         self._tell(place, found)
+        told = {**awaited, **{name: waiting[name] for name in found}}
+        with self._lock:
+            for request_id, one in told.items():
+                stream = reply.found.get(one.key)
+                if stream is not None and request_id in place.awaited:
+                    if stream.first_token >= 0:
+                        self._tokens[request_id] = stream.first_token, stream.sampling
+                    if stream.first_token >= 0 or stream.refusal:
+                        del place.awaited[request_id]
 
     def _give_up(self, place: _Place, now: float) -> None:
-        with self._wakes:
+        with self._lock:
             late = [
                 request_id
-                for request_id, (_, since) in place.waiting.items()
-                if now - since >= self._limit_seconds
+                for request_id, one in place.waiting.items()
+                if now - one.since >= self._limit_seconds
             ]
         error = CommextTimeoutError(
             f"no prefill engine has begun with the request's stream_key within "
@@ -180,18 +255,21 @@ class StreamAsker:
         self._tell(place, dict.fromkeys(late, error))
 
     def _fail(self, place: _Place, error: CommextError) -> None:
-        """Nothing can be asked there: all that waits for it fails."""
+        """Nothing can be asked there: all that waits for it fails, and no token comes."""
         _hang_up(place)
-        with self._wakes:
+        with self._lock:
             failed = list(place.waiting)
+            place.awaited.clear()
         self._tell(place, dict.fromkeys(failed, error))
 
     def _tell(self, place: _Place, answers: dict[str, Answer]) -> None:
-        with self._wakes:
+        with self._lock:
             still = {name: one for name, one in answers.items() if name in place.waiting}
             self._answers.update(still)
-            for request_id in still:
-                del place.waiting[request_id]
+            for request_id, answer in still.items():
+                one = place.waiting.pop(request_id)
+                if one.awaits_token and isinstance(answer, Handle):
+                    place.awaited[request_id], place.is_changed = one, True
         if still:
             self._ring()
 
@@ -202,9 +280,9 @@ def _hang_up(place: _Place) -> None:
         inquiry.close()
 
 
-def _some(keys: list[str], turn: float) -> list[str]:
+def _some(keys: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
     """As many keys as one question takes; others each time."""
-    first = int(turn * 1000) % len(keys) if len(keys) > wire.MAX_KEYS else 0
+    first = time.monotonic_ns() % len(keys) if len(keys) > wire.MAX_KEYS else 0
     return [*keys[first:], *keys[:first]][: wire.MAX_KEYS]
 
 

@@ -43,8 +43,9 @@ class StreamConsumer:
         """Whether ``take`` gives one."""
         return self._answer(request.request_id) is not None
 
-    def watch(self, request: Request) -> None:
-        """Ask for a request's key until ``take`` gives the answer."""
+    def watch(self, request: Request, *, awaits_token: bool) -> None:
+        """Ask for a request's key until ``take`` gives the answer, and then, where it *awaits* it,
+        for the first token after its prompt, until ``forget``."""
         request_id, params = request.request_id, request.kv_transfer_params or {}
         self._waiting.add(request_id)
         if self._asker is None:
@@ -52,7 +53,8 @@ class StreamConsumer:
             self._failed[request_id] = ProtocolError(text)
             return
         try:
-            self._asker.watch(request_id, key_of(params), place_of_stream(params))
+            key, place = key_of(params), place_of_stream(params)
+            self._asker.watch(request_id, key, place, awaits_token=awaits_token)
         except ProtocolError as error:
             self._failed[request_id] = error
 
@@ -61,7 +63,10 @@ class StreamConsumer:
         answer = self._answer(request_id)
         if answer is None:
             return None
-        self.forget(request_id)
+        self._waiting.discard(request_id)
+        self._failed.pop(request_id, None)
+        if self._asker is not None:
+            self._asker.settle(request_id)
         if isinstance(answer, CommextError) and not isinstance(answer, ProtocolError):
             return ProtocolError(str(answer))
         return answer
@@ -72,8 +77,13 @@ class StreamConsumer:
             return self._asker.answer(request_id)
         return answer
 
+    def token(self, request_id: str) -> tuple[int, str] | None:
+        """The first token after a request's prompt, and what it was drawn by; None while it is not
+        known, and where it is not awaited."""
+        return None if self._asker is None else self._asker.token(request_id)
+
     def forget(self, request_id: str) -> None:
-        """The request has ended, or has its answer."""
+        """The request has ended, or its first token is not awaited any more."""
         self._waiting.discard(request_id)
         self._failed.pop(request_id, None)
         if self._asker is not None:

@@ -197,6 +197,11 @@ class StreamProducer:
             regions=[region.first for region in self._streaming.regions],
         )
 
+    def tell_token(self, request_id: str, first_token: int, sampling: str) -> None:
+        """A prompt is computed, and this token follows, drawn by this."""
+        if self.row_of(request_id) >= 0:
+            self._directory.tell(self._streams[request_id].key, first_token, sampling)
+
     def note_finish(self, request_id: str) -> None:
         """A request is computed no more; one that had not begun is forgotten."""
         stream = self._streams.get(request_id)

@@ -58,7 +58,8 @@ class Inquiry:
             raise ProtocolError(f"{self.address!r} is not an address to ask: {error}") from error
 
     def ask(self, request: Request) -> None:
-        """Ask one more question over the same connection, the one before being answered.
+        """Ask one more question over the same connection.  The one before is answered, or its
+        answer is told apart by who reads it.
 
         Raises:
             zmq.ZMQError: it cannot be sent.
@@ -72,6 +73,7 @@ class Inquiry:
         Raises:
             ProtocolError: the prefill engine cannot be reached or refused, or the answer is not
                 valid.
+            OtherAnswerError: it is proven, and that to a question before the last one.
         """
         try:
             frame = self._socket.recv_multipart(zmq.NOBLOCK)[-1]
@@ -99,6 +101,11 @@ class Inquiry:
         except zmq.Again:
             return None
         return wire.decode_news(self._caller.check(frame))
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """What an answer arrives at."""
+        return self._socket
 
     def is_connected(self) -> bool:
         """False once the connection was refused or has closed."""

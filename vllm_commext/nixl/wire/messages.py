@@ -28,6 +28,7 @@ MAX_DEVICES = 4096
 MAX_ROWS = 4096
 MAX_PIECES = 1 << 18
 """Of a progress table: rows, and pieces of block ids in each."""
+MAX_WAIT_SECONDS = 1.0
 MAX_KEYS = 64
 """Streams in one question."""
 KEY_DIGITS = 32
@@ -102,14 +103,20 @@ class Draining(Frame, tag="draining", frozen=True):
 
 
 class FindStreams(Frame, tag="find_streams", frozen=True):
-    """Side channel, decode to prefill: where are the prompts with these keys read?
+    """Side channel, decode to prefill: where are the prompts with these keys read, and which tokens
+    follow?  It is answered as soon as something of that is known; the asker's next question, over
+    the same connection, takes its place.
 
     Attributes:
-        keys: at most ``MAX_KEYS``, as their router chose them.
+        keys: of prompts that are looked for, as their router chose them.
+        awaited: of prompts whose first tokens are; together at most ``MAX_KEYS``.
+        wait_seconds: when it is answered at the latest, at most ``MAX_WAIT_SECONDS``.
         consumer: who asks, engine id.
     """
 
     keys: list[str]
+    awaited: list[str] = []
+    wait_seconds: float = 0.0
     consumer: str = ""
 
 
@@ -126,6 +133,9 @@ class FoundStream(msgspec.Struct, kw_only=True, frozen=True):
         fence_nonce: what stands there until the request is preempted or ends.
         prompt: what is computed, see ``prompt.digests``.
         regions: where each group's block ids begin in the row, in pieces.
+        first_token: the token that was sampled after the prompt, -1 where there is none yet, or
+            none that another engine could use.
+        sampling: what it was drawn by, see ``first_token``.
     """
 
     refusal: str = ""
@@ -137,6 +147,8 @@ class FoundStream(msgspec.Struct, kw_only=True, frozen=True):
     fence_nonce: int = 0
     prompt: dict[str, str] = {}
     regions: list[int] = []
+    first_token: int = -1
+    sampling: str = ""
 
 
 class FoundStreams(Frame, tag="found_streams", frozen=True):

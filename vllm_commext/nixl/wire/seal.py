@@ -200,6 +200,10 @@ class Gate:
         self._seen[nonce] = now
 
 
+class OtherAnswerError(ProtocolError):
+    """A proven answer to another request than the last one."""
+
+
 class Caller:
     """The asking side: proves one request and checks its answer.
 
@@ -222,7 +226,8 @@ class Caller:
         without the secret.
 
         Raises:
-            ProtocolError: the answer is not proven, or not the one to this request.
+            ProtocolError: the answer is not proven.
+            OtherAnswerError: it is not the one to this request.
         """
         if self._secret is None:
             return frame
@@ -235,5 +240,5 @@ class Caller:
             )
         sealed = unseal(self._secret, REPLY, frame)
         if sealed.nonce != self._nonce:
-            raise ProtocolError("the prefill engine's answer is that to another request")
+            raise OtherAnswerError("the prefill engine's answer is that to another request")
         return sealed.body

@@ -1,0 +1,230 @@
+"""Questions about streams: held by a side channel until something is known, asked by a thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.kit.descriptions import description
+from vllm_commext.errors import CommextError, ProtocolError
+from vllm_commext.nixl.prefill import side_channel
+from vllm_commext.nixl.prefill.side_channel import SideChannelServer
+from vllm_commext.nixl.stream import asker as asker_module
+from vllm_commext.nixl.stream.asker import StreamAsker
+from vllm_commext.nixl.stream.directory import StreamDirectory
+from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.inquiry import Inquiry
+from vllm_commext.nixl.wire.params import Handle
+from vllm_commext.nixl.wire.seal import OtherAnswerError
+from vllm_commext.testing.ports import free_port
+
+HOST = "127.0.0.1"
+BOUND_SECONDS = 60.0
+SECRET = b"s" * 32
+
+
+def key(number: int) -> str:
+    return f"{number:032x}"
+
+
+def wait_until(look: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + BOUND_SECONDS
+    while not (found := look()):
+        assert time.monotonic() < deadline, "nothing came in time"
+        time.sleep(0.002)
+    return found
+
+
+class Served:
+    """A prefill engine's side channel."""
+
+    def __init__(self, secret: bytes | None) -> None:
+        self.directory, self.port = StreamDirectory(), free_port(HOST)
+        self.secret = secret
+        described = {0: description("p")}
+        self.server = SideChannelServer(
+            "p", "start-1", HOST, self.port, described, secret, streams=self.directory
+        )
+
+    def begin(self, number: int) -> None:
+        stream = wire.FoundStream(
+            request_id=f"p{number}",
+            num_tokens=40,
+            row=3,
+            tag=77,
+            fence_slot=5,
+            fence_nonce=77,
+            prompt={"tokens": "0" * 32},
+            regions=[0],
+        )
+        self.directory.open(key(number), stream)
+
+
+@pytest.fixture(params=[None, SECRET], ids=["open", "with a secret"])
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    made = Served(request.param)
+    yield made
+    made.server.close()
+
+
+@pytest.fixture
+def asker(served: Served) -> Iterator[StreamAsker]:
+    made = StreamAsker("d", served.secret, BOUND_SECONDS, BOUND_SECONDS, lambda: None)
+    yield made
+    made.close()
+
+
+def ask(context: Any, served: Served, question: wire.FindStreams) -> Inquiry:
+    return Inquiry(context, HOST, served.port, question, served.secret)
+
+
+def seconds_to_answer(inquiry: Inquiry) -> tuple[float, Any]:
+    begun = time.monotonic()
+    found = wait_until(inquiry.poll)
+    inquiry.close()
+    return time.monotonic() - begun, found.found
+
+
+def test_a_question_is_held_until_a_prompt_begins(context: Any, served: Served) -> None:
+    question = wire.FindStreams(keys=[key(1), key(2)], wait_seconds=wire.MAX_WAIT_SECONDS)
+    inquiry = ask(context, served, question)
+    wait_until(lambda: served.server._held)
+    assert inquiry.poll() is None
+    served.begin(3)
+    served.begin(2)
+    _, found = seconds_to_answer(inquiry)
+    assert set(found) == {key(2)}
+    assert served.server._held == {}
+
+
+@pytest.mark.parametrize("wait_seconds", [0.0, 0.05, -1.0, 1e9, float("nan")])
+def test_a_question_is_answered_when_its_time_is_over(
+    context: Any, served: Served, wait_seconds: float
+) -> None:
+    question = wire.FindStreams(keys=[key(1)], wait_seconds=wait_seconds)
+    seconds, found = seconds_to_answer(ask(context, served, question))
+    assert found == {}
+    assert seconds >= (wait_seconds if wait_seconds == 0.05 else 0.0)
+
+
+def test_an_awaited_token_is_told_when_it_is_there(context: Any, served: Served) -> None:
+    served.begin(1)
+    question = wire.FindStreams(keys=[], awaited=[key(1)], wait_seconds=wire.MAX_WAIT_SECONDS)
+    inquiry = ask(context, served, question)
+    wait_until(lambda: served.server._held)
+    assert inquiry.poll() is None
+    served.directory.tell(key(1), 7, "drawn")
+    _, found = seconds_to_answer(inquiry)
+    assert (found[key(1)].first_token, found[key(1)].sampling) == (7, "drawn")
+
+
+def test_a_question_takes_the_place_of_the_one_before(context: Any, served: Served) -> None:
+    inquiry = ask(context, served, wire.FindStreams(keys=[key(1)], wait_seconds=1.0))
+    wait_until(lambda: served.server._held)
+    inquiry.ask(wire.FindStreams(keys=[key(2)], wait_seconds=1.0))
+    wait_until(lambda: next(iter(served.server._held.values())).asked.keys == [key(2)])
+    served.begin(2)
+    _, found = seconds_to_answer(inquiry)
+    assert set(found) == {key(2)}
+
+
+def test_an_answer_to_a_question_before_the_last_one_is_told_apart(context: Any) -> None:
+    served = Served(SECRET)
+    try:
+        served.begin(1)
+        inquiry = ask(context, served, wire.FindStreams(keys=[key(1)]))
+        time.sleep(0.1)
+        inquiry.ask(wire.FindStreams(keys=[key(1)]))
+        with pytest.raises(OtherAnswerError):
+            wait_until(inquiry.poll)
+        _, found = seconds_to_answer(inquiry)
+        assert set(found) == {key(1)}
+    finally:
+        served.server.close()
+
+
+def test_too_many_keys_are_refused(context: Any, served: Served) -> None:
+    keys = [key(number) for number in range(wire.MAX_KEYS)]
+    inquiry = ask(context, served, wire.FindStreams(keys=keys, awaited=[key(99)]))
+    with pytest.raises(ProtocolError, match="at most"):
+        wait_until(inquiry.poll)
+    inquiry.close()
+
+
+def test_more_questions_than_are_held_are_answered_at_once(
+    context: Any, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_channel, "MAX_HELD", 1)
+    first = ask(context, served, wire.FindStreams(keys=[key(1)], wait_seconds=1.0))
+    wait_until(lambda: served.server._held)
+    _, found = seconds_to_answer(
+        ask(context, served, wire.FindStreams(keys=[key(2)], wait_seconds=1.0))
+    )
+    assert found == {}
+    assert first.poll() is None
+    first.close()
+
+
+def test_begins_and_tokens_reach_the_requests_that_wait_for_them(
+    served: Served, asker: StreamAsker
+) -> None:
+    place = (HOST, served.port)
+    for number in range(100):  # more than one question takes
+        asker.watch(f"d{number}", key(number), place, awaits_token=number % 2 == 0)
+    for number in range(100):
+        served.begin(number)
+    for number in range(100):
+        assert isinstance(wait_until(lambda one=number: asker.answer(f"d{one}")), Handle)
+    for number in range(100):
+        served.directory.tell(key(number), number, "drawn")
+    for number in range(0, 100, 2):
+        assert wait_until(lambda one=number: asker.token(f"d{one}")) == (number, "drawn")
+    assert all(asker.token(f"d{number}") is None for number in range(1, 100, 2))
+    for number in range(100):
+        asker.forget(f"d{number}")
+    wait_until(lambda: not asker._places)
+    assert asker._tokens == asker._answers == {}
+
+
+def test_a_request_that_is_added_while_a_question_is_held_is_asked_for_at_once(
+    served: Served, asker: StreamAsker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asker_module, "_LOOK_SECONDS", BOUND_SECONDS)
+    asker.watch("d1", key(1), (HOST, served.port))
+    wait_until(lambda: served.server._held)
+    served.begin(2)
+    asker.watch("d2", key(2), (HOST, served.port))
+    wait_until(lambda: asker.answer("d2"))
+    assert asker.answer("d1") is None
+
+
+def test_a_prompt_that_ends_without_a_token_is_awaited_no_more(
+    served: Served, asker: StreamAsker
+) -> None:
+    served.begin(1)
+    asker.watch("d1", key(1), (HOST, served.port), awaits_token=True)
+    wait_until(lambda: asker.answer("d1"))
+    served.directory.end(key(1))
+    wait_until(lambda: not asker._places)
+    assert asker.token("d1") is None
+
+
+def test_a_side_channel_that_closes_fails_what_waits_and_leaves_what_has_its_answer(
+    served: Served, asker: StreamAsker
+) -> None:
+    served.begin(1)
+    asker.watch("d1", key(1), (HOST, served.port), awaits_token=True)
+    asker.watch("d2", key(2), (HOST, served.port))
+    wait_until(lambda: asker.answer("d1"))
+    served.server.close()
+    assert isinstance(wait_until(lambda: asker.answer("d2")), CommextError)
+    assert isinstance(asker.answer("d1"), Handle)
+    wait_until(lambda: not asker._places)
+
+
+def test_an_asker_that_has_asked_nothing_closes_twice(served: Served, asker: StreamAsker) -> None:
+    asker.close()
+    asker.close()
