@@ -35,7 +35,7 @@ from vllm_commext.testing.parity import Completion, complete, prefill
 NUM_GARBAGE = 200
 NUM_ABORTS = 6
 LONG_PROMPT = 900
-NUM_CROWDING, CROWDING_TOKENS = 6, 100
+NUM_CROWDING, CROWDING_TOKENS = 12, 100
 PREEMPTIONS = "vllm:num_preemptions_total"
 FOREIGN: tuple[Mapping[str, Any], ...] = (
     {"remote_engine_id": "nobody"},

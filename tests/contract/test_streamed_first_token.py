@@ -3,6 +3,7 @@ scheduler: it is the answer's first one where it is there when the prompt is."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,6 +23,7 @@ from tests.contract.scheduled_core import (
 )
 from tests.contract.test_streams import KEY, PROMPT, TO_STREAM, Channel
 from vllm_commext.compat.kv_connector import transfer_results_class
+from vllm_commext.nixl import scheduler
 from vllm_commext.nixl.first_token import DIFFERS, LOGPROBS, NOT_OFFERED, PREFILL
 
 pytestmark = [
@@ -31,6 +33,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 FIRST = next_token(PROMPT)
+BOUND_SECONDS = 60.0
 MakeCore = Callable[..., Core]
 ENDS: dict[str, dict[str, Any]] = {
     "length": {"max_tokens": 6},
@@ -75,7 +78,7 @@ def begin(decode: Core, channel: Channel, **sampling: Any) -> None:
 
 def knows_token(decode: Core) -> bool:
     side = decode.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
-    return side._consumer.token("d") is not None
+    return side._consumer.wait_for_token("d", 0.0) is not None
 
 
 def end_load(decode: Core) -> None:
@@ -207,7 +210,7 @@ def test_an_aborted_request_is_told_nothing_and_forgotten(
     side = decode.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
     if is_loaded:
         decode.worker.holds_loads = False
-        turn_until(decode, lambda: not side._streamed)
+        turn_until(decode, lambda: bool(side._begun))
     decode.scheduler.finish_requests("d", RequestStatus.FINISHED_ABORTED)
     decode.worker.holds_loads = False
     for _ in range(10):
@@ -225,3 +228,29 @@ def test_the_prefill_engine_tells_the_token_when_the_prompt_is_computed(make: Ma
     found = side._prefills.directory.find([], [KEY])
     assert found[KEY].first_token == FIRST
     assert found[KEY].sampling.endswith("greedy")
+
+
+def test_an_engine_with_nothing_to_compute_waits_for_a_token_that_is_about_to_come(
+    make: MakeCore, channel: Channel, decode: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "TOKEN_SECONDS", BOUND_SECONDS)
+    begin(decode, channel, max_tokens=3)
+    token = offered(make, max_tokens=3)
+    side = decode.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
+    decode.worker.holds_loads = False
+    turn_until(decode, lambda: bool(side._begun))
+    later = threading.Timer(0.2, channel.directory.tell, (KEY, *token))
+    later.start()
+    turn_until(decode, lambda: has_ended(decode, "d"))
+    assert decode.ways == Counter({PREFILL: 1})
+
+
+def test_an_engine_that_computes_waits_for_no_token(
+    make: MakeCore, channel: Channel, decode: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "TOKEN_SECONDS", 1e9)
+    decode.add(request_of("other", PROMPT, None, max_tokens=80))
+    begin(decode, channel, max_tokens=3)
+    end_load(decode)
+    assert not has_ended(decode, "other")
+    assert decode.ways["not_offered"] == 1

@@ -31,7 +31,9 @@ CHAT_TEMPLATE = (
 )
 CHUNK_TOKENS = 128
 NUM_TRIES = 400
+NUM_STREAMED = 8
 HANDOVERS = "vllm:commext_nixl_handovers_total"
+FIRST_TOKENS = "vllm:commext_nixl_first_tokens_total"
 ATOL = 1e-4  # nats, at float32
 EARLY = "X-Commext-First-Token"
 WAYS = "commext_proxy_first_tokens_total"
@@ -272,6 +274,27 @@ def test_a_prompt_is_read_while_it_is_computed(servers: Servers) -> None:
     added = scrape(servers.decode.url).minus(before[1])
     assert added.total(HANDOVERS, way="streamed") == 6
     assert added.total("vllm:commext_nixl_failures_total") == 0
+
+
+def test_a_prompt_that_is_read_while_it_is_computed_goes_on_from_its_first_token(
+    servers: Servers,
+) -> None:
+    """Without log probabilities, which D computes itself: tokens and usage of one server, the first
+    token from P whenever it has come before the prompt."""
+    dice = random.Random(31)
+    before = scrape(servers.decode.url)
+    for number in range(NUM_STREAMED):
+        prompt = [dice.randrange(32, 127) for _ in range(4 * CHUNK_TOKENS + number)]
+        kind = {"prompt": prompt, "return_token_ids": True, **CONTINUOUS}
+        body, request_id = body_of(COMPLETIONS, kind), uuid.uuid4().hex
+        found = told(servers.streamed, COMPLETIONS, body, request_id)
+        assert canonical(found) == canonical(told(servers.plain, COMPLETIONS, body, request_id))
+    wait_for_added(servers.decode.url, before, FIRST_TOKENS, at_least=NUM_STREAMED)
+    added = scrape(servers.decode.url).minus(before)
+    assert added.total(HANDOVERS, way="streamed") >= NUM_STREAMED - 1  # the first tells where
+    ways = {way: added.total(FIRST_TOKENS, way=way) for way in ("prefill", "not_offered")}
+    assert sum(ways.values()) == NUM_STREAMED
+    assert ways["prefill"] > NUM_STREAMED / 2
 
 
 def test_a_decode_server_that_is_killed_after_the_first_token(

@@ -90,8 +90,9 @@ class Source(Protocol):
         may write to, and says whether they are."""
         ...
 
-    def take_first_tokens(self) -> Iterable[tuple[Request, int]]:
-        """New requests whose first tokens are there, or must be and are not (``NO_TOKEN``)."""
+    def take_first_tokens(self, *, is_idle: bool) -> Iterable[tuple[Request, int]]:
+        """New requests whose first tokens are there, or must be and are not (``NO_TOKEN``); where
+        the engine *is idle* it may wait for one that is about to come."""
         ...
 
     def note_first_token(self, request: Request, way: str) -> None:
@@ -118,7 +119,8 @@ class FirstTokens:
         self._source.note_step(lambda: defer_frees(core.scheduler))
         for request_id in self._source.take_unread():
             _compute_here(core.scheduler, request_id)
-        for request, token in self._source.take_first_tokens():
+        is_idle = not core.scheduler.running
+        for request, token in self._source.take_first_tokens(is_idle=is_idle):
             can_send = token != NO_TOKEN and _may_begin(core.scheduler, request)
             if token != NO_TOKEN:
                 self._source.note_first_token(request, PREFILL if can_send else ENGINE)

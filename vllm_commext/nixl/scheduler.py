@@ -60,6 +60,10 @@ if TYPE_CHECKING:
 
     from vllm_commext.nixl.geometry.layout import Group
 
+TOKEN_SECONDS = 0.005
+"""That an engine with nothing to compute waits for the first token after a prompt that is here: a
+prefill engine knows it a few milliseconds after the last chunk's end, and computing it would take a
+step."""
 _NO_FIRST_TOKENS = Sampler()
 _NO_STREAMS = Streaming()
 _NO_REUSE = Reusing()
@@ -113,8 +117,10 @@ class SchedulerSide:
         self._answered: set[str] = set()
         self._failed_unread: set[str] = set()
         self._unread: list[str] = []
-        # Requests that are read while they are computed and whose first tokens are awaited.
+        # Requests that are read while they are computed and whose first tokens are awaited, and
+        # those of them whose prompts are here.
         self._streamed: dict[str, tuple[Request, Handle]] = {}
+        self._begun: list[str] = []
         self._groups = groups
         self._tp_size = tp_size
         self._port = port
@@ -260,11 +266,16 @@ class SchedulerSide:
         if is_due(request):
             self._first_tokens[request.request_id] = request, NO_TOKEN
 
-    def take_first_tokens(self) -> list[tuple[Request, int]]:
+    def take_first_tokens(self, *, is_idle: bool = False) -> list[tuple[Request, int]]:
         """Requests that have come in since the last call, or whose prompts were read while they
         were computed and are here since then, and the first token of each that is there;
-        ``note_first_token`` says what has become of it. ``NO_TOKEN`` where the answer must begin
-        with one that cannot be used here."""
+        ``note_first_token`` says what has become of it. An engine that *is idle* waits for those
+        that are about to come. ``NO_TOKEN`` where the answer must begin with one that cannot be
+        used here."""
+        begun, self._begun = self._begun, []
+        for request_id in begun:
+            if request_id in self._streamed:
+                self._begin_answer(request_id, TOKEN_SECONDS if is_idle else 0.0)
         taken, self._first_tokens = list(self._first_tokens.values()), {}
         return taken
 
@@ -324,14 +335,14 @@ class SchedulerSide:
         self._recorder.stream(way)
         return False
 
-    def _begin_answer(self, request_id: str, *, is_read: bool) -> None:
-        """A prompt that was read while it was computed is here, or is not: its answer begins with
-        the prefill engine's token, where that has come meanwhile."""
+    def _begin_answer(self, request_id: str, seconds: float) -> None:
+        """A prompt that was read while it was computed is here: its answer begins with the prefill
+        engine's token, where that comes within so long."""
         request, handle = self._streamed.pop(request_id)
-        token, sampling = self._consumer.token(request_id) or (NO_TOKEN, "")
+        token, sampling = self._consumer.wait_for_token(request_id, seconds) or (NO_TOKEN, "")
         self._consumer.forget(request_id)
         handle = replace(handle, first_token=token, sampling=sampling)
-        way = way_of(self._sampler, handle, request) if is_read else NOT_OFFERED
+        way = way_of(self._sampler, handle, request)
         if way == PREFILL and token < self._sampler.num_tokens:
             self._first_tokens[request_id] = request, token
         else:
@@ -465,8 +476,8 @@ class SchedulerSide:
         num_blocks = self._loading.pop(request_id, 0)
         reason = self._ends.failed.pop(request_id, "")
         self._reuse.note_end(request_id, failed=is_unread or bool(reason))
-        if request_id in self._streamed:
-            self._begin_answer(request_id, is_read=not (is_unread or reason))
+        if request_id in self._streamed and not (is_unread or reason):
+            self._begun.append(request_id)
         if reason:
             self._recorder.failure(reason)
         else:

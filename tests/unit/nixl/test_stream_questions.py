@@ -18,6 +18,7 @@ from vllm_commext.nixl.stream.directory import StreamDirectory
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.inquiry import Inquiry
 from vllm_commext.nixl.wire.params import Handle
+from vllm_commext.nixl.wire.prompt import DIGEST_DIGITS
 from vllm_commext.nixl.wire.seal import OtherAnswerError
 from vllm_commext.testing.ports import free_port
 
@@ -57,7 +58,7 @@ class Served:
             tag=77,
             fence_slot=5,
             fence_nonce=77,
-            prompt={"tokens": "0" * 32},
+            prompt={"tokens": "0" * DIGEST_DIGITS},
             regions=[0],
         )
         self.directory.open(key(number), stream)
@@ -181,8 +182,8 @@ def test_begins_and_tokens_reach_the_requests_that_wait_for_them(
     for number in range(100):
         served.directory.tell(key(number), number, "drawn")
     for number in range(0, 100, 2):
-        assert wait_until(lambda one=number: asker.token(f"d{one}")) == (number, "drawn")
-    assert all(asker.token(f"d{number}") is None for number in range(1, 100, 2))
+        assert asker.wait_for_token(f"d{number}", BOUND_SECONDS) == (number, "drawn")
+    assert all(asker.wait_for_token(f"d{number}", 0.0) is None for number in range(1, 100, 2))
     for number in range(100):
         asker.forget(f"d{number}")
     wait_until(lambda: not asker._places)
@@ -209,7 +210,7 @@ def test_a_prompt_that_ends_without_a_token_is_awaited_no_more(
     wait_until(lambda: asker.answer("d1"))
     served.directory.end(key(1))
     wait_until(lambda: not asker._places)
-    assert asker.token("d1") is None
+    assert asker.wait_for_token("d1", BOUND_SECONDS) is None
 
 
 def test_a_side_channel_that_closes_fails_what_waits_and_leaves_what_has_its_answer(

@@ -83,6 +83,7 @@ class StreamAsker:
         self._answers: dict[str, Answer] = {}
         self._tokens: dict[str, tuple[int, str]] = {}
         self._lock = threading.Lock()
+        self._told = threading.Condition(self._lock)
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -124,11 +125,15 @@ class StreamAsker:
         with self._lock:
             return self._answers.get(request_id)
 
-    def token(self, request_id: str) -> tuple[int, str] | None:
-        """The first token after the request's prompt, and what it was drawn by; None while it is
-        not known, and where it is not awaited."""
-        with self._lock:
+    def wait_for_token(self, request_id: str, seconds: float) -> tuple[int, str] | None:
+        """The first token after the request's prompt, and what it was drawn by; None where it has
+        not come after so long, or is not awaited."""
+        with self._told:
+            self._told.wait_for(lambda: not self._is_awaited(request_id), seconds)
             return self._tokens.get(request_id)
+
+    def _is_awaited(self, request_id: str) -> bool:
+        return any(request_id in place.awaited for place in self._places.values())
 
     def close(self) -> None:
         """End the thread, bounded; may be called again."""
@@ -239,6 +244,7 @@ class StreamAsker:
                         self._tokens[request_id] = stream.first_token, stream.sampling
                     if stream.first_token >= 0 or stream.refusal:
                         del place.awaited[request_id]
+            self._told.notify_all()
 
     def _give_up(self, place: _Place, now: float) -> None:
         with self._lock:
@@ -260,6 +266,7 @@ class StreamAsker:
         with self._lock:
             failed = list(place.waiting)
             place.awaited.clear()
+            self._told.notify_all()
         self._tell(place, dict.fromkeys(failed, error))
 
     def _tell(self, place: _Place, answers: dict[str, Answer]) -> None:

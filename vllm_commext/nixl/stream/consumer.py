@@ -77,10 +77,10 @@ class StreamConsumer:
             return self._asker.answer(request_id)
         return answer
 
-    def token(self, request_id: str) -> tuple[int, str] | None:
-        """The first token after a request's prompt, and what it was drawn by; None while it is not
-        known, and where it is not awaited."""
-        return None if self._asker is None else self._asker.token(request_id)
+    def wait_for_token(self, request_id: str, seconds: float) -> tuple[int, str] | None:
+        """The first token after a request's prompt, and what it was drawn by; None where it has not
+        come after so long, or is not awaited."""
+        return None if self._asker is None else self._asker.wait_for_token(request_id, seconds)
 
     def forget(self, request_id: str) -> None:
         """The request has ended, or its first token is not awaited any more."""
