@@ -104,7 +104,9 @@ env: ## The environment for everything above, in .venv
 
 test-matrix: $(MATRIX:%=contract-%) ## Contract tests on each supported vLLM, one environment each
 
-pythons: $(PYTHONS:%=python-%) ## Unit and contract tests on each of PYTHONS='3.10 3.12 3.13', one environment each
+pythons: env $(PYTHONS:%=python-%) ## Unit and contract tests on each of PYTHONS='3.10 3.12 3.13', one environment each; what the last has compiled on PYTHON, too
+	.venv-python$(lastword $(PYTHONS))/bin/python setup.py -q build_ext --inplace --force
+	$(PYTEST) $(NEIGHBOURS) tests/unit/shm $(PYTEST_ARGS)
 
 # vLLM 0.32 has no CPU wheel for 3.10.
 python-%:

@@ -4,13 +4,11 @@
  * The limited API of Python 3.10 has no buffer structure. Memory is reached through bytes,
  * bytearray, and PyObject_AsReadBuffer, whose symbol is part of the stable ABI, on a memoryview
  * that keeps the exporter from moving it.
- *
- * No format has a '#': compiled by Python 3.13 or newer, such a call is an error in an older one.
  */
 #ifndef VLLM_COMMEXT_SHM_RECORDS_H
 #define VLLM_COMMEXT_SHM_RECORDS_H
 
-#include <Python.h>
+#include "limited_api.h" /* Python's headers come first */
 
 #include <math.h>
 
@@ -20,11 +18,7 @@
 
 #define RING_SMALL_BYTES (64u << 10) /* copying more than this releases the interpreter's lock */
 
-#if PY_VERSION_HEX >= 0x030D0000
-/* Gone from the headers, kept in the stable ABI. */
-PyAPI_FUNC(int) PyObject_AsReadBuffer(PyObject *, const void **, Py_ssize_t *);
-#endif
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations" /* for that function alone */
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations" /* for PyObject_AsReadBuffer alone */
 
 typedef struct {
     PyObject_HEAD

@@ -8,7 +8,7 @@
 #ifndef VLLM_COMMEXT_SHM_STEP_FORMAT_H
 #define VLLM_COMMEXT_SHM_STEP_FORMAT_H
 
-#include <Python.h>
+#include "limited_api.h" /* Python's headers come first */
 
 #include <stdint.h>
 #include <string.h>
