@@ -111,7 +111,7 @@ TOGGLES: tuple[Toggle, ...] = (
         name="VLLM_COMMEXT_ALLREDUCE",
         field="allreduce",
         choices=("auto", "0", "1"),
-        default="0",
+        default="auto",
         meaning=(
             "The all-reduce of tensor parallelism, alone and with residual and norm. `auto` lets "
             "kernels of this package take part with CUDA graphs on one host of NVIDIA GPUs, for "

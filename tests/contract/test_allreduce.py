@@ -71,6 +71,7 @@ try:
     found = resolve(None)
 except TypeError:
     found = resolve()
+import vllm.distributed.device_communicators.cuda_communicator  # which sets a name by itself
 changed = sorted(name for name in os.environ if os.environ[name] != before.get(name))
 print(envs.VLLM_FLASHINFER_ALLREDUCE_BACKEND, found, changed)
 """

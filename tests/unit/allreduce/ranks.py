@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import distributed
 
@@ -29,7 +30,7 @@ from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
 from vllm_commext.allreduce.dispatch.startup import Wishes, lines, start_dispatcher
 from vllm_commext.allreduce.lockstep import Lockstep
 from vllm_commext.allreduce.message import Message
-from vllm_commext.allreduce.table import cache, measure
+from vllm_commext.allreduce.table import builtin, cache, measure
 from vllm_commext.allreduce.table.machine import Machine
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.errors import UnsupportedError
@@ -247,12 +248,12 @@ def check_creation_that_ends_midway(_: int, world: int) -> Any:
     return "no error"
 
 
-def by_itself_where(
-    parts: Parts, known: Machine, unknown: Machine, sizes: list[int]
-) -> dict[str, Any]:
+def by_itself_where(parts: Parts, unknown: Machine, sizes: list[int]) -> dict[str, Any]:
     """What takes part where nobody has asked for it, and with how much memory."""
-    start = start_dispatcher
-    few = Facts(hidden=4096, max_tokens=1024)
+    start, few = start_dispatcher, Facts(hidden=4096, max_tokens=1024)
+    known = Machine("NVIDIA H200", "", "", "", "", "", "")
+    without_gain = start(parts, Wishes(by_itself=True, facts=few), lambda: known)
+    real, builtin.IN_ENGINES = builtin.IN_ENGINES, frozenset({("NVIDIA H200", 2)})
     sizes.clear()
     made = start(parts, Wishes(by_itself=True, facts=few), lambda: known)
     assert made is not None
@@ -263,7 +264,7 @@ def by_itself_where(
         "by itself, bytes": list(sizes),
         "by itself, lines": lines(made, Wishes(by_itself=True, facts=few)),
     }
-    allowed = Machine("NVIDIA H200", "", "", "", "", "", "", multicast=True)
+    allowed = msgspec.structs.replace(known, multicast=True)
     for what, facts, machine in (
         ("an unknown machine", Facts(), unknown),
         ("another dtype", Facts(dtype="float64"), known),
@@ -281,6 +282,8 @@ def by_itself_where(
         cache.save(unknown, elsewhere, 64)
     distributed.barrier()
     found["by itself, never first"] = start(parts, cached, lambda: unknown) is None
+    found["by itself, GPUs without gain in engines"] = without_gain is None
+    builtin.IN_ENGINES = real
     return found
 
 
@@ -330,7 +333,7 @@ def check_start(rank: int, world: int) -> Any:
     found["invariant, unknown"] = start_dispatcher(parts, invariant, lambda: unknown)
     other = Wishes(names.NCCL, facts=same)
     found["invariant, forced"] = start_dispatcher(parts, other, lambda: known)
-    found.update(by_itself_where(parts, known, unknown, sizes))
+    found.update(by_itself_where(parts, unknown, sizes))
     creation.push.PushBackend = real
     found["broken"] = raised(lambda: start_dispatcher(parts, Wishes(), broken))
     measure.measure_backends = lambda *_: {"bfloat16": {1024: {"nccl": 1.0}}}

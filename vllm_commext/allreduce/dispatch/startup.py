@@ -94,12 +94,20 @@ def start_dispatcher(
         if startup:
             return machine, cache.load(machine, lockstep.world_size, hidden)
         use_cache = wishes.tune != BUILT_IN
-        return machine, find_table(machine, lockstep.world_size, hidden, use_cache=use_cache)
+        in_engines = wishes.by_itself and not wishes.facts.invariant
+        found = find_table(
+            machine, lockstep.world_size, hidden, use_cache=use_cache, in_engines=in_engines
+        )
+        return machine, found
 
     machine, table = lockstep.run(look)[0]
     if startup and table is None:
         return _measured(parts, wishes, machine)
-    if wishes.by_itself and table is not None:
+    if wishes.by_itself:
+        if table is None:
+            return _none(
+                "engines were not measured on these GPUs, and no `vllm-commext tune` was", lockstep
+            )
         if not _holds(table, machine, wishes):
             return _none(
                 "vLLM may use NVLink multicast here, and the table was measured without it",

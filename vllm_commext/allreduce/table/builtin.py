@@ -18,6 +18,9 @@ KIB, MIB = 1 << 10, 1 << 20
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 DTYPE = "bfloat16"
 ORIGIN = "built in"
+IN_ENGINES = frozenset({(H100, 2)})
+"""GPUs and how many, on which an engine with our kernels was faster in all that was measured.  With
+two H200s it was not at one request."""
 
 _Figures = dict[int, tuple[float, ...]]
 _COLUMNS = (names.FLASHINFER_ONE_SHOT, names.PUSH, names.CUSTOM, names.NCCL)

@@ -18,15 +18,18 @@ def find_table(
     hidden: int = cache.HIDDEN,
     *,
     use_cache: bool = True,
+    in_engines: bool = False,
     environ: Mapping[str, str] = os.environ,
 ) -> Table | None:
     """What was measured on this machine with such rows, else what is built in for it, else None.
 
-    Where the one says nothing of fused norms, the other does.
+    Where the one says nothing of fused norms, the other does.  *in_engines*: nothing built in for
+    GPUs on which engines were not shown to gain.
     """
     measured = cache.load(machine, world_size, hidden, environ) if use_cache else None
     reaches = machine.link != NO_ACCESS
-    known = builtin.builtin_table(machine.gpu, world_size) if reaches else None
+    serves = reaches and (not in_engines or (machine.gpu, world_size) in builtin.IN_ENGINES)
+    known = builtin.builtin_table(machine.gpu, world_size) if serves else None
     if measured is None or measured.fused or known is None:
         return measured or known
     return msgspec.structs.replace(measured, fused=known.fused)
