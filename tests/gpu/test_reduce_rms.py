@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.kit.gpu_checks import tell
 from vllm_commext.testing.gpu_ranks import Outcome, run_ranks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -39,14 +38,6 @@ def outcomes(request: pytest.FixtureRequest) -> Outcome:
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_check(
-    outcomes: Outcome,
-    check: str,
-    record_property: Callable[[str, object], None],
+    outcomes: Outcome, check: str, record_property: Callable[[str, object], None]
 ) -> None:
-    assert check in outcomes.lines, f"they ended before this check:\n{outcomes.text[-3000:]}"
-    line = outcomes.lines[check]
-    sys.stdout.write(json.dumps(line) + "\n")
-    record_property("figures", line["figures"])
-    assert not line["errors"], "\n".join(line["errors"].values())
-    if "skipped" in line["figures"]:
-        pytest.skip(line["figures"]["skipped"])
+    tell(outcomes, check, record_property)

@@ -1,0 +1,22 @@
+"""What the tests of checks that ranks run on GPUs have in common."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from vllm_commext.testing.gpu_ranks import Outcome
+
+
+def tell(outcome: Outcome, check: str, record: Callable[[str, object], None]) -> None:
+    """Pass on what the ranks found in one check: its figures, its errors, or why it was skipped."""
+    assert check in outcome.lines, f"they ended before this check:\n{outcome.text[-3000:]}"
+    line = outcome.lines[check]
+    sys.stdout.write(json.dumps(line) + "\n")
+    record("figures", line["figures"])
+    assert not line["errors"], "\n".join(line["errors"].values())
+    if "skipped" in line["figures"]:
+        pytest.skip(line["figures"]["skipped"])
