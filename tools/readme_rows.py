@@ -94,13 +94,13 @@ def kernels(
 
 
 def queue(*cases: str) -> Callable[[Results], Triples]:
-    """Median round trips of `benchmarks/shm_queue.py` with one reader and no other load."""
+    """Medians of `benchmarks/shm_queue.py` with one reader and no other load."""
 
     def median(results: Results, case: str, who: str) -> float:
         return statistics.median(
             cell["value"]
             for cell in results["cells"]
-            if (cell["case"], cell["variant"]) == (f"round trip, {case}", who)
+            if (cell["case"], cell["variant"]) == (case, who)
             and (cell["placement"], cell["n_readers"], cell["unit"]) == ("free", 1, "us p50")
         )
 
@@ -169,7 +169,7 @@ QK_NORM, ALL_REDUCE = "2026-11-22_reduce_rms_tp", "2026-11-22_allreduce_tp"
 SERVE = "2026-11-22_serve_"
 TWO_H100, TWO, FOUR = "Two H100", "Two H200", "Four H200"
 EPYC, XEON = "Two cores of an AMD EPYC (no AVX-512)", "Two cores of an Intel Xeon (AVX-512)"
-STEPS = ("SchedulerOutput of 8", "SchedulerOutput of 256")
+EPYC_AVX512 = "Two cores of an AMD EPYC (AVX-512)"
 
 ROWS = (
     Row(
@@ -288,13 +288,6 @@ ROWS = (
         kernels("tokens", (1, 2048), "vllm fused", "ours"),
     ),
     Row(
-        "queue round trip (d), 8; 256",
-        "2026-11-22_shm_queue_window",
-        EPYC,
-        "us",
-        queue(*STEPS),
-    ),
-    Row(
         "CPU all-reduce beside Gloo, 8 KiB; 32 MiB",
         "2026-11-22_cpu_collectives",
         EPYC,
@@ -309,11 +302,11 @@ ROWS = (
         serve("throughput", "single, llama, TP 2", "1P1D, llama, TP 2"),
     ),
     Row(
-        "queue round trip (d), 8; 256",
-        "2026-11-22_shm_queue_avx512_one_reader",
-        XEON,
+        "queue, a step there and back (d), 8; 256",
+        "2026-11-25_shm_queue",
+        EPYC_AVX512,
         "us",
-        queue(*STEPS),
+        queue("step of 8", "step of 256"),
     ),
     Row(
         "tokens a second (e), one server",

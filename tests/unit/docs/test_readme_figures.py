@@ -58,7 +58,7 @@ def test_the_speedup_of_servers_is_that_of_the_rounds(rows: ModuleType) -> None:
 
 def test_queue_rows_take_medians_of_one_reader_alone(rows: ModuleType) -> None:
     def cell(who: str, value: float, n_readers: int = 1) -> dict[str, object]:
-        shared = {"case": "round trip, x", "placement": "free", "unit": "us p50"}
+        shared = {"case": "x", "placement": "free", "unit": "us p50"}
         return {**shared, "variant": who, "value": value, "n_readers": n_readers}
 
     cells = [cell("vllm", 30.0), cell("vllm", 20.0), cell("vllm", 10.0), cell("ours", 10.0)]
