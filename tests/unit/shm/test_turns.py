@@ -67,6 +67,7 @@ def test_a_handler_that_raises_at_any_point_leaves_the_end_free(end: str) -> Non
         work = partial(writer.enqueue, "x", 1) if end == "writer" else partial(reader.dequeue, 0)
         before = sys.gettrace()
         method = Writer.enqueue if end == "writer" else LocalReader.dequeue
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 wants to know of some before it traces
         try:
             sys.settrace(raising_after(method.__code__, count))
             work()
