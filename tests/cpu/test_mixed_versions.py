@@ -11,7 +11,7 @@ import pytest
 from tests.kit import ROOT
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import scrape, wait_for_added
-from vllm_commext.testing.parity import compare, complete
+from vllm_commext.testing.parity import compare, complete, near_enough
 from vllm_commext.testing.prompts import prompt_set
 from vllm_commext.testing.servers import VllmServer
 from vllm_commext.testing.tiny_kinds import KINDS
@@ -23,11 +23,17 @@ pytestmark = [
     pytest.mark.skipif(not OTHER, reason="`make mixed` names the other vLLM's interpreter"),
 ]
 ATOL = 1e-3  # nats, at float32: kernels differ between versions
+VISIBLE = 0.2  # nats, at bfloat16: another prompt's answer is further away (`test_tiny_model.py`)
 BLOCKS = "vllm:commext_nixl_blocks_total"
 FAILURES = "vllm:commext_nixl_failures_total"
-MODELS = ("llama", "mla")
-"""Dense, and latent attention, which needs vLLM 0.30 on CPUs. No hybrids: vLLM 0.30 has no
-float32 kernel for their convolution on processors with AVX-512."""
+MODELS = ("llama", "mla", "granite1", "nemotron", "qwen3next")
+"""Dense; and what needs vLLM 0.30 on CPUs: latent attention, Mamba2 hybrids, gated delta nets."""
+HYBRIDS = MODELS[2:]
+HYBRID_ARGS = ["--dtype", "bfloat16", "--no-enable-prefix-caching"]
+"""vLLM 0.30 has no float32 kernel for their convolution on processors with AVX-512, 0.32 none for
+Mamba2 whose prefixes are cached."""
+LAYOUT = {"VLLM_SSM_CONV_STATE_LAYOUT": "SD"}
+"""The one order of a convolution's state that vLLM 0.30 has on CPUs with bfloat16 instructions."""
 VERSION = "from vllm.version import __version_tuple__ as one; print(one[1])"
 
 
@@ -40,10 +46,12 @@ def is_dense_alone() -> bool:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def servers(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, VllmServer]]:
-    kind = request.param
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def servers(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VllmServer]]:
     if kind != "llama" and is_dense_alone():
         pytest.skip(f"{kind} does not run on CPUs with the connector before vLLM 0.30")
     folder = tmp_path_factory.mktemp("mixed")
@@ -51,13 +59,13 @@ def servers(
     made: dict[str, VllmServer] = {}
     for name in ("here", "other"):
         config = cluster.kv_transfer_config("kv_both")
-        environ = {"PYTHONPATH": str(ROOT)}  # one state of this package in both
+        environ = {"PYTHONPATH": str(ROOT), **LAYOUT}  # one state of this package in both
         made[name] = cluster.engine_server(
             name,
             model,
             folder,
             config,
-            args=KINDS[kind].cpu_options,
+            args=HYBRID_ARGS if kind in HYBRIDS else KINDS[kind].cpu_options,
             environ=environ,
         )
     made["other"].command[0] = OTHER
@@ -67,14 +75,20 @@ def servers(
 
 @pytest.mark.parametrize(("source", "target"), [("here", "other"), ("other", "here")])
 def test_one_reads_the_others_cache(
-    servers: dict[str, VllmServer], source: str, target: str
+    servers: dict[str, VllmServer], kind: str, source: str, target: str
 ) -> None:
     urls = [servers[name].url for name in (source, target)]
-    before = scrape(urls[1])
-    for prompt in prompt_set(6, seed=len(source), block_size=cluster.BLOCK_SIZE):
+    before, is_hybrid = scrape(urls[1]), kind in HYBRIDS
+    prompts = prompt_set(9, seed=len(source), block_size=cluster.BLOCK_SIZE)
+    # Of hybrids a prompt of one token is not handed over, and of two tokens P computes one, which
+    # vLLM 0.30 does wrongly for gated delta nets, with or without a connector.
+    prompts = [one for one in prompts if len(one) > 2 * is_hybrid][:6]
+    for prompt in prompts:
         got = cluster.disaggregated(*urls, cluster.MODEL_NAME, prompt)
-        difference = compare(complete(urls[0], cluster.MODEL_NAME, prompt), got, ATOL)
-        assert difference.equal, difference
+        own = complete(urls[0], cluster.MODEL_NAME, prompt)
+        difference = compare(own, got, VISIBLE if is_hybrid else ATOL)
+        assert difference.max_logprob <= (VISIBLE if is_hybrid else ATOL), difference
+        assert near_enough(own, got, VISIBLE) if is_hybrid else difference.equal, difference
     added = wait_for_added(urls[1], before, BLOCKS, at_least=6)
     assert added.total(FAILURES) == 0
     assert "vllm_version" in servers[target].wait_for_log("vllm_version", 30)
