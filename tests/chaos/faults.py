@@ -35,7 +35,8 @@ from vllm_commext.testing.parity import Completion, complete, prefill
 NUM_GARBAGE = 200
 NUM_ABORTS = 6
 LONG_PROMPT = 900
-NUM_CROWDING, CROWDING_TOKENS = 12, 100
+NUM_CROWDING, CROWDING_PROMPT, CROWDING_TOKENS = 13, 400, 300
+"""Each is let in with its prompt, and grows; three more can run beside them."""
 PREEMPTIONS = "vllm:num_preemptions_total"
 FOREIGN: tuple[Mapping[str, Any], ...] = (
     {"remote_engine_id": "nobody"},
@@ -184,13 +185,14 @@ def _network(*, cut: bool) -> Callable[[Scene], None]:
 def _crowd_prefill(scene: Scene) -> list[str]:
     """Prompts straight to P, more than it has blocks for, among those of the load."""
     url = scene.testbed.url(PREFILL)
-    prompts = [make_prompts(1, scene.rng.randrange(1 << 30))[0] * 30 for _ in range(NUM_CROWDING)]
+    prompts = [
+        (make_prompts(1, scene.rng.randrange(1 << 30))[0] * 30)[:CROWDING_PROMPT]
+        for _ in range(NUM_CROWDING)
+    ]
     before = scene.testbed.metrics(PREFILL).total(PREEMPTIONS)
     with ThreadPoolExecutor(NUM_CROWDING) as pool:
         for prompt in prompts:
-            pool.submit(
-                complete, url, cluster.MODEL_NAME, prompt[:LONG_PROMPT], max_tokens=CROWDING_TOKENS
-            )
+            pool.submit(complete, url, cluster.MODEL_NAME, prompt, max_tokens=CROWDING_TOKENS)
     preempted = scene.testbed.metrics(PREFILL).total(PREEMPTIONS) - before
     return [] if preempted else ["P has preempted nothing"]
 
