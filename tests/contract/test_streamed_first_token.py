@@ -248,9 +248,18 @@ def test_an_engine_with_nothing_to_compute_waits_for_a_token_that_is_about_to_co
 def test_an_engine_that_computes_waits_for_no_token(
     make: MakeCore, channel: Channel, decode: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "TOKEN_SECONDS", 1e9)
-    decode.add(request_of("other", PROMPT, None, max_tokens=80))
     begin(decode, channel, max_tokens=3)
+    decode.add(request_of("other", PROMPT, None, max_tokens=80))
+    turn_until(decode, lambda: bool(decode.answer("other").tokens))
+    consumer = decode.scheduler.get_kv_connector().scheduler_side._consumer  # pyright: ignore
+    waited, really = [], consumer.wait_for_token
+
+    def wait_for_token(name: str, seconds: float) -> Any:
+        waited.append(seconds)
+        return really(name, seconds)
+
+    monkeypatch.setattr(consumer, "wait_for_token", wait_for_token)
     end_load(decode)
+    assert waited == [0.0]
     assert not has_ended(decode, "other")
     assert decode.ways["not_offered"] == 1
