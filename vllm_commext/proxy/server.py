@@ -18,10 +18,10 @@ from vllm_commext.proxy.config import ProxyConfig, read_secret
 
 logger = logging.getLogger("vllm.commext.proxy")
 
-BACKLOG = 2048
-"""Connections that wait to be accepted.  The kernel drops what comes beyond them, and a client
-tries again a second later."""
 _KEEP_ALIVE_SECONDS = 75.0
+# Connections that wait to be accepted. The kernel drops what comes beyond them, and a client tries
+# again a second later.
+_BACKLOG = 2048
 # Requests have drained before the runner is closed; this bounds what is left to close.
 _CLOSE_SECONDS = 0.25
 
@@ -101,6 +101,18 @@ def make_runner(proxy: ProxyApp) -> web.AppRunner:
     )
 
 
+def make_site(
+    runner: web.AppRunner,
+    host: str,
+    port: int,
+    tls: ssl.SSLContext | None,
+    *,
+    reuse_port: bool | None = None,
+) -> web.TCPSite:
+    """Where *runner* is going to listen; *reuse_port*: beside other processes."""
+    return web.TCPSite(runner, host, port, ssl_context=tls, backlog=_BACKLOG, reuse_port=reuse_port)
+
+
 async def _listen(
     runner: web.AppRunner,
     host: str,
@@ -108,7 +120,7 @@ async def _listen(
     option_prefix: str = "",
     tls: ssl.SSLContext | None = None,
 ) -> web.TCPSite:
-    site = web.TCPSite(runner, host, port, ssl_context=tls, backlog=BACKLOG)
+    site = make_site(runner, host, port, tls)
     try:
         await site.start()
     except OSError as error:

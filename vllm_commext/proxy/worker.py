@@ -12,15 +12,13 @@ import socket
 import sys
 from typing import Any
 
-from aiohttp import web
-
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.access import server_tls
 from vllm_commext.proxy.admin import AdminState
 from vllm_commext.proxy.app import ProxyApp
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.event_loop import run_loop
-from vllm_commext.proxy.server import BACKLOG, drained, make_runner
+from vllm_commext.proxy.server import drained, make_runner, make_site
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -51,13 +49,7 @@ async def serve_for(supervisor: socket.socket) -> None:
     gauges = asyncio.create_task(_set_gauges(proxy))
     try:
         _apply(proxy, first["admin"])
-        tls = server_tls(config)
-        site = web.TCPSite(
-            *(runner, config.host, config.port),
-            ssl_context=tls,
-            backlog=BACKLOG,
-            reuse_port=True,
-        )
+        site = make_site(runner, config.host, config.port, server_tls(config), reuse_port=True)
         await site.start()
         writer.write(message(ready=True))
         await _obey(proxy, reader, writer)
