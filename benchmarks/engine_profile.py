@@ -68,6 +68,19 @@ def least(workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**spans, "kernels": kernels}
 
 
+def section(profiles: Mapping[str, Sequence[Mapping[str, Any]]], steps: int) -> list[str]:
+    """The lines of a page about them; none where nothing was watched.
+
+    Args:
+        profiles: by engine, what `stop` returned of its workers.
+        steps: of the model while it was watched.
+    """
+    if not profiles:
+        return []
+    head = ["", "One request at a time, of each kernel the worker with least of it:", ""]
+    return head + table({name: least(of) for name, of in profiles.items()}, steps)
+
+
 def table(profiles: Mapping[str, Mapping[str, Any]], steps: int) -> list[str]:
     """Lines of Markdown: microseconds a step of each engine, and the kernels in which they differ
     most.

@@ -190,14 +190,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         for each in workers
     ]
     lines += ["", f"Greedy tokens that are equal: {json.dumps(report['equal tokens'])}"]
-    if report["profile"]:
-        lines += [
-            "",
-            "One request at a time, of each kernel the worker with least of it:",
-            "",
-        ]
-        profiles = {name: engine_profile.least(of) for name, of in report["profile"].items()}
-        lines += engine_profile.table(profiles, report["facts"]["profiled steps"])
+    lines += engine_profile.section(report[PROFILE], report["facts"]["profiled steps"])
     return "\n".join([*lines, ""])
 
 
@@ -263,7 +256,7 @@ def compare(args: argparse.Namespace) -> int:
             "fused op": {name: ready[name] for name in (OURS, AUTO) if name in made},
             "log": {name: log_of(made[name]) for name in (OURS, AUTO) if name in made},
             "equal tokens": agreement(tokens),
-            "profile": {name: engine.ask(PROFILE, end) for name, engine in made.items()}
+            PROFILE: {name: engine.ask(PROFILE, end) for name, engine in made.items()}
             if args.profile
             else {},
         }

@@ -173,10 +173,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     lines[-1] += f"{report['answers']['equal']} of {report['answers']['answers']} equal."
     lines += ["", "All-reduces by who served them, of each worker:", ""]
     lines += [f"    {name}: {json.dumps(of)}" for name, of in report["served by"].items()]
-    if report["profile"]:
-        lines += ["", "One request at a time, of each kernel the worker with least of it:", ""]
-        profiles = {name: engine_profile.least(of) for name, of in report["profile"].items()}
-        lines += engine_profile.table(profiles, report["facts"]["output"])
+    lines += engine_profile.section(report[PROFILE], report["facts"]["output"])
     return "\n".join([*lines, ""])
 
 
