@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from vllm.config import KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.platforms import current_platform
@@ -34,8 +35,12 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.metadata import WorkerMetadata
 
+SENDS_FIRST_TOKENS = pytest.mark.skipif(
+    transfer_results_class() is None, reason="vLLM before 0.30 sends no first token"
+)
 BLOCK = 4
 NUM_BLOCKS = 64
 MAX_TOKENS = 128

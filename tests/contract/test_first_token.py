@@ -24,8 +24,10 @@ from vllm.v1.request import RequestStatus
 
 from tests.contract.scheduled_core import (
     BLOCK,
+    BOUND_SECONDS,
     MAX_TOKENS,
     NUM_TOKENS,
+    SENDS_FIRST_TOKENS,
     Core,
     next_token,
     prefilled,
@@ -33,7 +35,6 @@ from tests.contract.scheduled_core import (
 )
 from tests.contract.vllm_caches import make_caches
 from vllm_commext.compat import engine_wait
-from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl import first_token
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.plan import Blocks
@@ -44,15 +45,12 @@ from vllm_commext.nixl.vllm_cache import ModelFacts
 from vllm_commext.nixl.worker import WorkerSide
 
 pytestmark = [
-    pytest.mark.skipif(
-        transfer_results_class() is None, reason="vLLM before 0.30 sends no first token"
-    ),
+    SENDS_FIRST_TOKENS,
     # vLLM looks at the model's class in a process of its own, once, which imports all of vLLM.
     pytest.mark.timeout(600),
 ]
 PROMPT = list(range(14))
 FIRST = next_token(PROMPT)
-BOUND_SECONDS = 60
 _number = count()
 MakeCore = Callable[..., Core]
 

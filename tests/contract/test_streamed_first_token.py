@@ -14,6 +14,8 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from tests.contract.scheduled_core import (
+    BOUND_SECONDS,
+    SENDS_FIRST_TOKENS,
     Core,
     has_ended,
     next_token,
@@ -22,18 +24,11 @@ from tests.contract.scheduled_core import (
     turn_until,
 )
 from tests.contract.test_streams import KEY, PROMPT, TO_STREAM, Channel
-from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl import scheduler
 from vllm_commext.nixl.first_token import DIFFERS, LOGPROBS, NOT_OFFERED, PREFILL
 
-pytestmark = [
-    pytest.mark.skipif(
-        transfer_results_class() is None, reason="vLLM before 0.30 sends no first token"
-    ),
-    pytest.mark.timeout(600),
-]
+pytestmark = [SENDS_FIRST_TOKENS, pytest.mark.timeout(600)]
 FIRST = next_token(PROMPT)
-BOUND_SECONDS = 60.0
 MakeCore = Callable[..., Core]
 ENDS: dict[str, dict[str, Any]] = {
     "length": {"max_tokens": 6},
