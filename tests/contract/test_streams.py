@@ -3,9 +3,11 @@ and how a decode engine waits for one, without any blocks, until it has begun.""
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +28,7 @@ from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Chunk, Hold, Restart
 from vllm_commext.nixl.stream.directory import StreamDirectory
 from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.params import write_place
 from vllm_commext.nixl.wire.prompt import digests, prompt_of
 from vllm_commext.testing.ports import free_port
 
@@ -40,6 +43,7 @@ KEY = "0123456789abcdef" * 2
 TO_STREAM = {"do_remote_decode": True, "do_remote_prefill": False, "stream_key": KEY}
 PROMPT = list(range(40))
 BOUND_SECONDS = 60.0
+SECRET = b"0123456789abcdef"
 MakeCore = Callable[..., Core]
 
 
@@ -188,12 +192,13 @@ def test_what_is_not_streamed_is_handed_over_whole(make: MakeCore) -> None:
 class Channel:
     """A prefill engine's side channel."""
 
-    def __init__(self) -> None:
+    def __init__(self, secret: bytes | None = None) -> None:
         self.port = free_port(HOST)
         self.directory = StreamDirectory()
+        self._place = write_place(HOST, self.port, secret)
         described = {0: description("p")}
         self._server = SideChannelServer(
-            "p", "start-1", HOST, self.port, described, streams=self.directory
+            "p", "start-1", HOST, self.port, described, secret, streams=self.directory
         )
 
     def begin(self, tokens: list[int], **changes: Any) -> None:
@@ -216,8 +221,8 @@ class Channel:
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "stream_key": KEY,
-            "remote_host": HOST,
-            "remote_port": self.port,
+            **{f"remote_{name}": self._place[name] for name in ("host", "port")},
+            "remote_place_seal": self._place["seal"],
         }
 
     def close(self) -> None:
@@ -342,18 +347,60 @@ def test_an_aborted_request_is_forgotten(make: MakeCore, channel: Channel) -> No
     assert not side.is_loading("d")
 
 
+def test_with_a_secret_no_place_is_asked_that_it_does_not_prove(
+    make: MakeCore, tmp_path: Path
+) -> None:
+    file = tmp_path / "secret"
+    file.write_bytes(SECRET)
+    channel = Channel(SECRET)
+    with closing(channel), socket.create_server((HOST, 0)) as elsewhere:
+        elsewhere.setblocking(False)
+        prefill = make("kv_producer", side_channel_secret_file=str(file))
+        prefill.add(request_of("p", PROMPT, TO_STREAM, max_tokens=1))
+        prefill.run("p")
+        told = params_of(prefill, "p")
+        place = write_place(told["remote_host"], told["remote_port"], SECRET)
+        assert told["remote_place_seal"] == place["seal"] != ""
+
+        core = make("kv_consumer", side_channel_secret_file=str(file))
+        core.worker.fails = lambda request_id: request_id != "proven"
+        loads = loads_of(core)
+        forged = {**channel.params, "remote_port": elsewhere.getsockname()[1]}
+        for name, params in {
+            "forged": forged,
+            "none": {**channel.params, "remote_place_seal": None},
+            "another's": {**forged, "remote_place_seal": write_place(HOST, 1, SECRET)["seal"]},
+        }.items():
+            core.add(request_of(name, PROMPT, params, max_tokens=3))
+            turn_until(core, partial(has_ended, core, name))
+            assert "expected remote_place_seal to prove" in loads[-1].refusal
+        with pytest.raises(BlockingIOError):
+            elsewhere.accept()
+
+        channel.begin(PROMPT)
+        core.add(request_of("proven", PROMPT, channel.params, max_tokens=3))
+        turn_until(core, lambda: has_ended(core, "proven"))
+        assert (loads[-1].refusal, loads[-1].remote.stream_row) == ("", 3)
+
+
+def loads_of(core: Core) -> list[Any]:
+    """What the worker is told to load, from now on."""
+    told: list[Any] = []
+    execute = core.worker.execute
+
+    def note(step: Any) -> Any:
+        told.extend(step.kv_connector_metadata.loads)
+        return execute(step)
+
+    core.worker.execute = note
+    return told
+
+
 def test_an_engine_that_streams_nothing_says_what_to_set(folder: Path, channel: Channel) -> None:
     core = Core(folder, "kv_consumer")
     try:
         core.worker.fails = lambda request_id: True
-        told: list[Any] = []
-        execute = core.worker.execute
-
-        def note(step: Any) -> Any:
-            told.extend(step.kv_connector_metadata.loads)
-            return execute(step)
-
-        core.worker.execute = note
+        told = loads_of(core)
         core.add(request_of("d", PROMPT, channel.params, max_tokens=3))
         turn_until(core, lambda: has_ended(core, "d"))
         assert "stream_chunks" in told[0].refusal

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import json
 import random
+import socket
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,7 +89,8 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     args += ["--tool-call-parser", "hermes"]
 
     def engine(name: str, role: str) -> VllmServer:
-        config = cluster.kv_transfer_config(role, policy="recompute")
+        extra = {"stream_chunks": True}
+        config = cluster.kv_transfer_config(role, policy="recompute", extra=extra)
         return cluster.engine_server(name, model, folder, config, args=args, environ=SECRET)
 
     # Without the connector. vLLM's own queue keeps a core busy for a second after each answer.
@@ -341,3 +345,38 @@ def test_with_a_secret_a_router_may_not_write_another_host(servers: Servers) -> 
     got = servers.decoded(prompt, {**params, "remote_host": "localhost"})
     assert compare(expected, got, ATOL).equal
     assert "or altered" in servers.decode.wait_for_log("KV cache not loaded", LOG_SECONDS, start)
+
+
+def test_with_a_secret_a_router_may_not_name_another_place_for_a_stream(servers: Servers) -> None:
+    """The decode server asks nobody there, and recomputes; a place that the prefill server has
+    named it asks, and reads what that computes."""
+    place = {
+        name: value
+        for name, value in servers.prefilled(new_prompt(8)).items()
+        if name in ("remote_host", "remote_port", "remote_place_seal")
+    }
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere, ThreadPoolExecutor(1) as pool:
+        elsewhere.setblocking(False)
+        for wrong, num_blocks in (
+            ({"remote_host": "localhost"}, 0),
+            ({"remote_port": elsewhere.getsockname()[1]}, 0),
+            ({"remote_place_seal": ""}, 0),
+            ({}, 4),
+        ):
+            prompt = new_prompt()
+            expected, key = servers.reference(prompt), {"stream_key": uuid.uuid4().hex}
+            before, start = scrape(servers.decode.url), len(servers.decode.log_text())
+            to_prefill = {"kv_transfer_params": {**PREFILL_PARAMS, **key}}
+            model, url = cluster.MODEL_NAME, servers.prefill.url
+            computing = pool.submit(complete, url, model, prompt, max_tokens=1, extra=to_prefill)
+            params = {"do_remote_prefill": True, "do_remote_decode": False, **key, **place, **wrong}
+            got = servers.decoded(prompt, params)
+            assert computing.result().token_ids == got.token_ids[:1]
+            assert compare(expected, got, ATOL).equal
+            if not num_blocks:
+                log, words = servers.decode, "expected remote_place_seal to prove"
+                assert words in log.wait_for_log("KV cache not loaded", LOG_SECONDS, start)
+            name = BLOCKS if num_blocks else FAILURES
+            assert servers.added(before, name, at_least=1).total(BLOCKS) == num_blocks
+        with pytest.raises(BlockingIOError):
+            elsewhere.accept()

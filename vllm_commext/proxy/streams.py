@@ -39,10 +39,12 @@ KEY_BYTES = 16
 
 @dataclass(frozen=True)
 class Place:
-    """A prefill engine's side channel. chunk_tokens: prompts of more take several chunks."""
+    """A prefill engine's side channel, and what proves to decode engines that it is one, "" where
+    they share no secret. chunk_tokens: prompts of more take several chunks."""
 
     host: str
     port: int
+    seal: str
     chunk_tokens: int
 
 
@@ -55,13 +57,16 @@ class Streams:
 
     def learn(self, params: Any) -> None:
         """Take the parameters in an answer of the engine's."""
-        if not isinstance(params, dict):
-            return
-        names = ("host", "port", "chunk_tokens")
-        host, port, chunk = (params.get(f"remote_{name}") for name in names)
-        if not (isinstance(host, str) and isinstance(port, int) and isinstance(chunk, int)):
-            return
-        place = Place(host, port, chunk)
+        match params:
+            case {
+                "remote_host": str(host),
+                "remote_port": int(port),
+                "remote_place_seal": str(seal),
+                "remote_chunk_tokens": int(chunk_tokens),
+            }:
+                place = Place(host, port, seal, chunk_tokens)
+            case _:
+                return
         self._is_one = self._is_one and self._place in (None, place)
         self._place = place
 
@@ -96,6 +101,7 @@ def decode_body(body: Mapping[str, Any], key: str, place: Place) -> dict[str, An
         "stream_key": key,
         "remote_host": place.host,
         "remote_port": place.port,
+        "remote_place_seal": place.seal,
     }
     return two_step.decode_body(body, params)
 

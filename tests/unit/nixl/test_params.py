@@ -21,8 +21,10 @@ from vllm_commext.nixl.wire.params import (
     OtherProtocolError,
     is_for_decode,
     is_for_prefill,
+    place_of_stream,
     read_params,
     write_params,
+    write_place,
 )
 from vllm_commext.nixl.wire.seal import prove_params
 
@@ -270,3 +272,30 @@ def test_anything_reads_or_is_refused(changes: dict[str, Any], more: dict[str, A
     assert 1 <= remote.port <= 65535
     assert remote.fence_slot >= -1
     assert 0 <= remote.fence_nonce < 1 << 64
+
+
+def test_the_place_of_a_stream_is_read_as_it_was_written_and_proven() -> None:
+    params = write_params(HANDLE, SECRET, chunk_tokens=64)
+    place = (HANDLE.remote.host, HANDLE.remote.port)
+    assert place_of_stream(params, SECRET) == place
+    assert place_of_stream(params) == place  # who has no secret checks nothing
+    assert read_params(params, SECRET) == HANDLE
+    unsealed = write_params(HANDLE, chunk_tokens=64)
+    assert unsealed["remote_place_seal"] == ""
+    assert place_of_stream(unsealed) == place
+    for wrong in (
+        {"remote_host": "p1"},
+        {"remote_port": HANDLE.remote.port + 1},
+        {"remote_place_seal": write_place("p1", HANDLE.remote.port, SECRET)["seal"]},
+        {"remote_place_seal": params["remote_seal"]},
+        {"remote_place_seal": "\ud800"},
+        {"remote_place_seal": ["0" * 64]},
+    ):
+        with pytest.raises(ProtocolError, match="remote_place_seal to prove .*, got another proof"):
+            place_of_stream({**params, **wrong}, SECRET)
+    with pytest.raises(ProtocolError, match="another proof"):
+        place_of_stream(params, b"f" * 16)
+    # A router that knows nothing of the seal, or a prefill engine that has no secret.
+    for missing in ({k: v for k, v in params.items() if k != "remote_place_seal"}, unsealed):
+        with pytest.raises(ProtocolError, match="got no proof: let the router pass on"):
+            place_of_stream(missing, SECRET)

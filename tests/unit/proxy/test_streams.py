@@ -22,7 +22,13 @@ BODY = {"model": "tiny", "prompt": "long " * 40, "max_tokens": 3, "temperature":
 DRAWN = {**BODY, "temperature": 0.7}
 SHORT = {**BODY, "prompt": "short"}
 ANSWER = Stream(((7, "one"), (8, " two"), (9, " three")))
-PLACE = {"remote_host": "10.0.0.7", "remote_port": 5600, "remote_chunk_tokens": 16}
+SEAL = "5ea1" * 16
+PLACE = {
+    "remote_host": "10.0.0.7",
+    "remote_port": 5600,
+    "remote_place_seal": SEAL,
+    "remote_chunk_tokens": 16,
+}
 KEY = re.compile("[0-9a-f]{32}")
 
 
@@ -100,6 +106,7 @@ async def test_both_engines_are_asked_at_once_as_soon_as_it_is_known_where(kit: 
             "stream_key": key,
             "remote_host": "10.0.0.7",
             "remote_port": 5600,
+            "remote_place_seal": SEAL,
         }
         assert decoding.calls[1].body["prompt"] == BODY["prompt"]
         await ask(cluster)
@@ -278,6 +285,7 @@ async def test_a_client_that_leaves_takes_both_requests_along(kit: Any) -> None:
     [
         ([{}], SHORT, "short_prompt"),
         ([{"remote_chunk_tokens": None}], BODY, "not_known"),
+        ([{"remote_place_seal": None}], BODY, "not_known"),  # of an older release
         ([{}, {"remote_port": 5601}], BODY, "several"),
     ],
 )

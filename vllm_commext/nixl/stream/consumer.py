@@ -22,10 +22,14 @@ class StreamConsumer:
     Args:
         asker: asks the prefill engines; None where chunk streaming cannot be done here.
         refusal: why it cannot.
+        secret: what proves the places to ask, None where the side channel has no secret.
     """
 
-    def __init__(self, asker: StreamAsker | None, refusal: str = "") -> None:
+    def __init__(
+        self, asker: StreamAsker | None, refusal: str = "", secret: bytes | None = None
+    ) -> None:
         self._asker = asker
+        self._secret = secret
         self._refusal = refusal
         self._waiting: set[str] = set()
         self._failed: dict[str, ProtocolError] = {}
@@ -53,7 +57,7 @@ class StreamConsumer:
             self._failed[request_id] = ProtocolError(text)
             return
         try:
-            key, place = key_of(params), place_of_stream(params)
+            key, place = key_of(params), place_of_stream(params, self._secret)
             self._asker.watch(request_id, key, place, awaits_token=awaits_token)
         except ProtocolError as error:
             self._failed[request_id] = error
@@ -114,4 +118,4 @@ def consumer_of(
     if streaming.refusal:
         return StreamConsumer(None, REFUSALS[streaming.refusal])
     limits = config.stream_begin_timeout, config.handshake_timeout
-    return StreamConsumer(StreamAsker(engine_id, secret, *limits, ring))
+    return StreamConsumer(StreamAsker(engine_id, secret, *limits, ring), secret=secret)

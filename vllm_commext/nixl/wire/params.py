@@ -19,7 +19,7 @@ from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire.messages import KEY_DIGITS, MAX_ROWS, PROTOCOL_VERSION
 from vllm_commext.nixl.wire.prompt import DIGEST_DIGITS, PARTS
-from vllm_commext.nixl.wire.seal import SECRET_VARIABLE, check_params, prove_params
+from vllm_commext.nixl.wire.seal import SECRET_VARIABLE, check_params, is_proof, prove_params
 
 MAX_BLOCKS = 1 << 24
 MAX_GROUPS = 1024
@@ -152,11 +152,11 @@ def asks_for_stream(params: Mapping[str, Any] | None) -> bool:
     return is_for_decode(params) and blocks is None and key_of(params) != ""
 
 
-def place_of_stream(params: Mapping[str, Any]) -> tuple[str, int]:
+def place_of_stream(params: Mapping[str, Any], secret: bytes | None = None) -> tuple[str, int]:
     """Host and port of the side channel to ask.
 
     Raises:
-        ProtocolError: they are missing or none.
+        ProtocolError: they are missing or none, or not proven.
     """
     host, port = params.get("remote_host"), params.get("remote_port")
     is_port = isinstance(port, int) and not isinstance(port, bool) and 0 < port < 65536
@@ -165,6 +165,7 @@ def place_of_stream(params: Mapping[str, Any]) -> tuple[str, int]:
             "kv_transfer_params: expected with stream_key the prefill engine's remote_host and "
             f"remote_port, got {host!r} and {port!r}"
         )
+    _check_place(secret, host, port, params.get(_PLACE_SEAL), _PLACE_SEAL)
     return host, port
 
 
@@ -175,16 +176,31 @@ class _Place(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _PLACES = "reuse_from"
+_PLACE_SEAL = "remote_place_seal"
 MAX_PLACES = 16
 
 
 def write_place(host: str, port: int, secret: bytes | None = None) -> dict[str, Any]:
     """How a router names an engine that has blocks on offer, one of a list under ``reuse_from``;
     the secret proves that it is one."""
-    place = _Place(host, port)
-    if secret is not None:
-        place.seal = prove_params(secret, _CANONICAL.encode(place))
-    return msgspec.to_builtins(place)
+    return msgspec.to_builtins(_Place(host, port, _prove_place(secret, host, port)))
+
+
+def _prove_place(secret: bytes | None, host: str, port: int) -> str:
+    """What proves that an engine's side channel is there; empty without a secret."""
+    return "" if secret is None else prove_params(secret, _CANONICAL.encode(_Place(host, port)))
+
+
+def _check_place(secret: bytes | None, host: str, port: int, proof: Any, name: str) -> None:
+    """Refuse a side channel that the secret does not prove to be an engine's."""
+    if secret is None or is_proof(proof, _prove_place(secret, host, port)):
+        return
+    raise ProtocolError(
+        f"kv_transfer_params: expected {name} to prove host {host!r} and port {port} by the side "
+        f"channel's secret, got {'another proof' if proof else 'no proof'}: let the router pass on "
+        "host, port and seal as the engine there has told them, and give all engines the same "
+        f"vllm-commext and the same side_channel_secret_file (or {SECRET_VARIABLE})"
+    )
 
 
 def places_for_reuse(
@@ -207,9 +223,7 @@ def places_for_reuse(
     _check_range(f"len({_PLACES})", len(places), 0, MAX_PLACES)
     for place in places:
         _check_range(f"port in {_PLACES}", place.port, 1, 65535)
-        proof, place.seal = place.seal, ""
-        if secret is not None:
-            check_params(secret, _CANONICAL.encode(place), proof)
+        _check_place(secret, place.host, place.port, place.seal, _PLACES)
     return list(dict.fromkeys((place.host, place.port) for place in places))
 
 
@@ -246,7 +260,7 @@ def write_params(
         goes_on: no engine ends an answer with the first token by itself. That is for routers;
             decode engines do not read it, and nothing proves it.
         chunk_tokens: a longer prompt can be read while it is computed; 0 where none can. For
-            routers, too.
+            routers, too, with ``remote_place_seal``, which proves host and port to decode engines.
     """
     remote = handle.remote
     written = _RemoteParams(
@@ -277,6 +291,7 @@ def write_params(
         fields["remote_first_token_goes_on"] = goes_on
     if chunk_tokens:
         fields["remote_chunk_tokens"] = chunk_tokens
+        fields[_PLACE_SEAL] = _prove_place(secret, remote.host, remote.port)
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
