@@ -17,15 +17,15 @@ adds what a call costs the host.
 
 import argparse
 import dataclasses
-import importlib.metadata
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+import pages
+from machine import installed
 
 from vllm_commext.testing.gpu_ranks import add_rank_arguments, run_as_ranks
 
@@ -165,18 +165,18 @@ def line_of(row: Row) -> str:
     return f"{row['dtype']} {row['bytes']:9d}  {judged}  chose {row['chosen']}  {times}"
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Row]) -> list[str]:
     """Markdown, a row a size."""
     names = list(dict.fromkeys(name for row in rows for name in row["microseconds"]))
     head = ["dtype", "bytes", *names, "chosen", "regret", "vllm / ours"]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    lines = []
     for row in rows:
         times = row["microseconds"]
         cells = [row["dtype"], str(row["bytes"])]
         cells += [f"{times[name]:.1f}" if name in times else "-" for name in names]
         cells += [row["chosen"], f"{row['regret']:+.1%}", f"{row['vllm / ours']:.2f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return pages.table(head, lines)
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
@@ -223,21 +223,9 @@ def name_of(args: argparse.Namespace) -> str:
 
 def write(args: argparse.Namespace, facts: dict[str, Any], rows: list[Row]) -> None:
     name = name_of(args)
-    args.out.mkdir(parents=True, exist_ok=True)
-    report = {**facts, "results": rows}
-    (args.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
-    lines = [f"- {key}: {value}" for key, value in facts.items()]
-    text = "\n".join([f"# {name}, microseconds a call", "", *lines, "", table(rows)]) + "\n"
-    (args.out / f"{name}.md").write_text(text)
-    print(text)
+    lines = [*pages.head(f"{name}, microseconds a call", facts), *table(rows)]
+    print(pages.write(args.out, name, {**facts, "results": rows}, lines))
     plot(rows, args.out / f"{name}.png")
-
-
-def version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def run_rank(args: argparse.Namespace) -> None:
@@ -275,11 +263,9 @@ def run_rank(args: argparse.Namespace) -> None:
         costs = host_costs(variants, options) if args.eager else {}
         if args.rank == 0:
             facts = {
-                "date": datetime.now(timezone.utc).date().isoformat(),
+                "date": pages.today(),
                 "machine": msgspec.to_builtins(machine),
-                "versions": {
-                    name: version(name) for name in ("torch", "vllm", "flashinfer-python")
-                },
+                "versions": [*map(installed, ("torch", "vllm", "flashinfer-python"))],
                 "hidden": args.hidden,
                 **variants.about(),
                 "table": list(selection.describe(made)),

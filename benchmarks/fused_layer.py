@@ -11,16 +11,15 @@ each kernel nothing ran, and how long it took. Writes fused_layer_tp2.md and .js
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import fused_norm
+import pages
 
 from vllm_commext.allreduce.fused.layout import ONE_PHASE
 from vllm_commext.testing.gpu_ranks import add_rank_arguments, run_as_ranks
@@ -182,16 +181,16 @@ def measure(bench: Any, layers: Layers, rows: int, args: argparse.Namespace) -> 
     return row
 
 
-def page(name: str, facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+def page(name: str, facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Markdown: what an op costs in its place, and the layer's timeline."""
-    lines = [f"# {name}", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
-    names = list(rows[0]["microseconds a layer"])
+    lines = pages.head(name, facts)
     lines += ["Microseconds a layer of two calls; in brackets what a call costs in its place.", ""]
-    lines += ["| rows | " + " | ".join(names) + " |", "|" + " --- |" * (1 + len(names))]
+    cells = []
     for row in rows:
         times = row["microseconds a layer"]
-        cells = [f"{of:.1f} ({(of - times[NOTHING]) / 2:.1f})" for of in times.values()]
-        lines.append(f"| {row['rows']} | " + " | ".join(cells) + " |")
+        costs = [f"{of:.1f} ({(of - times[NOTHING]) / 2:.1f})" for of in times.values()]
+        cells.append([str(row["rows"]), *costs])
+    lines += pages.table(["rows", *rows[0]["microseconds a layer"]], cells)
     lines += [
         "",
         "Of rank 0 the kernels of a layer in microseconds, `+` what lies before each:",
@@ -201,15 +200,7 @@ def page(name: str, facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
         for name, kernels in row["timelines"].items():
             steps = "; ".join(f"+{gap:.1f} `{kernel}` {of:.1f}" for kernel, gap, of in kernels)
             lines.append(f"- {row['rows']} rows, {name}: {steps}")
-    return "\n".join([*lines, ""])
-
-
-def write(args: argparse.Namespace, facts: Mapping[str, Any], rows: list[dict[str, Any]]) -> None:
-    name = f"fused_layer_tp{args.tp}"
-    args.out.mkdir(parents=True, exist_ok=True)
-    report = {**facts, "results": rows}
-    (args.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
-    (args.out / f"{name}.md").write_text(page(name, facts, rows))
+    return lines
 
 
 def run_rank(args: argparse.Namespace) -> None:
@@ -226,13 +217,14 @@ def run_rank(args: argparse.Namespace) -> None:
             rows.append(measure(bench, layers, batch, args))
             if args.rank == 0:
                 facts = {
-                    "date": datetime.now(timezone.utc).date().isoformat(),
+                    "date": pages.today(),
                     "commit": args.commit,
                     "gpu": torch.cuda.get_device_name(),
                     "dtype": args.dtype,
                     "layers": args.layers,
                 }
-                write(args, facts, rows)
+                name = f"fused_layer_tp{args.tp}"
+                pages.write(args.out, name, {**facts, "results": rows}, page(name, facts, rows))
         bench.lockstep.run(lambda: None)
     sys.stdout.flush()
     os._exit(0)

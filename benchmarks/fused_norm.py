@@ -17,15 +17,15 @@ random sizes and forms, a part of them replays of CUDA graphs, with ranks that c
 
 import argparse
 import importlib.util
-import json
 import os
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+import pages
 
 from vllm_commext.testing.gpu_ranks import add_rank_arguments, run_as_ranks
 
@@ -318,29 +318,18 @@ def ratio(row: Mapping[str, Any], name: str) -> str:
     return f"{times[name] / times[row['best of ours']]:.2f}"
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Markdown, a row a size."""
     others = ("flashinfer", "push + norm", "vllm + norm")
     head = ["bytes", "ours", "form", *others, *(f"{name} / ours" for name in others)]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    lines = []
     for row in rows:
         times, best = row["microseconds"], row["best of ours"]
         cells = [str(row["bytes"]), f"{times[best]:.1f}" if best else "-", best or "-"]
         cells += [f"{times[name]:.1f}" if name in times else "-" for name in others]
         cells += [ratio(row, name) for name in others]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def write(args: argparse.Namespace, facts: Mapping[str, Any], rows: list[dict[str, Any]]) -> None:
-    name = f"fused_norm_tp{args.tp}"
-    args.out.mkdir(parents=True, exist_ok=True)
-    report = {**facts, "results": rows}
-    (args.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
-    lines = [f"- {key}: {value}" for key, value in facts.items()]
-    text = "\n".join([f"# {name}, microseconds a call", "", *lines, "", table(rows)]) + "\n"
-    (args.out / f"{name}.md").write_text(text)
-    print(text, flush=True)
+        lines.append(cells)
+    return pages.table(head, lines)
 
 
 def run_rank(args: argparse.Namespace) -> None:
@@ -361,7 +350,7 @@ def run_rank(args: argparse.Namespace) -> None:
         if args.rank == 0:
             machine = read_machine(torch.device("cuda", args.rank))
             facts = {
-                "date": datetime.now(timezone.utc).date().isoformat(),
+                "date": pages.today(),
                 "commit": args.commit,
                 "machine": msgspec.to_builtins(machine),
                 "dtype": args.dtype,
@@ -371,7 +360,9 @@ def run_rank(args: argparse.Namespace) -> None:
                 "stress": stressed,
                 "multicast": "off for all",
             }
-            write(args, facts, rows)
+            name = f"fused_norm_tp{args.tp}"
+            lines = [*pages.head(f"{name}, microseconds a call", facts), *table(rows)]
+            print(pages.write(args.out, name, {**facts, "results": rows}, lines), flush=True)
         bench.lockstep.run(lambda: None)
     sys.stdout.flush()
     os._exit(0)

@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pages
+
 from vllm_commext.testing.gpu_ranks import ENVIRON, end_together
 from vllm_commext.testing.servers import free_port
 
@@ -129,7 +131,7 @@ def claims(rows: Sequence[Mapping[str, Any]], others: Mapping[str, Times]) -> li
 def table(rows: Sequence[Mapping[str, Any]], others: Mapping[str, Times]) -> list[str]:
     """Markdown, a row a size."""
     head = ["bytes", "host", "nccl", *others, "nccl's best / host", "host, GB/s", "regret"]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    lines = []
     for row in rows:
         size, times = row["bytes"], row["microseconds"]
         apart = [of.get(size) for of in others.values()]
@@ -137,8 +139,8 @@ def table(rows: Sequence[Mapping[str, Any]], others: Mapping[str, Times]) -> lis
         cells = [str(size), f"{times['host']:.1f}", f"{times['nccl']:.1f}"]
         cells += ["did not end" if time is None else f"{time:.1f}" for time in apart]
         cells += [f"{best / times['host']:.2f}", f"{size / times['host'] / 1e3:.1f}"]
-        lines.append("| " + " | ".join([*cells, f"{row['regret']:+.1%}"]) + " |")
-    return lines
+        lines.append([*cells, f"{row['regret']:+.1%}"])
+    return pages.table(head, lines)
 
 
 def main() -> int:
@@ -162,12 +164,9 @@ def main() -> int:
     facts = {"commit": args.commit, **found, "peer access": "refused, NCCL_P2P_DISABLE=1"}
     name = f"host_allreduce_tp{args.tp}"
     report = {**facts, "claims": said, "no graph": others, "results": rows}
-    (args.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
-    lines = [f"# {name}, microseconds a call", ""]
-    lines += [f"- {key}: {value}" for key, value in facts.items()]
-    lines += ["", *(f"- {claim}" for claim in said), "", *table(rows, others), ""]
-    (args.out / f"{name}.md").write_text("\n".join(lines))
-    print("\n".join(lines), flush=True)
+    lines = pages.head(f"{name}, microseconds a call", facts)
+    lines += [*(f"- {claim}" for claim in said), "", *table(rows, others)]
+    print(pages.write(args.out, name, report, lines), flush=True)
     return 0
 
 

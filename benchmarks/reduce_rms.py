@@ -14,19 +14,19 @@ does, for rows and outputs that leave the caches early or do not.
 
 import argparse
 import dataclasses
-import importlib.metadata
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pages
 import torch
+from machine import installed
 from torch import distributed as dist
 
 from vllm_commext.testing.gpu_ranks import add_rank_arguments, run_as_ranks
@@ -332,45 +332,29 @@ def tell(text: str) -> None:
         print(text, flush=True)
 
 
-def version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def about(world: int, vllm: Vllm | None, costs: str) -> dict[str, Any]:
     names = ("torch", "vllm", "cuda-bindings", "nvidia-cuda-nvrtc", "triton")
     return {
-        "date": datetime.now(timezone.utc).date().isoformat(),
+        "date": pages.today(),
         "gpu": f"{world} x {torch.cuda.get_device_name()}",
-        "versions": {name: version(name) for name in names},
+        "versions": [*map(installed, names)],
         "case": f"q {Q_SIZE}, kv {KV_SIZE} over {world} ranks, bfloat16, CUDA graphs",
         "host microseconds an eager call": costs,
         "all-reduce of the fall-back": vllm.all_reduce if vllm else "-",
     }
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
+def table(results: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown; with ratios to ours where vLLM's are there."""
     names = list(dict.fromkeys(name for row in results for name in row if name != "tokens"))
     rivals = [name for name in names if name.startswith("vllm") and OURS in names]
     head = ["tokens", *names, *(f"{name} / ours" for name in rivals)]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    lines = []
     for row in results:
         cells = [str(row["tokens"]), *(f"{row[n]:.2f}" if n in row else "-" for n in names)]
         cells += [f"{row[n] / row[OURS]:.2f}" if n in row else "-" for n in rivals]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def write(folder: Path, name: str, facts: dict[str, Any], results: list[dict[str, Any]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
-    lines = [f"- {key}: {value}" for key, value in facts.items()]
-    text = "\n".join([f"# {name}, microseconds a call", "", *lines, "", table(results)]) + "\n"
-    (folder / f"{name}.md").write_text(text)
-    print(text)
+        lines.append(cells)
+    return pages.table(head, lines)
 
 
 def start_vllm(rank: int, world: int, port: int) -> Vllm | None:
@@ -400,7 +384,9 @@ def run_rank(args: argparse.Namespace) -> None:
         costs = host_costs(ours, vllm, args, group)
     if args.rank == 0:
         name = f"reduce_rms_{kind}tp{args.tp}"
-        write(args.out, name, about(args.tp, vllm, costs), results)
+        facts = about(args.tp, vllm, costs)
+        lines = [*pages.head(f"{name}, microseconds a call", facts), *table(results)]
+        print(pages.write(args.out, name, {**facts, "results": results}, lines))
     dist.barrier(group)
     sys.stdout.flush()
     os._exit(0)

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reduce_rms import EPS, ROOT, Vllm, measure
+from reduce_rms import EPS, Vllm, measure
 from torch import distributed as dist
 from turn import turn
 
-from vllm_commext.testing.gpu_ranks import ENVIRON, end_together
-from vllm_commext.testing.servers import free_port
+from vllm_commext.testing.gpu_ranks import add_rank_arguments, run_as_ranks
 
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 SAMPLES = 9
@@ -170,26 +168,13 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=300, help="after which the ranks end")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    add_rank_arguments(parser)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.rank is not None:
+    if args.rank >= 0:
         run_rank(args.rank, args)
-    port = free_port()
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     unused = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_COMMEXT": "0"}
-    environ = {**os.environ, **ENVIRON, **unused, "PYTHONPATH": path}
-    shared = ["--tp", str(args.tp), "--out", str(args.out), "--port", str(port)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, *shared, "--rank", str(rank)],
-            env=environ,
-            stdout=None if rank == 0 else subprocess.DEVNULL,
-        )
-        for rank in range(args.tp)
-    ]
-    return int(any(end_together(ranks, args.seconds)))
+    return run_as_ranks(__file__, sys.argv[1:], args.tp, args.seconds, unused)
 
 
 if __name__ == "__main__":
