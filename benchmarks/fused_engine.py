@@ -1,15 +1,20 @@
-"""What the fused all-reduce and norm gain in an engine: a model shaped as Llama 70B, all on or off.
+"""What our all-reduce gains in an engine: a dense model, with it on or off.
 
     python benchmarks/fused_engine.py --tp 2 --layers 16 --rounds 5 --out benchmarks/results/mine
+    python benchmarks/fused_engine.py --tp 2 --layers 32 --no-peers --out benchmarks/results/mine
 
 Three engines share the GPUs: vLLM as it comes, the same once more, and with ours on. They take
 turns, round after round, in another order each time: the time per output token of 1, 16 and 64
-requests, and the first token of a prompt of one 8k chunk. What the second of vLLM's engines differs
+requests, and the first token of a prompt of one chunk. What the second of vLLM's engines differs
 by from the first is what this machine cannot tell apart. Weights are random, multicast is off for
-all. Writes fused_engine_tp2.md and .json after every round, with the calls of the fused op by who
-served them; under CUDA graphs a call counts where it is captured. Says too how many greedy tokens
-the engines agree on, and with --profile in which kernels they differ where requests come one at a
-time.
+all. Writes fused_engine_tp2.md and .json after every round, with the calls of the fused op and of
+the all-reduce by who served them; under CUDA graphs a call counts where it is captured. Says too
+how many greedy tokens the engines agree on, and with --profile in which kernels they differ where
+requests come one at a time.
+
+With --no-peers GPUs may not reach each other (`NCCL_P2P_DISABLE=1`, without vLLM's custom and fused
+all-reduce, which need that): two engines, NCCL alone and our all-reduce `host`, and a smaller
+model. Writes host_engine_tp2.md and .json.
 """
 
 import argparse
@@ -21,67 +26,112 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import engine_profile
+import pages
 import turn
 from dense_engine import BATCHES, ENVIRON, FIRST, PROFILE, SMALL, TOKENS, DenseEngine, write_model
 from engine_process import ANSWER, READY, EngineProcess, say
 
-VLLM, AGAIN, OURS, AUTO = "vllm", "vllm again", "ours", "ours, auto"
+VLLM, AGAIN, OURS, AUTO, HOST = "vllm", "vllm again", "ours", "ours, auto", "host"
 TOGGLE = "VLLM_COMMEXT_ALLREDUCE"
-ENGINES = {VLLM: "0", AGAIN: "0", OURS: "1", AUTO: "auto"}  # name: the toggle
-CHUNK, OUTPUT = 8192, 128  # tokens
+TOGGLES = {
+    VLLM: {TOGGLE: "0"},
+    AGAIN: {TOGGLE: "0"},
+    OURS: {TOGGLE: "1"},
+    AUTO: {TOGGLE: "auto"},
+    HOST: {TOGGLE: "1", "VLLM_COMMEXT_ALLREDUCE_BACKEND": "host"},
+}
+OUTPUT = 128  # tokens
+
+
+class Setup(NamedTuple):
+    """What is compared, and on which model.
+
+    Attributes:
+        name: of the report.
+        title: its first fact.
+        engines: to start, if none are named; the first one is what others are compared with.
+        chunk: tokens of the long prompt.
+        shape: of the model.
+        environ: of every engine's process.
+        more: arguments of vLLM's.
+        compilation: the same, of its configuration of that name.
+    """
+
+    name: str
+    title: str
+    engines: tuple[str, ...]
+    chunk: int
+    shape: Mapping[str, int]
+    environ: Mapping[str, str] = {}
+    more: Mapping[str, Any] = {}
+    compilation: Mapping[str, Any] = {}
+
+
 # A Llama 3 of 70B but for the number of its layers.
-SHAPE = {
+LARGE = {
     "hidden_size": 8192,
     "intermediate_size": 28672,
     "num_attention_heads": 64,
     "num_key_value_heads": 8,
     "vocab_size": 128256,
 }
+MIDDLE = {
+    "hidden_size": 4096,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+}
+PEERS = Setup("fused_engine", "allowed", (VLLM, AGAIN, OURS), 8192, LARGE)
+NO_PEERS = Setup(
+    "host_engine",
+    "refused (NCCL_P2P_DISABLE=1, no custom or fused all-reduce)",
+    (VLLM, HOST),
+    4096,
+    MIDDLE,
+    {"NCCL_P2P_DISABLE": "1", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"},
+    {"disable_custom_all_reduce": True},
+    {"pass_config": {"fuse_allreduce_rms": False}},
+)
 
 
-def fused_calls(worker: Any) -> dict[str, Any]:
-    """In a worker: the calls of the fused op, how many all-reduces became one, and how many of
-    these quantise, or know the weights that come next."""
+def served_by(worker: Any) -> dict[str, Any]:
+    """In a worker: the calls of each backend of the all-reduce; those of the fused op, how many
+    all-reduces became one, and how many of these quantise, or know the weights that come next."""
+    from vllm.distributed.parallel_state import get_tp_group
+
     from vllm_commext.allreduce.fused import op as fused_op
+    from vllm_commext.compat.allreduce import dispatcher_of
 
     del worker
+    made = dispatcher_of(get_tp_group().device_communicator)
+    found: dict[str, Any] = {} if made is None else {"all-reduce": dict(made.counts()[0])}
     groups = {name: fused_op.find_group(name) for name in fused_op.served_groups()}
     calls = {name: dict(norm.calls) for name, norm in groups.items() if norm is not None}
     if not calls:
-        return {}
+        return found
     from vllm_commext.compat import fused_pass
 
-    found = {"replaced": fused_pass.replaced(), "quantised": fused_pass.quantised()}
-    found["told"] = fused_pass.told()
-    return {"calls": calls, **found}
+    replaced = {"replaced": fused_pass.replaced(), "quantised": fused_pass.quantised()}
+    return {**found, "calls": calls, **replaced, "told": fused_pass.told()}
 
 
-class Served(DenseEngine):
-    """The engine of this process."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        more = {"quantization": args.quantization} if args.quantization else {}
-        super().__init__(args, shape_of(args)["vocab_size"], {}, **more)
-
-    def calls(self) -> list[dict[str, Any]]:
-        """Of every worker, see `fused_calls`."""
-        return self.llm.collective_rpc(fused_calls)
-
-
-def shape_of(args: argparse.Namespace) -> dict[str, int]:
-    """Of the model."""
-    return SMALL if args.cpu else SHAPE
+def setup_of(args: argparse.Namespace) -> Setup:
+    """What was asked for."""
+    setup = NO_PEERS if args.no_peers else PEERS
+    return setup._replace(shape=SMALL) if args.cpu else setup
 
 
 def serve(args: argparse.Namespace) -> None:
     """One engine: for every line of its input, a cell, a line with the milliseconds."""
-    served = Served(args)
-    say(READY, served.calls())
+    setup, quantized = setup_of(args), args.quantization
+    more = {**setup.more, **({"quantization": quantized} if quantized else {})}
+    served = DenseEngine(args, setup.shape["vocab_size"], setup.compilation, **more)
+    say(READY, served.llm.collective_rpc(served_by))
     for line in sys.stdin:
         say(ANSWER, served.answer(line.strip()))
 
@@ -92,7 +142,9 @@ def start(name: str, args: argparse.Namespace, model: Path) -> EngineProcess:
     words += ["--output", str(args.output)]
     words += ["--quantization", args.quantization] if args.quantization else []
     words += ["--cpu"] if args.cpu else []
-    return EngineProcess(name, __file__, words, {**ENVIRON, TOGGLE: ENGINES[name]})
+    words += ["--no-peers"] if args.no_peers else []
+    environ = {**ENVIRON, **setup_of(args).environ, **TOGGLES[name]}
+    return EngineProcess(name, __file__, words, environ)
 
 
 def log_of(engine: EngineProcess) -> list[str]:
@@ -104,7 +156,7 @@ def log_of(engine: EngineProcess) -> list[str]:
 def engines(args: argparse.Namespace) -> Iterator[dict[str, EngineProcess]]:
     """All engines, started at once."""
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), shape_of(args), args.layers, 2 * args.chunk)
+        write_model(Path(folder), setup_of(args).shape, args.layers, 2 * args.chunk)
         made = {name: start(name, args, Path(folder)) for name in args.engines}
         try:
             yield made
@@ -164,49 +216,51 @@ def agreement(tokens: Mapping[str, list[list[int]]]) -> dict[str, Any]:
     return shares
 
 
-def markdown(report: Mapping[str, Any]) -> str:
+def markdown(report: Mapping[str, Any]) -> list[str]:
     """The report as a page."""
-    lines = [f"# {report['name']}", ""]
-    lines += [f"- {key}: {value}" for key, value in report["facts"].items()]
-    lines += [
-        "",
-        "Milliseconds, medians of the rounds; speedups with the smallest and largest.",
-        "",
-    ]
+    lines = pages.head(report["name"], report["facts"])
+    lines += ["Milliseconds, medians of the rounds; speedups with the smallest and largest.", ""]
     names = report["engines"]
     others = [name for name in names if name != VLLM]
-    head = ["cell", *names, *(f"{VLLM} / {name}" for name in others)]
-    lines += ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    rows = []
     for row in report["rows"]:
-        cells = [row["cell"], *(f"{row['ms'][name]:.3f}" for name in names)]
-        for name in others:
-            of = row[f"{VLLM} / {name}"]
-            cells.append(f"{of['median']:.3f} ({of['smallest']:.3f} to {of['largest']:.3f})")
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "The fused op, of each worker of an engine with ours:", ""]
+        speedups = [row[f"{VLLM} / {name}"] for name in others]
+        rows.append(
+            [
+                *(row["cell"], *(f"{row['ms'][name]:.3f}" for name in names)),
+                *(
+                    f"{of['median']:.3f} ({of['smallest']:.3f} to {of['largest']:.3f})"
+                    for of in speedups
+                ),
+            ]
+        )
+    lines += pages.table(["cell", *names, *(f"{VLLM} / {name}" for name in others)], rows)
+    lines += ["", "Served by, of each worker of an engine with ours:", ""]
     lines += [
         f"    {name}: {json.dumps(each)}"
-        for name, workers in report["fused op"].items()
+        for name, workers in report["served by"].items()
         for each in workers
     ]
     lines += ["", f"Greedy tokens that are equal: {json.dumps(report['equal tokens'])}"]
-    lines += engine_profile.section(report[PROFILE], report["facts"]["profiled steps"])
-    return "\n".join([*lines, ""])
+    return lines + engine_profile.section(report[PROFILE], report["facts"]["profiled steps"])
 
 
 def write(args: argparse.Namespace, rounds: Rounds, said: Mapping[str, Any]) -> None:
-    name = f"fused_engine_tp{args.tp}" + (f"_{args.quantization}" if args.quantization else "")
     import torch
     import vllm
 
+    setup = setup_of(args)
+    name = f"{setup.name}_tp{args.tp}" + (f"_{args.quantization}" if args.quantization else "")
     report = {
         "name": name,
         "facts": {
-            "date": datetime.now(timezone.utc).date().isoformat(),
+            "date": pages.today(),
             "commit": args.commit,
             "device": "cpu" if args.cpu else torch.cuda.get_device_name(),
+            "peer access": setup.title,
             "torch": str(torch.__version__),
             "vllm": vllm.__version__,
+            "shape": setup.shape,
             "layers": args.layers,
             "chunk": args.chunk,
             "rounds": len(rounds),
@@ -218,9 +272,7 @@ def write(args: argparse.Namespace, rounds: Rounds, said: Mapping[str, Any]) -> 
         "rows": rows_of(rounds, cells_of(args)),
         "rounds": rounds,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
-    (args.out / f"{name}.md").write_text(markdown(report))
+    pages.write(args.out, name, report, markdown(report))
 
 
 def cells_of(args: argparse.Namespace) -> list[str]:
@@ -236,6 +288,19 @@ def one_round(
     return {cell: {name: made[name].ask(cell, end) for name in order} for cell in cells}
 
 
+def check_served(made: Mapping[str, EngineProcess], ready: Mapping[str, Any]) -> None:
+    """See that `host` serves where it was asked for, or there is nothing to compare; on CPUs it
+    cannot.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    found = [of.get("all-reduce", {}) for of in ready.get(HOST, ())]
+    if "--cpu" not in sys.argv and not all(of.get(HOST) for of in found):
+        said = "\n".join(log_of(made[HOST]))
+        raise RuntimeError(f"expected `host` to serve on every rank, got {found}; it says\n{said}")
+
+
 def compare(args: argparse.Namespace) -> int:
     """Rounds until there are enough or the time is over; at least one, or it has failed."""
     end = time.monotonic() + args.seconds
@@ -245,7 +310,8 @@ def compare(args: argparse.Namespace) -> int:
             name: engine.await_line(READY, min(end, time.monotonic() + args.start_seconds))
             for name, engine in made.items()
         }
-        print(f"the fused op: {json.dumps(ready)}", flush=True)
+        print(f"served by: {json.dumps(ready)}", flush=True)
+        check_served(made, ready)
         stack.enter_context(turn.turn(end))
         for engine in made.values():
             for cell in cells_of(args):
@@ -253,8 +319,8 @@ def compare(args: argparse.Namespace) -> int:
         print("all are warm", flush=True)
         tokens = {name: engine.ask(TOKENS, end) for name, engine in made.items()}
         said = {
-            "fused op": {name: ready[name] for name in (OURS, AUTO) if name in made},
-            "log": {name: log_of(made[name]) for name in (OURS, AUTO) if name in made},
+            "served by": {name: ready[name] for name in made if name not in (VLLM, AGAIN)},
+            "log": {name: log_of(made[name]) for name in made if name not in (VLLM, AGAIN)},
             "equal tokens": agreement(tokens),
             PROFILE: {name: engine.ask(PROFILE, end) for name, engine in made.items()}
             if args.profile
@@ -284,13 +350,13 @@ def main() -> int:
     parser.add_argument(
         "--engines",
         nargs="+",
-        choices=list(ENGINES),
-        default=[VLLM, AGAIN, OURS],
-        help="which to start",
+        choices=list(TOGGLES),
+        help="which to start; vllm among them",
     )
-    parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens of the long prompt")
+    parser.add_argument("--chunk", type=int, help="tokens of the long prompt")
     parser.add_argument("--output", type=int, default=OUTPUT, help="tokens of an answer")
     parser.add_argument("--quantization", default="", help="as vLLM's, such as fp8")
+    parser.add_argument("--no-peers", action="store_true", help="NCCL and `host` without them")
     parser.add_argument("--profile", action="store_true", help="time kernels, before the rounds")
     parser.add_argument("--seconds", type=float, default=560.0, help="bound for the whole run")
     parser.add_argument("--start-seconds", type=float, default=420.0, help="for the engines' start")
@@ -299,6 +365,8 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true", help="a small model on CPUs, to try this out")
     parser.add_argument("--model", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.engines = args.engines or list(setup_of(args).engines)
+    args.chunk = args.chunk or setup_of(args).chunk
     if args.model:
         serve(args)
         return 0
