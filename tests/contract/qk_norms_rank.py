@@ -84,7 +84,6 @@ def by_transformers(rank: int) -> list[torch.Tensor]:
         graph = trace(theirs)
         assert graph is not None
         fuser = RMSNormFuser.match(graph, theirs)
-        assert fuser is not None
         made = fuser.fuse(theirs, f"model.layers.0.{name}", whole)
         made.weight.data = weight
         return made

@@ -84,7 +84,6 @@ def test_no_two_prefills_get_the_same_fence_in_this_start_or_another(
         request.num_computed_tokens = 2
         kept, params = engine.connector.request_finished(request, [1])
         assert kept
-        assert params is not None
         seen.append((params["remote_fence_slot"], params["remote_fence_nonce"]))
         engine.report(finished_sending={request.request_id})
     assert [slot for slot, _ in seen] == [*range(NUM_SLOTS), *range(NUM_SLOTS), 0]
@@ -100,7 +99,6 @@ def test_only_blocks_with_computed_tokens_are_offered(
     engine.manager.allocate_slots(request, 8)
     assert len(engine.block_ids(request)) == 6
     _, params = engine.finish(request, FINISHED[0])
-    assert params is not None
     assert params["remote_block_ids"] == [engine.block_ids(request)[:4]]
 
 
@@ -141,7 +139,6 @@ def test_the_missing_blocks_are_loaded(
     assert blocks.first == num_warm // BLOCK
     assert load.block_ids == engine.block_ids(request)[blocks.first :]
     assert load.num_tokens == 14
-    assert load.remote is not None
     assert load.remote.block_ids == (tuple(REMOTE_IDS[0]),)
     assert load.remote.request_id == "there"
     assert (load.remote.fence_slot, load.remote.fence_nonce) == (7, 255)
@@ -170,7 +167,6 @@ def test_what_prefill_returned_is_what_decode_reads(make_engine: Callable[[str],
     request = request_of("here", params)
     assert decode.schedule(request) == (0, 14)
     (load,) = decode.step().loads
-    assert load.remote is not None
     assert load.remote.block_ids == (tuple(prefill.block_ids(first)),)
     assert load.remote.incarnation == prefill.connector.scheduler_side.incarnation
     assert (load.remote.host, load.remote.port, load.remote.tp_size) == ("h", 7000, 1)
@@ -199,7 +195,6 @@ def test_an_abort_before_scheduling_releases_only(make_engine: Callable[[str], E
     assert engine.connector.request_finished(request, []) == (False, None)
     (load,) = engine.step().loads
     assert (load.awaited, load.block_ids) == (False, [])
-    assert load.remote is not None
     assert load.remote.request_id == "there"
 
 
@@ -332,7 +327,6 @@ def test_a_state_is_handed_over_one_token_early(make_engine: Callable[..., Engin
     assert (first.num_prompt_tokens, first.num_tokens, first.max_tokens) == (13, 13, 1)
     assert first.prompt_token_ids == list(range(13))
     _, params = prefill.finish(first, FINISHED[0])
-    assert params is not None
     assert params["remote_num_tokens"] == 13
     attention, state = prefill.manager.get_block_ids("there")
     assert params["remote_block_ids"] == [list(attention), list(state)]
@@ -355,7 +349,6 @@ def test_a_prompt_that_cannot_be_cut_is_not_offered(
     engine = make_engine("kv_producer", hybrid=True)
     request = request_of("r", TO_PREFILL, tokens)
     if len(tokens) > 1:
-        assert request.sampling_params is not None
         request.sampling_params.prompt_logprobs = 1
     engine.prefill(request)
     assert request.num_prompt_tokens == len(tokens)

@@ -137,7 +137,6 @@ def test_tokens_generated_by_the_prefill_engine_are_not_offered(
     prefill.manager.allocate_slots(request, 4)
     request.num_computed_tokens = 18
     _, params = prefill.finish(request, FINISHED)
-    assert params is not None
     assert params["remote_num_tokens"] == 14
     assert params["remote_block_ids"] == [prefill.block_ids(request)[:4]]
     assert refusal(decode, request_of("here", params)) == ""
@@ -325,7 +324,6 @@ def test_a_prefill_engine_of_version_0_2_is_told_and_not_read(
     assert load.remote is None
     # Our question to its side channel is what it can understand enough of to say why it refuses.
     assert (told.awaited, told.blocks, told.refusal) == (False, (), "")
-    assert told.remote is not None
     assert (told.remote.host, told.remote.port) == ("127.0.0.1", 5600)
 
 

@@ -303,7 +303,6 @@ def test_an_engine_does_not_sleep_over_a_request_that_waits_for_its_grammar(
     params = {"do_remote_decode": True, "reuse_from": [owner.place]}
     choice = StructuredOutputsParams(choice=["a"])
     request = request_of("turn-2", history, params, max_tokens=1, structured_outputs=choice)
-    assert request.structured_output_request is not None
     request.structured_output_request._grammar = Future()
     reader.core.add(request)
     assert request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR

@@ -292,7 +292,6 @@ def check_length(
         reader = reader or Reader(source, decode, request)
         if dice.random() < 0.7:
             reader.look()
-    assert reader is not None
     reader.look()
     keeps = decode.model.keeps_every_token
     assert reader.cursor.is_over == keeps
@@ -321,9 +320,7 @@ def test_a_prompt_whose_last_token_cannot_be_left_out_is_not_streamed(name: str)
     one = request_of("one", 1, TO_STREAM)
     assert source.prefills.add(one) == PROMPT
     wants_all = request_of("all", 9, TO_STREAM)
-    assert wants_all.sampling_params is not None
     wants_all.sampling_params.prompt_logprobs = 1
-    assert wants_all.kv_transfer_params is not None
     wants_all.kv_transfer_params["stream_key"] = KEY[::-1]
     assert source.prefills.add(wants_all) == PROMPT
     source.engine.connector.shutdown()

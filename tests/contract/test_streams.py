@@ -273,7 +273,6 @@ def test_an_engine_does_not_sleep_over_a_request_that_waits_for_its_grammar(
     side = core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
     choice = StructuredOutputsParams(choice=["a"])
     request = request_of("d", PROMPT, channel.params, max_tokens=3, structured_outputs=choice)
-    assert request.structured_output_request is not None
     request.structured_output_request._grammar = Future()
     core.add(request)
     assert side.is_loading("d")

@@ -42,7 +42,6 @@ def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
 def test_the_image_is_a_vllm_that_is_tested_and_what_is_copied_is_there() -> None:
     text = DOCKERFILE.read_text()
     version = re.search(r"^ARG VLLM_VERSION=v(\S+)$", text, re.MULTILINE)
-    assert version is not None
     assert judge(version[1]).verdict is Verdict.INSIDE
     copied = [line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY ")]
     assert sum(copied, []) != []

@@ -176,7 +176,6 @@ def test_a_measured_table_comes_before_the_built_in_one(tmp_path: Path) -> None:
     own = {"bfloat16": (Row(8, ("apart",)),)}
     cache.save(machine, msgspec.structs.replace(measured, fused=own), environ=environ)
     found = selection.find_table(machine, 2, environ=environ)
-    assert found is not None
     assert found.fused == own
     without = selection.find_table(machine, 2, use_cache=False, environ=environ)
     assert without == builtin_table(machine.gpu, 2)

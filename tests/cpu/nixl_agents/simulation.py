@@ -220,7 +220,6 @@ class Prefill:
 
     @staticmethod
     def _tell(worker: Worker, chunk: Chunk) -> None:
-        assert worker.publisher is not None
         worker.publisher.launched([chunk])
 
     def stream(self, request: Request) -> RemoteRequest:

@@ -94,7 +94,6 @@ class Spawner:
         wanted = asdict(survivor.remote(incarnation, [3]))
         wanted["block_ids"] = wanted["block_ids"][0]
         told = {"port": self._port, "incarnation": incarnation, "wanted": wanted}
-        assert self._program.stdin is not None
         self._program.stdin.write(json.dumps(told) + "\n")
         self._program.stdin.flush()
         return Peer(self, incarnation, self._port)

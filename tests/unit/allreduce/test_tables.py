@@ -154,7 +154,6 @@ class TestOfOurs:
 
     def test_only_ranges_that_ours_leads_are_left(self) -> None:
         ours = Table(2, {"float16": self.ROWS, "float32": self.ROWS}, "here").of_ours("float16")
-        assert ours is not None
         assert set(ours.rows) == {"float16"}
         takes = dict.fromkeys(("push", "nccl"), lambda _: True)
         policy = Policy(takes, ours)

@@ -141,7 +141,6 @@ def test_pages_are_moved_whole_or_not_at_all(order: str) -> None:
 
     for sizes in ((1, 1), (2, 2)):
         whole = lanes(page(sizes[0]), page(sizes[0], num_blocks=9), sizes)
-        assert whole is not None
         assert len(whole.lengths) == 1
     for local, remote, sizes in (
         (page(2), page(1), (1, 2)),
@@ -175,7 +174,6 @@ class Small:
 
 
 def check(found: Lanes | None, expected: Small) -> None:
-    assert found is not None
     assert found.cell_tokens == expected.cell_tokens
     assert (found.local, found.remote) == (expected.local, expected.remote)
     assert found.lengths.tolist() == expected.lengths

@@ -127,41 +127,14 @@ def test_a_row_through_the_life_of_a_request() -> None:
     progress = ProgressTable(2, num_rows=3)
     progress.begin(1, 77)
     assert read(progress, 1) == Header(77, 77, 0)
-    progress.publish(
-        1,
-        77,
-        (
-            (
-                0,
-                (
-                    5,
-                    9,
-                ),
-            ),
-        ),
-        20,
-    )
+    progress.publish(1, 77, ((0, (5, 9)),), 20)
     progress.publish(1, 77, ((2, (3,)),), 40)
     progress.begin(1, 77)
     assert read(progress, 1) == Header(77, 77, 40)
     assert rows.ids_in(progress.entries[1], 77).tolist() == [5, 9, 3]
     progress.restart(1, 88)
     assert read(progress, 1) == Header(77, 88, 0)
-    progress.publish(
-        1,
-        77,
-        (
-            (
-                0,
-                (
-                    1,
-                    1,
-                    1,
-                ),
-            ),
-        ),
-        60,
-    )
+    progress.publish(1, 77, ((0, (1, 1, 1)),), 60)
     assert read(progress, 1) == Header(77, 88, 0)
     assert rows.ids_in(progress.entries[1], 77).tolist() == [5, 9, 3]
     progress.publish(1, 88, ((0, (4,)),), 10)
@@ -199,17 +172,22 @@ class Work:
         return self.has_ended
 
 
-def test_on_a_device_a_chunk_is_published_when_its_work_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    progress, fences, made = ProgressTable(1), FenceTable(), []
-    fences.arm(FENCE_KEY)
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Work]:
+    """What a publisher has recorded on its device."""
+    found: list[Work] = []
 
     def event() -> Work:
-        made.append(Work())
-        return made[-1]
+        found.append(Work())
+        return found[-1]
 
     monkeypatch.setattr("vllm_commext.nixl.stream.publisher.torch.Event", event)
+    return found
+
+
+def test_on_a_device_a_chunk_is_published_when_its_work_has_ended(made: list[Work]) -> None:
+    progress, fences = ProgressTable(1), FenceTable()
+    fences.arm(FENCE_KEY)
     publisher = Publisher(progress, fences, is_on_device=True)
     nonce = int(fences.nonces[5])
     publisher.launched([Chunk(2, nonce, ((0, (7,)),), 16, begins=True)])
@@ -282,7 +260,6 @@ def test_a_prompt_gets_its_row_with_its_first_step_and_tells_each_chunk() -> Non
     slot, nonce = side.fences.held_by("r") or (-1, 0)
     assert first == Chunk(1, nonce, ((0, (3, 8)),), 32, begins=True)
     found = side.found()
-    assert found is not None
     assert (found.row, found.tag, found.fence_slot, found.fence_nonce) == (1, nonce, slot, nonce)
     assert (found.request_id, found.num_tokens, list(found.prompt)) == ("r", 40, ["tokens"])
     (last,), _ = side.producer.take_step(step(cached={"r": (32, [5, 6], 8)}))
@@ -293,9 +270,7 @@ def test_a_prompt_gets_its_row_with_its_first_step_and_tells_each_chunk() -> Non
     side.fences.give_back("r")
     side.producer.give_back("r")
     assert side.producer.row_of("r") == -1
-    ended = side.found()
-    assert ended is not None
-    assert ended.refusal
+    assert side.found().refusal
     assert side.producer.add(request("again")) == REPEATED_KEY
 
 
@@ -307,13 +282,11 @@ def test_a_preempted_prompt_goes_on_in_its_row_under_the_next_nonce() -> None:
     chunks, restarts = side.producer.take_step(step(preempted=("r", "other")))
     assert (chunks, restarts) == ([], [Restart(1, slot, nonce)])
     new = side.fences.held_by("r")
-    assert new is not None
     assert new[0] == slot
     assert new[1] != nonce
     again = step(cached={"r": (16, [9, 7], 16)}, resumed=("r",))
     assert side.producer.take_step(again) == ([Chunk(1, new[1], ((0, (9, 7)),), 32)], [])
     found = side.found()
-    assert found is not None
     assert (found.tag, found.fence_nonce) == (nonce, new[1])
 
 
@@ -331,9 +304,7 @@ def test_what_cannot_be_streamed_is_counted_and_told() -> None:
     assert side.producer.add(request("two", keys[3])) == NO_ROOM
     assert side.found(keys[2]) is None
     for key in (keys[0], keys[1], keys[3]):
-        found = side.found(key)
-        assert found is not None
-        assert found.refusal
+        assert side.found(key).refusal
     side.producer.note_finish("one")
     assert side.producer.add(request("two", "5" * 32)) == STREAMED
 
@@ -362,21 +333,13 @@ def test_groups_are_listed_in_their_regions_and_the_rest_at_the_end() -> None:
 def test_a_prompt_of_which_nothing_will_be_handed_over_is_not_streamed() -> None:
     side = Side()
     assert side.producer.add(request("r"), ends_well=False) == PROMPT
-    found = side.found()
-    assert found is not None
-    assert found.refusal
+    assert side.found().refusal
 
 
-def test_the_rest_is_published_behind_the_last_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    progress, fences, made = ProgressTable(2), FenceTable(), []
+def test_the_rest_is_published_behind_the_last_chunk(made: list[Work]) -> None:
+    progress, fences = ProgressTable(2), FenceTable()
     fences.arm(FENCE_KEY)
     nonce = int(fences.nonces[5])
-
-    def event() -> Work:
-        made.append(Work())
-        return made[-1]
-
-    monkeypatch.setattr("vllm_commext.nixl.stream.publisher.torch.Event", event)
     publisher = Publisher(progress, fences, is_on_device=True)
     publisher.launched([Chunk(2, nonce, ((0, (7,)),), 16, begins=True)])
     publisher.ended([Hold("r", 60.0, 5, nonce, 2, ((64, (1, 9)),)), Hold("other", 60.0)])
@@ -400,9 +363,7 @@ def test_without_a_fence_a_prompt_is_not_streamed() -> None:
     side.fences.take("other")
     assert side.producer.add(request("r")) == STREAMED
     assert side.producer.take_step(step(new={"r": (0, [3], 16)})) == ([], [])
-    found = side.found()
-    assert found is not None
-    assert found.refusal
+    assert side.found().refusal
 
 
 def test_an_engine_that_streams_nothing_says_why() -> None:

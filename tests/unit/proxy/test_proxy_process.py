@@ -6,7 +6,8 @@ import select
 import signal
 import socket
 import sys
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +22,55 @@ RUN = (
 BOUND_SECONDS = 60.0
 
 
-async def _start(*options: str) -> asyncio.subprocess.Process:
-    pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-c", RUN, *options, stdout=pipe, stderr=pipe
-    )
+class Proxy:
+    """One process before two engines."""
+
+    def __init__(self, process: asyncio.subprocess.Process, prefill: Any, decode: Any) -> None:
+        self.process, self.prefill, self.decode = process, prefill, decode
+        self.url = ""
+
+    async def line(self) -> str:
+        """The next one that it prints."""
+        assert self.process.stdout is not None
+        return (await asyncio.wait_for(self.process.stdout.readline(), BOUND_SECONDS)).decode()[:-1]
+
+    async def ended(self) -> int:
+        """Its exit status, once it has one."""
+        return await asyncio.wait_for(self.process.wait(), BOUND_SECONDS)
+
+    async def is_up(self) -> str:
+        """Read until it listens; what it says of its workers."""
+        assert await self.line() == f"prefill0 {self.prefill.url} healthy"
+        assert await self.line() == f"decode0 {self.decode.url} healthy"
+        self.url, _, workers = (await self.line()).removeprefix("listening on ").partition(" ")
+        return workers
 
 
-async def _line(process: asyncio.subprocess.Process) -> str:
-    assert process.stdout is not None
-    return (await asyncio.wait_for(process.stdout.readline(), BOUND_SECONDS)).decode().strip()
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.kill()
-    await process.communicate()
+@asynccontextmanager
+async def started(
+    kit: Any, *options: str, prefill: Any = None, decode: Any = None
+) -> AsyncIterator[Proxy]:
+    """The proxy before engines that behave so, or well; it is not up yet."""
+    async with (
+        kit.engine(prefill or kit.prefill_ok).running() as first,
+        kit.engine(decode or kit.decode_ok).running() as second,
+    ):
+        words = ["--prefill", first.url, "--decode", second.url, "--port", "0", *options]
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", RUN, *words, stdout=pipe, stderr=pipe
+        )
+        try:
+            yield Proxy(process, first, second)
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.communicate()
 
 
 async def test_sigterm_lets_a_running_stream_end_and_refuses_new_connections(kit: Any) -> None:
+    import aiohttp
+
     release = asyncio.Event()
 
     async def held(call: Any) -> None:
@@ -49,217 +80,152 @@ async def test_sigterm_lets_a_running_stream_end_and_refuses_new_connections(kit
         await call.chunk(b"data: [DONE]\n\n")
         await call.end_stream()
 
-    import aiohttp
-
     async with (
-        kit.engine(kit.prefill_ok).running() as prefill,
-        kit.engine(held).running() as decode,
+        started(kit, decode=held) as proxy,
         aiohttp.ClientSession() as session,
         aiohttp.ClientSession() as connected,
     ):
-        process = await _start(
-            "--prefill", prefill.url, "--decode", decode.url, "--port", "0"
-        )  # fmt: skip
-        try:
-            assert await _line(process) == f"prefill0 {prefill.url} healthy"
-            assert await _line(process) == f"decode0 {decode.url} healthy"
-            url = (await _line(process)).removeprefix("listening on ")
-            assert url.startswith("http://127.0.0.1:")
-            body = {"prompt": "x", "stream": True}
-            async with connected.get(url + "/health") as response:
-                assert response.status == 200
-            async with session.post(url + "/v1/completions", json=body) as response:
-                assert await response.content.readany() == b"data: 1\n\n"
-                process.send_signal(signal.SIGTERM)
-                assert await _line(process) == "stopping: 1 requests in flight"
-                await _expect_refused(session, url)
-                async with connected.post(url + "/v1/completions", json=body) as refusal:
-                    assert refusal.status == 503
-                    assert (await refusal.json())["error"]["type"] == "shutdown"
-                release.set()
-                assert await response.read() == b"data: [DONE]\n\n"
-            assert await asyncio.wait_for(process.wait(), BOUND_SECONDS) == 0
-        finally:
-            await _end(process)
+        await proxy.is_up()
+        assert proxy.url.startswith("http://127.0.0.1:")
+        asked, body = proxy.url + "/v1/completions", {"prompt": "x", "stream": True}
+        async with connected.get(proxy.url + "/health") as response:
+            assert response.status == 200
+        async with session.post(asked, json=body) as response:
+            assert await response.content.readany() == b"data: 1\n\n"
+            proxy.process.send_signal(signal.SIGTERM)
+            assert await proxy.line() == "stopping: 1 requests in flight"
+            with pytest.raises(aiohttp.ClientConnectorError):
+                await session.get(proxy.url + "/health")
+            async with connected.post(asked, json=body) as refusal:
+                assert refusal.status == 503
+                assert (await refusal.json())["error"]["type"] == "shutdown"
+            release.set()
+            assert await response.read() == b"data: [DONE]\n\n"
+        assert await proxy.ended() == 0
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 async def test_many_clients_may_come_at_once(kit: Any, workers: str) -> None:
-    async with (
-        kit.engine(kit.prefill_ok).running() as prefill,
-        kit.engine(kit.decode_ok).running() as decode,
-    ):
-        process = await _start(
-            "--prefill", prefill.url, "--decode", decode.url, "--port", "0", "--workers", workers
-        )  # fmt: skip
+    async with started(kit, "--workers", workers) as proxy:
         stopped: list[int] = []
         try:
-            for _ in range(2):
-                assert (await _line(process)).endswith(" healthy")
-            url = (await _line(process)).removeprefix("listening on ").split(" by ")[0]
-            stopped = [process.pid, *_children(process.pid)]
+            await proxy.is_up()
+            stopped = [proxy.process.pid, *_children(proxy.process.pid)]
             for pid in stopped:
                 os.kill(pid, signal.SIGSTOP)  # so that nobody accepts
             with ExitStack() as stack:
                 waiting = [stack.enter_context(socket.socket()) for _ in range(600)]
                 for one in waiting:
                     one.setblocking(False)
-                    one.connect_ex(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+                    one.connect_ex(("127.0.0.1", int(proxy.url.rsplit(":", 1)[1])))
                 connected = select.select([], waiting, [], 0.5)[1]
             assert len(connected) == len(waiting)
         finally:
             for pid in stopped:
                 os.kill(pid, signal.SIGKILL)
-            await _end(process)
 
 
 def _children(pid: int) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-async def _expect_refused(session: Any, url: str) -> None:
-    import aiohttp
-
-    try:
-        async with session.get(url + "/health"):
-            raise AssertionError("a new connection was accepted after SIGTERM")
-    except aiohttp.ClientConnectorError:
-        return
-
-
 async def test_draining_is_bounded_and_aborts_what_is_left(kit: Any) -> None:
     import aiohttp
 
     async with (
-        kit.engine(kit.hanging).running() as prefill,
-        kit.engine(kit.decode_ok).running() as decode,
+        started(kit, "--drain-timeout", "0.1", prefill=kit.hanging) as proxy,
         aiohttp.ClientSession() as session,
     ):
-        process = await _start(
-            "--prefill", prefill.url, "--decode", decode.url, "--port", "0",
-            "--drain-timeout", "0.1",
-        )  # fmt: skip
-        try:
-            lines = [await _line(process) for _ in range(3)]
-            url = lines[-1].removeprefix("listening on ")
-            request = session.post(url + "/v1/completions", json={"prompt": "x"})
-            asking = asyncio.ensure_future(request.__aenter__())
-            await kit.until(lambda: bool(prefill.calls), "the prefill step")
-            process.send_signal(signal.SIGINT)
-            assert await asyncio.wait_for(process.wait(), BOUND_SECONDS) == 0
-            await kit.until(lambda: prefill.num_left == 1, "the abort to arrive")
-            result = await asyncio.gather(asking, return_exceptions=True)
-            assert isinstance(result[0], aiohttp.ClientError)
-        finally:
-            await _end(process)
+        await proxy.is_up()
+        request = session.post(proxy.url + "/v1/completions", json={"prompt": "x"})
+        asking = asyncio.ensure_future(request.__aenter__())
+        await kit.until(lambda: bool(proxy.prefill.calls), "the prefill step")
+        proxy.process.send_signal(signal.SIGINT)
+        assert await proxy.ended() == 0
+        await kit.until(lambda: proxy.prefill.num_left == 1, "the abort to arrive")
+        result = await asyncio.gather(asking, return_exceptions=True)
+        assert isinstance(result[0], aiohttp.ClientError)
 
 
 async def test_a_taken_port_ends_with_status_1_and_says_what_to_do(kit: Any) -> None:
-    async with kit.engine(kit.decode_ok).running() as taken:
-        process = await _start(
-            "--prefill", "http://127.0.0.1:9", "--decode", taken.url,
-            "--port", str(taken.port),
-        )  # fmt: skip
-        try:
-            _, told = await asyncio.wait_for(process.communicate(), BOUND_SECONDS)
-            assert process.returncode == 1
-            last = told.decode().splitlines()[-1]
-            assert last.startswith(
-                f"vllm-commext proxy: cannot listen on 127.0.0.1 port {taken.port}"
-            )
-            assert "choose another --host or --port" in last
-        finally:
-            await _end(process)
+    async with (
+        kit.engine(kit.decode_ok).running() as taken,
+        started(kit, "--port", str(taken.port)) as proxy,
+    ):
+        _, told = await asyncio.wait_for(proxy.process.communicate(), BOUND_SECONDS)
+        assert proxy.process.returncode == 1
+        last = told.decode().splitlines()[-1]
+        assert last.startswith(f"vllm-commext proxy: cannot listen on 127.0.0.1 port {taken.port}")
+        assert "choose another --host or --port" in last
 
 
 async def test_workers_share_the_port_the_metrics_and_what_the_admin_port_asks(
     kit: Any, tmp_path: Path
 ) -> None:
-    (tmp_path / "token").write_text("t")
     import aiohttp
 
+    (tmp_path / "token").write_text("t")
+    options = ["--workers", "2", "--admin-port", "0", "--admin-token-file", str(tmp_path / "token")]
     async with (
-        kit.engine(kit.prefill_ok).running() as prefill,
-        kit.engine(kit.decode_ok).running() as decode,
+        started(kit, *options) as proxy,
         kit.engine(kit.decode_ok).running() as added,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
     ):
-        process = await _start(
-            "--prefill", prefill.url, "--decode", decode.url, "--port", "0", "--workers", "2",
-            "--admin-port", "0", "--admin-token-file", str(tmp_path / "token"),
-        )  # fmt: skip
-        try:
-            admin = (await _line(process)).removeprefix("admin port on ")
-            assert await _line(process) == f"prefill0 {prefill.url} healthy"
-            assert await _line(process) == f"decode0 {decode.url} healthy"
-            url, by = (await _line(process)).removeprefix("listening on ").split(" ", 1)
-            assert by == "by 2 workers"
+        admin = (await proxy.line()).removeprefix("admin port on ")
+        assert await proxy.is_up() == "by 2 workers"
+        await _ask(session, proxy, 12)
+        wanted = 'requests_total{endpoint="completions",outcome="ok",side="proxy"} 12.0'
 
-            async def ask(num: int) -> None:
-                for _ in range(num):
-                    async with session.post(
-                        url + "/v1/completions", json={"prompt": "x"}
-                    ) as response:
-                        assert response.status == 200
+        async def counted() -> None:  # by whichever worker answers, when the last has ended
+            text = ""
+            while wanted not in text:
+                async with session.get(proxy.url + "/metrics") as response:
+                    text = await response.text()
 
-            await ask(12)
-            wanted = 'requests_total{endpoint="completions",outcome="ok",side="proxy"} 12.0'
-
-            async def counted() -> None:  # by whichever worker answers, when the last has ended
-                text = ""
-                while wanted not in text:
-                    async with session.get(url + "/metrics") as response:
-                        text = await response.text()
-
-            await asyncio.wait_for(counted(), BOUND_SECONDS)
+        async def told(path: str, body: Any) -> Any:
             headers = {"Authorization": "Bearer t"}
-            body = {"role": "decode", "url": added.url}
-            async with session.post(admin + "/engines", json=body, headers=headers) as response:
-                assert len((await response.json())["engines"]) == 3
-            body = {"url": decode.url, "wait_seconds": 5}
-            async with session.post(admin + "/drain", json=body, headers=headers) as response:
-                drained = [e for e in (await response.json())["engines"] if e["draining"]]
-                assert [(e["url"], e["in_flight"]) for e in drained] == [(decode.url, 0)]
-            num_before = len(decode.calls)
-            await ask(6)
-            assert (len(decode.calls), len(added.calls)) == (num_before, 6)
-            process.send_signal(signal.SIGTERM)
-            assert await _line(process) == "stopping: 0 requests in flight"
-            assert await asyncio.wait_for(process.wait(), BOUND_SECONDS) == 0
-        finally:
-            await _end(process)
+            async with session.post(admin + path, json=body, headers=headers) as response:
+                return (await response.json())["engines"]
+
+        await asyncio.wait_for(counted(), BOUND_SECONDS)
+        assert len(await told("/engines", {"role": "decode", "url": added.url})) == 3
+        engines = await told("/drain", {"url": proxy.decode.url, "wait_seconds": 5})
+        drained = [(e["url"], e["in_flight"]) for e in engines if e["draining"]]
+        assert drained == [(proxy.decode.url, 0)]
+        num_before = len(proxy.decode.calls)
+        await _ask(session, proxy, 6)
+        assert (len(proxy.decode.calls), len(added.calls)) == (num_before, 6)
+        proxy.process.send_signal(signal.SIGTERM)
+        assert await proxy.line() == "stopping: 0 requests in flight"
+        assert await proxy.ended() == 0
+
+
+async def _ask(session: Any, proxy: Proxy, num: int) -> None:
+    for _ in range(num):
+        async with session.post(proxy.url + "/v1/completions", json={"prompt": "x"}) as response:
+            assert response.status == 200
 
 
 async def test_a_worker_that_dies_is_replaced(kit: Any) -> None:
     import aiohttp
 
     async with (
-        kit.engine(kit.prefill_ok).running() as prefill,
-        kit.engine(kit.decode_ok).running() as decode,
+        started(kit, "--workers", "2") as proxy,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
     ):
-        process = await _start(
-            "--prefill", prefill.url, "--decode", decode.url, "--port", "0", "--workers", "2"
-        )  # fmt: skip
-        try:
-            lines = [await _line(process) for _ in range(3)]
-            url = lines[-1].removeprefix("listening on ").split()[0]
-            before = _children(process.pid)
-            os.kill(before[0], signal.SIGKILL)
-            await kit.until(
-                lambda: (
-                    len(_children(process.pid)) == 2 and before[0] not in _children(process.pid)
-                ),
-                "another worker",
-            )
-            for _ in range(4):
-                async with session.post(url + "/v1/completions", json={"prompt": "x"}) as response:
-                    assert response.status == 200
-        finally:
-            process.terminate()
-            await asyncio.wait_for(process.wait(), BOUND_SECONDS)
-            await _end(process)
-            assert not any(Path(f"/proc/{pid}").exists() for pid in before)
+        await proxy.is_up()
+        before = _children(proxy.process.pid)
+
+        def is_replaced() -> bool:
+            now = _children(proxy.process.pid)
+            return len(now) == 2 and before[0] not in now
+
+        os.kill(before[0], signal.SIGKILL)
+        await kit.until(is_replaced, "another worker")
+        await _ask(session, proxy, 4)
+        proxy.process.terminate()
+        await proxy.ended()
+        assert not any(Path(f"/proc/{pid}").exists() for pid in before)
 
 
 async def test_a_worker_that_cannot_be_started_is_tried_again(
@@ -306,7 +272,3 @@ async def test_a_worker_that_dies_in_the_midst_of_a_line_is_one_that_dies(
     answer = worker.reports[7] = asyncio.get_running_loop().create_future()
     await Supervisor(config, "WARNING", "")._listen_to(worker)
     assert answer.result() == {"report": 7}
-
-
-def _children(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -212,7 +212,6 @@ def test_a_peer_that_never_comes_is_told_and_ends_every_wait() -> None:
     streams = make_calls(shape, ranks, [4, 4, 4], seed=7)
     run(shape, Tiling(1, block_teams=4), streams[:1])
     failure = ranks.failure(0)
-    assert failure is not None
     assert (failure.kind, failure.rank) == (FailureKind.MISSING_PEER, 1)
     assert all(bool(call.q.isnan().all()) for call in streams[0])
 
@@ -224,5 +223,4 @@ def test_two_calls_at_the_same_time_are_found_out() -> None:
     # Two streams of rank 0, whose calls wait for a rank 1 that has not begun.
     run(shape, Tiling(1, block_teams=4), [mine, mine])
     failure = ranks.failure(0)
-    assert failure is not None
     assert (failure.kind, failure.rank) == (FailureKind.CONCURRENT_USE, 0)
