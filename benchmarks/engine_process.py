@@ -24,13 +24,21 @@ def say(mark: str, what: object) -> None:
 
 
 class EngineProcess:
-    """A script that serves, in a session of its own; what it writes is read by a thread."""
+    """A script that serves, in a session of its own; what it writes is read by a thread.
+
+    `root`: of the checkout whose package it imports.
+    """
 
     def __init__(
-        self, name: str, script: str, arguments: Sequence[str], environ: Mapping[str, str]
+        self,
+        name: str,
+        script: str,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        root: Path = ROOT,
     ) -> None:
         self.name = name
-        python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        python_path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
             [sys.executable, script, *arguments],
             env={**os.environ, **environ, "PYTHONPATH": python_path},

@@ -7,6 +7,9 @@ Two engines share the GPUs and take turns, round after round, the other one firs
 sees it that asked (mean, median, 99th percentile), and the CPU time of all processes of the engine.
 Weights are random, multicast is off for both. Writes a page and its JSON after every round. Says
 too whose queue each worker has, and how many answers are equal.
+
+With `--other FOLDER` a third engine has the queue of another checkout, built there. `--cpu` runs a
+tiny model on CPUs, whose workers sum by Gloo unless VLLM_COMMEXT_CPU_COLLECTIVES says otherwise.
 """
 
 import argparse
@@ -23,16 +26,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import engine_process
 import turn
 from engine_process import ANSWER, READY, EngineProcess, say
 from serving import models
 
 from vllm_commext.testing import gpu_ranks
 
-VLLM, OURS = "vllm", "ours"
+VLLM, OURS, OTHER = "vllm", "ours", "other"
+TITLES = {VLLM: "vLLM's", OURS: "ours", OTHER: "the other's"}
 TOGGLE = "VLLM_COMMEXT_SHM_QUEUE"
-ENGINES = {VLLM: "0", OURS: "1"}  # name: the toggle
-BATCHES = (1, 16, 64)
 PROMPT = 64  # tokens
 SKIPPED = 8  # steps at the beginning and at the end of an answer, when not all requests run
 SETTLE_SECONDS = 1.2  # vLLM's readers spin for a second after the last message
@@ -46,7 +49,8 @@ ENVIRON = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # for --cpu: two workers on one NUMA node
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_COMMEXT_ALLREDUCE": "0",
-    "VLLM_COMMEXT_CPU_COLLECTIVES": "0",
+    "VLLM_COMMEXT_CPU_COLLECTIVES": os.environ.get("VLLM_COMMEXT_CPU_COLLECTIVES", "0"),
+    "OMP_NUM_THREADS": "1",
 }
 FIGURES = {
     "mean": "time per output token, mean, ms",
@@ -95,7 +99,7 @@ class Served:
                 "compilation_config": {
                     "mode": 0,
                     "cudagraph_mode": "FULL_DECODE_ONLY",
-                    "cudagraph_capture_sizes": [1, 2, 4, 8, *range(16, max(BATCHES) + 1, 16)],
+                    "cudagraph_capture_sizes": [1, 2, 4, 8, *range(16, max(args.requests) + 1, 16)],
                 },
                 "kernel_config": {"enable_flashinfer_autotune": False},
                 "gpu_memory_utilization": 0.3,
@@ -107,7 +111,7 @@ class Served:
             skip_tokenizer_init=True,
             tensor_parallel_size=args.tp,
             max_model_len=PROMPT + args.output + 16,
-            max_num_seqs=max(BATCHES),
+            max_num_seqs=max(args.requests),
             enable_prefix_caching=False,
             disable_log_stats=True,
             dtype="bfloat16",
@@ -161,7 +165,7 @@ class Served:
 def serve(args: argparse.Namespace) -> None:
     """One engine: for every line of its input, a number of requests, a line with the figures."""
     served = Served(args)
-    for requests in BATCHES:
+    for requests in args.requests:
         served.measure(requests)
     say(READY, served.queues())
     for line in sys.stdin:
@@ -176,17 +180,20 @@ def serve(args: argparse.Namespace) -> None:
 def start(name: str, args: argparse.Namespace, model: Path) -> EngineProcess:
     """The engine of this name; it is not ready yet."""
     words = ["--tp", str(args.tp), "--model", str(model), "--output", str(args.output)]
-    words += ["--cpu"] if args.cpu else []
-    return EngineProcess(name, __file__, words, {**ENVIRON, TOGGLE: ENGINES[name]})
+    words += ["--requests", *map(str, args.requests)] + (["--cpu"] if args.cpu else [])
+    environ = {**ENVIRON, TOGGLE: "0" if name == VLLM else "1"}
+    root = args.other.resolve() if name == OTHER else engine_process.ROOT
+    return EngineProcess(name, __file__, words, environ, root)
 
 
 @contextlib.contextmanager
 def engines(args: argparse.Namespace) -> Iterator[dict[str, EngineProcess]]:
-    """Both engines, started at once."""
+    """All engines, started at once."""
     with tempfile.TemporaryDirectory() as folder:
         kind, device = ("llama", "cpu") if args.cpu else ("dense", "cuda")
         model, _ = models.write_model(kind, Path(folder) / "model", device)
-        made = {name: start(name, args, model) for name in ENGINES}
+        names = [VLLM, OURS, OTHER] if args.other else [VLLM, OURS]
+        made = {name: start(name, args, model) for name in names}
         try:
             yield made
         finally:
@@ -197,13 +204,15 @@ def engines(args: argparse.Namespace) -> Iterator[dict[str, EngineProcess]]:
 Rounds = list[dict[str, dict[int, dict[str, Any]]]]  # by engine, by requests: the figures
 
 
-def one_round(made: Mapping[str, EngineProcess], number: int, end: float) -> Any:
+def one_round(
+    made: Mapping[str, EngineProcess], batches: Sequence[int], number: int, end: float
+) -> Any:
     """Every cell once on every engine; another one first each time."""
-    order = list(made) if number % 2 == 0 else list(made)[::-1]
+    order = list(made)[number % len(made) :] + list(made)[: number % len(made)]
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for name in order:
         made[name].ask("settle", end)
-        found[name] = {requests: made[name].ask(requests, end) for requests in BATCHES}
+        found[name] = {requests: made[name].ask(requests, end) for requests in batches}
     return found
 
 
@@ -213,54 +222,60 @@ def p99(gaps: Sequence[float]) -> float:
 
 
 def rows_of(rounds: Rounds) -> list[dict[str, Any]]:
-    """A row a figure and number of requests: medians of the rounds, and off / on of each."""
+    """A row a figure and number of requests: medians of the rounds, and every other engine's
+    figure divided by ours."""
     for of in rounds:
         for cells in of.values():
             for figures in cells.values():
                 figures["p99"] = p99(figures["gaps"])
     rows: list[dict[str, Any]] = []
-    for requests in BATCHES if rounds else ():
+    for requests in rounds[0][OURS] if rounds else ():
         for key, label in FIGURES.items():
-            values = {name: [of[name][requests][key] for of in rounds] for name in ENGINES}
-            ratios = sorted(
-                off / max(on, 1e-3) for off, on in zip(values[VLLM], values[OURS], strict=True)
-            )
-            medians = {name: statistics.median(values[name]) for name in ENGINES}
-            spread = statistics.median(ratios), ratios[0], ratios[-1]
-            rows.append({"requests": requests, "figure": label, **medians, "better by": spread})
+            values = {name: [of[name][requests][key] for of in rounds] for name in rounds[0]}
+            medians = {name: statistics.median(of) for name, of in values.items()}
+            better = {}
+            for name in values.keys() - {OURS}:
+                pairs = zip(values[name], values[OURS], strict=True)
+                ratios = sorted(theirs / max(ours, 1e-3) for theirs, ours in pairs)
+                better[name] = statistics.median(ratios), ratios[0], ratios[-1]
+            rows.append({"requests": requests, "figure": label, **medians, "better by": better})
         pooled = {
-            name: p99([g for of in rounds for g in of[name][requests]["gaps"]]) for name in ENGINES
+            name: p99([g for of in rounds for g in of[name][requests]["gaps"]])
+            for name in rounds[0]
         }
-        ratio = pooled[VLLM] / pooled[OURS]
+        better = {name: [pooled[name] / pooled[OURS]] * 3 for name in pooled.keys() - {OURS}}
         label = "between two tokens, p99 of all rounds together, ms"
-        rows.append({"requests": requests, "figure": label, **pooled, "better by": [ratio] * 3})
+        rows.append({"requests": requests, "figure": label, **pooled, "better by": better})
     return rows
 
 
 def equal_answers(rounds: Rounds) -> str:
-    """Answers that are the same from both, of all rounds."""
-    pairs = [
-        pair
+    """Answers that are the same from all engines, of all rounds."""
+    answers = [
+        same
         for of in rounds
-        for requests in BATCHES
-        for pair in zip(*(of[name][requests]["answers"] for name in ENGINES), strict=True)
+        for requests in of[OURS]
+        for same in zip(*(cells[requests]["answers"] for cells in of.values()), strict=True)
     ]
-    return f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
+    return f"{sum(len(set(same)) == 1 for same in answers)} of {len(answers)}"
 
 
 def markdown(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     """The report as a page."""
     lines = ["# An engine with vLLM's message queue and with ours", ""]
     lines += [f"- {key}: {value}" for key, value in facts.items()]
-    lines += ["", "Medians of the rounds; better by: vLLM's / ours, median of the rounds' own"]
+    names = [VLLM, OURS, OTHER] if OTHER in rows[0] else [VLLM, OURS]
+    others = [name for name in names if name != OURS]
+    lines += ["", "Medians of the rounds; better by: another's / ours, median of the rounds' own"]
     lines += ["ratios (smallest to largest); above 1 is in our favour.", ""]
-    lines += ["| requests | figure | vLLM's | ours | better by |", "|" + "---|" * 5]
+    heads = [TITLES[name] for name in names]
+    heads += [f"better by, against {TITLES[name]}" for name in others]
+    lines += ["| requests | figure | " + " | ".join(heads) + " |", "|" + "---|" * (2 + len(heads))]
     for row in rows:
-        middle, least, most = row["better by"]
-        lines.append(
-            f"| {row['requests']} | {row['figure']} | {row[VLLM]:.3f} | {row[OURS]:.3f} | "
-            f"{middle:.3f} ({least:.3f} to {most:.3f}) |"
-        )
+        cells = [f"{row[name]:.3f}" for name in names]
+        ratios = [row["better by"][name] for name in others]
+        cells += [f"{middle:.3f} ({least:.3f} to {most:.3f})" for middle, least, most in ratios]
+        lines.append(f"| {row['requests']} | {row['figure']} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, ""])
 
 
@@ -288,9 +303,9 @@ def write(args: argparse.Namespace, rounds: Rounds, queues: Mapping[str, Any]) -
         {
             engine: {
                 requests: {key: figures[key] for key in FIGURES}
-                for requests, figures in of[engine].items()
+                for requests, figures in cells.items()
             }
-            for engine in ENGINES
+            for engine, cells in of.items()
         }
         for of in rounds
     ]
@@ -310,7 +325,7 @@ def compare(args: argparse.Namespace) -> int:
             last, spent = min(end, time.monotonic() + args.measure_seconds), 0.0
             while len(rounds) < args.rounds and time.monotonic() + 1.2 * spent < last:
                 begun = time.monotonic()
-                rounds.append(one_round(made, len(rounds), end))
+                rounds.append(one_round(made, args.requests, len(rounds), end))
                 spent = time.monotonic() - begun
                 write(args, rounds, queues)
                 print(f"round {len(rounds)} took {spent:.1f} s", flush=True)
@@ -328,7 +343,9 @@ def main() -> int:
     parser.add_argument("--measure-seconds", type=float, default=100.0, help="of these, for rounds")
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--commit", default="", help="what the report is to name")
-    parser.add_argument("--cpu", action="store_true", help="a tiny model on CPUs, to try this out")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64], help="at a time")
+    parser.add_argument("--other", type=Path, help="another checkout, whose queue is a third")
+    parser.add_argument("--cpu", action="store_true", help="a tiny model on CPUs")
     parser.add_argument("--model", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.model:
