@@ -2,7 +2,7 @@
 
 A part is written to the ring straight from the object's memory, and received straight into the
 memory that the new object owns. This goes for what takes part in pickle's buffer protocol (numpy
-arrays), for CPU tensors of torch, and for large `bytes` that are the message itself.
+arrays), for CPU tensors of torch, and for `bytes` that are the message itself.
 """
 
 import copyreg
@@ -13,15 +13,17 @@ from typing import Any
 
 from ..errors import ProtocolError
 from . import _shm_ring
-from .plain import IN_BAND_BYTES, PlainEncoder, build
+from .plain import PlainEncoder, build
 from .reducers import PROTOCOL, reduce_array, reduce_tensor
 from .steps import MARK, StepClasses, packer, unpacker
 
+IN_BAND_BYTES = 16 << 10  # inside a pickle; below, a part of its own costs more than its copies
 MEMO_BYTES = 16 << 10  # of a pickler that is kept: to clear its memo takes time for all that the
 # largest message ever put there, and longer than a new pickler beyond this
 MAX_BUFFERS = 64  # of one message; more go in band. Fewer than any ring's parts.
 
-_PROTO = 0x80
+PICKLE, STEP = 0x80, MARK[0]  # the first byte of a record that is none of the plain ones
+SHORT_BYTES = 512  # of a pickle whose memo is below MEMO_BYTES: an entry takes two bytes or more
 
 Record = bytes | tuple[Any, ...]
 Reducers = Mapping[type, Callable[[Any], Any]]
@@ -128,7 +130,7 @@ class Encoder:
             raise
         head = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         record = (head, *buffers) if buffers else head
-        if self._pickler.__sizeof__() > MEMO_BYTES:
+        if len(head) > SHORT_BYTES and self._pickler.__sizeof__() > MEMO_BYTES:
             self._start()
         else:
             self._pickler.clear_memo()
@@ -145,23 +147,23 @@ class Decoder:
 
     def decode(self, record: "bytes | list[bytes | bytearray]") -> Any:
         """The object of a record as `RingReader.read` returns it. It owns all its memory."""
-        head = record if isinstance(record, bytes) else bytes(record[0])
-        if head[:1] != MARK or self._steps is None:
-            return decode(record)
-        buffers = () if isinstance(record, bytes) else record[1:]
-        return self._steps.unpack(head, lambda rest: pickle.loads(rest, buffers=buffers))
+        buffers: list[bytes | bytearray] = []
+        if isinstance(record, bytes):
+            if record[0] != STEP:
+                return pickle.loads(record)
+            head = record
+        else:
+            if record[0][0] == PICKLE:
+                return pickle.loads(record[0], buffers=record[1:])
+            head, *buffers = record
+            if head[0] != STEP:
+                return build(bytes(head), buffers[0])
+        if self._steps is None:
+            raise ProtocolError("got a step field by field: expected the same vLLM at both ends")
+        return self._steps.unpack(bytes(head), lambda rest: pickle.loads(rest, buffers=buffers))
 
 
-def decode(record: bytes | list[bytes | bytearray]) -> Any:
-    """The object of a record as `RingReader.read` returns it. It owns all its memory."""
-    head = record if isinstance(record, bytes) else record[0]
-    if head[:1] == MARK:
-        raise ProtocolError("got a step field by field: expected the same vLLM at both ends")
-    if isinstance(record, bytes):
-        return pickle.loads(record)
-    if head[0] != _PROTO:
-        return build(bytes(head), record[1])
-    return pickle.loads(head, buffers=record[1:])
+decode = Decoder().decode  # of what was sent without steps
 
 
 def _behind(prefix: bytes, record: Record) -> Record:

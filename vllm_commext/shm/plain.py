@@ -1,7 +1,7 @@
-"""Large `bytes`, arrays and tensors that are a message of their own: their memory behind a few
-words, without pickle.
+"""`bytes`, arrays and tensors that are a message of their own: their memory behind a few words,
+without pickle.
 
-Pickling and unpickling such an object takes longer than copying 100 KiB of it. The words say what
+Pickling and unpickling such an array takes longer than copying 100 KiB of it. The words say what
 the memory is and are the same for all alike, so both ends keep what they made of them. The first of
 them is never that of a pickle.
 """
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-IN_BAND_BYTES = 16 << 10  # below, a part of its own costs more than the copies that it saves
 BYTES, BYTEARRAY, ARRAY, TENSOR = b"b", b"a", b"n", b"t"
 MOST_KEPT = 1024  # of what either end made of words
 
@@ -30,8 +29,8 @@ class PlainEncoder:
 
     def __init__(self) -> None:
         self.by_type: dict[type, Callable[[Any], PlainRecord | None]] = {
-            bytes: _of_bytes,
-            bytearray: _of_bytearray,
+            bytes: lambda obj: (BYTES, obj),
+            bytearray: lambda obj: (BYTEARRAY, obj),
         }
         self._heads: dict[Any, bytes] = {}
 
@@ -53,7 +52,7 @@ class PlainEncoder:
         return self._record(TENSOR, array)
 
     def _record(self, kind: bytes, array: "np.ndarray[Any, Any]") -> PlainRecord | None:
-        if array.nbytes < IN_BAND_BYTES or not array.flags.c_contiguous:
+        if not array.flags.c_contiguous:
             return None
         key = kind, array.dtype, array.shape
         head = self._heads.get(key)
@@ -70,14 +69,6 @@ def _head(kind: bytes, dtype: "np.dtype[Any]", shape: tuple[int, ...]) -> bytes:
     if not simple or (kind == TENSOR and dtype.name not in SHARED_DTYPES):
         return b""
     return kind + ",".join([dtype.str, *map(str, shape)]).encode()
-
-
-def _of_bytes(obj: bytes) -> PlainRecord | None:
-    return (BYTES, obj) if len(obj) >= IN_BAND_BYTES else None
-
-
-def _of_bytearray(obj: bytearray) -> PlainRecord | None:
-    return (BYTEARRAY, obj) if len(obj) >= IN_BAND_BYTES else None
 
 
 _builders: dict[bytes, Builder] = {}
