@@ -15,7 +15,6 @@
 
 #define RING_SPIN_MIN_NS UINT64_C(1500)
 #define RING_SPIN_MAX_NS UINT64_C(500000)
-#define RING_SPIN_MOVED_NS UINT64_C(200000) /* once it has left its peer's core */
 #define RING_SPIN_SLACK_NS UINT64_C(20000)
 #define RING_MOST_FAILED 7u
 #define RING_LONGEST_PREDICTED_NS UINT64_C(100000000)
@@ -57,11 +56,6 @@ struct ring_guess {
 };
 
 static inline int ring_expects_short(const struct ring_habit *habit) { return habit->score >= 2; }
-
-/* The peer has gone to another core: what failed before says nothing any more. */
-static inline void ring_forgive(struct ring_guess *guess) {
-    guess->spins_failed = guess->spins_to_skip = 0;
-}
 
 static inline uint64_t ring_spin_budget(struct ring_guess *guess,
                                         const struct ring_habit *habit) {

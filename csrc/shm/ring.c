@@ -122,13 +122,12 @@ static PyObject *Ring_counters(PyObject *op, PyObject *Py_UNUSED(ignored)) {
             slowest = rank;
         }
     }
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:I}", "messages", (unsigned long long)end->sequence,
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:I}", "messages", (unsigned long long)end->sequence,
                          "bytes", (unsigned long long)end->bytes, "waits",
                          (unsigned long long)end->waiter.waits, "sleeps",
                          (unsigned long long)end->waiter.sleeps, "wake_ups",
                          (unsigned long long)end->waiter.wake_ups, "foreseen",
-                         (unsigned long long)end->waiter.foreseen, "moves",
-                         (unsigned long long)end->waiter.mover.moves, "spilled_bytes",
+                         (unsigned long long)end->waiter.foreseen, "spilled_bytes",
                          (unsigned long long)end->spills.bytes, "high_water_bytes",
                          (unsigned long long)high_water, "slowest_reader", slowest);
 }

@@ -54,7 +54,6 @@ struct ring_waiter {
     int fd; /* of the segment's file, -1 if there is none */
     struct ring_guess guess;
     int predicts; /* there are processors enough to spin for what a GPU's step brings */
-    struct ring_mover mover;
     uint64_t checked_ns; /* when the peer was last known to live */
     uint64_t waits, sleeps, wake_ups, foreseen;
 };
@@ -178,30 +177,19 @@ static inline int ring_park(struct ring_waiter *waiter, const struct ring_wish *
 }
 
 /* How long to spin for a wish. For room hardly: the reader runs faster unwatched, and has made much
- * room when it wakes a sleeper. Where the peer needs this very core not at all, unless this thread
- * can leave it, and neither where a reader does; while the peer is on its way to another core as
- * long as that may take. */
+ * room when it wakes a sleeper. Where the peer, or a reader, needs this very core not at all. */
 static inline struct ring_bet ring_place_bet(struct ring_waiter *waiter,
                                              const struct ring_wish *wish, uint64_t now) {
     struct ring_guess *guess = &waiter->guess;
     uint32_t kind = wish->in_record ? RING_IN_RECORD : guess->history;
     struct ring_bet bet = {&guess->habits[kind], now, RING_SPIN_MIN_NS};
     if (wish->lenient > wish->target && !wish->in_record) return bet;
-    uint32_t theirs = RING_CORE_UNKNOWN, mine;
-    if (wish->peer_core != NULL) {
-        theirs = atomic_load_explicit(wish->peer_core, memory_order_relaxed);
-        if (theirs == RING_CORE_UNKNOWN) ring_forgive(guess);
-    }
     bet = ring_bet_on(guess, kind, now);
     if (wish->peer_core == NULL || !ring_expects_short(bet.habit)) return bet;
-    if (theirs == RING_CORE_UNKNOWN) {
-        bet.budget = RING_SPIN_MAX_NS;
-    } else if (theirs == (mine = ring_core())) { /* one of the two moves, not both */
-        int moved = wish->peer->pid < (uint32_t)getpid() && ring_move(&waiter->mover, mine, now);
-        bet.budget = moved ? RING_SPIN_MOVED_NS : 0;
-    } else if (bet.budget > RING_SPIN_MIN_NS && ring_core_is_wanted(mine)) {
+    uint32_t core = ring_core();
+    if (atomic_load_explicit(wish->peer_core, memory_order_relaxed) == core ||
+        (bet.budget > RING_SPIN_MIN_NS && ring_core_is_wanted(core)))
         bet.budget = 0;
-    }
     return bet;
 }
 
@@ -251,7 +239,6 @@ static inline int ring_wait(struct ring_waiter *waiter, const struct ring_wish *
     atomic_store(&waiter->waiting_on, NULL);
     if (status != RING_OK) return status;
     ring_learn(&waiter->guess, &bet, ring_now(), spun);
-    ring_count_wait(&waiter->mover, spun);
     *started = 0;
     return RING_OK;
 }

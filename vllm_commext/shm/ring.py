@@ -104,10 +104,9 @@ class RingEnd:
     def counters(self) -> dict[str, int]:
         """Of this end: messages, bytes (headers not included), waits, sleeps (waits that slept),
         wake_ups (system calls that woke others), foreseen (waits that ended while their end was
-        expected), moves (to another core than the peer's),
-        spilled_bytes (that went beyond the ring because a reader was busy). Of the queue:
-        high_water_bytes (the most that any reader ever found waiting), slowest_reader (its rank).
-        Empty in a forked child.
+        expected), spilled_bytes (that went beyond the ring because a reader was busy). Of the
+        queue: high_water_bytes (the most that any reader ever found waiting), slowest_reader (its
+        rank). Empty in a forked child.
         """
         return self.core.counters()
 
