@@ -31,7 +31,6 @@
 #define RING_LENIENT_NS UINT64_C(1000000)
 #define RING_SLICE_NS RING_NS_PER_S
 #define RING_LOOK_NS (RING_NS_PER_S / 2)
-#define RING_FIRST_SLICE_NS UINT64_C(50000000)
 #define RING_CORES_TO_PREDICT 4 /* with fewer, somebody else has use for what is spun away */
 
 enum ring_status {
@@ -139,19 +138,11 @@ static inline int ring_spin(const struct ring_wish *wish, uint64_t until) {
     return 0;
 }
 
-/* How long to sleep at most: until the deadline, the next liveness check, or the end of a slice. */
-static inline uint64_t ring_slice(const struct ring_waiter *waiter, const struct ring_wish *wish,
-                                  uint64_t start, uint64_t now, uint64_t deadline) {
-    uint64_t slice = RING_SLICE_NS, elapsed = now - start;
-    if (wish->lenient > wish->target && elapsed < RING_LENIENT_NS)
-        slice = RING_LENIENT_NS;
-    else if (elapsed < RING_FIRST_SLICE_NS)
-        slice = RING_FIRST_SLICE_NS;
-    if (wish->peer != NULL) {
-        uint64_t since = now - waiter->checked_ns; /* longer only if the peer is not there yet */
-        if (since < RING_SLICE_NS && RING_SLICE_NS - since < slice) slice = RING_SLICE_NS - since;
-    }
-    return deadline - now < slice ? deadline - now : slice;
+/* How long to sleep at most: until the deadline, or the end of a slice. */
+static inline uint64_t ring_slice(const struct ring_wish *wish, uint64_t start, uint64_t now,
+                                  uint64_t deadline) {
+    int lenient = wish->lenient > wish->target && now - start < RING_LENIENT_NS;
+    return ring_earlier(deadline - now, lenient ? RING_LENIENT_NS : RING_SLICE_NS);
 }
 
 /* Sleep until the wish is fulfilled or something else has to be looked at. */
@@ -164,12 +155,12 @@ static inline int ring_park(struct ring_waiter *waiter, const struct ring_wish *
         uint32_t ticket = atomic_fetch_or(wish->event, RING_SLEEPER) | RING_SLEEPER;
         if (ring_reached(wish)) return RING_OK;
         if (atomic_load(&waiter->cancelled)) return RING_CANCELLED;
-        int look = now >= deadline || now - start >= RING_FIRST_SLICE_NS; /* short waits go first */
+        int look = now >= deadline || now - start >= RING_SLICE_NS; /* short waits go first */
         int peer = ring_peer_status(waiter, wish, now, look);
         if (peer != RING_OK) return ring_reached(wish) ? RING_OK : peer;
         if (now >= deadline) return RING_TIMEOUT;
         waiter->sleeps++;
-        int error = ring_sleep(wish->event, ticket, ring_slice(waiter, wish, start, now, deadline));
+        int error = ring_sleep(wish->event, ticket, ring_slice(wish, start, now, deadline));
         if (ring_reached(wish)) return RING_OK;
         if (error == EINTR) return RING_INTERRUPTED;
         if (error == ETIMEDOUT && ring_now() - start >= RING_LENIENT_NS * 2) return RING_INTERRUPTED;
