@@ -36,6 +36,13 @@ def main() -> int:
     parser.add_argument(
         "--streams", action="store_true", help="read prompts while they are computed"
     )
+    parser.add_argument(
+        "--gpus",
+        nargs=2,
+        default=(),
+        metavar=("P", "D"),
+        help="the GPU of each role, with the prefill engine's memory mapped; default: CPUs",
+    )
     parser.add_argument("--no-namespaces", action="store_true", help="stay on loopback")
     parser.add_argument("--out", type=Path, default=Path("chaos-report"))
     args = parser.parse_args()
@@ -51,6 +58,7 @@ def main() -> int:
         policy=args.policy,
         spares=args.spares,
         streams=args.streams,
+        gpus=tuple(args.gpus),
     )
     model = write_tiny_model(folder / "model")
     record = run(scenario, model, folder, lambda line: print(line, flush=True))

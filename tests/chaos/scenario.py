@@ -14,7 +14,7 @@ from tests.chaos.network import Link, NetworkError, namespace_link
 from tests.chaos.recovery import recover
 from tests.chaos.report import FaultRecord, RunRecord, describe
 from tests.chaos.schedule import DECODE, KINDS, PREFILL, Fault, plan_faults
-from tests.chaos.testbed import Testbed
+from tests.chaos.testbed import GPU_ARGS, Testbed, on_gpu
 from vllm_commext.errors import CommextTimeoutError
 from vllm_commext.testing import cluster
 from vllm_commext.testing.parity import Completion, complete
@@ -43,6 +43,7 @@ class Scenario:
         spares: each role has a second engine, which no fault is aimed at, and decode engines keep
             their policy.
         streams: prompts are read while they are computed.
+        gpus: see ``Testbed``.
     """
 
     seed: int
@@ -58,6 +59,7 @@ class Scenario:
     corrupting: bool = False
     spares: bool = False
     streams: bool = False
+    gpus: Sequence[str] = ()
 
 
 def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None]) -> RunRecord:
@@ -82,7 +84,7 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
         )
         testbed = Testbed(
             *(model, folder, link, scenario.policy, scenario.corrupting, scenario.spares),
-            scenario.streams,
+            *(scenario.streams, scenario.gpus),
         )
         stack.callback(testbed.stop)
         testbed.start()
@@ -108,7 +110,9 @@ def _prompts(scenario: Scenario) -> list[tuple[int, ...]]:
 
 
 def _plain_references(scenario: Scenario, model: Path, folder: Path) -> list[Completion]:
-    with cluster.plain_server("plain", model, folder) as server:
+    args = GPU_ARGS if scenario.gpus else ()
+    environ = on_gpu(scenario.gpus[0]) if scenario.gpus else None
+    with cluster.plain_server("plain", model, folder, args=args, environ=environ) as server:
         return take_references(server.url, _prompts(scenario))
 
 
@@ -155,6 +159,10 @@ class _Run:
             self._record.settings["streamed"] = streamed = int(self._stage.streamed())
             if not streamed:
                 self._record.problems.append("no request was streamed")
+        if self._scenario.gpus:
+            self._record.settings["mapped bytes"] = mapped = int(self._stage.mapped_bytes())
+            if not mapped:
+                self._record.problems.append("nothing was read through a mapping")
         if not self._load.stop():
             self._record.problems.append("clients did not end within their bound")
 

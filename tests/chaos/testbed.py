@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,14 @@ from vllm_commext.errors import CommextError
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import Metrics, scrape
 from vllm_commext.testing.parity import complete
-from vllm_commext.testing.servers import LOOPBACK, ProxyServer, VllmServer, free_port
+from vllm_commext.testing.servers import (
+    CPU_ENVIRON,
+    CUDA_ENVIRON,
+    LOOPBACK,
+    ProxyServer,
+    VllmServer,
+    free_port,
+)
 
 HANDSHAKE_SECONDS = 3.0
 TRANSFER_SECONDS = 4.0
@@ -42,8 +50,11 @@ FRUGAL_HEAP = {
     "MALLOC_MMAP_THRESHOLD_": "131072",
     "MALLOC_TRIM_THRESHOLD_": "131072",
 }
+# On GPUs no profile of the memory: engines that share one would see each other's in it.
+GPU_ARGS = ("--kv-cache-memory-bytes", str(1 << 28), "--gpu-memory-utilization", "0.05")
 BLOCKS_IN_USE = "vllm:kv_cache_usage_perc"
 FAILED_LOADS = "vllm:commext_nixl_failures_total"
+MAPPED_BYTES = "vllm:commext_nixl_mapped_bytes_total"
 PROXY_ARGS = (
     "--connect-timeout", "3", "--prefill-timeout", f"{PREFILL_STEP_SECONDS:g}",
     "--decode-timeout", f"{DECODE_STEP_SECONDS:g}",
@@ -52,6 +63,11 @@ PROXY_ARGS = (
 )  # fmt: skip
 # Where another engine can serve it, no request waits for one that has fallen silent.
 SPARE_PROXY_ARGS = ("--engine-lost", "3")
+
+
+def on_gpu(gpu: str) -> Mapping[str, str | None]:
+    """What a server's environment has on a GPU, and nothing of what it has on CPUs."""
+    return {**dict.fromkeys(CPU_ENVIRON), **CUDA_ENVIRON, "CUDA_VISIBLE_DEVICES": gpu}
 
 
 @dataclass
@@ -98,6 +114,8 @@ class Testbed:
         with_spares: each role has a second engine, which no fault is aimed at, and the decode
             engines keep their policy.
         streams: prompts are computed in several chunks, and read while they are.
+        gpus: the GPU of each role, in the order prefill, decode; none: all is on CPUs. On GPUs
+            the prefill engine's memory is mapped.
         engines: by role, those that faults work on.
         spares: the second ones, by role.
     """
@@ -109,6 +127,7 @@ class Testbed:
     corrupting: bool = False
     with_spares: bool = False
     streams: bool = False
+    gpus: Sequence[str] = ()
     engines: dict[str, Engine] = field(default_factory=dict[str, Engine])
     spares: dict[str, Engine] = field(default_factory=dict[str, Engine])
     proxy: ProxyServer | None = None
@@ -184,6 +203,10 @@ class Testbed:
     def streamed(self) -> float:
         """Requests so far that both engines were asked for at once, and D has answered."""
         return self.proxy_metrics().total("commext_proxy_streams_total", way="streamed")
+
+    def mapped_bytes(self) -> float:
+        """Read by the decode engine through a mapping since its start."""
+        return self.metrics(DECODE).total(MAPPED_BYTES)
 
     def proxy_metrics(self) -> Metrics:
         """The proxy's metrics now."""
@@ -290,11 +313,19 @@ class Testbed:
                 "stream_chunks": self.streams,
             },
         )
+        if self.gpus:
+            config["kv_buffer_device"] = "cuda"
+            config["kv_connector_extra_config"]["mapped_reads"] = "auto"
         # No prefix cache: every request has to be read.
         args = ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--no-enable-prefix-caching"]
         if self.streams:
             args += ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
-        environ = NO_KERNEL_CACHES | FRUGAL_HEAP | ({"PYTHONPATH": str(ROOT)} if corrupting else {})
+        environ: dict[str, str | None] = {**NO_KERNEL_CACHES, **FRUGAL_HEAP}
+        if corrupting:
+            environ["PYTHONPATH"] = str(ROOT)
+        if self.gpus:
+            args += GPU_ARGS
+            environ |= on_gpu(self.gpus[list(ROLES).index(engine.role)])
         if self.link is not None:
             args += ["--host", "0.0.0.0"]
             far = engine.role == PREFILL
