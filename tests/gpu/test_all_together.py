@@ -1,5 +1,6 @@
 """All four at once: prefill on two GPUs, decode on two others, CUDA graphs, a MiniMax-M2 whose
-norm is ours, our all-reduce, queue and connector, behind the proxy, many requests at a time.
+norm is ours and a dense model, our all-reduce, queue and connector, behind the proxy, chunks read
+while they are computed, many requests at a time. On two GPUs all engines share both.
 
 The oracle is a server of two GPUs without anything of ours.  Which requests share a step decides
 over the last bits of bfloat16 and, by the choice of experts, over more: so the oracle is asked
@@ -33,7 +34,8 @@ from vllm_commext.testing.servers import (
     VllmServer,
     free_port,
 )
-from vllm_commext.testing.tiny_minimax import VOCABULARY, write_minimax
+from vllm_commext.testing.tiny_minimax import write_minimax
+from vllm_commext.testing.tiny_model import write_tiny_model
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -45,7 +47,13 @@ MAX_TOKENS = 16
 LENGTHS = range(40, 300)
 ALONE_TOKENS = 257  # of each prompt that is asked alone
 NUM_ALONE = 8
+CHUNK_TOKENS = ALONE_TOKENS - 1
+KINDS = ("minimax", "dense")
+NUM_TOKEN_IDS = 256  # that both models have
+KV_CACHE_BYTES = 1 << 30
+DECODE_GPUS = "2,3" if NUM_GPUS >= 4 else "1,0"
 PREFIX = "vllm:commext_nixl_"
+STREAMS = "commext_proxy_streams_total"
 ALL_ON = {
     "VLLM_COMMEXT_STRICT": "1",
     "VLLM_COMMEXT_SHM_QUEUE": "1",
@@ -60,7 +68,7 @@ BAD = re.compile(r"\bERROR\b|illegal memory|Segmentation")
 NEVER = re.compile(r"leaked shared_memory|illegal memory|Segmentation")
 
 pytestmark = [
-    pytest.mark.skipif(NUM_GPUS < 4, reason=f"needs 4 GPUs, this machine has {NUM_GPUS}"),
+    pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 GPUs, this machine has {NUM_GPUS}"),
     pytest.mark.timeout(900),
 ]
 
@@ -86,7 +94,7 @@ class Cluster:
 def draw(number: int, seed: int, lengths: Sequence[int]) -> list[list[int]]:
     numbers = random.Random(seed)
     return [
-        [numbers.randrange(VOCABULARY) for _ in range(numbers.choice(lengths))]
+        [numbers.randrange(NUM_TOKEN_IDS) for _ in range(numbers.choice(lengths))]
         for _ in range(number)
     ]
 
@@ -104,6 +112,7 @@ def engine(name: str, gpus: str, model: Path, side_channel: int | None) -> VllmS
                 "side_channel_host": LOOPBACK,
                 "side_channel_port": side_channel,
                 "handshake_timeout": 60,
+                "stream_chunks": True,
             },
         }
     return VllmServer(
@@ -114,8 +123,9 @@ def engine(name: str, gpus: str, model: Path, side_channel: int | None) -> VllmS
         kv_transfer_config=config,
         args=[
             *("--dtype", "bfloat16", "--max-model-len", "1024", "--no-enable-prefix-caching"),
-            *("--gpu-memory-utilization", "0.2", "--max-num-seqs", str(CONCURRENCY)),
-            *("--max-num-batched-tokens", str(ALONE_TOKENS - 1)),
+            # No profile of the memory: engines that share a GPU would see each other's in it.
+            *("--kv-cache-memory-bytes", str(KV_CACHE_BYTES), "--gpu-memory-utilization", "0.05"),
+            *("--max-num-seqs", str(CONCURRENCY), "--max-num-batched-tokens", str(CHUNK_TOKENS)),
             *("--served-model-name", MODEL_NAME),
         ],
         environ={**environ, "CUDA_VISIBLE_DEVICES": gpus},
@@ -124,23 +134,25 @@ def engine(name: str, gpus: str, model: Path, side_channel: int | None) -> VllmS
     )
 
 
-def start(folder: Path, stack: ExitStack) -> Cluster:
-    """The oracle shares its GPUs with the prefill server, so that one starts after the other: each
-    looks at how much memory is free."""
-    model = write_minimax(folder / "model", "cuda")
+def start(kind: str, folder: Path, stack: ExitStack) -> Cluster:
+    """All at once."""
+    if kind == "minimax":
+        model = write_minimax(folder / "model", "cuda")
+    else:
+        model = write_tiny_model(folder / "model", dtype="bfloat16")
     ports = [free_port(), free_port()]
     servers: dict[str, Server] = {
         "plain": engine("plain", "0,1", model, None),
-        "decode": engine("decode", "2,3", model, ports[1]),
+        "decode": engine("decode", DECODE_GPUS, model, ports[1]),
         "prefill": engine("prefill", "0,1", model, ports[0]),
     }
-    for group in (("plain", "decode"), ("prefill",)):
-        for name in group:
-            stack.callback(servers[name].stop)
-            servers[name].start()
-        for name in group:
-            servers[name].wait_ready()
-    front = ProxyServer("proxy", [servers["prefill"].url], [servers["decode"].url], model.parent)
+    for server in servers.values():
+        stack.callback(server.stop)
+        server.start()
+    for server in servers.values():
+        server.wait_ready()
+    prefill, decode = ([servers[name].url] for name in ("prefill", "decode"))
+    front = ProxyServer("proxy", prefill, decode, model.parent, args=["--stream-chunks"])
     servers["proxy"] = stack.enter_context(front)
     return Cluster(servers, ports)
 
@@ -150,11 +162,13 @@ def before() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, before: set[str]) -> Iterator[Cluster]:
+@pytest.fixture(scope="module", params=KINDS)
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, before: set[str]
+) -> Iterator[Cluster]:
     assert before is not None
     with ExitStack() as stack:
-        yield start(tmp_path_factory.mktemp("all_together"), stack)
+        yield start(request.param, tmp_path_factory.mktemp("all_together"), stack)
 
 
 def test_all_four_are_active(cluster: Cluster) -> None:
@@ -185,15 +199,18 @@ def test_many_at_a_time(cluster: Cluster, record_property: Callable[[str, object
     moved = scrape(decode).minus(before)
     noise, ours = agreement(first, second), agreement(first, got)
     shifted = agreement(first, [*first[1:], first[0]])  # the negative control
+    streamed = scrape(cluster.servers["proxy"].url).total(STREAMS, way="streamed")
     figures = {
         "plain_with_itself": noise,
         "ours_with_plain": ours,
         "with_another_prompts_answer": shifted,
         "bytes": moved.total(f"{PREFIX}bytes_total"),
         "transfers": moved.total(f"{PREFIX}transfer_seconds_count"),
+        "streamed": streamed,
     }
     for name, value in figures.items():
         record_property(name, value)
+    assert streamed > 0
     assert moved.total(f"{PREFIX}failures_total") == 0
     assert moved.total(f"{PREFIX}transfer_seconds_count") >= NUM_REQUESTS
     assert shifted["first tokens"] < 0.2 < noise["first tokens"]
