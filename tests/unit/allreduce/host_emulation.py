@@ -2,15 +2,15 @@
 
 import ctypes
 import functools
+from typing import Any
 
 import numpy as np
 import torch
 
-from tests.kit.threads import together
-from tests.unit.allreduce.push_emulation import TIMEOUT_NS, compile_kernel
+from tests.unit.allreduce import push_emulation
+from tests.unit.allreduce.push_emulation import compile_kernel
 from vllm_commext.allreduce.backends import host
 from vllm_commext.allreduce.backends.host_layout import HostLayout
-from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.gpu.launch import ELEMENT_CODES
 from vllm_commext.gpu.nvrtc import Program
 
@@ -33,8 +33,10 @@ def aligned_words(num_bytes: int) -> np.ndarray:
     return raw[first : first + num_bytes].view(np.uint32)
 
 
-class Ranks:
+class Ranks(push_emulation.Ranks):
     """The outboxes and counters of all ranks of a group, in this process."""
+
+    layout: Any
 
     def __init__(self, world_size: int, max_bytes: int) -> None:
         self.layout = HostLayout(world_size, max_bytes)
@@ -45,18 +47,6 @@ class Ranks:
         """That a message of so many packs takes."""
         return self.layout.kernel(num_packs)
 
-    def all_reduce(
-        self, inputs: list[list[torch.Tensor]], most_blocks: int, seed: int
-    ) -> list[list[torch.Tensor]]:
-        """Each rank's outputs, for its inputs one after the other; all ranks at the same time."""
-        outputs = [[torch.full_like(tensor, 777.0) for tensor in of] for of in inputs]
-
-        def run(rank: int) -> None:
-            self._run_rank(rank, inputs[rank], outputs[rank], most_blocks, seed)
-
-        together(run, self.layout.world_size)
-        return outputs
-
     def _run_rank(
         self,
         rank: int,
@@ -65,15 +55,10 @@ class Ranks:
         most_blocks: int,
         seed: int,
     ) -> None:
+        kind = host.arguments_type(self.layout.world_size)
+        places = {name: getattr(self.layout, name) for name in host.PLACES}
         for index, (tensor, out) in enumerate(zip(inputs, outputs, strict=True)):
-            call = host.arguments_type(self.layout.world_size)()
-            call.input, call.output = tensor.data_ptr(), out.data_ptr()
-            call.state = self.states[rank].ctypes.data
-            call.num_packs = tensor.nbytes // PACK_BYTES
-            for name in host.PLACES:
-                setattr(call, name, getattr(self.layout, name))
-            call.timeout_ns = TIMEOUT_NS
-            call.memory[:] = [memory.ctypes.data for memory in self.memories]
+            call = self._call(kind(**places), rank, tensor, out)
             name = self.layout.kernel(call.num_packs)
             blocks = self.layout.num_blocks(name, call.num_packs, most_blocks)
             kernel = library(self.layout, name, str(tensor.dtype).removeprefix("torch."))

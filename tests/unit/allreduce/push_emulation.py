@@ -3,6 +3,7 @@
 import ctypes
 import functools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,20 +70,26 @@ class Ranks:
         self, inputs: list[list[torch.Tensor]], most_blocks: int, seed: int
     ) -> list[list[torch.Tensor]]:
         """Each rank's outputs, for its inputs one after the other; all ranks at the same time."""
-        dtype = str(inputs[0][0].dtype).removeprefix("torch.")
-        kernel = library(self.layout, dtype)
         outputs = [[torch.full_like(tensor, 777.0) for tensor in of] for of in inputs]
 
         def run(rank: int) -> None:
-            self._run_rank(rank, kernel, inputs[rank], outputs[rank], most_blocks, seed)
+            self._run_rank(rank, inputs[rank], outputs[rank], most_blocks, seed)
 
         together(run, self.layout.world_size)
         return outputs
 
+    def _call(self, call: Any, rank: int, tensor: torch.Tensor, out: torch.Tensor) -> Any:
+        """``Args`` of a rank's call."""
+        call.input, call.output = tensor.data_ptr(), out.data_ptr()
+        call.state = self.states[rank].ctypes.data
+        call.num_packs = tensor.nbytes // PACK_BYTES
+        call.timeout_ns = TIMEOUT_NS
+        call.memory[:] = [memory.ctypes.data for memory in self.memories]
+        return call
+
     def _run_rank(
         self,
         rank: int,
-        kernel: ctypes.CDLL,
         inputs: list[torch.Tensor],
         outputs: list[torch.Tensor],
         most_blocks: int,
@@ -91,12 +98,8 @@ class Ranks:
         kind = push.arguments_type(self.layout.world_size)
         calls = (kind * len(inputs))()
         for call, tensor, out in zip(calls, inputs, outputs, strict=True):
-            call.input, call.output = tensor.data_ptr(), out.data_ptr()
-            call.state = self.states[rank].ctypes.data
-            call.num_packs = tensor.nbytes // PACK_BYTES
-            call.max_packs = self.layout.max_packs
-            call.timeout_ns = TIMEOUT_NS
-            call.memory[:] = [memory.ctypes.data for memory in self.memories]
+            self._call(call, rank, tensor, out).max_packs = self.layout.max_packs
+        kernel = library(self.layout, str(inputs[0].dtype).removeprefix("torch."))
         blocks = [self.layout.num_blocks(call.num_packs, most_blocks) for call in calls]
         kernel.run_calls(
             *(calls, (ctypes.c_uint32 * len(blocks))(*blocks), len(calls), 2, seed + rank, rank)

@@ -1,14 +1,21 @@
-"""What every backend offers to the dispatcher, and the two that need nothing of their own."""
+"""What every backend offers to the dispatcher, what those with kernels of our own share, and the
+two that need nothing of their own."""
 
+import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_commext.allreduce import names
 from vllm_commext.allreduce.backends import limits
-from vllm_commext.allreduce.message import ITEM_BYTES, Message
+from vllm_commext.allreduce.message import ITEM_BYTES, PACK_BYTES, Message
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+
+    from vllm_commext.gpu.launch import Function
+
+TIMEOUT_SECONDS = 600.0  # as NCCL's: a rank may be compiling
 
 
 class Backend(Protocol):
@@ -54,6 +61,60 @@ class Ready:
 
     def destroy(self) -> None:
         """Nothing to give back."""
+
+
+def arguments_type(world_size: int, counts: Sequence[str]) -> type[ctypes.Structure]:
+    """``Args`` of kernels of our own, field by field; `counts` has 32 bits each."""
+
+    class Arguments(ctypes.Structure):
+        _fields_ = (
+            *((name, ctypes.c_uint64) for name in ("input", "output", "state")),
+            *((name, ctypes.c_uint32) for name in counts),
+            ("timeout_ns", ctypes.c_uint64),
+            ("memory", ctypes.c_uint64 * world_size),
+        )
+
+    return Arguments
+
+
+class OwnKernels(Ready):
+    """Of a backend with kernels of our own, which take rows of whole packs of any number.
+
+    It serves one stream at a time. A rank that waits longer than `TIMEOUT_SECONDS` for a peer ends
+    its kernel with an error of CUDA's, and with it the process's use of the GPU.
+
+    Args:
+        world_size: ranks.
+        max_packs: of the largest message that one launch takes.
+    """
+
+    def __init__(self, world_size: int, max_packs: int) -> None:
+        self._world_size, self._max_packs = world_size, max_packs
+        self._arguments: Any = None
+
+    def _launch(self, dtype: str, num_packs: int) -> "tuple[Function, int]":
+        """The kernel for so many packs, and blocks of its launch."""
+        raise NotImplementedError
+
+    def takes(self, message: Message) -> bool:
+        """Rows of whole packs of 16 bytes."""
+        return limits.push(message, self._world_size)
+
+    def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """One launch, or one for each part of a message that is larger than the memory."""
+        import torch
+
+        out = torch.empty_like(tensor)
+        stream = torch.cuda.current_stream().cuda_stream
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        made, num_packs = self._arguments, tensor.numel() * tensor.itemsize // PACK_BYTES
+        for first in range(0, num_packs, self._max_packs):
+            made.input = tensor.data_ptr() + first * PACK_BYTES
+            made.output = out.data_ptr() + first * PACK_BYTES
+            made.num_packs = min(self._max_packs, num_packs - first)
+            function, blocks = self._launch(dtype, made.num_packs)
+            function.launch(made, blocks, stream)
+        return out
 
 
 class CustomBackend(Ready):

@@ -9,48 +9,31 @@ import ctypes
 from typing import TYPE_CHECKING
 
 from vllm_commext.allreduce import names
-from vllm_commext.allreduce.backends import limits
-from vllm_commext.allreduce.backends.backend import Ready
+from vllm_commext.allreduce.backends import backend
+from vllm_commext.allreduce.backends.backend import TIMEOUT_SECONDS, OwnKernels
 from vllm_commext.allreduce.backends.host_layout import HostLayout
-from vllm_commext.allreduce.message import PACK_BYTES, Message
+from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.gpu import ipc, launch
 from vllm_commext.gpu.host_memory import HostMemory
-from vllm_commext.gpu.launch import ELEMENT_CODES
+from vllm_commext.gpu.launch import ELEMENT_CODES, Function
 from vllm_commext.gpu.nvrtc import Program
 from vllm_commext.gpu.peer_check import check_delivery
 
 if TYPE_CHECKING:
-    import torch
-
     from vllm_commext.allreduce.lockstep import Lockstep
 
 MAX_MESSAGE_BYTES = 8 << 20  # of one launch
-TIMEOUT_SECONDS = 600.0  # as NCCL's: a rank may be compiling
 STATE_BYTES = 8
 PLACES = ("half_packs", "first_flag", "first_message", "first_sum")  # of the layout
 
 
 def arguments_type(world_size: int) -> type[ctypes.Structure]:
-    """``Args`` of the kernels, field by field."""
-
-    class Arguments(ctypes.Structure):
-        _fields_ = (
-            ("input", ctypes.c_uint64),
-            ("output", ctypes.c_uint64),
-            ("state", ctypes.c_uint64),
-            *((name, ctypes.c_uint32) for name in ("num_packs", *PLACES, "unused")),
-            ("timeout_ns", ctypes.c_uint64),
-            ("memory", ctypes.c_uint64 * world_size),
-        )
-
-    return Arguments
+    """``Args`` of the kernels."""
+    return backend.arguments_type(world_size, ("num_packs", *PLACES, "unused"))
 
 
-class HostBackend(Ready):
+class HostBackend(OwnKernels):
     """A group's kernels with their memory; collective to create.
-
-    It serves one stream at a time. A rank that waits longer than `TIMEOUT_SECONDS` for a peer ends
-    its kernel with an error of CUDA's, and with it the process's use of the GPU.
 
     Args:
         num_bytes: of the largest message; larger ones than `MAX_MESSAGE_BYTES` go in parts.
@@ -64,8 +47,9 @@ class HostBackend(Ready):
     name = names.HOST
 
     def __init__(self, num_bytes: int, lockstep: "Lockstep") -> None:
-        self._world_size, self._rank = lockstep.world_size, lockstep.rank
-        self._layout = HostLayout(self._world_size, min(num_bytes, MAX_MESSAGE_BYTES))
+        self._rank = lockstep.rank
+        self._layout = HostLayout(lockstep.world_size, min(num_bytes, MAX_MESSAGE_BYTES))
+        super().__init__(lockstep.world_size, self._layout.max_packs)
         self._memory: HostMemory | None = None
         self._state = 0
         lockstep.agree(self._load)
@@ -80,11 +64,10 @@ class HostBackend(Ready):
             raise
         self._memory.forget_files()
         places = {name: getattr(self._layout, name) for name in PLACES}
-        made = arguments_type(self._world_size)(
+        self._arguments = arguments_type(self._world_size)(
             state=self._state, timeout_ns=int(TIMEOUT_SECONDS * 1e9), **places
         )
-        made.memory[:] = self._memory.addresses
-        self._arguments = made
+        self._arguments.memory[:] = self._memory.addresses
 
     @property
     def _marked(self) -> int:
@@ -108,26 +91,9 @@ class HostBackend(Ready):
     def _make_counter(self) -> None:
         self._state = ipc.allocate(STATE_BYTES)
 
-    def takes(self, message: Message) -> bool:
-        """Rows of whole packs of 16 bytes."""
-        return limits.push(message, self._world_size)
-
-    def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """One launch, or one for each part of a message that is larger than the memory."""
-        import torch
-
-        out = torch.empty_like(tensor)
-        stream = torch.cuda.current_stream().cuda_stream
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        made, num_packs = self._arguments, tensor.numel() * tensor.itemsize // PACK_BYTES
-        for first in range(0, num_packs, self._layout.max_packs):
-            made.input = tensor.data_ptr() + first * PACK_BYTES
-            made.output = out.data_ptr() + first * PACK_BYTES
-            made.num_packs = min(self._layout.max_packs, num_packs - first)
-            kernel = self._layout.kernel(made.num_packs)
-            blocks = self._layout.num_blocks(kernel, made.num_packs)
-            self._functions[kernel, dtype].launch(made, blocks, stream)
-        return out
+    def _launch(self, dtype: str, num_packs: int) -> tuple[Function, int]:
+        kernel = self._layout.kernel(num_packs)
+        return self._functions[kernel, dtype], self._layout.num_blocks(kernel, num_packs)
 
     def destroy(self) -> None:
         """Give the memory back, once the GPU has done with it; a second call changes nothing."""

@@ -9,24 +9,21 @@ import ctypes
 from typing import TYPE_CHECKING
 
 from vllm_commext.allreduce import names
-from vllm_commext.allreduce.backends import limits
-from vllm_commext.allreduce.backends.backend import Ready
+from vllm_commext.allreduce.backends import backend
+from vllm_commext.allreduce.backends.backend import TIMEOUT_SECONDS, OwnKernels
 from vllm_commext.allreduce.backends.push_layout import PushLayout
 from vllm_commext.allreduce.backends.push_memory import PushMemory
-from vllm_commext.allreduce.message import PACK_BYTES, Message
 from vllm_commext.gpu import launch
-from vllm_commext.gpu.launch import ELEMENT_CODES
+from vllm_commext.gpu.launch import ELEMENT_CODES, Function
 from vllm_commext.gpu.nvrtc import Program
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
 
     from vllm_commext.allreduce.lockstep import Lockstep
 
 BLOCKS_PER_MULTIPROCESSOR = 2
 MAX_MESSAGE_BYTES = 64 << 20
-TIMEOUT_SECONDS = 600.0  # as NCCL's: a rank may be compiling
 
 
 def program(layout: PushLayout) -> Program:
@@ -35,27 +32,12 @@ def program(layout: PushLayout) -> Program:
 
 
 def arguments_type(world_size: int) -> type[ctypes.Structure]:
-    """``Args`` of the kernels, field by field."""
-
-    class Arguments(ctypes.Structure):
-        _fields_ = (
-            ("input", ctypes.c_uint64),
-            ("output", ctypes.c_uint64),
-            ("state", ctypes.c_uint64),
-            ("num_packs", ctypes.c_uint32),
-            ("max_packs", ctypes.c_uint32),
-            ("timeout_ns", ctypes.c_uint64),
-            ("memory", ctypes.c_uint64 * world_size),
-        )
-
-    return Arguments
+    """``Args`` of the kernels."""
+    return backend.arguments_type(world_size, ("num_packs", "max_packs"))
 
 
-class PushBackend(Ready):
+class PushBackend(OwnKernels):
     """A group's kernel with its memory; collective to create.
-
-    It serves one stream at a time. A rank that waits longer than `TIMEOUT_SECONDS` for a peer ends
-    its kernel with an error of CUDA's, and with it the process's use of the GPU.
 
     Args:
         group: sends objects without a GPU.
@@ -73,16 +55,17 @@ class PushBackend(Ready):
     name = names.PUSH
 
     def __init__(self, group: "ProcessGroup", num_bytes: int, lockstep: "Lockstep") -> None:
-        self._world_size, self._rank = lockstep.world_size, lockstep.rank
-        self._layout = PushLayout(self._world_size, num_bytes)
+        self._rank = lockstep.rank
+        self._layout = PushLayout(lockstep.world_size, num_bytes)
+        super().__init__(lockstep.world_size, self._layout.max_packs)
         lockstep.agree(self._load)
         self.memory = PushMemory(group, self._layout, lockstep)
-        made = arguments_type(self._world_size)()
-        made.state = self.memory.state
-        made.max_packs = self._layout.max_packs
-        made.timeout_ns = int(TIMEOUT_SECONDS * 1e9)
-        made.memory[:] = self.memory.addresses
-        self._arguments = made
+        self._arguments = arguments_type(self._world_size)(
+            state=self.memory.state,
+            max_packs=self._max_packs,
+            timeout_ns=int(TIMEOUT_SECONDS * 1e9),
+        )
+        self._arguments.memory[:] = self.memory.addresses
 
     def _load(self) -> None:
         device = launch.current_device()
@@ -96,25 +79,8 @@ class PushBackend(Ready):
             for dtype, element in ELEMENT_CODES.items()
         }
 
-    def takes(self, message: Message) -> bool:
-        """Rows of whole packs of 16 bytes."""
-        return limits.push(message, self._world_size)
-
-    def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """One launch, or one for each part of a message that is larger than the memory."""
-        import torch
-
-        out = torch.empty_like(tensor)
-        stream = torch.cuda.current_stream().cuda_stream
-        function = self._functions[str(tensor.dtype).removeprefix("torch.")]
-        made, num_packs = self._arguments, tensor.numel() * tensor.itemsize // PACK_BYTES
-        for first in range(0, num_packs, self._layout.max_packs):
-            made.input = tensor.data_ptr() + first * PACK_BYTES
-            made.output = out.data_ptr() + first * PACK_BYTES
-            made.num_packs = min(self._layout.max_packs, num_packs - first)
-            blocks = self._layout.num_blocks(made.num_packs, self._most_blocks)
-            function.launch(made, blocks, stream)
-        return out
+    def _launch(self, dtype: str, num_packs: int) -> tuple[Function, int]:
+        return self._functions[dtype], self._layout.num_blocks(num_packs, self._most_blocks)
 
     def destroy(self) -> None:
         """Unmap and free the memory; a second call changes nothing."""
