@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.cpu.nixl_agents.harness import (
-    FACTS,
-    assert_fails,
-    assert_works,
-    load_of,
-)
+from tests.cpu.nixl_agents.harness import FACTS, assert_fails, assert_works, load_of
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.requests import Hold, Load
@@ -58,45 +53,40 @@ def test_a_tolerated_difference_is_logged(make_engine: MakeEngine, log_lines: Li
     assert [line for line in log_lines.messages if "tolerated" in line and "'n'" in line]
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"layer_names": ["layer0", "layer1", "other"]}, ["'layer2'", "'other'"]),
-        ({"num_layers": 2}, ["'layer2'"]),
-    ],
-)
-def test_other_layers(
-    make_engine: MakeEngine, log_lines: Lines, settings: dict[str, Any], words: list[str]
-) -> None:
-    prefill = make_engine("p", serve=True, **settings)
-    decode = make_engine("d", seed=2)
-    load = load_of("r", prefill.remote("x", [1]), [1])
-    assert_fails(decode, load, "handshake", log_lines, *words)
+HALF = "half\ud800"  # of a surrogate pair, which UTF-8 cannot write
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "changes", "reason", "words"),
     [
-        ({"block_bytes": 64}, ["token_bytes is 3", "and 2 in the prefill engine"]),
-        ({"num_heads": 4}, ["num_heads is 2", "and 4 in the prefill engine"]),
+        ({"layer_names": ["layer0", "layer1", "other"]}, {}, "handshake", ["'layer2'", "'other'"]),
+        ({"num_layers": 2}, {}, "handshake", ["'layer2'"]),
+        ({"block_bytes": 64}, {}, "configuration", ["layer0", "token_bytes is 3", "and 2 in the"]),
+        ({"num_heads": 4}, {}, "configuration", ["layer0", "num_heads is 2", "and 4 in the"]),
+        ({}, {"engine_id": "q"}, "handshake", ["'q'", "'p'"]),
+        ({}, {"engine_id": HALF}, "handshake", []),
+        ({}, {"host": "a b"}, "handshake", ["not an address"]),
+        ({}, {"host": HALF}, "handshake", ["not an address"]),
+        ({}, {"block_ids": ()}, "request", ["have 0 groups of blocks, expected 1", "'p'"]),
+        ({}, {"block_ids": ((1,), (2,))}, "request", ["have 2 groups of blocks", "'p'"]),
+        ({}, {"fence_slot": 65536}, "request", ["remote_fence_slot"]),
+        ({}, {"fence_slot": 1 << 31}, "request", ["remote_fence_slot"]),
     ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
-def test_bytes_that_cannot_be_placed(
-    make_engine: MakeEngine, log_lines: Lines, settings: dict[str, Any], words: list[str]
+def test_what_another_engine_has_or_is_said_to_have(
+    make_engine: MakeEngine,
+    log_lines: Lines,
+    settings: dict[str, Any],
+    changes: dict[str, Any],
+    reason: str,
+    words: list[str],
 ) -> None:
     prefill = make_engine("p", serve=True, **settings)
     decode = make_engine("d", seed=2)
-    load = load_of("r", prefill.remote("x", [1]), [1])
-    assert_fails(decode, load, "configuration", log_lines, "layer0", "'p'", *words)
-    assert_works(decode, make_engine("p2", seed=3, serve=True))
-
-
-def test_a_wrong_engine_id(make_engine: MakeEngine, log_lines: Lines) -> None:
-    prefill = make_engine("p", serve=True)
-    decode = make_engine("d", seed=2)
-    load = load_of("r", prefill.remote("x", [1], engine_id="q"), [1])
-    assert_fails(decode, load, "handshake", log_lines, "'q'", "'p'")
-    assert_works(decode, prefill)
+    remote = dataclasses.replace(prefill.remote("x", [1]), **changes)
+    assert_fails(decode, load_of("r", remote, [1]), reason, log_lines, *words)
+    assert_works(decode, make_engine("p2", seed=3, serve=True) if settings else prefill)
 
 
 def altered(right: wire.WorkerDescription, **change: Any) -> wire.WorkerDescription:
@@ -161,23 +151,6 @@ def test_nothing_but_silence(make_engine: MakeEngine, log_lines: Lines) -> None:
         assert_fails(decode, load, "handshake", log_lines, f"127.0.0.1:{port}", "within 1 s")
 
 
-@pytest.mark.parametrize("host", ["a b", "half\ud800"], ids=["space", "surrogate"])
-def test_an_impossible_host(make_engine: MakeEngine, log_lines: Lines, host: str) -> None:
-    prefill = make_engine("p", serve=True)
-    decode = make_engine("d", seed=2)
-    load = load_of("r", prefill.remote("x", [1], host=host), [1])
-    assert_fails(decode, load, "handshake", log_lines, "not an address")
-    assert_works(decode, prefill)
-
-
-def test_an_engine_id_that_is_no_text(make_engine: MakeEngine, log_lines: Lines) -> None:
-    prefill = make_engine("p", serve=True)
-    decode = make_engine("d", seed=2)
-    load = load_of("r", prefill.remote("x", [1], engine_id="half\ud800"), [1])
-    assert_fails(decode, load, "handshake", log_lines)
-    assert_works(decode, prefill)
-
-
 def test_more_unknown_engines_than_there_are_sockets(make_engine: MakeEngine) -> None:
     prefill = make_engine("p", serve=True)
     decode = make_engine("d", seed=2, handshake_timeout=3.0)
@@ -233,19 +206,6 @@ def test_blocks_that_do_not_fit(
     assert len(decode.recorded["handshake_seconds"]) == 1
 
 
-@pytest.mark.parametrize("groups", [(), ((1,), (2,))])
-def test_another_number_of_groups(
-    make_engine: MakeEngine, log_lines: Lines, groups: tuple[tuple[int, ...], ...]
-) -> None:
-    prefill = make_engine("p", serve=True)
-    decode = make_engine("d", seed=2)
-    remote = dataclasses.replace(prefill.remote("x", [1]), block_ids=groups)
-    load = load_of("r", remote, [1])
-    words = (f"have {len(groups)} groups of blocks, expected 1", "'p'")
-    assert_fails(decode, load, "request", log_lines, *words)
-    assert_works(decode, prefill)
-
-
 def test_a_stale_incarnation(make_engine: MakeEngine, log_lines: Lines) -> None:
     prefill = make_engine("p", serve=True)
     decode = make_engine("d", seed=2)
@@ -264,15 +224,6 @@ def test_blocks_whose_lease_ran_out_are_not_used(make_engine: MakeEngine, log_li
     assert decode.outcomes.failed == {"r"}
     assert decode.recorded["failures"] == {"expired": 1}
     assert [line for line in log_lines.messages if "request r of" in line]
-    assert_works(decode, prefill)
-
-
-@pytest.mark.parametrize("slot", [65536, 1 << 31])
-def test_a_fence_that_is_none(make_engine: MakeEngine, log_lines: Lines, slot: int) -> None:
-    prefill = make_engine("p", serve=True)
-    decode = make_engine("d", seed=2)
-    load = load_of("r", prefill.remote("x", [1], fence_slot=slot), [1])
-    assert_fails(decode, load, "request", log_lines, "remote_fence_slot")
     assert_works(decode, prefill)
 
 
