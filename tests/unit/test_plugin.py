@@ -26,7 +26,7 @@ def _no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
-    """Puts one capability, under nixl's toggle, before a vLLM of a given version."""
+    """Registers one capability, under nixl's toggle, with a vLLM of a given version; its calls."""
 
     def offer(
         problem: Exception | None = None,
@@ -48,6 +48,7 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
         monkeypatch.setattr(plugin, "CAPABILITIES", (capability,))
         monkeypatch.setattr(hooks, "vllm_version", lambda: version)
         monkeypatch.setattr(api_checks, "API_CHECKS", (api,))
+        plugin.register()
         return calls
 
     return offer
@@ -69,7 +70,6 @@ def test_without_vllm_it_is_refused_and_nothing_is_raised(caplog: pytest.LogCapt
 def test_an_active_capability(offer: Offer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="vllm.commext")
     calls = offer()
-    plugin.register()
     assert calls == ["activate"]
     assert "commext: nixl active" in caplog.messages
 
@@ -79,7 +79,6 @@ def test_a_second_call_does_and_says_nothing(
 ) -> None:
     caplog.set_level(logging.INFO, logger="vllm.commext")
     calls = offer()
-    plugin.register()
     caplog.clear()
     plugin.register()
     assert calls == ["activate"]
@@ -89,7 +88,6 @@ def test_a_second_call_does_and_says_nothing(
 @pytest.mark.parametrize("problem", [UnsupportedError("no NIXL"), OSError("no NIXL"), KeyError(1)])
 def test_whatever_a_capability_raises_is_a_refusal(offer: Offer, problem: Exception) -> None:
     calls = offer(problem)
-    plugin.register()
     assert calls == ["activate", "refuse"]
     assert outcome().state is State.REFUSED
     assert str(problem) in outcome().reason
@@ -101,14 +99,12 @@ def test_asked_for_with_1_a_refusal_is_an_error(
 ) -> None:
     monkeypatch.setenv("VLLM_COMMEXT_NIXL", "1")
     offer(UnsupportedError("no NIXL"))
-    plugin.register()
     assert outcome().required
 
 
 def test_a_toggle_at_0_is_off(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_COMMEXT_NIXL", "0")
     calls = offer()
-    plugin.register()
     assert calls == []
     assert outcome().line() == "commext: nixl off (VLLM_COMMEXT_NIXL=0)"
 
@@ -117,21 +113,18 @@ def test_turned_off_as_a_whole(offer: Offer, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("VLLM_COMMEXT", "0")
     monkeypatch.setenv("VLLM_COMMEXT_STRICT", "1")
     calls = offer(UnsupportedError("no NIXL"))
-    plugin.register()
     assert calls == []
     assert outcome().line() == "commext: nixl off (VLLM_COMMEXT=0)"
 
 
 def test_an_older_vllm_is_refused_before_anything_is_touched(offer: Offer) -> None:
     calls = offer(version="0.27.1")
-    plugin.register()
     assert calls == ["refuse"]
     assert "0.27.1 is older than the window" in outcome().reason
 
 
 def test_a_hook_comes_into_a_newer_vllm_and_says_that_nobody_tested_it(offer: Offer) -> None:
     calls = offer(version="0.40.0")
-    plugin.register()
     assert calls == ["activate"]
     assert outcome().state is State.ACTIVE
     assert "unverified" in outcome().line()
@@ -140,7 +133,6 @@ def test_a_hook_comes_into_a_newer_vllm_and_says_that_nobody_tested_it(offer: Of
 @pytest.mark.parametrize("version", ["0.33.0", "0.40.0", "dev"])
 def test_a_monkey_patch_stays_out_of_a_vllm_that_nobody_tested(offer: Offer, version: str) -> None:
     calls = offer(version=version, patches=True)
-    plugin.register()
     assert calls == ["refuse"]
     assert "unverified" in outcome().line()
     assert "monkey-patches stay out" in outcome().line()
@@ -153,15 +145,13 @@ def test_only_the_connector_is_no_monkey_patch() -> None:
 
 def test_strict_refuses_what_is_unverified(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_COMMEXT_STRICT", "1")
-    offer(version="0.40.0")
     with pytest.raises(UnsupportedError, match="unverified"):
-        plugin.register()
+        offer(version="0.40.0")
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.40.0"])
 def test_a_broken_api_is_refused_by_its_name(offer: Offer, version: str) -> None:
     calls = offer(version=version, broken=True)
-    plugin.register()
     assert calls == ["refuse"]
     assert "some_api: moved" in outcome().reason
 
@@ -171,7 +161,6 @@ def test_a_bad_value_refuses_everything_and_lists_the_choices(
 ) -> None:
     monkeypatch.setenv("VLLM_COMMEXT_NIXL", "yes")
     calls = offer()
-    plugin.register()
     assert calls == ["refuse"]
     assert outcome().required
     assert "VLLM_COMMEXT_NIXL: expected one of auto, 0, 1, got 'yes'" in outcome().reason
@@ -182,7 +171,6 @@ def test_an_unknown_name_is_a_warning(
 ) -> None:
     monkeypatch.setenv("VLLM_COMMEXT_NIXI", "1")
     offer()
-    plugin.register()
     assert outcome().state is State.ACTIVE
     assert "VLLM_COMMEXT_NIXI is no toggle of vllm_commext" in caplog.text
 
@@ -200,25 +188,22 @@ def test_strict_stops_vllm(
 ) -> None:
     monkeypatch.setenv("VLLM_COMMEXT_STRICT", "1")
     monkeypatch.setenv(name, value)
-    offer(problem)
     with pytest.raises(UnsupportedError, match="VLLM_COMMEXT_STRICT=1: "):
-        plugin.register()
+        offer(problem)
     assert len(status.recorded()) == 1
 
 
 def test_strict_is_content_where_all_is_well(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_COMMEXT_STRICT", "1")
     offer()
-    plugin.register()
     assert outcome().state is State.ACTIVE
 
 
 def test_a_fault_of_our_own_is_logged_and_vllm_goes_on(
     offer: Offer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    offer()
     monkeypatch.setattr(plugin, "read_settings", lambda: 1 / 0)
-    plugin.register()
+    offer()
     assert "vLLM goes on without it" in caplog.text
 
 

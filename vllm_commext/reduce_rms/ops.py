@@ -184,17 +184,6 @@ def qk_rms_norm(
     return q, k
 
 
-def _qk_rms_norm_fake(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    workspace: int,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = qkv.shape[0]
-    return qkv.new_empty((tokens, q_weight.shape[0])), qkv.new_empty((tokens, k_weight.shape[0]))
-
-
 def _split_qk_rms_norm(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -211,18 +200,6 @@ def _split_qk_rms_norm(
     return q_out, k_out
 
 
-def _split_qk_rms_norm_fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    workspace: int,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = q.shape[0]
-    return q.new_empty((tokens, q_weight.shape[0])), k.new_empty((tokens, k_weight.shape[0]))
-
-
 def _reduce_rms_norm(
     x: torch.Tensor, weight: torch.Tensor, workspace: int, eps: float
 ) -> torch.Tensor:
@@ -231,10 +208,9 @@ def _reduce_rms_norm(
     return out
 
 
-def _reduce_rms_norm_fake(
-    x: torch.Tensor, weight: torch.Tensor, workspace: int, eps: float
-) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
+def _shard(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Of a result, for a compiler that only looks at shapes."""
+    return rows.new_empty((rows.shape[0], weight.shape[0]))
 
 
 _OPS = (
@@ -242,18 +218,18 @@ _OPS = (
         "qk_rms_norm(Tensor qkv, Tensor q_weight, Tensor k_weight, int workspace, float eps)"
         " -> (Tensor, Tensor)",
         qk_rms_norm,
-        _qk_rms_norm_fake,
+        lambda qkv, q, k, *_: (_shard(qkv, q), _shard(qkv, k)),
     ),
     (
         "split_qk_rms_norm(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, int workspace,"
         " float eps) -> (Tensor, Tensor)",
         _split_qk_rms_norm,
-        _split_qk_rms_norm_fake,
+        lambda q, k, q_weight, k_weight, *_: (_shard(q, q_weight), _shard(k, k_weight)),
     ),
     (
         "reduce_rms_norm(Tensor x, Tensor weight, int workspace, float eps) -> Tensor",
         _reduce_rms_norm,
-        _reduce_rms_norm_fake,
+        lambda x, weight, *_: _shard(x, weight),
     ),
 )
 
