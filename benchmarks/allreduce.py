@@ -166,7 +166,6 @@ def line_of(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Markdown, a row a size."""
     names = list(dict.fromkeys(name for row in rows for name in row["microseconds"]))
     head = ["dtype", "bytes", *names, "chosen", "regret", "vllm / ours"]
     lines = []

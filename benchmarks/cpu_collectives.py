@@ -83,7 +83,6 @@ def vllm_shared_memory(rank: int, num_ranks: int) -> dict[str, Callable[[torch.T
 
 
 def run_rank(rank: int, num_ranks: int, port: int, args: argparse.Namespace) -> list[Cell]:
-    """All rounds of one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://{LOOPBACK}:{port}", rank=rank, world_size=num_ranks)
     rings = RingGroup.connect(rank, num_ranks, swap_over(num_ranks, None))

@@ -107,7 +107,6 @@ def markdown(outcomes: Mapping[str, Outcome]) -> str:
 
 
 def save(outcomes: Mapping[str, Outcome], out: Path) -> None:
-    """OUT.md and OUT.json."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".md").write_text(markdown(outcomes))
     found = {

@@ -121,7 +121,6 @@ def served_by(worker: Any) -> dict[str, Any]:
 
 
 def setup_of(args: argparse.Namespace) -> Setup:
-    """What was asked for."""
     setup = NO_PEERS if args.no_peers else PEERS
     return setup._replace(shape=SMALL) if args.cpu else setup
 
@@ -217,7 +216,6 @@ def agreement(tokens: Mapping[str, list[list[int]]]) -> dict[str, Any]:
 
 
 def markdown(report: Mapping[str, Any]) -> list[str]:
-    """The report as a page."""
     lines = pages.head(report["name"], report["facts"])
     lines += ["Milliseconds, medians of the rounds; speedups with the smallest and largest.", ""]
     names = report["engines"]

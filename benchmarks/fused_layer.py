@@ -46,7 +46,6 @@ class Layers:
         ]
 
     def run(self, hidden: Any, residual: Any, op: Op) -> Any:
-        """Through all layers."""
         import torch
         from torch.nn.functional import linear
 
@@ -63,7 +62,6 @@ class Layers:
 
 
 def ops(bench: Any, rows: int, prefetches: Sequence[str]) -> dict[str, Op]:
-    """Every variant."""
     from vllm import _custom_ops
 
     def ours(form: Any, prefetch: str = "0:0") -> Op:

@@ -85,7 +85,6 @@ class Bench:
         return self.others @ tensor[0]
 
     def after_others(self, call: Call) -> Call:
-        """A call, and that before it."""
 
         def both(tensor: Any) -> Any:
             self.read_others(tensor)
@@ -99,7 +98,6 @@ class Bench:
         return {name: form for name, form in self.forms.items() if fits(self.shape, form, rows)}
 
     def ours(self, form: Any, residual: Any) -> Call:
-        """A call of one of our forms."""
         return lambda tensor: self.kernels.run(self.shape, form, tensor, residual, self.weight, EPS)
 
     def parts(self, all_reduce: Call, residual: Any) -> Call:
@@ -319,7 +317,6 @@ def ratio(row: Mapping[str, Any], name: str) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Markdown, a row a size."""
     others = ("flashinfer", "push + norm", "vllm + norm")
     head = ["bytes", "ours", "form", *others, *(f"{name} / ours" for name in others)]
     lines = []

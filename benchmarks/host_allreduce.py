@@ -103,7 +103,6 @@ def graphs(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Mapping[str, Any]], others: Mapping[str, Times]) -> list[str]:
-    """Markdown, a row a size."""
     head = ["bytes", "host", "nccl", *others, "nccl's best / host", "host, GB/s", "regret"]
     lines = []
     for row in rows:

@@ -180,7 +180,6 @@ def by_batched_copies(shape: Shape, own_address: int, mapped_address: int) -> di
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
     lines = ["| shape | pieces | way | ms | GB/s | of one copy |", "|---|---|---|---|---|---|"]
     for row in rows:
         lines.append(

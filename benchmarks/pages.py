@@ -18,7 +18,6 @@ def head(title: str, facts: Mapping[str, Any]) -> list[str]:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table."""
     lines = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
     return lines + [f"| {' | '.join(cells)} |" for cells in rows]
 

@@ -176,7 +176,6 @@ def report(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def conditions() -> str:
-    """What it ran on."""
     packages = ("aiohttp", "uvloop", "fastapi", "httpx", "uvicorn")
     return f"{machine(*packages)}, load average {load_average()}"
 

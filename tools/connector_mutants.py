@@ -238,7 +238,6 @@ def first_failure(tests: Sequence[str], mutant: Mutant | None = None) -> str:
 
 
 def copy_project(folder: Path) -> None:
-    """What the tests need of it."""
     leave_out = shutil.ignore_patterns("__pycache__")
     for entry in COPIED:
         if (ROOT / entry).is_dir():

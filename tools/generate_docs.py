@@ -129,7 +129,6 @@ where its part is on and the checks named as its guard pass.
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 

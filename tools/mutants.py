@@ -59,7 +59,6 @@ class Mutant:
     number: int
 
     def of(self, text: str) -> str:
-        """The file's text, with the change."""
         tree = ast.parse(text)
         node, field, value = places_of(tree)[self.number]
         setattr(node, field, value)

@@ -46,7 +46,6 @@ def label(file: str) -> str:
 
 
 def line(row: Row) -> str:
-    """A row of a table, in Markdown."""
     baseline, ours, speedup = row.cells(load(row.file))
     return f"| {row.what} | {baseline} | {ours} | {speedup} | [run][{label(row.file)}] |"
 
@@ -64,7 +63,6 @@ def tables() -> str:
 
 
 def picture() -> str:
-    """The SVG."""
     results = load(FIRST)
     about = results["about"]
     lines = (

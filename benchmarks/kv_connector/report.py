@@ -29,8 +29,6 @@ class Target:
 
 @dataclass(frozen=True)
 class Row:
-    """One case of a part."""
-
     part: str
     case: str
     unit: str

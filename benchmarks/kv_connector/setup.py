@@ -145,7 +145,6 @@ def _peer_round(bench: Bench, number: str) -> Iterator[Sample]:
 
 
 def _our_peers(bench: Bench, count: int, *, is_first: bool) -> float:
-    """CPU milliseconds for each peer."""
     cost, lists = cpu_milliseconds(
         lambda: [our_peer(bench, is_first=is_first) for _ in range(count)]
     )
@@ -154,7 +153,6 @@ def _our_peers(bench: Bench, count: int, *, is_first: bool) -> float:
 
 
 def _vllm_peers(bench: Bench, engine_ids: Sequence[str], *, is_first: bool) -> float:
-    """CPU milliseconds for each peer."""
     worker, told = bench.worker, [bench.metadata(name, 1, 0) for name in engine_ids]
     with in_tree.known_agent(worker, bench.name):
         cost, lists = cpu_milliseconds(

@@ -88,7 +88,6 @@ def save(
     names: list[str],
     out: Path,
 ) -> None:
-    """OUT.md and OUT.json."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".md").write_text(markdown(cells, bottom, rounds, names))
     rows = {

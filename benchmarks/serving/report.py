@@ -44,7 +44,6 @@ def _short(value: float) -> str:
 
 
 def save(samples: Sequence[Sample], notes: Notes, out: Path) -> None:
-    """OUT.md and OUT.json."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".md").write_text(markdown(samples, notes))
     rows = [row._asdict() for row in rows_of(samples)]

@@ -240,7 +240,6 @@ class Engine:
         self.copy(plan, pairs, prefill)
 
     def copy(self, plan: ReadPlan, pairs: Pairs, prefill: Engine) -> None:
-        """What one read does."""
         own = list(_places(expand_rows(plan.local_rows)[pairs.local]))
         theirs = list(_places(expand_rows(plan.remote_rows)[pairs.remote]))
         self.memory.reshape(-1)[own] = prefill.memory.reshape(-1)[theirs]

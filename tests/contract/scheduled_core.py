@@ -209,7 +209,6 @@ class Core:
         return self.scheduler.has_requests() and bool(self._under_way[-1][0].num_scheduled_tokens)
 
     def turn(self) -> None:
-        """One turn of vLLM's loop."""
         self._num_steps += 1
         EngineCoreProc._process_engine_step(self)  # pyright: ignore
         while not self.output_queue.empty():

@@ -62,7 +62,6 @@ def model(request: pytest.FixtureRequest) -> Model:
 
 @pytest.fixture
 def engines(model: Model) -> Iterator[tuple[Engine, Engine]]:
-    """A prefill and a decode engine."""
     both = Engine(model, "kv_producer"), Engine(model, "kv_consumer")
     yield both
     for engine in both:

@@ -218,7 +218,6 @@ class Reader:
         self.cursor: Cursor = cursor_of(part, made)
 
     def look(self) -> None:
-        """Read what is new."""
         table, cursor = self._source.table, self.cursor
         row = cursor.part.remote.stream_row
         table.header_cells[0] = table.headers[row]

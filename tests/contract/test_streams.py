@@ -53,8 +53,6 @@ def make(make_core: MakeCore) -> MakeCore:
 
 
 class Told:
-    """What a worker was told of streams."""
-
     def __init__(self, core: Core) -> None:
         self.chunks: list[Chunk] = []
         self.restarts: list[Restart] = []

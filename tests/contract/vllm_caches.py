@@ -61,7 +61,6 @@ def make_caches(
 def _allocate_by_backends(
     cache: KVCacheConfig, order: str, kernel_block_sizes: Sequence[int]
 ) -> dict[str, torch.Tensor]:
-    """As vLLM before 0.30 does it."""
     from vllm.v1.attention.backends.utils import set_kv_cache_layout
     from vllm.v1.worker.gpu import attn_utils
 

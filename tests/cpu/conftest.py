@@ -35,7 +35,6 @@ def _forked(forked_servers: None) -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama."""
     return write_tiny_model(tmp_path_factory.mktemp("models") / "llama")
 
 

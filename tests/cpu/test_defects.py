@@ -68,7 +68,6 @@ _rng = random.Random(11)
 
 
 def new_prompt(num_tokens: int = 100) -> tuple[int, ...]:
-    """A prompt that no server has seen."""
     return tuple(_rng.randrange(32, 127) for _ in range(num_tokens))
 
 
@@ -121,8 +120,6 @@ def server(
 
 
 class Pair:
-    """A prefill and a decode server."""
-
     def __init__(self, model: Path, folder: Path) -> None:
         self._model, self._folder = model, folder
         self.side_channel_port = free_port()

@@ -142,7 +142,6 @@ class Told:
 def asked(
     server: Server, path: str, body: Mapping[str, Any], request_id: str
 ) -> AbstractContextManager[httpx.Response]:
-    """A stream that begins."""
     return parity.stream(f"{server.url}{path}", body, headers={"X-Request-Id": request_id})
 
 

@@ -74,7 +74,6 @@ _rng = random.Random(7)
 
 
 def new_prompt(num_tokens: int = 100) -> tuple[int, ...]:
-    """A prompt that no server has seen."""
     return tuple(_rng.randrange(32, 127) for _ in range(num_tokens))
 
 

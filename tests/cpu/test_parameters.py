@@ -228,7 +228,6 @@ def body_of(path: str, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ask(server: Server, path: str, body: Mapping[str, Any]) -> Any:
-    """The answer's JSON."""
     return post(f"{server.url}{path}", body).json()
 
 

@@ -24,7 +24,6 @@ NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
 
 def speculation(**config: Any) -> list[str]:
-    """``--speculative-config``."""
     return ["--speculative-config", json.dumps({"num_speculative_tokens": NUM_GUESSES, **config})]
 
 

@@ -44,8 +44,6 @@ class Case:
 
 
 class Rank:
-    """What a check has."""
-
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
         self.lockstep = Lockstep(distributed.group.WORLD)

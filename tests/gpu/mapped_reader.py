@@ -73,8 +73,6 @@ def serve(gpu: int, seed: int, num_bytes: int) -> None:
 
 
 class Source:
-    """A prefill worker's process."""
-
     def __init__(self, seed: int, num_bytes: int) -> None:
         self.seed, self.num_bytes = seed, num_bytes
         command = [sys.executable, __file__, SERVE, "0", str(seed), str(num_bytes)]
@@ -177,7 +175,6 @@ class Case:
         return after
 
     def open(self, mapper: Mapper) -> list[MappedReader]:
-        """All workers mapped."""
         return [
             mapper.open(source.offer, plan)
             for source, plan in zip(self.sources, self.plans, strict=True)

@@ -37,8 +37,6 @@ Figures = dict[str, int]
 
 
 class Rank:
-    """The kernels of one rank."""
-
     def __init__(self) -> None:
         self.group = distributed.group.WORLD
         assert self.group is not None

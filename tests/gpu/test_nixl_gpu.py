@@ -103,7 +103,6 @@ def gpu_server(name: str, gpus: str, model: Path, folder: Path) -> VllmServer:
 
 
 def prompts() -> list[list[int]]:
-    """Prompts of one length."""
     numbers = random.Random(0)
     return [[numbers.randrange(256) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
 

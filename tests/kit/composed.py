@@ -34,13 +34,10 @@ class Pair:
 
 @dataclass
 class Cluster:
-    """Servers of one test."""
-
     folder: Path
     stack: ExitStack
 
     def model(self, kind: str) -> Path:
-        """A tiny model."""
         return write_tiny_model(self.folder / kind, kind)
 
     def pair(

@@ -242,7 +242,6 @@ def _end(run: Callable[..., int], *arguments: Any, as_program: bool = False) -> 
 
 
 def main() -> None:
-    """Import, listen, serve."""
     path, owner_pid, *modules = sys.argv[1:]
     for module in modules:
         importlib.import_module(module)

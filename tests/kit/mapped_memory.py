@@ -41,8 +41,6 @@ def run_kernel(arguments: Arguments, num_blocks: int, num_workers: int = 2, seed
 
 
 class HostSlab:
-    """See ``gather.Slab``."""
-
     def __init__(self) -> None:
         self.content = np.full(PLACES_BYTES + SCRATCH_BYTES, 0xAA, dtype=np.uint8)
         self.address: int = self.content.ctypes.data
@@ -71,11 +69,9 @@ class HostDevice:
         """Nothing is to be entered."""
 
     def make_slab(self) -> Slab:
-        """Host memory."""
         return HostSlab()
 
     def launch(self, arguments: Arguments, slab: Slab) -> None:
-        """To be run later."""
         assert slab.address == arguments.places
         assert slab.address not in self._waiting, "a slab is used twice"
         if self.num_refused:

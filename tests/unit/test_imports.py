@@ -46,7 +46,6 @@ def imported(name: str, path: Path, known: Mapping[str, Path]) -> set[str]:
 
 
 def circle(graph: Mapping[str, set[str]]) -> list[str]:
-    """The names on one, or none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

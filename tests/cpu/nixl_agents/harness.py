@@ -301,7 +301,6 @@ def expected_after(
 
 
 def same(found: Sequence[Bytes], expected: Sequence[Bytes]) -> bool:
-    """Whether all bytes are equal."""
     return all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
 
 

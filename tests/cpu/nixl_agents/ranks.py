@@ -90,7 +90,6 @@ class PeerProcess:
         )
 
     def go_on(self) -> None:
-        """Let a stopped process go on."""
         os.kill(self._pid, signal.SIGCONT)
 
     def kill(self) -> None:

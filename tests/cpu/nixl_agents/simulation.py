@@ -169,7 +169,6 @@ class Prefill:
         )
 
     def remote(self, request: Request, **changes: Any) -> RemoteRequest:
-        """What the request's parameters say."""
         values: dict[str, Any] = {
             "engine_id": self.engine_id,
             "incarnation": self.incarnation,
@@ -250,7 +249,6 @@ class Prefill:
             assert worker.recorded["expired_requests"] == 0
 
     def close(self) -> None:
-        """End all threads."""
         self.server.close()
         for worker in self.workers:
             worker.thread.stop()
@@ -331,7 +329,6 @@ class Decode:
         return found
 
     def close(self) -> None:
-        """End all threads."""
         for worker in self.workers:
             worker.thread.stop()
 
@@ -357,7 +354,6 @@ class Cluster:
 
     @property
     def prefill(self) -> Prefill:
-        """The first prefill engine."""
         return self.prefills[0]
 
     def run(self) -> None:

@@ -65,7 +65,6 @@ def step_of(
 
 
 def key_of(number: int) -> str:
-    """A router's key."""
     return f"{number:032x}"
 
 
@@ -115,7 +114,6 @@ class Prefill:
         self.run(step_of(name, blocks, num_computed=done, count=count, begins=is_first), blocks)
 
     def run_all(self, name: str) -> None:
-        """The steps of all chunks."""
         for number in range(len(CHUNKS)):
             self.compute(name, number)
 
@@ -141,8 +139,6 @@ class Prefill:
 
 
 class Decode:
-    """A decode engine of one worker."""
-
     def __init__(self, make_engine: Callable[..., Any], port: int, **settings: Any) -> None:
         self.engine = make_engine(
             "d", seed=2, require_fence=True, **{"stream_chunks": True, **settings}

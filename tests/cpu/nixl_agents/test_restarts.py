@@ -69,7 +69,6 @@ class Peer:
         self._spawner.wait(f"{self.incarnation} serving")
 
     def kill(self) -> None:
-        """End it at once."""
         os.kill(self._pid, signal.SIGKILL)
         wait_until(lambda: not Path(f"/proc/{self._pid}").exists(), "the peer's end")
 
@@ -111,7 +110,6 @@ class Spawner:
         return found[0].removeprefix(beginning)
 
     def close(self) -> None:
-        """End the program."""
         self._program.kill()
         self._program.wait(BOUND_SECONDS)
 

@@ -42,7 +42,6 @@ def make_ranks() -> Iterator[MakeRanks]:
 
 @pytest.fixture
 def decode(make_engine: MakeEngine) -> Any:
-    """A decode engine of one rank."""
     return make_engine("d", seed=2, num_heads=MODEL_HEADS, transfer_timeout=1.0)
 
 

@@ -28,7 +28,6 @@ def fits(num_units: int, tp_size: int) -> bool:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any two engines of any model."""
     sizes = draw(
         st.sampled_from(PAIRS) | st.tuples(st.sampled_from(TP_SIZES), st.sampled_from(TP_SIZES))
     )

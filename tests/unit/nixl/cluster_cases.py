@@ -36,8 +36,6 @@ class Request:
 
 @dataclass(frozen=True)
 class Case:
-    """Two engines of one model."""
-
     prefill: Cache
     decode: Cache
     requests: tuple[Request, ...]

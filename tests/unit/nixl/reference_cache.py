@@ -140,7 +140,6 @@ class Region:
 
     @property
     def name(self) -> str:
-        """The layer's name."""
         return f"layers.{self.number}"
 
 

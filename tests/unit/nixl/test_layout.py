@@ -88,7 +88,6 @@ def top(**changes: object) -> Change:
 
 
 def group(**changes: object) -> Change:
-    """The first group altered."""
     return lambda layout: msgspec.structs.replace(
         layout, groups=[msgspec.structs.replace(layout.groups[0], **changes), *layout.groups[1:]]
     )

@@ -92,6 +92,16 @@ async def decode_ok(call: Call) -> None:
     await call.end_stream()
 
 
+def held(release: asyncio.Event, then: Behaviour = decode_ok) -> Behaviour:
+    """Answer once it is let go."""
+
+    async def behave(call: Call) -> None:
+        await release.wait()
+        await then(call)
+
+    return behave
+
+
 def answering(status: int, content: bytes) -> Behaviour:
     async def behave(call: Call) -> None:
         await call.answer(status, content)
@@ -229,6 +239,12 @@ class Cluster:
         """The client's request: an async context manager of the response."""
         return self.session.post(self.url + path, json=body, **kwargs)
 
+    async def ask(self, body: Any, path: str = "/v1/completions", **kwargs: Any) -> Any:
+        """The whole answer to a client's request, which ``read`` gives and ``json`` decodes."""
+        async with self.post(body, path, **kwargs) as response:
+            await response.read()
+        return response
+
     async def metrics(self) -> str:
         async with self.session.get(self.url + "/metrics") as response:
             return await response.text()
@@ -305,6 +321,7 @@ class Kit:
     prefill_ok = staticmethod(prefill_ok)
     decode_ok = staticmethod(decode_ok)
     answering = staticmethod(answering)
+    held = staticmethod(held)
     dropping = staticmethod(dropping)
     hanging = staticmethod(hanging)
     outcome = staticmethod(outcome)

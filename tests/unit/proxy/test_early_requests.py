@@ -71,6 +71,13 @@ def timeless(stream: bytes) -> bytes:
     return re.sub(rb'"created":\d+', b'"created":0', stream)
 
 
+async def is_early(cluster: Any, body: Any, answer: Stream = ANSWER) -> bool:
+    """Whether a stream, which must be this one, began ahead of the decode engine's answer."""
+    async with cluster.post(body) as response:
+        assert timeless(await response.read()) == timeless(plain(answer, response))
+        return response.headers.get(EARLY) == "early"
+
+
 async def ways(cluster: Any) -> dict[str, int]:
     found = re.findall(
         r'commext_proxy_first_tokens_total{way="(\w+)"} (\d+)', await cluster.metrics()
@@ -166,14 +173,11 @@ async def test_switched_off_no_stream_begins_early(kit: Any) -> None:
 async def test_each_reason_is_counted(kit: Any) -> None:
     async with running(kit) as cluster:
         for changes in ({"stream": False}, {"echo": True}, {"max_tokens": 1}, {"n": 2}):
-            async with cluster.post({**BODY, **changes}) as response:
-                await response.read()
+            await cluster.ask({**BODY, **changes})
         cluster.prefill[0].behave = kit.prefill_ok
-        async with cluster.post(BODY) as response:
-            await response.read()
+        await cluster.ask(BODY)
         cluster.prefill[0].behave = kit.answering(500, b"no")
-        async with cluster.post(BODY) as response:
-            await response.read()
+        await cluster.ask(BODY)
         expected = {"not_streamed": 1, "request": 2, "one_token": 1}
         assert await ways(cluster) == {**expected, "not_offered": 1, "no_prefill": 1}
 
@@ -188,9 +192,7 @@ async def test_a_greedy_stream_goes_on_with_another_decode_engine(kit: Any, fail
     async with running(kit, num_prefill=2, num_decode=2, health_interval_seconds=60) as cluster:
         await learn(cluster)
         cluster.decode[0].behave = behaves.get(failing, told_at_once)
-        async with cluster.post(BODY) as response:
-            assert response.headers[EARLY] == "early"
-            assert timeless(await response.read()) == timeless(plain(ANSWER, response))
+        assert await is_early(cluster, BODY)
         assert [len(engine.calls) for engine in cluster.prefill] == [2, 2]
         assert [len(engine.calls) for engine in cluster.decode] == [2, 2]
 
@@ -199,9 +201,7 @@ async def test_a_greedy_stream_goes_on_with_a_decode_engine_alone(kit: Any) -> N
     async with running(kit, num_decode=2, health_interval_seconds=60) as cluster:
         await learn(cluster)
         cluster.decode[0].behave = kit.dropping
-        async with cluster.post(BODY) as response:
-            assert response.headers[EARLY] == "early"
-            assert timeless(await response.read()) == timeless(plain(ANSWER, response))
+        assert await is_early(cluster, BODY)
         assert len(cluster.prefill[0].calls) == 3
         assert "kv_transfer_params" not in cluster.decode[1].calls[1].body
         assert await ways(cluster) == {"unproven": 2, "early": 1}
@@ -234,9 +234,7 @@ async def test_a_drawn_stream_goes_to_another_engine_while_none_has_been_reached
     async with running(kit, num_decode=2, health_interval_seconds=60, health_fall=1000) as cluster:
         await learn(cluster, DRAWN)
         await cluster.decode[0].stop()
-        async with cluster.post(DRAWN) as response:
-            assert response.headers[EARLY] == "early"
-            assert timeless(await response.read()) == timeless(plain(ANSWER, response))
+        assert await is_early(cluster, DRAWN)
         assert len(cluster.prefill[0].calls) == 3
         assert len(cluster.decode[1].calls) == 2
 
@@ -298,9 +296,7 @@ async def test_another_first_token_is_told_counted_and_the_last_one(kit: Any) ->
         assert (error["type"], error["engine"]) == ("first_token_differs", "decode0")
         assert "another" not in error["message"]
         for _ in range(3):
-            async with cluster.post(BODY) as response:
-                assert EARLY not in response.headers
-                assert timeless(await response.read()) == timeless(plain(OTHER, response))
+            assert not await is_early(cluster, BODY, OTHER)
         assert await ways(cluster) == {"unproven": 1, "early": 1, "refuted": 3}
         text = await cluster.metrics()
         assert 'outcome="first_token_differs",side="decode"} 1.0' in text
@@ -312,9 +308,7 @@ async def test_a_decode_engine_with_first_tokens_of_its_own_is_never_sent_ahead_
     async with running(kit) as cluster:
         cluster.decode[0].behave = streaming(OTHER)
         for _ in range(3):
-            async with cluster.post(BODY) as response:
-                assert EARLY not in response.headers
-                assert timeless(await response.read()) == timeless(plain(OTHER, response))
+            assert not await is_early(cluster, BODY, OTHER)
         assert await ways(cluster) == {"unproven": 3}
 
 
@@ -333,9 +327,7 @@ async def test_a_drawn_token_is_sent_ahead_only_of_an_engine_that_takes_it(kit: 
     async with running(kit, num_prefill=2) as cluster:
         cluster.decode[0].behave = refusing
         for _ in range(4):
-            async with cluster.post(DRAWN) as response:
-                assert EARLY not in response.headers
-                assert timeless(await response.read()) == timeless(plain(ANSWER, response))
+            assert not await is_early(cluster, DRAWN)
         asked = [call.body.get("kv_transfer_params", {}) for call in cluster.decode[0].calls]
         assert [params.get("remote_first_token_due") for params in asked] == [
             *(True, None, True, None, None, None)
@@ -346,14 +338,11 @@ async def test_a_drawn_token_is_sent_ahead_only_of_an_engine_that_takes_it(kit: 
 async def test_an_engine_that_takes_a_drawn_token_is_told_that_it_must(kit: Any) -> None:
     async with running(kit) as cluster:
         await learn(cluster, DRAWN)
-        async with cluster.post(DRAWN) as response:
-            assert response.headers[EARLY] == "early"
-            await response.read()
+        assert await is_early(cluster, DRAWN)
         for call in cluster.decode[0].calls:
             assert call.body["kv_transfer_params"]["remote_first_token_due"] is True
         # What any engine answers in the same way needs no such promise.
-        async with cluster.post(BODY) as response:
-            await response.read()
+        await is_early(cluster, BODY)
         assert "remote_first_token_due" not in cluster.decode[0].calls[2].body["kv_transfer_params"]
         # One refusal may be an accident.
         cluster.decode[0].behave = refusing
@@ -363,8 +352,7 @@ async def test_an_engine_that_takes_a_drawn_token_is_told_that_it_must(kit: Any)
         await learn(cluster, DRAWN)
         assert (await ways(cluster))["refuted"] == 1
         # A greedy one is the same wherever it comes from.
-        async with cluster.post(BODY) as response:
-            assert response.headers[EARLY] == "early"
+        assert await is_early(cluster, BODY)
 
 
 def drawn_by(facts: str) -> Any:
@@ -389,17 +377,15 @@ async def test_what_a_prefill_engine_has_proven_does_not_hold_for_one_of_another
         is_other = not params.get("remote_sampling", "").startswith("this ")
         await (refusing if is_other else streaming())(call)
 
-    async def ask(cluster: Any, facts: str) -> str | None:
+    async def ask(cluster: Any, facts: str) -> bool:
         cluster.prefill[0].behave = cluster.prefill[1].behave = drawn_by(facts)
-        async with cluster.post(DRAWN) as response:
-            assert timeless(await response.read()) == timeless(plain(ANSWER, response))
-            return response.headers.get(EARLY)
+        return await is_early(cluster, DRAWN)
 
     async with running(kit, num_prefill=2) as cluster:
         cluster.decode[0].behave = takes_its_own_version
         versions = ("this", "this", *["other"] * 4, "this")
         told = [await ask(cluster, version) for version in versions]
-        assert told == [None, "early", *[None] * 4, "early"]
+        assert told == [False, True, *[False] * 4, True]
 
 
 async def test_a_client_that_leaves_after_the_first_token_ends_the_decode_engines_work(

@@ -28,8 +28,7 @@ async def test_a_client_needs_a_key_and_engines_get_their_own(kit: Any, tmp_path
             async with cluster.session.get(cluster.url + "/v1/models", headers=headers) as response:
                 assert response.status == 401
         assert cluster.prefill[0].calls == []
-        async with cluster.post(BODY, headers={"Authorization": "Bearer second"}) as response:
-            assert response.status == 200
+        assert (await cluster.ask(BODY, headers={"Authorization": "Bearer second"})).status == 200
         for path in ("/live", "/ready", "/health", "/metrics"):
             async with cluster.session.get(cluster.url + path) as response:
                 assert response.status == 200
@@ -40,8 +39,7 @@ async def test_a_client_needs_a_key_and_engines_get_their_own(kit: Any, tmp_path
 async def test_the_proxys_own_key_does_not_go_to_engines(kit: Any, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("first")
     async with kit.cluster(api_key_file=str(tmp_path / "keys")) as cluster:
-        async with cluster.post(BODY, headers={"Authorization": "Bearer first"}) as response:
-            assert response.status == 200
+        assert (await cluster.ask(BODY, headers={"Authorization": "Bearer first"})).status == 200
         assert "authorization" not in cluster.decode[0].calls[0].headers
 
 
@@ -104,10 +102,8 @@ async def test_the_access_log_has_a_line_for_each_request(
 ) -> None:
     with caplog.at_level(logging.INFO, logger="vllm.commext.proxy.access"):
         async with kit.cluster(access_log=True) as cluster:
-            async with cluster.post(BODY, headers={"X-Request-Id": "one"}) as response:
-                assert response.status == 200
-            async with cluster.post({"prompt": "x", "kv_transfer_params": {}}) as response:
-                assert response.status == 400
+            assert (await cluster.ask(BODY, headers={"X-Request-Id": "one"})).status == 200
+            assert (await cluster.ask({"prompt": "x", "kv_transfer_params": {}})).status == 400
     first, second = (r.getMessage() for r in caplog.records if r.name.endswith(".access"))
     assert first.startswith("id=one client=127.0.0.1 endpoint=/v1/completions outcome=ok ")
     assert "path=two-step prefill=prefill0 decode=decode0 first_token=0." in first

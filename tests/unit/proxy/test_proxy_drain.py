@@ -40,13 +40,9 @@ async def test_what_draining_engines_refuse_others_serve_with_the_same_parameter
 async def test_an_engine_that_drains_finishes_its_work_and_comes_back(kit: Any) -> None:
     release = asyncio.Event()
 
-    async def held(call: Any) -> None:
-        await release.wait()
-        await kit.decode_ok(call)
-
     async with kit.cluster(1, 2, **QUICK) as cluster:
         first, pool = cluster.decode[0], cluster.proxy.decode_pool
-        first.behave = held
+        first.behave = kit.held(release)
         running = asyncio.ensure_future(answered(cluster))
         await kit.until(lambda: bool(first.calls), "the request")
         first.drains = True

@@ -53,8 +53,7 @@ async def test_a_broken_plain_answer_is_seen_as_incomplete(kit: Any) -> None:
     async with kit.cluster() as cluster:
         cluster.decode[0].behave = breaking
         with pytest.raises(aiohttp.ClientError):
-            async with cluster.post(BODY) as response:
-                await response.read()
+            await cluster.ask(BODY)
         await cluster.idle()
         assert kit.outcome("lost", "decode") in await cluster.metrics()
 

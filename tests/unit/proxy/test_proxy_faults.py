@@ -16,8 +16,7 @@ async def test_a_refused_prefill_goes_to_another_engine_and_the_first_is_left_al
     async with kit.cluster(num_prefill=2, health_interval_seconds=60) as cluster:
         await cluster.prefill[0].stop()
         for _ in range(3):
-            async with cluster.post(BODY) as response:
-                assert response.headers["X-Commext-Prefill"] == "prefill1"
+            assert (await cluster.ask(BODY)).headers["X-Commext-Prefill"] == "prefill1"
         assert "commext_proxy_retries_total" in (text := await cluster.metrics())
         assert 'retries_total{role="prefill"} 1.0' in text
         assert 'commext_proxy_engines_healthy{role="prefill"} 1.0' in text
@@ -66,8 +65,7 @@ async def test_one_lost_connection_takes_no_engine_from_the_others(kit: Any, ste
     async with kit.cluster(health_interval_seconds=60, health_fall=1000) as cluster:
         server = getattr(cluster, step)[0]
         server.behave = kit.dropping
-        async with cluster.post(BODY) as response:
-            await response.read()
+        await cluster.ask(BODY)
         (engine,) = getattr(cluster.proxy, f"{step}_pool").engines
         assert engine.usable
         await kit.until(lambda: not engine.suspected, "the check that clears it")

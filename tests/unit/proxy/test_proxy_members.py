@@ -247,12 +247,8 @@ async def test_the_admin_port_adds_drains_and_removes_engines_and_nothing_is_los
 
     release = asyncio.Event()
 
-    async def held(call: Any) -> None:
-        await release.wait()
-        await kit.decode_ok(call)
-
     async with (
-        kit.engine(held).running() as added,
+        kit.engine(kit.held(release)).running() as added,
         kit.cluster(**QUICK) as cluster,
         AsyncExitStack() as stack,
     ):
@@ -280,13 +276,9 @@ async def test_draining_can_be_waited_for(kit: Any, tmp_path: Path) -> None:
 
     release = asyncio.Event()
 
-    async def held(call: Any) -> None:
-        await release.wait()
-        await kit.decode_ok(call)
-
     async with kit.cluster(**QUICK) as cluster, AsyncExitStack() as stack:
         admin = await admin_of(kit, stack, tmp_path, cluster)
-        cluster.decode[0].behave = held
+        cluster.decode[0].behave = kit.held(release)
         running = asyncio.ensure_future(answered_by(cluster))
         await kit.until(lambda: bool(cluster.decode[0].calls), "the request")
         wanted = {"url": cluster.decode[0].url, "wait_seconds": 0}

@@ -37,7 +37,6 @@ FIELDS = (
 
 
 def taken_apart(raw: bytes | bytearray) -> Any:
-    """What `members_of` returns."""
     taking_apart = members_of(raw)
     while True:
         try:

@@ -125,8 +125,7 @@ async def test_without_parameters_the_decode_engine_prefills_and_it_is_counted(
 ) -> None:
     async with kit.cluster() as cluster:
         cluster.prefill[0].behave = kit.answering(200, content)
-        async with cluster.post(TWO_STEP) as response:
-            assert response.headers["X-Commext-Path"] == "local-prefill"
+        assert (await cluster.ask(TWO_STEP)).headers["X-Commext-Path"] == "local-prefill"
         assert cluster.decode[0].calls[0].body == TWO_STEP
         count = 'commext_proxy_local_prefills_total{reason="no_kv_transfer_params"} 1.0'
         assert count in await cluster.metrics()
@@ -155,8 +154,7 @@ async def test_bad_requests_reach_no_engine(
             assert message in error["message"]
             assert error["side"] == response.headers["X-Commext-Side"] == "proxy"
         assert cluster.prefill[0].calls == cluster.decode[0].calls == []
-        async with cluster.post(TWO_STEP) as response:
-            assert response.status == 200
+        assert (await cluster.ask(TWO_STEP)).status == 200
         count = 'requests_total{endpoint="completions",outcome="bad_request",side="proxy"} 1.0'
         assert count in await cluster.metrics()
 
@@ -195,17 +193,12 @@ async def test_models_health_and_unknown_routes(kit: Any) -> None:
 async def test_load_is_spread_over_the_engines_of_each_role(kit: Any) -> None:
     release = asyncio.Event()
 
-    async def held(call: Any) -> None:
-        await release.wait()
-        await kit.decode_ok(call)
-
     async with kit.cluster(num_prefill=3, num_decode=2) as cluster:
         for engine in cluster.decode:
-            engine.behave = held
+            engine.behave = kit.held(release)
 
         async def ask() -> int:
-            async with cluster.post(TWO_STEP) as response:
-                return response.status
+            return (await cluster.ask(TWO_STEP)).status
 
         asking = [asyncio.ensure_future(ask()) for _ in range(6)]
         calls = [engine.calls for engine in cluster.decode]
@@ -238,5 +231,4 @@ async def test_one_request_too_many_is_refused(kit: Any) -> None:
 
 
 async def _ask(cluster: Any) -> int:
-    async with cluster.post(TWO_STEP) as response:
-        return response.status
+    return (await cluster.ask(TWO_STEP)).status

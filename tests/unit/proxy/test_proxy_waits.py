@@ -8,15 +8,13 @@ STREAM = {**BODY, "stream": True}
 
 
 async def status_of(cluster: Any) -> int:
-    async with cluster.post(BODY) as response:
-        return response.status
+    return (await cluster.ask(BODY)).status
 
 
 async def test_a_stream_whose_first_token_never_comes_is_aborted(kit: Any) -> None:
     async with kit.cluster(decode_timeout_seconds=0.1) as cluster:
         cluster.decode[0].behave = kit.hanging
-        async with cluster.post(STREAM) as response:
-            assert response.status == 504
+        assert (await cluster.ask(STREAM)).status == 504
         await kit.until(lambda: cluster.decode[0].num_left == 1, "the abort to arrive")
 
 
@@ -28,8 +26,7 @@ async def test_an_answer_in_one_piece_may_take_as_long_as_its_engine_lives(kit: 
     short = {"decode_timeout_seconds": 0.05, "decode_idle_timeout_seconds": 0.05}
     async with kit.cluster(**short, engine_lost_seconds=0.2) as cluster:
         cluster.decode[0].behave = slow
-        async with cluster.post(BODY) as response:
-            assert response.status == 200
+        assert (await cluster.ask(BODY)).status == 200
 
 
 async def test_an_engine_that_answers_nothing_any_more_is_given_up(kit: Any) -> None:
@@ -56,13 +53,9 @@ async def test_an_engine_that_answers_nothing_any_more_is_given_up(kit: Any) -> 
 async def test_an_engine_that_only_says_that_it_is_unwell_is_waited_for(kit: Any) -> None:
     release = asyncio.Event()
 
-    async def held(call: Any) -> None:
-        await release.wait()
-        await kit.decode_ok(call)
-
     checks = {"health_interval_seconds": 0.02, "engine_lost_seconds": 0.1}
     async with kit.cluster(**checks) as cluster:
-        cluster.decode[0].behave = held
+        cluster.decode[0].behave = kit.held(release)
         asking = asyncio.ensure_future(status_of(cluster))
         await kit.until(lambda: bool(cluster.decode[0].calls), "the decode step")
         cluster.decode[0].health_status = 503
@@ -79,8 +72,7 @@ async def test_headers_without_a_first_token_are_a_timeout_too(kit: Any) -> None
 
     async with kit.cluster(decode_timeout_seconds=0.1) as cluster:
         cluster.decode[0].behave = silent_stream
-        async with cluster.post(STREAM) as response:
-            assert response.status == 504
+        assert (await cluster.ask(STREAM)).status == 504
         assert kit.outcome("timeout", "decode") in await cluster.metrics()
 
 
@@ -104,8 +96,7 @@ async def test_health_follows_the_engines_down_and_up(kit: Any) -> None:
         await kit.until(lambda: pool.num_healthy == 1, "the sick engine to be noticed")
         assert pool.engines[0].detail == "/health answered 503"
         for _ in range(2):
-            async with cluster.post(BODY) as response:
-                assert response.headers["X-Commext-Decode"] == "decode1"
+            assert (await cluster.ask(BODY)).headers["X-Commext-Decode"] == "decode1"
         cluster.decode[0].health_status = 200
         await kit.until(lambda: pool.num_healthy == 2, "the engine to be well again")
         await cluster.decode[1].stop()

@@ -33,7 +33,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Counts compilations and does none."""
     seen: list[int] = []
 
     def compile_cubin(_: nvrtc.Program, macros: dict[str, int], architecture: int) -> bytes:
