@@ -50,7 +50,6 @@ from handovers.variants import (
     ON_GPUS_ONLY,
     PLAIN,
     PROXIED,
-    STREAMED,
     Setup,
     read_figures,
     started,
@@ -278,7 +277,6 @@ def main() -> int:
             gpu_memory=args.gpu_memory,
             start_seconds=args.start_seconds,
             server_args=args.server_args,
-            streams=any(name in STREAMED for name in args.engines),
         )
         with started(setup, args.engines) as variants, turns.turn(math.inf):
             rows = measure(args, variants, keep)

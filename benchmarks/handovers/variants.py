@@ -38,13 +38,12 @@ OURS_MAPPED = "ours, mapped"
 """Ours with the prefill server's memory mapped, where NIXL reads it else; behind the proxy too."""
 OURS_EARLY_MAPPED, OURS_STREAMED_MAPPED = f"{OURS_EARLY}, mapped", f"{OURS_STREAMED}, mapped"
 PROXIED: Mapping[str, Sequence[str]] = {
-    OURS_PROXY: ["--no-early-first-token"],
-    OURS_EARLY: [],
-    OURS_STREAMED: ["--stream-chunks"],
-    OURS_EARLY_MAPPED: [],
-    OURS_STREAMED_MAPPED: ["--stream-chunks"],
+    OURS_PROXY: ["--stream-chunks", "never", "--no-early-first-token"],
+    OURS_EARLY: ["--stream-chunks", "never"],
+    OURS_STREAMED: ["--stream-chunks", "always"],
+    OURS_EARLY_MAPPED: ["--stream-chunks", "never"],
+    OURS_STREAMED_MAPPED: ["--stream-chunks", "always"],
 }
-STREAMED = (OURS_STREAMED, OURS_STREAMED_MAPPED)
 ON_GPUS_ONLY = (IN_TREE_LAYOUT, OURS_HND, OURS_MAPPED, OURS_EARLY_MAPPED, OURS_STREAMED_MAPPED)
 """vLLM's attention on CPUs takes one layout, and host memory is not mapped."""
 _ALL_OURS = (OURS_HND, OURS_SAMPLING, OURS, OURS_MAPPED, *PROXIED)
@@ -78,8 +77,7 @@ class Setup:
     """What all servers of a run have in common.
 
     ``gpus``: of the prefill (or plain) and of the decode server; ``gpu_memory``: share of a GPU's
-    memory for each of the servers on it; ``server_args``: for every vLLM; ``streams``: ours can
-    read a prompt while it is computed.
+    memory for each of the servers on it; ``server_args``: for every vLLM.
     """
 
     device: str
@@ -90,7 +88,6 @@ class Setup:
     gpu_memory: float
     start_seconds: float
     server_args: Sequence[str] = ()
-    streams: bool = False
 
 
 def write_model(setup: Setup) -> tuple[Path, list[str]]:
@@ -134,8 +131,6 @@ def _server(setup: Setup, name: str, role: str, model: Path, options: Sequence[s
         extra: dict[str, Any] = {}
         if name == OURS_SAMPLING:
             extra["first_token_from_prefill"] = False
-        elif ours and setup.streams:
-            extra["stream_chunks"] = True
         if name == OURS_MAPPED:
             extra["mapped_reads"] = "auto"
         if ours:

@@ -170,7 +170,12 @@ class Engine:
             kv_role=role,
             engine_id="e",
             kv_buffer_device=current_platform.device_type,
-            kv_connector_extra_config={"side_channel_host": "h", "side_channel_port": 7000},
+            # Prompts are handed over whole: nothing here says how long they can be.
+            kv_connector_extra_config={
+                "side_channel_host": "h",
+                "side_channel_port": 7000,
+                "stream_chunks": False,
+            },
         )
         self.model = model
         self.memory = np.full((NUM_BLOCKS, BLOCK), -1, dtype=np.int64)

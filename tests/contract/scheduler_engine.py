@@ -56,6 +56,7 @@ class Engine:
             kv_connector_extra_config={
                 "side_channel_host": "h",
                 "side_channel_port": 7000,
+                "stream_chunks": False,  # nothing here says how long prompts can be
                 **extra,
             },
         )

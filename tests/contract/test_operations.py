@@ -30,6 +30,7 @@ class Transfer:
     """With every option that adds a metric."""
 
     kv_connector_extra_config: ClassVar[dict[str, Any]] = {"reuse_blocks": True}
+    kv_buffer_device = "cpu"
 
 
 class Config:

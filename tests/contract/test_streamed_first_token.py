@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -41,11 +40,6 @@ ENDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def make(make_core: MakeCore) -> MakeCore:
-    return partial(make_core, stream_chunks=True)
-
-
-@pytest.fixture
 def channel() -> Iterator[Channel]:
     made = Channel()
     yield made
@@ -53,13 +47,13 @@ def channel() -> Iterator[Channel]:
 
 
 @pytest.fixture(params=[False, True], ids=["one step at a time", "async scheduling"])
-def decode(request: pytest.FixtureRequest, make: MakeCore) -> Core:
-    return make("kv_consumer", is_async=request.param)
+def decode(request: pytest.FixtureRequest, make_core: MakeCore) -> Core:
+    return make_core("kv_consumer", is_async=request.param)
 
 
-def offered(make: MakeCore, **sampling: Any) -> tuple[int, str]:
+def offered(make_core: MakeCore, **sampling: Any) -> tuple[int, str]:
     """What a prefill engine says of the prompt's first token."""
-    params = prefilled(make("kv_producer"), PROMPT, **sampling)
+    params = prefilled(make_core("kv_producer"), PROMPT, **sampling)
     return params["remote_first_token"], params["remote_sampling"]
 
 
@@ -81,8 +75,8 @@ def end_load(decode: Core) -> None:
     turn_until(decode, lambda: has_ended(decode, "d"))
 
 
-def single_answer(make: MakeCore, **sampling: Any) -> Any:
-    single = make()
+def single_answer(make_core: MakeCore, **sampling: Any) -> Any:
+    single = make_core()
     single.add(request_of("d", PROMPT, None, **sampling))
     single.run("d")
     return single.answer("d")
@@ -90,15 +84,15 @@ def single_answer(make: MakeCore, **sampling: Any) -> Any:
 
 @pytest.mark.parametrize("case", ENDS)
 def test_the_answer_is_that_of_one_engine(
-    make: MakeCore, channel: Channel, decode: Core, case: str
+    make_core: MakeCore, channel: Channel, decode: Core, case: str
 ) -> None:
     sampling = ENDS[case]
     begin(decode, channel, **sampling)
-    channel.directory.tell(KEY, *offered(make, **sampling))
+    channel.directory.tell(KEY, *offered(make_core, **sampling))
     turn_until(decode, lambda: knows_token(decode))
     assert decode.answer("d").tokens == []
     end_load(decode)
-    assert decode.answer("d") == single_answer(make, **sampling)
+    assert decode.answer("d") == single_answer(make_core, **sampling)
     assert decode.ways == Counter({PREFILL: 1})
     # Nothing of the prompt is computed, and each generated token but the last one once; it may be
     # under way already when the answer turns out to have ended before.
@@ -111,24 +105,24 @@ def test_the_answer_is_that_of_one_engine(
 
 
 def test_a_token_that_comes_later_than_the_prompt_is_computed_here(
-    make: MakeCore, channel: Channel, decode: Core
+    make_core: MakeCore, channel: Channel, decode: Core
 ) -> None:
     begin(decode, channel, max_tokens=3)
     end_load(decode)
-    channel.directory.tell(KEY, *offered(make, max_tokens=3))
+    channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
     for _ in range(5):
         decode.turn()
-    assert decode.answer("d") == single_answer(make, max_tokens=3)
+    assert decode.answer("d") == single_answer(make_core, max_tokens=3)
     assert decode.worker.computed["d"][0] == len(PROMPT) - 1
     assert decode.ways == Counter({NOT_OFFERED: 1})
     assert not knows_token(decode)
 
 
 def test_a_token_is_known_when_its_prompt_was_computed_before_it_was_asked_for(
-    make: MakeCore, channel: Channel, decode: Core
+    make_core: MakeCore, channel: Channel, decode: Core
 ) -> None:
     channel.begin(PROMPT)
-    channel.directory.tell(KEY, *offered(make, max_tokens=3))
+    channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
     decode.worker.holds_loads = True
     decode.add(request_of("d", PROMPT, channel.params, max_tokens=3))
     turn_until(decode, lambda: bool(decode.worker.loads))
@@ -138,11 +132,11 @@ def test_a_token_is_known_when_its_prompt_was_computed_before_it_was_asked_for(
 
 
 def test_a_wrong_token_is_the_one_that_is_sent_and_gone_on_from(
-    make: MakeCore, channel: Channel, decode: Core
+    make_core: MakeCore, channel: Channel, decode: Core
 ) -> None:
     """The comparison with one engine would find a token that is not its own."""
     begin(decode, channel, max_tokens=3)
-    token, sampling = offered(make, max_tokens=3)
+    token, sampling = offered(make_core, max_tokens=3)
     wrong = (token + 1) % 200
     channel.directory.tell(KEY, wrong, sampling)
     turn_until(decode, lambda: knows_token(decode))
@@ -160,23 +154,28 @@ def test_a_wrong_token_is_the_one_that_is_sent_and_gone_on_from(
     ids=["drawn otherwise", "no token of the model's", "none"],
 )
 def test_what_cannot_be_used_is_computed_here(
-    make: MakeCore, channel: Channel, decode: Core, token: int, sampled: dict[str, Any], way: str
+    make_core: MakeCore,
+    channel: Channel,
+    decode: Core,
+    token: int,
+    sampled: dict[str, Any],
+    way: str,
 ) -> None:
     begin(decode, channel, max_tokens=3)
-    _, sampling = offered(make, max_tokens=3, **sampled)
+    _, sampling = offered(make_core, max_tokens=3, **sampled)
     channel.directory.tell(KEY, token, sampling)
     if token >= 0:
         turn_until(decode, lambda: knows_token(decode))
     end_load(decode)
-    assert decode.answer("d") == single_answer(make, max_tokens=3)
+    assert decode.answer("d") == single_answer(make_core, max_tokens=3)
     assert decode.ways == Counter({way: 1})
 
 
 def test_what_more_than_the_token_follows_from_is_not_asked_for(
-    make: MakeCore, channel: Channel, decode: Core
+    make_core: MakeCore, channel: Channel, decode: Core
 ) -> None:
     begin(decode, channel, max_tokens=3, logprobs=1)
-    channel.directory.tell(KEY, *offered(make, max_tokens=3))
+    channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
     for _ in range(20):
         decode.turn()
     assert not knows_token(decode)
@@ -184,10 +183,12 @@ def test_what_more_than_the_token_follows_from_is_not_asked_for(
     assert decode.ways == Counter({LOGPROBS: 1})
 
 
-def test_a_load_that_fails_sends_no_token(make: MakeCore, channel: Channel, decode: Core) -> None:
+def test_a_load_that_fails_sends_no_token(
+    make_core: MakeCore, channel: Channel, decode: Core
+) -> None:
     decode.worker.fails = lambda request_id: True
     begin(decode, channel, max_tokens=3)
-    channel.directory.tell(KEY, *offered(make, max_tokens=3))
+    channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
     turn_until(decode, lambda: knows_token(decode))
     end_load(decode)
     assert decode.answer("d").tokens == []
@@ -197,10 +198,10 @@ def test_a_load_that_fails_sends_no_token(make: MakeCore, channel: Channel, deco
 
 @pytest.mark.parametrize("is_loaded", [False, True])
 def test_an_aborted_request_is_told_nothing_and_forgotten(
-    make: MakeCore, channel: Channel, decode: Core, is_loaded: bool
+    make_core: MakeCore, channel: Channel, decode: Core, is_loaded: bool
 ) -> None:
     begin(decode, channel, max_tokens=3)
-    channel.directory.tell(KEY, *offered(make, max_tokens=3))
+    channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
     turn_until(decode, lambda: knows_token(decode))
     side = decode.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
     if is_loaded:
@@ -215,8 +216,10 @@ def test_an_aborted_request_is_told_nothing_and_forgotten(
     assert not decode.scheduler.has_requests()
 
 
-def test_the_prefill_engine_tells_the_token_when_the_prompt_is_computed(make: MakeCore) -> None:
-    core = make("kv_producer")
+def test_the_prefill_engine_tells_the_token_when_the_prompt_is_computed(
+    make_core: MakeCore,
+) -> None:
+    core = make_core("kv_producer")
     core.add(request_of("p", PROMPT, TO_STREAM, max_tokens=1))
     core.run("p")
     side = core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
@@ -226,11 +229,11 @@ def test_the_prefill_engine_tells_the_token_when_the_prompt_is_computed(make: Ma
 
 
 def test_an_engine_with_nothing_to_compute_waits_for_a_token_that_is_about_to_come(
-    make: MakeCore, channel: Channel, decode: Core, monkeypatch: pytest.MonkeyPatch
+    make_core: MakeCore, channel: Channel, decode: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "TOKEN_SECONDS", BOUND_SECONDS)
     begin(decode, channel, max_tokens=3)
-    token = offered(make, max_tokens=3)
+    token = offered(make_core, max_tokens=3)
     side = decode.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
     decode.worker.holds_loads = False
     turn_until(decode, lambda: bool(side._begun))
@@ -241,7 +244,7 @@ def test_an_engine_with_nothing_to_compute_waits_for_a_token_that_is_about_to_co
 
 
 def test_an_engine_that_computes_waits_for_no_token(
-    make: MakeCore, channel: Channel, decode: Core, monkeypatch: pytest.MonkeyPatch
+    make_core: MakeCore, channel: Channel, decode: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin(decode, channel, max_tokens=3)
     decode.add(request_of("other", PROMPT, None, max_tokens=80))

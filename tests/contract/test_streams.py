@@ -47,11 +47,6 @@ SECRET = b"0123456789abcdef"
 MakeCore = Callable[..., Core]
 
 
-@pytest.fixture
-def make(make_core: MakeCore) -> MakeCore:
-    return partial(make_core, stream_chunks=True)
-
-
 class Told:
     def __init__(self, core: Core) -> None:
         self.chunks: list[Chunk] = []
@@ -92,8 +87,8 @@ def free(core: Core) -> int:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "async scheduling"])
-def test_each_step_of_a_prompt_is_told_with_its_blocks(make: MakeCore, is_async: bool) -> None:
-    core = make("kv_producer", is_async=is_async)
+def test_each_step_of_a_prompt_is_told_with_its_blocks(make_core: MakeCore, is_async: bool) -> None:
+    core = make_core("kv_producer", is_async=is_async)
     told = Told(core)
     core.add(request_of("warm", PROMPT[:10], max_tokens=1))
     core.run("warm")
@@ -112,8 +107,8 @@ def test_each_step_of_a_prompt_is_told_with_its_blocks(make: MakeCore, is_async:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "async scheduling"])
-def test_a_preempted_prompt_is_told_anew(make: MakeCore, is_async: bool) -> None:
-    core = make("kv_producer", is_async=is_async, num_blocks=14)
+def test_a_preempted_prompt_is_told_anew(make_core: MakeCore, is_async: bool) -> None:
+    core = make_core("kv_producer", is_async=is_async, num_blocks=14)
     told = Told(core)
     # Both are let in, and the last block that the prompt needs has gone to the other by then.
     other = [100 + token for token in range(11)]
@@ -130,8 +125,8 @@ def test_a_preempted_prompt_is_told_anew(make: MakeCore, is_async: bool) -> None
     assert told.chunks[-1].num_tokens == len(PROMPT)
 
 
-def test_an_aborted_prompt_keeps_its_blocks_until_its_readers_are_told(make: MakeCore) -> None:
-    core = make("kv_producer")
+def test_an_aborted_prompt_keeps_its_blocks_until_its_readers_are_told(make_core: MakeCore) -> None:
+    core = make_core("kv_producer")
     told = Told(core)
     before = free(core)
     core.add(request_of("p", PROMPT, TO_STREAM, max_tokens=1))
@@ -146,9 +141,9 @@ def test_an_aborted_prompt_keeps_its_blocks_until_its_readers_are_told(make: Mak
 
 
 def test_fences_agree_after_a_prompt_was_preempted_and_aborted_between_two_steps(
-    make: MakeCore,
+    make_core: MakeCore,
 ) -> None:
-    core = make("kv_producer")
+    core = make_core("kv_producer")
     side = core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
     fences = FenceTable()
     fences.arm(side._pending.fence_key)
@@ -169,17 +164,19 @@ def test_fences_agree_after_a_prompt_was_preempted_and_aborted_between_two_steps
     )
 
 
-def test_what_both_engines_are_asked_for_takes_no_room_when_it_is_aborted(make: MakeCore) -> None:
+def test_what_both_engines_are_asked_for_takes_no_room_when_it_is_aborted(
+    make_core: MakeCore,
+) -> None:
     """Parameters of both steps in one request, as only a client's mistake or malice makes them."""
-    core = make("kv_both")
+    core = make_core("kv_both")
     side = core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
     core.add(request_of("d", PROMPT, {**TO_STREAM, "do_remote_prefill": True}, max_tokens=1))
     core.scheduler.finish_requests("d", RequestStatus.FINISHED_ABORTED)
     assert side._prefills._producer._streams == {}
 
 
-def test_what_is_not_streamed_is_handed_over_whole(make: MakeCore) -> None:
-    core = make("kv_producer")
+def test_what_is_not_streamed_is_handed_over_whole(make_core: MakeCore) -> None:
+    core = make_core("kv_producer")
     told = Told(core)
     core.add(request_of("p", PROMPT, {**TO_STREAM, "stream_key": "short"}, max_tokens=1))
     core.run("p")
@@ -236,9 +233,9 @@ def channel() -> Iterator[Channel]:
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "async scheduling"])
 def test_a_request_waits_without_blocks_and_without_steps_until_its_prompt_has_begun(
-    make: MakeCore, channel: Channel, is_async: bool
+    make_core: MakeCore, channel: Channel, is_async: bool
 ) -> None:
-    core = make("kv_consumer", is_async=is_async)
+    core = make_core("kv_consumer", is_async=is_async)
     before = free(core)
     core.add(request_of("d", PROMPT, channel.params, max_tokens=3))
     begun, num_steps = time.monotonic(), core._num_steps
@@ -264,10 +261,10 @@ def test_a_request_waits_without_blocks_and_without_steps_until_its_prompt_has_b
 
 
 def test_an_engine_does_not_sleep_over_a_request_that_waits_for_its_grammar(
-    make: MakeCore, channel: Channel
+    make_core: MakeCore, channel: Channel
 ) -> None:
     """Nobody rings when a grammar is there: only until the answer does the engine sleep."""
-    core = make("kv_consumer")
+    core = make_core("kv_consumer")
     side = core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
     choice = StructuredOutputsParams(choice=["a"])
     request = request_of("d", PROMPT, channel.params, max_tokens=3, structured_outputs=choice)
@@ -296,9 +293,9 @@ def test_an_engine_does_not_sleep_over_a_request_that_waits_for_its_grammar(
     ids=["another prompt", "longer", "refused", "no row", "no fence", "no tokens", "gone"],
 )
 def test_what_a_request_is_told_in_vain_fails_it(
-    make: MakeCore, channel: Channel, begin: Callable[[Channel], None]
+    make_core: MakeCore, channel: Channel, begin: Callable[[Channel], None]
 ) -> None:
-    core = make("kv_consumer")
+    core = make_core("kv_consumer")
     core.worker.fails = lambda request_id: True
     before = free(core)
     begin(channel)
@@ -308,8 +305,8 @@ def test_what_a_request_is_told_in_vain_fails_it(
     turn_until(core, lambda: free(core) == before)
 
 
-def test_a_request_that_waits_too_long_fails(make: MakeCore, channel: Channel) -> None:
-    core = make("kv_consumer", stream_begin_timeout=0.2)
+def test_a_request_that_waits_too_long_fails(make_core: MakeCore, channel: Channel) -> None:
+    core = make_core("kv_consumer", stream_begin_timeout=0.2)
     refusals: list[str] = []
 
     def fails(request_id: str) -> bool:
@@ -330,8 +327,8 @@ def test_a_request_that_waits_too_long_fails(make: MakeCore, channel: Channel) -
     assert "stream_begin_timeout" in refusals[0]
 
 
-def test_an_aborted_request_is_forgotten(make: MakeCore, channel: Channel) -> None:
-    core = make("kv_consumer")
+def test_an_aborted_request_is_forgotten(make_core: MakeCore, channel: Channel) -> None:
+    core = make_core("kv_consumer")
     core.add(request_of("d", PROMPT, channel.params, max_tokens=3))
     core.turn()
     core.scheduler.finish_requests("d", RequestStatus.FINISHED_ABORTED)
@@ -345,21 +342,21 @@ def test_an_aborted_request_is_forgotten(make: MakeCore, channel: Channel) -> No
 
 
 def test_with_a_secret_no_place_is_asked_that_it_does_not_prove(
-    make: MakeCore, tmp_path: Path
+    make_core: MakeCore, tmp_path: Path
 ) -> None:
     file = tmp_path / "secret"
     file.write_bytes(SECRET)
     channel = Channel(SECRET)
     with closing(channel), socket.create_server((HOST, 0)) as elsewhere:
         elsewhere.setblocking(False)
-        prefill = make("kv_producer", side_channel_secret_file=str(file))
+        prefill = make_core("kv_producer", side_channel_secret_file=str(file))
         prefill.add(request_of("p", PROMPT, TO_STREAM, max_tokens=1))
         prefill.run("p")
         told = params_of(prefill, "p")
         place = write_place(told["remote_host"], told["remote_port"], SECRET)
         assert told["remote_place_seal"] == place["seal"] != ""
 
-        core = make("kv_consumer", side_channel_secret_file=str(file))
+        core = make_core("kv_consumer", side_channel_secret_file=str(file))
         core.worker.fails = lambda request_id: request_id != "proven"
         loads = loads_of(core)
         forged = {**channel.params, "remote_port": elsewhere.getsockname()[1]}
@@ -394,7 +391,7 @@ def loads_of(core: Core) -> list[Any]:
 
 
 def test_an_engine_that_streams_nothing_says_what_to_set(folder: Path, channel: Channel) -> None:
-    core = Core(folder, "kv_consumer")
+    core = Core(folder, "kv_consumer", stream_chunks=False)
     try:
         core.worker.fails = lambda request_id: True
         told = loads_of(core)

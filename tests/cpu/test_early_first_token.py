@@ -66,7 +66,7 @@ def engines(model: Path, folder: Path) -> Iterator[list[VllmServer]]:
     args += ["--tool-call-parser", "hermes"]
     servers = [cluster.plain_server("plain", model, folder, args=args, environ=PLAIN_ENVIRON)]
     for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
-        config = cluster.kv_transfer_config(role, extra={"stream_chunks": True})
+        config = cluster.kv_transfer_config(role)
         chunk = ["--max-num-batched-tokens", str(CHUNK_TOKENS)] if name == "prefill" else []
         servers.append(cluster.engine_server(name, model, folder, config, args=args + chunk))
     with cluster.all_ready(servers):
@@ -89,10 +89,14 @@ def proxy(name: str, prefill: Server, decode: Server, folder: Path, *args: str) 
 def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     folder = tmp_path_factory.mktemp("early")
     with engines(model, folder) as (plain, prefill, decode), ExitStack() as stack:
-        early = stack.enter_context(proxy("early", prefill, decode, folder))
-        late = stack.enter_context(proxy("late", prefill, decode, folder, "--no-early-first-token"))
-        streamed = stack.enter_context(
-            proxy("streamed", prefill, decode, folder, "--stream-chunks")
+        whole = ("--stream-chunks", "never")
+        early, late, streamed = (
+            stack.enter_context(proxy(name, prefill, decode, folder, *args))
+            for name, args in (
+                ("early", whole),
+                ("late", (*whole, "--no-early-first-token")),
+                ("streamed", ("--stream-chunks", "always")),
+            )
         )
         yield Servers(plain, prefill, decode, early, late, streamed)
 

@@ -89,8 +89,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     args += ["--tool-call-parser", "hermes"]
 
     def engine(name: str, role: str) -> VllmServer:
-        extra = {"stream_chunks": True}
-        config = cluster.kv_transfer_config(role, policy="recompute", extra=extra)
+        config = cluster.kv_transfer_config(role, policy="recompute")
         return cluster.engine_server(name, model, folder, config, args=args, environ=SECRET)
 
     # Without the connector. vLLM's own queue keeps a core busy for a second after each answer.

@@ -83,7 +83,7 @@ def engine(size: Size, kind: str, model: Path, folder: Path, name: str = "") -> 
         f"pp{stages}tp{ranks}{name}",
         model,
         folder,
-        cluster.kv_transfer_config("kv_both", extra={"stream_chunks": True}),
+        cluster.kv_transfer_config("kv_both"),
         tensor_parallel_size=ranks,
         args=[*KINDS[kind].cpu_options, *step, *(PIPELINE_ARGS if stages == 2 else ())],
         environ=UNCOMPILED if stages == 2 else {},
@@ -166,7 +166,7 @@ def test_what_is_read_while_the_stages_compute_is_the_decode_engines_own(
             prefill_urls=[engines.servers[source].url],
             decode_urls=[url],
             folder=tmp_path,
-            args=[*cluster.PATIENT_PROXY_ARGS, "--stream-chunks"],
+            args=[*cluster.PATIENT_PROXY_ARGS, "--stream-chunks", "always"],
         ) as proxy:
             # Tells the proxy where the prefill engine's side channel is.
             complete(proxy.url, cluster.MODEL_NAME, prompts()[0][:20])

@@ -64,7 +64,7 @@ def engines(
             f"engine-{size}",
             model,
             folder,
-            cluster.kv_transfer_config("kv_both", extra={"stream_chunks": True}),
+            cluster.kv_transfer_config("kv_both"),
             tensor_parallel_size=int(size),
             args=[*args, "--max-num-batched-tokens", str(CHUNK_TOKENS)],
         )
@@ -81,7 +81,7 @@ def engines(
                     prefill_urls=[servers[source].url],
                     decode_urls=[servers[target].url],
                     folder=folder,
-                    args=[*cluster.PATIENT_PROXY_ARGS, "--stream-chunks"],
+                    args=[*cluster.PATIENT_PROXY_ARGS, "--stream-chunks", "always"],
                 )
             )
             for source, target in PAIRS

@@ -9,6 +9,7 @@ from dataclasses import fields
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.event_loop import run_loop
+from vllm_commext.proxy.streams import MODES
 
 HELP = "an OpenAI endpoint in front of prefill and decode engines"
 
@@ -55,9 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--stream-chunks",
-        action="store_true",
-        help="send long prompts to both engines at once: D reads while P computes; needs "
-        "stream_chunks in both engines' kv_connector_extra_config",
+        choices=MODES,
+        default=ProxyConfig.stream_chunks,
+        help="send prompts of several chunks to both engines at once, so that D reads while P "
+        "computes: where no first token comes later for it, wherever the engines can, or never; "
+        "default: %(default)s",
     )
     parser.add_argument(
         "--reuse-blocks",

@@ -51,7 +51,7 @@ class ConnectorConfig:
             from there; for fabrics that do not reach the device's memory. It is also what
             ``kv_buffer_device: cpu`` means beside a cache on another device.
         stream_chunks: let prompts be read while they are computed, where a router sends a request
-            to both engines at once; on both engines. See ``stream``.
+            to both engines at once. See ``stream``.
         stream_begin_timeout: how long a decode engine waits for a prefill engine to begin with such
             a request.
         reuse_blocks: let other engines read, by hash, blocks of finished requests for as long as
@@ -88,7 +88,7 @@ class ConnectorConfig:
     mapped_reads: str = DEFAULT_MAPPED_READS
     transport_probe: bool = True
     first_token_from_prefill: bool = True
-    stream_chunks: bool = False
+    stream_chunks: bool = True
     stream_begin_timeout: float = 300.0
     reuse_blocks: bool = False
     reuse_lookup_timeout: float = 0.5

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from vllm_commext.errors import ConfigError
+from vllm_commext.proxy.streams import AUTO, MODES
 
 MIB = 1 << 20
 DNS_SCHEME = "dns+"
@@ -90,7 +91,7 @@ class ProxyConfig:
     access_log: bool = False
     affinity: bool = True
     early_first_token: bool = True
-    stream_chunks: bool = False
+    stream_chunks: str = AUTO
     reuse_blocks: bool = False
     admin_token_file: str = _file("holds the admin port's token")
     drain_timeout_seconds: float = _option(30.0, "for running requests to end after SIGTERM")
@@ -101,6 +102,10 @@ class ProxyConfig:
         for option in fields(self):
             if "help" in option.metadata:
                 _check_number(option.name, getattr(self, option.name), option.default)
+        if self.stream_chunks not in MODES:
+            raise ConfigError(
+                f"stream_chunks: expected one of {list(MODES)}, got {self.stream_chunks!r}"
+            )
         if self.admin_port is not None and not self.admin_token_file:
             raise ConfigError("the admin port needs a token: expected --admin-token-file FILE")
         if self.reuse_blocks and not self.affinity:

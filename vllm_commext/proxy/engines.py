@@ -30,8 +30,8 @@ class Engine:
     detail: the last reason why it is unhealthy, for people. on_lost: called when the engine has
     not been reachable for so long that nobody should wait for it any more. memory: what it was
     asked last, forgotten when it becomes unhealthy, and so are forms: how its streams begin, and
-    streams: where its prompts can be read while it computes them, and offers: where it is asked
-    for blocks of what it has computed.
+    streams: what it says of prompts that are read while they are computed, and offers: where it is
+    asked for blocks of what it has computed.
     """
 
     role: str

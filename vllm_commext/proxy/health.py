@@ -11,6 +11,7 @@ from vllm_commext.drain import HEADER
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engines import DECODE, Engine
+from vllm_commext.proxy.streams import NEVER
 from vllm_commext.proxy.tasks import end_tasks
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -83,7 +84,7 @@ class HealthMonitor:
             engine.note_drain()
         elif failure is None:
             engine.passed_check(self._config.health_rise)
-            await self._learn_offers(engine)
+            await self._learn_page(engine)
         else:
             engine.failed_check(self._config.health_fall, failure)
         if engine.healthy != was_healthy:
@@ -92,9 +93,12 @@ class HealthMonitor:
             logger.log(level, "%s (%s) is now %s", engine.name, engine.url, state)
         return status is not None
 
-    async def _learn_offers(self, engine: Engine) -> None:
-        """Ask *engine*'s metrics page, once in its life, where its blocks are on offer."""
-        if not self._config.reuse_blocks or engine.role != DECODE or engine.offers.is_known:
+    async def _learn_page(self, engine: Engine) -> None:
+        """Ask a decode engine's metrics page, once in its life, where its blocks are on offer and
+        whether it reads prompts while they are computed."""
+        config = self._config
+        is_wanted = config.reuse_blocks or config.stream_chunks != NEVER
+        if not is_wanted or engine.role != DECODE or engine.offers.is_known:
             return
         try:
             async with self._session.get(
@@ -103,11 +107,13 @@ class HealthMonitor:
                 allow_redirects=False,
                 raise_for_status=True,
             ) as response:
-                engine.offers.learn(await response.text())
+                page = await response.text()
+                engine.offers.learn(page)
+                engine.streams.learn_page(page)
         except (asyncio.TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             logger.info("%s (%s) does not say what it offers: %s", engine.name, engine.url, error)
             return
-        if not engine.offers.places:
+        if config.reuse_blocks and not engine.offers.places:
             logger.warning(
                 "%s (%s) offers no blocks for reuse: set reuse_blocks in its "
                 "kv_connector_extra_config",

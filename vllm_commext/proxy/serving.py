@@ -119,6 +119,8 @@ class Service:
             stream = self._stream(attempts, outcome)
             try:
                 prefilled = await self._prefill(attempts, stream)
+                if prefilled is not None:
+                    await stream.check_place()
                 if prefilled is not None and stream.is_under_way:
                     opened = await self._take_stream(attempts, stream, prefilled, outcome, lead)
                     if opened is not None:
@@ -165,8 +167,15 @@ class Service:
 
             return await self._upstream.decode(payload, attempts.failed_decode, payload_for)
 
-        refusal = "" if self._config.stream_chunks else streams.OFF
-        refusal = streams.AGAIN if attempts.num_failed else refusal
+        config = self._config
+        refusal = streams.refusal(
+            config.stream_chunks,
+            attempts.body,
+            (engine.streams for engine in self._pools[DECODE].engines if engine.usable),
+            sends_early=config.early_first_token,
+        )
+        if attempts.num_failed and refusal != streams.OFF:
+            refusal = streams.AGAIN
         places = attempts.places() if self._config.reuse_blocks else []
         return Stream(
             attempts.body, attempts.tokens, attempts.payload, ask, refusal=refusal, places=places
@@ -209,7 +218,7 @@ class Service:
                 prefilled = await self._upstream.prefill(
                     payload,
                     attempts.failed_prefill,
-                    lambda engine: stream.prefill_payload(engine.streams),
+                    lambda engine, held: stream.prefill_payload(engine.streams, held),
                 )
             except ProxyError as error:
                 if error.status < 500:

@@ -2,17 +2,19 @@
 the other computes.
 
 A decode engine has to be told where to ask for a prompt before the prefill engine has answered.
-Where that is, a prefill engine's earlier answers have said.
+Where that is, a prefill engine's earlier answers have said; that it can, a decode engine's page of
+metrics says.
 """
 
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_commext.proxy import two_step
+from vllm_commext.proxy.early import rule
 from vllm_commext.proxy.failures import ProxyError
 from vllm_commext.proxy.tasks import end_tasks
 
@@ -21,20 +23,47 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.commext.proxy")
 
+AUTO, ALWAYS, NEVER = MODES = ("auto", "always", "never")
+"""Which requests go to both at once: those whose clients have the first token no later for it, all
+that can, none."""
+
 STREAMED = "streamed"
 OFF = "off"
 NOT_KNOWN = "not_known"
+DECODE = "decode"
 SEVERAL = "several"
 SHORT_PROMPT = "short_prompt"
+ONE_TOKEN = "one_token"
+SAMPLED = "sampled"
+BUSY = "busy"
 AGAIN = "again"
 FAILED = "failed"
-WAYS = (STREAMED, OFF, NOT_KNOWN, SEVERAL, SHORT_PROMPT, AGAIN, FAILED)
+WAYS = (
+    STREAMED,
+    OFF,
+    NOT_KNOWN,
+    DECODE,
+    SEVERAL,
+    SHORT_PROMPT,
+    ONE_TOKEN,
+    SAMPLED,
+    BUSY,
+    AGAIN,
+    FAILED,
+)
 """How a request that takes two steps takes them: both at once; or one after the other, as that is
-off, as the prefill engine has not said yet that it streams and where, as several side channels
-answer for it, as the prompt is one chunk, as the request is served anew; or, after both at once,
-once more one after the other, as the decode engine has failed."""
+off, as the prefill engine has not said yet that it streams and where, as a decode engine does not
+say that it streams, as several side channels answer for the prefill engine, as the prompt is one
+chunk, as its answer is one token, for which nothing need be read, as its sampled first token can be
+sent before the decode engine knows it, as enough wait for the prefill engine already, as the
+request is served anew; or, after both at once, once more one after the other, as the decode engine
+has failed."""
 
 KEY_BYTES = 16
+METRIC = "vllm:commext_nixl_stream_chunks"
+MAX_WAITING = 8
+"""Requests at decode engines that wait for one prefill engine: vLLM looks at each in every step,
+and a prefill engine computes few prompts at a time."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +78,16 @@ class Place:
 
 
 class Streams:
-    """What one prefill engine's answers say of where its prompts can be read."""
+    """What one engine says of streams.
+
+    place: where its last answer says that its prompts can be read. reads: its page of metrics says
+    that it reads prompts while they are computed. num_waiting: decode engines' answers that wait
+    for what it computes.
+    """
 
     def __init__(self) -> None:
-        self._place: Place | None = None
-        self._is_one = True
+        self.num_waiting = 0
+        self.clear()
 
     def learn(self, params: Any) -> None:
         """Take the parameters in an answer of the engine's."""
@@ -67,21 +101,45 @@ class Streams:
                 place = Place(host, port, seal, chunk_tokens)
             case _:
                 return
-        self._is_one = self._is_one and self._place in (None, place)
-        self._place = place
+        self._is_one = self._is_one and self.place in (None, place)
+        self.place = place
+
+    def learn_page(self, page: str) -> None:
+        """Take the engine's page of metrics."""
+        lines = (line for line in page.splitlines() if line.startswith(METRIC + "{"))
+        self.reads = any(line.rpartition(" ")[2] in ("1", "1.0") for line in lines)
 
     def clear(self) -> None:
         """The engine may be another one from now on."""
-        self._place, self._is_one = None, True
+        self.place: Place | None = None
+        self._is_one = True
+        self.reads = False
 
     def place_for(self, tokens: int) -> Place | str:
         """Where a prompt of about so many tokens is read while it is computed, or why it is not,
         one of `WAYS`."""
-        if self._place is None:
+        if self.place is None:
             return NOT_KNOWN
         if not self._is_one:
             return SEVERAL
-        return self._place if tokens > self._place.chunk_tokens else SHORT_PROMPT
+        if tokens <= self.place.chunk_tokens:
+            return SHORT_PROMPT
+        return BUSY if self.num_waiting >= MAX_WAITING else self.place
+
+
+def refusal(
+    mode: str, body: Mapping[str, Any], decode: Iterable[Streams], *, sends_early: bool
+) -> str:
+    """Why such a request does not go to both engines at once, whichever prefill engine takes it,
+    one of `WAYS`; "" if it may. decode: of the engines that one may be chosen from. sends_early:
+    first tokens are sent before a decode engine has answered."""
+    if mode == NEVER:
+        return OFF
+    if any(body.get(name) == 1 for name in ("max_tokens", "max_completion_tokens")):
+        return ONE_TOKEN
+    if mode == AUTO and sends_early and not (rule.refusal(body) or rule.is_greedy(body)):
+        return SAMPLED
+    return "" if all(one.reads for one in decode) else DECODE
 
 
 def prefill_body(
@@ -135,7 +193,8 @@ class Stream:
         self._tokens = tokens
         self._payload = payload
         self._ask = ask
-        self._has_begun = False
+        self._asked: Streams | None = None
+        self._place: Place | None = None
         self.way = refusal
         self._decode: asyncio.Task[Opened] | None = None
 
@@ -144,20 +203,29 @@ class Stream:
         """A decode engine has been asked, and its answer was not taken yet."""
         return self._decode is not None
 
-    async def prefill_payload(self, streams: Streams) -> Any:
-        """What a prefill engine is asked; the decode engine is asked at the same time."""
+    async def prefill_payload(self, streams: Streams, held: int = 0) -> Any:
+        """What a prefill engine is asked that holds about so many tokens of the prompt; the decode
+        engine is asked at the same time."""
         await self.cancel()
-        if self._has_begun:
+        if self._place is not None:
             self.way = AGAIN
-        place = self.way or streams.place_for(self._tokens)
+        place = self.way or streams.place_for(self._tokens - held)
         if isinstance(place, str):
             self.way = place
             return self._payload(two_step.prefill_body(self._body, self._places), is_stream=False)
-        self._has_begun = True
+        self._place, self._asked = place, streams
+        streams.num_waiting += 1
         key = secrets.token_hex(KEY_BYTES)
         payload = self._payload(decode_body(self._body, key, place))
         self._decode = asyncio.create_task(self._ask(payload))
         return self._payload(prefill_body(self._body, key, self._places), is_stream=False)
+
+    async def check_place(self) -> None:
+        """The prefill engine has answered: let go of the decode engine if it was told of another
+        side channel than that one's."""
+        if self._asked is not None and self._asked.place != self._place:
+            await self.cancel()
+            self.way = SEVERAL
 
     async def opened(self) -> "Opened | ProxyError":
         """The decode engine's answer, which is the caller's to close, or why there is none."""
@@ -165,18 +233,27 @@ class Stream:
         try:
             opened = await asyncio.shield(self._decode)
         except ProxyError as error:
-            self.way, self._decode = FAILED, None
+            self.way = FAILED
+            self._leave()
             return error
-        self.way, self._decode = STREAMED, None
+        self.way = STREAMED
+        self._leave()
         return opened
 
     async def cancel(self) -> None:
         """Let go of the decode engine, which aborts what it has not finished."""
-        decode, self._decode = self._decode, None
+        decode = self._decode
         if decode is None:
             return
+        self._leave()
         decode.add_done_callback(_close)  # also where this task is cancelled meanwhile
         await end_tasks([decode])
+
+    def _leave(self) -> None:
+        """The decode engine's answer is taken, or nobody's."""
+        assert self._asked is not None  # as long as the decode engine is asked
+        self._asked.num_waiting -= 1
+        self._asked = self._decode = None
 
 
 def _close(decode: "asyncio.Task[Opened]") -> None:

@@ -126,7 +126,7 @@ async def _left(reader: asyncio.StreamReader) -> None:
 @dataclass
 class EngineServer:
     """One engine. `behave` answers what is posted; drains: it refuses that, as the engines' gate
-    does; num_left: connections the proxy closed."""
+    does; num_left: connections the proxy closed; streams: its metrics say that it streams."""
 
     behave: Behaviour
     health_status: int = 200
@@ -134,6 +134,7 @@ class EngineServer:
     calls: list[Call] = field(default_factory=list)
     metrics_status: int = 200
     num_scrapes: int = 0
+    streams: bool = True
     num_left: int = 0
     num_refused: int = 0
     port: int = 0
@@ -144,9 +145,14 @@ class EngineServer:
 
     @property
     def page(self) -> str:
-        """Its metrics: where blocks of its own are asked for, under its HTTP port's number."""
-        labels = f'model_name="tiny",engine="0",host="127.0.0.1",port="{self.port}",seal="ab"'
-        return f"vllm:commext_nixl_reuse_place{{{labels}}} 1.0\n"
+        """Its metrics: that it streams, and where blocks of its own are asked for, under its HTTP
+        port's number."""
+        labels = 'model_name="tiny",engine="0"'
+        place = f'host="127.0.0.1",port="{self.port}",seal="ab"'
+        return (
+            f"vllm:commext_nixl_stream_chunks{{{labels}}} {float(self.streams)}\n"
+            f"vllm:commext_nixl_reuse_place{{{labels},{place}}} 1.0\n"
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["EngineServer"]:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.kit.vllm_streams import Stream
+from vllm_commext.proxy.streams import MAX_WAITING, Streams
 from vllm_commext.proxy.streams import Stream as OneStream
-from vllm_commext.proxy.streams import Streams
 
 BODY = {"model": "tiny", "prompt": "long " * 40, "max_tokens": 3, "temperature": 0, "stream": True}
 DRAWN = {**BODY, "temperature": 0.7}
@@ -69,7 +69,7 @@ async def ask(cluster: Any, body: Any = BODY) -> tuple[str, bytes]:
 
 @asynccontextmanager
 async def running(kit: Any, **options: Any) -> AsyncIterator[Any]:
-    settings = {"affinity": False, "stream_chunks": True, **options}
+    settings = {"affinity": False, "stream_chunks": "always", **options}
     async with kit.cluster(**settings) as cluster:
         for engine in cluster.prefill:
             engine.behave = answering()
@@ -286,6 +286,7 @@ async def test_a_client_that_leaves_takes_both_requests_along(kit: Any) -> None:
         ([{"remote_chunk_tokens": None}], BODY, "not_known"),
         ([{"remote_place_seal": None}], BODY, "not_known"),  # of an older release
         ([{}, {"remote_port": 5601}], BODY, "several"),
+        ([{}], {**BODY, "max_tokens": 1}, "one_token"),
     ],
 )
 async def test_what_is_not_streamed_is_counted_with_the_reason(
@@ -301,6 +302,86 @@ async def test_what_is_not_streamed_is_counted_with_the_reason(
         assert (await ways(cluster))[way] == before.get(way, 0) + 1
 
 
+async def test_a_prefill_engine_behind_another_side_channel_is_read_from_there(kit: Any) -> None:
+    """Of several data-parallel ranks behind one URL nobody knows which one takes a request."""
+    async with running(kit) as cluster:
+        prefill, decoding = cluster.prefill[0], cluster.decode[0]
+        await ask(cluster)
+
+        async def whole_only(call: Any) -> None:
+            if "stream_key" in params_of(call):
+                await asyncio.Event().wait()
+            await decode(call)
+
+        prefill.behave, decoding.behave = answering(remote_port=5601), whole_only
+        for number in (1, 2):
+            assert (await ask(cluster))[0] == "two-step"
+            assert params_of(decoding.calls[-1])["remote_port"] == 5601
+            assert (await ways(cluster))["several"] == number
+        assert sum("stream_key" in params_of(call) for call in decoding.calls) == 1
+
+
+async def test_by_default_no_first_token_comes_later_for_it(kit: Any) -> None:
+    async with running(kit, stream_chunks="auto") as cluster:
+        for body in (BODY, BODY, DRAWN, {**DRAWN, "stream": False}, {**DRAWN, "logprobs": 1}):
+            await ask(cluster, body)
+        assert await ways(cluster) == {"not_known": 1, "streamed": 3, "sampled": 1}
+    async with running(kit, stream_chunks="auto", early_first_token=False) as cluster:
+        for body in (DRAWN, DRAWN):
+            await ask(cluster, body)
+        assert await ways(cluster) == {"not_known": 1, "streamed": 1}
+
+
+async def test_nothing_is_streamed_to_a_decode_engine_that_does_not_say_it_can(kit: Any) -> None:
+    """An older one, or one on which it is off; any may be chosen."""
+    async with running(kit, num_decode=2) as cluster:
+        new, old = cluster.decode
+        old.streams = False
+        for engine in cluster.proxy.pools[1].engines:
+            engine.streams.learn_page((old if engine.url == old.url else new).page)
+        for _ in range(3):
+            assert (await ask(cluster))[0] == "two-step"
+        assert await ways(cluster) == {"decode": 3}
+        (engine,) = [one for one in cluster.proxy.pools[1].engines if one.url == old.url]
+        engine.refuse("gone")
+        assert (await ask(cluster))[0] == "streamed"
+
+
+async def test_few_decode_answers_wait_for_one_prefill_engine(kit: Any) -> None:
+    async with running(kit, early_first_token=False) as cluster:
+        prefill, decoding = cluster.prefill[0], cluster.decode[0]
+        await ask(cluster)
+        (engine,) = cluster.proxy.pools[0].engines
+        may_answer = asyncio.Event()
+
+        async def late(call: Any) -> None:
+            await may_answer.wait()
+            await answering()(call)
+
+        prefill.behave = late
+        asked = [asyncio.create_task(ask(cluster)) for _ in range(MAX_WAITING + 2)]
+        await kit.until(lambda: len(prefill.calls) == 1 + len(asked), "all requests")
+        assert engine.streams.num_waiting == MAX_WAITING
+        may_answer.set()
+        paths = [path for path, _ in await asyncio.gather(*asked)]
+        assert sorted(paths) == ["streamed"] * MAX_WAITING + ["two-step"] * 2
+        assert (await ways(cluster))["busy"] == 2
+        assert engine.streams.num_waiting == 0
+        assert len(decoding.calls) == 1 + len(asked)
+
+
+async def test_what_the_prefill_engine_holds_counts_for_the_prompts_chunks(kit: Any) -> None:
+    prompt = "".join(map(str, range(600)))  # of four blocks that are remembered
+    first = {**BODY, "prompt": prompt}
+    place = {"remote_chunk_tokens": 200}
+    async with running(kit, affinity=True) as cluster:
+        cluster.prefill[0].behave = answering(**place)
+        await ask(cluster, {**BODY, "prompt": "other " * 400})
+        for body, path in ((first, "streamed"), (first, "two-step")):
+            assert (await ask(cluster, body))[0] == path
+        assert (await ways(cluster))["short_prompt"] == 1
+
+
 async def test_an_engine_that_was_away_may_be_another_one(kit: Any) -> None:
     async with running(kit) as cluster:
         await ask(cluster)
@@ -312,7 +393,7 @@ async def test_an_engine_that_was_away_may_be_another_one(kit: Any) -> None:
 
 
 async def test_nothing_is_streamed_unless_it_is_asked_for(kit: Any) -> None:
-    async with running(kit, stream_chunks=False) as cluster:
+    async with running(kit, stream_chunks="never") as cluster:
         for _ in range(2):
             assert (await ask(cluster))[0] == "two-step"
         assert await ways(cluster) == {"off": 2}

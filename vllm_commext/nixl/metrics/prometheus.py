@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from vllm_commext.nixl.config import parse_config
+from vllm_commext.nixl.engine_facts import keeps_host_copy
 from vllm_commext.nixl.first_token import WAYS
 from vllm_commext.nixl.metrics import recorder
 from vllm_commext.nixl.metrics.recorder import FAILURE_REASONS, empty_data, is_empty, merge
@@ -74,6 +75,7 @@ GAUGES = {
     "quarantined_blocks": "Blocks kept out of use because a late read may still write to them.",
 }
 PEERS = "peers"
+STREAM_CHUNKS = "stream_chunks"
 REUSE_PLACE = "reuse_place"
 PLACE_LABELS = ("host", "port", "seal")
 
@@ -179,8 +181,8 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
         self._show_places(vllm_config, make_gauge, labelnames)
 
     def _show_places(self, vllm_config: VllmConfig, make_gauge: Any, labelnames: list[str]) -> None:
-        """Say where each engine's blocks are asked for, where it has any on offer: routers read it
-        here and pass it on."""
+        """Say whether each engine reads prompts while they are computed, and where its blocks are
+        asked for, where it has any on offer: routers read it here."""
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None  # its connector has these metrics
         config = parse_config(
@@ -188,6 +190,15 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
             default_host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
             default_port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
         )
+        streams = make_gauge(
+            name=f"vllm:commext_nixl_{STREAM_CHUNKS}",
+            documentation="1 where prompts are read while they are computed, 0 where that is off.",
+            labelnames=labelnames,
+            multiprocess_mode="mostrecent",
+        )
+        is_on = config.stream_chunks and not keeps_host_copy(vllm_config, config)
+        for values in self._values.values():
+            streams.labels(*values).set(is_on)
         if not config.reuse_blocks:
             return
         secret = read_secret(config.side_channel_secret_file)

@@ -14,7 +14,7 @@ from vllm_commext.nixl.prefill.fence import FenceSlots
 from vllm_commext.nixl.prefill.prompt_tracker import Progress, progress_in
 from vllm_commext.nixl.requests import Chunk, Listed, Restart
 from vllm_commext.nixl.stream.directory import StreamDirectory
-from vllm_commext.nixl.stream.rows import NUM_ROWS
+from vllm_commext.nixl.stream.rows import num_rows_of
 from vllm_commext.nixl.stream.ways import NO_KEY, NO_ROOM, PROMPT, REPEATED_KEY, STREAMED, Streaming
 from vllm_commext.nixl.wire.messages import FoundStream
 from vllm_commext.nixl.wire.params import key_of
@@ -56,7 +56,7 @@ class StreamProducer:
         fences: the engine's.
         directory: what its side channel answers.
         streaming: what the engine does.
-        num_rows: rows of each worker's progress table.
+        num_rows: rows of each worker's progress table; by default as ``rows`` has it.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class StreamProducer:
         fences: FenceSlots,
         directory: StreamDirectory,
         streaming: Streaming,
-        num_rows: int = NUM_ROWS,
+        num_rows: int | None = None,
     ) -> None:
         self._fences = fences
         self._directory = directory
         self._streaming = streaming
         self._has_rest = not keeps_every_token(streaming.groups)
-        self._free_rows = list(range(num_rows))
+        self._free_rows = list(range(num_rows or num_rows_of(streaming.pieces_per_row)))
         self._streams: dict[str, _Stream] = {}
 
     def add(self, request: Request, *, ends_well: bool = True) -> str:

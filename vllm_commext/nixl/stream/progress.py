@@ -12,13 +12,13 @@ from vllm_commext.nixl.stream.rows import (
     HEADER_WORDS,
     MAX_PIECES,
     NUM_CELLS,
-    NUM_ROWS,
     PIECE_IDS,
     WHOLE,
     Entries,
     entries_of,
     is_whole,
     mark_of,
+    num_rows_of,
     tokens_in,
 )
 
@@ -49,11 +49,12 @@ class ProgressTable:
 
     Args:
         pieces_per_row: what the longest prompt takes, see ``rows.regions_of``.
-        num_rows: prompts that can be streamed at a time.
+        num_rows: prompts that can be streamed at a time; by default as ``rows`` has it.
     """
 
-    def __init__(self, pieces_per_row: int, num_rows: int = NUM_ROWS) -> None:
+    def __init__(self, pieces_per_row: int, num_rows: int | None = None) -> None:
         self.pieces_per_row = pieces_per_row
+        num_rows = num_rows or num_rows_of(pieces_per_row)
         num_ids = self.pieces_per_row * PIECE_IDS
         self.headers = np.zeros((num_rows, HEADER_WORDS), dtype=np.uint64)
         self.entries = np.zeros((num_rows, num_ids), dtype=np.uint64)

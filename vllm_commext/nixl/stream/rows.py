@@ -31,7 +31,10 @@ from vllm_commext.nixl.geometry.layout import FULL, STATE, Group
 from vllm_commext.nixl.geometry.plan import num_blocks_for
 
 NUM_ROWS = 256
-"""Prompts that one engine can stream at a time."""
+"""Prompts that one engine can stream at a time, at most."""
+MIN_ROWS = 16
+MAX_TABLE_BYTES = 64 << 20
+"""Of block ids in one worker: engines of very long prompts have fewer rows."""
 NUM_CELLS = 64
 """Looks at rows that one worker can have under way."""
 HEADER_WORDS = 8
@@ -61,6 +64,12 @@ class Region(NamedTuple):
     def place(self) -> int:
         """Of its first id in the row."""
         return self.first * PIECE_IDS
+
+
+def num_rows_of(pieces_per_row: int) -> int:
+    """Rows of a progress table whose rows have so many pieces."""
+    fitting = MAX_TABLE_BYTES // (PIECE_BYTES * max(pieces_per_row, 1))
+    return min(max(fitting, MIN_ROWS), NUM_ROWS)
 
 
 def regions_of(groups: Sequence[Group], max_tokens: int) -> tuple[Region, ...]:
