@@ -60,9 +60,9 @@ static int check_count(Py_ssize_t given, Py_ssize_t expected) {
     return -1;
 }
 
-/* Seconds or None to a point in time. */
-static int to_deadline(PyObject *timeout, uint64_t *deadline) {
-    *deadline = RING_NEVER;
+/* Seconds or None to nanoseconds or RING_NEVER. */
+static int to_nanoseconds(PyObject *timeout, uint64_t *nanoseconds) {
+    *nanoseconds = RING_NEVER;
     if (timeout == Py_None) return 0;
     double seconds = PyFloat_AsDouble(timeout);
     if (seconds == -1.0 && PyErr_Occurred()) return -1;
@@ -71,8 +71,12 @@ static int to_deadline(PyObject *timeout, uint64_t *deadline) {
         return -1;
     }
     if (seconds >= 1e9) return 0; /* 31 years */
-    *deadline = ring_now() + (seconds <= 0 ? 0 : (uint64_t)(seconds * 1e9));
+    *nanoseconds = seconds <= 0 ? 0 : (uint64_t)(seconds * 1e9);
     return 0;
+}
+
+static uint64_t deadline_after(uint64_t nanoseconds) {
+    return nanoseconds == RING_NEVER ? RING_NEVER : ring_now() + nanoseconds;
 }
 
 /* ---- writing ---- */
@@ -151,11 +155,12 @@ static int begin_record(RingObject *self, struct outgoing *out, int resume) {
 }
 
 /* A ring_status, or -1 with an exception set. `keep`: after a timeout the record stays begun. */
-static int write_record(RingObject *self, struct outgoing *out, uint64_t deadline, int keep) {
+static int write_record(RingObject *self, struct outgoing *out, uint64_t timeout, int keep) {
     struct ring_end *end = &self->end;
     int status = RING_WOULD_BLOCK;
     self->in_use = 1;
-    if (end->at.total <= RING_SMALL_BYTES) status = ring_write(end, out->spans, deadline, 0);
+    if (end->at.total <= RING_SMALL_BYTES) status = ring_write(end, out->spans, 0, 0);
+    uint64_t deadline = status == RING_WOULD_BLOCK ? deadline_after(timeout) : 0;
     while (status == RING_WOULD_BLOCK || status == RING_INTERRUPTED) {
         if (status == RING_INTERRUPTED && PyErr_CheckSignals() < 0) {
             status = -1;
@@ -174,14 +179,14 @@ static int write_record(RingObject *self, struct outgoing *out, uint64_t deadlin
 static PyObject *Ring_write(PyObject *op, PyObject *const *args, Py_ssize_t nargs) {
     RingObject *self = (RingObject *)op;
     struct outgoing out; /* most of it stays untouched */
-    uint64_t deadline;
+    uint64_t timeout;
     out.n_parts = out.n_spans = 0;
     if (check_count(nargs, 4) < 0 || check_usable(self, 1) < 0) return NULL;
-    if (to_deadline(args[1], &deadline) < 0) return NULL;
+    if (to_nanoseconds(args[1], &timeout) < 0) return NULL;
     int keep = args[2] == Py_True, resume = args[3] == Py_True, status = -1;
     int failed = PyTuple_Check(args[0]) ? add_parts(self, &out, args[0]) : add_span(&out, args[0]);
     if (!failed && begin_record(self, &out, resume) == 0)
-        status = write_record(self, &out, deadline, keep);
+        status = write_record(self, &out, timeout, keep);
     release_spans(&out);
     return status < 0 ? NULL : PyLong_FromLong(status);
 }
@@ -252,10 +257,10 @@ static int read_record(RingObject *self, uint64_t deadline) {
 
 static PyObject *Ring_read(PyObject *op, PyObject *const *args, Py_ssize_t nargs) {
     RingObject *self = (RingObject *)op;
-    uint64_t deadline;
+    uint64_t timeout;
     if (check_count(nargs, 1) < 0 || check_usable(self, 0) < 0) return NULL;
-    if (to_deadline(args[0], &deadline) < 0) return NULL;
-    int status = read_record(self, deadline);
+    if (to_nanoseconds(args[0], &timeout) < 0) return NULL;
+    int status = read_record(self, deadline_after(timeout));
     if (status < 0) return NULL;
     if (status != RING_OK) return PyLong_FromLong(status);
     PyObject *record = self->received;

@@ -34,8 +34,9 @@ static void ring_after_fork(void) {
 /* ---- the meeting of writer and readers ---- */
 
 static PyObject *wait_for(RingObject *self, struct ring_wish wish, PyObject *timeout) {
-    uint64_t deadline;
-    if (to_deadline(timeout, &deadline) < 0) return NULL;
+    uint64_t nanoseconds;
+    if (to_nanoseconds(timeout, &nanoseconds) < 0) return NULL;
+    uint64_t deadline = deadline_after(nanoseconds);
     int status = RING_INTERRUPTED;
     self->end.wait_started = 0;
     self->in_use = 1;
