@@ -102,7 +102,9 @@ def arguments() -> argparse.Namespace:
         help="seconds that the worker computes in each step",
     )
     parser.add_argument("--seconds", type=float, default=0.1, help="of each round trip's case")
-    parser.add_argument("--pace-seconds", type=float, default=1.0, help="of each gap's case")
+    parser.add_argument(
+        "--pace-seconds", type=float, default=1.0, help="of each gap's case, or 100 samples"
+    )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json")
     args = parser.parse_args()

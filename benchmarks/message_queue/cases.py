@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (100, 10 * KIB, 100 * KIB, MIB, 12 * MIB, 24 * MIB)
-GAPS_SECONDS = (0.002, 0.01, 0.05, 1.4)
+GAPS_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 1.4)
 STEP_REQUESTS = (8, 256)
 STEP_GAPS_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05)
 STEPS, WARM_STEPS = 300, 10
+LEAST_SAMPLES = 100  # of a case whose 99th percentile is told
 ENGINE_SECONDS = 0.0005
 ARRAYS_FROM = 100 * KIB
 LONG_GAP_SECONDS = 1.0
@@ -154,7 +155,7 @@ def engine_steps(n_requests: int, gap: float, seconds: float, *, in_one_call: bo
 
     Where there is one, the engine is busy between two steps, as vLLM's scheduler is.
     """
-    count = max(20, int(seconds / (gap + ENGINE_SECONDS))) if gap else STEPS
+    count = max(LEAST_SAMPLES, int(seconds / (gap + ENGINE_SECONDS))) if gap else STEPS
     kind = ", in one call" if in_one_call else ""
     name = f"step of {n_requests}{kind}"
     if gap:
@@ -262,7 +263,8 @@ def throughput(size: int, seconds: float) -> Measurement:
 
 def paced(gap: float, seconds: float) -> Measurement:
     """Round trips of 100 bytes at this gap, and what both sides use of a core."""
-    obj, times = b"x" * 100, max(2, int(seconds / gap))
+    obj, is_long = b"x" * 100, gap >= LONG_GAP_SECONDS
+    times = max(2 if is_long else LEAST_SAMPLES, int(seconds / gap))
 
     def measure(link: Link) -> Figures:
         reader, writer = cpu_seconds([link.pids[0]]), cpu_seconds(["self"])
@@ -271,7 +273,7 @@ def paced(gap: float, seconds: float) -> Measurement:
         wall = time.perf_counter() - started
         name = f"one message every {gap * 1e3:g} ms"
         figures = [(name, "us p50", percentile(found, 0.5))]
-        if gap < LONG_GAP_SECONDS:
+        if not is_long:
             figures.append((name, "us p99", percentile(found, 0.99)))
         share = 100 / wall
         figures.append(
@@ -321,7 +323,7 @@ def groups(
     if tensors:
         yield [tensor_calls(size) for size in tensors]
     if gaps:
-        yield [paced(gap, max(pace_seconds, 2 * gap)) for gap in gaps]
+        yield [paced(gap, pace_seconds) for gap in gaps]
 
 
 def one_round(
