@@ -81,13 +81,7 @@ def markdown(cells: list[Cell], bottom: Bottom, rounds: int, names: list[str]) -
     return "\n".join(lines) + "\n"
 
 
-def save(
-    cells: list[Cell],
-    bottom: Bottom,
-    rounds: int,
-    names: list[str],
-    out: Path,
-) -> None:
+def save(cells: list[Cell], bottom: Bottom, rounds: int, names: list[str], out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".md").write_text(markdown(cells, bottom, rounds, names))
     rows = {

@@ -21,6 +21,7 @@ from vllm_commext.nixl.metadata import StepMetadata, WorkerMetadata
 from vllm_commext.nixl.prefill.fence import KEY_BYTES, FenceSlots, first_nonces
 from vllm_commext.nixl.requests import Hold
 
+MakeEngine = Callable[..., Engine]
 NUM_SLOTS = 64  # fewer than an engine has: all are to be taken twice
 LATE_ARE_GIVEN_UP = transfer_results_class() is not None
 
@@ -38,7 +39,7 @@ FINISHED = [RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED
 @pytest.mark.parametrize("status", FINISHED)
 @pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
 def test_a_prefilled_request_is_kept_and_described(
-    make_engine: Callable[[str], Engine], role: str, status: RequestStatus
+    make_engine: MakeEngine, role: str, status: RequestStatus
 ) -> None:
     engine = make_engine(role)
     request = request_of("r", TO_PREFILL)
@@ -70,7 +71,7 @@ def test_a_prefilled_request_is_kept_and_described(
 
 
 def test_no_two_prefills_get_the_same_fence_in_this_start_or_another(
-    make_engine: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = partial(FenceSlots, num_slots=NUM_SLOTS)
     monkeypatch.setattr("vllm_commext.nixl.prefill.prefills.FenceSlots", few)
@@ -90,9 +91,7 @@ def test_no_two_prefills_get_the_same_fence_in_this_start_or_another(
     assert len({nonce for _, nonce in seen}) == len(seen)
 
 
-def test_only_blocks_with_computed_tokens_are_offered(
-    make_engine: Callable[[str], Engine],
-) -> None:
+def test_only_blocks_with_computed_tokens_are_offered(make_engine: MakeEngine) -> None:
     engine = make_engine("kv_producer")
     request = request_of("r", TO_PREFILL)
     engine.prefill(request)
@@ -103,9 +102,7 @@ def test_only_blocks_with_computed_tokens_are_offered(
 
 
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_IGNORED])
-def test_an_aborted_prefill_is_not_kept(
-    make_engine: Callable[[str], Engine], status: RequestStatus
-) -> None:
+def test_an_aborted_prefill_is_not_kept(make_engine: MakeEngine, status: RequestStatus) -> None:
     engine = make_engine("kv_producer")
     request = request_of("r", TO_PREFILL)
     engine.prefill(request)
@@ -113,7 +110,7 @@ def test_an_aborted_prefill_is_not_kept(
     assert engine.step() == StepMetadata()
 
 
-def test_an_ordinary_request_is_left_alone(make_engine: Callable[[str], Engine]) -> None:
+def test_an_ordinary_request_is_left_alone(make_engine: MakeEngine) -> None:
     engine = make_engine("kv_both")
     for number, params in enumerate([None, {}]):
         request = request_of(f"r{number}", params)
@@ -124,9 +121,7 @@ def test_an_ordinary_request_is_left_alone(make_engine: Callable[[str], Engine])
 
 @pytest.mark.parametrize("num_warm", [0, 4, 8, 12])
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
-def test_the_missing_blocks_are_loaded(
-    make_engine: Callable[[str], Engine], role: str, num_warm: int
-) -> None:
+def test_the_missing_blocks_are_loaded(make_engine: MakeEngine, role: str, num_warm: int) -> None:
     engine = make_engine(role)
     if num_warm:
         warm(engine, num_warm)
@@ -148,9 +143,7 @@ def test_the_missing_blocks_are_loaded(
 
 
 @pytest.mark.parametrize("offered", [0, 3, 4, 6, 8])
-def test_what_is_here_already_is_only_released(
-    make_engine: Callable[[str], Engine], offered: int
-) -> None:
+def test_what_is_here_already_is_only_released(make_engine: MakeEngine, offered: int) -> None:
     engine = make_engine("kv_consumer")
     warm(engine, 8)
     request = request_of("r", to_decode(offered))
@@ -159,7 +152,7 @@ def test_what_is_here_already_is_only_released(
     assert (load.awaited, load.block_ids, load.refusal) == (False, [], "")
 
 
-def test_what_prefill_returned_is_what_decode_reads(make_engine: Callable[[str], Engine]) -> None:
+def test_what_prefill_returned_is_what_decode_reads(make_engine: MakeEngine) -> None:
     prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
     first = request_of("there", TO_PREFILL)
     prefill.prefill(first)
@@ -172,9 +165,7 @@ def test_what_prefill_returned_is_what_decode_reads(make_engine: Callable[[str],
     assert (load.remote.host, load.remote.port, load.remote.tp_size) == ("h", 7000, 1)
 
 
-def test_blocks_are_kept_from_the_arrival_until_the_load(
-    make_engine: Callable[[str], Engine],
-) -> None:
+def test_blocks_are_kept_from_the_arrival_until_the_load(make_engine: MakeEngine) -> None:
     engine = make_engine("kv_consumer")
     engine.connector.on_new_request(request_of("early", to_decode()))
     (wait,) = engine.step().waits
@@ -187,7 +178,7 @@ def test_blocks_are_kept_from_the_arrival_until_the_load(
     assert engine.step() == StepMetadata()
 
 
-def test_an_abort_before_scheduling_releases_only(make_engine: Callable[[str], Engine]) -> None:
+def test_an_abort_before_scheduling_releases_only(make_engine: MakeEngine) -> None:
     engine = make_engine("kv_consumer")
     request = request_of("r", to_decode())
     engine.connector.on_new_request(request)
@@ -198,7 +189,7 @@ def test_an_abort_before_scheduling_releases_only(make_engine: Callable[[str], E
     assert load.remote.request_id == "there"
 
 
-def test_an_abort_during_the_load_adds_nothing(make_engine: Callable[[str], Engine]) -> None:
+def test_an_abort_during_the_load_adds_nothing(make_engine: MakeEngine) -> None:
     engine = make_engine("kv_consumer")
     request = request_of("r", to_decode())
     engine.schedule(request)
@@ -213,7 +204,7 @@ def test_an_abort_during_the_load_adds_nothing(make_engine: Callable[[str], Engi
     [({"remote_port": None}, "remote_port"), ({"remote_block_ids": None}, "remote_block_ids")],
 )
 def test_bad_parameters_become_a_load_that_fails(
-    make_engine: Callable[[str], Engine], change: dict[str, Any], word: str, num_warm: int
+    make_engine: MakeEngine, change: dict[str, Any], word: str, num_warm: int
 ) -> None:
     engine = make_engine("kv_consumer")
     if num_warm:
@@ -228,9 +219,7 @@ def test_bad_parameters_become_a_load_that_fails(
     assert load.block_ids == engine.block_ids(request)[num_warm // BLOCK :]
 
 
-def test_an_abort_with_bad_parameters_asks_for_nothing(
-    make_engine: Callable[[str], Engine],
-) -> None:
+def test_an_abort_with_bad_parameters_asks_for_nothing(make_engine: MakeEngine) -> None:
     engine = make_engine("kv_consumer")
     request = request_of("r", to_decode(remote_port=None))
     engine.connector.on_new_request(request)
@@ -239,7 +228,7 @@ def test_an_abort_with_bad_parameters_asks_for_nothing(
     assert engine.step() == StepMetadata()
 
 
-def test_a_producer_does_not_load(make_engine: Callable[[str], Engine]) -> None:
+def test_a_producer_does_not_load(make_engine: MakeEngine) -> None:
     engine = make_engine("kv_producer")
     request = request_of("r", to_decode())
     assert engine.schedule(request) == (0, 0)
@@ -247,7 +236,7 @@ def test_a_producer_does_not_load(make_engine: Callable[[str], Engine]) -> None:
     assert engine.step() == StepMetadata()
 
 
-def test_a_consumer_does_not_keep(make_engine: Callable[[str], Engine]) -> None:
+def test_a_consumer_does_not_keep(make_engine: MakeEngine) -> None:
     engine = make_engine("kv_consumer")
     request = request_of("r", TO_PREFILL)
     engine.prefill(request)
@@ -256,9 +245,7 @@ def test_a_consumer_does_not_keep(make_engine: Callable[[str], Engine]) -> None:
 
 
 @pytest.mark.skipif(not LATE_ARE_GIVEN_UP, reason="vLLM before 0.30 lets late loads go on")
-def test_late_blocks_stay_out_of_the_real_pool_until_settled(
-    make_engine: Callable[[str], Engine],
-) -> None:
+def test_late_blocks_stay_out_of_the_real_pool_until_settled(make_engine: MakeEngine) -> None:
     engine = make_engine("kv_consumer")
     warm(engine, 8)
     num_free = engine.num_free
@@ -284,7 +271,7 @@ def test_late_blocks_stay_out_of_the_real_pool_until_settled(
 
 @pytest.mark.skipif(LATE_ARE_GIVEN_UP, reason="vLLM 0.30 and newer are told of failed requests")
 def test_a_late_load_goes_on_where_its_failure_would_be_told_by_its_blocks(
-    make_engine: Callable[[str], Engine],
+    make_engine: MakeEngine,
 ) -> None:
     engine = make_engine("kv_consumer")
     engine.schedule(request_of("r", to_decode()))
@@ -293,9 +280,7 @@ def test_a_late_load_goes_on_where_its_failure_would_be_told_by_its_blocks(
     assert engine.step() == StepMetadata()
 
 
-def test_a_load_that_ended_in_the_same_step_is_not_given_up(
-    make_engine: Callable[[str], Engine],
-) -> None:
+def test_a_load_that_ended_in_the_same_step_is_not_given_up(make_engine: MakeEngine) -> None:
     engine = make_engine("kv_consumer")
     num_free = engine.num_free
     request = request_of("r", to_decode())
@@ -320,7 +305,7 @@ hybrid_is_served = pytest.mark.skipif(
 
 
 @hybrid_is_served
-def test_a_state_is_handed_over_one_token_early(make_engine: Callable[..., Engine]) -> None:
+def test_a_state_is_handed_over_one_token_early(make_engine: MakeEngine) -> None:
     prefill, decode = make_engine("kv_producer", hybrid=True), make_engine("kv_both", hybrid=True)
     first = request_of("there", TO_PREFILL)
     prefill.prefill(first)
@@ -344,7 +329,7 @@ def test_a_state_is_handed_over_one_token_early(make_engine: Callable[..., Engin
 @hybrid_is_served
 @pytest.mark.parametrize("tokens", [[1], list(range(14))])
 def test_a_prompt_that_cannot_be_cut_is_not_offered(
-    make_engine: Callable[..., Engine], tokens: list[int]
+    make_engine: MakeEngine, tokens: list[int]
 ) -> None:
     engine = make_engine("kv_producer", hybrid=True)
     request = request_of("r", TO_PREFILL, tokens)
@@ -356,7 +341,7 @@ def test_a_prompt_that_cannot_be_cut_is_not_offered(
 
 
 @hybrid_is_served
-def test_a_state_after_too_many_tokens_is_refused(make_engine: Callable[..., Engine]) -> None:
+def test_a_state_after_too_many_tokens_is_refused(make_engine: MakeEngine) -> None:
     engine = make_engine("kv_consumer", hybrid=True)
     params = to_decode(remote_block_ids=[REMOTE_IDS[0], [9]])
     request = request_of("r", params)

@@ -18,6 +18,7 @@ from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.prefill import prefills
 from vllm_commext.nixl.wire import messages as wire
 
+MakeEngine = Callable[..., Engine]
 PROMPT = list(range(14))
 FINISHED = RequestStatus.FINISHED_LENGTH_CAPPED
 hybrid_is_served = transfer_results_class() is not None
@@ -85,7 +86,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", OTHERS)
 def test_parameters_of_another_prompt_are_refused_with_what_differs(
-    make_engine: Callable[..., Engine], case: str
+    make_engine: MakeEngine, case: str
 ) -> None:
     computed, asked, words = OTHERS[case]
     prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
@@ -102,7 +103,7 @@ def test_parameters_of_another_prompt_are_refused_with_what_differs(
 
 @pytest.mark.parametrize("hybrid", [False, *([True] if hybrid_is_served else [])])
 def test_equal_inputs_are_equal_whatever_their_engines_call_them(
-    make_engine: Callable[..., Engine], hybrid: bool
+    make_engine: MakeEngine, hybrid: bool
 ) -> None:
     prefill = make_engine("kv_producer", hybrid=hybrid)
     decode = make_engine("kv_consumer", hybrid=hybrid)
@@ -115,9 +116,7 @@ def test_equal_inputs_are_equal_whatever_their_engines_call_them(
 
 
 @pytest.mark.skipif(not hybrid_is_served, reason="vLLM before 0.30 serves one group")
-def test_only_what_was_computed_is_compared_after_a_cut(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_only_what_was_computed_is_compared_after_a_cut(make_engine: MakeEngine) -> None:
     prefill = make_engine("kv_producer", hybrid=True)
     decode = make_engine("kv_consumer", hybrid=True)
     params = prefilled(prefill, request_of("there", TO_PREFILL))
@@ -127,9 +126,7 @@ def test_only_what_was_computed_is_compared_after_a_cut(
     assert "token ids" in refusal(decode, second_last_differs)
 
 
-def test_tokens_generated_by_the_prefill_engine_are_not_offered(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_tokens_generated_by_the_prefill_engine_are_not_offered(make_engine: MakeEngine) -> None:
     prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
     request = request_of("there", TO_PREFILL)
     prefill.prefill(request)
@@ -143,7 +140,7 @@ def test_tokens_generated_by_the_prefill_engine_are_not_offered(
 
 
 def test_a_request_for_the_prompts_logprobs_computes_the_prompt_and_releases(
-    make_engine: Callable[..., Engine],
+    make_engine: MakeEngine,
 ) -> None:
     decode = make_engine("kv_consumer")
     request = request_of("r", to_decode())
@@ -185,7 +182,7 @@ def kv_depends_on(inputs: dict[str, Any], num_tokens: int) -> tuple[Any, ...]:
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_mixed_up_parameters_are_used_exactly_where_the_kv_cache_is_the_same(
-    make_engine: Callable[..., Engine], requests: list[dict[str, Any]], dice: Any
+    make_engine: MakeEngine, requests: list[dict[str, Any]], dice: Any
 ) -> None:
     prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
     returned = [
@@ -237,7 +234,7 @@ UNPROVEN = {
 
 
 def test_with_a_secret_no_parameter_can_be_altered(
-    make_engine: Callable[..., Engine], secret: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, secret: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = make_engine("kv_producer", **secret), make_engine("kv_consumer", **secret)
     monkeypatch.setattr(prefills, "offer", lambda own, request: (5, "0123 greedy"))
@@ -253,7 +250,7 @@ def test_with_a_secret_no_parameter_can_be_altered(
 
 
 def test_a_secret_on_one_side_alone_is_named(
-    make_engine: Callable[..., Engine], secret: dict[str, str], tmp_path: Path
+    make_engine: MakeEngine, secret: dict[str, str], tmp_path: Path
 ) -> None:
     with_secret, without = secret, dict[str, str]()
     sides = {"P": (with_secret, without), "D": (without, with_secret)}
@@ -288,7 +285,7 @@ OF_VLLMS_CONNECTOR = {
 }
 
 
-def test_parameters_of_another_connector_go_no_further(make_engine: Callable[..., Engine]) -> None:
+def test_parameters_of_another_connector_go_no_further(make_engine: MakeEngine) -> None:
     """No heartbeat, no handshake, no release: a frame of ours ends the listener of vLLM's."""
     decode = make_engine("kv_consumer")
     request = request_of("r", OF_VLLMS_CONNECTOR)
@@ -313,9 +310,7 @@ def of_version_0_2() -> dict[str, Any]:
     return params
 
 
-def test_a_prefill_engine_of_version_0_2_is_told_and_not_read(
-    make_engine: Callable[..., Engine],
-) -> None:
+def test_a_prefill_engine_of_version_0_2_is_told_and_not_read(make_engine: MakeEngine) -> None:
     decode = make_engine("kv_consumer")
     decode.schedule(request_of("r", of_version_0_2()))
     told, load = decode.step().loads
@@ -328,7 +323,7 @@ def test_a_prefill_engine_of_version_0_2_is_told_and_not_read(
 
 
 def test_nothing_is_sent_to_version_0_2_where_a_secret_is_asked_for(
-    make_engine: Callable[..., Engine], secret: dict[str, str]
+    make_engine: MakeEngine, secret: dict[str, str]
 ) -> None:
     decode = make_engine("kv_consumer", **secret)
     assert "carry no proof" in refusal(decode, request_of("r", of_version_0_2()))

@@ -53,9 +53,7 @@ def test_a_read_slower_than_the_lease(
         assert decode.recorded["failures"] == {"expired": 1}
 
 
-def test_a_request_that_waits_is_kept_and_no_longer_than_it_may_be(
-    make_engine: MakeEngine,
-) -> None:
+def test_a_request_that_waits_is_kept_and_no_longer_than_it_may_be(make_engine: MakeEngine) -> None:
     prefill = make_engine(
         "p", serve=True, kv_lease_duration=0.6, kv_lease_max_duration=1.5 * WAIT_SECONDS
     )

@@ -101,9 +101,7 @@ def test_a_workspace_is_made_on_all_ranks_or_on_none(found: list[dict[str, Any]]
         assert same_random_state
 
 
-def test_a_group_starts_with_what_is_known_of_rank_0s_machine(
-    found: list[dict[str, Any]],
-) -> None:
+def test_a_group_starts_with_what_is_known_of_rank_0s_machine(found: list[dict[str, Any]]) -> None:
     for rank in found:
         start = rank["start"]
         assert start["unknown"]

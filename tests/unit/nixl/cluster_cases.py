@@ -161,13 +161,7 @@ MODELS: dict[str, Model] = {
 }
 
 
-def named_case(
-    name: str,
-    sizes: tuple[int, int],
-    *,
-    alike: bool,
-    num_requests: int = 1,
-) -> Case:
+def named_case(name: str, sizes: tuple[int, int], *, alike: bool, num_requests: int = 1) -> Case:
     """Two engines of a model, which keep their caches alike or as differently as they may."""
     model = MODELS[name]
     dice = random.Random(f"{name} {sizes} {alike}")

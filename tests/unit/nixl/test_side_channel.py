@@ -19,6 +19,7 @@ from vllm_commext.nixl.wire.connection import endpoint
 from vllm_commext.nixl.wire.inquiry import Inquiry
 from vllm_commext.testing.ports import free_port
 
+Served = tuple[SideChannelServer, int]
 BOUND_SECONDS = 60.0
 HOST = "127.0.0.1"
 REQUEST = wire.DescribeRequest(engine_id="p", tp_rank=1)
@@ -31,14 +32,14 @@ def described(rank: int) -> bytes:
     return description("p", b"m" * 10_000, tp_size=2, tp_rank=rank)
 
 
-def start(host: str = HOST, port: int = 0) -> tuple[SideChannelServer, int]:
+def start(host: str = HOST, port: int = 0) -> Served:
     port = port or free_port(resolve(host, 1))
     descriptions = {rank: described(rank) for rank in (0, 1)}
     return SideChannelServer("p", "start-1", host, port, descriptions), port
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[SideChannelServer, int]]:
+def served() -> Iterator[Served]:
     """One server for many tests: what one of them sends must not harm the next."""
     server, port = start()
     yield server, port
@@ -46,7 +47,7 @@ def served() -> Iterator[tuple[SideChannelServer, int]]:
 
 
 @pytest.fixture
-def dealer(context: Any, served: tuple[SideChannelServer, int]) -> Any:
+def dealer(context: Any, served: Served) -> Any:
     made = context.socket(zmq.DEALER)
     made.setsockopt(zmq.RCVTIMEO, int(BOUND_SECONDS * 1000))
     made.connect(endpoint(HOST, served[1]))
@@ -73,9 +74,7 @@ def wait_for(look: Callable[[], Any]) -> Any:
     pytest.fail("nothing came in time")
 
 
-def test_the_rank_that_was_asked_for_is_described(
-    context: Any, served: tuple[SideChannelServer, int]
-) -> None:
+def test_the_rank_that_was_asked_for_is_described(context: Any, served: Served) -> None:
     refused_before = served[0].num_refused
     for rank in (0, 1):
         request = wire.DescribeRequest(engine_id="p", tp_rank=rank)
@@ -97,7 +96,7 @@ def test_the_rank_that_was_asked_for_is_described(
 )
 def test_what_cannot_be_served_is_refused_with_the_reason(
     context: Any,
-    served: tuple[SideChannelServer, int],
+    served: Served,
     request_: wire.DescribeRequest,
     words: list[str],
 ) -> None:
@@ -138,7 +137,7 @@ def test_a_refusal_is_logged(context: Any, log_lines: pytest.LogCaptureFixture) 
     ],
 )
 def test_garbage_is_refused_and_the_next_request_served(
-    context: Any, served: tuple[SideChannelServer, int], dealer: Any, frames: list[bytes]
+    context: Any, served: Served, dealer: Any, frames: list[bytes]
 ) -> None:
     refused_before = served[0].num_refused
     dealer.send_multipart(frames)
@@ -149,16 +148,14 @@ def test_garbage_is_refused_and_the_next_request_served(
 
 
 def test_an_oversized_frame_is_dropped_and_the_next_request_served(
-    context: Any, served: tuple[SideChannelServer, int], dealer: Any
+    context: Any, served: Served, dealer: Any
 ) -> None:
     dealer.send(b"x" * (wire.MAX_REQUEST_BYTES + 1))
     assert dealer.poll(300) == 0
     assert ask(context, served[1])
 
 
-def test_a_req_socket_is_served_through_its_envelope(
-    context: Any, served: tuple[SideChannelServer, int]
-) -> None:
+def test_a_req_socket_is_served_through_its_envelope(context: Any, served: Served) -> None:
     client = context.socket(zmq.REQ)
     client.setsockopt(zmq.RCVTIMEO, int(BOUND_SECONDS * 1000))
     client.connect(endpoint(HOST, served[1]))
@@ -169,16 +166,14 @@ def test_a_req_socket_is_served_through_its_envelope(
 @pytest.mark.parametrize(
     "sent", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 5000, b"\xff" + b"\x00" * 8 + b"\x7f" * 100]
 )
-def test_raw_bytes_do_no_harm(
-    context: Any, served: tuple[SideChannelServer, int], sent: bytes
-) -> None:
+def test_raw_bytes_do_no_harm(context: Any, served: Served, sent: bytes) -> None:
     with socket.create_connection((HOST, served[1]), BOUND_SECONDS) as raw:
         raw.sendall(sent)
         assert ask(context, served[1])
 
 
 def test_a_client_that_does_not_take_its_answers_holds_up_nobody(
-    context: Any, served: tuple[SideChannelServer, int], dealer: Any
+    context: Any, served: Served, dealer: Any
 ) -> None:
     for _ in range(3000):
         dealer.send(wire.encode(REQUEST))
@@ -249,7 +244,7 @@ def test_no_more_sockets_is_an_error_of_ours() -> None:
         context.destroy(linger=0)
 
 
-def test_a_port_in_use_names_host_and_port(served: tuple[SideChannelServer, int]) -> None:
+def test_a_port_in_use_names_host_and_port(served: Served) -> None:
     with pytest.raises(ConfigError) as raised:
         start(port=served[1])
     assert f"{HOST}:{served[1]}" in str(raised.value)
@@ -339,9 +334,7 @@ def open_contexts() -> int:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", HOST])
-def test_a_start_that_fails_leaves_no_context_open(
-    served: tuple[SideChannelServer, int], host: str
-) -> None:
+def test_a_start_that_fails_leaves_no_context_open(served: Served, host: str) -> None:
     before = open_contexts()
     with pytest.raises(ConfigError) as raised:
         SideChannelServer("p", "start", host, served[1], {})
