@@ -158,10 +158,10 @@ MUTANTS = (
         "no release after a failure",
         "a load that fails leaves the prefill engine's blocks to the lease",
         "decode/transfers.py",
-        "        self._drop(use, part.rank, 0.0 if use.failure else RELEASE_DELAY_SECONDS)\n",
+        "        self._drop(use, part.worker, 0.0 if use.failure else RELEASE_DELAY_SECONDS)\n",
         "        if use.failure:\n"
-        "            self.sources[part.rank].is_gone = True\n"
-        "        self._drop(use, part.rank, RELEASE_DELAY_SECONDS)\n",
+        "            self.sources[part.worker].is_gone = True\n"
+        "        self._drop(use, part.worker, RELEASE_DELAY_SECONDS)\n",
         f"{_AGENTS}test_remote_requests.py::test_a_load_that_fails_releases_at_once",
     ),
     Mutant(

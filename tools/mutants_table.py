@@ -88,8 +88,8 @@ CAPACITIES: dict[str, tuple[str, ...]] = {
     f"{GEOMETRY}/layout.py": ("MAX_COUNT", "MAX_STAGES", "MAX_PARTS"),
     f"{GEOMETRY}/plan.py": ("MAX_IDS",),
     _DISPATCHER: ("MAX_PLANS",),
-    _CODEC: ("MAX_BUFFERS",),
-    _PLAIN: ("IN_BAND_BYTES", "MOST_KEPT"),
+    _CODEC: ("IN_BAND_BYTES", "MAX_BUFFERS"),
+    _PLAIN: ("MOST_KEPT",),
     f"{_SHM}/layout.py": ("MAX_READERS", "LARGEST_RING_BYTES"),
     f"{_SHM}/segment.py": ("ATTEMPTS",),
 }
@@ -98,11 +98,7 @@ refused, done in steps or done in another way, with the same outcome. Tests take
 there, and try what is on either side of it."""
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (_DISPATCHER, _EMPTY, "0 -> 1"): _NEVER_ASKED,
-    (
-        _DISPATCHER,
-        _EMPTY,
-        "message.num_elements == 0 -> message.num_elements != 0",
-    ): _NEVER_ASKED,
+    (_DISPATCHER, _EMPTY, "message.num_elements == 0 -> message.num_elements != 0"): _NEVER_ASKED,
     (_TABLE, "SCHEMA = 1", "1 -> 2"): "a version: any number would do",
     (
         _PLAIN,

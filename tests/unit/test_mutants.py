@@ -2,6 +2,7 @@
 
 import ast
 
+import connector_mutants
 from mutants import LEFT_OUT, ROOT, mutants_of, places_of
 from mutants_table import CAPACITIES, CAPACITY, EQUIVALENT, TARGETS
 
@@ -78,3 +79,9 @@ def test_a_capacity_is_a_number_that_a_name_is_given_to_and_nothing_else() -> No
 def test_the_tests_of_every_target_are_there() -> None:
     for target in TARGETS.values():
         assert [test for test in target.tests if not (ROOT / test).is_file()] == []
+
+
+def test_the_connectors_defects_can_be_put_where_they_were() -> None:
+    for defect in connector_mutants.MUTANTS:
+        text = (ROOT / connector_mutants.NIXL / defect.file).read_text()
+        assert text.count(defect.old) == 1, defect.name
