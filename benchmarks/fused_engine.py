@@ -346,10 +346,7 @@ def main() -> int:
         "--batches", type=int, nargs="+", default=BATCHES, help="requests at a time"
     )
     parser.add_argument(
-        "--engines",
-        nargs="+",
-        choices=list(TOGGLES),
-        help="which to start; vllm among them",
+        "--engines", nargs="+", choices=list(TOGGLES), help="which to start; vllm among them"
     )
     parser.add_argument("--chunk", type=int, help="tokens of the long prompt")
     parser.add_argument("--output", type=int, default=OUTPUT, help="tokens of an answer")

@@ -139,11 +139,7 @@ def by_kernel(
 class _Attributes(ctypes.Structure):
     """``CUmemcpyAttributes``; hints of places are left out."""
 
-    _fields_ = (
-        ("order", ctypes.c_int),
-        ("hints", ctypes.c_int * 4),
-        ("flags", ctypes.c_uint),
-    )
+    _fields_ = (("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
 
 
 IN_STREAM_ORDER = 1

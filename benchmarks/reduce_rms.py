@@ -137,8 +137,7 @@ class Vllm:
 
     def fall_back(self, rows: Rows) -> Any:
         return self.module._minimax_qk_norm_tp_fallback(
-            *(rows.qkv, rows.q_weight, rows.k_weight),
-            *(*rows.sizes, self._rank, self._world, EPS),
+            *(rows.qkv, rows.q_weight, rows.k_weight), *(*rows.sizes, self._rank, self._world, EPS)
         )
 
     def floor(self, rows: Rows) -> Any:

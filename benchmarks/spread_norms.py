@@ -92,10 +92,7 @@ def normal(*size: int) -> torch.Tensor:
 def cases(rank: int, world: int, handle: int) -> Any:
     """By name, both layers and what makes their arguments for a number of tokens."""
     for name, (q, k, together) in ATTENTIONS.items():
-        layers = {
-            OURS: exchanged(handle, world, rank, together),
-            THEIRS: gathered(world, rank),
-        }
+        layers = {OURS: exchanged(handle, world, rank, together), THEIRS: gathered(world, rank)}
         weights = normal(q), normal(k)
 
         def arguments(tokens: int, q: int = q, k: int = k, weights: Any = weights) -> Any:

@@ -183,10 +183,7 @@ def compatibility_page() -> str:
 
 def pages() -> dict[Path, str]:
     """Each generated file with the text that it should have."""
-    return {
-        DOCS / "toggles.md": toggles_page(),
-        DOCS / "compatibility.md": compatibility_page(),
-    }
+    return {DOCS / "toggles.md": toggles_page(), DOCS / "compatibility.md": compatibility_page()}
 
 
 def outdated() -> list[Path]:

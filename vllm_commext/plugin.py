@@ -13,14 +13,7 @@ from dataclasses import dataclass
 
 from vllm_commext import status
 from vllm_commext.errors import ConfigError, UnprovenHereError, UnsupportedError
-from vllm_commext.settings import (
-    MASTER,
-    STRICT,
-    TOGGLES,
-    Settings,
-    describe_unknown,
-    read_settings,
-)
+from vllm_commext.settings import MASTER, STRICT, TOGGLES, Settings, describe_unknown, read_settings
 from vllm_commext.status import CapabilityStatus, State
 
 logger = logging.getLogger("vllm.commext.plugin")

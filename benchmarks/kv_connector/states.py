@@ -10,12 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MambaSpec,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from kv_connector.counting import Counter
 from kv_connector.samples import OURS, VLLM, Sample
@@ -44,10 +39,7 @@ def case(num_states: int) -> str:
 def hybrid_config() -> KVCacheConfig:
     """A group a layer; states are padded to the attention layer's blocks."""
     attention = FullAttentionSpec(
-        block_size=BLOCK_SIZE,
-        num_kv_heads=NUM_KV_HEADS,
-        head_size=HEAD_SIZE,
-        dtype=torch.float32,
+        block_size=BLOCK_SIZE, num_kv_heads=NUM_KV_HEADS, head_size=HEAD_SIZE, dtype=torch.float32
     )
     state = MambaSpec(
         block_size=MODEL_LENGTH,

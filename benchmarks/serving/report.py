@@ -21,7 +21,7 @@ def markdown(samples: Sequence[Sample], notes: Notes) -> str:
     lines += [
         "Both sets of servers are up all the time and take turns, the other one stopped meanwhile; "
         f"medians over {notes['rounds']} rounds. `speedup`: off / on (throughput: on / off), "
-        "median (smallest to largest) over the rounds' own ratios.",
+        "median (smallest to largest) over the rounds' own ratios."
     ]
     rows = rows_of(samples)
     for cell in dict.fromkeys(row.cell for row in rows):

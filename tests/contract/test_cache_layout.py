@@ -177,8 +177,7 @@ def test_tokens_are_split_only_where_the_backend_keeps_them_apart(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "content"),
-    [("auto", "tokens"), ("fp8_e4m3", "tokens"), ("nvfp4", "pages of NVFP4")],
+    ("dtype", "content"), [("auto", "tokens"), ("fp8_e4m3", "tokens"), ("nvfp4", "pages of NVFP4")]
 )
 def test_a_quantization_with_scales_of_its_own_makes_pages(dtype: str, content: str) -> None:
     spec = full(kv_quant_mode=get_kv_quant_mode(dtype), dtype=torch.uint8)

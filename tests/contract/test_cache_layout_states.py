@@ -85,8 +85,7 @@ MODELS = {
     "mamba2, 2 groups": mamba2(2),
     "mamba2, 4 groups": mamba2(4),
     "gated delta net": Model(
-        Kind.GDN_ATTN,
-        (("q", 2, STATE_SIZE), ("k", 2, STATE_SIZE), ("v", HEADS, HEAD_DIM)),
+        Kind.GDN_ATTN, (("q", 2, STATE_SIZE), ("k", 2, STATE_SIZE), ("v", HEADS, HEAD_DIM))
     ),
     "mamba1": Model(Kind.MAMBA1, (("x", HEADS * HEAD_DIM, 1),)),
     "short convolution": Model(Kind.SHORT_CONV, (("conv", HEADS * HEAD_DIM, 1),)),

@@ -40,10 +40,7 @@ from vllm_commext.nixl.metrics.recorder import TransferRecorder, empty_data
 from vllm_commext.nixl.vllm_cache import groups_of
 
 VLLM = Version(vllm.__version__.split("+")[0])
-SINCE = {
-    "get_transfer_results": Version("0.30"),
-    "get_loaded_kv_cache_group_ids": Version("0.32"),
-}
+SINCE = {"get_transfer_results": Version("0.30"), "get_loaded_kv_cache_group_ids": Version("0.32")}
 """Methods that older versions neither have nor call."""
 OWN = {"scheduler_side", "worker_side"}
 
@@ -229,10 +226,7 @@ def test_states_are_not_copied_to_the_host() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["decode_context_parallel_size", "prefill_context_parallel_size"],
-)
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_other_parallelism_is_refused_by_name(name: str) -> None:
     config = vllm_config()
     setattr(config.parallel_config, name, 2)
@@ -341,11 +335,7 @@ def recorded() -> dict[str, Any]:
     recorder.handshake(0.01)
     for _ in range(2):
         recorder.transfer(
-            seconds=0.5,
-            post_seconds=0.02,
-            num_bytes=1000,
-            num_descriptors=6,
-            num_merged=2,
+            seconds=0.5, post_seconds=0.02, num_bytes=1000, num_descriptors=6, num_merged=2
         )
     recorder.queued(0.03)
     recorder.retry()

@@ -165,9 +165,7 @@ def test_workers_of_all_stages_are_described_under_their_numbers() -> None:
 def staged(stage: int, rank: int) -> bytes:
     """What the worker of a stage with one layer says."""
     geometry = AttentionGeometry(
-        *(8, 1, 64, 16, 2, False, 1, 32, 2, 2),
-        content=TOKENS,
-        dtype="uint8",
+        *(8, 1, 64, 16, 2, False, 1, 32, 2, 2), content=TOKENS, dtype="uint8"
     )
     layout = CacheLayout(
         tp_size=2,

@@ -122,10 +122,7 @@ def test_the_queues_of_vllms_groups_and_of_an_executor_over_hosts(value: str) ->
     results = ranks(script, 2, str(free_port()), **{TOGGLE: value})
     far = OURS if value == "1" else THEIRS
     groups = ["tp:0", "dcp:0", "inner_dp_world:0", "from who is in no group"]
-    assert results == [
-        [[OURS] * 5, [*groups, [0, 1]]],
-        [[OURS] * 4 + [far], [*groups, []]],
-    ]
+    assert results == [[[OURS] * 5, [*groups, [0, 1]]], [[OURS] * 4 + [far], [*groups, []]]]
 
 
 @pytest.fixture

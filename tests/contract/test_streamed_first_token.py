@@ -146,11 +146,7 @@ def test_a_wrong_token_is_the_one_that_is_sent_and_gone_on_from(
 
 @pytest.mark.parametrize(
     ("token", "sampled", "way"),
-    [
-        (FIRST, {"temperature": 0.5}, DIFFERS),
-        (10**6, {}, DIFFERS),
-        (-1, {}, NOT_OFFERED),
-    ],
+    [(FIRST, {"temperature": 0.5}, DIFFERS), (10**6, {}, DIFFERS), (-1, {}, NOT_OFFERED)],
     ids=["drawn otherwise", "no token of the model's", "none"],
 )
 def test_what_cannot_be_used_is_computed_here(

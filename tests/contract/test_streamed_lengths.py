@@ -211,8 +211,7 @@ class Reader:
         )
         link.hold = lambda: link
         part: Any = SimpleNamespace(
-            remote=remote,
-            load=Load(request.request_id, remote, blocks, found.num_tokens),
+            remote=remote, load=Load(request.request_id, remote, blocks, found.num_tokens)
         )
         made: Any = link
         self.cursor: Cursor = cursor_of(part, made)

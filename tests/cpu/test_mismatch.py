@@ -23,10 +23,7 @@ HELD = "vllm:commext_nixl_held_requests"
 # What differs, and what the message must give.
 FACTS = {
     "model": ("configurations differ", ("model:", "dtype:")),
-    "block-size": (
-        "holds 64 tokens in the decode engine, 32 in the prefill",
-        ("--block-size",),
-    ),
+    "block-size": ("holds 64 tokens in the decode engine, 32 in the prefill", ("--block-size",)),
 }
 POLICIES = {"model": "recompute", "block-size": "fail"}
 

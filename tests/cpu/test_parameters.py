@@ -25,14 +25,7 @@ from tests.cpu.router_requests import ROUTERS, text_of
 from vllm_commext.nixl.wire.params import read_params, write_params
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import Metrics, scrape, wait_for_added
-from vllm_commext.testing.parity import (
-    PREFILL_PARAMS,
-    Completion,
-    compare,
-    complete,
-    post,
-    prefill,
-)
+from vllm_commext.testing.parity import PREFILL_PARAMS, Completion, compare, complete, post, prefill
 from vllm_commext.testing.servers import ProxyServer, Server, VllmServer
 
 LOG_SECONDS = 30
@@ -194,10 +187,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], int, int | None]] = {
     ),
     "a tool call": (
         CHAT,
-        {
-            "tools": [TOOL],
-            "tool_choice": {"type": "function", "function": {"name": "paint"}},
-        },
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "paint"}}},
         -1,
         None,
     ),

@@ -101,11 +101,7 @@ class Conversation:
 
     def _ask(self, server: Server) -> Completion:
         return parity.complete(
-            server.url,
-            cluster.MODEL_NAME,
-            self.tokens,
-            max_tokens=ANSWER_TOKENS,
-            extra=self._extra,
+            server.url, cluster.MODEL_NAME, self.tokens, max_tokens=ANSWER_TOKENS, extra=self._extra
         )
 
 

@@ -39,16 +39,8 @@ ENVIRON = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": LO
 # Engines that are up at the same time: "P" or "D" and the tensor-parallel size, and where it is. On
 # two GPUs those of different sizes share some.
 CLUSTERS: Mapping[int, Sequence[Mapping[str, str]]] = {
-    2: [
-        {"P1": "0", "D1": "1", "P2": "0,1"},
-        {"P1": "0", "D2": "0,1"},
-        {"P2": "0,1", "D2": "1,0"},
-    ],
-    4: [
-        {"P2": "0,1", "D1": "2", "P1": "3"},
-        {"P2": "0,1", "D2": "2,3"},
-        {"P1": "0", "D2": "2,3"},
-    ],
+    2: [{"P1": "0", "D1": "1", "P2": "0,1"}, {"P1": "0", "D2": "0,1"}, {"P2": "0,1", "D2": "1,0"}],
+    4: [{"P2": "0,1", "D1": "2", "P1": "3"}, {"P2": "0,1", "D2": "2,3"}, {"P1": "0", "D2": "2,3"}],
 }
 SETS = CLUSTERS[4 if NUM_GPUS >= 4 else 2]
 EAGER = os.environ.get("COMMEXT_GPU_EAGER", "0") == "1"

@@ -204,10 +204,7 @@ def test_the_command_gives_up_in_time(engine: Any, capsys: pytest.CaptureFixture
 
 
 def test_the_command_says_what_an_engine_lacks(
-    engine: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    engine: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_commext.cli.drain.NOTICE_SECONDS", 0.3)
     engine.is_gated = False

@@ -67,10 +67,7 @@ class EqualTpScenario(Scenario):
         """Let a plain server answer everything, twice."""
         self.say("starting a single server without this package, for reference")
         server = cluster.plain_server(
-            "single",
-            self.model,
-            self.options.folder,
-            tensor_parallel_size=self.options.decode_tp,
+            "single", self.model, self.options.folder, tensor_parallel_size=self.options.decode_tp
         )
         with server:
             self.say(f"single server ready; {len(self.prompts)} prompts one at a time, twice")

@@ -70,15 +70,10 @@ def run(options: RankOptions) -> None:
                 say("size", dtype=dtype, size=size, times=dict(times))
 
         chosen = measure.Options(
-            options.sizes,
-            options.dtypes,
-            options.hidden,
-            options.samples,
-            seconds=options.seconds,
+            options.sizes, options.dtypes, options.hidden, options.samples, seconds=options.seconds
         )
         times = measure.measure_backends(
-            *(dispatcher, lockstep, chosen, group.graph_capture, progress),
-            norm=fused_add_rms_norm,
+            *(dispatcher, lockstep, chosen, group.graph_capture, progress), norm=fused_add_rms_norm
         )
         machine = read_machine(made.device)
         origin = f"measured on {options.world_size} x {machine.gpu}"

@@ -474,10 +474,7 @@ API_CHECKS: tuple[ApiCheck, ...] = (
         "norm_ops",
         "fused_norm",
         "in a graph, norms are vLLM's own ops until its last passes",
-        exists(
-            "vllm.ir.ops.layernorm:rms_norm",
-            "vllm.ir.ops.layernorm:fused_add_rms_norm",
-        ),
+        exists("vllm.ir.ops.layernorm:rms_norm", "vllm.ir.ops.layernorm:fused_add_rms_norm"),
     ),
     ApiCheck(
         "eager_norm",

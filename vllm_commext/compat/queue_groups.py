@@ -71,11 +71,7 @@ class GroupMessageQueue(MessageQueue):
 
     @staticmethod
     def create_from_process_group_single_reader(
-        pg: Any,
-        max_chunk_bytes: int,
-        max_chunks: int,
-        reader_rank: int = 0,
-        blocking: bool = False,
+        pg: Any, max_chunk_bytes: int, max_chunks: int, reader_rank: int = 0, blocking: bool = False
     ) -> tuple[MessageQueue, list[Handle]]:
         """See the function of this name."""
         return create_from_process_group_single_reader(
@@ -127,11 +123,7 @@ def create_from_process_group(
 
 
 def create_from_process_group_single_reader(
-    pg: Any,
-    max_chunk_bytes: int,
-    max_chunks: int,
-    reader_rank: int = 0,
-    blocking: bool = False,
+    pg: Any, max_chunk_bytes: int, max_chunks: int, reader_rank: int = 0, blocking: bool = False
 ) -> tuple[MessageQueue, list[Handle]]:
     """A queue from every rank to one, `reader_rank` (of the world, not of the group).
 

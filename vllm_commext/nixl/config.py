@@ -133,9 +133,7 @@ def parse_config(
             f"CommextNixlConnector knows {list(KNOWN_KEYS)}"
         )
     values = {"side_channel_host": default_host, "side_channel_port": default_port, **extra}
-    return ConnectorConfig(
-        **{key: _checked(key, value) for key, value in values.items()},
-    )
+    return ConnectorConfig(**{key: _checked(key, value) for key, value in values.items()})
 
 
 def _checked(key: str, value: Any) -> Any:

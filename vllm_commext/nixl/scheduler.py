@@ -27,10 +27,7 @@ from vllm_commext.nixl.first_token import (
     way_of,
 )
 from vllm_commext.nixl.geometry.plan import Blocks
-from vllm_commext.nixl.geometry.request_blocks import (
-    blocks_to_fill,
-    is_at_block_boundary,
-)
+from vllm_commext.nixl.geometry.request_blocks import blocks_to_fill, is_at_block_boundary
 from vllm_commext.nixl.geometry.topology import Rank, worker_number
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata

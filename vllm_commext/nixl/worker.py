@@ -29,12 +29,7 @@ from vllm_commext.nixl.stream.publisher import Publisher
 from vllm_commext.nixl.transfer_thread import GiveUp, Look, TransferThread
 from vllm_commext.nixl.transport import probe
 from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
-from vllm_commext.nixl.vllm_cache import (
-    ModelFacts,
-    cache_layout,
-    groups_of,
-    needs_zeroed_blocks,
-)
+from vllm_commext.nixl.vllm_cache import ModelFacts, cache_layout, groups_of, needs_zeroed_blocks
 from vllm_commext.nixl.wire import messages as wire
 
 if TYPE_CHECKING:

@@ -32,13 +32,7 @@ logger = logging.getLogger("vllm.commext.proxy")
 _ALL_ENDPOINTS = {**ENDPOINTS, **DIRECT_ENDPOINTS}
 REQUEST_ID = "X-Request-Id"
 # A data-parallel rank is not among them: it cannot be right for both engines.
-_TO_ENGINES = (
-    "Authorization",
-    "traceparent",
-    "tracestate",
-    "X-Session-ID",
-    "X-Vllm-Priority",
-)
+_TO_ENGINES = ("Authorization", "traceparent", "tracestate", "X-Session-ID", "X-Vllm-Priority")
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 

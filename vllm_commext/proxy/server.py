@@ -63,10 +63,7 @@ async def admin_port(
 
 
 async def _serve_until(
-    stopped: asyncio.Event,
-    proxy: ProxyApp,
-    runner: web.AppRunner,
-    announce: Callable[[str], None],
+    stopped: asyncio.Event, proxy: ProxyApp, runner: web.AppRunner, announce: Callable[[str], None]
 ) -> None:
     config = proxy.config
     site = await _listen(runner, config.host, config.port, tls=server_tls(config))

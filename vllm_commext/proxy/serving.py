@@ -26,10 +26,7 @@ from vllm_commext.proxy.upstream import Payload, Prefilled, Upstream
 
 logger = logging.getLogger("vllm.commext.proxy")
 
-ENDPOINTS = {
-    "/v1/completions": two_step.COMPLETIONS,
-    "/v1/chat/completions": two_step.CHAT,
-}
+ENDPOINTS = {"/v1/completions": two_step.COMPLETIONS, "/v1/chat/completions": two_step.CHAT}
 # Passed to a decode engine as they are: no completion, or an object that stays at that engine.
 DIRECT_ENDPOINTS = {
     "/v1/responses": "responses",

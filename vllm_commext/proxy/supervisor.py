@@ -26,13 +26,7 @@ from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engines import ROLES, EnginePool
 from vllm_commext.proxy.metrics import SHARED_FOLDER as METRICS_FOLDER
 from vllm_commext.proxy.registry import Registry
-from vllm_commext.proxy.server import (
-    admin_port,
-    announce_engine,
-    cannot_listen,
-    on_signal,
-    url_of,
-)
+from vllm_commext.proxy.server import admin_port, announce_engine, cannot_listen, on_signal, url_of
 from vllm_commext.proxy.sources import ADMIN, Sources
 from vllm_commext.proxy.worker import MAX_LINE_BYTES, message
 

@@ -86,9 +86,7 @@ class GroupWorkspace(Workspace):
     """
 
     def __init__(
-        self,
-        process_group: "ProcessGroup | None" = None,
-        device: "torch.device | str" = "cpu",
+        self, process_group: "ProcessGroup | None" = None, device: "torch.device | str" = "cpu"
     ) -> None:
         self._group = process_group
         grouped = process_group is not None or distributed.is_initialized()

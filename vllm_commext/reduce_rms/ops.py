@@ -152,11 +152,7 @@ def _normalize(parts: Parts, weights: Parts, handle: int, eps: float) -> Parts:
 
 
 def qk_rms_norm(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    workspace: int,
-    eps: float,
+    qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, workspace: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What ``torch.ops.vllm_commext.qk_rms_norm`` does, without what torch's dispatcher costs.
 

@@ -146,12 +146,7 @@ class Engine:
         self.config = ConnectorConfig(
             side_channel_host=HOST,
             side_channel_port=self.port,
-            **{
-                "num_threads": 1,
-                "handshake_timeout": 20.0,
-                "require_fence": False,
-                **settings,
-            },
+            **{"num_threads": 1, "handshake_timeout": 20.0, "require_fence": False, **settings},
         )
         progress = ProgressTable(1, num_rows=4) if self.config.stream_chunks else None
         generations = GenerationTable(num_blocks, 64) if self.config.reuse_blocks else None

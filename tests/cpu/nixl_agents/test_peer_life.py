@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cpu.nixl_agents.harness import (
-    SlowReads,
-    assert_fails,
-    assert_works,
-    load_of,
-    wait_until,
-)
+from tests.cpu.nixl_agents.harness import SlowReads, assert_fails, assert_works, load_of, wait_until
 from tests.cpu.nixl_agents.ranks import PeerProcess
 from vllm_commext.nixl.transfer_thread import GiveUp
 from vllm_commext.nixl.transport.sweep import NUM_ROUNDS

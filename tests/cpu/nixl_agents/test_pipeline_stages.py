@@ -19,10 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 
 DENSE: Model = (Group("full", (Attention(4, 2),) * 4),)
 LATENT: Model = (Group("full", (Attention(1, 6, latent=True),) * 3),)
-WINDOWS: Model = (
-    Group("full", (Attention(4, 2),) * 2),
-    Group("window", (Attention(4, 2),) * 2),
-)
+WINDOWS: Model = (Group("full", (Attention(4, 2),) * 2), Group("window", (Attention(4, 2),) * 2))
 HYBRID: Model = (
     Group("full", (Attention(4, 3),) * 2),
     Group("state", (State("mamba2", 8, 2, 1, 3),) * 2),

@@ -63,10 +63,7 @@ def test_every_byte_arrives_and_every_rank_is_released(
         assert cluster.prefill.is_untouched()
 
 
-LAYERED: Model = (
-    Group("full", (Attention(4, 2),) * 3),
-    Group("window", (Attention(4, 2),) * 2),
-)
+LAYERED: Model = (Group("full", (Attention(4, 2),) * 3), Group("window", (Attention(4, 2),) * 2))
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)], ids=["1:1", "2:1", "1:2"])

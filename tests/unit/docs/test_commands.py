@@ -36,10 +36,7 @@ COVERAGE: tuple[tuple[str, str], ...] = (
     (r"make test-matrix$", f"{NOT_RUN}makes an environment of each vLLM, some GB"),
     (r"make pythons$", f"{NOT_RUN}makes an environment of each Python, some GB"),
     (r"make wheels$", "tests/unit/test_build.py::test_two_sdists_are_the_same_to_the_byte"),
-    (
-        r"vllm-commext doctor$",
-        "tests/unit/test_doctor_summary.py::test_the_verdict_comes_first",
-    ),
+    (r"vllm-commext doctor$", "tests/unit/test_doctor_summary.py::test_the_verdict_comes_first"),
     (
         r"vllm-commext doctor --verbose$",
         "tests/unit/test_doctor.py::test_the_table_has_the_same_lines_as_the_json",

@@ -100,11 +100,7 @@ def test_who_was_refused_is_not_told(context: Any) -> None:
 def test_those_that_asked_last_are_told(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_channel, "MAX_TOLD", 1)
     drains = threading.Event()
-    with (
-        serving(drains) as port,
-        asking(context, port) as one,
-        asking(context, port) as two,
-    ):
+    with serving(drains) as port, asking(context, port) as one, asking(context, port) as two:
         drains.set()
         assert wait_for(two.take_news).drains
         assert one.take_news() is None

@@ -11,12 +11,7 @@ from tests.unit.nixl.reference_cache import Attention, Cache, Engine, Group, Sta
 from tests.unit.nixl.reference_layout import geometry_of
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.lanes import Grid, Lanes, lanes_between
-from vllm_commext.nixl.geometry.layout import (
-    PAGES,
-    AttentionGeometry,
-    Geometry,
-    StateGeometry,
-)
+from vllm_commext.nixl.geometry.layout import PAGES, AttentionGeometry, Geometry, StateGeometry
 from vllm_commext.nixl.geometry.topology import Rank
 
 ENGINE = Engine(1, 4, (8,), (1,))

@@ -5,13 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    consumes,
-    invariant,
-    rule,
-)
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from vllm_commext.nixl.prefill import leases
 from vllm_commext.nixl.prefill.leases import Beat, LeaseCounts, LeaseLedger

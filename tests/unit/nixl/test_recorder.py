@@ -62,13 +62,7 @@ RECORDS = st.fixed_dictionaries(
 
 
 def transfer(recorder: TransferRecorder) -> None:
-    recorder.transfer(
-        seconds=2.0,
-        post_seconds=0.5,
-        num_bytes=100,
-        num_descriptors=6,
-        num_merged=2,
-    )
+    recorder.transfer(seconds=2.0, post_seconds=0.5, num_bytes=100, num_descriptors=6, num_merged=2)
 
 
 def test_everything_recorded_is_taken_once() -> None:

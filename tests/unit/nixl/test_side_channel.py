@@ -95,10 +95,7 @@ def test_the_rank_that_was_asked_for_is_described(context: Any, served: Served) 
     ],
 )
 def test_what_cannot_be_served_is_refused_with_the_reason(
-    context: Any,
-    served: Served,
-    request_: wire.DescribeRequest,
-    words: list[str],
+    context: Any, served: Served, request_: wire.DescribeRequest, words: list[str]
 ) -> None:
     refused_before = served[0].num_refused
     with pytest.raises(ProtocolError) as raised:

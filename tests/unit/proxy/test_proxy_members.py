@@ -194,10 +194,7 @@ async def test_checks_end_though_they_are_told_so_as_an_engine_is_suspected(kit:
 
     from vllm_commext.proxy.health import HealthMonitor
 
-    async with (
-        kit.engine(kit.decode_ok).running() as server,
-        aiohttp.ClientSession() as session,
-    ):
+    async with kit.engine(kit.decode_ok).running() as server, aiohttp.ClientSession() as session:
         pool = EnginePool("decode", [server.url])
         monitor = HealthMonitor(session, ProxyConfig((P1.url,), (server.url,)))
         async with monitor.running(pool.engines):

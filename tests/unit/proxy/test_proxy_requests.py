@@ -102,8 +102,7 @@ async def test_streaming_passes_each_event_on_before_the_next_one_exists(kit: An
 
 
 @pytest.mark.parametrize(
-    ("extra", "reason"),
-    [({"n": 2}, "several_samples"), ({"prompt": ["a", "b"]}, "not_one_prompt")],
+    ("extra", "reason"), [({"n": 2}, "several_samples"), ({"prompt": ["a", "b"]}, "not_one_prompt")]
 )
 async def test_what_cannot_take_two_steps_goes_to_a_decode_engine_alone(
     kit: Any, extra: dict[str, Any], reason: str
@@ -171,10 +170,7 @@ async def test_a_header_no_engine_could_read_is_refused(kit: Any) -> None:
 async def test_models_health_and_unknown_routes(kit: Any) -> None:
     async with kit.cluster(num_prefill=2) as cluster:
         async with cluster.session.get(cluster.url + "/v1/models") as response:
-            assert (response.status, await response.json()) == (
-                200,
-                {"object": "list", "data": []},
-            )
+            assert (response.status, await response.json()) == (200, {"object": "list", "data": []})
         async with cluster.session.get(cluster.url + "/health") as response:
             detail = await response.json()
             assert (response.status, detail["status"]) == (200, "ok")

@@ -45,11 +45,7 @@ def test_a_page_without_one_is_known_to_have_none() -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    [
-        row("d", 5600).replace("5600", "x"),
-        row("d", 5600).replace("seal", "proof"),
-        f"{METRIC}{{no",
-    ],
+    [row("d", 5600).replace("5600", "x"), row("d", 5600).replace("seal", "proof"), f"{METRIC}{{no"],
 )
 def test_a_page_that_cannot_be_read_is_an_error(broken: str) -> None:
     offers = Offers()

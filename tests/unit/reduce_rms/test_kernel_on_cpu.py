@@ -98,9 +98,7 @@ def test_every_type_and_tiling_is_exact(dtype: str, weight_dtype: str, tiling: s
 
 @settings(max_examples=20)
 @given(
-    st.sampled_from(
-        [(2, "a warp a token"), (3, "two warps a token"), (8, "a block a token")],
-    ),
+    st.sampled_from([(2, "a warp a token"), (3, "two warps a token"), (8, "a block a token")]),
     st.lists(st.integers(1, 24), min_size=1, max_size=12),
     st.integers(0, 1 << 16),
 )

@@ -73,11 +73,7 @@ def _largest(table: Table | None, family: Sequence[str], otherwise: int) -> int:
 
 
 def _makers(
-    parts: Parts,
-    lockstep: Lockstep,
-    table: Table | None,
-    wanted: Sequence[str],
-    most_bytes: int,
+    parts: Parts, lockstep: Lockstep, table: Table | None, wanted: Sequence[str], most_bytes: int
 ) -> dict[str, Maker]:
     """How to make each family of backends that is wanted; in an order that all ranks share."""
     flash = (names.FLASHINFER_ONE_SHOT, names.FLASHINFER_TWO_SHOT)

@@ -33,20 +33,14 @@ def folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def path_of(
-    machine: Machine,
-    world_size: int,
-    hidden: int = HIDDEN,
-    environ: Mapping[str, str] = os.environ,
+    machine: Machine, world_size: int, hidden: int = HIDDEN, environ: Mapping[str, str] = os.environ
 ) -> Path:
     """The file of that machine, world size and row."""
     return folder(environ) / f"tp{world_size}_{hidden}_{digest(machine, world_size)}.json"
 
 
 def load(
-    machine: Machine,
-    world_size: int,
-    hidden: int = HIDDEN,
-    environ: Mapping[str, str] = os.environ,
+    machine: Machine, world_size: int, hidden: int = HIDDEN, environ: Mapping[str, str] = os.environ
 ) -> Table | None:
     """The table that was measured on that machine, or None; one that cannot be read is none."""
     path = path_of(machine, world_size, hidden, environ)
@@ -60,10 +54,7 @@ def load(
 
 
 def save(
-    machine: Machine,
-    table: Table,
-    hidden: int = HIDDEN,
-    environ: Mapping[str, str] = os.environ,
+    machine: Machine, table: Table, hidden: int = HIDDEN, environ: Mapping[str, str] = os.environ
 ) -> Path:
     """Write the table, whole or not at all; returns the file.
 

@@ -286,11 +286,7 @@ class Links:
         return [link for link in self._all if not link.retired]
 
     def _map(
-        self,
-        key: PeerKey,
-        described: wire.WorkerDescription,
-        plan: ReadPlan,
-        held: list[Shared],
+        self, key: PeerKey, described: wire.WorkerDescription, plan: ReadPlan, held: list[Shared]
     ) -> MappedReader | None:
         """Map a worker's memory, where that is wanted and can be done."""
         mapper = self._local.mapper

@@ -143,10 +143,7 @@ class ReadPlan:
         )
 
     def _checked(
-        self,
-        local: Sequence[Blocks],
-        remote: Sequence[Sequence[int]],
-        pause: Callable[[], None],
+        self, local: Sequence[Blocks], remote: Sequence[Sequence[int]], pause: Callable[[], None]
     ) -> tuple[list[_Held], list[Int64Array]]:
         if len(remote) != len(self.remote.groups):
             raise ProtocolError(

@@ -232,11 +232,7 @@ class TransferRecorder:
             ways[way] = ways.get(way, 0) + 1
 
     def leases(
-        self,
-        *,
-        unmatched: int = 0,
-        heartbeats: int = 0,
-        ignored_heartbeats: int = 0,
+        self, *, unmatched: int = 0, heartbeats: int = 0, ignored_heartbeats: int = 0
     ) -> None:
         """Releases fitted no request, heartbeats extended leases or were ignored."""
         with self._lock:

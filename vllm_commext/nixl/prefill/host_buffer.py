@@ -26,10 +26,7 @@ class HostBuffer:
     """
 
     def __init__(
-        self,
-        caches: Mapping[str, torch.Tensor],
-        num_blocks: int,
-        layers: Sequence[Sequence[str]],
+        self, caches: Mapping[str, torch.Tensor], num_blocks: int, layers: Sequence[Sequence[str]]
     ) -> None:
         self._caches = caches
         self._num_blocks = num_blocks

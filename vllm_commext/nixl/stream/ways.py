@@ -20,18 +20,7 @@ NO_ROOM = "no_room"
 REPEATED_KEY = "repeated_key"
 PROMPT = "prompt"
 NOT_FOUND = "not_found"
-WAYS = (
-    STREAMED,
-    NO_KEY,
-    OFF,
-    LAYERS,
-    HOST_COPY,
-    ZEROED,
-    NO_ROOM,
-    REPEATED_KEY,
-    PROMPT,
-    NOT_FOUND,
-)
+WAYS = (STREAMED, NO_KEY, OFF, LAYERS, HOST_COPY, ZEROED, NO_ROOM, REPEATED_KEY, PROMPT, NOT_FOUND)
 """By chunks; or whole, as its router gave no key, as this engine does not stream for one of the
 reasons in ``REFUSALS``, as all rows are taken or the prompt does not fit one, as another request
 has or had the key, as the prompt is of a kind that cannot be compared ahead; or, on a decode

@@ -7,12 +7,7 @@ first event that has any, the rest goes on, or nothing if nothing is left.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_commext.proxy.early.form import (
-    NotAnEventError,
-    read_event,
-    text_of,
-    write_event,
-)
+from vllm_commext.proxy.early.form import NotAnEventError, read_event, text_of, write_event
 from vllm_commext.proxy.early.rule import only_choice
 
 _END = b"\n\n"
