@@ -116,7 +116,6 @@ def engine(name: str, gpus: str, model: Path, side_channel: int | None) -> VllmS
                 "side_channel_host": LOOPBACK,
                 "side_channel_port": side_channel,
                 "handshake_timeout": 60,
-                "stream_chunks": True,
             },
         }
     return VllmServer(
@@ -156,7 +155,7 @@ def start(kind: str, folder: Path, stack: ExitStack) -> Cluster:
     for server in servers.values():
         server.wait_ready()
     prefill, decode = ([servers[name].url] for name in ("prefill", "decode"))
-    front = ProxyServer("proxy", prefill, decode, model.parent, args=["--stream-chunks"])
+    front = ProxyServer("proxy", prefill, decode, model.parent, args=["--stream-chunks", "always"])
     servers["proxy"] = stack.enter_context(front)
     return Cluster(servers, ports)
 
