@@ -17,7 +17,6 @@ adds what a call costs the host.
 
 import argparse
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from typing import Any
 import pages
 from machine import installed
 
-from vllm_commext.testing.gpu_ranks import add_rank_arguments, run_as_ranks
+from vllm_commext.testing.gpu_ranks import run_program
 
 OURS, VLLM = "ours", "vllm"
 HOST_CALLS = 1000
@@ -273,13 +272,10 @@ def run_rank(args: argparse.Namespace) -> None:
             }
             write(args, facts, rows)
         variants.lockstep.run(lambda: None)
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tp", type=int, default=2, help="number of GPUs")
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
     parser.add_argument("--sizes", type=int, nargs="+", help="bytes (default: 2 KiB to 64 MiB)")
@@ -288,11 +284,7 @@ def main() -> int:
     parser.add_argument("--table", choices=("measured", "builtin"), default="measured")
     parser.add_argument("--quick", action="store_true", help="fewer samples")
     parser.add_argument("--eager", action="store_true", help="also what a call costs the host")
-    add_rank_arguments(parser)
-    args = parser.parse_args()
-    if args.rank >= 0:
-        run_rank(args)
-    return run_as_ranks(__file__, sys.argv[1:], args.tp, 420 + 3 * args.seconds, STOCK)
+    return run_program(parser, __file__, run_rank, lambda args: 420 + 3 * args.seconds, STOCK)
 
 
 if __name__ == "__main__":

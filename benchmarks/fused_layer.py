@@ -11,7 +11,6 @@ each kernel nothing ran, and how long it took. Writes fused_layer_tp2.md and .js
 """
 
 import argparse
-import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ import fused_norm
 import pages
 
 from vllm_commext.allreduce.fused.layout import ONE_PHASE
-from vllm_commext.testing.gpu_ranks import add_rank_arguments, run_as_ranks
+from vllm_commext.testing.gpu_ranks import run_program
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INTERMEDIATE = 8192, 64, 8, 128, 28672
 BATCHES = (1, 16, 64)
@@ -224,13 +223,10 @@ def run_rank(args: argparse.Namespace) -> None:
                 name = f"fused_layer_tp{args.tp}"
                 pages.write(args.out, name, {**facts, "results": rows}, page(name, facts, rows))
         bench.lockstep.run(lambda: None)
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tp", type=int, default=2, help="number of GPUs")
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--layers", type=int, default=4)
@@ -246,11 +242,7 @@ def main() -> int:
     parser.add_argument("--replays", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=150.0, help="bound for the whole run")
     parser.add_argument("--commit", default="", help="what the report is to name")
-    add_rank_arguments(parser)
-    args = parser.parse_args()
-    if args.rank >= 0:
-        run_rank(args)
-    return run_as_ranks(__file__, sys.argv[1:], args.tp, args.seconds, fused_norm.STOCK)
+    return run_program(parser, __file__, run_rank, lambda args: args.seconds, fused_norm.STOCK)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ random sizes and forms, a part of them replays of CUDA graphs, with ranks that c
 
 import argparse
 import importlib.util
-import os
 import random
 import sys
 import time
@@ -27,7 +26,7 @@ from typing import Any
 
 import pages
 
-from vllm_commext.testing.gpu_ranks import add_rank_arguments, run_as_ranks
+from vllm_commext.testing.gpu_ranks import run_program
 
 STOCK = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_COMMEXT_ALLREDUCE": "0"}
 MIB = 1 << 20
@@ -361,13 +360,10 @@ def run_rank(args: argparse.Namespace) -> None:
             lines = [*pages.head(f"{name}, microseconds a call", facts), *table(rows)]
             print(pages.write(args.out, name, {**facts, "results": rows}, lines), flush=True)
         bench.lockstep.run(lambda: None)
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tp", type=int, default=2, help="number of GPUs")
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--hidden", type=int, default=8192)
@@ -382,11 +378,7 @@ def main() -> int:
     parser.add_argument("--stress", type=int, default=2000, help="calls of the stress run")
     parser.add_argument("--seconds", type=float, default=400.0, help="bound for the whole run")
     parser.add_argument("--commit", default="", help="what the report is to name")
-    add_rank_arguments(parser)
-    args = parser.parse_args()
-    if args.rank >= 0:
-        run_rank(args)
-    return run_as_ranks(__file__, sys.argv[1:], args.tp, args.seconds, STOCK)
+    return run_program(parser, __file__, run_rank, lambda args: args.seconds, STOCK)
 
 
 if __name__ == "__main__":

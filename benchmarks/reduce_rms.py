@@ -14,7 +14,6 @@ does, for rows and outputs that leave the caches early or do not.
 
 import argparse
 import dataclasses
-import os
 import statistics
 import sys
 import time
@@ -29,7 +28,7 @@ import torch
 from machine import installed
 from torch import distributed as dist
 
-from vllm_commext.testing.gpu_ranks import add_rank_arguments, run_as_ranks
+from vllm_commext.testing.gpu_ranks import run_program
 
 EPS = 1e-6
 Q_SIZE, KV_SIZE = 6144, 1024  # MiniMax-M2's, all ranks together
@@ -387,15 +386,12 @@ def run_rank(args: argparse.Namespace) -> None:
         lines = [*pages.head(f"{name}, microseconds a call", facts), *table(results)]
         print(pages.write(args.out, name, {**facts, "results": results}, lines))
     dist.barrier(group)
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tp", type=int, default=2, help="ranks, one a GPU")
     parser.add_argument("--out", type=Path, default=Path("reduce_rms_results"))
     parser.add_argument("--quick", action="store_true", help="fewer token counts and samples")
     parser.add_argument("--tune", action="store_true", help="time our kernel's tilings instead")
@@ -403,12 +399,11 @@ def main() -> int:
     parser.add_argument(
         "--tokens", type=int, nargs="+", help="token counts for --tune and --reader"
     )
-    add_rank_arguments(parser)
-    args = parser.parse_args()
-    if args.rank >= 0:
-        run_rank(args)
-    seconds = QUICK_SECONDS if args.quick else TOTAL_SECONDS
-    return run_as_ranks(__file__, sys.argv[1:], args.tp, seconds, UNUSED)
+    return run_program(
+        *(parser, __file__, run_rank),
+        lambda args: QUICK_SECONDS if args.quick else TOTAL_SECONDS,
+        UNUSED,
+    )
 
 
 if __name__ == "__main__":

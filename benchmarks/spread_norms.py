@@ -9,7 +9,6 @@ rank, in CUDA graphs of chained calls. Both sides are compiled by torch.compile,
 import argparse
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from reduce_rms import EPS, Vllm, measure
 from torch import distributed as dist
 from turn import turn
 
-from vllm_commext.testing.gpu_ranks import add_rank_arguments, run_as_ranks
+from vllm_commext.testing.gpu_ranks import run_program
 
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 SAMPLES = 9
@@ -119,11 +118,12 @@ def tell(row: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def run_rank(rank: int, args: argparse.Namespace) -> None:
+def run_rank(args: argparse.Namespace) -> None:
     from vllm_commext.compat.tp_group import let_vllm_use_nccl
     from vllm_commext.reduce_rms import ops as _ops  # noqa: F401 - registers the ops
     from vllm_commext.reduce_rms.workspace import LamportWorkspace
 
+    rank: int = args.rank
     let_vllm_use_nccl()
     torch.cuda.set_device(rank)
     vllm = Vllm(rank, args.tp, args.port)
@@ -154,24 +154,17 @@ def run_rank(rank: int, args: argparse.Namespace) -> None:
     workspace.raise_if_failed()
     if rank == 0:
         facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tp": args.tp}
+        args.out.mkdir(parents=True, exist_ok=True)
         path = args.out / f"spread_norms_tp{args.tp}.json"
         path.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=300, help="after which the ranks end")
-    add_rank_arguments(parser)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    if args.rank >= 0:
-        run_rank(args.rank, args)
     unused = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_COMMEXT": "0"}
-    return run_as_ranks(__file__, sys.argv[1:], args.tp, args.seconds, unused)
+    return run_program(parser, __file__, run_rank, lambda args: args.seconds, unused)
 
 
 if __name__ == "__main__":

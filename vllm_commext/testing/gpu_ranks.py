@@ -154,6 +154,33 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
 
 
+def run_program(
+    parser: argparse.ArgumentParser,
+    script: str,
+    run_rank: Callable[[argparse.Namespace], object],
+    seconds: Callable[[argparse.Namespace], float],
+    more: Mapping[str, str],
+) -> int:
+    """A program's ``main`` that runs as ranks, one a GPU, see `run_as_ranks`.
+
+    Args:
+        parser: gets ``--tp``, the number of ranks; the rest is the program's.
+        script: the program's file.
+        run_rank: of the arguments, with ``rank`` and ``port``; then the rank's process ends at
+            once, whatever threads libraries have left.
+        seconds: of the arguments, for all ranks.
+        more: variables of their environment.
+    """
+    parser.add_argument("--tp", type=int, default=2, help="number of GPUs, a rank on each")
+    add_rank_arguments(parser)
+    args = parser.parse_args()
+    if args.rank < 0:
+        return run_as_ranks(script, sys.argv[1:], args.tp, seconds(args), more)
+    run_rank(args)
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def _environ(more: Mapping[str, str] | None = None) -> dict[str, str]:
     python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, **ENVIRON, **(more or {}), "PYTHONPATH": python_path}
