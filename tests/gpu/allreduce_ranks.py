@@ -33,7 +33,7 @@ from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.compat import allreduce as compat
 from vllm_commext.compat.tp_group import tensor_parallel
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.testing.gpu_ranks import run_checks
+from vllm_commext.testing.gpu_ranks import checks_of, run_checks
 
 MIB = 1 << 20
 # Half a unit in the last place of numbers from 1 to 2.
@@ -366,11 +366,7 @@ def check_no_multicast(rank: Rank) -> Figures:
     return {"functions watched": len(COUNTER._names), "rank": rank.rank}
 
 
-CHECKS: dict[str, Callable[[Rank], Figures]] = {
-    name.removeprefix("check_"): value
-    for name, value in list(globals().items())
-    if name.startswith("check_")
-}
+CHECKS: dict[str, Callable[[Rank], Figures]] = checks_of(globals())
 COUNTER: Any = None
 COUNTER_PROBLEM = ""
 

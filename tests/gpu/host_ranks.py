@@ -20,7 +20,7 @@ from torch import distributed
 from vllm_commext.allreduce.backends.host import HostBackend
 from vllm_commext.allreduce.lockstep import Lockstep
 from vllm_commext.allreduce.message import ITEM_BYTES, PACK_BYTES
-from vllm_commext.testing.gpu_ranks import run_checks
+from vllm_commext.testing.gpu_ranks import checks_of, run_checks
 
 MIB = 1 << 20
 DTYPES = tuple(getattr(torch, name) for name in ITEM_BYTES)
@@ -130,11 +130,7 @@ def check_memory(rank: Rank) -> Figures:
     return {"maps, descriptors": before}
 
 
-CHECKS: dict[str, Callable[[Rank], Figures]] = {
-    name.removeprefix("check_"): value
-    for name, value in list(globals().items())
-    if name.startswith("check_")
-}
+CHECKS: dict[str, Callable[[Rank], Figures]] = checks_of(globals())
 
 
 def main() -> None:

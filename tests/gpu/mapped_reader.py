@@ -39,6 +39,7 @@ from vllm_commext.nixl.mapped.reader import MappedReader, Mapper, place_of_proce
 from vllm_commext.nixl.mapped.sides import Mapped
 from vllm_commext.nixl.transport.posting import Posting
 from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.testing.gpu_ranks import checks_of
 
 SERVE = "serve"
 BOUND_SECONDS = 20.0
@@ -392,11 +393,7 @@ def check_killed(mapper: Mapper) -> Figures:
     return figures
 
 
-CHECKS: dict[str, Callable[[Mapper], Figures]] = {
-    name.removeprefix("check_"): value
-    for name, value in list(globals().items())
-    if name.startswith("check_")
-}
+CHECKS: dict[str, Callable[[Mapper], Figures]] = checks_of(globals())
 
 
 def main(names: Sequence[str]) -> None:

@@ -24,6 +24,7 @@ from vllm_commext.errors import CommextTimeoutError, ProtocolError
 from vllm_commext.reduce_rms import workspace as workspaces
 from vllm_commext.reduce_rms.handles import GroupWorkspace, find_tensor
 from vllm_commext.reduce_rms.workspace import LamportWorkspace, get_allreduce_workspace
+from vllm_commext.testing.gpu_ranks import checks_of
 
 split_qk_rms_norm = torch.ops.vllm_commext.split_qk_rms_norm
 reduce_rms_norm = torch.ops.vllm_commext.reduce_rms_norm
@@ -445,11 +446,7 @@ def check_compile(rank: Rank) -> Figures:
     return {}
 
 
-CHECKS: dict[str, Callable[[Rank], Figures]] = {
-    name.removeprefix("check_"): function
-    for name, function in list(globals().items())
-    if name.startswith("check_")
-}
+CHECKS: dict[str, Callable[[Rank], Figures]] = checks_of(globals())
 
 
 def run(name: str, rank: Rank) -> bool:

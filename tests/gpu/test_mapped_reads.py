@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
+from tests.kit.gpu_checks import needs_gpus
 
-NUM_GPUS = torch.cuda.device_count()
 SCRIPT = Path(__file__).with_name("mapped_reader.py")
 TIMEOUT_SECONDS = 150
 CHECKS = ("equal", "split", "tiny", "odd", "busy", "reopened", "refused", "captured", "killed")
 
 pytestmark = [
-    pytest.mark.skipif(NUM_GPUS < 1, reason="this machine has no GPU"),
+    needs_gpus(1),
     pytest.mark.timeout(TIMEOUT_SECONDS + 60),
 ]
 

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.gpu_checks import needs_gpus
 from vllm_commext.testing.gpu_ranks import run_ranks
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-
-NUM_GPUS = torch.cuda.device_count()
 SANITIZER = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
 TIMEOUT_SECONDS = 240
 FOUND = 9  # exit status
@@ -36,7 +34,7 @@ CASES = [
 ]
 
 pytestmark = [
-    pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 GPUs, this machine has {NUM_GPUS}"),
+    needs_gpus(2),
     pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer"),
     pytest.mark.timeout(TIMEOUT_SECONDS + 60),
 ]

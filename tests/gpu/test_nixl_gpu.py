@@ -20,16 +20,15 @@ from typing import Any
 
 import pytest
 
+from tests.kit.gpu_checks import NUM_GPUS, needs_gpus
 from vllm_commext.testing.cluster import disaggregated
 from vllm_commext.testing.metrics import scrape
 from vllm_commext.testing.parity import Completion, compare, complete, near_enough
 from vllm_commext.testing.servers import LOOPBACK, VllmServer, free_port
 from vllm_commext.testing.tiny_model import write_tiny_model
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-NUM_GPUS = torch.cuda.device_count()
 PROMPT_TOKENS = 577
 NUM_PROMPTS = 4
 MAX_TOKENS = 8
@@ -47,7 +46,7 @@ EAGER = os.environ.get("COMMEXT_GPU_EAGER", "0") == "1"
 MAPPED_READS = os.environ.get("COMMEXT_GPU_MAPPED_READS", "never")
 
 pytestmark = [
-    pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 GPUs, this machine has {NUM_GPUS}"),
+    needs_gpus(2),
     pytest.mark.timeout(900),
 ]
 

@@ -8,17 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.gpu_checks import needs_gpus
 from vllm_commext.testing.gpu_ranks import run_ranks
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-
-NUM_GPUS = torch.cuda.device_count()
 SCRIPT = Path(__file__).with_name("shared_gpu_ranks.py")
 SECONDS = 120
 CHECKS = ("all_reduce", "fused", "epilogues")
 
 
-@pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 GPUs, this machine has {NUM_GPUS}")
+@needs_gpus(2)
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
 def test_ranks_that_share_gpus_agree_on_every_bit(ranks: int) -> None:

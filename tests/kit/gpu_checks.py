@@ -10,6 +10,15 @@ import pytest
 
 from vllm_commext.testing.gpu_ranks import Outcome
 
+torch = pytest.importorskip("torch", reason="torch is not installed")
+NUM_GPUS: int = torch.cuda.device_count()
+
+
+def needs_gpus(count: int) -> pytest.MarkDecorator:
+    """Skips where there are fewer."""
+    reason = f"needs {count} GPUs, this machine has {NUM_GPUS}"
+    return pytest.mark.skipif(count > NUM_GPUS, reason=reason)
+
 
 def tell(outcome: Outcome, check: str, record: Callable[[str, object], None]) -> None:
     """Pass on what the ranks found in one check: its figures, its errors, or why it was skipped."""

@@ -121,6 +121,16 @@ def run_checks(
             sys.stdout.flush()
 
 
+def checks_of(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """A script's functions ``check_NAME`` by their names, in their order."""
+    prefix = "check_"
+    return {
+        name.removeprefix(prefix): value
+        for name, value in namespace.items()
+        if name.startswith(prefix)
+    }
+
+
 def run_as_ranks(
     script: str,
     arguments: Sequence[str],

@@ -1,0 +1,31 @@
+"""What ranks on GPUs came to, of a test file that names its `SCRIPT`, the `CHECKS` that this is to
+run, its `TIMEOUT_SECONDS`, and with `SHARES_GPUS` that ranks need none of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from vllm_commext.testing.gpu_ranks import Outcome, run_ranks
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def outcomes(request: pytest.FixtureRequest) -> Outcome:
+    """Of every check, on 2 and on 4 ranks."""
+    from tests.kit.gpu_checks import NUM_GPUS
+
+    module, world = request.module, request.param
+    if world > NUM_GPUS and not getattr(module, "SHARES_GPUS", False):
+        pytest.skip(f"needs {world} GPUs, this machine has {NUM_GPUS}")
+    return run_ranks(module.SCRIPT, world, module.CHECKS, module.TIMEOUT_SECONDS)
+
+
+@pytest.fixture
+def report(
+    outcomes: Outcome, record_property: Callable[[str, object], None]
+) -> Callable[[str], None]:
+    """Passes on what the ranks found in a check."""
+    from tests.kit.gpu_checks import tell
+
+    return lambda check: tell(outcomes, check, record_property)
