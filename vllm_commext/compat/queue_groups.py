@@ -17,68 +17,6 @@ logger = logging.getLogger("vllm.commext.shm")
 LEFT = "commext: shm_queue: left to vLLM's own: %s"
 
 
-class GroupMessageQueue(MessageQueue):
-    """`MessageQueue` with what only a process of vLLM's can do.
-
-    Attributes:
-        stock: vLLM's class, which then has the queues with readers on other hosts, for which ours
-            is not proven. None: ours has all.
-    """
-
-    stock: ClassVar[Any] = None
-
-    def __new__(cls, n_reader: int = 0, n_local_reader: int = 0, *args: Any, **more: Any) -> Any:
-        """A queue of vLLM's class, whole, where the arguments ask for one that is left to it."""
-        if cls.stock is not None and n_reader > n_local_reader:
-            logger.info(LEFT, "a queue has readers on other hosts")
-            return cls.stock(n_reader, n_local_reader, *args, **more)
-        return super().__new__(cls)
-
-    @classmethod
-    def create_from_handle(cls, handle: Any, rank: int) -> Any:
-        """The reading end for `rank` of a queue of either class."""
-        if cls.stock is not None and isinstance(handle, _stock_handle()):
-            return cls.stock.create_from_handle(handle, rank)
-        return super().create_from_handle(handle, rank)
-
-    @staticmethod
-    def step_classes() -> StepClasses | None:
-        """vLLM's, where they are what the codec was made for."""
-        return vllm_steps()
-
-    arenas = TensorArena
-
-    @staticmethod
-    def own_ip() -> str:
-        """The address at which other hosts reach this one, as vLLM chooses it."""
-        from vllm.utils.network_utils import get_ip
-
-        return get_ip()
-
-    @staticmethod
-    def create_from_process_group(
-        pg: Any,
-        max_chunk_bytes: int,
-        max_chunks: int,
-        writer_rank: int = 0,
-        external_writer_handle: Handle | None = None,
-        blocking: bool = True,
-    ) -> MessageQueue:
-        """See the function of this name."""
-        return create_from_process_group(
-            pg, max_chunk_bytes, max_chunks, writer_rank, external_writer_handle, blocking
-        )
-
-    @staticmethod
-    def create_from_process_group_single_reader(
-        pg: Any, max_chunk_bytes: int, max_chunks: int, reader_rank: int = 0, blocking: bool = False
-    ) -> tuple[MessageQueue, list[Handle]]:
-        """See the function of this name."""
-        return create_from_process_group_single_reader(
-            pg, max_chunk_bytes, max_chunks, reader_rank, blocking
-        )
-
-
 def _stock_handle() -> type:
     from vllm.distributed.device_communicators.shm_broadcast import Handle
 
@@ -176,3 +114,45 @@ def _broadcast(pg: Any, obj: Any, source: int) -> Any:
     holder = [obj]
     dist.broadcast_object_list(holder, src=dist.get_process_group_ranks(pg)[source], group=pg)
     return holder[0]
+
+
+class GroupMessageQueue(MessageQueue):
+    """`MessageQueue` with what only a process of vLLM's can do.
+
+    Attributes:
+        stock: vLLM's class, which then has the queues with readers on other hosts, for which ours
+            is not proven. None: ours has all.
+    """
+
+    stock: ClassVar[Any] = None
+
+    def __new__(cls, n_reader: int = 0, n_local_reader: int = 0, *args: Any, **more: Any) -> Any:
+        """A queue of vLLM's class, whole, where the arguments ask for one that is left to it."""
+        if cls.stock is not None and n_reader > n_local_reader:
+            logger.info(LEFT, "a queue has readers on other hosts")
+            return cls.stock(n_reader, n_local_reader, *args, **more)
+        return super().__new__(cls)
+
+    @classmethod
+    def create_from_handle(cls, handle: Any, rank: int) -> Any:
+        """The reading end for `rank` of a queue of either class."""
+        if cls.stock is not None and isinstance(handle, _stock_handle()):
+            return cls.stock.create_from_handle(handle, rank)
+        return super().create_from_handle(handle, rank)
+
+    @staticmethod
+    def step_classes() -> StepClasses | None:
+        """vLLM's, where they are what the codec was made for."""
+        return vllm_steps()
+
+    arenas = TensorArena
+
+    @staticmethod
+    def own_ip() -> str:
+        """The address at which other hosts reach this one, as vLLM chooses it."""
+        from vllm.utils.network_utils import get_ip
+
+        return get_ip()
+
+    create_from_process_group = staticmethod(create_from_process_group)
+    create_from_process_group_single_reader = staticmethod(create_from_process_group_single_reader)
