@@ -1,17 +1,19 @@
 """The hand-over from prefill to decode: from the prefill server's answer to the decode server's
 first token, and what it is made of.
 
-A plain server, vLLM's NixlConnector as it comes and with `VLLM_KV_CACHE_LAYOUT=BLHNC`, ours, ours
-with all first tokens sampled by the decode server, and ours behind the proxy, without and with
-first tokens that it sends itself, and with both servers asked at once, so that chunks are read
-while the prefill runs; on GPUs also ours in the old layout, and with the prefill server's memory
-mapped.  All take turns, each while
-the others are stopped, in another order each round, and each after a short request that wakes its
-processes up.  The read's share comes from the decode server's metrics; "rest" is the
-hand-over without it: HTTP, parsing, scheduling, the last token.  Where the first token comes from
-the prefill server it does not wait for the read, and what the hand-over costs shows in the second
-one.  The same bytes in one large copy stand beside.  Without the proxy the client does what a proxy
-does, one step after the other.  "early" says how many first tokens were sent by the proxy itself.
+A plain server, the same behind the proxy, vLLM's NixlConnector as it comes and with
+`VLLM_KV_CACHE_LAYOUT=BLHNC`, ours, ours with all first tokens sampled by the decode server, and
+ours behind the proxy, without and with first tokens that it sends itself, and with both servers
+asked at once, so that chunks are read while the prefill runs; on GPUs also ours in the old layout,
+and with the prefill server's memory mapped. All take turns, each while the others are stopped, in
+another order each round, and each after a short request that wakes its processes up. The read's
+share comes from the decode server's metrics; "rest" is the hand-over without it: HTTP, parsing,
+scheduling, the last token. Where the first token comes from the prefill server it does not wait for
+the read, and what the hand-over costs shows in the second one. "CPU" is the processor time of all
+of a variant's processes for an output token, from the second token (of the request that has it
+last) on. The same bytes in one large copy stand beside. Without the proxy the client does what a
+proxy does, one step after the other. "early" says how many first tokens were sent by the proxy
+itself.
 
     python benchmarks/handover.py --out benchmarks/results/handover_cpu
     python benchmarks/handover.py --device cuda --lengths 1000 8000 32000 --out OUT
@@ -41,6 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import turn as turns
 import vllm
@@ -48,7 +51,7 @@ from handovers.requests import Answer, ask_all, begins_with_text
 from handovers.variants import (
     NAMES,
     ON_GPUS_ONLY,
-    PLAIN,
+    PLAINS,
     PROXIED,
     Setup,
     read_figures,
@@ -60,7 +63,7 @@ from vllm_commext.testing.metrics import scrape
 from vllm_commext.testing.prompts import PRINTABLE
 
 COLUMNS = (
-    *("prefill", "hand-over", "read", "post", "rest", "first token", "second token", "TPOT"),
+    *("prefill", "hand-over", "read", "post", "rest", "first token", "second token", "TPOT", "CPU"),
     *("MB", "descriptors", "GB/s", "one copy GB/s", "mapped %", "first from P %", "early %"),
 )
 WAKING_TOKENS = 64
@@ -99,19 +102,30 @@ def make_prompts(
     return prompts
 
 
+def processor_seconds(one: Variant) -> float:
+    """What all processes of a variant have used of the processors."""
+    pids = (pid for server in one.servers.values() for pid in server.pids())
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+
 def turn(
     name: str, one: Variant, prompts: Sequence[Sequence[int]], output_tokens: int
 ) -> tuple[list[Answer], dict[str, float]]:
     """A variant's answers to some prompts at a time, and its medians."""
-    decode = None if name == PLAIN else one.servers["decode"].url
-    source = None if name == PLAIN or name in PROXIED else one.servers["prefill"].url
+    decode = None if name in PLAINS else one.servers["decode"].url
+    source = None if name in PLAINS or name in PROXIED else one.servers["prefill"].url
     ask_all(source, one.url, [prompts[0][:WAKING_TOKENS]], 2)
     if decode is not None:
         time.sleep(REPORT_SECONDS)
     before = None if decode is None else scrape(decode)
-    answers = ask_all(source, one.url, prompts, output_tokens)
+    began: list[float] = []
+    answers = ask_all(
+        source, one.url, prompts, output_tokens, lambda: began.append(processor_seconds(one))
+    )
+    seconds = processor_seconds(one) - began[-1]
     each = [answer.figures() for answer in answers]
     figures = {key: statistics.median(row[key] for row in each) for key in each[0]}
+    figures["CPU"] = seconds / (len(prompts) * (output_tokens - 2)) * 1e3
     figures["early %"] = statistics.mean(row["early %"] for row in each)
     if decode is not None and before is not None:
         time.sleep(REPORT_SECONDS)

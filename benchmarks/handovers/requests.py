@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,15 +48,23 @@ class Answer:
 
 
 def ask_all(
-    prefill_url: str | None, decode_url: str, prompts: Sequence[Sequence[int]], output_tokens: int
+    prefill_url: str | None,
+    decode_url: str,
+    prompts: Sequence[Sequence[int]],
+    output_tokens: int,
+    on_second: Callable[[], None] = lambda: None,
 ) -> list[Answer]:
-    """All prompts at the same time. Raises ``RuntimeError`` for an answer that is no success."""
+    """All prompts at the same time; *on_second* is called when one has its second token. Raises
+    ``RuntimeError`` for an answer that is no success."""
 
     async def run() -> list[Answer]:
         timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             return await asyncio.gather(
-                *(_ask(session, prefill_url, decode_url, one, output_tokens) for one in prompts)
+                *(
+                    _ask(session, prefill_url, decode_url, one, output_tokens, on_second)
+                    for one in prompts
+                )
             )
 
     return asyncio.run(run())
@@ -68,6 +76,7 @@ async def _ask(
     decode_url: str,
     prompt: Sequence[int],
     output_tokens: int,
+    on_second: Callable[[], None],
 ) -> Answer:
     body: dict[str, Any] = {"model": MODEL_NAME, "prompt": prompt, "temperature": 0.0}
     begun, prefilled = time.perf_counter(), 0.0
@@ -89,7 +98,10 @@ async def _ask(
         async for line in response.content:
             if line.startswith(b"data: {"):
                 count, new = _read(decode_url, line)
-                times += [time.perf_counter() - begun] * (count - len(times))
+                had = len(times)
+                times += [time.perf_counter() - begun] * (count - had)
+                if had < 2 <= count:
+                    on_second()
                 text += new
     if len(times) != output_tokens:
         raise RuntimeError(f"{decode_url}: expected {output_tokens} tokens, got {len(times)}")

@@ -37,7 +37,11 @@ OURS_STREAMED = "ours, proxy, streamed"
 OURS_MAPPED = "ours, mapped"
 """Ours with the prefill server's memory mapped, where NIXL reads it else; behind the proxy too."""
 OURS_EARLY_MAPPED, OURS_STREAMED_MAPPED = f"{OURS_EARLY}, mapped", f"{OURS_STREAMED}, mapped"
+PLAIN_PROXY = "plain, proxy"
+"""The plain server behind the proxy, which takes it for a decode server and asks no other: what the
+proxy itself costs."""
 PROXIED: Mapping[str, Sequence[str]] = {
+    PLAIN_PROXY: ["--min-prompt-tokens", str(1 << 30)],
     OURS_PROXY: ["--stream-chunks", "never", "--no-early-first-token"],
     OURS_EARLY: ["--stream-chunks", "never"],
     OURS_STREAMED: ["--stream-chunks", "always"],
@@ -46,8 +50,10 @@ PROXIED: Mapping[str, Sequence[str]] = {
 }
 ON_GPUS_ONLY = (IN_TREE_LAYOUT, OURS_HND, OURS_MAPPED, OURS_EARLY_MAPPED, OURS_STREAMED_MAPPED)
 """vLLM's attention on CPUs takes one layout, and host memory is not mapped."""
-_ALL_OURS = (OURS_HND, OURS_SAMPLING, OURS, OURS_MAPPED, *PROXIED)
-NAMES = (PLAIN, IN_TREE, IN_TREE_LAYOUT, *_ALL_OURS)
+PLAINS = (PLAIN, PLAIN_PROXY)
+_OURS_PROXIED = (one for one in PROXIED if one != PLAIN_PROXY)
+_ALL_OURS = (OURS_HND, OURS_SAMPLING, OURS, OURS_MAPPED, *_OURS_PROXIED)
+NAMES = (PLAIN, PLAIN_PROXY, IN_TREE, IN_TREE_LAYOUT, *_ALL_OURS)
 # A proxy that was stopped in others' turns must not take that for an outage of the engines.
 _PATIENT = ("--health-timeout", "600", "--health-fall", "100", "--engine-lost", "3600")
 LAYOUTS: Mapping[str, str] = {IN_TREE_LAYOUT: "BLHNC", OURS_HND: "HND"}
@@ -103,8 +109,8 @@ def write_model(setup: Setup) -> tuple[Path, list[str]]:
 
 def _servers_of(name: str) -> str:
     """Whose servers are behind the proxy of this name; its own without a proxy."""
-    if name not in PROXIED:
-        return name
+    if name not in PROXIED or name == PLAIN_PROXY:
+        return name.removesuffix(", proxy")
     return OURS_MAPPED if name in (OURS_EARLY_MAPPED, OURS_STREAMED_MAPPED) else OURS
 
 
@@ -174,7 +180,7 @@ def started(setup: Setup, names: Sequence[str]) -> Iterator[dict[str, Variant]]:
         variants: dict[str, Variant] = {}
         for name in names:
             front: dict[str, Server] = {**made[_servers_of(name)]}
-            url = front["plain" if name == PLAIN else "decode"].url
+            url = front["plain" if name in PLAINS else "decode"].url
             if name in PROXIED:
                 front["proxy"] = proxy = stack.enter_context(_proxy(setup, name, front))
                 url = proxy.url
@@ -185,8 +191,8 @@ def started(setup: Setup, names: Sequence[str]) -> Iterator[dict[str, Variant]]:
 def _proxy(setup: Setup, name: str, servers: Mapping[str, Server]) -> Server:
     return ProxyServer(
         name.replace(", ", "-"),
-        [servers["prefill"].url],
-        [servers["decode"].url],
+        [servers["prefill"].url if name != PLAIN_PROXY else f"http://{LOOPBACK}:{free_port()}"],
+        [servers["decode" if name != PLAIN_PROXY else "plain"].url],
         setup.folder,
         args=[*_PATIENT, *PROXIED[name]],
     )
