@@ -137,8 +137,7 @@ def _server(setup: Setup, name: str, role: str, model: Path, options: Sequence[s
         extra: dict[str, Any] = {}
         if name == OURS_SAMPLING:
             extra["first_token_from_prefill"] = False
-        if name == OURS_MAPPED:
-            extra["mapped_reads"] = "auto"
+        extra["mapped_reads"] = "auto" if name == OURS_MAPPED else "never"
         if ours:
             config["kv_connector_extra_config"] = extra
     args = ["--served-model-name", cluster.MODEL_NAME, "--no-enable-prefix-caching", *options]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -14,10 +16,8 @@ from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.worker import WorkerSide
 
 
-@pytest.mark.parametrize(("wanted", "num_lines"), [(AUTO, 1), (NEVER, 0)])
-def test_a_worker_on_cpus_says_once_that_nixl_reads_and_offers_nothing(
-    log_lines: pytest.LogCaptureFixture, wanted: str, num_lines: int
-) -> None:
+@pytest.mark.parametrize("wanted", [AUTO, NEVER])
+def test_a_worker_on_cpus_offers_nothing(log_lines: pytest.LogCaptureFixture, wanted: str) -> None:
     spec = FullAttentionSpec(16, num_kv_heads=1, head_size=8, dtype=torch.float32)
     config, caches = make_caches({"layer": spec})
     settings = ConnectorConfig("127.0.0.1", 5600, mapped_reads=wanted)
@@ -29,6 +29,5 @@ def test_a_worker_on_cpus_says_once_that_nixl_reads_and_offers_nothing(
         assert wire.open_description(reply).mapped is None
     finally:
         worker.close()
-    lines = [line for line in log_lines.messages if "mapped_reads" in line]
-    assert len(lines) == num_lines
-    assert all("the KV cache is in host memory; reads go through NIXL" in line for line in lines)
+    said = [one for one in log_lines.records if one.levelno >= logging.INFO]
+    assert not [one for one in said if "mapped_reads" in one.getMessage()]

@@ -12,7 +12,7 @@ from typing import Any
 from vllm_commext.errors import ConfigError
 
 NEVER, AUTO = "never", "auto"
-DEFAULT_MAPPED_READS = NEVER
+DEFAULT_MAPPED_READS = AUTO
 """What holds where nothing is set."""
 
 
@@ -61,8 +61,8 @@ class ConnectorConfig:
             engines have; without one it is computed here.
         first_token_from_prefill: hand over the first token that was sampled after a prompt, and
             answer with one that was handed over, where that is exact; see ``first_token``.
-        mapped_reads: ``AUTO``: read the caches of prefill workers on this host, where both sides
-            set it, through a mapping of their GPU's memory; ``NEVER``: read everything by NIXL.
+        mapped_reads: ``AUTO``: read the caches of prefill workers on this host that do so, too,
+            through a mapping of their GPU's memory; ``NEVER``: read everything by NIXL.
             See ``mapped``.
         transport_probe: measure, when the first peer is reached, how fast its cache can be read,
             and say so in the log.

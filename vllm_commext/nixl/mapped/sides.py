@@ -42,7 +42,7 @@ class Mapped:
         if not self._is_wanted:
             return
         if not is_on_gpu:
-            logger.info("mapped_reads: the KV cache is in host memory; %s", OTHERWISE)
+            logger.debug("mapped_reads: the KV cache is in host memory; %s", OTHERWISE)
             return
         try:
             self.mapper = Mapper(CudaDevice(), place_of_process())
