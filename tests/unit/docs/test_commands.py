@@ -183,8 +183,11 @@ def test_scripts_are_there_and_know_their_options(command: Command) -> None:
 
 
 def sources_of(script: Path) -> list[Path]:
-    """A script, and the packages beside it."""
-    return [script, *script.parent.glob("*/*.py")]
+    """A script, the packages beside it, and what it imports of the project."""
+    names = re.findall(r"^(?:from|import) ([\w.]+)", script.read_text(), re.MULTILINE)
+    files = [name.replace(".", "/") + ".py" for name in names]
+    imported = [folder / file for folder in (script.parent, ROOT) for file in files]
+    return [script, *script.parent.glob("*/*.py"), *filter(Path.exists, imported)]
 
 
 @by_place
