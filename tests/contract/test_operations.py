@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from vllm_commext.nixl.metrics.prometheus import CommextNixlPromMetrics
 from vllm_commext.proxy.metrics import ProxyMetrics
+from vllm_commext.proxy.streams import Streams
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
@@ -37,6 +38,27 @@ class Config:
     """As much of vLLM's configuration as the metrics look at."""
 
     kv_transfer_config = Transfer()
+
+
+@pytest.mark.parametrize(
+    ("changes", "value"), [({}, 1.0), ({"stream_chunks": False}, 0.0), ({"host_copy": True}, 0.0)]
+)
+def test_the_page_says_whether_prompts_are_read_while_they_are_computed(
+    changes: dict[str, Any], value: float
+) -> None:
+    registry = CollectorRegistry()
+    types: dict[Any, Any] = {
+        kind: functools.partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)
+    }
+    config: Any = Config()
+    config.kv_transfer_config = Transfer()
+    config.kv_transfer_config.kv_connector_extra_config = changes
+    CommextNixlPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
+    streams = Streams()
+    streams.learn_page(generate_latest(registry).decode())
+    assert streams.reads == bool(value)
+    labels = {"model_name": "m", "engine": "0"}
+    assert registry.get_sample_value("vllm:commext_nixl_stream_chunks", labels) == value
 
 
 def families() -> dict[str, tuple[str, set[str]]]:

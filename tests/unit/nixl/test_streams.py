@@ -82,6 +82,20 @@ GROUPS = st.lists(
 )
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "num_rows"), [(100, 256), (1 << 17, 256), (1 << 20, 128), (10_000_000, 16)]
+)
+def test_engines_of_very_long_prompts_stream_fewer_at_a_time(
+    max_tokens: int, num_rows: int
+) -> None:
+    streaming = Streaming("", (Group(FULL, 16),), max_tokens, 32)
+    pieces = streaming.pieces_per_row
+    assert len(ProgressTable(pieces).headers) == num_rows
+    producer = StreamProducer(FenceSlots(FENCE_KEY, 1), StreamDirectory(), streaming)
+    ways = [producer.add(request(str(n), f"{n:032x}")) for n in range(num_rows + 1)]
+    assert ways == [STREAMED] * num_rows + [NO_ROOM]
+
+
 @given(GROUPS, st.integers(1, 5000))
 def test_regions_hold_every_group_and_do_not_overlap(groups: list[Group], max_tokens: int) -> None:
     regions = rows.regions_of(groups, max_tokens)
