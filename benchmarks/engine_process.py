@@ -1,5 +1,6 @@
 """An engine in a process of its own that answers questions, a line each."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,33 @@ SHOWN_CHARACTERS = 6000  # of what an engine wrote, where it does not answer
 def say(mark: str, what: object) -> None:
     """In the engine: a line that `EngineProcess` looks for."""
     print(f"\n{mark}{json.dumps(what)}", flush=True)
+
+
+def run_program(
+    parser: argparse.ArgumentParser,
+    serve: Callable[[argparse.Namespace], None],
+    compare: Callable[[argparse.Namespace], int],
+) -> int:
+    """A benchmark's ``main``: one engine that answers where it is told of a model, else what starts
+    and compares several.
+
+    Args:
+        parser: gets ``--tp``, ``--out``, ``--commit``, ``--cpu`` and ``--model``.
+        serve: answers the lines of its input.
+        compare: returns the exit status.
+    """
+    parser.add_argument("--tp", type=int, default=2, help="number of GPUs")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--commit", default="", help="what the report is to name")
+    parser.add_argument("--cpu", action="store_true", help="a small model on CPUs")
+    parser.add_argument("--model", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.model:
+        serve(args)
+        return 0
+    code = compare(args)
+    sys.stdout.flush()
+    os._exit(code)
 
 
 class EngineProcess:

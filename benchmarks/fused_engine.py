@@ -20,7 +20,6 @@ model. Writes host_engine_tp2.md and .json.
 import argparse
 import contextlib
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -33,7 +32,7 @@ import engine_profile
 import pages
 import turn
 from dense_engine import BATCHES, ENVIRON, FIRST, PROFILE, SMALL, TOKENS, DenseEngine, write_model
-from engine_process import ANSWER, READY, EngineProcess, say
+from engine_process import ANSWER, READY, EngineProcess, run_program, say
 
 VLLM, AGAIN, OURS, AUTO, HOST = "vllm", "vllm again", "ours", "ours, auto", "host"
 TOGGLE = "VLLM_COMMEXT_ALLREDUCE"
@@ -302,6 +301,8 @@ def check_served(made: Mapping[str, EngineProcess], ready: Mapping[str, Any]) ->
 def compare(args: argparse.Namespace) -> int:
     """Rounds until there are enough or the time is over; at least one, or it has failed."""
     end = time.monotonic() + args.seconds
+    args.engines = args.engines or list(setup_of(args).engines)
+    args.chunk = args.chunk or setup_of(args).chunk
     rounds: Rounds = []
     with engines(args) as made, contextlib.ExitStack() as stack:
         ready = {
@@ -339,7 +340,6 @@ def compare(args: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tp", type=int, default=2, help="number of GPUs")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
@@ -355,19 +355,7 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="time kernels, before the rounds")
     parser.add_argument("--seconds", type=float, default=560.0, help="bound for the whole run")
     parser.add_argument("--start-seconds", type=float, default=420.0, help="for the engines' start")
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    parser.add_argument("--commit", default="", help="what the report is to name")
-    parser.add_argument("--cpu", action="store_true", help="a small model on CPUs, to try this out")
-    parser.add_argument("--model", default="", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    args.engines = args.engines or list(setup_of(args).engines)
-    args.chunk = args.chunk or setup_of(args).chunk
-    if args.model:
-        serve(args)
-        return 0
-    code = compare(args)
-    sys.stdout.flush()
-    os._exit(code)
+    return run_program(parser, serve, compare)
 
 
 if __name__ == "__main__":

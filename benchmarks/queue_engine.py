@@ -22,13 +22,13 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import engine_process
+import pages
 import turn
-from engine_process import ANSWER, READY, EngineProcess, say
+from engine_process import ANSWER, READY, EngineProcess, run_program, say
 from serving import models
 
 from vllm_commext.testing import gpu_ranks
@@ -260,23 +260,22 @@ def equal_answers(rounds: Rounds) -> str:
     return f"{sum(len(set(same)) == 1 for same in answers)} of {len(answers)}"
 
 
-def markdown(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+def markdown(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The report as a page."""
-    lines = ["# An engine with vLLM's message queue and with ours", ""]
-    lines += [f"- {key}: {value}" for key, value in facts.items()]
+    lines = pages.head("An engine with vLLM's message queue and with ours", facts)
     names = [VLLM, OURS, OTHER] if OTHER in rows[0] else [VLLM, OURS]
     others = [name for name in names if name != OURS]
-    lines += ["", "Medians of the rounds; better by: another's / ours, median of the rounds' own"]
+    lines += ["Medians of the rounds; better by: another's / ours, median of the rounds' own"]
     lines += ["ratios (smallest to largest); above 1 is in our favour.", ""]
     heads = [TITLES[name] for name in names]
     heads += [f"better by, against {TITLES[name]}" for name in others]
-    lines += ["| requests | figure | " + " | ".join(heads) + " |", "|" + "---|" * (2 + len(heads))]
+    found = []
     for row in rows:
         cells = [f"{row[name]:.3f}" for name in names]
         ratios = [row["better by"][name] for name in others]
         cells += [f"{middle:.3f} ({least:.3f} to {most:.3f})" for middle, least, most in ratios]
-        lines.append(f"| {row['requests']} | {row['figure']} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, ""])
+        found.append([str(row["requests"]), row["figure"], *cells])
+    return lines + pages.table(["requests", "figure", *heads], found)
 
 
 def write(args: argparse.Namespace, rounds: Rounds, queues: Mapping[str, Any]) -> None:
@@ -286,7 +285,7 @@ def write(args: argparse.Namespace, rounds: Rounds, queues: Mapping[str, Any]) -
 
     rows = rows_of(rounds)
     facts = {
-        "date": datetime.now(timezone.utc).date().isoformat(),
+        "date": pages.today(),
         "command": " ".join(["python", "benchmarks/queue_engine.py", *sys.argv[1:]]),
         "commit": args.commit,
         "device": f"{args.tp} workers, {os.cpu_count()} processors, "
@@ -297,8 +296,6 @@ def write(args: argparse.Namespace, rounds: Rounds, queues: Mapping[str, Any]) -
         "queue of each worker": json.dumps(queues),
         "equal answers": equal_answers(rounds),
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    name = f"queue_engine_tp{args.tp}"
     each = [
         {
             engine: {
@@ -309,9 +306,8 @@ def write(args: argparse.Namespace, rounds: Rounds, queues: Mapping[str, Any]) -
         }
         for of in rounds
     ]
-    text = json.dumps({"facts": facts, "rows": rows, "rounds": each}, indent=1)
-    (args.out / f"{name}.json").write_text(text + "\n")
-    (args.out / f"{name}.md").write_text(markdown(facts, rows))
+    found = {"facts": facts, "rows": rows, "rounds": each}
+    pages.write(args.out, f"queue_engine_tp{args.tp}", found, markdown(facts, rows))
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -336,24 +332,13 @@ def compare(args: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tp", type=int, default=2, help="number of GPUs")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", type=int, default=256, help="tokens of an answer")
     parser.add_argument("--seconds", type=float, default=300.0, help="bound for the whole run")
     parser.add_argument("--measure-seconds", type=float, default=100.0, help="of these, for rounds")
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    parser.add_argument("--commit", default="", help="what the report is to name")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64], help="at a time")
     parser.add_argument("--other", type=Path, help="another checkout, whose queue is a third")
-    parser.add_argument("--cpu", action="store_true", help="a tiny model on CPUs")
-    parser.add_argument("--model", default="", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.model:
-        serve(args)
-        return 0
-    code = compare(args)
-    sys.stdout.flush()
-    os._exit(code)
+    return run_program(parser, serve, compare)
 
 
 if __name__ == "__main__":
