@@ -1,7 +1,5 @@
 """What a benchmark ran on, for its page."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

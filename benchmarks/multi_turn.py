@@ -13,8 +13,6 @@ tokens: two prompts and two answers.  All answers must be equal, or the run fail
     python benchmarks/multi_turn.py --histories 500 2000 4000 --rounds 9 --out OUT
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

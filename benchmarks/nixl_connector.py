@@ -17,8 +17,6 @@ the parts:
     latency  one request through a prefill and a decode server
 """
 
-from __future__ import annotations
-
 import sys
 
 from kv_connector.command import run

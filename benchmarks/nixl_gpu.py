@@ -3,8 +3,6 @@
 The peer's memory belongs to another process, as that of a prefill engine does.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from multiprocessing.connection import Connection

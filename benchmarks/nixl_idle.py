@@ -14,8 +14,6 @@ of an engine of ours that only holds.
     python benchmarks/nixl_idle.py --rounds 3 --seconds 10 --releases 100
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

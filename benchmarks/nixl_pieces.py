@@ -11,8 +11,6 @@ target's at twice the distance.  Medians of several reads from another process; 
 of the same bytes, their median too.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import json

@@ -8,8 +8,6 @@ FOLDER`` name unzipped wheels and environments instead. Exit status: 0; 1 where 
 which is then said line by line; 2 where a version could not be had.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -7,8 +7,6 @@ First, the tests must pass without any. Prints one table; ends with 1 where a de
 noticed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

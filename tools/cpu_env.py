@@ -13,8 +13,6 @@ Two stamps in the environment hold digests of what it was made from, without thi
 it; what is up to date is left alone. Count ``RECIPE`` up with every change of what is installed.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

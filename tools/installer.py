@@ -1,8 +1,6 @@
 """Packages into a virtual environment by uv, which downloads side by side and resolves in seconds,
 with the registries that pip is configured for; by pip where uv cannot."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -8,8 +8,6 @@ CUDA and vLLM: importing, the doctor, a round trip through the native queue, and
 Python that is not here is skipped, and the table says so. Exit status: 0, or 1 for any problem.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import shutil

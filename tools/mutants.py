@@ -10,8 +10,6 @@ does stands in the table with the reason. The exit status is 1 where the tests o
 than they must.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

@@ -1,7 +1,5 @@
 """What ``mutants.py`` changes and in which files, which tests must notice, and what none can."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import dataclass
 

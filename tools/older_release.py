@@ -5,8 +5,6 @@ before this one by PYTHONPATH: for the test that lets both talk to each other.
     python tools/older_release.py .venv .older-0.2.0 --commit 2f151d8
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import subprocess

@@ -5,8 +5,6 @@ python tools/readme_figures.py             # write both
 python tools/readme_figures.py --check     # exit 1 where either differs; write nothing
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

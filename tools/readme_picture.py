@@ -1,8 +1,6 @@
 """The README's picture: first token and time per output token beside vLLM, as SVG made from a
 result file of `benchmarks/handover.py`.  Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape

@@ -1,8 +1,6 @@
 """The rows of the README's table of measurements, each computed from a result file.  Pure: a row is
 a function of what the file holds."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ from it.  ``vllm-commext drain`` makes the file and waits; Kubernetes calls that
 container.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -3,8 +3,6 @@
 Our order of the block pairs ascends in the prefill engine's blocks, vLLM's is that of the request.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path

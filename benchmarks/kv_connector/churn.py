@@ -7,8 +7,6 @@ requests grow by one block a step, until each has its answer, and its blocks are
 the last one first.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The command line: which parts run, at which sizes, and what they have to reach."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """How many descriptors NIXL moves for a read: its own count, after it has joined neighbours."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

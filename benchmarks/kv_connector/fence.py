@@ -6,8 +6,6 @@ Beside that, the fence's own calls are timed without a thread: describe it, post
 arrived, take it, give it back.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """vLLM's own NIXL worker, built without a model: the class that the installed version runs."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -5,8 +5,6 @@ The pairs of servers are started in turn.  Both use our message queue: with vLLM
 that spin share two cores here, and requests wait for tens of seconds.  Each prompt is new.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

@@ -1,7 +1,5 @@
 """The prefill side of a read, in a process of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import uuid
 from collections.abc import Callable, Iterator, Sequence

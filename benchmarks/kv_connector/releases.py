@@ -1,8 +1,6 @@
 """How long a release takes from a reader's NIXL agent to the prefill engine's scheduler, while that
 engine holds blocks and does nothing else."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Mapping

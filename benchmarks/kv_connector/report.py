@@ -1,7 +1,5 @@
 """Samples as a table with targets and verdicts, and as JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex

@@ -1,7 +1,5 @@
 """Figures, and the processes in which they are taken."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import multiprocessing

@@ -7,8 +7,6 @@ does, and where local blocks are listed, ``register_local_xfer_handler`` or the 
 ranks with its lists.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path

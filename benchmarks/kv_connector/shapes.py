@@ -1,7 +1,5 @@
 """The caches that both connectors serve, as vLLM describes them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -6,8 +6,6 @@ ended, as at a step's end.  The longest time between two looks is what counts; w
 run, the time that the thread waited for a core is taken off in a second figure.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

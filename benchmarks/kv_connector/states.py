@@ -4,8 +4,6 @@ Three Mamba2 layers and one of attention share one allocation, as vLLM lays them
 each layer is a group of its own, and each state is a block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

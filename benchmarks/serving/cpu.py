@@ -1,7 +1,5 @@
 """CPU time of the processes of servers, by what they are."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What one round of one variant gives, as figures; and their comparison. Pure."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

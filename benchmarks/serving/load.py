@@ -1,7 +1,5 @@
 """A number of streamed requests at once, each with its times."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

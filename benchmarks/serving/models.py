@@ -1,8 +1,6 @@
 """Models that are made on the spot: the tiny ones of the tests, and two for GPUs with layers as
 large as real ones, whose weights vLLM draws by itself."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

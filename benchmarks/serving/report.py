@@ -1,7 +1,5 @@
 """Figures as a table, and as JSON."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

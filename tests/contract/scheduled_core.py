@@ -6,8 +6,6 @@ has sampled itself, and for how many positions there is a KV cache.  It refuses 
 position that nobody computed or loaded.
 """
 
-from __future__ import annotations
-
 import queue
 import time
 import zlib

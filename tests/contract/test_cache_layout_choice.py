@@ -1,8 +1,6 @@
 """Which KV cache layout vLLM takes for an engine with the connector: vLLM's own code chooses, from
 what the connector asks for and what its real attention backends say that they take."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import SimpleNamespace

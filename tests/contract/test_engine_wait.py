@@ -1,7 +1,5 @@
 """When an engine with nothing to compute steps and when it sleeps: vLLM's own step, counted."""
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

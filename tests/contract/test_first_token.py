@@ -1,8 +1,6 @@
 """A prefill engine's first token in vLLM's own scheduler: the answers are those of one engine,
 and each token, position and block is accounted for."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from itertools import count

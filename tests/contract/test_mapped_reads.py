@@ -1,7 +1,5 @@
 """A worker on vLLM's own caches that is to map others' memory and has none that can be mapped."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

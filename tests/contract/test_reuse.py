@@ -3,8 +3,6 @@
 Blocks are told apart by what they hold: every step says which tokens it puts into which blocks.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,6 @@
 """The prefill engine's first token for a prompt that is read while it is computed, in vLLM's own
 scheduler: it is the answer's first one where it is there when the prompt is."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@ Rows, cursor and plan are the product's; in NIXL's place a copy between the two 
 made whenever the row tells of something new, or some steps later.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace

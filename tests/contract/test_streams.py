@@ -1,8 +1,6 @@
 """Chunk streaming in vLLM's own scheduler: what a prefill engine tells of a prompt step by step,
 and how a decode engine waits for one, without any blocks, until it has begun."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable, Iterator

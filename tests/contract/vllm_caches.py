@@ -1,8 +1,6 @@
 """KV caches as the installed vLLM lays them out, on CPUs and without a model: vLLM's own code makes
 the groups, the memory, the attention views and the views of states."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests whose first token may come from the prefill engine, and what a client is told."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ it, and sends the worker notifications that are none.
     python foreign_agent.py ours|vllm HOST PORT ENGINE_ID
 """
 
-from __future__ import annotations
-
 import sys
 import time
 

@@ -1,7 +1,5 @@
 """The connector together with vLLM's other features, between real servers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

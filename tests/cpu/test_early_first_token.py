@@ -2,8 +2,6 @@
 client is told is, to the byte but for times, what it is told without that, and what a plain server
 tells it.  So it is where the decode server reads a prompt while it is computed."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,8 +1,6 @@
 """Twenty scale and role events of four `kv_both` engines under load: engines are drained and ended,
 new ones come in their places, roles change, and every request is answered right."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable, Iterator

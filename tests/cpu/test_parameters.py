@@ -6,8 +6,6 @@ A plain server without this package is the reference.  The decode server recompu
 load, so that every answer can be compared: one that came from another prompt's KV would differ.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import socket

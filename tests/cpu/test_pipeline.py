@@ -6,8 +6,6 @@ prompt has without its last one answers by itself what it must answer after a tr
 server of one worker is among them, and all of their own answers are its own but for rounding.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence

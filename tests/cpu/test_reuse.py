@@ -1,8 +1,6 @@
 """Conversations through a proxy that names to P which decode server may have their blocks: answers
 are those of a plain server, and P computes what is new and at most a block."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -7,8 +7,6 @@ COMMEXT_TEST_OTHER_PYTHON is the interpreter that has the other vLLM, COMMEXT_TE
 that the earlier release is installed in; `make rolling` sets both.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

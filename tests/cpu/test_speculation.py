@@ -1,8 +1,6 @@
 """Speculative decoding on either side: the answers are those of the decode engine alone, and as
 many guesses are right."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ The oracle is what the decode engine answers by itself, with chunks of the same 
 different sizes answers may differ as much as the sizes' own answers do.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack

@@ -8,8 +8,6 @@ are started so, and what one answers by itself, without any transfer, is what it
 one: to the bit between equal sizes, and within what the sizes' own answers differ otherwise.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Real servers of a model with sliding windows, at the lengths where the first token that the
 prompt's last one attends to is the last of its block, and around them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

@@ -1,8 +1,6 @@
 """What ranks on GPUs came to, of a test file that names its `SCRIPT`, the `CHECKS` that this is to
 run, its `TIMEOUT_SECONDS`, and with `SHARES_GPUS` that ranks need none of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -6,8 +6,6 @@ Prefill workers are processes of their own on the first GPU, the reader is on th
 may be the same.  It prints a line of JSON a check: its name, the seconds it took, figures, errors.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

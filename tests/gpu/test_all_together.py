@@ -10,8 +10,6 @@ then the answers are equal, to the bit.  Beside it stands a server without anyth
 kernels round otherwise: its first tokens are the same as often as its own are under load.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

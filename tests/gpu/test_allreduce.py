@@ -1,7 +1,5 @@
 """The all-reduce on 2 and on 4 GPUs: a process a rank runs every check, a test reports each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

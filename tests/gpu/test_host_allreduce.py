@@ -1,7 +1,5 @@
 """The all-reduce through host memory on GPUs, which ranks share where there are too few."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

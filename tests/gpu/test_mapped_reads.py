@@ -1,8 +1,6 @@
 """Reads through mappings of other processes' GPU memory: every byte, and what happens when they
 cannot be made or a prefill worker dies."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

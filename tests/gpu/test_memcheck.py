@@ -1,8 +1,6 @@
 """compute-sanitizer over our kernels: no access outside what was allocated, no two threads of a
 block at the same shared word without a barrier between them, no barrier that some threads miss."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

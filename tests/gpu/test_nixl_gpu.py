@@ -8,8 +8,6 @@ tensor-parallel sizes the answers are equal to the bit; between different ones t
 much as those sizes' own answers do.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence

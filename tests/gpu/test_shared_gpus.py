@@ -1,7 +1,5 @@
 """The kernels with more ranks than GPUs: their sums and norms at 2, 3, 4, 5 and 8 ranks."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Pairs of real servers with further arguments, and the comparison that proves a composition: each
 answer after a load is the one that the decode engine gives by itself, to 1e-4 nats."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

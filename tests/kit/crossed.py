@@ -1,7 +1,5 @@
 """Pairs of what a test is to be tried with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

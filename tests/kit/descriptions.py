@@ -1,7 +1,5 @@
 """What a worker that a test makes up says of itself on a side channel."""
 
-from __future__ import annotations
-
 from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
 from vllm_commext.nixl.wire import messages as wire
 

@@ -10,8 +10,6 @@ Whoever asks is told the process id, and the exit status when it ends. The fork 
 process whose id is OWNER_PID.
 """
 
-from __future__ import annotations
-
 import array
 import atexit
 import fcntl

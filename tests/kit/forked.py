@@ -1,7 +1,5 @@
 """vLLM servers forked from a process that has imported vLLM (see ``fork_server.py``)."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

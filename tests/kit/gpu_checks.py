@@ -1,7 +1,5 @@
 """What the tests of checks that ranks run on GPUs have in common."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 What takes longest of a compilation are the system's headers, so these are compiled once as well.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -1,8 +1,6 @@
 """Mapped reads without a GPU: the kernel's own source on this CPU, and host memory in place of
 that of GPUs."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections import Counter

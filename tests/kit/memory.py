@@ -1,7 +1,5 @@
 """What this process holds in memory, without what its allocators keep for later."""
 
-from __future__ import annotations
-
 import ctypes
 
 

@@ -1,7 +1,5 @@
 """A request whose prompt is read while it is computed, as a prefill engine's scheduler has it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

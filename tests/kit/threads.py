@@ -1,7 +1,5 @@
 """Work in threads of its own, and what came of it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Streams as vLLM 0.32 writes them, for tests of what reads them: any tokens in any events."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One column of the matrix: what the probes find in one vLLM, installed or only as text."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

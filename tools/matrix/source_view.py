@@ -4,8 +4,6 @@ For a probe's path the definition is found in the file (imports within vLLM are 
 stand-in is made with the same names, parameters, fields and abstract methods, but no behaviour.
 """
 
-from __future__ import annotations
-
 import abc
 import ast
 import dataclasses

@@ -1,7 +1,5 @@
 """Builds the sdist and the wheel from what git tracks, so that equal sources give equal bytes."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

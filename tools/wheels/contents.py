@@ -1,7 +1,5 @@
 """What must and must not be in a wheel and an sdist."""
 
-from __future__ import annotations
-
 import re
 import tarfile
 import zipfile

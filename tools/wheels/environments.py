@@ -1,7 +1,5 @@
 """Installs the artefacts in clean environments and looks at what works there."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

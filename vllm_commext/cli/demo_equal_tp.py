@@ -1,8 +1,6 @@
 """The demo with a dense model and one tensor-parallel size: answers of a plain server, then those
 of prefill and decode engines that keep their prefix caches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

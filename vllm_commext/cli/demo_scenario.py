@@ -1,7 +1,5 @@
 """What the demo's scenarios have in common: their servers, how they ask them, and how they end."""
 
-from __future__ import annotations
-
 import json
 import time
 from abc import ABC, abstractmethod

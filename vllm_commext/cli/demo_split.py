@@ -8,8 +8,6 @@ plain server of the prefill engine's size shows. Prefix caches are off: a state 
 to the tokens that two prompts share.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 

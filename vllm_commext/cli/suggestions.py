@@ -1,8 +1,6 @@
 """What the doctor offers to switch on: what is off, could run on this machine, and was measured to
 bring something on such a machine.  Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

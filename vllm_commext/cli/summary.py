@@ -1,8 +1,6 @@
 """The short form of the doctor's report: the verdict, what is amiss, a line a group, and what could
 be switched on.  Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import groupby
 

@@ -7,8 +7,6 @@ keeps such blocks a step longer; but only on consumers (``kv_role``), as those a
 producer that reuses what other engines hold loads, too.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -5,8 +5,6 @@ other order ("SD"), and it chooses one by itself on some CPUs.  The connector as
 first where it is in use and the user has not said otherwise; a server without it stays as it was.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from typing import Any

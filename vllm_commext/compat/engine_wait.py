@@ -7,8 +7,6 @@ request can be computed, it first waits for the connector's doorbell or the engi
 What the connector has to do before a step (`first_token`) is done there too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol
 

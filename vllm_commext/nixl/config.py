@@ -1,7 +1,5 @@
 """The connector's settings: what may stand in ``kv_connector_extra_config``."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

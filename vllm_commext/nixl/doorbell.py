@@ -6,8 +6,6 @@ ended and nothing more, the outcomes themselves come with vLLM's next step.  Wor
 cannot ring, and then the scheduler looks often.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

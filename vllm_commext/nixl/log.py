@@ -1,7 +1,5 @@
 """The connector's logger, and log lines that cannot flood the log."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

@@ -1,7 +1,5 @@
 """Outcomes on their way from the transfer thread to the engine's thread."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -1,8 +1,6 @@
 """An engine's pipeline stages: which layers each has, as its workers tell one another when they
 register their caches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What the scheduler side tells the worker side about single requests, and what comes back."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from vllm_commext.nixl.geometry.plan import Blocks

@@ -4,8 +4,6 @@ Handshakes, reads, polling and notifications all happen here, so that the engine
 waits for them: it submits small commands and takes outcomes, once a step.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

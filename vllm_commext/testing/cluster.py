@@ -1,7 +1,5 @@
 """A prefill and a decode server of one model on this machine, with the connector between them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress

@@ -1,8 +1,6 @@
 """Greedy completions with their logprobs, and the comparison of two of them, position by
 position."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

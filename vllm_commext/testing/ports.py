@@ -1,7 +1,5 @@
 """Free ports that no two processes of a machine choose at the same time."""
 
-from __future__ import annotations
-
 import random
 import socket
 

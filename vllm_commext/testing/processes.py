@@ -1,7 +1,5 @@
 """What processes have used, and what their threads are called."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Prompts that cover what a KV connector must get right, and how many blocks each must make it
 fetch."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 

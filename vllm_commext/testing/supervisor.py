@@ -11,8 +11,6 @@ parent otherwise, and hold ports and shared memory.
 The standard library is enough to run this file, and it imports nothing of the package.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select

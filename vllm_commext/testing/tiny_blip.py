@@ -1,7 +1,5 @@
 """A BLIP-2 of a tiny Llama that looks at images, seeded and written without any download."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

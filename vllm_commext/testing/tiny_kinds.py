@@ -5,8 +5,6 @@ rounding into other tokens; heads, groups and widths that two tensor-parallel ra
 for those that a kind has only one of on purpose; rotary positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """LoRA adapters of a tiny Llama, seeded and written without any download."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

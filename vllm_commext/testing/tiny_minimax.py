@@ -1,7 +1,5 @@
 """A tiny MiniMax-M2 with seeded weights: the shapes of its attention are the real model's."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -5,8 +5,6 @@ vLLM's ``--load-format dummy`` gives is close to uniform whatever the KV cache h
 a KV connector on such weights cannot fail.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

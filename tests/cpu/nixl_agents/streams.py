@@ -1,8 +1,6 @@
 """Prompts that are read while they are computed: the prefill engine's scheduler side, side channel
 and worker as they are, with steps that a test makes up."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """What a decode worker does when no request needs it: prefill engines that configuration names are
 connected to, and the first peer's speed is measured; neither holds up a request."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from typing import Any
 

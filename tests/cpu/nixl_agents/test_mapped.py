@@ -1,8 +1,6 @@
 """Reads through mappings between real agents: everything around them is as with NIXL's reads.  The
 kernel runs on the CPU, and mapped memory is that of the process itself at other addresses."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import Any

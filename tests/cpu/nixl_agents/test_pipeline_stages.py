@@ -1,8 +1,6 @@
 """Engines of different pipeline stages and tensor-parallel sizes, with real NIXL agents, against
 the meaning of every byte."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,8 +1,6 @@
 """Thousands of requests between real agents while each of their callbacks raises at some of its
 calls: every request ends, right or with its reason, and nothing stays held on either side."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

@@ -1,7 +1,5 @@
 """Blocks that are kept for nobody: what was read counts where its generations still stand."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Engines of different tensor-parallel sizes, with real NIXL agents, against the meaning of every
 byte."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

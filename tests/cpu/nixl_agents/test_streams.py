@@ -1,8 +1,6 @@
 """Prompts that are read while they are computed, between real agents: every chunk, and faults at
 each."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Strategies of hypothesis: any two engines of any model that they can serve."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Pairs of engines and the requests that go from one to the other."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

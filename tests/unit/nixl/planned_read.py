@@ -1,7 +1,5 @@
 """Reads as the planner says, on tags in numpy arrays, and what there is to say against them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

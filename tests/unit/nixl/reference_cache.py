@@ -4,8 +4,6 @@ Sizes are in bytes.  Offsets count from the start of a rank's memory; all ranks 
 things alike, only the units that they hold differ.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

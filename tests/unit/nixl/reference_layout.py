@@ -1,7 +1,5 @@
 """The description of a reference cache, as a worker would send it to its peers."""
 
-from __future__ import annotations
-
 from tests.unit.nixl.reference_cache import Attention, Cache, Region, State
 from vllm_commext.nixl.geometry.layout import (
     TOKENS,

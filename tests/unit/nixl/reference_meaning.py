@@ -9,8 +9,6 @@ them for memory that is really transferred.
 Nothing here knows how a read is planned.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Reference engines whose layers are dealt out to pipeline stages."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The doorbell between workers and the engine, in this process and from another one."""
 
-from __future__ import annotations
-
 import gc
 import queue
 import subprocess

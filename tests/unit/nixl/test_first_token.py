@@ -1,8 +1,6 @@
 """When a prefill engine's first token is the decode engine's: exactly where nothing that it follows
 from can differ."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

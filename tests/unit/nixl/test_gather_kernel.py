@@ -1,7 +1,5 @@
 """The kernel that copies pieces, on a CPU: every byte, whatever the alignment."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """What of one side cannot be placed in the other, with the reason, and small lanes by hand."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import msgspec

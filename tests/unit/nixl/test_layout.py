@@ -1,7 +1,5 @@
 """Descriptions of caches: what they say of themselves, and which ones are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgspec

@@ -1,7 +1,5 @@
 """A state's parts against channels written out one by one, as vLLM's layers deal them out."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

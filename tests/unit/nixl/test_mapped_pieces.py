@@ -1,7 +1,5 @@
 """From descriptors to addresses, against descriptors that are written out one by one."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

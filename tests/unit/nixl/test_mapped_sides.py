@@ -1,7 +1,5 @@
 """What a worker has for mapped reads; on machines that have no such thing, a line that says why."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

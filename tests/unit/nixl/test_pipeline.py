@@ -1,7 +1,5 @@
 """What the workers of an engine's pipeline stages tell one another, over groups of Gloo."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta

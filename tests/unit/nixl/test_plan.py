@@ -1,7 +1,5 @@
 """Planned reads against the meaning of the bytes, for any two engines."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

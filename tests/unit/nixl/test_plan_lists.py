@@ -1,7 +1,5 @@
 """How few descriptors a plan takes, and what it refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

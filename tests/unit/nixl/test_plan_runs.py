@@ -1,7 +1,5 @@
 """A plan reads the longest runs of bytes that both sides have in common, whatever their layouts."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

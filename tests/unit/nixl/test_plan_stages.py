@@ -1,8 +1,6 @@
 """Planned reads between engines whose layers are dealt out to pipeline stages, evenly or not,
 against the meaning of the bytes: a stage's worker holds its own layers and nothing else."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import msgspec

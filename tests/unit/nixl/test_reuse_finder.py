@@ -1,7 +1,5 @@
 """Asking side channels which blocks they have: right answers, and what comes of no answer."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from typing import Any

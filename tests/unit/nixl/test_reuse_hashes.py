@@ -1,7 +1,5 @@
 """What blocks are called: equal names for equal beginnings of one tenant, and for nothing else."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given

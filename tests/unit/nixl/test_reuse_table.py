@@ -1,7 +1,5 @@
 """What is on offer, and that a block's generation changes when it no longer is."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

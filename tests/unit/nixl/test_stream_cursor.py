@@ -1,7 +1,5 @@
 """Which block ids of a row a decode engine asks for and believes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

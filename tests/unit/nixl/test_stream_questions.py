@@ -1,7 +1,5 @@
 """Questions about streams: held by a side channel until something is known, asked by a thread."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Chunk streaming without a network: rows, tables, and the prefill engine's scheduler side."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Who holds what and who reads it from whom, against what vLLM's layers do and one by one."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """What is sent ahead of a decode engine's stream, and what is left of that stream: pure."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

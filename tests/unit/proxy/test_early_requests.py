@@ -1,8 +1,6 @@
 """First tokens sent ahead of decode engines' answers: when, and what becomes of the stream if an
 engine then fails."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Which decode engines a prefill engine is told of, and what it is told."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

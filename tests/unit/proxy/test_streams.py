@@ -1,8 +1,6 @@
 """Requests that go to both engines at once: when, what each engine is told, and what becomes of the
 other one if one of them fails."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -6,8 +6,6 @@ first one finds them ready.  An engine that starts later is asked again and agai
 intervals, for some ten minutes.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from dataclasses import dataclass

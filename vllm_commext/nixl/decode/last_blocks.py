@@ -6,8 +6,6 @@ lies behind the last token by zero.  It leaves out the blocks of groups that a c
 read between engines of different sizes ends with the cell of the last token, not with its block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

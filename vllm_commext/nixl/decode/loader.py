@@ -5,8 +5,6 @@ them runs in a guard of its own: an error ends that part of that load, with its 
 other.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -12,8 +12,6 @@ Pure: whoever owns a peer brings the events and the random numbers, and acts on 
     retired      not to be used again; NIXL forgets it as soon as no read of it is under way
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum

@@ -2,8 +2,6 @@
 lost, restarted, or not needed for long.  The states and events of their lives are in
 ``peer_states``."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter, deque

@@ -3,8 +3,6 @@
 Blocks that are kept for nobody are proven by their generations in the fence's place.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Tells prefill workers that blocks which they keep are not needed any more."""
 
-from __future__ import annotations
-
 from vllm_commext.nixl.decode.peers import PeerTable
 from vllm_commext.nixl.decode.transfers import Source, Transfer, describe_source
 from vllm_commext.nixl.log import RateLimitedLog

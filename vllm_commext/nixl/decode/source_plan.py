@@ -1,7 +1,5 @@
 """Which workers of a prefill engine this decode worker has to do with, for each size of engine."""
 
-from __future__ import annotations
-
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.decode.links import LocalSide
 from vllm_commext.nixl.geometry.topology import Sources, check_even, over_stages, sources

@@ -5,8 +5,6 @@ NIXL 1.5 takes a list in the strided form, a row ``(address, length, device, str
 row ``(address, length, device)`` for each.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

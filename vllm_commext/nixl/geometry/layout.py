@@ -6,8 +6,6 @@ share bytes: where a model has attention and state-space layers, vLLM lays them 
 and hands each block to one of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import msgspec

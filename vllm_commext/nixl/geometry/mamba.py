@@ -7,8 +7,6 @@ recurrent state, which is the fourth part.  Where there are fewer groups than ra
 replicated like KV heads: every rank that shares a group holds all of it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

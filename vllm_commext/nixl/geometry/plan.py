@@ -6,8 +6,6 @@ A descriptor list holds, section after section, the cells of every lane: cell ``
 lane ``l`` has the index ``offset + l*num_cells + c*num_rows + r``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ vLLM lists a request's blocks by position; where a group no longer needs a posit
 block there, whose id is 0.  A state is kept in the block of the last token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from vllm_commext.nixl.geometry.layout import FULL, STATE, WINDOW, Group

@@ -12,8 +12,6 @@ Of engines with pipeline stages, each stage's ranks do the same with those of ev
 other engine: they read the layers that both have, and where there is none, they only say so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 

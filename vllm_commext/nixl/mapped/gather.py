@@ -4,8 +4,6 @@ Each launch is one of the handles that a ``Posting`` takes, and ``Gatherer`` doe
 NIXL's agent does with its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 from typing import Any, Protocol

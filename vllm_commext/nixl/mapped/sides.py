@@ -1,7 +1,5 @@
 """What a worker has for reads through mappings: an offer to others, and what opens theirs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

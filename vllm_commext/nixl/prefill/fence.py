@@ -12,8 +12,6 @@ have a nonce in place before the request that gets it has finished, no start rep
 nobody who has seen some can tell a further one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 import struct

@@ -1,7 +1,5 @@
 """The prefill side of a worker: blocks are kept until they are released or their lease ends."""
 
-from __future__ import annotations
-
 import time
 
 from vllm_commext.errors import ProtocolError

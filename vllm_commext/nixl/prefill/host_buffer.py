@@ -4,8 +4,6 @@ Peers read from the copy and into it.  A prefill worker copies a prompt's blocks
 the step that computes them; a decode worker copies blocks in when they have arrived.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -5,8 +5,6 @@ when all its consumers have released them or its lease has run out, whichever co
 request ends exactly once.  A reader's heartbeat begins the lease anew, up to a greatest age.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field

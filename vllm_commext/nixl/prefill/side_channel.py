@@ -8,8 +8,6 @@ there can end the thread: what is not a valid request is counted, answered with 
 forgotten.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import math

@@ -5,8 +5,6 @@ A question that is not answered in time, or not well, costs its request nothing 
 nobody has is computed.
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 import time

@@ -15,8 +15,6 @@ A worker's memory has no name in any file system: the scheduler opens it through
 worker, so nothing is left behind by a process that ends.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import secrets

@@ -8,8 +8,6 @@ vLLM's own block hashes begin with a number drawn by each process and cannot be 
 Pure.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 The engine's thread puts blocks in and takes them out; the side channel's thread looks them up.
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Whether an engine reuses blocks across engines, and why not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

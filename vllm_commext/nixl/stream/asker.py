@@ -5,8 +5,6 @@ One thread has a question open at each side channel, which is answered as soon a
 known there; it rings when there is an answer for a request.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

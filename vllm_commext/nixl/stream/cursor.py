@@ -1,8 +1,6 @@
 """How far a part has come that is read while its prompt is computed, and what its next chunk
 copies."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """What a prefill engine's side channel answers about streams: by key, where a prompt is read, and
 which token follows."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable

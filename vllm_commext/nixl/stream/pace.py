@@ -5,8 +5,6 @@ A chunk is expected after as long as the last one took, in proportion to its tok
 seconds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 FINEST_SECONDS = 1e-3

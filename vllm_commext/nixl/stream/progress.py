@@ -1,7 +1,5 @@
 """One worker's memory for chunk streaming: rows that peers read, and cells to read theirs into."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A step's kernels are only launched when vLLM says that the step is done; an even
 behind them tells of their end.  On a CPU the launch is the end.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ here is only decided which comes next, and what an end of one means.  Nothing th
 relied on: what was read counts when the fence, read after it, still has the nonce.
 """
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

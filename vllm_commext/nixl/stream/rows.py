@@ -16,8 +16,6 @@ and the blocks, and a bit of the mark says so.
 Pure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """In which mode a request's KV cache is handed over: by chunks or whole, and why whole."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

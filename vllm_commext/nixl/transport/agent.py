@@ -1,8 +1,6 @@
 """NIXL as the connector uses it: one agent a worker, memory registered by regions, prepared lists,
 reads."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.metadata

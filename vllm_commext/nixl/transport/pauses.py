@@ -5,8 +5,6 @@ A thread that wants the lock makes its holder give it up only after ``sys.getswi
 pieces, with a pause after each: the engine's thread then waits for one piece at most.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

@@ -5,8 +5,6 @@ so.  The bytes go to memory of their own and are thrown away.  No request waits 
 it goes on, one read at a time, while there is nothing else to do.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ UCX tells its transports nowhere but in its log, at level "info", when it first 
 keeps what it writes to a file back until a buffer is full, so it is asked to let go of it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os
