@@ -43,7 +43,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import turn as turns
 import vllm
@@ -60,6 +59,7 @@ from handovers.variants import (
 from serving.servers import Variant, alone
 
 from vllm_commext.testing.metrics import scrape
+from vllm_commext.testing.processes import cpu_seconds
 from vllm_commext.testing.prompts import PRINTABLE
 
 COLUMNS = (
@@ -104,8 +104,7 @@ def make_prompts(
 
 def processor_seconds(one: Variant) -> float:
     """What all processes of a variant have used of the processors."""
-    pids = (pid for server in one.servers.values() for pid in server.pids())
-    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+    return cpu_seconds(pid for server in one.servers.values() for pid in server.pids())
 
 
 def turn(

@@ -134,12 +134,11 @@ def _server(setup: Setup, name: str, role: str, model: Path, options: Sequence[s
             "kv_load_failure_policy": "fail",
             "kv_buffer_device": setup.device,
         }
-        extra: dict[str, Any] = {}
-        if name == OURS_SAMPLING:
-            extra["first_token_from_prefill"] = False
-        extra["mapped_reads"] = "auto" if name == OURS_MAPPED else "never"
         if ours:
-            config["kv_connector_extra_config"] = extra
+            config["kv_connector_extra_config"] = {
+                "first_token_from_prefill": name != OURS_SAMPLING,
+                "mapped_reads": "auto" if name == OURS_MAPPED else "never",
+            }
     args = ["--served-model-name", cluster.MODEL_NAME, "--no-enable-prefix-caching", *options]
     args += setup.server_args
     args += ["--max-model-len", str(setup.max_tokens), "--max-num-seqs", str(setup.concurrency)]
