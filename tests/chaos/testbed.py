@@ -14,7 +14,7 @@ import httpx
 from tests.chaos.census import Census, growth, leak, settled, take_census
 from tests.chaos.network import Link
 from tests.chaos.schedule import DECODE, PREFILL
-from tests.kit import CORRUPTING, CORRUPTING_MODULE, ROOT
+from tests.kit import CORRUPTING, CORRUPTING_MODULE, ROOT, fixed_cache
 from vllm_commext.errors import CommextError
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import Metrics, scrape
@@ -50,8 +50,7 @@ FRUGAL_HEAP = {
     "MALLOC_MMAP_THRESHOLD_": "131072",
     "MALLOC_TRIM_THRESHOLD_": "131072",
 }
-# On GPUs no profile of the memory: engines that share one would see each other's in it.
-GPU_ARGS = ("--kv-cache-memory-bytes", str(1 << 28), "--gpu-memory-utilization", "0.05")
+GPU_ARGS = fixed_cache(1 << 28)
 BLOCKS_IN_USE = "vllm:kv_cache_usage_perc"
 FAILED_LOADS = "vllm:commext_nixl_failures_total"
 MAPPED_BYTES = "vllm:commext_nixl_mapped_bytes_total"

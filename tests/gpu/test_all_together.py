@@ -23,6 +23,8 @@ from typing import Any
 
 import pytest
 
+from tests.kit import fixed_cache
+from tests.kit.gpu_checks import NUM_GPUS, needs_gpus
 from vllm_commext.testing.cluster import MODEL_NAME, disaggregated
 from vllm_commext.testing.metrics import scrape
 from vllm_commext.testing.parity import Completion, compare, complete
@@ -37,10 +39,8 @@ from vllm_commext.testing.servers import (
 from vllm_commext.testing.tiny_minimax import write_minimax
 from vllm_commext.testing.tiny_model import write_tiny_model
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-NUM_GPUS = torch.cuda.device_count()
 CONCURRENCY, OTHER_CONCURRENCY = 32, 20
 NUM_REQUESTS = 500
 MAX_TOKENS = 16
@@ -67,10 +67,7 @@ CAPABILITIES = {"nixl", "shm_queue", "allreduce", "reduce_rms"}
 BAD = re.compile(r"\bERROR\b|illegal memory|Segmentation")
 NEVER = re.compile(r"leaked shared_memory|illegal memory|Segmentation")
 
-pytestmark = [
-    pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 GPUs, this machine has {NUM_GPUS}"),
-    pytest.mark.timeout(900),
-]
+pytestmark = [needs_gpus(2), pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True)
@@ -124,8 +121,7 @@ def engine(name: str, gpus: str, model: Path, side_channel: int | None) -> VllmS
         kv_transfer_config=config,
         args=[
             *("--dtype", "bfloat16", "--max-model-len", "1024", "--no-enable-prefix-caching"),
-            # No profile of the memory: engines that share a GPU would see each other's in it.
-            *("--kv-cache-memory-bytes", str(KV_CACHE_BYTES), "--gpu-memory-utilization", "0.05"),
+            *fixed_cache(KV_CACHE_BYTES),
             *("--max-num-seqs", str(CONCURRENCY), "--max-num-batched-tokens", str(CHUNK_TOKENS)),
             *("--served-model-name", MODEL_NAME),
         ],

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.kit import fixed_cache
 from tests.kit.gpu_checks import NUM_GPUS, needs_gpus
 from vllm_commext.testing.cluster import disaggregated
 from vllm_commext.testing.metrics import scrape
@@ -79,8 +80,7 @@ def gpu_server(name: str, gpus: str, model: Path, folder: Path) -> VllmServer:
         kv_transfer_config=config,
         args=[
             *("--dtype", "bfloat16", "--max-model-len", "2048", "--no-enable-prefix-caching"),
-            # No profile of the memory: engines that share a GPU would see each other's in it.
-            *("--kv-cache-memory-bytes", str(1 << 29), "--gpu-memory-utilization", "0.05"),
+            *fixed_cache(1 << 29),
             *("--max-num-seqs", "16"),
             *("--max-num-batched-tokens", str(PROMPT_TOKENS - 1)),
             *(("--enforce-eager",) if EAGER else ()),

@@ -6,3 +6,9 @@ ROOT = Path(__file__).resolve().parents[2]
 CORRUPTING = "CorruptingNixlConnector"
 CORRUPTING_MODULE = "tests.kit.corrupting_connector"
 """Damages what a decode engine has read; the server needs ``ROOT`` as its ``PYTHONPATH``."""
+
+
+def fixed_cache(num_bytes: int) -> tuple[str, ...]:
+    """A server's options for a KV cache of that size, without a profile of the GPU's memory:
+    engines that share a GPU would see each other's in it."""
+    return ("--kv-cache-memory-bytes", str(num_bytes), "--gpu-memory-utilization", "0.05")
