@@ -2,6 +2,7 @@
 two that need nothing of their own."""
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -77,7 +78,7 @@ def arguments_type(world_size: int, counts: Sequence[str]) -> type[ctypes.Struct
     return Arguments
 
 
-class OwnKernels(Ready):
+class OwnKernels(Ready, ABC):
     """Of a backend with kernels of our own, which take rows of whole packs of any number.
 
     It serves one stream at a time. A rank that waits longer than `TIMEOUT_SECONDS` for a peer ends
@@ -92,9 +93,9 @@ class OwnKernels(Ready):
         self._world_size, self._max_packs = world_size, max_packs
         self._arguments: Any = None
 
+    @abstractmethod
     def _launch(self, dtype: str, num_packs: int) -> "tuple[Function, int]":
         """The kernel for so many packs, and blocks of its launch."""
-        raise NotImplementedError
 
     def takes(self, message: Message) -> bool:
         """Rows of whole packs of 16 bytes."""
