@@ -15,6 +15,7 @@ TP ?= 1
 P_TP ?= $(TP)
 D_TP ?= $(TP)
 KEEP ?=
+ATTACK_OUT ?= attack-report
 REQUESTS ?= 32
 SEED ?= 1
 CHAOS_REQUESTS ?= 2000
@@ -36,7 +37,7 @@ AFTER := nice -n 2
 DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
 	--requests $(REQUESTS) $(if $(filter-out 0,$(KEEP)),--keep)
 
-.PHONY: demo test servers pure checked nightly wheels unit contract cpu long chaos bench fuzz mutants lint docs env matrix mixed older rolling test-matrix stress-shm \
+.PHONY: demo test servers pure checked nightly wheels unit contract cpu long chaos attack bench fuzz mutants lint docs env matrix mixed older rolling test-matrix stress-shm \
 	qemu sanitize clean help
 
 help: ## List the targets
@@ -83,6 +84,9 @@ chaos: env ## Long chaos run with a report; SEED=1 CHAOS_REQUESTS=2000 FAULTS=11
 	COMMEXT_TEST_LONG=1 $(PYTEST) tests/chaos -m long
 	$(BIN)/python -m tests.chaos --seed $(SEED) --requests $(CHAOS_REQUESTS) \
 		--faults $(FAULTS) --out $(CHAOS_OUT)
+
+attack: env ## Attacks on the real proxy and on side channels, each judged by what others notice; ATTACK_OUT=attack-report
+	$(BIN)/python -m tests.attack --out $(ATTACK_OUT)
 
 fuzz: env ## A million side-channel frames and 100,000 notifications of garbage; SEED=1
 	$(BIN)/python -m tests.chaos.fuzz --seed $(SEED)

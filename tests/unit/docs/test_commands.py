@@ -29,6 +29,7 @@ COVERAGE: tuple[tuple[str, str], ...] = (
     (r"make (test|unit / contract / cpu)$", ".ci/run"),
     (r"make long$", f"{DEMO}::test_a_hybrid_model_with_fewer_groups_than_decode_ranks"),
     (r"make chaos / fuzz$", "tests/chaos/test_fuzz.py"),
+    (r"make attack$", "tests/unit/proxy/test_attacks.py"),
     (r"make mutants$", "tests/unit/test_mutants.py"),
     (r"make stress-shm / sanitize$", "tests/unit/shm/test_stress.py::test_in_short"),
     (r"make matrix$", "tests/contract/test_api_matrix.py::test_text_and_import_agree"),

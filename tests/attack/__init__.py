@@ -1,0 +1,1 @@
+"""Attacks on real processes, each bounded in time and count, with honest requests beside them."""

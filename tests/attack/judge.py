@@ -1,0 +1,214 @@
+"""Runs one attack and judges it: what others wait, what the victim's memory grows by, and whether
+everything is free again soon after the attacker has gone.
+
+A request's wait is judged without the time in which the machine gave the processes that serve it
+no processor (`run_delay` of ``/proc/PID/schedstat``). Both are printed, and an attack during
+which the machine has taken more than the bound is run once more.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from pathlib import Path
+from typing import Protocol
+
+from vllm_commext.errors import CommextError
+
+MAX_WAIT_SECONDS = 0.1
+MAX_GROWTH_MIB = 64.0
+FREE_SECONDS = 5.0
+SOFT_LIMIT = 1024
+QUIET_SECONDS = 3.0
+_GAP_SECONDS = 0.01
+_NUM_WARM = 30
+
+
+class Victim(Protocol):
+    """What is attacked: running processes and their honest client."""
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Processes whose memory counts."""
+        ...
+
+    @property
+    def serving(self) -> Sequence[int]:
+        """Processes that an honest request passes through, whose lack of processor time is the
+        machine's fault."""
+        ...
+
+    def honest(self) -> None:
+        """One request of somebody else. Raises if it is not served as it should be."""
+        ...
+
+    def held(self) -> Mapping[str, float]:
+        """What the victim holds for its clients now; all of it has to be as before in the end."""
+        ...
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One attack.
+
+    name, kind: for the table. victim: starts it in a folder for its logs. assault: runs in a
+    process of its own, returns when it has done its worst; it is killed after `bound_seconds`.
+    """
+
+    name: str
+    kind: str
+    victim: Callable[[Path], AbstractContextManager[Victim]]
+    assault: Callable[[Victim], None]
+    bound_seconds: float = 15.0
+
+
+@dataclass
+class Waits:
+    """What honest requests waited, in seconds, and of that without a processor."""
+
+    seconds: list[float] = field(default_factory=list[float])
+    stolen: list[float] = field(default_factory=list[float])
+    failures: list[str] = field(default_factory=list[str])
+
+    @property
+    def longest(self) -> float:
+        return max(self.seconds, default=0.0)
+
+    @property
+    def longest_own(self) -> float:
+        """The longest wait that is the victim's own."""
+        own = (wait - stolen for wait, stolen in zip(self.seconds, self.stolen, strict=True))
+        return max(own, default=0.0)
+
+    @property
+    def median(self) -> float:
+        return sorted(self.seconds)[len(self.seconds) // 2] if self.seconds else 0.0
+
+    def ask(self, victim: Victim) -> None:
+        before, began = _delays(victim), time.monotonic()
+        try:
+            victim.honest()
+        except (OSError, HTTPException, ValueError, CommextError) as error:
+            self.failures.append(f"{type(error).__name__}: {error}"[:200])
+        self.seconds.append(time.monotonic() - began)
+        self.stolen.append(_delays(victim) - before)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one attack did."""
+
+    attack: Attack
+    quiet: Waits
+    beside: Waits
+    growth_mib: float
+    free_seconds: float | None
+    left: str
+    is_repeat: bool = False
+
+    @property
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        if self.beside.failures:
+            found.append(f"{len(self.beside.failures)} failed, {self.beside.failures[0]}")
+        if self.beside.longest_own > MAX_WAIT_SECONDS:
+            found.append(f"others waited {self.beside.longest_own * 1e3:.0f} ms")
+        if self.growth_mib > MAX_GROWTH_MIB:
+            found.append(f"memory grew by {self.growth_mib:.0f} MiB")
+        if self.free_seconds is None:
+            found.append(f"not free after {FREE_SECONDS:g} s: {self.left}")
+        return found
+
+    @property
+    def was_stalled(self) -> bool:
+        """The machine, not the victim, kept a request waiting."""
+        return self.beside.longest > MAX_WAIT_SECONDS >= self.beside.longest_own
+
+
+def judge(attack: Attack, folder: Path) -> Verdict:
+    """Run *attack*, once more if the machine has stalled."""
+    verdict = _run(attack, folder / attack.name, is_repeat=False)
+    if verdict.was_stalled:
+        verdict = _run(attack, folder / f"{attack.name}-again", is_repeat=True)
+    return verdict
+
+
+@contextmanager
+def soft_limit(number: int = SOFT_LIMIT) -> Iterator[None]:
+    """What is started inside has this soft limit of descriptors, and the hard one as it is."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def _run(attack: Attack, folder: Path, *, is_repeat: bool) -> Verdict:
+    folder.mkdir(parents=True, exist_ok=True)
+    with attack.victim(folder) as victim:
+        quiet, beside = Waits(), Waits()
+        for _ in range(_NUM_WARM):
+            victim.honest()
+        end = time.monotonic() + QUIET_SECONDS
+        while time.monotonic() < end:
+            quiet.ask(victim)
+            time.sleep(_GAP_SECONDS)
+        held, memory = victim.held(), _Memory(victim.pids)
+        assault = multiprocessing.get_context("fork").Process(
+            target=attack.assault, args=(victim,), daemon=True
+        )
+        assault.start()
+        end = time.monotonic() + attack.bound_seconds
+        while assault.is_alive() and time.monotonic() < end:
+            beside.ask(victim)
+            time.sleep(_GAP_SECONDS)
+        assault.kill()
+        assault.join()
+        free_seconds, left = _until_free(victim, held)
+        return Verdict(attack, quiet, beside, memory.growth_mib(), free_seconds, left, is_repeat)
+
+
+def _until_free(victim: Victim, before: Mapping[str, float]) -> tuple[float | None, str]:
+    """Seconds until the victim holds no more than *before* and serves, and what it still holds."""
+    began = time.monotonic()
+    while True:
+        left = {name: value for name, value in victim.held().items() if value > before[name]}
+        waited = time.monotonic() - began
+        if not left:
+            victim.honest()
+            return waited, ""
+        if waited > FREE_SECONDS:
+            return None, ", ".join(f"{k} {before[k]:g} -> {v:g}" for k, v in left.items())
+        time.sleep(0.05)
+
+
+class _Memory:
+    """The most that processes have had resident since now."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = tuple(pids)
+        self._before = {pid: _status_kib(pid, "VmRSS") for pid in self._pids}
+        for pid in self._pids:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+    def growth_mib(self) -> float:
+        return sum(_status_kib(pid, "VmHWM") - self._before[pid] for pid in self._pids) / 1024
+
+
+def _status_kib(pid: int, name: str) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1])
+    raise ValueError(f"expected {name} in /proc/{pid}/status: is the process a zombie?")
+
+
+def _delays(victim: Victim) -> float:
+    """Seconds in which the main threads of whoever serves could have run, and did not."""
+    files = [Path("/proc/self/schedstat"), *(Path(f"/proc/{p}/schedstat") for p in victim.serving)]
+    return sum(int(file.read_text().split()[1]) for file in files) / 1e9

@@ -1,0 +1,90 @@
+"""The real proxy as a process, before two local engines that answer at once."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.attack.judge import soft_limit
+from tests.unit.proxy.conftest import Behaviour, EngineServer, decode_ok, hanging, prefill_ok
+from vllm_commext.testing.ports import LOOPBACK, free_port
+from vllm_commext.testing.servers import ProxyServer, Server
+
+BOUND_SECONDS = 30.0
+HONEST = json.dumps({"model": "m", "prompt": "hello", "max_tokens": 3}).encode()
+_BEHAVIOURS: dict[str, Behaviour] = {
+    "prefill": prefill_ok, "decode": decode_ok, "stuck": hanging
+}  # fmt: skip
+
+
+@dataclass
+class ProxyVictim:
+    """One proxy, and the engines before which it stands."""
+
+    proxy: ProxyServer
+    engines: Sequence[Server]
+
+    @property
+    def port(self) -> int:
+        return self.proxy.port
+
+    @property
+    def pids(self) -> Sequence[int]:
+        return self.proxy.pids()
+
+    @property
+    def serving(self) -> Sequence[int]:
+        return [*self.pids, *(pid for engine in self.engines for pid in engine.pids())]
+
+    def honest(self) -> None:
+        """A request in two steps, on a connection of its own."""
+        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=BOUND_SECONDS)
+        try:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", HONEST, headers)
+            answer = connection.getresponse()
+            content = answer.read()
+        finally:
+            connection.close()
+        if answer.status != 200 or json.loads(content)["choices"][0]["text"] != "hello":
+            raise ValueError(f"expected 200 and hello, got {answer.status} {content[:200]!r}")
+
+    def held(self) -> Mapping[str, float]:
+        """Descriptors; a few connections to engines come and go."""
+        numbers = [len(os.listdir(f"/proc/{pid}/fd")) for pid in self.pids]
+        return {"descriptors": float(max(sum(numbers) - 16, 0))}
+
+
+@contextmanager
+def proxy(folder: Path, *options: str, decode: str = "decode") -> Iterator[ProxyVictim]:
+    """A proxy with *options*, at the usual soft limit of descriptors."""
+    with ExitStack() as stack:
+        engines = [_engine(folder, name) for name in ("prefill", decode)]
+        for engine in engines:
+            stack.enter_context(engine)
+        server = ProxyServer("proxy", [engines[0].url], [engines[1].url], folder, args=options)
+        with soft_limit():
+            stack.enter_context(server)
+        yield ProxyVictim(server, engines)
+
+
+def _engine(folder: Path, behaviour: str) -> Server:
+    port = free_port()
+    command = [sys.executable, "-m", __name__, behaviour, str(port)]
+    return Server(behaviour, command, folder, port=port)
+
+
+async def _serve(behaviour: str, port: int) -> None:
+    async with EngineServer(_BEHAVIOURS[behaviour], port=port).running():
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(sys.argv[1], int(sys.argv[2])))
