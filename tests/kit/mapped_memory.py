@@ -13,7 +13,7 @@ from tests.unit.allreduce.push_emulation import compile_kernel
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu.nvrtc import Program
 from vllm_commext.nixl.mapped import gather
-from vllm_commext.nixl.mapped.gather import PLACES_BYTES, SCRATCH_BYTES, Arguments, Slab
+from vllm_commext.nixl.mapped.gather import PLACES_BYTES, SCRATCH_BYTES, Slab, make_arguments
 from vllm_commext.nixl.wire import messages as wire
 
 APART = 1 << 45
@@ -28,11 +28,13 @@ def kernel() -> ctypes.CDLL:
     loaded = compile_kernel(
         Program(gather.NAME), {**gather.macros(), "THREADS": NUM_THREADS, "DEPTH": DEPTH}
     )
-    assert loaded.args_bytes() == ctypes.sizeof(Arguments)
+    assert loaded.args_bytes() == ctypes.sizeof(make_arguments())
     return loaded
 
 
-def run_kernel(arguments: Arguments, num_blocks: int, num_workers: int = 2, seed: int = 0) -> None:
+def run_kernel(
+    arguments: ctypes.Structure, num_blocks: int, num_workers: int = 2, seed: int = 0
+) -> None:
     """One launch, to its end."""
     blocks = (ctypes.c_uint32 * 1)(num_blocks)
     kernel().run_calls(ctypes.byref(arguments), blocks, 1, num_workers, seed, 0)
@@ -61,7 +63,7 @@ class HostDevice:
         self.is_held = self.is_closed = False
         self.error = self.refusal = ""
         self.num_launches = self.num_refused = 0
-        self._waiting: dict[int, Arguments] = {}
+        self._waiting: dict[int, ctypes.Structure] = {}
 
     def enter(self) -> None:
         """Nothing is to be entered."""
@@ -69,7 +71,7 @@ class HostDevice:
     def make_slab(self) -> Slab:
         return HostSlab()
 
-    def launch(self, arguments: Arguments, slab: Slab) -> None:
+    def launch(self, arguments: ctypes.Structure, slab: Slab) -> None:
         assert slab.address == arguments.places
         assert slab.address not in self._waiting, "a slab is used twice"
         if self.num_refused:
@@ -89,7 +91,7 @@ class HostDevice:
         self.num_launches += 1
         return True
 
-    def _translate(self, arguments: Arguments, slab: Slab) -> None:
+    def _translate(self, arguments: ctypes.Structure, slab: Slab) -> None:
         """As the GPU does: from where memory is mapped to where it is."""
         num_pieces = max(
             run.first + (run.end - begin) // run.parts

@@ -1,31 +1,19 @@
 """A check, before anything relies on it, that what each rank stores reaches its peers' memory; see
 ``csrc/cuda/peer_check.cu``."""
 
-import ctypes
 from collections.abc import Callable, Sequence
 
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import ipc, launch
+from vllm_commext.gpu.arguments import arguments_type
 from vllm_commext.gpu.nvrtc import Program
 
 NAME = "peer_check"
+ARGUMENTS = f"{NAME}.cu"
 EMPTY = 0xFFFFFFFF  # a word that no peer has written
 TIMEOUT_SECONDS = 2.0  # all ranks have met right before
 ANSWER_BYTES = 4
 EXCHANGED_BYTES = 8 * 16  # a pack from each of eight ranks
-
-
-def arguments_type(world_size: int) -> type[ctypes.Structure]:
-    """``Args`` of the kernel, field by field."""
-
-    class Arguments(ctypes.Structure):
-        _fields_ = (
-            ("answer", ctypes.c_uint64),
-            ("timeout_ns", ctypes.c_uint64),
-            ("memory", ctypes.c_uint64 * world_size),
-        )
-
-    return Arguments
 
 
 def silent_peers(answer: int, rank: int, world_size: int) -> list[int]:
@@ -62,7 +50,7 @@ def check_delivery(addresses: Sequence[int], rank: int, world_size: int, agree: 
 
 
 def _look(function: launch.Function, addresses: Sequence[int], rank: int, world_size: int) -> None:
-    made = arguments_type(world_size)()
+    made = arguments_type(ARGUMENTS, WORLD_SIZE=world_size)()
     made.answer = ipc.allocate(ANSWER_BYTES)
     made.timeout_ns = int(TIMEOUT_SECONDS * 1e9)
     made.memory[:] = addresses

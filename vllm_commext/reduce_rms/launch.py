@@ -11,29 +11,6 @@ from vllm_commext.reduce_rms.build import PROGRAM
 from vllm_commext.reduce_rms.variants import Shape, Tiling
 
 
-class Arguments(ctypes.Structure):
-    """``Args`` of the kernel, field by field."""
-
-    _fields_ = (
-        ("q", ctypes.c_uint64),
-        ("k", ctypes.c_uint64),
-        ("q_weight", ctypes.c_uint64),
-        ("k_weight", ctypes.c_uint64),
-        ("q_out", ctypes.c_uint64),
-        ("k_out", ctypes.c_uint64),
-        ("workspace", ctypes.c_uint64),
-        ("states", ctypes.c_uint64),
-        ("rank", ctypes.c_uint64),
-        ("q_stride", ctypes.c_uint64),
-        ("k_stride", ctypes.c_uint64),
-        ("timeout_ns", ctypes.c_uint64),
-        ("num_tokens", ctypes.c_uint32),
-        ("q_scale", ctypes.c_float),
-        ("k_scale", ctypes.c_float),
-        ("eps", ctypes.c_float),
-    )
-
-
 @dataclass(frozen=True)
 class Kernel:
     """A loaded form of the kernel."""
@@ -41,7 +18,7 @@ class Kernel:
     function: launch.Function
     block_teams: int
 
-    def launch(self, arguments: Arguments, stream: int) -> None:
+    def launch(self, arguments: ctypes.Structure, stream: int) -> None:
         """Launch for ``arguments.num_tokens`` tokens.
 
         Raises:

@@ -10,14 +10,16 @@ whole rows, new and contiguous. `workspace` is the handle of a `LamportWorkspace
 the same number of tokens, in the same order.
 """
 
+import ctypes
 from dataclasses import replace
 
 import torch
 
 from vllm_commext.errors import ConfigError
 from vllm_commext.reduce_rms import reference
+from vllm_commext.reduce_rms.build import make_arguments
 from vllm_commext.reduce_rms.handles import GroupWorkspace, find
-from vllm_commext.reduce_rms.launch import Arguments, Kernels
+from vllm_commext.reduce_rms.launch import Kernels
 from vllm_commext.reduce_rms.variants import PACK_BYTES, Shape
 from vllm_commext.reduce_rms.workspace import LamportWorkspace
 
@@ -75,11 +77,11 @@ def _shape(workspace: LamportWorkspace, parts: Parts, weights: Parts) -> Shape:
 
 def _arguments(
     workspace: LamportWorkspace, parts: Parts, weights: Parts, outs: Parts, eps: float
-) -> Arguments:
+) -> ctypes.Structure:
     """The kernel's arguments, but for what a piece of the tokens changes."""
     ranks = workspace.world_size
     q, k = parts[0], parts[-1]
-    return Arguments(
+    return make_arguments(
         q=q.data_ptr(),
         k=k.data_ptr(),
         q_weight=weights[0].data_ptr(),
@@ -99,7 +101,7 @@ def _arguments(
     )
 
 
-def _advance(arguments: Arguments, parts: Parts, outs: Parts, num_tokens: int) -> None:
+def _advance(arguments: ctypes.Structure, parts: Parts, outs: Parts, num_tokens: int) -> None:
     """Move the arguments on by as many tokens as a piece had."""
     row_bytes = [part.stride(0) * part.element_size() for part in (parts[0], parts[-1])]
     out_bytes = [out.stride(0) * out.element_size() for out in (outs[0], outs[-1])]

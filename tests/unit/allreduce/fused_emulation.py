@@ -21,6 +21,7 @@ from vllm_commext.allreduce.fused.layout import (
     Form,
     FusedShape,
 )
+from vllm_commext.gpu.arguments import arguments_type
 from vllm_commext.gpu.nvrtc import Program
 from vllm_commext.gpu.peer_check import EMPTY
 
@@ -35,7 +36,9 @@ PREFETCHING = 2  # blocks
 def library(shape: FusedShape, form: Form, world_size: int) -> ctypes.CDLL:
     """The kernel of all ranks for this CPU."""
     loaded = compile_kernel(Program(form.kernel), form.macros(shape, world_size, rank=0))
-    assert loaded.args_bytes() == ctypes.sizeof(fused.arguments_type(world_size))
+    assert loaded.args_bytes() == ctypes.sizeof(
+        arguments_type(fused.ARGUMENTS, WORLD_SIZE=world_size)
+    )
     return loaded
 
 
@@ -101,7 +104,7 @@ class Ranks:
         self, rank: int, calls: list[Call], outputs: list[Outputs], most_blocks: int, seed: int
     ) -> None:
         for index, (call, out) in enumerate(zip(calls, outputs, strict=True)):
-            made = fused.arguments_type(self.world_size)()
+            made = arguments_type(fused.ARGUMENTS, WORLD_SIZE=self.world_size)()
             made.input, made.residual = call.parts[rank].data_ptr(), call.residual.data_ptr()
             made.weight, made.state = call.weight.data_ptr(), self.states[rank].ctypes.data
             made.residual_out, made.output = out.residual.data_ptr(), out.out.data_ptr()

@@ -11,6 +11,7 @@ from tests.unit.allreduce import push_emulation
 from tests.unit.allreduce.push_emulation import compile_kernel
 from vllm_commext.allreduce.backends import host
 from vllm_commext.allreduce.backends.host_layout import HostLayout
+from vllm_commext.gpu.arguments import arguments_type
 from vllm_commext.gpu.launch import ELEMENT_CODES
 from vllm_commext.gpu.nvrtc import Program
 
@@ -22,7 +23,9 @@ def library(layout: HostLayout, kernel: str, dtype: str) -> ctypes.CDLL:
     """The kernel of all ranks for this CPU."""
     macros = {**layout.macros(kernel, ELEMENT_CODES[dtype], rank=0), "NUM_TEAMS": 3}
     loaded = compile_kernel(Program(kernel), macros)
-    assert loaded.args_bytes() == ctypes.sizeof(host.arguments_type(layout.world_size))
+    assert loaded.args_bytes() == ctypes.sizeof(
+        arguments_type(host.ARGUMENTS, WORLD_SIZE=layout.world_size)
+    )
     return loaded
 
 
@@ -55,7 +58,7 @@ class Ranks(push_emulation.Ranks):
         most_blocks: int,
         seed: int,
     ) -> None:
-        kind = host.arguments_type(self.layout.world_size)
+        kind = arguments_type(host.ARGUMENTS, WORLD_SIZE=self.layout.world_size)
         places = {name: getattr(self.layout, name) for name in host.PLACES}
         for index, (tensor, out) in enumerate(zip(inputs, outputs, strict=True)):
             call = self._call(kind(**places), rank, tensor, out)

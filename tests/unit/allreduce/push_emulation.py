@@ -13,6 +13,7 @@ from tests.kit.threads import together
 from vllm_commext.allreduce.backends import push
 from vllm_commext.allreduce.backends.push_layout import PushLayout
 from vllm_commext.allreduce.message import PACK_BYTES
+from vllm_commext.gpu.arguments import arguments_type
 from vllm_commext.gpu.launch import ELEMENT_CODES
 from vllm_commext.gpu.nvrtc import Program
 from vllm_commext.gpu.peer_check import EMPTY
@@ -25,7 +26,9 @@ TIMEOUT_NS = 60_000_000_000
 def library(layout: PushLayout, dtype: str) -> ctypes.CDLL:
     """The kernel of all ranks for this CPU."""
     loaded = compile_kernel(push.program(layout), layout.macros(ELEMENT_CODES[dtype], rank=0))
-    assert loaded.args_bytes() == ctypes.sizeof(push.arguments_type(layout.world_size))
+    assert loaded.args_bytes() == ctypes.sizeof(
+        arguments_type(push.ARGUMENTS, WORLD_SIZE=layout.world_size)
+    )
     return loaded
 
 
@@ -95,7 +98,7 @@ class Ranks:
         most_blocks: int,
         seed: int,
     ) -> None:
-        kind = push.arguments_type(self.layout.world_size)
+        kind = arguments_type(push.ARGUMENTS, WORLD_SIZE=self.layout.world_size)
         calls = (kind * len(inputs))()
         for call, tensor, out in zip(calls, inputs, outputs, strict=True):
             self._call(call, rank, tensor, out).max_packs = self.layout.max_packs

@@ -12,9 +12,10 @@ from tests.kit.threads import together
 from tests.unit.allreduce.push_emulation import compile_kernel
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import peer_check
+from vllm_commext.gpu.arguments import arguments_type
 from vllm_commext.gpu.launch import Device
 from vllm_commext.gpu.nvrtc import Program
-from vllm_commext.gpu.peer_check import EMPTY, arguments_type, silent_peers
+from vllm_commext.gpu.peer_check import ARGUMENTS, EMPTY, silent_peers
 
 WORDS = 8 * 4  # of each memory: a pack from each rank
 PATIENT_NS, IMPATIENT_NS = 60_000_000_000, 200_000_000
@@ -30,7 +31,9 @@ class Machine:
         self.nowhere = np.full(WORDS, EMPTY, np.uint32)
         self.answers = [np.zeros(1, np.uint32) for _ in range(world_size)]
         self.kernel = compile_kernel(Program(peer_check.NAME), {"WORLD_SIZE": world_size})
-        assert self.kernel.args_bytes() == ctypes.sizeof(arguments_type(world_size))
+        assert self.kernel.args_bytes() == ctypes.sizeof(
+            arguments_type(ARGUMENTS, WORLD_SIZE=world_size)
+        )
 
     def addresses(self, rank: int) -> list[int]:
         return [
@@ -45,7 +48,7 @@ class Machine:
         """Each rank's answer."""
 
         def body(rank: int) -> None:
-            made = arguments_type(self.world_size)()
+            made = arguments_type(ARGUMENTS, WORLD_SIZE=self.world_size)()
             made.answer, made.timeout_ns = self.answers[rank].ctypes.data, timeout_ns
             made.memory[:] = self.addresses(rank)
             self.launch(made, rank)

@@ -9,8 +9,7 @@ import torch
 
 from tests.kit.host_kernels import compiled
 from vllm_commext.reduce_rms import layout, variants
-from vllm_commext.reduce_rms.build import PROGRAM
-from vllm_commext.reduce_rms.launch import Arguments
+from vllm_commext.reduce_rms.build import PROGRAM, make_arguments
 from vllm_commext.reduce_rms.layout import Failure
 from vllm_commext.reduce_rms.variants import Shape, Tiling
 
@@ -25,7 +24,7 @@ def library(shape: Shape, tiling: Tiling) -> ctypes.CDLL:
     macros = variants.macros(shape, tiling)
     path = compiled(HERE / "emulate.cpp", PROGRAM.folder, macros)
     loaded = ctypes.CDLL(str(path))
-    assert loaded.args_bytes() == ctypes.sizeof(Arguments)
+    assert loaded.args_bytes() == ctypes.sizeof(make_arguments())
     return loaded
 
 
@@ -78,7 +77,7 @@ class Call:
         self.rows, self.q_weight, self.k_weight = rows, q_weight, k_weight
         self.q = torch.full((tokens, q_size), 777.0, dtype=rows.dtype)
         self.k = torch.full((tokens, k_size), 777.0, dtype=rows.dtype)
-        self.arguments = Arguments(
+        self.arguments = make_arguments(
             q=rows.data_ptr(),
             k=rows.data_ptr() + q_size * rows.element_size(),
             q_weight=q_weight.data_ptr(),
@@ -103,7 +102,7 @@ def run(
 ) -> None:
     """Run every stream's calls in their order, the streams at the same time."""
     flat = [call.arguments for calls in streams for call in calls]
-    array = (Arguments * len(flat))(*flat)
+    array = (type(flat[0]) * len(flat))(*flat)
     library(shape, tiling).run_streams(array, len(streams), len(streams[0]), workers, seed)
 
 

@@ -21,7 +21,6 @@ from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import ipc
 from vllm_commext.gpu.launch import Device
 from vllm_commext.reduce_rms import handles, ops, variants, workspace
-from vllm_commext.reduce_rms.launch import Arguments
 from vllm_commext.reduce_rms.variants import Shape
 
 OK, NOT_PERMITTED = 0, 217
@@ -168,7 +167,7 @@ class HostKernel:
     def __init__(self, loaded: ctypes.CDLL, launches: list[int]) -> None:
         self.loaded, self.launches = loaded, launches
 
-    def launch(self, arguments: Arguments, stream: int) -> None:
+    def launch(self, arguments: ctypes.Structure, stream: int) -> None:
         del stream
         self.launches.append(arguments.num_tokens)
         self.loaded.run_streams(ctypes.byref(arguments), 1, 1, 2, 0)

@@ -1,9 +1,7 @@
 """What every backend offers to the dispatcher, what those with kernels of our own share, and the
 two that need nothing of their own."""
 
-import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_commext.allreduce import names
@@ -62,20 +60,6 @@ class Ready:
 
     def destroy(self) -> None:
         """Nothing to give back."""
-
-
-def arguments_type(world_size: int, counts: Sequence[str]) -> type[ctypes.Structure]:
-    """``Args`` of kernels of our own, field by field; `counts` has 32 bits each."""
-
-    class Arguments(ctypes.Structure):
-        _fields_ = (
-            *((name, ctypes.c_uint64) for name in ("input", "output", "state")),
-            *((name, ctypes.c_uint32) for name in counts),
-            ("timeout_ns", ctypes.c_uint64),
-            ("memory", ctypes.c_uint64 * world_size),
-        )
-
-    return Arguments
 
 
 class OwnKernels(Ready, ABC):

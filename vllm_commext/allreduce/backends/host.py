@@ -5,15 +5,14 @@ Each GPU writes its message into host memory and reads those of its peers from t
 soon as it has come. No copy engine, no host thread and no other library takes part.
 """
 
-import ctypes
 from typing import TYPE_CHECKING
 
 from vllm_commext.allreduce import names
-from vllm_commext.allreduce.backends import backend
 from vllm_commext.allreduce.backends.backend import TIMEOUT_SECONDS, OwnKernels
 from vllm_commext.allreduce.backends.host_layout import HostLayout
 from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.gpu import ipc, launch
+from vllm_commext.gpu.arguments import arguments_type
 from vllm_commext.gpu.host_memory import HostMemory
 from vllm_commext.gpu.launch import ELEMENT_CODES, Function
 from vllm_commext.gpu.nvrtc import Program
@@ -24,12 +23,8 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE_BYTES = 8 << 20  # of one launch
 STATE_BYTES = 8
+ARGUMENTS = "host_parts.h"
 PLACES = ("half_packs", "first_flag", "first_message", "first_sum")  # of the layout
-
-
-def arguments_type(world_size: int) -> type[ctypes.Structure]:
-    """``Args`` of the kernels."""
-    return backend.arguments_type(world_size, ("num_packs", *PLACES, "unused"))
 
 
 class HostBackend(OwnKernels):
@@ -64,7 +59,7 @@ class HostBackend(OwnKernels):
             raise
         self._memory.forget_files()
         places = {name: getattr(self._layout, name) for name in PLACES}
-        self._arguments = arguments_type(self._world_size)(
+        self._arguments = arguments_type(ARGUMENTS, WORLD_SIZE=self._world_size)(
             state=self._state, timeout_ns=int(TIMEOUT_SECONDS * 1e9), **places
         )
         self._arguments.memory[:] = self._memory.addresses

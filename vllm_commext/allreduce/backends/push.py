@@ -5,15 +5,14 @@ They push the message over the links and add what arrives at the same time, so t
 copy into memory that peers can read, which all other kernels that take a plain tensor make first.
 """
 
-import ctypes
 from typing import TYPE_CHECKING
 
 from vllm_commext.allreduce import names
-from vllm_commext.allreduce.backends import backend
 from vllm_commext.allreduce.backends.backend import TIMEOUT_SECONDS, OwnKernels
 from vllm_commext.allreduce.backends.push_layout import PushLayout
 from vllm_commext.allreduce.backends.push_memory import PushMemory
 from vllm_commext.gpu import launch
+from vllm_commext.gpu.arguments import arguments_type
 from vllm_commext.gpu.launch import ELEMENT_CODES, Function
 from vllm_commext.gpu.nvrtc import Program
 
@@ -24,16 +23,12 @@ if TYPE_CHECKING:
 
 BLOCKS_PER_MULTIPROCESSOR = 2
 MAX_MESSAGE_BYTES = 64 << 20
+ARGUMENTS = "push_args.h"
 
 
 def program(layout: PushLayout) -> Program:
     """The kernel's source."""
     return Program(layout.kernel)
-
-
-def arguments_type(world_size: int) -> type[ctypes.Structure]:
-    """``Args`` of the kernels."""
-    return backend.arguments_type(world_size, ("num_packs", "max_packs"))
 
 
 class PushBackend(OwnKernels):
@@ -60,7 +55,7 @@ class PushBackend(OwnKernels):
         super().__init__(lockstep.world_size, self._layout.max_packs)
         lockstep.agree(self._load)
         self.memory = PushMemory(group, self._layout, lockstep)
-        self._arguments = arguments_type(self._world_size)(
+        self._arguments = arguments_type(ARGUMENTS, WORLD_SIZE=self._world_size)(
             state=self.memory.state,
             max_packs=self._max_packs,
             timeout_ns=int(TIMEOUT_SECONDS * 1e9),

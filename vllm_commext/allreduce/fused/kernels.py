@@ -6,7 +6,6 @@ float32, and round the sum before they add the residual, as two kernels would. A
 bits whichever form serves it.
 """
 
-import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +22,7 @@ from vllm_commext.allreduce.fused.layout import (
 )
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import launch
+from vllm_commext.gpu.arguments import arguments_type
 from vllm_commext.gpu.nvrtc import Program
 
 if TYPE_CHECKING:
@@ -32,30 +32,7 @@ if TYPE_CHECKING:
     from vllm_commext.allreduce.lockstep import Lockstep
 
 TIMEOUT_SECONDS = 600.0  # as NCCL's: a rank may be compiling
-
-
-def arguments_type(world_size: int) -> type[ctypes.Structure]:
-    """``Args`` of the kernels, field by field."""
-
-    class Arguments(ctypes.Structure):
-        _fields_ = (
-            *((name, ctypes.c_uint64) for name in ("input", "residual", "weight", "residual_out")),
-            *((name, ctypes.c_uint64) for name in ("output", "scales", "state")),
-            ("num_rows", ctypes.c_uint32),
-            ("half_packs", ctypes.c_uint32),
-            ("eps", ctypes.c_float),
-            ("scale_rows", ctypes.c_uint32),
-            ("timeout_ns", ctypes.c_uint64),
-            ("row_blocks", ctypes.c_uint32),
-            ("prefetch_after", ctypes.c_uint32),
-            ("next", ctypes.c_uint64),
-            ("num_pieces", ctypes.c_uint32),
-            ("piece_bytes", ctypes.c_uint32),
-            ("piece_stride", ctypes.c_uint64),
-            ("memory", ctypes.c_uint64 * world_size),
-        )
-
-    return Arguments
+ARGUMENTS = "fused_rows.h"
 
 
 class Outputs(NamedTuple):
@@ -113,7 +90,7 @@ class FusedKernels:
         self._device = launch.current_device()
         self.prefetched, self.prefetch_after = prefetch.TOTAL_BYTES, prefetch.AFTER_CYCLES
         self._functions: dict[tuple[FusedShape, Form], launch.Function] = {}
-        made = arguments_type(lockstep.world_size)()
+        made = arguments_type(ARGUMENTS, WORLD_SIZE=lockstep.world_size)()
         made.state, made.half_packs = memory.state, memory.half_packs
         made.timeout_ns = int(TIMEOUT_SECONDS * 1e9)
         made.memory[:] = memory.addresses

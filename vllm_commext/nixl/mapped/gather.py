@@ -14,6 +14,7 @@ import numpy.typing as npt
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import ipc, launch
 from vllm_commext.gpu.allocations import PinnedMemory
+from vllm_commext.gpu.arguments import arguments_type
 from vllm_commext.gpu.nvrtc import Program
 from vllm_commext.nixl.mapped.pieces import CHUNK_BYTES, MAX_PIECES, MAX_RUNS, Batch
 from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS
@@ -31,21 +32,6 @@ NUM_SLABS = 4
 """That are there from the start: pinning memory takes a while."""
 
 
-class _Run(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_uint32) for name in ("end", "first", "parts", "bytes"))
-
-
-class Arguments(ctypes.Structure):
-    """``Args`` of the kernel, field by field."""
-
-    _fields_ = (
-        ("places", ctypes.c_uint64),
-        ("num_chunks", ctypes.c_uint32),
-        ("num_runs", ctypes.c_uint32),
-        ("runs", _Run * MAX_RUNS),
-    )
-
-
 def macros() -> dict[str, int]:
     """What the kernel is compiled for."""
     return {
@@ -54,6 +40,11 @@ def macros() -> dict[str, int]:
         "DEPTH": DEPTH,
         "MAX_RUNS": MAX_RUNS,
     }
+
+
+def make_arguments() -> ctypes.Structure:
+    """Return the kernel's ``Args``, all 0."""
+    return arguments_type(f"{NAME}.cu", MAX_RUNS=MAX_RUNS)()
 
 
 class Slab(Protocol):
@@ -78,7 +69,7 @@ class Device(Protocol):
         """New memory for a launch."""
         ...
 
-    def launch(self, arguments: Arguments, slab: Slab) -> None:
+    def launch(self, arguments: ctypes.Structure, slab: Slab) -> None:
         """Begin with a copy behind those that were begun before; raises where it cannot."""
 
     def is_done(self, slab: Slab) -> bool:
@@ -142,7 +133,7 @@ class CudaDevice:
         self._slabs.append(CudaSlab())
         return self._slabs[-1]
 
-    def launch(self, arguments: Arguments, slab: Slab) -> None:
+    def launch(self, arguments: ctypes.Structure, slab: Slab) -> None:
         """See ``Device``."""
         num_blocks = min(self._num_blocks, -(-arguments.num_chunks // WARPS))
         self._function.launch(arguments, num_blocks, self._stream)
@@ -220,7 +211,9 @@ class Gatherer:
         batch, slab = gather.batch, gather.slab
         content = batch.places.view(np.uint8).ravel()
         slab.content[: len(content)] = content
-        made = Arguments(slab.address, batch.num_chunks, len(batch.runs))
+        made = make_arguments()
+        made.places, made.num_chunks = slab.address, batch.num_chunks
+        made.num_runs = len(batch.runs)
         for number, run in enumerate(batch.runs):
             made.runs[number] = run
         gather.is_launched = True
