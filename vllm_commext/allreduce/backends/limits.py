@@ -48,8 +48,9 @@ def flashinfer_one_shot(message: Message, world_size: int, max_bytes: int) -> bo
 def flashinfer_two_shot(message: Message, world_size: int, max_bytes: int) -> bool:
     """Whether the two-shot kernel takes it with a workspace for messages of `max_bytes`.
 
-    It holds the message twice in a buffer that is sized for 16-bit elements whatever the dtype,
-    so that of two ranks a float32 message may only be half as large. Each rank needs a row.
+    It holds the message twice in a buffer that FlashInfer before 0.7.2 sizes for 16-bit elements
+    whatever the dtype, so that of two ranks a float32 message may only be half as large. Each rank
+    needs a row.
     """
     if not _flashinfer_shape(message, world_size) or message.shape[0] <= world_size:
         return False
@@ -79,10 +80,11 @@ def flashinfer_workspace(
 ) -> WorkspaceSize:
     """The largest workspace for messages up to `max_message_bytes` within `budget_bytes`.
 
-    It has three slots of `world_size` messages, and a buffer of as many 16-bit elements.
+    It has three slots of `world_size` messages, and a buffer as large as one (before FlashInfer
+    0.7.2 half as large for float32).
     """
     row_bytes = hidden * item_bytes
-    row_device_bytes = world_size * hidden * (3 * item_bytes + 2)
+    row_device_bytes = world_size * 4 * row_bytes
     max_rows = min(
         max_message_bytes // row_bytes,
         budget_bytes // row_device_bytes,
