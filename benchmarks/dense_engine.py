@@ -1,4 +1,4 @@
-"""An engine with a dense model of random weights, and how long its tokens take."""
+"""An engine with a model of random weights, and how long its tokens take."""
 
 import argparse
 import json
@@ -36,8 +36,8 @@ SMALL = {
 }
 
 
-def write_model(folder: Path, shape: Mapping[str, int], layers: int, positions: int) -> None:
-    """A configuration shaped as Llama's; vLLM makes random weights of it."""
+def write_model(folder: Path, shape: Mapping[str, Any], layers: int, positions: int) -> None:
+    """A configuration, shaped as Llama's if `shape` names no other; its weights are random."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -1,6 +1,7 @@
-"""What our all-reduce gains in an engine: a dense model, with it on or off.
+"""What our all-reduce gains in an engine, or our QK RMSNorm: a model with it on or off.
 
     python benchmarks/fused_engine.py --tp 2 --layers 16 --rounds 5 --out benchmarks/results/mine
+    python benchmarks/fused_engine.py --tp 2 --layers 12 --shape olmo3 --out benchmarks/results/mine
     python benchmarks/fused_engine.py --tp 2 --layers 32 --no-peers --out benchmarks/results/mine
 
 Three engines share the GPUs: vLLM as it comes, the same once more, and with ours on. They take
@@ -11,6 +12,9 @@ all. Writes fused_engine_tp2.md and .json after every round, with the calls of t
 the all-reduce by who served them; under CUDA graphs a call counts where it is captured. Says too
 how many greedy tokens the engines agree on, and with --profile in which kernels they differ where
 requests come one at a time.
+
+With --shape minimax or olmo3 it is the norm of Q and K that is compared, in a model like MiniMax-M2
+(of fewer experts) or Olmo-3-32B; writes norm_engine_minimax_tp2.md or norm_engine_olmo3_tp2.md.
 
 With --no-peers GPUs may not reach each other (`NCCL_P2P_DISABLE=1`, without vLLM's custom and fused
 all-reduce, which need that): two engines, NCCL alone and our all-reduce `host`, and a smaller
@@ -26,89 +30,33 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import engine_profile
 import pages
 import turn
-from dense_engine import BATCHES, ENVIRON, FIRST, PROFILE, SMALL, TOKENS, DenseEngine, write_model
+from dense_engine import BATCHES, ENVIRON, FIRST, PROFILE, TOKENS, DenseEngine, write_model
 from engine_process import ANSWER, READY, EngineProcess, run_program, say
+from engine_setups import AGAIN, HOST, MODELS, NO_PEERS, TOGGLES, VLLM, Setup, small
 
-VLLM, AGAIN, OURS, AUTO, HOST = "vllm", "vllm again", "ours", "ours, auto", "host"
-TOGGLE = "VLLM_COMMEXT_ALLREDUCE"
-TOGGLES = {
-    VLLM: {TOGGLE: "0"},
-    AGAIN: {TOGGLE: "0"},
-    OURS: {TOGGLE: "1"},
-    AUTO: {TOGGLE: "auto"},
-    HOST: {TOGGLE: "1", "VLLM_COMMEXT_ALLREDUCE_BACKEND": "host"},
-}
 OUTPUT = 128  # tokens
-
-
-class Setup(NamedTuple):
-    """What is compared, and on which model.
-
-    Attributes:
-        name: of the report.
-        title: its first fact.
-        engines: to start, if none are named; the first one is what others are compared with.
-        chunk: tokens of the long prompt.
-        shape: of the model.
-        environ: of every engine's process.
-        more: arguments of vLLM's.
-        compilation: the same, of its configuration of that name.
-    """
-
-    name: str
-    title: str
-    engines: tuple[str, ...]
-    chunk: int
-    shape: Mapping[str, int]
-    environ: Mapping[str, str] = {}
-    more: Mapping[str, Any] = {}
-    compilation: Mapping[str, Any] = {}
-
-
-# A Llama 3 of 70B but for the number of its layers.
-LARGE = {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
-MIDDLE = {
-    "hidden_size": 4096,
-    "intermediate_size": 8192,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-}
-PEERS = Setup("fused_engine", "allowed", (VLLM, AGAIN, OURS), 8192, LARGE)
-NO_PEERS = Setup(
-    "host_engine",
-    "refused (NCCL_P2P_DISABLE=1, no custom or fused all-reduce)",
-    (VLLM, HOST),
-    4096,
-    MIDDLE,
-    {"NCCL_P2P_DISABLE": "1", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"},
-    {"disable_custom_all_reduce": True},
-    {"pass_config": {"fuse_allreduce_rms": False}},
-)
 
 
 def served_by(worker: Any) -> dict[str, Any]:
     """In a worker: the calls of each backend of the all-reduce; those of the fused op, how many
-    all-reduces became one, and how many of these quantise, or know the weights that come next."""
+    all-reduces became one, and how many of these quantise, or know the weights that come next; the
+    models whose norms are ours."""
     from vllm.distributed.parallel_state import get_tp_group
 
     from vllm_commext.allreduce.fused import op as fused_op
+    from vllm_commext.compat import reduce_rms
     from vllm_commext.compat.allreduce import dispatcher_of
 
     del worker
+    norms = reduce_rms.identity()
+    found: dict[str, Any] = {"norms": json.loads(norms)} if norms else {}
     made = dispatcher_of(get_tp_group().device_communicator)
-    found: dict[str, Any] = {} if made is None else {"all-reduce": dict(made.counts()[0])}
+    found |= {} if made is None else {"all-reduce": dict(made.counts()[0])}
     groups = {name: fused_op.find_group(name) for name in fused_op.served_groups()}
     calls = {name: dict(norm.calls) for name, norm in groups.items() if norm is not None}
     if not calls:
@@ -120,8 +68,8 @@ def served_by(worker: Any) -> dict[str, Any]:
 
 
 def setup_of(args: argparse.Namespace) -> Setup:
-    setup = NO_PEERS if args.no_peers else PEERS
-    return setup._replace(shape=SMALL) if args.cpu else setup
+    setup = NO_PEERS if args.no_peers else MODELS[args.shape]
+    return small(setup) if args.cpu else setup
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -140,14 +88,16 @@ def start(name: str, args: argparse.Namespace, model: Path) -> EngineProcess:
     words += ["--output", str(args.output)]
     words += ["--quantization", args.quantization] if args.quantization else []
     words += ["--cpu"] if args.cpu else []
-    words += ["--no-peers"] if args.no_peers else []
-    environ = {**ENVIRON, **setup_of(args).environ, **TOGGLES[name]}
+    words += ["--no-peers"] if args.no_peers else ["--shape", args.shape]
+    setup = setup_of(args)
+    environ = {**ENVIRON, **setup.environ, **setup.toggles[name]}
     return EngineProcess(name, __file__, words, environ)
 
 
 def log_of(engine: EngineProcess) -> list[str]:
     """What ours says of itself."""
-    return [line for line in engine.lines if "commext: allreduce" in line][:20]
+    said = ("commext: allreduce", "commext: reduce_rms")
+    return [line for line in engine.lines if any(what in line for what in said)][:20]
 
 
 @contextlib.contextmanager
@@ -340,6 +290,7 @@ def compare(args: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=list(MODELS), default="dense", help="of the model")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
