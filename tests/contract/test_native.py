@@ -32,7 +32,7 @@ def on_riscv(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_an_untested_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.33.0")
+    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.34.0")
 
 
 def with_an_older_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
 ELSEWHERE = [
     (on_a_gpu, "proven with vLLM for CPUs, and this is for cuda"),
     (on_riscv, "proven on x86_64, aarch64, and this is riscv64"),
-    (with_an_untested_vllm, "vLLM 0.33.0 is in the window 0.28 to 0.33 but not tested"),
+    (with_an_untested_vllm, "vLLM 0.34.0 is newer than the window"),
     (with_an_older_vllm, "vLLM 0.27.0 is older than the window"),
     (without_the_extension, "the native extension is not built"),
 ]

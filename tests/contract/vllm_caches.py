@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     KVCacheConfig,
@@ -17,6 +16,11 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.worker import utils as worker_utils
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:  # before vLLM 0.33
+    from vllm.v1.core import kv_cache_utils as planning
 
 HAS_LAYOUTS = hasattr(worker_utils, "allocate_kv_cache")
 """vLLM 0.30 and newer, where views are made from a layout and not from an attention backend."""
@@ -42,8 +46,8 @@ def make_caches(
     config.cache_config.num_gpu_blocks_override = num_blocks
     if HAS_LAYOUTS:
         config.cache_config.kv_cache_layout = _LAYOUT_NAMES[order]
-    groups = kv_cache_utils.get_kv_cache_groups(config, dict(specs))
-    cache = kv_cache_utils.get_kv_cache_config_from_groups(config, groups, 1 << 40)
+    groups = planning.get_kv_cache_groups(config, dict(specs))
+    cache = planning.get_kv_cache_config_from_groups(config, groups, 1 << 40)
     sizes = [
         kernel_block_size
         if kernel_block_size and not isinstance(group.kv_cache_spec, MambaSpec)

