@@ -130,7 +130,7 @@ def test_a_hook_comes_into_a_newer_vllm_and_says_that_nobody_tested_it(offer: Of
     assert "unverified" in outcome().line()
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "0.40.0", "dev"])
+@pytest.mark.parametrize("version", ["0.34.0", "0.40.0", "dev"])
 def test_a_monkey_patch_stays_out_of_a_vllm_that_nobody_tested(offer: Offer, version: str) -> None:
     calls = offer(version=version, patches=True)
     assert calls == ["refuse"]
