@@ -164,6 +164,7 @@ class Core:
         self.post_step = lambda model_executed: None
         self.outputs: list[EngineCoreOutput] = []
         self.ways: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
         self.steps_to_first: dict[str, int] = {}
         self._num_steps = 0
         self._under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -213,6 +214,7 @@ class Core:
             _, outputs = self.output_queue.get()
             stats = getattr(outputs.scheduler_stats, "kv_connector_stats", None)
             self.ways.update(stats["first_tokens"] if stats is not None else {})
+            self.failures.update(stats["failures"] if stats is not None else {})
             for output in outputs.outputs:
                 self.steps_to_first.setdefault(output.request_id, self._num_steps)
                 self.outputs.append(output)

@@ -280,15 +280,13 @@ def test_an_engine_does_not_sleep_over_a_request_that_waits_for_its_grammar(
 @pytest.mark.parametrize(
     "begin",
     [
-        lambda channel: channel.begin([1, *PROMPT[1:]]),
-        lambda channel: channel.begin([*PROMPT, 5]),
         lambda channel: channel.begin(PROMPT, refusal="no"),
         lambda channel: channel.begin(PROMPT, row=-1),
         lambda channel: channel.begin(PROMPT, fence_slot=-1),
         lambda channel: channel.begin(PROMPT, num_tokens=0),
         lambda channel: channel.close(),
     ],
-    ids=["another prompt", "longer", "refused", "no row", "no fence", "no tokens", "gone"],
+    ids=["refused", "no row", "no fence", "no tokens", "gone"],
 )
 def test_what_a_request_is_told_in_vain_fails_it(
     make_core: MakeCore, channel: Channel, begin: Callable[[Channel], None]
@@ -301,6 +299,19 @@ def test_what_a_request_is_told_in_vain_fails_it(
     turn_until(core, lambda: has_ended(core, "d"))
     assert core.answer("d").finish_reason == FinishReason.ERROR
     turn_until(core, lambda: free(core) == before)
+
+
+@pytest.mark.parametrize("other", [[1, *PROMPT[1:]], [*PROMPT, 5]], ids=["as long", "longer"])
+def test_a_stream_of_another_prompt_is_not_read(
+    make_core: MakeCore, channel: Channel, other: list[int]
+) -> None:
+    core = make_core("kv_consumer")
+    channel.begin(other)
+    core.add(request_of("d", PROMPT, channel.params, max_tokens=3))
+    turn_until(core, lambda: has_ended(core, "d"))
+    assert core.answer("d").tokens[0] == next_token(PROMPT)
+    assert core.worker.computed["d"][: len(PROMPT)] == list(range(len(PROMPT)))
+    assert core.failures == {"request": 1}
 
 
 def test_a_request_that_waits_too_long_fails(make_core: MakeCore, channel: Channel) -> None:

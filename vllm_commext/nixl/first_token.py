@@ -40,6 +40,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm_commext.nixl.wire.params import params_of
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
@@ -177,7 +179,7 @@ def way_of(own: Sampler, handle: Handle, request: Request) -> str:
 def is_due(request: Request) -> bool:
     """Whether the answer must begin with the prefill engine's token, as a router says whose client
     has it already."""
-    params = request.kv_transfer_params
+    params = params_of(request)
     return bool(params and params.get("remote_first_token_due"))
 
 

@@ -46,7 +46,9 @@ from vllm_commext.nixl.wire.params import (
     asks_for_stream,
     is_for_decode,
     is_for_prefill,
+    params_of,
 )
+from vllm_commext.nixl.wire.prompt import OtherPromptError
 from vllm_commext.nixl.wire.seal import read_secret
 
 if TYPE_CHECKING:
@@ -218,7 +220,8 @@ class SchedulerSide:
     def note_arrival(self, request: Request) -> None:
         """A request came in: its prompt is computed for another engine, read from one, or neither;
         say so where it asks for what this engine's role does not do."""
-        params = request.kv_transfer_params
+        # vLLM looks into them after this.
+        request.kv_transfer_params = params = params_of(request)
         if is_for_prefill(params) and self._produces:
             self._recorder.stream(self._prefills.add(request))
         if self._is_to_load(request):
@@ -233,7 +236,7 @@ class SchedulerSide:
     def _welcome(self, request: Request) -> None:
         """Have the blocks kept where they are until there is room for them here, and look whether
         the first token is there."""
-        if asks_for_stream(request.kv_transfer_params):
+        if asks_for_stream(params_of(request)):
             refusal = self._refusal_of_token(request)
             self._consumer.watch(request, awaits_token=not refusal)
             if refusal:
@@ -242,6 +245,9 @@ class SchedulerSide:
         self._recorder.stream(NO_KEY)
         try:
             handle = self._handles.of(request)
+        except OtherPromptError:
+            self._note_own_first_token(request, DIFFERS)
+            return
         except ProtocolError:
             return  # the load will fail with the reason
         self._arrived[request.request_id] = time.monotonic()
@@ -306,6 +312,8 @@ class SchedulerSide:
             return 0  # a shared block is being copied for this request: compute the rest here
         try:
             num_tokens = self._handles.num_tokens(request)
+        except OtherPromptError:
+            return 0  # as routers do with the second of a request's prompts: compute it here
         except ProtocolError:
             # The load fails with the reason, so that vLLM's policy decides between error and
             # recomputation.
@@ -359,6 +367,8 @@ class SchedulerSide:
             load.remote, load.refusal = None, str(error)
             load.num_tokens = self._handles.most_tokens(request)
             self._tell_other_version(request.request_id, error)
+            if isinstance(error, OtherPromptError):
+                self._note_other_prompt(request, error)
         self._take_load(request)
         load.recomputes = request.request_id in self._answered
         self._answered.discard(request.request_id)
@@ -406,7 +416,7 @@ class SchedulerSide:
             return False, None
         if request.status in FINISHED:
             self._reuse.offer(request, block_ids[0])
-        if not (is_for_prefill(request.kv_transfer_params) and self._produces):
+        if not (is_for_prefill(params_of(request)) and self._produces):
             return False, None
         return self._prefills.finish(request, block_ids, was_cut=was_cut)
 
@@ -492,11 +502,11 @@ class SchedulerSide:
         self._recorder.lease_ended(seconds, expired=expired)
 
     def _is_to_load(self, request: Request) -> bool:
-        return self._consumes and is_for_decode(request.kv_transfer_params)
+        return self._consumes and is_for_decode(params_of(request))
 
     def _take_load(self, request: Request) -> None:
         """Each request is loaded once: mark it."""
-        params = request.kv_transfer_params
+        params = params_of(request)
         assert params is not None  # only called where the parameters ask for a remote prefill
         params["do_remote_prefill"] = False
         self._handles.forget(request.request_id)
@@ -506,6 +516,12 @@ class SchedulerSide:
         cannot be."""
         if isinstance(error, OtherProtocolError):
             self._pending.loads.append(Load(request_id, error.remote, awaited=False))
+
+    def _note_other_prompt(self, request: Request, error: OtherPromptError) -> None:
+        """A request is computed here whose parameters are those of another one."""
+        self._recorder.failure("request")
+        text = f"request {request.request_id}: KV cache not loaded, computed here: {error}"
+        self._log.warning("prompt", text)
 
     def _choose_blocks(
         self, load: Load, blocks: KVCacheBlocks, num_external_tokens: int

@@ -11,8 +11,8 @@ from vllm_commext.nixl.first_token import Sampler
 from vllm_commext.nixl.geometry.request_blocks import has_state, keeps_every_token
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.stream.consumer import StreamConsumer
-from vllm_commext.nixl.wire.params import Handle, read_params
-from vllm_commext.nixl.wire.prompt import check_prompt, digests, prompt_of
+from vllm_commext.nixl.wire.params import Handle, params_of, read_params
+from vllm_commext.nixl.wire.prompt import OtherPromptError, check_prompt, digests, prompt_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -112,7 +112,7 @@ class Handles:
         self._known.pop(request_id, None)
 
     def _read(self, request: Request) -> Handle:
-        params = request.kv_transfer_params
+        params = params_of(request)
         assert params is not None  # only called where the parameters ask for a remote prefill
         handle = read_params(params, self._secret)
         self._check(request, handle)
@@ -122,12 +122,13 @@ class Handles:
         """Refuse what is not this request's.
 
         Raises:
-            ProtocolError: it is another prompt's, or another model's.
+            OtherPromptError: it is another prompt's.
+            ProtocolError: it is another model's.
         """
         remote, num_prompt = handle.remote, request.num_prompt_tokens
         source = f"prefill engine {remote.engine_id!r} (request {remote.request_id!r} there)"
         if remote.num_tokens > num_prompt:
-            raise ProtocolError(
+            raise OtherPromptError(
                 f"kv_transfer_params are those of another prompt: {source} computed "
                 f"{remote.num_tokens} tokens, and the prompt here has {num_prompt}. Does the "
                 "router mix requests up, or do the engines tokenise differently?"

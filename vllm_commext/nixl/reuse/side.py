@@ -15,7 +15,7 @@ from vllm_commext.nixl.reuse.generations import Shared, open_shared
 from vllm_commext.nixl.reuse.offers import Names, Offers
 from vllm_commext.nixl.reuse.table import OfferTable
 from vllm_commext.nixl.reuse.ways import FREES, OFF, POOL, REFUSALS, STEPS, Reusing
-from vllm_commext.nixl.wire.params import places_for_reuse
+from vllm_commext.nixl.wire.params import params_of, places_for_reuse
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -120,7 +120,7 @@ class ReuseSide:
         if not is_able or request.skip_reading_prefix_cache:
             return
         try:
-            places = places_for_reuse(request.kv_transfer_params, self._secret)
+            places = places_for_reuse(params_of(request), self._secret)
         except ProtocolError as error:
             self._log.warning("places", f"request {request.request_id} is computed here: {error}")
             return

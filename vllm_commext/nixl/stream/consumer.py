@@ -10,7 +10,7 @@ from vllm_commext.errors import CommextError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.stream.asker import Answer, StreamAsker
 from vllm_commext.nixl.stream.ways import REFUSALS, Streaming
-from vllm_commext.nixl.wire.params import Handle, key_of, place_of_stream
+from vllm_commext.nixl.wire.params import Handle, key_of, params_of, place_of_stream
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -50,7 +50,7 @@ class StreamConsumer:
     def watch(self, request: Request, *, awaits_token: bool) -> None:
         """Ask for a request's key until ``take`` gives the answer, and then, where it *awaits* it,
         for the first token after its prompt, until ``forget``."""
-        request_id, params = request.request_id, request.kv_transfer_params or {}
+        request_id, params = request.request_id, params_of(request) or {}
         self._waiting.add(request_id)
         if self._asker is None:
             text = f"the request is to be read while it is computed, which {self._refusal}"

@@ -17,7 +17,7 @@ from vllm_commext.nixl.stream.directory import StreamDirectory
 from vllm_commext.nixl.stream.rows import num_rows_of
 from vllm_commext.nixl.stream.ways import NO_KEY, NO_ROOM, PROMPT, REPEATED_KEY, STREAMED, Streaming
 from vllm_commext.nixl.wire.messages import FoundStream
-from vllm_commext.nixl.wire.params import key_of
+from vllm_commext.nixl.wire.params import key_of, params_of
 from vllm_commext.nixl.wire.prompt import digests, prompt_of
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class StreamProducer:
     def add(self, request: Request, *, ends_well: bool = True) -> str:
         """A request has come in whose prompt another engine reads; the way it goes, one of
         ``ways.WAYS``.  Unless it *ends well* nothing of it will be handed over."""
-        key = key_of(request.kv_transfer_params)
+        key = key_of(params_of(request))
         if not key:
             return NO_KEY
         if self._streaming.refusal:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,6 +20,9 @@ from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire.messages import KEY_DIGITS, MAX_ROWS, PROTOCOL_VERSION
 from vllm_commext.nixl.wire.prompt import DIGEST_DIGITS, PARTS
 from vllm_commext.nixl.wire.seal import SECRET_VARIABLE, check_params, is_proof, prove_params
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 MAX_BLOCKS = 1 << 24
 MAX_GROUPS = 1024
@@ -40,6 +43,8 @@ OWN_FIELDS = (
     "remote_sampling",
     "remote_seal",
 )
+# ValueError: also text with lone surrogates, which JSON has.
+_NOT_CONVERTED = (msgspec.ValidationError, ValueError, TypeError, OverflowError, RecursionError)
 _NONCE = re.compile("[0-9a-f]{16}")
 _KEY = re.compile(f"[0-9a-f]{{{KEY_DIGITS}}}")
 _DIGEST = re.compile(f"[0-9a-f]{{{DIGEST_DIGITS}}}")
@@ -93,6 +98,13 @@ class _RemoteParams(msgspec.Struct, kw_only=True):
 _CANONICAL = msgspec.msgpack.Encoder(order="sorted")
 
 
+def params_of(request: Request) -> dict[str, Any] | None:
+    """What a request asks of the connector, None for nothing: what is no object asks for nothing,
+    as a client of vLLM's can put there whatever JSON has (``vllm_xargs``)."""
+    params: Any = request.kv_transfer_params
+    return params if isinstance(params, dict) else None
+
+
 def is_for_prefill(params: Mapping[str, Any] | None) -> bool:
     """Whether another engine will decode the request."""
     return bool(params and params.get("do_remote_decode"))
@@ -123,7 +135,7 @@ def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> Handl
         )
     try:
         remote = msgspec.convert(dict(params), _RemoteParams, strict=False)
-    except (msgspec.ValidationError, ValueError, TypeError) as error:
+    except _NOT_CONVERTED as error:
         raise ProtocolError(
             f"kv_transfer_params are not those of a finished prefill ({error}): send what the "
             "prefill engine returned, unchanged"
@@ -169,6 +181,18 @@ def place_of_stream(params: Mapping[str, Any], secret: bytes | None = None) -> t
     return host, port
 
 
+def _canonical(value: Any) -> bytes:
+    """The bytes that a seal proves.
+
+    Raises:
+        ProtocolError: the value has none, so that no engine has sealed it.
+    """
+    try:
+        return _CANONICAL.encode(value)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise ProtocolError(f"kv_transfer_params were altered: {error}") from error
+
+
 class _Place(msgspec.Struct, forbid_unknown_fields=True):
     host: str
     port: int
@@ -188,7 +212,7 @@ def write_place(host: str, port: int, secret: bytes | None = None) -> dict[str, 
 
 def _prove_place(secret: bytes | None, host: str, port: int) -> str:
     """What proves that an engine's side channel is there; empty without a secret."""
-    return "" if secret is None else prove_params(secret, _CANONICAL.encode(_Place(host, port)))
+    return "" if secret is None else prove_params(secret, _canonical(_Place(host, port)))
 
 
 def _check_place(secret: bytes | None, host: str, port: int, proof: Any, name: str) -> None:
@@ -216,7 +240,7 @@ def places_for_reuse(
         return []
     try:
         places = msgspec.convert(named, list[_Place])
-    except msgspec.ValidationError as error:
+    except _NOT_CONVERTED as error:
         raise ProtocolError(
             f"kv_transfer_params: expected {_PLACES} as a list of host, port and seal: {error}"
         ) from error
@@ -310,11 +334,7 @@ def _check_seal(remote: _RemoteParams, secret: bytes | None) -> None:
                 f"side_channel_secret_file (or {SECRET_VARIABLE}) on both engines, or on none"
             )
         return
-    try:
-        content = _proven(remote)
-    except OverflowError as error:
-        raise ProtocolError(f"kv_transfer_params were altered: {error}") from error
-    check_params(secret, content, proof)
+    check_params(secret, _proven(remote), proof)
 
 
 def _proven(remote: _RemoteParams) -> bytes:
@@ -322,7 +342,7 @@ def _proven(remote: _RemoteParams) -> bytes:
     fields = msgspec.structs.asdict(remote)
     if remote.pp_size == 1:
         del fields["pp_size"]
-    return _CANONICAL.encode(fields)
+    return _canonical(fields)
 
 
 def _protocol_of(pp_size: int) -> int:

@@ -32,6 +32,10 @@ PARTS = {
 DIGEST_DIGITS = 64
 
 
+class OtherPromptError(ProtocolError):
+    """A KV cache is that of another prompt than the request's."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One request's prompt.
@@ -89,9 +93,9 @@ def digests(prompt: Prompt, num_tokens: int) -> dict[str, str]:
     if prompt.embeddings is not None:
         found["embeddings"] = _digest_of_rows(prompt, num_tokens)
     if prompt.lora:
-        found["lora"] = _digest(prompt.lora.encode())
+        found["lora"] = _digest(prompt.lora.encode(errors="surrogatepass"))
     if prompt.cache_salt:
-        found["cache_salt"] = _digest(prompt.cache_salt.encode())
+        found["cache_salt"] = _digest(prompt.cache_salt.encode(errors="surrogatepass"))
     items = [item for item in prompt.items if item[1] < num_tokens]
     if items:
         found["multimodal"] = _digest(msgspec.msgpack.encode(items))
@@ -107,11 +111,11 @@ def check_prompt(own: Mapping[str, str], computed: Mapping[str, str], source: st
         source: who computed it, for the message.
 
     Raises:
-        ProtocolError: the KV cache is that of another prompt; says which parts differ.
+        OtherPromptError: says which parts differ.
     """
     differing = [name for part, name in PARTS.items() if own.get(part) != computed.get(part)]
     if differing or not own.keys() <= PARTS.keys() or not computed.keys() <= PARTS.keys():
-        raise ProtocolError(
+        raise OtherPromptError(
             f"kv_transfer_params are those of another prompt: {source} computed it with other "
             f"{', '.join(differing) or 'parts than are known here'}. Does the router mix requests "
             "up, or do the engines tokenise, template or name adapters differently?"
