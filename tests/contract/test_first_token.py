@@ -427,7 +427,7 @@ def test_a_failure_on_one_rank_is_kept_until_the_last_one_is_done(make: MakeCore
     side = decode.scheduler.connector.scheduler_side  # pyright: ignore
     aggregator = KVOutputAggregator(2)
 
-    def step(*ranks: KVConnectorOutput) -> list[str]:
+    def step(*ranks: KVConnectorOutput) -> list[tuple[str, bool]]:
         outputs = [ModelRunnerOutput([], {}, kv_connector_output=one) for one in ranks]
         total = aggregator.aggregate(outputs).kv_connector_output
         side.note_outcomes(total.finished_recving or set(), set(), total.kv_connector_worker_meta)
@@ -437,7 +437,7 @@ def test_a_failure_on_one_rank_is_kept_until_the_last_one_is_done(make: MakeCore
         finished_recving={"r"}, kv_connector_worker_meta=WorkerMetadata(unread={"r"})
     )
     assert step(failed, KVConnectorOutput()) == []
-    assert step(KVConnectorOutput(), KVConnectorOutput(finished_recving={"r"})) == ["r"]
+    assert step(KVConnectorOutput(), KVConnectorOutput(finished_recving={"r"})) == [("r", False)]
     assert step(KVConnectorOutput(), KVConnectorOutput()) == []
 
 

@@ -1,5 +1,6 @@
 """The prefill engine's first token for a prompt that is read while it is computed, in vLLM's own
-scheduler: it is the answer's first one where it is there when the prompt is."""
+scheduler: it is the answer's first one, sent when it is there and before the prompt's blocks
+are."""
 
 import threading
 from collections import Counter
@@ -7,10 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from tests.contract.scheduled_core import (
+    BLOCK,
     BOUND_SECONDS,
     SENDS_FIRST_TOKENS,
     Core,
@@ -21,8 +24,9 @@ from tests.contract.scheduled_core import (
     turn_until,
 )
 from tests.contract.test_streams import KEY, PROMPT, TO_STREAM, Channel
+from vllm_commext.compat import engine_wait
 from vllm_commext.nixl import scheduler
-from vllm_commext.nixl.first_token import DIFFERS, LOGPROBS, NOT_OFFERED, PREFILL
+from vllm_commext.nixl.first_token import DIFFERS, ENGINE, LOGPROBS, NOT_OFFERED, PREFILL
 
 pytestmark = [SENDS_FIRST_TOKENS, pytest.mark.timeout(600)]
 FIRST = next_token(PROMPT)
@@ -63,9 +67,20 @@ def begin(decode: Core, channel: Channel, **sampling: Any) -> None:
     turn_until(decode, lambda: bool(decode.worker.loads))
 
 
-def knows_token(decode: Core) -> bool:
-    side = decode.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
-    return side._consumer.wait_for_token("d", 0.0) is not None
+def side_of(decode: Core) -> Any:
+    return decode.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
+
+
+def free(decode: Core) -> int:
+    return decode.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def tell(make_core: MakeCore, channel: Channel, decode: Core, **sampling: Any) -> None:
+    """The prefill engine tells the token, and the decode engine its client."""
+    channel.directory.tell(KEY, *offered(make_core, **sampling))
+    turn_until(decode, lambda: bool(decode.answer("d").tokens))
+    assert decode.answer("d").tokens == [FIRST]
+    assert decode.worker.loads  # which has not ended
 
 
 def end_load(decode: Core) -> None:
@@ -84,11 +99,12 @@ def single_answer(make_core: MakeCore, **sampling: Any) -> Any:
 def test_the_answer_is_that_of_one_engine(
     make_core: MakeCore, channel: Channel, decode: Core, case: str
 ) -> None:
-    sampling = ENDS[case]
+    """Its first token is sent before the prompt's blocks are there."""
+    sampling, before = ENDS[case], free(decode)
     begin(decode, channel, **sampling)
-    channel.directory.tell(KEY, *offered(make_core, **sampling))
-    turn_until(decode, lambda: knows_token(decode))
-    assert decode.answer("d").tokens == []
+    tell(make_core, channel, decode, **sampling)
+    if has_ended(decode, "d"):
+        assert free(decode) < before  # they are being written to
     end_load(decode)
     assert decode.answer("d") == single_answer(make_core, **sampling)
     assert decode.ways == Counter({PREFILL: 1})
@@ -97,9 +113,29 @@ def test_the_answer_is_that_of_one_engine(
     computed = decode.worker.computed.get("d", [])
     assert computed == [*range(len(PROMPT), len(PROMPT) + len(computed))]
     assert 0 <= len(computed) + 1 - len(decode.answer("d").tokens) <= 1
-    for _ in range(5):
-        decode.turn()
-    assert not decode.scheduler.has_requests()
+    turn_until(decode, lambda: not decode.scheduler.has_requests())
+    assert free(decode) == before
+    assert side_of(decode)._recomputed == set()
+
+
+@pytest.mark.parametrize("length", [1, 2, BLOCK, BLOCK + 1, 16, 17])
+def test_prompts_of_any_length(
+    make_core: MakeCore, channel: Channel, decode: Core, length: int
+) -> None:
+    """Of less than a block, of one, of a step of the prefill engine's, and of more."""
+    prompt, single = PROMPT[:length], make_core()
+    params = prefilled(make_core("kv_producer"), prompt)
+    decode.worker.holds_loads = True
+    decode.add(request_of("d", prompt, channel.params, max_tokens=3))
+    channel.begin(prompt)
+    turn_until(decode, lambda: bool(decode.worker.loads))
+    channel.directory.tell(KEY, params["remote_first_token"], params["remote_sampling"])
+    turn_until(decode, lambda: decode.answer("d").tokens == [next_token(prompt)])
+    end_load(decode)
+    single.add(request_of("d", prompt, None, max_tokens=3))
+    single.run("d")
+    assert decode.answer("d") == single.answer("d")
+    assert decode.worker.computed["d"][0] == length
 
 
 def test_a_token_that_comes_later_than_the_prompt_is_computed_here(
@@ -113,20 +149,37 @@ def test_a_token_that_comes_later_than_the_prompt_is_computed_here(
     assert decode.answer("d") == single_answer(make_core, max_tokens=3)
     assert decode.worker.computed["d"][0] == len(PROMPT) - 1
     assert decode.ways == Counter({NOT_OFFERED: 1})
-    assert not knows_token(decode)
+    assert side_of(decode)._consumer.take_tokens() == {}
 
 
-def test_a_token_is_known_when_its_prompt_was_computed_before_it_was_asked_for(
+def test_a_token_is_sent_when_its_prompt_was_computed_before_it_was_asked_for(
     make_core: MakeCore, channel: Channel, decode: Core
 ) -> None:
     channel.begin(PROMPT)
     channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
     decode.worker.holds_loads = True
     decode.add(request_of("d", PROMPT, channel.params, max_tokens=3))
-    turn_until(decode, lambda: bool(decode.worker.loads))
-    assert knows_token(decode)
+    turn_until(decode, lambda: decode.answer("d").tokens == [FIRST])
     end_load(decode)
+    assert decode.answer("d") == single_answer(make_core, max_tokens=3)
     assert decode.ways == Counter({PREFILL: 1})
+
+
+def test_a_token_is_sent_while_there_is_no_room_for_its_prompt(
+    make_core: MakeCore, channel: Channel
+) -> None:
+    decode = make_core("kv_consumer", num_blocks=16)
+    decode.add(request_of("other", PROMPT[:24], None, max_tokens=30, eos=-1))
+    turn_until(decode, lambda: bool(decode.answer("other").tokens))
+    decode.add(request_of("d", PROMPT, channel.params, max_tokens=3))
+    channel.begin(PROMPT)
+    channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
+    turn_until(decode, lambda: decode.answer("d").tokens == [FIRST])
+    assert not decode.worker.loads
+    assert not has_ended(decode, "other")
+    turn_until(decode, lambda: has_ended(decode, "d"))
+    assert decode.answer("d") == single_answer(make_core, max_tokens=3)
+    assert decode.worker.computed["d"] == [len(PROMPT), len(PROMPT) + 1]
 
 
 def test_a_wrong_token_is_the_one_that_is_sent_and_gone_on_from(
@@ -137,7 +190,7 @@ def test_a_wrong_token_is_the_one_that_is_sent_and_gone_on_from(
     token, sampling = offered(make_core, max_tokens=3)
     wrong = (token + 1) % 200
     channel.directory.tell(KEY, wrong, sampling)
-    turn_until(decode, lambda: knows_token(decode))
+    turn_until(decode, lambda: bool(decode.answer("d").tokens))
     end_load(decode)
     assert decode.answer("d").tokens[:2] == [wrong, next_token([*PROMPT, wrong])]
 
@@ -159,7 +212,7 @@ def test_what_cannot_be_used_is_computed_here(
     _, sampling = offered(make_core, max_tokens=3, **sampled)
     channel.directory.tell(KEY, token, sampling)
     if token >= 0:
-        turn_until(decode, lambda: knows_token(decode))
+        turn_until(decode, lambda: not side_of(decode)._awaited)
     end_load(decode)
     assert decode.answer("d") == single_answer(make_core, max_tokens=3)
     assert decode.ways == Counter({way: 1})
@@ -172,42 +225,117 @@ def test_what_more_than_the_token_follows_from_is_not_asked_for(
     channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
     for _ in range(20):
         decode.turn()
-    assert not knows_token(decode)
+    assert side_of(decode)._consumer._asker._tokens == {}
     end_load(decode)
     assert decode.ways == Counter({LOGPROBS: 1})
 
 
-def test_a_load_that_fails_sends_no_token(
-    make_core: MakeCore, channel: Channel, decode: Core
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_load_that_fails_after_its_first_token_is_computed_here(
+    make_core: MakeCore, channel: Channel, decode: Core, policy: str
 ) -> None:
+    decode = make_core("kv_consumer", policy=policy, is_async=decode._depth == 2)
+    decode.worker.fails = lambda request_id: True
+    begin(decode, channel, max_tokens=5)
+    tell(make_core, channel, decode, max_tokens=5)
+    end_load(decode)
+    assert decode.answer("d") == single_answer(make_core, max_tokens=5)
+    assert decode.worker.computed["d"][: len(PROMPT) + 1] == [*range(len(PROMPT) + 1)]
+    assert decode.ways == Counter({PREFILL: 1})
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_load_that_fails_without_a_first_token_is_the_policys(
+    make_core: MakeCore, channel: Channel, decode: Core, policy: str
+) -> None:
+    """A token that comes then is not used."""
+    decode = make_core("kv_consumer", policy=policy, is_async=decode._depth == 2)
+    before = free(decode)
+    decode.worker.fails = lambda request_id: True
+    begin(decode, channel, max_tokens=3)
+    decode.worker.holds_loads = False
+    turn_until(decode, lambda: not side_of(decode)._awaited)
+    channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
+    turn_until(decode, lambda: has_ended(decode, "d"))
+    if policy == "fail":
+        assert decode.answer("d").tokens == []
+        assert decode.answer("d").finish_reason == FinishReason.ERROR
+    else:
+        assert decode.answer("d") == single_answer(make_core, max_tokens=3)
+    assert decode.ways == Counter({NOT_OFFERED: 1})
+    turn_until(decode, lambda: not decode.scheduler.has_requests())
+    assert free(decode) == before
+
+
+def test_an_engine_whose_step_is_vllms_own_sends_no_token_and_leaves_failures_to_it(
+    make_core: MakeCore, channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_wait, "vllm_version", lambda: "0.99.0")
+    decode = make_core("kv_consumer")
     decode.worker.fails = lambda request_id: True
     begin(decode, channel, max_tokens=3)
     channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
-    turn_until(decode, lambda: knows_token(decode))
     end_load(decode)
-    assert decode.answer("d").tokens == []
     assert decode.answer("d").finish_reason == FinishReason.ERROR
-    assert decode.ways == Counter({NOT_OFFERED: 1})
+    assert decode.ways == Counter({ENGINE: 1})
 
 
-@pytest.mark.parametrize("is_loaded", [False, True])
-def test_an_aborted_request_is_told_nothing_and_forgotten(
-    make_core: MakeCore, channel: Channel, decode: Core, is_loaded: bool
+def test_an_engine_that_is_paused_when_the_token_comes_computes_it(
+    make_core: MakeCore, channel: Channel, decode: Core
 ) -> None:
     begin(decode, channel, max_tokens=3)
+    decode.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
-    turn_until(decode, lambda: knows_token(decode))
-    side = decode.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
-    if is_loaded:
+    turn_until(decode, lambda: not side_of(decode)._awaited)
+    decode.scheduler.set_pause_state(PauseState.UNPAUSED)
+    end_load(decode)
+    assert decode.answer("d") == single_answer(make_core, max_tokens=3)
+    assert decode.ways == Counter({ENGINE: 1})
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("when", ["before the token", "after the token", "when it is loaded"])
+def test_an_aborted_request_is_told_nothing_more_and_forgotten(
+    make_core: MakeCore, channel: Channel, decode: Core, when: str, fails: bool, policy: str
+) -> None:
+    decode = make_core("kv_consumer", policy=policy, is_async=decode._depth == 2)
+    decode.worker.fails = lambda request_id: fails
+    before = free(decode)
+    begin(decode, channel, max_tokens=3)
+    side = side_of(decode)
+    if when == "after the token":
+        tell(make_core, channel, decode, max_tokens=3)
+    elif when == "when it is loaded":
         decode.worker.holds_loads = False
-        turn_until(decode, lambda: bool(side._begun))
+        turn_until(decode, lambda: bool(side._loaded or side._unread))
+    told = decode.answer("d").tokens
     decode.scheduler.finish_requests("d", RequestStatus.FINISHED_ABORTED)
+    if when == "before the token":
+        channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
     decode.worker.holds_loads = False
-    for _ in range(10):
+    turn_until(decode, lambda: not decode.scheduler.has_requests())
+    for _ in range(5):
         decode.turn()
-    assert decode.answer("d").tokens == []
-    assert side._streamed == side._first_tokens == side._consumer._asker._tokens == {}
-    assert not decode.scheduler.has_requests()
+    assert decode.answer("d").tokens == told
+    assert side._awaited == side._first_tokens == side._consumer.take_tokens() == {}
+    assert side._recomputed == set()
+    assert free(decode) == before
+
+
+def test_a_preempted_request_goes_on_with_what_it_has_said(
+    make_core: MakeCore, channel: Channel, decode: Core
+) -> None:
+    decode = make_core("kv_consumer", num_blocks=17, is_async=decode._depth == 2)
+    begin(decode, channel, max_tokens=20)
+    tell(make_core, channel, decode, max_tokens=20)
+    decode.add(request_of("other", PROMPT[:8], None, max_tokens=40))  # begins before the load ends
+    decode.worker.holds_loads = False
+    request = decode.scheduler.requests["d"]
+    turn_until(decode, lambda: bool(request.num_preemptions))
+    assert len(decode.answer("d").tokens) > 1
+    decode.run("d")
+    assert decode.answer("d") == single_answer(make_core, max_tokens=20)
 
 
 def test_the_prefill_engine_tells_the_token_when_the_prompt_is_computed(
@@ -228,9 +356,8 @@ def test_an_engine_with_nothing_to_compute_waits_for_a_token_that_is_about_to_co
     monkeypatch.setattr(scheduler, "TOKEN_SECONDS", BOUND_SECONDS)
     begin(decode, channel, max_tokens=3)
     token = offered(make_core, max_tokens=3)
-    side = decode.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
     decode.worker.holds_loads = False
-    turn_until(decode, lambda: bool(side._begun))
+    turn_until(decode, lambda: bool(side_of(decode)._loaded))
     later = threading.Timer(0.2, channel.directory.tell, (KEY, *token))
     later.start()
     turn_until(decode, lambda: has_ended(decode, "d"))
@@ -243,14 +370,9 @@ def test_an_engine_that_computes_waits_for_no_token(
     begin(decode, channel, max_tokens=3)
     decode.add(request_of("other", PROMPT, None, max_tokens=80))
     turn_until(decode, lambda: bool(decode.answer("other").tokens))
-    consumer = decode.scheduler.get_kv_connector().scheduler_side._consumer  # pyright: ignore
-    waited, really = [], consumer.wait_for_token
-
-    def wait_for_token(name: str, seconds: float) -> Any:
-        waited.append(seconds)
-        return really(name, seconds)
-
-    monkeypatch.setattr(consumer, "wait_for_token", wait_for_token)
+    waited: list[float] = []
+    consumer = side_of(decode)._consumer
+    monkeypatch.setattr(consumer, "wait_for_token", lambda name, seconds: waited.append(seconds))
     end_load(decode)
     assert waited == [0.0]
     assert not has_ended(decode, "other")

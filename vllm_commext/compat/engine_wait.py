@@ -72,7 +72,7 @@ class EngineWait:
     Args:
         doorbell: rung by the workers.
         waiter: the connector's scheduler side.
-        before_step: called first, with the engine.
+        before_step: called first and after each ring, with the engine.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class EngineWait:
         if self._num_quiet_steps >= num_flushing:
             if self._doorbell.wait(core.input_queue):
                 self._num_quiet_steps = 0
+                self._before_step(core)
             if not core.input_queue.empty():
                 return False
         self._num_quiet_steps += 1

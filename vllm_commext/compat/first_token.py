@@ -13,8 +13,9 @@ vLLM's policy for failed loads does not apply to a request whose client has its 
 computed here, like after a preemption.  The worker side keeps such a failure from vLLM, and the
 scheduler learns of it here, in the words in which it notes failures under the policy ``recompute``.
 
-A prompt that is read while it is computed gets its token when all of it is here, before the
-scheduler has gone on with it.
+A prompt that is read while it is computed gets its token when the prefill engine has told it,
+mostly before the last of its blocks is here.  Whether such a load that fails is vLLM's policy's or
+not is known at its end alone, so that the worker side keeps all of these failures from vLLM.
 """
 
 from __future__ import annotations
@@ -99,8 +100,9 @@ class Source(Protocol):
         """Where a request's first token comes from."""
         ...
 
-    def take_unread(self) -> Iterable[str]:
-        """Requests that have to be computed here, as their loads have failed."""
+    def take_unread(self) -> Iterable[tuple[str, bool]]:
+        """Requests whose loads have failed, and whether they must be computed here, whatever
+        vLLM's policy."""
         ...
 
 
@@ -117,8 +119,8 @@ class FirstTokens:
     def before_step(self, core: Any) -> None:
         """Send what first tokens there are; ``core`` is vLLM's ``EngineCoreProc``."""
         self._source.note_step(lambda: defer_frees(core.scheduler))
-        for request_id in self._source.take_unread():
-            _compute_here(core.scheduler, request_id)
+        for request_id, must_compute in self._source.take_unread():
+            _end_load(core, request_id, must_compute=must_compute)
         is_idle = not core.scheduler.running
         for request, token in self._source.take_first_tokens(is_idle=is_idle):
             can_send = token != NO_TOKEN and _may_begin(core.scheduler, request)
@@ -131,11 +133,11 @@ class FirstTokens:
 
 
 def _may_begin(scheduler: Any, request: Request) -> bool:
-    """Whether a request is as it came in, or its whole prompt has been loaded and no more, and it
-    may begin."""
+    """Whether a request is as it came in, or its whole prompt is being loaded and no more has been
+    done, and it may begin."""
     return (
         scheduler.requests.get(request.request_id) is request
-        and (_is_new(request) or _is_loaded(scheduler, request))
+        and (_is_new(request) or _is_loading(scheduler, request))
         and request.num_output_tokens == 0
         and scheduler.pause_state == PauseState.UNPAUSED
         and getattr(scheduler, "aux_output_connector", None) is None
@@ -146,11 +148,10 @@ def _is_new(request: Request) -> bool:
     return request.status == RequestStatus.WAITING and request.num_computed_tokens == 0
 
 
-def _is_loaded(scheduler: Any, request: Request) -> bool:
-    """Whether the load of a whole prompt has ended well, and the scheduler has not gone on yet."""
+def _is_loading(scheduler: Any, request: Request) -> bool:
+    """Whether a whole prompt is being loaded, or has been and the scheduler has not gone on yet."""
     return (
         request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-        and request.request_id in scheduler.finished_recving_kv_req_ids
         and request.request_id not in scheduler.failed_recving_kv_req_ids
         and request.num_computed_tokens == request.num_prompt_tokens
         and request.num_preemptions == 0
@@ -177,7 +178,8 @@ def _send(core: Any, request: Request, token: int) -> None:
 
 
 def _refuse(core: Any, request: Request) -> None:
-    """End a request with an error that is to begin with a token which is none here."""
+    """End a request with an error: it is to begin with a token which is none here, or its load has
+    failed and the policy is to fail."""
     core.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
     _tell(core, request, [])
 
@@ -208,9 +210,14 @@ def _continue_prompt(request: Any) -> None:
     request.max_tokens -= 1
 
 
-def _compute_here(scheduler: Any, request_id: str) -> None:
-    """Have a request computed whose load has failed, whatever the policy."""
+def _end_load(core: Any, request_id: str, *, must_compute: bool) -> None:
+    """A load has failed: have its request computed where that *must* be or is vLLM's policy."""
+    scheduler = core.scheduler
     request = scheduler.requests.get(request_id)
-    if request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+    if request is None or request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
+        return
+    if must_compute or scheduler.recompute_kv_load_failures:
         request.num_computed_tokens = 0
         scheduler.failed_recving_kv_req_ids.add(request_id)
+    else:
+        _refuse(core, request)

@@ -66,8 +66,8 @@ class Load:
         num_tokens: tokens whose KV is wanted, counted from the prompt's first.
         awaited: the scheduler waits for the outcome; otherwise the blocks are only released.
         refusal: why the load must fail without being tried, "" to try it.
-        recomputes: a failure is the scheduler side's, which has the request computed, and not
-            vLLM's.
+        recomputes: a failure is the scheduler side's, which may have the request computed whatever
+            vLLM's policy.
     """
 
     request_id: str

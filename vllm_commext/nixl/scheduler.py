@@ -110,16 +110,18 @@ class SchedulerSide:
         self._config = config
         self._secret = read_secret(config.side_channel_secret_file)
         self._sampler = sampler
-        # First tokens that can be sent; requests that have theirs, until their loads are planned;
-        # failed loads of such requests, which are to be computed here.
+        # First tokens that can be sent; requests that are computed here if their loads fail, as
+        # their clients have their first tokens or nobody else has their blocks; failed loads that
+        # vLLM is not told of.
         self._first_tokens: dict[str, tuple[Request, int]] = {}
-        self._answered: set[str] = set()
+        self._recomputed: set[str] = set()
         self._failed_unread: set[str] = set()
-        self._unread: list[str] = []
-        # Requests that are read while they are computed and whose first tokens are awaited, and
-        # those of them whose prompts are here.
-        self._streamed: dict[str, tuple[Request, Handle]] = {}
-        self._begun: list[str] = []
+        self._unread: list[tuple[str, bool]] = []
+        # Requests that are read while they are computed and whose first tokens are awaited, each
+        # with where it is read once that is known, and those of them whose prompts are here.
+        self._awaited: dict[str, tuple[Request, Handle | None]] = {}
+        self._loaded: list[str] = []
+        self._has_steps = False
         self._groups = groups
         self._tp_size = tp_size
         self._port = port
@@ -241,6 +243,8 @@ class SchedulerSide:
             self._consumer.watch(request, awaits_token=not refusal)
             if refusal:
                 self._note_own_first_token(request, refusal)
+            else:
+                self._awaited[request.request_id] = request, None
             return
         self._recorder.stream(NO_KEY)
         try:
@@ -270,31 +274,59 @@ class SchedulerSide:
             self._first_tokens[request.request_id] = request, NO_TOKEN
 
     def take_first_tokens(self, *, is_idle: bool = False) -> list[tuple[Request, int]]:
-        """Requests that have come in since the last call, or whose prompts were read while they
-        were computed and are here since then, and the first token of each that is there;
+        """Requests that have come in since the last call, or that are read while they are computed
+        and whose first tokens have come since then, and the first token of each that is there;
         ``note_first_token`` says what has become of it. An engine that *is idle* waits for those
         that are about to come. ``NO_TOKEN`` where the answer must begin with one that cannot be
         used here."""
-        begun, self._begun = self._begun, []
-        for request_id in begun:
-            if request_id in self._streamed:
-                self._begin_answer(request_id, TOKEN_SECONDS if is_idle else 0.0)
+        loaded, self._loaded = self._loaded, []
+        for request_id in loaded:
+            if request_id in self._awaited:
+                self._consumer.wait_for_token(request_id, TOKEN_SECONDS if is_idle else 0.0)
+        for request_id, told in self._consumer.take_tokens().items():
+            self._take_token(request_id, *told)
+        for request_id in loaded:
+            self._await_no_token(request_id, NOT_OFFERED)
         taken, self._first_tokens = list(self._first_tokens.values()), {}
         return taken
+
+    def _take_token(self, request_id: str, token: int, sampling: str) -> None:
+        """The prefill engine tells the token after a prompt: the answer begins with it if it is
+        drawn as this engine would draw it, after the prompt that the request has here."""
+        request, handle = self._awaited.get(request_id, (None, None))
+        if request is not None and handle is None:
+            self._waits_for_stream(request)  # takes the answer, which is there before the token
+            _, handle = self._awaited.get(request_id, (None, None))
+        if request is None or handle is None:
+            return
+        way = way_of(self._sampler, replace(handle, first_token=token, sampling=sampling), request)
+        if way == PREFILL and token < self._sampler.num_tokens:
+            del self._awaited[request_id]
+            self._consumer.forget(request_id)
+            self._first_tokens[request_id] = request, token
+        else:
+            self._await_no_token(request_id, DIFFERS if way == PREFILL else way)
+
+    def _await_no_token(self, request_id: str, way: str) -> None:
+        """A request's first token is computed here, if it has none yet."""
+        if self._awaited.pop(request_id, None) is not None:
+            self._consumer.forget(request_id)
+            self._recorder.first_token(way)
 
     def note_first_token(self, request: Request, way: str) -> None:
         """Count where a request's first token comes from."""
         self._recorder.first_token(way)
         if way == PREFILL:
-            self._answered.add(request.request_id)
+            self._recomputed.add(request.request_id)
 
     def note_step(self, defer_frees: Callable[[], bool]) -> None:
         """The engine is going to take a step; see ``ReuseSide.note_step``."""
+        self._has_steps = True
         self._reuse.note_step(defer_frees)
 
-    def take_unread(self) -> list[str]:
-        """Requests whose loads have failed, and that vLLM has not been told of; they are to be
-        computed here; asked before each step."""
+    def take_unread(self) -> list[tuple[str, bool]]:
+        """Requests whose loads have failed, and that vLLM has not been told of, and whether they
+        must be computed here, whatever its policy; asked before each step."""
         taken, self._unread = self._unread, []
         return taken
 
@@ -327,31 +359,15 @@ class SchedulerSide:
         if self._handles.waits(request):
             return True
         handle = self._handles.take_stream(request)
-        way = self._streaming.refusal or NOT_FOUND
-        awaits_token = not self._refusal_of_token(request)
-        if handle is not None:
-            way = STREAMED
-            self._pending.waits.append(Wait(request.request_id, handle.remote))
-            if awaits_token:
-                self._streamed[request.request_id] = request, handle
-        elif awaits_token:
-            self._consumer.forget(request.request_id)
-            self._recorder.first_token(NOT_OFFERED)
-        self._recorder.stream(way)
+        if handle is None:
+            self._await_no_token(request.request_id, NOT_OFFERED)
+            self._recorder.stream(self._streaming.refusal or NOT_FOUND)
+            return False
+        self._pending.waits.append(Wait(request.request_id, handle.remote))
+        if request.request_id in self._awaited:
+            self._awaited[request.request_id] = request, handle
+        self._recorder.stream(STREAMED)
         return False
-
-    def _begin_answer(self, request_id: str, seconds: float) -> None:
-        """A prompt that was read while it was computed is here: its answer begins with the prefill
-        engine's token, where that comes within so long."""
-        request, handle = self._streamed.pop(request_id)
-        token, sampling = self._consumer.wait_for_token(request_id, seconds) or (NO_TOKEN, "")
-        self._consumer.forget(request_id)
-        handle = replace(handle, first_token=token, sampling=sampling)
-        way = way_of(self._sampler, handle, request)
-        if way == PREFILL and token < self._sampler.num_tokens:
-            self._first_tokens[request_id] = request, token
-        else:
-            self._recorder.first_token(DIFFERS if way == PREFILL else way)
 
     def plan_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks are allocated: queue the load, or only the release where nothing is missing."""
@@ -370,21 +386,28 @@ class SchedulerSide:
             if isinstance(error, OtherPromptError):
                 self._note_other_prompt(request, error)
         self._take_load(request)
-        load.recomputes = request.request_id in self._answered
-        self._answered.discard(request.request_id)
-        _, token = self._first_tokens.pop(request.request_id, (request, NO_TOKEN))
-        if token != NO_TOKEN:
-            self._recorder.first_token(ENGINE)  # nothing here sends it before the engine's steps
+        if not self._has_steps:
+            self._send_no_token(request.request_id)
+        is_awaited = request.request_id in self._awaited
+        load.recomputes = is_awaited or request.request_id in self._recomputed
         if load.awaited:
             # A refused load has its blocks too: vLLM before 0.30 is told of a failure by them.
             self._await(load, blocks, num_external_tokens)
         self._pending.loads.append(load)
+
+    def _send_no_token(self, request_id: str) -> None:
+        """Nothing here sends a first token before the engine's steps."""
+        _, token = self._first_tokens.pop(request_id, (None, NO_TOKEN))
+        if token != NO_TOKEN:
+            self._recorder.first_token(ENGINE)
+        self._await_no_token(request_id, ENGINE)
 
     def _plan_reuse(self, request_id: str, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The same for blocks that another engine has on offer."""
         remote = self._reuse.take(request_id, num_external_tokens)
         if remote is None:
             return
+        self._recomputed.add(request_id)
         load = Load(request_id, remote, num_tokens=remote.num_tokens, recomputes=True)
         self._await(load, blocks, num_external_tokens)
         self._pending.loads.append(load)
@@ -402,16 +425,14 @@ class SchedulerSide:
         """A request ended: whether its blocks must be kept, and what the decode engine must
         know."""
         self._first_tokens.pop(request.request_id, None)
-        self._answered.discard(request.request_id)
+        self._recomputed.discard(request.request_id)
         self._arrived.pop(request.request_id, None)
         self._reuse.forget(request.request_id)
         was_cut = self._prefills.forget(request.request_id)
         was_to_load = self._is_to_load(request)
         if was_to_load:
             self._release_unread(request)
-        if self._streamed.pop(request.request_id, None) is not None:
-            self._consumer.forget(request.request_id)
-            self._recorder.first_token(NOT_OFFERED)
+        self._await_no_token(request.request_id, NOT_OFFERED)
         if was_to_load:
             return False, None
         if request.status in FINISHED:
@@ -468,7 +489,7 @@ class SchedulerSide:
             for source, values in worker.gauges.items():
                 self._recorder.gauges(source, values)
         unread = self._failed_unread & received
-        self._unread += unread
+        self._unread += ((one, one in self._recomputed) for one in unread)
         self._failed_unread -= received
         for request_id in received:
             self._quarantine.note_end(request_id)
@@ -483,8 +504,10 @@ class SchedulerSide:
         num_blocks = self._loading.pop(request_id, 0)
         reason = self._ends.failed.pop(request_id, "")
         self._reuse.note_end(request_id, failed=is_unread or bool(reason))
-        if request_id in self._streamed and not (is_unread or reason):
-            self._begun.append(request_id)
+        if is_unread or reason:
+            self._await_no_token(request_id, NOT_OFFERED)
+        elif request_id in self._awaited:
+            self._loaded.append(request_id)
         if reason:
             self._recorder.failure(reason)
         else:

@@ -61,7 +61,7 @@ class StreamAsker:
         limit_seconds: how long one request waits.
         answer_seconds: how long one question waits for its answer, beyond the time for which the
             prefill engine may keep it.
-        ring: called when an answer can be taken.
+        ring: called when an answer or a token can be taken.
     """
 
     def __init__(
@@ -123,12 +123,20 @@ class StreamAsker:
         with self._lock:
             return self._answers.get(request_id)
 
-    def wait_for_token(self, request_id: str, seconds: float) -> tuple[int, str] | None:
-        """The first token after the request's prompt, and what it was drawn by; None where it has
-        not come after so long, or is not awaited."""
+    def wait_for_token(self, request_id: str, seconds: float) -> None:
+        """Wait until the first token after the request's prompt has come, or none comes, for at
+        most so long."""
         with self._told:
             self._told.wait_for(lambda: not self._is_awaited(request_id), seconds)
-            return self._tokens.get(request_id)
+
+    def take_tokens(self) -> dict[str, tuple[int, str]]:
+        """First tokens that have come since the last call, and what each was drawn by; asked before
+        each step."""
+        if not self._tokens:
+            return {}
+        with self._lock:
+            taken, self._tokens = self._tokens, {}
+            return taken
 
     def _is_awaited(self, request_id: str) -> bool:
         return any(request_id in place.awaited for place in self._places.values())
@@ -243,6 +251,9 @@ class StreamAsker:
                     if stream.first_token >= 0 or stream.refusal:
                         del place.awaited[request_id]
             self._told.notify_all()
+            has_tokens = bool(self._tokens)
+        if has_tokens:
+            self._ring()
 
     def _give_up(self, place: _Place, now: float) -> None:
         with self._lock:

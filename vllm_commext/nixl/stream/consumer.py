@@ -81,10 +81,15 @@ class StreamConsumer:
             return self._asker.answer(request_id)
         return answer
 
-    def wait_for_token(self, request_id: str, seconds: float) -> tuple[int, str] | None:
-        """The first token after a request's prompt, and what it was drawn by; None where it has not
-        come after so long, or is not awaited."""
-        return None if self._asker is None else self._asker.wait_for_token(request_id, seconds)
+    def wait_for_token(self, request_id: str, seconds: float) -> None:
+        """Wait until the first token after a request's prompt has come, or none comes, for at most
+        so long."""
+        if self._asker is not None:
+            self._asker.wait_for_token(request_id, seconds)
+
+    def take_tokens(self) -> dict[str, tuple[int, str]]:
+        """First tokens that have come since the last call, and what each was drawn by."""
+        return {} if self._asker is None else self._asker.take_tokens()
 
     def forget(self, request_id: str) -> None:
         """The request has ended, or its first token is not awaited any more."""
