@@ -3,8 +3,9 @@ first token, and what it is made of.
 
 A plain server, the same behind the proxy, vLLM's NixlConnector as it comes and with
 `VLLM_KV_CACHE_LAYOUT=BLHNC`, ours, ours with all first tokens sampled by the decode server, and
-ours behind the proxy, without and with first tokens that it sends itself, and with both servers
-asked at once, so that chunks are read while the prefill runs; on GPUs also ours in the old layout,
+ours behind the proxy, which asks one server after the other, or both at once, so that chunks are
+read while the prefill runs, each without and with first tokens that the proxy sends itself (early);
+where both are asked at once the decode server sends them else; on GPUs also ours in the old layout,
 and with the prefill server's memory mapped. All take turns, each while the others are stopped, in
 another order each round, and each after a short request that wakes its processes up. The read's
 share comes from the decode server's metrics; "rest" is the hand-over without it: HTTP, parsing,

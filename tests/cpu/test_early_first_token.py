@@ -4,40 +4,40 @@ tells it.  So it is where the decode server reads a prompt while it is computed.
 
 import json
 import random
-import re
 import signal
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
+from tests.cpu.event_streams import (
+    CHAT,
+    CHAT_TEMPLATE,
+    COMPLETIONS,
+    EARLY,
+    Told,
+    asked,
+    body_of,
+    canonical,
+    spoken,
+    told,
+)
 from vllm_commext.testing import cluster, parity
 from vllm_commext.testing.metrics import scrape, wait_for_added
 from vllm_commext.testing.servers import ProxyServer, Server, VllmServer
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-# What the tiny model says first follows from the last characters: a chat ends with its number, or
-# hundreds would have to be asked for one that begins with a letter.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{{ messages[-1]['content'].split()[-1] }}{% endif %}"
-)
 CHUNK_TOKENS = 128
-NUM_TRIES = 400
 NUM_STREAMED = 8
 HANDOVERS = "vllm:commext_nixl_handovers_total"
 FIRST_TOKENS = "vllm:commext_nixl_first_tokens_total"
 ATOL = 1e-4  # nats, at float32
-EARLY = "X-Commext-First-Token"
 WAYS = "commext_proxy_first_tokens_total"
 # Without the connector. vLLM's own queue keeps a core busy for a second after each answer.
 PLAIN_ENVIRON = {"VLLM_COMMEXT": "1", "VLLM_COMMEXT_NIXL": "0", **cluster.QUEUE_ENVIRON}
-_number = iter(range(1000))
 USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 CONTINUOUS: dict[str, Any] = {
     "stream_options": {"include_usage": True, "continuous_usage_stats": True}
@@ -91,108 +91,12 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         early, late, streamed = (
             stack.enter_context(proxy(name, prefill, decode, folder, *args))
             for name, args in (
-                ("early", whole),
-                ("late", (*whole, "--no-early-first-token")),
+                ("early", (*whole, "--early-first-token")),
+                ("late", whole),
                 ("streamed", ("--stream-chunks", "always")),
             )
         )
         yield Servers(plain, prefill, decode, early, late, streamed)
-
-
-def body_of(path: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A request with a prompt that no server has seen."""
-    number = next(_number)
-    body: dict[str, Any] = {"model": cluster.MODEL_NAME, "max_tokens": 16, "temperature": 0.0}
-    if path == COMPLETIONS:
-        body["prompt"] = (
-            f"{number} times around the world and back again, and then once more {number}"
-        )
-    else:
-        body["messages"] = [
-            {"role": "system", "content": f"Answer question {number} shortly, and be kind."},
-            {"role": "user", "content": f"What is half of the square of {number}"},
-        ]
-    return {**body, "stream": True, **changes}
-
-
-def spoken(servers: Servers, path: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A request whose answer begins with a letter or a figure: half of what the tiny model says is
-    no text at all."""
-    for _ in range(NUM_TRIES):
-        body = body_of(path, changes)
-        one = {**body, "stream": False, "max_tokens": 1, "stream_options": None}
-        (choice,) = parity.post(f"{servers.plain.url}{path}", one).json()["choices"]
-        text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
-        if re.fullmatch("[0-9A-Za-z]", text or ""):
-            return body
-    raise AssertionError(f"none of {NUM_TRIES} answers begins with a letter or a figure")
-
-
-@dataclass
-class Told:
-    """A stream's events as they came."""
-
-    is_early: bool
-    raw: bytes
-
-    @property
-    def events(self) -> list[bytes]:
-        assert self.raw.endswith(b"\n\n")
-        return self.raw.split(b"\n\n")[:-1]
-
-
-def asked(
-    server: Server, path: str, body: Mapping[str, Any], request_id: str
-) -> AbstractContextManager[httpx.Response]:
-    return parity.stream(f"{server.url}{path}", body, headers={"X-Request-Id": request_id})
-
-
-def told(server: Server, path: str, body: Mapping[str, Any], request_id: str) -> Told:
-    with asked(server, path, body, request_id) as answer:
-        assert answer.status_code == 200, answer.read()
-        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-        return Told(EARLY in answer.headers, answer.read())
-
-
-def written(content: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def canonical(stream: Told) -> dict[str, Any]:
-    """All of a stream but how its tokens are cut into events, which follows from how fast they are
-    taken: texts and token ids end to end, the counts, and every event without these, to the byte.
-
-    The time and a server's fingerprint are left out too.
-    """
-    *events, done = stream.events
-    assert done == b"data: [DONE]"
-    texts, tokens, frames, counts, times = "", [], [], [], set()
-    for raw in events:
-        content = json.loads(raw.removeprefix(b"data: "))
-        assert written(content) == raw, "vLLM writes JSON in another way"
-        times.add(content["created"])
-        content["created"] = 0
-        if content.get("system_fingerprint"):
-            content["system_fingerprint"] = "fp"
-        for choice in content["choices"]:
-            # A parser leaves out an empty text that comes by itself.
-            holder, name = (choice["delta"], "content") if "delta" in choice else (choice, "text")
-            texts += holder.get(name) or ""
-            holder[name] = ""
-            tokens += choice.get("token_ids") or []
-            if choice.get("token_ids") is not None:
-                choice["token_ids"] = []
-        if content.get("usage"):
-            usage = content["usage"]
-            counts.append(usage["completion_tokens"])
-            assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-            usage["completion_tokens"] = usage["total_tokens"] = 0
-        frame = written(content)
-        if frame not in frames:
-            frames.append(frame)
-    assert len(times) == 1, "an answer was created once"
-    assert counts == sorted(counts)
-    return {"text": texts, "tokens": tokens, "frames": frames, "count": counts[-1:]}
 
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -236,7 +140,7 @@ def ask_everywhere(servers: Servers, path: str, body: Mapping[str, Any]) -> Sequ
 def test_a_stream_that_begins_early_is_that_of_one_server(servers: Servers, kind: str) -> None:
     path, changes = KINDS[kind]
     for is_known in (False, True):  # a stream of this kind shows what they look like
-        early, late, plain = ask_everywhere(servers, path, spoken(servers, path, changes))
+        early, late, plain = ask_everywhere(servers, path, spoken(servers.plain, path, changes))
         assert early.is_early or not is_known
         assert not late.is_early
         assert canonical(early) == canonical(late) == canonical(plain)
@@ -305,8 +209,8 @@ def test_a_decode_server_that_is_killed_after_the_first_token(
         "mortal", model, tmp_path, cluster.kv_transfer_config("kv_consumer")
     )
     with mortal, proxy("before-mortal", servers.prefill, mortal, tmp_path) as early:
-        told(early, COMPLETIONS, spoken(servers, COMPLETIONS, {}), uuid.uuid4().hex)
-        body, request_id = spoken(servers, COMPLETIONS, {}), uuid.uuid4().hex
+        told(early, COMPLETIONS, spoken(servers.plain, COMPLETIONS, {}), uuid.uuid4().hex)
+        body, request_id = spoken(servers.plain, COMPLETIONS, {}), uuid.uuid4().hex
         whole = told(servers.plain, COMPLETIONS, body, request_id)
         mortal.signal_all(signal.SIGSTOP)
         with asked(early, COMPLETIONS, body, request_id) as answer:

@@ -169,14 +169,11 @@ class Service:
             config.stream_chunks,
             attempts.body,
             (engine.streams for engine in self._pools[DECODE].engines if engine.usable),
-            sends_early=config.early_first_token,
         )
         if attempts.num_failed and refusal != streams.OFF:
             refusal = streams.AGAIN
         places = attempts.places() if self._config.reuse_blocks else []
-        return Stream(
-            attempts.body, attempts.tokens, attempts.payload, ask, refusal=refusal, places=places
-        )
+        return Stream(attempts.body, attempts.payload, ask, refusal=refusal, places=places)
 
     async def _take_stream(
         self,
@@ -215,7 +212,7 @@ class Service:
                 prefilled = await self._upstream.prefill(
                     payload,
                     attempts.failed_prefill,
-                    lambda engine, held: stream.prefill_payload(engine.streams, held),
+                    lambda engine: stream.prefill_payload(engine.streams),
                 )
             except ProxyError as error:
                 if error.status < 500:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_commext.proxy import two_step
-from vllm_commext.proxy.early import rule
 from vllm_commext.proxy.failures import ProxyError
 from vllm_commext.proxy.tasks import end_tasks
 
@@ -24,17 +23,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.commext.proxy")
 
 AUTO, ALWAYS, NEVER = MODES = ("auto", "always", "never")
-"""Which requests go to both at once: those whose clients have the first token no later for it, all
-that can, none."""
+"""Which requests go to both at once: all that can, the same, none."""
 
 STREAMED = "streamed"
 OFF = "off"
 NOT_KNOWN = "not_known"
 DECODE = "decode"
 SEVERAL = "several"
-SHORT_PROMPT = "short_prompt"
 ONE_TOKEN = "one_token"
-SAMPLED = "sampled"
 BUSY = "busy"
 AGAIN = "again"
 FAILED = "failed"
@@ -44,20 +40,17 @@ WAYS = (
     NOT_KNOWN,
     DECODE,
     SEVERAL,
-    SHORT_PROMPT,
     ONE_TOKEN,
-    SAMPLED,
     BUSY,
     AGAIN,
     FAILED,
 )
 """How a request that takes two steps takes them: both at once; or one after the other, as that is
 off, as the prefill engine has not said yet that it streams and where, as a decode engine does not
-say that it streams, as several side channels answer for the prefill engine, as the prompt is one
-chunk, as its answer is one token, for which nothing need be read, as its sampled first token can be
-sent before the decode engine knows it, as enough wait for the prefill engine already, as the
-request is served anew; or, after both at once, once more one after the other, as the decode engine
-has failed."""
+say that it streams, as several side channels answer for the prefill engine, as its answer is one
+token, for which nothing need be read, as enough wait for the prefill engine already, as the request
+is served anew; or, after both at once, once more one after the other, as the decode engine has
+failed."""
 
 KEY_BYTES = 16
 METRIC = "vllm:commext_nixl_stream_chunks"
@@ -69,12 +62,11 @@ and a prefill engine computes few prompts at a time."""
 @dataclass(frozen=True)
 class Place:
     """A prefill engine's side channel, and what proves to decode engines that it is one, "" where
-    they share no secret. chunk_tokens: prompts of more take several chunks."""
+    they share no secret."""
 
     host: str
     port: int
     seal: str
-    chunk_tokens: int
 
 
 class Streams:
@@ -96,9 +88,9 @@ class Streams:
                 "remote_host": str(host),
                 "remote_port": int(port),
                 "remote_place_seal": str(seal),
-                "remote_chunk_tokens": int(chunk_tokens),
+                "remote_chunk_tokens": int(),
             }:
-                place = Place(host, port, seal, chunk_tokens)
+                place = Place(host, port, seal)
             case _:
                 return
         self._is_one = self._is_one and self.place in (None, place)
@@ -115,30 +107,22 @@ class Streams:
         self._is_one = True
         self.reads = False
 
-    def place_for(self, tokens: int) -> Place | str:
-        """Where a prompt of about so many tokens is read while it is computed, or why it is not,
-        one of `WAYS`."""
+    def place_or_reason(self) -> Place | str:
+        """Where one more prompt is read while it is computed, or why it is not, one of `WAYS`."""
         if self.place is None:
             return NOT_KNOWN
         if not self._is_one:
             return SEVERAL
-        if tokens <= self.place.chunk_tokens:
-            return SHORT_PROMPT
         return BUSY if self.num_waiting >= MAX_WAITING else self.place
 
 
-def refusal(
-    mode: str, body: Mapping[str, Any], decode: Iterable[Streams], *, sends_early: bool
-) -> str:
+def refusal(mode: str, body: Mapping[str, Any], decode: Iterable[Streams]) -> str:
     """Why such a request does not go to both engines at once, whichever prefill engine takes it,
-    one of `WAYS`; "" if it may. decode: of the engines that one may be chosen from. sends_early:
-    first tokens are sent before a decode engine has answered."""
+    one of `WAYS`; "" if it may. decode: of the engines that one may be chosen from."""
     if mode == NEVER:
         return OFF
     if any(body.get(name) == 1 for name in ("max_tokens", "max_completion_tokens")):
         return ONE_TOKEN
-    if mode == AUTO and sends_early and not (rule.refusal(body) or rule.is_greedy(body)):
-        return SAMPLED
     return "" if all(one.reads for one in decode) else DECODE
 
 
@@ -181,7 +165,6 @@ class Stream:
     def __init__(
         self,
         body: Mapping[str, Any],
-        tokens: int,
         payload: Payloads,
         ask: Callable[[Any], Any],
         *,
@@ -190,7 +173,6 @@ class Stream:
     ) -> None:
         self._places = places
         self._body = body
-        self._tokens = tokens
         self._payload = payload
         self._ask = ask
         self._asked: Streams | None = None
@@ -203,13 +185,12 @@ class Stream:
         """A decode engine has been asked, and its answer was not taken yet."""
         return self._decode is not None
 
-    async def prefill_payload(self, streams: Streams, held: int = 0) -> Any:
-        """What a prefill engine is asked that holds about so many tokens of the prompt; the decode
-        engine is asked at the same time."""
+    async def prefill_payload(self, streams: Streams) -> Any:
+        """What a prefill engine is asked; the decode engine is asked at the same time."""
         await self.cancel()
         if self._place is not None:
             self.way = AGAIN
-        place = self.way or streams.place_for(self._tokens - held)
+        place = self.way or streams.place_or_reason()
         if isinstance(place, str):
             self.way = place
             return self._payload(two_step.prefill_body(self._body, self._places), is_stream=False)

@@ -119,14 +119,14 @@ class Upstream:
         self,
         payload: Payload,
         failed: Sequence[Engine],
-        payload_for: Callable[[Engine, int], Awaitable[Payload]],
+        payload_for: Callable[[Engine], Awaitable[Payload]],
     ) -> Prefilled:
         """Step 1 on the best prefill engine, none of *failed*; on another one if that cannot be
-        reached or answers 5xx. *payload_for* says what an engine is asked that holds so many tokens
-        of the prompt. Raises `ProxyError`, at once if there is no engine."""
+        reached or answers 5xx. *payload_for* says what an engine is asked. Raises `ProxyError`, at
+        once if there is no engine."""
 
         async def ask(engine: Engine, held: int) -> Prefilled:
-            prefilled = await self._prefill_on(engine, await payload_for(engine, held), held)
+            prefilled = await self._prefill_on(engine, await payload_for(engine), held)
             engine.streams.learn(prefilled.kv_transfer_params)
             return prefilled
 

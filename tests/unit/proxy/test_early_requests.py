@@ -95,7 +95,8 @@ async def learn(cluster: Any, *bodies: Any) -> None:
 
 @asynccontextmanager
 async def running(kit: Any, **options: Any) -> AsyncIterator[Any]:
-    async with kit.cluster(affinity=False, **options) as cluster:
+    settings = {"early_first_token": True, **options}
+    async with kit.cluster(affinity=False, **settings) as cluster:
         for engine in cluster.prefill:
             engine.behave = prefill
         for engine in cluster.decode:

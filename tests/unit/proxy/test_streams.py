@@ -77,7 +77,7 @@ async def running(kit: Any, **options: Any) -> AsyncIterator[Any]:
 
 
 async def test_both_engines_are_asked_at_once_as_soon_as_it_is_known_where(kit: Any) -> None:
-    async with running(kit, early_first_token=False) as cluster:
+    async with running(kit) as cluster:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
         assert (await ask(cluster))[0] == "two-step"
         assert "stream_key" not in params_of(prefill.calls[0])
@@ -113,7 +113,7 @@ async def test_both_engines_are_asked_at_once_as_soon_as_it_is_known_where(kit: 
 
 
 async def test_the_first_token_is_sent_when_the_prefill_engine_has_it(kit: Any) -> None:
-    async with running(kit) as cluster:
+    async with running(kit, early_first_token=True) as cluster:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
         for _ in range(2):
             await ask(cluster)
@@ -143,7 +143,7 @@ async def test_a_decode_engine_that_cannot_is_asked_once_more_with_the_answer(
     kit: Any, status: int, body: Any, told: str
 ) -> None:
     """A client that has the first token early was told of the way before."""
-    async with running(kit) as cluster:
+    async with running(kit, early_first_token=True) as cluster:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
         await ask(cluster)
 
@@ -280,7 +280,6 @@ async def test_a_client_that_leaves_takes_both_requests_along(kit: Any) -> None:
 @pytest.mark.parametrize(
     ("answers", "body", "way"),
     [
-        ([{}], SHORT, "short_prompt"),
         ([{"remote_chunk_tokens": None}], BODY, "not_known"),
         ([{"remote_place_seal": None}], BODY, "not_known"),  # of an older release
         ([{}, {"remote_port": 5601}], BODY, "several"),
@@ -319,15 +318,13 @@ async def test_a_prefill_engine_behind_another_side_channel_is_read_from_there(k
         assert sum("stream_key" in params_of(call) for call in decoding.calls) == 1
 
 
-async def test_by_default_no_first_token_comes_later_for_it(kit: Any) -> None:
+async def test_by_default_every_prompt_is_streamed(kit: Any) -> None:
+    drawn = {**BODY, "temperature": 0.7}
+    others = [SHORT, {**BODY, "prompt": [1]}, drawn, {**drawn, "stream": False}]
     async with running(kit, stream_chunks="auto") as cluster:
-        for body in (BODY, BODY, DRAWN, {**DRAWN, "stream": False}, {**DRAWN, "logprobs": 1}):
+        for body in (BODY, *others, {**drawn, "logprobs": 1}):
             await ask(cluster, body)
-        assert await ways(cluster) == {"not_known": 1, "streamed": 3, "sampled": 1}
-    async with running(kit, stream_chunks="auto", early_first_token=False) as cluster:
-        for body in (DRAWN, DRAWN):
-            await ask(cluster, body)
-        assert await ways(cluster) == {"not_known": 1, "streamed": 1}
+        assert await ways(cluster) == {"not_known": 1, "streamed": len(others) + 1}
 
 
 async def test_nothing_is_streamed_to_a_decode_engine_that_does_not_say_it_can(kit: Any) -> None:
@@ -346,7 +343,7 @@ async def test_nothing_is_streamed_to_a_decode_engine_that_does_not_say_it_can(k
 
 
 async def test_few_decode_answers_wait_for_one_prefill_engine(kit: Any) -> None:
-    async with running(kit, early_first_token=False) as cluster:
+    async with running(kit) as cluster:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
         await ask(cluster)
         (engine,) = cluster.proxy.pools[0].engines
@@ -366,18 +363,6 @@ async def test_few_decode_answers_wait_for_one_prefill_engine(kit: Any) -> None:
         assert (await ways(cluster))["busy"] == 2
         assert engine.streams.num_waiting == 0
         assert len(decoding.calls) == 1 + len(asked)
-
-
-async def test_what_the_prefill_engine_holds_counts_for_the_prompts_chunks(kit: Any) -> None:
-    prompt = "".join(map(str, range(600)))  # of four blocks that are remembered
-    first = {**BODY, "prompt": prompt}
-    place = {"remote_chunk_tokens": 200}
-    async with running(kit, affinity=True) as cluster:
-        cluster.prefill[0].behave = answering(**place)
-        await ask(cluster, {**BODY, "prompt": "other " * 400})
-        for body, path in ((first, "streamed"), (first, "two-step")):
-            assert (await ask(cluster, body))[0] == path
-        assert (await ways(cluster))["short_prompt"] == 1
 
 
 async def test_an_engine_that_was_away_may_be_another_one(kit: Any) -> None:
@@ -413,7 +398,7 @@ async def test_a_cancellation_is_not_lost_while_the_decode_engine_is_let_go() ->
 
     known = Streams()
     known.learn(PLACE)
-    stream = OneStream(BODY, 100, payload, asked)
+    stream = OneStream(BODY, payload, asked)
     await stream.prefill_payload(known)
     assert stream.is_under_way
     await asyncio.sleep(0)
@@ -436,7 +421,7 @@ async def test_an_answer_that_comes_while_it_is_let_go_is_closed() -> None:
 
     known = Streams()
     known.learn(PLACE)
-    stream = OneStream(BODY, 100, lambda body, is_stream=None: body, asked)
+    stream = OneStream(BODY, lambda body, is_stream=None: body, asked)
     await stream.prefill_payload(known)
     await asyncio.sleep(0)
     await stream.cancel()

@@ -1,0 +1,145 @@
+"""Streamed answers as they came, event by event, so that two servers' can be compared to the byte
+but for names and times of their own."""
+
+import json
+import re
+import uuid
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from vllm_commext.testing import cluster, parity
+from vllm_commext.testing.servers import Server
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+# What the tiny model says first follows from the last characters: a chat ends with its number, or
+# hundreds would have to be asked for one that begins with a letter.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{{ messages[-1]['content'].split()[-1] }}{% endif %}"
+)
+NUM_TRIES = 400
+EARLY = "X-Commext-First-Token"
+# What one event has of its tokens, of which it may hold one or several.
+_TEXTS = ("content", "reasoning", "text")
+_LISTS = ("token_ids", "tool_calls")
+_number = iter(range(10_000))
+
+
+@dataclass
+class Told:
+    """A stream's events as they came."""
+
+    is_early: bool
+    path: str
+    raw: bytes
+
+    @property
+    def events(self) -> list[bytes]:
+        assert self.raw.endswith(b"\n\n")
+        return self.raw.split(b"\n\n")[:-1]
+
+
+def asked(
+    server: Server, path: str, body: Mapping[str, Any], request_id: str
+) -> AbstractContextManager[httpx.Response]:
+    return parity.stream(f"{server.url}{path}", body, headers={"X-Request-Id": request_id})
+
+
+def told(server: Server, path: str, body: Mapping[str, Any], request_id: str = "") -> Told:
+    with asked(server, path, body, request_id or uuid.uuid4().hex) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        way = answer.headers.get("X-Commext-Path", "")
+        return Told(EARLY in answer.headers, way, answer.read())
+
+
+def canonical(stream: Told) -> dict[str, Any]:
+    """All of a stream but how its tokens are cut into events, which follows from how fast they are
+    taken: texts and lists end to end, by field, the counts, and every event without these, to the
+    byte.
+
+    The time and a server's fingerprint are left out too.
+    """
+    *events, done = stream.events
+    assert done == b"data: [DONE]"
+    said: dict[str, Any] = defaultdict(list)
+    frames, times = [], set()
+    for raw in events:
+        content = json.loads(raw.removeprefix(b"data: "))
+        assert _written(content) == raw, "vLLM writes JSON in another way"
+        times.add(content["created"])
+        content["created"] = 0
+        if content.get("system_fingerprint"):
+            content["system_fingerprint"] = "fp"
+        for choice in content["choices"]:
+            _take_apart(choice, said)
+        if content.get("usage"):
+            usage = content["usage"]
+            said["usage"].append(usage["completion_tokens"])
+            assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+            usage["completion_tokens"] = usage["total_tokens"] = 0
+        frame = _written(content)
+        if frame not in frames:
+            frames.append(frame)
+    assert len(times) == 1, "an answer was created once"
+    assert said["usage"] == sorted(said["usage"])
+    said["usage"] = said["usage"][-1:]
+    return {"frames": frames, **said}
+
+
+def _written(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _take_apart(choice: dict[str, Any], said: dict[str, Any]) -> None:
+    """Take what a choice has of its tokens."""
+    holder = choice.get("delta", choice)
+    for name in _TEXTS:
+        # A parser leaves out an empty text that comes by itself.
+        said[name] = [*(said[name] or [""])][0] + (holder.pop(name, None) or "")
+    for name in _LISTS:
+        for place in (holder, choice):
+            said[name] = said[name] + (place.pop(name, None) or [])
+    for name, values in (choice.pop("logprobs", None) or {}).items():
+        if isinstance(values, list):
+            said[f"logprobs.{name}"] += values
+
+
+def body_of(path: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A request with a prompt that no server has seen."""
+    number = next(_number)
+    body: dict[str, Any] = {"model": cluster.MODEL_NAME, "max_tokens": 16, "temperature": 0.0}
+    if path == COMPLETIONS:
+        body["prompt"] = (
+            f"{number} times around the world and back again, and then once more {number}"
+        )
+    else:
+        body["messages"] = [
+            {"role": "system", "content": f"Answer question {number} shortly, and be kind."},
+            {"role": "user", "content": f"What is half of the square of {number}"},
+        ]
+    return {**body, "stream": True, **changes}
+
+
+def spoken(plain: Server, path: str, changes: Mapping[str, Any], but: str = "") -> dict[str, Any]:
+    """A request whose answer begins with a letter or a figure, none of *but*: half of what the tiny
+    model says is no text at all."""
+    for _ in range(NUM_TRIES):
+        body = body_of(path, changes)
+        first = first_word(plain, path, body)
+        if re.fullmatch("[0-9A-Za-z]", first) and first not in but:
+            return body
+    raise AssertionError(f"none of {NUM_TRIES} answers begins with a letter or a figure")
+
+
+def first_word(plain: Server, path: str, body: Mapping[str, Any]) -> str:
+    """The text of an answer's first token."""
+    one = {**body, "stream": False, "max_tokens": 1, "stream_options": None}
+    (choice,) = parity.post(f"{plain.url}{path}", one).json()["choices"]
+    message = choice if path == COMPLETIONS else choice["message"]
+    return "".join(message.get(name) or "" for name in _TEXTS)
