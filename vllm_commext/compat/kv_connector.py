@@ -115,6 +115,14 @@ def drop_last_prompt_token(request: Request) -> None:
     request.max_tokens = 1
 
 
+def end_after_one_token(request: Request) -> None:
+    """Generate one token, whatever the request's own limits are."""
+    request.max_tokens = 1
+    sampling = request.sampling_params
+    if sampling is not None:
+        sampling.min_tokens = min(sampling.min_tokens, 1)
+
+
 def tells_stages_apart() -> bool:
     """Whether vLLM hands over the workers of every pipeline stage, and servers have run so: older
     ones than 0.32 have the method too, but nothing was ever read between stages of theirs."""

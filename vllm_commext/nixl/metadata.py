@@ -32,6 +32,7 @@ class StepMetadata(KVConnectorMetadata):
         loads: blocks to read or to release.
         waits: requests whose blocks must be kept by their prefill engines until their loads begin.
         holds: finished prefills whose blocks wait for readers.
+        releases: such prefills that nobody will read.
         given_up: late loads whose blocks the scheduler has taken out of use.
         saves: blocks, a list a group, to be copied to the host at the end of the step; used where
             peers read from a copy there.
@@ -46,6 +47,7 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     holds: list[Hold] = field(default_factory=list)
+    releases: list[str] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
     saves: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)

@@ -110,6 +110,13 @@ class Hold:
 
 
 @dataclass(frozen=True)
+class Release:
+    """A finished prefill that nobody will read."""
+
+    request_id: str
+
+
+@dataclass(frozen=True)
 class Chunk:
     """What a step computes of a prompt that is read meanwhile.
 

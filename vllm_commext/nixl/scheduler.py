@@ -33,6 +33,7 @@ from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
 from vllm_commext.nixl.metrics.recorder import GAUGES, Ends, TransferRecorder, empty_data
 from vllm_commext.nixl.prefill.fence import new_key
+from vllm_commext.nixl.prefill.keys import releases_of
 from vllm_commext.nixl.prefill.prefills import FINISHED, Place, Prefills
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Load, Wait
@@ -226,6 +227,8 @@ class SchedulerSide:
         request.kv_transfer_params = params = params_of(request)
         if is_for_prefill(params) and self._produces:
             self._recorder.stream(self._prefills.add(request))
+        if keys := releases_of(params):
+            self._recorder.released(self._prefills.release(keys), len(keys))
         if self._is_to_load(request):
             self._welcome(request)
         else:

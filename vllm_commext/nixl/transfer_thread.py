@@ -18,7 +18,7 @@ from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.outcomes import OutcomeBox
 from vllm_commext.nixl.prefill.holder import Holder
-from vllm_commext.nixl.requests import Hold, Load, Outcomes, Wait
+from vllm_commext.nixl.requests import Hold, Load, Outcomes, Release, Wait
 from vllm_commext.nixl.stream.publisher import Publisher
 from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
 
@@ -51,7 +51,7 @@ class Look:
 
 
 T = TypeVar("T")
-Command = Load | Wait | Hold | GiveUp | Look
+Command = Load | Wait | Hold | Release | GiveUp | Look
 
 
 class TransferThread:
@@ -206,6 +206,8 @@ class TransferThread:
             self._loader.give_up(command.request_id)
         elif isinstance(command, Hold):
             self._holder.hold(command)
+        elif isinstance(command, Release):
+            self._holder.release(command.request_id)
 
     def _close(self) -> None:
         """No agent is taken down under a read: that could end the peer's process."""

@@ -22,7 +22,7 @@ from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.pipeline import ONE_STAGE, Pipeline
 from vllm_commext.nixl.prefill.fence import NUM_SLOTS
 from vllm_commext.nixl.prefill.host_buffer import HostBuffer
-from vllm_commext.nixl.requests import Load, Outcomes
+from vllm_commext.nixl.requests import Load, Outcomes, Release
 from vllm_commext.nixl.reuse.generations import MIN_CELLS, GenerationTable
 from vllm_commext.nixl.stream.progress import ProgressTable
 from vllm_commext.nixl.stream.publisher import Publisher
@@ -205,6 +205,8 @@ class WorkerSide:
             self._publisher.ended(step.holds)
         for hold in step.holds:
             thread.submit(hold)
+        for request_id in step.releases:
+            thread.submit(Release(request_id))
         for request_id in step.given_up:
             thread.submit(GiveUp(request_id))
 

@@ -42,6 +42,8 @@ RECORDS = st.fixed_dictionaries(
                 "retries",
                 "side_channel_rejects",
                 "expired_requests",
+                "released_requests",
+                "unknown_releases",
                 "unmatched_notifications",
                 "heartbeats",
                 "ignored_heartbeats",
@@ -88,6 +90,8 @@ def test_everything_recorded_is_taken_once() -> None:
     recorder.handed_over(0.75)
     recorder.loaded(6)
     recorder.side_channel_rejects(4)
+    recorder.released(2, 5)
+    recorder.released(1, 1)
     recorder.reuse(lookups=1)
     recorder.reuse(blocks=7)
     recorder.reuse(lookups=1, recomputed=2)
@@ -107,6 +111,8 @@ def test_everything_recorded_is_taken_once() -> None:
         "merged_descriptors": 4,
         "retries": 1,
         "expired_requests": 1,
+        "released_requests": 3,
+        "unknown_releases": 3,
         "unmatched_notifications": 1,
         "heartbeats": 4,
         "ignored_heartbeats": 3,

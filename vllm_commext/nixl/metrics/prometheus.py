@@ -61,6 +61,8 @@ COUNTERS = {
     "merged_descriptors": "Descriptors of the reads that NIXL moved, after it merged neighbours.",
     "retries": "Reads that were tried again over a new connection.",
     "expired_requests": "Prefilled requests whose blocks nobody fetched in time; they were freed.",
+    "released_requests": "Prefilled requests that a router released, as nobody was to read them.",
+    "unknown_releases": "Releases by a router of prefills that are not known, or no more.",
     "unmatched_notifications": "Notifications that fitted no request or were not valid.",
     "heartbeats": "Leases of prefilled requests that a decode engine's heartbeat extended.",
     "ignored_heartbeats": "Heartbeats that fitted no lease, or came twice or out of order.",

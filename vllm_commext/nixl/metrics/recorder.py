@@ -71,6 +71,8 @@ def empty_data() -> dict[str, Any]:
         "merged_descriptors": 0,
         "retries": 0,
         "expired_requests": 0,
+        "released_requests": 0,
+        "unknown_releases": 0,
         "unmatched_notifications": 0,
         "heartbeats": 0,
         "ignored_heartbeats": 0,
@@ -191,6 +193,12 @@ class TransferRecorder:
         with self._lock:
             self._data["lease_age_seconds"].append(seconds)
             self._data["expired_requests"] += expired
+
+    def released(self, known: int, named: int) -> None:
+        """A router has released the prefills that are known of those that it has named."""
+        with self._lock:
+            self._data["released_requests"] += known
+            self._data["unknown_releases"] += named - known
 
     def side_channel_rejects(self, count: int) -> None:
         """The side channel refused frames."""

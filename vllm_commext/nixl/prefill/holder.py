@@ -56,6 +56,11 @@ class Holder:
         if not is_read or self._leases.hold(hold.request_id, now, hold.lease_seconds):
             self._report_sent(hold.request_id)
 
+    def release(self, request_id: str) -> None:
+        """Nobody will read a prefill: free its blocks, unless that is done."""
+        if self._leases.drop(request_id):
+            self._report_sent(request_id)
+
     def take_notifications(self) -> None:
         """Take in what readers have sent since the last call; what one of them says is lost at most
         with its own error."""

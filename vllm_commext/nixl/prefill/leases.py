@@ -110,6 +110,10 @@ class LeaseLedger:
         del self._leases[request_id]
         return True
 
+    def drop(self, request_id: str) -> bool:
+        """End a lease, whoever has not released it; False where there is none."""
+        return self._leases.pop(request_id, None) is not None
+
     def extend(self, request_id: str, beat: Beat, now: float) -> bool:
         """Begin a lease anew; False where the heartbeat is to be ignored."""
         lease = self._leases.get(request_id)

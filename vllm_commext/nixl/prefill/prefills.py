@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from vllm_commext.compat.kv_connector import drop_last_prompt_token
+from vllm_commext.compat.kv_connector import drop_last_prompt_token, end_after_one_token
 from vllm_commext.nixl.first_token import Sampler, goes_on, offer
 from vllm_commext.nixl.geometry.request_blocks import (
     blocks_to_offer,
@@ -20,6 +20,7 @@ from vllm_commext.nixl.geometry.request_blocks import (
 from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.prefill.fence import FenceSlots
+from vllm_commext.nixl.prefill.keys import PrefillKeys, prefill_key_of
 from vllm_commext.nixl.prefill.prompt_tracker import PromptTracker
 from vllm_commext.nixl.requests import Hold, RemoteRequest, Restart
 from vllm_commext.nixl.stream.directory import StreamDirectory
@@ -93,7 +94,9 @@ class Prefills:
         self._producer = StreamProducer(self.fences, self.directory, streaming)
         self._cut: set[str] = set()
         self._prompts = PromptTracker() if saves else None
+        self._keys = PrefillKeys()
         self._holds: list[Hold] = []
+        self._releases: list[str] = []
         self._log = RateLimitedLog()
 
     def add(self, request: Request) -> str:
@@ -104,6 +107,10 @@ class Prefills:
         back by a token, and after the last token a window no longer holds all that this one attends
         to: the prefill engine must stop one token early.
         """
+        key = prefill_key_of(request.kv_transfer_params)
+        if key:
+            end_after_one_token(request)
+            self._keys.add(key, request.request_id)
         if self._can_be_cut(request):
             drop_last_prompt_token(request)
             self._cut.add(request.request_id)
@@ -116,6 +123,12 @@ class Prefills:
         sampling = request.sampling_params
         wants_all_logprobs = sampling is not None and sampling.prompt_logprobs is not None
         return self._leaves_last_token and request.num_prompt_tokens > 1 and not wants_all_logprobs
+
+    def release(self, keys: Sequence[str]) -> int:
+        """A router says that nobody will read the prefills with these keys; how many there are."""
+        found = [request_id for key in keys if (request_id := self._keys.release(key))]
+        self._releases += [request_id for request_id in found if request_id in self.held]
+        return len(found)
 
     def forget(self, request_id: str) -> bool:
         """A request has ended; whether its prompt was cut."""
@@ -132,6 +145,8 @@ class Prefills:
         """A request has ended that was computed for another engine: whether its blocks must be
         kept, and what that engine must know."""
         kept = self._offer(request, block_ids, was_cut=was_cut)
+        if not kept[0]:
+            self._keys.forget(request.request_id)
         row = self._producer.row_of(request.request_id)
         if row < 0 or kept[0]:
             return kept
@@ -145,7 +160,9 @@ class Prefills:
         self, request: Request, block_ids: tuple[list[int], ...], *, was_cut: bool
     ) -> tuple[bool, dict[str, Any] | None]:
         """What a prefill that has ended hands over."""
-        if request.status not in FINISHED or (self._leaves_last_token and not was_cut):
+        if request.status not in FINISHED or request.request_id in self._keys.unwanted:
+            return False, None
+        if self._leaves_last_token and not was_cut:
             return False, None
         # What was generated after the prompt is in no prompt that the offer could be compared with.
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
@@ -201,7 +218,7 @@ class Prefills:
     @property
     def has_news(self) -> bool:
         """Whether there is something that the workers have not been told."""
-        return bool(self._holds)
+        return bool(self._holds or self._releases)
 
     def fill_step(self, taken: StepMetadata, scheduled: SchedulerOutput, *, produces: bool) -> None:
         """Add what the workers must know of this step."""
@@ -210,6 +227,7 @@ class Prefills:
             taken.chunks, taken.restarts = self._producer.take_step(scheduled)
             holds = [self._renewed(one, taken.restarts) for one in holds]
         taken.holds = holds
+        taken.releases, self._releases = self._releases, []
         if self._prompts is not None:
             taken.saves = [
                 blocks_to_offer(self._groups, block_ids, num_tokens)
@@ -229,5 +247,6 @@ class Prefills:
         readers were told that it was aborted."""
         self.fences.give_back(request_id)
         self._producer.give_back(request_id)
+        self._keys.forget(request_id)
         begun = self.held.pop(request_id, None)
         return None if begun is None else time.monotonic() - begun

@@ -154,8 +154,12 @@ def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> Handl
 
 def key_of(params: Mapping[str, Any] | None) -> str:
     """The key under which a request's two halves are sent to both engines at once, "" for none."""
-    key = (params or {}).get("stream_key")
-    return key if isinstance(key, str) and _KEY.fullmatch(key) else ""
+    return as_key((params or {}).get("stream_key"))
+
+
+def as_key(value: Any) -> str:
+    """*value* where it is a key, as routers draw them; else ""."""
+    return value if isinstance(value, str) and _KEY.fullmatch(value) else ""
 
 
 def asks_for_stream(params: Mapping[str, Any] | None) -> bool:
