@@ -10,19 +10,26 @@ from typing import Any
 import aiohttp
 
 from vllm_commext.drain import HEADER
+from vllm_commext.proxy.body import decode
 from vllm_commext.proxy.config import MIB
 from vllm_commext.proxy.deadline import EngineLostError
 from vllm_commext.proxy.engines import PREFILL, Engine, EnginePool
-from vllm_commext.proxy.failures import EngineAnswer, ProxyError
+from vllm_commext.proxy.failures import EngineAnswer, Losses, ProxyError
 
 MAX_ANSWER_BYTES = 64 * MIB
 _CANNOT_CONNECT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _LOST = (aiohttp.ClientError, OSError, EngineLostError)
 
 
+_DEAD = (b"EngineDeadError", b"EngineCore encountered an issue")
+
+
 @contextmanager
-def failures_of(engine: Engine, timeout_seconds: float) -> Iterator[None]:
-    """Raise `ProxyError` for whatever goes wrong inside with *engine*.
+def failures_of(
+    engine: Engine, timeout_seconds: float, losses: Losses | None = None
+) -> Iterator[None]:
+    """Raise `ProxyError` for whatever goes wrong inside with *engine*; the request's *losses* say
+    whether it may be tried at another one if this one is lost.
 
     A prefill may be repeated after a lost connection. A decode may not with the parameters that
     it was given: it may have read the blocks, which the prefill engine then has freed.
@@ -30,11 +37,19 @@ def failures_of(engine: Engine, timeout_seconds: float) -> Iterator[None]:
     try:
         yield
     except (*_CANNOT_CONNECT, asyncio.TimeoutError, *_LOST) as error:
-        raise failure_of(engine, error, timeout_seconds) from error
+        raise failure_of(engine, error, timeout_seconds, losses) from error
+    except ProxyError as error:
+        is_dead = error.answer is not None and any(told in error.answer.body for told in _DEAD)
+        if is_dead and error.status >= 500 and losses is not None:
+            raise losses.note(error) from error
+        raise
 
 
-def failure_of(engine: Engine, error: BaseException, timeout_seconds: float) -> ProxyError:
-    """What *error* means for a request; the engine is noted as suspect where it is."""
+def failure_of(
+    engine: Engine, error: BaseException, timeout_seconds: float, losses: Losses | None = None
+) -> ProxyError:
+    """What *error* means for a request; the engine is noted as suspect where it is, and not the
+    request that has lost others before."""
     side, name = engine.role, engine.name
     if isinstance(error, _CANNOT_CONNECT):
         message = f"could not connect to {name}: {error}"
@@ -51,12 +66,15 @@ def failure_of(engine: Engine, error: BaseException, timeout_seconds: float) -> 
     if isinstance(error, EngineLostError):
         message = f"{name} can no longer be reached, and its answer was not complete"
     else:
-        engine.suspect()
         message = f"{name} closed the connection before its answer was complete: {error!r}"
     can_retry = side == PREFILL
-    return ProxyError(
+    lost = ProxyError(
         502, "lost", message, side=side, engine=name, can_retry=can_retry, can_restart=True
     )
+    meant = lost if losses is None else losses.note(lost)
+    if meant is lost and not isinstance(error, EngineLostError):
+        engine.suspect()
+    return meant
 
 
 async def read_answer(engine: Engine, response: aiohttp.ClientResponse) -> EngineAnswer:
@@ -76,7 +94,7 @@ def prefill_answer(engine: Engine, status: int, answer: EngineAnswer) -> dict[st
     try:
         content = json.loads(answer.body)
     except (ValueError, RecursionError) as error:
-        raise bad_answer(engine, f"no JSON ({error})") from error
+        raise bad_answer(engine, f"{len(answer.body)} bytes that are no JSON ({error})") from error
     if status != 200 or not isinstance(content, dict):
         raise bad_answer(engine, f"status {status}, JSON of type {type(content).__name__}")
     params = content.get("kv_transfer_params")
@@ -118,14 +136,6 @@ def engine_error(engine: Engine, status: int, answer: EngineAnswer) -> ProxyErro
     )
 
 
-def empty(engine: Engine) -> ProxyError:
-    """An engine that has ended a stream without a token and without a reason."""
-    told = "the request failed before its first token; the engine's log says why"
-    error = {"message": told, "type": "InternalServerError", "param": None, "code": 500}
-    body = json.dumps({"error": error}).encode()
-    return engine_error(engine, 500, EngineAnswer(body, "application/json"))
-
-
 def aborted(engine: Engine) -> ProxyError:
     """An engine that is told to end gives up requests so: finished, with status 200, while its
     health is good. It is given no more until the next check."""
@@ -136,9 +146,22 @@ def aborted(engine: Engine) -> ProxyError:
     )
 
 
+def check_answer(engine: Engine, body: bytes) -> None:
+    """Raise `ProxyError` for a whole answer that is no JSON object."""
+    try:
+        content = decode(body)
+    except (ValueError, RecursionError) as error:
+        raise bad_answer(engine, f"{len(body)} bytes that are no JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise bad_answer(engine, f"JSON of type {type(content).__name__}")
+
+
 def bad_answer(engine: Engine, got: str) -> ProxyError:
+    """An answer that is none; the request may be served anew."""
     message = f"{engine.name}: expected a completion as a vLLM server sends it, got {got}"
-    return ProxyError(502, "bad_answer", message, side=engine.role, engine=engine.name)
+    return ProxyError(
+        502, "bad_answer", message, side=engine.role, engine=engine.name, can_restart=True
+    )
 
 
 def no_engine(pool: EnginePool) -> ProxyError:

@@ -85,6 +85,7 @@ class ProxyApp:
                 watching = asyncio.create_task(self._sources.watch())
                 yield
                 await end_tasks([watching])
+                await self._upstream.releases.close()
 
     async def drain(self) -> bool:
         """Refuse new requests and wait for the running ones; True if all have ended in time."""

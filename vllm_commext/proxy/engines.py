@@ -31,7 +31,8 @@ class Engine:
     not been reachable for so long that nobody should wait for it any more. memory: what it was
     asked last, forgotten when it becomes unhealthy, and so are forms: how its streams begin, and
     streams: what it says of prompts that are read while they are computed, and offers: where it is
-    asked for blocks of what it has computed.
+    asked for blocks of what it has computed, and key_ranks: where prefills are known by keys, the
+    data-parallel ranks at which one may be.
     """
 
     role: str
@@ -53,6 +54,7 @@ class Engine:
     forms: Forms = field(default_factory=Forms)
     streams: Streams = field(default_factory=Streams)
     offers: Offers = field(default_factory=Offers)
+    key_ranks: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -104,6 +106,7 @@ class Engine:
         self.forms.clear()
         self.streams.clear()
         self.offers.clear()
+        self.key_ranks = ()
 
     def lose(self) -> None:
         """Let go whoever waits for an answer."""

@@ -1,12 +1,37 @@
 """What can go wrong with a request, as one exception that knows the answer to give."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_commext.errors import CommextError
 
 SIDE_PROXY = "proxy"
+ENGINES_LOST = "engines_lost"
+
+
+MAX_LOST = 2
+"""Engines that one request may lose: it may be what ends them, so it is tried at no further one."""
+
+
+@dataclass
+class Losses:
+    """The engines that one request has lost: their connections have broken, or they have died."""
+
+    engines: list[str] = field(default_factory=list[str])
+
+    def note(self, error: "ProxyError") -> "ProxyError":
+        """What *error*, of an engine that is lost, means for the request."""
+        if len(self.engines) < MAX_LOST:
+            self.engines.append(error.engine or "")
+        if len(self.engines) < MAX_LOST:
+            return error
+        names = " and ".join(dict.fromkeys(self.engines))
+        message = (
+            f"{names} lost with this request, {MAX_LOST} times: it may be what ends engines, and "
+            f"is tried at no other one. The last time: {error}"
+        )
+        return ProxyError(502, ENGINES_LOST, message, side=error.side, engine=error.engine)
 
 
 @dataclass(frozen=True)

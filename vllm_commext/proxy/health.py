@@ -11,7 +11,7 @@ from vllm_commext.drain import HEADER
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engines import DECODE, Engine
-from vllm_commext.proxy.streams import NEVER
+from vllm_commext.proxy.releases import key_ranks_of
 from vllm_commext.proxy.tasks import end_tasks
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -94,11 +94,9 @@ class HealthMonitor:
         return status is not None
 
     async def _learn_page(self, engine: Engine) -> None:
-        """Ask a decode engine's metrics page, once in its life, where its blocks are on offer and
-        whether it reads prompts while they are computed."""
-        config = self._config
-        is_wanted = config.reuse_blocks or config.stream_chunks != NEVER
-        if not is_wanted or engine.role != DECODE or engine.offers.is_known:
+        """Ask an engine's metrics page, once in its life, whether it knows prefills by keys, where
+        its blocks are on offer and whether it reads prompts while they are computed."""
+        if engine.offers.is_known:
             return
         try:
             async with self._session.get(
@@ -110,10 +108,11 @@ class HealthMonitor:
                 page = await response.text()
                 engine.offers.learn(page)
                 engine.streams.learn_page(page)
+                engine.key_ranks = key_ranks_of(page)
         except (asyncio.TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             logger.info("%s (%s) does not say what it offers: %s", engine.name, engine.url, error)
             return
-        if config.reuse_blocks and not engine.offers.places:
+        if self._config.reuse_blocks and engine.role == DECODE and not engine.offers.places:
             logger.warning(
                 "%s (%s) offers no blocks for reuse: set reuse_blocks in its "
                 "kv_connector_extra_config",

@@ -67,6 +67,14 @@ class ProxyMetrics:
         )
         for way in streams.WAYS:
             self.streams.labels(way)
+        self.releases = Counter(
+            "commext_proxy_releases",
+            "Prefills that nobody was to read: those whose engines were told, or could not be.",
+            ("outcome",),
+            registry=registry,
+        )
+        for told in ("sent", "failed"):
+            self.releases.labels(told)
         self.affinity_tokens = Counter(
             "commext_proxy_affinity_tokens",
             "About how many tokens of prompts the chosen engines were taken to hold, and not.",

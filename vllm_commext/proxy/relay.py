@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import aiohttp
 from aiohttp import web
 
-from vllm_commext.proxy.answers import failure_of
+from vllm_commext.proxy.answers import bad_answer, failure_of
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import ClientStalledError, Deadline, EngineLostError, StreamWatch
 from vllm_commext.proxy.early.lead import Lead
@@ -42,6 +42,10 @@ class Relayed:
 
     response: web.StreamResponse
     failure: ProxyError | None = None
+
+
+class _UnfinishedError(Exception):
+    """The engine has ended a stream in its midst, as if it were whole."""
 
 
 class Relay:
@@ -87,6 +91,8 @@ class Relay:
             failure = failure_of(self._opened.engine, error, idle_seconds)
         except EngineLostError as error:
             failure = failure_of(self._opened.engine, error, idle_seconds)
+        except _UnfinishedError:
+            failure = bad_answer(self._opened.engine, "a stream without the event that ends it")
         except FirstTokenDiffersError as error:
             failure = self._other_token(error)
         except ClientStalledError as error:
@@ -109,7 +115,7 @@ class Relay:
                 ready = splice.feed(ready)
             if ready:
                 await response.write(ready)
-                self.has_sent_end = ready.endswith(DONE)
+                self.has_sent_end = ready.rstrip().endswith(DONE)
             self._is_engines_turn = True
             watch.reading()
             piece = await read()
@@ -123,6 +129,9 @@ class Relay:
                 arrived = watch.since
             else:
                 ready = cutter.rest()
+                is_end = self.has_sent_end or ready.rstrip().endswith(DONE)
+                if self._opened.has_end and not is_end:
+                    raise _UnfinishedError
         if splice is not None:
             splice.end()
         await response.write_eof()

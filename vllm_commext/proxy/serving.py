@@ -14,7 +14,7 @@ from vllm_commext.proxy.early.lead import Lead
 from vllm_commext.proxy.early.rule import is_greedy
 from vllm_commext.proxy.engines import DECODE, Engine, EnginePool
 from vllm_commext.proxy.errors import SIDE
-from vllm_commext.proxy.failures import ProxyError
+from vllm_commext.proxy.failures import ENGINES_LOST, Losses, ProxyError
 from vllm_commext.proxy.intake import BodyBudget, Intake
 from vllm_commext.proxy.metrics import ProxyMetrics
 from vllm_commext.proxy.opening import Opened
@@ -22,11 +22,11 @@ from vllm_commext.proxy.outcome import DIRECT, LOCAL_PREFILL, STREAMED, TWO_STEP
 from vllm_commext.proxy.relay import Relay, end_stream
 from vllm_commext.proxy.reuse import Place, places_of
 from vllm_commext.proxy.streams import Stream
+from vllm_commext.proxy.two_step import ENDPOINTS
 from vllm_commext.proxy.upstream import Payload, Prefilled, Upstream
 
 logger = logging.getLogger("vllm.commext.proxy")
 
-ENDPOINTS = {"/v1/completions": two_step.COMPLETIONS, "/v1/chat/completions": two_step.CHAT}
 # Passed to a decode engine as they are: no completion, or an object that stays at that engine.
 DIRECT_ENDPOINTS = {
     "/v1/responses": "responses",
@@ -97,7 +97,10 @@ class Service:
                 attempts.remember(session)
             while True:
                 try:
-                    return await self._attempt(attempts, outcome, lead)
+                    opened = await self._attempt(attempts, outcome, lead)
+                    if opened.response.status < 400:
+                        attempts.prefilled = None  # read, or on its way to be released by who reads
+                    return opened
                 except ProxyError as error:
                     attempts.num_failed += 1
                     gave_up = attempts.num_failed >= self._config.request_attempts
@@ -107,6 +110,8 @@ class Service:
                     attempts.note(error)
                     self._metrics.restarts.labels(error.kind).inc()
                     logger.warning("request %s is served anew: %s", outcome.request_id, error)
+                finally:
+                    self._release(attempts, outcome.request_id)
         finally:
             intake.release()
 
@@ -115,7 +120,7 @@ class Service:
         if attempts.path in ENDPOINTS:
             stream = self._stream(attempts, outcome)
             try:
-                prefilled = await self._prefill(attempts, stream)
+                prefilled = attempts.prefilled = await self._prefill(attempts, stream)
                 if prefilled is not None:
                     await stream.check_place()
                 if prefilled is not None and stream.is_under_way:
@@ -148,11 +153,23 @@ class Service:
                 await self._upstream.check_stream(opened)
         except BaseException as error:
             lead.note_failed(error)
-            if prefilled is not None:
-                _log_unread_blocks(prefilled, outcome.request_id)
             raise
         _note_opened(opened, lead, outcome)
         return opened
+
+    def _release(self, attempts: "_Attempts", request_id: str) -> None:
+        """Have the prefill engine free what no decode engine will read."""
+        prefilled, attempts.prefilled = attempts.prefilled, None
+        if prefilled is None:
+            return
+        self._upstream.releases.add(prefilled.key)
+        if not prefilled.key.value:
+            logger.warning(
+                "request %s ended before a decode engine answered: unless one has read them, "
+                "%s keeps its KV blocks until their lease expires",
+                request_id,
+                prefilled.engine.name,
+            )
 
     def _stream(self, attempts: "_Attempts", outcome: Outcome) -> Stream:
         """An attempt at both steps at once, where that may be."""
@@ -212,10 +229,10 @@ class Service:
                 prefilled = await self._upstream.prefill(
                     payload,
                     attempts.failed_prefill,
-                    lambda engine: stream.prefill_payload(engine.streams),
+                    lambda engine, key: stream.prefill_payload(engine.streams, key),
                 )
             except ProxyError as error:
-                if error.status < 500:
+                if error.status < 500 or error.kind == ENGINES_LOST:
                     raise
                 away = error.kind in ("no_engine", "unreachable", "lost", "draining")
                 reason = two_step.PREFILL_AWAY if away else two_step.PREFILL_FAILED
@@ -273,9 +290,11 @@ class _Attempts:
         self.failed_prefill: list[Engine] = []
         self.failed_decode: list[Engine] = []
         self.prefilled_by: Engine | None = None
+        self.prefilled: Prefilled | None = None
         self._headers = headers
         self.tokens = num_tokens(self.body)
         self._prefix = NO_PREFIX
+        self._losses = Losses()
 
     def remember(self, session: str | None) -> None:
         """Have engines chosen that may hold the beginning of the prompt."""
@@ -284,7 +303,9 @@ class _Attempts:
     def payload(self, body: Mapping[str, Any], is_stream: bool | None = None) -> Payload:
         """*body* on its way to an engine; by default the answer streams if the client's does."""
         streams = bool(body.get("stream")) if is_stream is None else is_stream
-        return Payload(self.path, self._headers, body, self.tokens, streams, self._prefix)
+        return Payload(
+            self.path, self._headers, body, self.tokens, streams, self._prefix, self._losses
+        )
 
     def places(self) -> list[Place]:
         """Where blocks of the prompt's beginning may be on offer."""
@@ -311,13 +332,3 @@ def _note_opened(opened: Opened, lead: Lead, outcome: Outcome) -> None:
     if lead.response is None:
         outcome.first_token_seconds = opened.opened_at - outcome.began
         lead.learn(opened)
-
-
-def _log_unread_blocks(prefilled: Prefilled, request_id: str) -> None:
-    if prefilled.kv_transfer_params is not None:
-        logger.warning(
-            "request %s ended before a decode engine answered: unless one has read them, "
-            "%s keeps its KV blocks until their lease expires",
-            request_id,
-            prefilled.engine.name,
-        )

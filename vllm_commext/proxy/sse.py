@@ -6,8 +6,7 @@ from typing import Any
 
 MAX_HELD_BYTES = 8 << 20
 _ABORT = b'"abort"'
-_DONE = b"data: [DONE]"
-DONE = _DONE + b"\n\n"
+DONE = b"data: [DONE]"
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 
 
@@ -110,7 +109,7 @@ def ends_empty(events: bytes) -> bool:
     a completion which has failed before its first token."""
     lines = [line for line in map(bytes.strip, events.split(b"\n")) if line]
     contents = _contents(events)
-    is_whole = _DONE in lines and len(contents) == len(lines) - 1
+    is_whole = DONE in lines and len(contents) == len(lines) - 1
     return is_whole and all(map(_is_usage_alone, contents))
 
 

@@ -127,11 +127,14 @@ def refusal(mode: str, body: Mapping[str, Any], decode: Iterable[Streams]) -> st
 
 
 def prefill_body(
-    body: Mapping[str, Any], key: str, places: Sequence[Mapping[str, Any]] = ()
+    body: Mapping[str, Any],
+    stream_key: str,
+    places: Sequence[Mapping[str, Any]] = (),
+    key: str = "",
 ) -> dict[str, Any]:
-    """*body* for the prefill engine."""
-    step = two_step.prefill_body(body, places)
-    step["kv_transfer_params"]["stream_key"] = key
+    """*body* for the prefill engine, which may know it by a *key*, too."""
+    step = two_step.prefill_body(body, places, key)
+    step["kv_transfer_params"]["stream_key"] = stream_key
     return step
 
 
@@ -185,21 +188,24 @@ class Stream:
         """A decode engine has been asked, and its answer was not taken yet."""
         return self._decode is not None
 
-    async def prefill_payload(self, streams: Streams) -> Any:
-        """What a prefill engine is asked; the decode engine is asked at the same time."""
+    async def prefill_payload(self, streams: Streams, key: str = "") -> Any:
+        """What a prefill engine is asked that knows it by a *key*; the decode engine is asked at
+        the same time."""
         await self.cancel()
         if self._place is not None:
             self.way = AGAIN
         place = self.way or streams.place_or_reason()
         if isinstance(place, str):
             self.way = place
-            return self._payload(two_step.prefill_body(self._body, self._places), is_stream=False)
+            body = two_step.prefill_body(self._body, self._places, key)
+            return self._payload(body, is_stream=False)
         self._place, self._asked = place, streams
         streams.num_waiting += 1
-        key = secrets.token_hex(KEY_BYTES)
-        payload = self._payload(decode_body(self._body, key, place))
+        stream_key = secrets.token_hex(KEY_BYTES)
+        payload = self._payload(decode_body(self._body, stream_key, place))
         self._decode = asyncio.create_task(self._ask(payload))
-        return self._payload(prefill_body(self._body, key, self._places), is_stream=False)
+        body = prefill_body(self._body, stream_key, self._places, key)
+        return self._payload(body, is_stream=False)
 
     async def check_place(self) -> None:
         """The prefill engine has answered: let go of the decode engine if it was told of another

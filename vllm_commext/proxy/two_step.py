@@ -22,6 +22,7 @@ from vllm_commext.proxy.failures import ProxyError
 
 COMPLETIONS = "completions"
 CHAT = "chat"
+ENDPOINTS = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHAT}
 
 NO_PARAMETERS = "no_kv_transfer_params"
 PREFILL_AWAY = "prefill_away"
@@ -56,9 +57,9 @@ KEEP_FOR_DECODE: Mapping[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-# stream_options is an error without streaming. A stop token would end the prefill as "stopped",
-# for which a connector need not hand over blocks; the token itself is thrown away.
-_NOT_FOR_PREFILL = ("stream_options", "stop_token_ids")
+# A stop token would end the prefill as "stopped", for which a connector need not hand over blocks;
+# the token itself is thrown away.
+_NOT_FOR_PREFILL = ("stop_token_ids",)
 
 
 def checked_body(body: Any) -> dict[str, Any]:
@@ -126,24 +127,35 @@ def _is_count(value: Any) -> bool:
 
 
 def prefill_body(
-    body: Mapping[str, Any], places: Sequence[Mapping[str, Any]] = ()
+    body: Mapping[str, Any], places: Sequence[Mapping[str, Any]] = (), key: str = ""
 ) -> dict[str, Any]:
     """*body* for the prefill engine: the same prompt, one token that nobody will see. *places*: the
     side channels of engines that may have some of its blocks.
 
-    All else stays, so that a request an engine would refuse is refused here, before any block
-    is kept for it.
+    All else stays, so that a request an engine would refuse is refused here, before any block is
+    kept for it: the client's own limits, too, for an engine that takes a *key*, since it ends with
+    one token whatever they are.
     """
+    step = dict(body) if key else _of_one_token(body)
+    if body.get("stream"):
+        step.pop("stream_options", None)  # an error without streaming
+    step["stream"] = False
+    step["kv_transfer_params"] = dict(KEEP_FOR_DECODE)
+    if key:
+        step["kv_transfer_params"]["prefill_key"] = key
+    if places:
+        step["kv_transfer_params"]["reuse_from"] = [dict(place) for place in places]
+    return step
+
+
+def _of_one_token(body: Mapping[str, Any]) -> dict[str, Any]:
     step = {name: value for name, value in body.items() if name not in _NOT_FOR_PREFILL}
-    step.update(max_tokens=1, stream=False, ignore_eos=True)
+    step.update(max_tokens=1, ignore_eos=True)
     if "max_completion_tokens" in step:
         step["max_completion_tokens"] = 1
     min_tokens = step.get("min_tokens")
     if isinstance(min_tokens, int | float) and min_tokens > 1:
         step["min_tokens"] = 1
-    step["kv_transfer_params"] = dict(KEEP_FOR_DECODE)
-    if places:
-        step["kv_transfer_params"]["reuse_from"] = [dict(place) for place in places]
     return step
 
 

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -26,9 +26,11 @@ from vllm_commext.proxy.body import encode
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engines import Engine, EnginePool
-from vllm_commext.proxy.failures import EngineAnswer, ProxyError
+from vllm_commext.proxy.failures import EngineAnswer, Losses, ProxyError
 from vllm_commext.proxy.metrics import ProxyMetrics
 from vllm_commext.proxy.opening import Opened, read_opening
+from vllm_commext.proxy.releases import Key, Releases, new_key
+from vllm_commext.proxy.two_step import ENDPOINTS
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -40,10 +42,11 @@ _WINDOW_BYTES = 128 << 10
 
 @dataclass(frozen=True)
 class Prefilled:
-    """What a prefill step gave: the engine's whole answer."""
+    """What a prefill step gave: the engine's whole answer. key: what has it released."""
 
     engine: Engine
     answer: Mapping[str, Any]
+    key: Key
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:
@@ -54,7 +57,7 @@ class Prefilled:
 @dataclass(frozen=True)
 class Payload:
     """What is posted to an engine. tokens: about how many the prompt has. is_stream: the answer is
-    asked for in pieces. prefix: what engines are remembered by."""
+    asked for in pieces. prefix: what engines are remembered by. losses: the request's."""
 
     path: str
     headers: Mapping[str, str]
@@ -62,6 +65,13 @@ class Payload:
     tokens: int = 0
     is_stream: bool = False
     prefix: Prefix = NO_PREFIX
+    losses: Losses = field(default_factory=Losses)
+
+    @property
+    def streams(self) -> bool | None:
+        """Whether a completion's answer is to be a stream; None where its engine says."""
+        asked = self.body.get("stream") or False
+        return asked if self.path in ENDPOINTS and isinstance(asked, bool) else None
 
     @cached_property
     def pieces(self) -> Sequence[bytes | memoryview]:
@@ -115,18 +125,31 @@ class Upstream:
         self._decode_pool = decode
         self._metrics = metrics
 
+        def note(outcome: str, num_keys: int) -> None:
+            metrics.releases.labels(outcome).inc(num_keys)
+
+        self.releases = Releases(self._post_release, note)
+
     async def prefill(
         self,
         payload: Payload,
         failed: Sequence[Engine],
-        payload_for: Callable[[Engine], Awaitable[Payload]],
+        payload_for: Callable[[Engine, str], Awaitable[Payload]],
     ) -> Prefilled:
         """Step 1 on the best prefill engine, none of *failed*; on another one if that cannot be
-        reached or answers 5xx. *payload_for* says what an engine is asked. Raises `ProxyError`, at
-        once if there is no engine."""
+        reached or answers 5xx. *payload_for* says what an engine is asked that is to know it by a
+        key. Raises `ProxyError`, at once if there is no engine."""
 
         async def ask(engine: Engine, held: int) -> Prefilled:
-            prefilled = await self._prefill_on(engine, await payload_for(engine), held)
+            key = new_key(engine, payload.headers, payload.body)
+            asked = await payload_for(engine, key.value)
+            try:
+                answer = await self._prefill_on(engine, asked, held)
+            except BaseException as error:
+                if not isinstance(error, ProxyError) or error.status >= 500:
+                    self.releases.add(key)  # it may have ended well all the same
+                raise
+            prefilled = Prefilled(engine, answer, key)
             engine.streams.learn(prefilled.kv_transfer_params)
             return prefilled
 
@@ -238,12 +261,12 @@ class Upstream:
             engine.memory.note(payload.prefix)
         return chosen
 
-    async def _prefill_on(self, engine: Engine, payload: Payload, held: int) -> Prefilled:
+    async def _prefill_on(self, engine: Engine, payload: Payload, held: int) -> dict[str, Any]:
         """Step 1 on an engine that need not compute the *held* first tokens of the prompt."""
         seconds = self._config.prefill_timeout_seconds
         with (
             engine.working(payload.tokens - held),
-            failures_of(engine, seconds),
+            failures_of(engine, seconds, payload.losses),
             Deadline(seconds, engine),
         ):
             response = await self._post(engine, payload)
@@ -251,18 +274,25 @@ class Upstream:
                 answer = await read_answer(engine, response)
             finally:
                 response.close()
-            return Prefilled(engine, prefill_answer(engine, response.status, answer))
+            return prefill_answer(engine, response.status, answer)
+
+    async def _post_release(
+        self, engine: Engine, headers: Mapping[str, str], body: Mapping[str, Any]
+    ) -> None:
+        """Raises `ProxyError` where the engine may not have taken it."""
+        await self._prefill_on(engine, Payload("/v1/completions", headers, body), 0)
 
     async def _open_decode(self, engine: Engine, payload: Payload) -> Opened:
         seconds = self._config.decode_timeout_seconds
         bound = seconds if payload.is_stream else None
         with ExitStack() as work:
             work.enter_context(engine.working(payload.tokens))
-            with failures_of(engine, seconds), Deadline(bound, engine):
+            with failures_of(engine, seconds, payload.losses), Deadline(bound, engine):
                 response = await self._post(engine, payload)
                 work.callback(response.close)
-                first, cutter = await read_opening(engine, response)
-            return Opened(engine, response, first, cutter, time.monotonic(), work.pop_all())
+                first, cutter = await read_opening(engine, response, payload.streams)
+            has_end, now = payload.streams is not None, time.monotonic()
+            return Opened(engine, response, first, cutter, has_end, now, work.pop_all())
 
     async def _post(self, engine: Engine, payload: Payload) -> aiohttp.ClientResponse:
         bound = self._config.connect_timeout_seconds

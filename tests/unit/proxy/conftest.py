@@ -126,7 +126,8 @@ async def _left(reader: asyncio.StreamReader) -> None:
 @dataclass
 class EngineServer:
     """One engine. `behave` answers what is posted; drains: it refuses that, as the engines' gate
-    does; num_left: connections the proxy closed; streams: its metrics say that it streams."""
+    does; num_left: connections the proxy closed; streams, keys: its metrics say that it streams,
+    and that it knows prefills by keys."""
 
     behave: Behaviour
     health_status: int = 200
@@ -135,6 +136,7 @@ class EngineServer:
     metrics_status: int = 200
     num_scrapes: int = 0
     streams: bool = True
+    keys: bool = False
     num_left: int = 0
     num_refused: int = 0
     port: int = 0
@@ -145,11 +147,13 @@ class EngineServer:
 
     @property
     def page(self) -> str:
-        """Its metrics: that it streams, and where blocks of its own are asked for, under its HTTP
-        port's number."""
+        """Its metrics: that it streams, that it knows keys, and where blocks of its own are asked
+        for, under its HTTP port's number."""
         labels = 'model_name="tiny",engine="0"'
         place = f'host="127.0.0.1",port="{self.port}",seal="ab"'
+        takes_keys = f"vllm:commext_nixl_released_requests_total{{{labels}}} 0.0\n"
         return (
+            f"{takes_keys * self.keys}"
             f"vllm:commext_nixl_stream_chunks{{{labels}}} {float(self.streams)}\n"
             f"vllm:commext_nixl_reuse_place{{{labels},{place}}} 1.0\n"
         )
@@ -278,14 +282,14 @@ async def _proxy_before(stack: AsyncExitStack, urls: dict[str, list[str]], optio
 
 @asynccontextmanager
 async def running_cluster(
-    num_prefill: int = 1, num_decode: int = 1, **options: Any
+    num_prefill: int = 1, num_decode: int = 1, *, keys: bool = False, **options: Any
 ) -> AsyncIterator[Cluster]:
     import aiohttp
     from aiohttp import web
 
     async with AsyncExitStack() as stack:
         servers = {
-            "prefill": [EngineServer(prefill_ok) for _ in range(num_prefill)],
+            "prefill": [EngineServer(prefill_ok, keys=keys) for _ in range(num_prefill)],
             "decode": [EngineServer(decode_ok) for _ in range(num_decode)],
         }
         for engine in servers["prefill"] + servers["decode"]:

@@ -242,7 +242,7 @@ async def test_a_decode_engine_that_stays_away_ends_the_stream(kit: Any) -> None
     async with running(kit, engine_wait_seconds=0.1, health_interval_seconds=0.05) as cluster:
         await learn(cluster)
         cluster.decode[0].behave = kit.dropping
-        assert (await broken(cluster, BODY))["type"] == "lost"
+        assert (await broken(cluster, BODY))["type"] == "engines_lost"
         # An engine that was away has to show its streams anew.
         engine = cluster.proxy.decode_pool.engines[0]
         engine.refuse("away")
@@ -284,7 +284,7 @@ async def test_a_stream_that_ends_before_its_first_token_is_told(kit: Any) -> No
     async with running(kit) as cluster:
         await learn(cluster)
         cluster.decode[0].behave = empty
-        assert (await broken(cluster, BODY))["type"] == "first_token_differs"
+        assert (await broken(cluster, BODY))["type"] == "bad_answer"
 
 
 async def test_another_first_token_is_told_counted_and_the_last_one(kit: Any) -> None:

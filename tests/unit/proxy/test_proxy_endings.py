@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from vllm_commext.proxy.opening import MAX_WHOLE_BYTES
 from vllm_commext.proxy.sse import ends_empty
 
 BODY = {"prompt": "hello", "max_tokens": 20}
@@ -45,8 +46,12 @@ async def test_a_broken_stream_ends_with_an_error_event(kit: Any, ending: str, k
 
 
 async def test_a_broken_plain_answer_is_seen_as_incomplete(kit: Any) -> None:
+    """One that is too long to be read before the client is told of it."""
+    length = 2 * MAX_WHOLE_BYTES
+
     async def breaking(call: Any) -> None:
-        await call.send(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n" + b"x" * 50)
+        head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: "
+        await call.send(f"{head}{length}\r\n\r\n".encode() + b"x" * (length - 1))
 
     import aiohttp
 
@@ -198,7 +203,7 @@ async def test_a_stream_that_ends_without_an_answer_has_failed(
         assert cluster.decode[0].calls
         cluster.decode[1].behave = ending_with(*pieces)
         async with cluster.post(STREAM) as response:
-            assert response.status == 500
+            assert response.status == 502
             assert "before its first token" in (await response.json())["error"]["message"]
 
 

@@ -59,7 +59,7 @@ def test_prefill_step_makes_one_token_of_the_same_prompt(body: dict[str, Any]) -
     assert (step["max_tokens"], step["stream"]) == (1, False)
     assert step.get("max_completion_tokens", 1) == 1
     assert ("max_completion_tokens" in step) == ("max_completion_tokens" in body)
-    assert "stream_options" not in step
+    assert ("stream_options" in step) == ("stream_options" in body and not body.get("stream"))
     if isinstance(body.get("min_tokens"), int):
         assert step["min_tokens"] == min(body["min_tokens"], 1)
     assert step["kv_transfer_params"]["do_remote_decode"] is True
@@ -68,6 +68,19 @@ def test_prefill_step_makes_one_token_of_the_same_prompt(body: dict[str, Any]) -
         "stop_token_ids", "ignore_eos",
     }  # fmt: skip
     assert {name: step[name] for name in untouched} == {name: body[name] for name in untouched}
+
+
+@quick
+@given(bodies)
+def test_an_engine_that_takes_keys_is_asked_what_the_client_asks(body: dict[str, Any]) -> None:
+    """So it refuses what the decode engine would."""
+    step = two_step.prefill_body(body, key="ab")
+    assert step["kv_transfer_params"].pop("prefill_key") == "ab"
+    assert step.pop("kv_transfer_params") == two_step.KEEP_FOR_DECODE
+    assert step.pop("stream") is False
+    assert ("stream_options" in step) == ("stream_options" in body and not body.get("stream"))
+    assert step.items() <= body.items()
+    assert set(body) - set(step) <= {"stream", "stream_options"}
 
 
 @quick

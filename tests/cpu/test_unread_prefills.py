@@ -1,0 +1,216 @@
+"""What a client asks for that an engine refuses is refused as one vLLM server refuses it, and a
+prefill that nobody will read is kept by no engine: whatever was refused, whoever has left when."""
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from vllm_commext.testing import cluster
+from vllm_commext.testing.metrics import Metrics, scrape
+from vllm_commext.testing.parity import complete
+from vllm_commext.testing.servers import ProxyServer, Server, VllmServer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+# Without the connector. vLLM's own queue keeps a core busy for a second after each answer.
+PLAIN_ENVIRON = {"VLLM_COMMEXT": "1", "VLLM_COMMEXT_NIXL": "0", **cluster.QUEUE_ENVIRON}
+NIXL = "vllm:commext_nixl_"
+FREE_SECONDS = 2.0
+KEEP = {"do_remote_decode": True, "do_remote_prefill": False}
+NUM_LEAVING = 200
+TOO_MANY = 100 * cluster.MAX_MODEL_LEN
+
+
+@dataclass
+class Servers:
+    plain: Server
+    prefill: VllmServer
+    decode: VllmServer
+    proxy: Server
+
+    def held(self) -> float:
+        return scrape(self.prefill.url).total(f"{NIXL}held_requests")
+
+    def frees_all(self) -> None:
+        """P holds nothing, soon."""
+        deadline = time.monotonic() + FREE_SECONDS
+        while (held := self.held()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert held == 0, f"{held:g} prefills are held {FREE_SECONDS} s later"
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    folder = tmp_path_factory.mktemp("unread")
+    template = folder / "chat.jinja"
+    template.write_text(TEMPLATE)
+    args = ["--chat-template", str(template)]
+    plain = cluster.plain_server("plain", model, folder, args=args, environ=PLAIN_ENVIRON)
+    engines: list[VllmServer] = []
+    for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+        chunk = ["--max-num-batched-tokens", "128"] if name == "prefill" else []
+        config = cluster.kv_transfer_config(role)
+        engines.append(cluster.engine_server(name, model, folder, config, args=[*args, *chunk]))
+    with (
+        cluster.all_ready([plain, *engines]),
+        ProxyServer(
+            "proxy",
+            [engines[0].url],
+            [engines[1].url],
+            folder,
+            args=[*cluster.PATIENT_PROXY_ARGS, "--stream-chunks", "always"],
+        ) as proxy,
+    ):
+        yield Servers(plain, *engines, proxy)
+
+
+def body_of(path: str, changes: Mapping[str, Any], num_words: int = 20) -> dict[str, Any]:
+    """A request with a prompt of its own."""
+    text = f"{secrets.token_hex(4)} " * num_words
+    body: dict[str, Any] = {"model": cluster.MODEL_NAME, "max_tokens": 4, "temperature": 0.0}
+    prompt = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    return {**body, **prompt, **changes}
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "below one": {"max_tokens": -1},
+    "beyond the context": {"max_tokens": TOO_MANY},
+    "no number": {"max_tokens": "many"},
+    "a fraction": {"max_tokens": 1.5},
+    "a list": {"max_tokens": [3]},
+    "beyond 64 bits": {"max_tokens": 1 << 70},
+    "options without a stream": {"stream_options": {"include_usage": True}},
+    "options of another type": {"stream_options": 3, "stream": True},
+    "stop tokens of another type": {"stop_token_ids": ["x"]},
+    "no list of stop tokens": {"stop_token_ids": "x"},
+    "more at least than at most": {"min_tokens": 9},
+    "at least a negative number": {"min_tokens": -2},
+    "at least a word": {"min_tokens": "few"},
+    "samples of another type": {"n": "x"},
+    "no sample": {"n": 0},
+    "a penalty out of range": {"presence_penalty": 9},
+    "a flag of another type": {"ignore_eos": "perhaps"},
+    "another model": {"model": "nobody's"},
+    "no flag whether to stream": {"stream": "perhaps"},
+}
+CHAT_REFUSED: dict[str, dict[str, Any]] = {
+    "the newer name, below one": {"max_completion_tokens": -1},
+    "the newer name, no number": {"max_completion_tokens": "many"},
+    "the newer name, beyond the context": {"max_completion_tokens": TOO_MANY},
+}
+CASES = [(path, name) for path in (COMPLETIONS, CHAT) for name in REFUSED]
+CASES += [(CHAT, name) for name in CHAT_REFUSED]
+
+
+@pytest.mark.parametrize(("path", "name"), CASES, ids=lambda value: str(value).rpartition("/")[2])
+def test_a_refusal_is_that_of_one_server_and_nothing_is_held(
+    servers: Servers, path: str, name: str
+) -> None:
+    changes = {**REFUSED, **CHAT_REFUSED}[name]
+    streams = [changes] if "options" in name or "stream" in changes else []
+    for asked in streams or [changes, {**changes, "stream": True}]:
+        body = body_of(path, asked)
+        one, other = (
+            httpx.post(server.url + path, json=body, timeout=60)
+            for server in (servers.plain, servers.proxy)
+        )
+        assert (other.status_code, other.json()) == (one.status_code, one.json())
+        assert one.status_code >= 400
+    servers.frees_all()
+
+
+def test_eight_of_each_refused_kind_at_once_leave_nothing(servers: Servers) -> None:
+    async def ask_all() -> list[int]:
+        async with httpx.AsyncClient(base_url=servers.proxy.url, timeout=120) as client:
+            bodies = [(path, body_of(path, REFUSED[name])) for path, name in CASES[:-3] * 8]
+            answers = (client.post(path, json=body) for path, body in bodies)
+            return [one.status_code for one in await asyncio.gather(*answers)]
+
+    statuses = asyncio.run(ask_all())
+    servers.frees_all()
+    assert all(400 <= status < 500 for status in statuses)
+
+
+@pytest.mark.parametrize("num_words", [20, 80], ids=["one chunk", "several chunks"])
+def test_clients_that_leave_at_any_moment_leave_nothing(servers: Servers, num_words: int) -> None:
+    numbers = random.Random(num_words)
+    before = scrape(servers.prefill.url)
+
+    async def leave(client: httpx.AsyncClient) -> bool:
+        await asyncio.sleep(numbers.random())
+        path = numbers.choice((COMPLETIONS, CHAT))
+        body = body_of(path, {"stream": numbers.random() < 0.5, "max_tokens": 8}, num_words)
+        asking = asyncio.create_task(client.post(path, json=body))
+        done, _ = await asyncio.wait([asking], timeout=numbers.random() * 1.5)
+        asking.cancel()
+        await asyncio.wait([asking])
+        return bool(done)
+
+    async def leave_all() -> int:
+        limits = httpx.Limits(max_connections=None)
+        url = servers.proxy.url
+        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+            return sum(await asyncio.gather(*(leave(client) for _ in range(NUM_LEAVING // 2))))
+
+    num_answered = asyncio.run(leave_all())
+    servers.frees_all()
+    moved = scrape(servers.prefill.url).minus(before)
+    assert moved.total(f"{NIXL}expired_requests_total") == 0
+    assert num_answered < NUM_LEAVING // 2
+
+
+def released(servers: Servers, release: Any) -> Metrics:
+    """What P counts when a router releases this; the completion that carries it is answered."""
+    before = scrape(servers.prefill.url)
+    own = {"max_tokens": 1, "kv_transfer_params": {"release": release}}
+    answer = httpx.post(
+        servers.prefill.url + COMPLETIONS, json=body_of(COMPLETIONS, own), timeout=60
+    )
+    assert answer.status_code == 200, answer.text
+    deadline = time.monotonic() + 10
+    while True:
+        moved = scrape(servers.prefill.url).minus(before)
+        num = [
+            moved.total(f"{NIXL}{name}_total") for name in ("released_requests", "unknown_releases")
+        ]
+        if sum(num) or time.monotonic() > deadline:
+            return moved
+        time.sleep(0.05)
+
+
+def kept(servers: Servers) -> tuple[str, dict[str, Any]]:
+    """A prefill's key and parameters."""
+    key = secrets.token_hex(16)
+    own = {"kv_transfer_params": {**KEEP, "prefill_key": key}, "max_tokens": 7, "min_tokens": 3}
+    answer = httpx.post(
+        servers.prefill.url + COMPLETIONS, json=body_of(COMPLETIONS, own), timeout=60
+    ).json()
+    assert answer["usage"]["completion_tokens"] == 1, "a prefill with a key ends with one token"
+    return key, answer["kv_transfer_params"]
+
+
+def test_a_release_frees_what_its_key_names_once_and_nothing_else(servers: Servers) -> None:
+    (key, params), (other, _) = kept(servers), kept(servers)
+    forged = [params["remote_request_id"], params["remote_fence_nonce"], other[::-1], "", 3, None]
+    moved = released(servers, forged)
+    assert moved.total(f"{NIXL}unknown_releases_total") == len(forged)
+    assert servers.held() == 2
+    moved = released(servers, [key, key, key])
+    assert moved.total(f"{NIXL}released_requests_total") == 1
+    assert moved.total(f"{NIXL}unknown_releases_total") == 2
+    assert released(servers, [other]).total(f"{NIXL}released_requests_total") == 1
+    servers.frees_all()
+
+
+@pytest.mark.parametrize("release", ["x", 7, {}, [[[]]], [{"a": 1}], [1.5], True, ["0" * 9999]])
+def test_a_release_that_is_none_is_harmless(servers: Servers, release: Any) -> None:
+    own = {"kv_transfer_params": {"release": release}}
+    assert complete(servers.prefill.url, cluster.MODEL_NAME, [1, 2, 3], extra=own).token_ids

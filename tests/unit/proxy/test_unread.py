@@ -1,0 +1,277 @@
+"""Prefills that nobody will read are released at their engines, a request that loses engines is
+tried at no third, and answers that are none are told from answers."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 20}
+STREAM = {**BODY, "stream": True}
+TOLD = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+DEAD = b'{"error": {"message": "EngineCore encountered an issue. See stack trace", "code": 500}}'
+
+
+def key_of(call: Any) -> str:
+    return call.body["kv_transfer_params"].get("prefill_key", "")
+
+
+def releases(engine: Any) -> list[list[str]]:
+    """What the engine was told to release, request by request."""
+    params = (call.body["kv_transfer_params"] for call in engine.calls)
+    return [one["release"] for one in params if "release" in one]
+
+
+def asked(engine: Any) -> list[Any]:
+    """The prefills that the engine was asked for."""
+    return [call for call in engine.calls if "release" not in call.body["kv_transfer_params"]]
+
+
+async def released(kit: Any, engine: Any) -> None:
+    """Every prefill that the engine was asked for is released, once, all in few requests."""
+    keys = sorted(key_of(call) for call in asked(engine))
+    assert all(keys)
+    done = lambda: sorted(sum(releases(engine), [])) == keys  # noqa: E731
+    await kit.until(done, "the releases")
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("body", [BODY, STREAM], ids=["plain", "stream"])
+@pytest.mark.parametrize("status", [400, 404, 422, 500])
+async def test_what_a_decode_engine_refuses_or_fails_is_released(
+    kit: Any, status: int, body: dict[str, Any]
+) -> None:
+    async with kit.cluster(keys=True) as cluster:
+        cluster.decode[0].behave = kit.answering(status, b'{"error": {"message": "no"}}')
+        response = await cluster.ask(body, headers={"Authorization": "Bearer key"})
+        assert (response.status, await response.json()) == (status, {"error": {"message": "no"}})
+        await released(kit, cluster.prefill[0])
+        told = cluster.prefill[0].calls[-1]
+        assert (told.path, told.body["max_tokens"], told.body["model"]) == (
+            "/v1/completions", 1, "tiny",
+        )  # fmt: skip
+        assert told.headers["authorization"] == "Bearer key"
+        num = len(asked(cluster.prefill[0]))
+        await kit.until(lambda: cluster.proxy.metrics.releases.labels("sent"), "the count")
+        assert f'commext_proxy_releases_total{{outcome="sent"}} {num}.0' in await cluster.metrics()
+
+
+@pytest.mark.parametrize("step", ["prefill", "decode"])
+async def test_a_client_that_leaves_has_its_prefill_released(kit: Any, step: str) -> None:
+    async with kit.cluster(keys=True) as cluster:
+        engine = getattr(cluster, step)[0]
+        before, engine.behave = engine.behave, kit.hanging
+        asking = [asyncio.ensure_future(cluster.post(BODY).__aenter__()) for _ in range(8)]
+        await kit.until(lambda: len(engine.calls) == 8, "the requests")
+        engine.behave = before
+        for one in asking:
+            one.cancel()
+        await released(kit, cluster.prefill[0])
+        assert len(releases(cluster.prefill[0])) < 8
+
+
+async def test_what_is_read_or_refused_by_the_prefill_engine_is_not_released(kit: Any) -> None:
+    async with kit.cluster(keys=True) as cluster:
+        for body in (BODY, STREAM):
+            assert (await cluster.ask(body)).status == 200
+        cluster.prefill[0].behave = kit.answering(400, b'{"error": {"message": "no"}}')
+        assert (await cluster.ask(BODY)).status == 400
+        await asyncio.sleep(0.2)
+        assert releases(cluster.prefill[0]) == []
+        assert all(call.body["max_tokens"] == 20 for call in asked(cluster.prefill[0]))
+
+
+async def test_a_prefill_that_was_lost_is_released_where_it_may_be_kept(kit: Any) -> None:
+    async with kit.cluster(num_prefill=2, keys=True) as cluster:
+        first, second = cluster.prefill
+        first.behave = kit.dropping
+        for _ in range(2):
+            assert (await cluster.ask(BODY)).status == 200
+        first.behave = kit.prefill_ok
+        await kit.until(lambda: sum(map(len, releases(first))) > 0, "the release")
+        assert releases(second) == []
+
+
+async def test_every_rank_of_an_engine_is_told(kit: Any) -> None:
+    async with kit.cluster(keys=True) as cluster:
+        engine = cluster.proxy.prefill_pool.engines[0]
+        engine.key_ranks = ("0", "1")
+        cluster.decode[0].behave = kit.answering(400, b"{}")
+        await cluster.ask(BODY)
+        await kit.until(lambda: len(releases(cluster.prefill[0])) == 2, "the releases")
+        told = [call.headers.get("x-data-parallel-rank") for call in cluster.prefill[0].calls]
+        assert told == [None, "0", "1"]
+
+
+async def test_engines_without_keys_are_told_nothing(kit: Any) -> None:
+    async with kit.cluster() as cluster:
+        cluster.decode[0].behave = kit.answering(400, b"{}")
+        assert (await cluster.ask(BODY)).status == 400
+        await asyncio.sleep(0.1)
+        [call] = cluster.prefill[0].calls
+        assert (key_of(call), call.body["max_tokens"]) == ("", 1)
+
+
+async def test_a_failed_release_is_told(kit: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async with kit.cluster(keys=True) as cluster:
+
+        async def behave(call: Any) -> None:
+            is_release = "release" in call.body["kv_transfer_params"]
+            await (kit.answering(500, b"{}") if is_release else kit.prefill_ok)(call)
+
+        cluster.prefill[0].behave = behave
+        cluster.decode[0].behave = kit.answering(400, b"{}")
+        assert (await cluster.ask(BODY)).status == 400
+        await kit.until(lambda: "until their leases end" in caplog.text, "the warning")
+        assert 'commext_proxy_releases_total{outcome="failed"} 1.0' in await cluster.metrics()
+
+
+def calls_of(engines: list[Any]) -> int:
+    return sum(len(asked(one)) for one in engines)
+
+
+@pytest.mark.parametrize("body", [BODY, STREAM], ids=["plain", "stream"])
+@pytest.mark.parametrize("ending", ["lost", "dead"])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "num_prefill", "num_decode"),
+    [
+        ("ends", "ok", 2, 0),
+        ("ok", "ends", 2, 2),
+        ("one ends", "ends", 2, 1),
+        ("one ends", "ok", 2, 1),
+    ],
+)
+async def test_a_request_that_loses_two_engines_is_tried_at_no_third(
+    kit: Any, prefill: str, decode: str, num_prefill: int, num_decode: int, ending: str, body: Any
+) -> None:
+    ends = kit.dropping if ending == "lost" else kit.answering(500, DEAD)
+    options = {"affinity": False, "request_attempts": 5, "prefill_attempts": 5}
+    async with kit.cluster(num_prefill=4, num_decode=4, **options) as cluster:
+        for number, engine in enumerate(cluster.prefill):
+            if prefill == "ends" or (prefill == "one ends" and number == 0):
+                engine.behave = ends
+        for engine in cluster.decode:
+            engine.behave = ends if decode == "ends" else kit.decode_ok
+        response = await cluster.ask(body)
+        if (prefill, decode) == ("one ends", "ok"):
+            assert response.status == 200
+        else:
+            assert response.status == 502
+            error = (await response.json())["error"]
+            assert error["type"] == "engines_lost"
+            assert "may be what ends engines" in error["message"]
+        assert calls_of(cluster.prefill) == num_prefill
+        assert sum(len(one.calls) for one in cluster.decode) == num_decode
+        if ending == "lost":
+            suspected = [
+                one for pool in cluster.proxy.pools for one in pool.engines if one.suspected
+            ]
+            assert len(suspected) <= 1
+
+
+async def empty(call: Any) -> None:
+    await call.answer(200, b"")
+
+
+async def empty_stream(call: Any) -> None:
+    await call.begin_stream()
+    await call.end_stream()
+
+
+async def role_alone(call: Any) -> None:
+    await call.begin_stream()
+    await call.chunk(b'data: {"choices": [{"index": 0, "delta": {"role": "assistant"}}]}\n\n')
+    await call.end_stream()
+
+
+async def half_an_event(call: Any) -> None:
+    await call.begin_stream()
+    await call.chunk(TOLD[:20])
+    await call.end_stream()
+
+
+async def short_json(call: Any) -> None:
+    content = b'{"choices": [{"te'
+    await call.send(
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+        + content
+    )
+
+
+def whole(content: bytes, kind: str = "application/json") -> Any:
+    async def behave(call: Any) -> None:
+        await call.answer(200, content, kind)
+
+    return behave
+
+
+HALF = {
+    "empty": empty,
+    "half of the JSON": whole(b'{"choices": [{"text": "hel'),
+    "a list": whole(b"[]"),
+    "text": whole(b"hello", "text/plain"),
+    "a page": whole(b"<html>busy</html>", "text/html"),
+    "JSON by another name": whole(b'{"choices": []}', "text/html"),
+    "an empty stream": empty_stream,
+    "a role alone": role_alone,
+    "half an event": half_an_event,
+    "less than announced": short_json,
+}
+
+
+@pytest.mark.parametrize("body", [BODY, STREAM], ids=["plain", "stream"])
+@pytest.mark.parametrize("kind", HALF)
+async def test_half_an_answer_is_none(kit: Any, kind: str, body: dict[str, Any]) -> None:
+    """Another engine is asked; where that has none either, the client is told who has failed."""
+    async with kit.cluster(num_decode=2) as cluster:
+        cluster.decode[0].behave = HALF[kind]
+        for _ in range(2):
+            response = await cluster.ask(body)
+            assert response.status == 200
+            text = await response.text()
+            assert "hello" in text or text.endswith(DONE.decode())
+        assert cluster.decode[0].calls
+        cluster.decode[1].behave = HALF[kind]
+        response = await cluster.ask(body)
+        assert response.status == 502
+        error = (await response.json())["error"]
+        assert error["type"] in ("bad_answer", "engines_lost")
+        assert error["engine"] in ("decode0", "decode1")
+
+
+@pytest.mark.parametrize("kind", HALF)
+async def test_half_a_prefill_is_none(kit: Any, kind: str) -> None:
+    async with kit.cluster() as cluster:
+        cluster.prefill[0].behave = HALF[kind]
+        response = await cluster.ask(BODY)
+        assert response.status == 200
+        assert response.headers["X-Commext-Path"] == "local-prefill"
+
+
+@pytest.mark.parametrize("rest", [b"", TOLD, TOLD[:11]], ids=["one", "two", "one and a half"])
+async def test_a_stream_that_ends_in_its_midst_ends_with_an_error(kit: Any, rest: bytes) -> None:
+    async def behave(call: Any) -> None:
+        await call.begin_stream()
+        await call.chunk(TOLD + rest)
+        await call.end_stream()
+
+    async with kit.cluster() as cluster:
+        cluster.decode[0].behave = behave
+        events = (await (await cluster.ask(STREAM)).text()).split("\n\n")
+        error = json.loads(events[-2].removeprefix("data: "))["error"]
+        assert (error["type"], error["engine"]) == ("bad_answer", "decode0")
+        assert events[0] + "\n\n" == TOLD.decode()
+
+
+async def test_a_stream_that_ends_as_it_should_ends_so(kit: Any) -> None:
+    async def behave(call: Any) -> None:
+        await call.begin_stream()
+        for piece in (TOLD, b"data: [DO", b"NE]\n\n"):
+            await call.chunk(piece)
+        await call.end_stream()
+
+    async with kit.cluster() as cluster:
+        cluster.decode[0].behave = behave
+        assert await (await cluster.ask(STREAM)).text() == (TOLD + DONE).decode()

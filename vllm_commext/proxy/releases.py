@@ -1,0 +1,124 @@
+"""Tells prefill engines of prefills that nobody will read: their blocks are free at once, and not
+when their leases end.
+
+An engine is told by an ordinary completion of one token, whose parameters name the keys under which
+the prefills were asked for; what comes at about the same time goes together. The engine takes them
+when the request comes in, before it computes anything of it.
+"""
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from vllm_commext.proxy.engines import Engine
+from vllm_commext.proxy.failures import ProxyError
+from vllm_commext.proxy.tasks import end_tasks
+
+logger = logging.getLogger("vllm.commext.proxy")
+
+KEY_BYTES = 16
+MAX_KEYS = 256
+"""In one request."""
+GATHER_SECONDS = 0.02
+"""From one request to the next, for one engine."""
+CLOSE_SECONDS = 2.0
+RANK = "X-data-parallel-rank"
+
+
+class Place(NamedTuple):
+    """An engine, and how it is asked."""
+
+    engine: Engine
+    authorization: str | None
+    model: str | None
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a prefill is known by; value: "" where its engine takes no keys."""
+
+    place: Place
+    value: str
+
+
+def new_key(engine: Engine, headers: Mapping[str, str], body: Mapping[str, Any]) -> Key:
+    """A key for the prefill of a request."""
+    model = body.get("model")
+    place = Place(engine, headers.get("Authorization"), model if isinstance(model, str) else None)
+    return Key(place, secrets.token_hex(KEY_BYTES) if engine.key_ranks else "")
+
+
+Post = Callable[[Engine, Mapping[str, str], Mapping[str, Any]], Awaitable[Any]]
+
+
+class Releases:
+    """Keys on their way to their engines. *post* sends a completion and waits for its answer;
+    *note* counts how many keys were sent, or not."""
+
+    def __init__(self, post: Post, note: Callable[[str, int], None]) -> None:
+        self._post = post
+        self._note = note
+        self._waiting: dict[Place, list[str]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, key: Key) -> None:
+        """Nobody will read this prefill."""
+        if not key.value:
+            return
+        if key.place in self._waiting:
+            self._waiting[key.place].append(key.value)
+        else:
+            self._waiting[key.place] = [key.value]
+            self._begin(self._send_all(key.place))
+
+    async def close(self) -> None:
+        """Send what waits; bounded."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
+        await end_tasks(self._tasks)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _send_all(self, place: Place) -> None:
+        """As long as there are keys: one request after the other, without waiting for answers."""
+        while keys := self._waiting[place]:
+            self._waiting[place] = keys[MAX_KEYS:]
+            ranks = place.engine.key_ranks
+            for rank in ranks:
+                headers = {RANK: rank} if len(ranks) > 1 else {}
+                self._begin(self._send(place, headers, keys[:MAX_KEYS]))
+            await asyncio.sleep(GATHER_SECONDS)
+        del self._waiting[place]
+
+    async def _send(self, place: Place, headers: dict[str, str], keys: list[str]) -> None:
+        headers["Content-Type"] = "application/json"
+        if place.authorization is not None:
+            headers["Authorization"] = place.authorization
+        params = {"release": keys}
+        body: dict[str, Any] = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
+        if place.model is not None:
+            body["model"] = place.model
+        try:
+            await self._post(place.engine, headers, body)
+        except ProxyError as error:
+            self._note("failed", len(keys))
+            text = "%s may keep %d prefills that nobody reads until their leases end: %s"
+            logger.warning(text, place.engine.name, len(keys), error)
+        else:
+            self._note("sent", len(keys))
+
+
+_SERIES = re.compile(r'vllm:commext_nixl_released_requests_total\{(?:.*,)?engine="([^"]*)"')
+
+
+def key_ranks_of(page: str) -> tuple[str, ...]:
+    """The data-parallel ranks, by an engine's metrics, at which prefills are known by keys."""
+    found = map(_SERIES.match, page.splitlines())
+    return tuple(dict.fromkeys(match[1] for match in found if match))
