@@ -10,6 +10,8 @@
 #ifndef VLLM_COMMEXT_SHM_CORE_H
 #define VLLM_COMMEXT_SHM_CORE_H
 
+#include <sys/sysinfo.h>
+
 #include "spill.h"
 #include "wait.h"
 
@@ -36,6 +38,7 @@ struct ring_end {
     struct ring_reader *readers;
     unsigned char *data;
     uint64_t map_bytes, capacity;
+    uint64_t max_record; /* all memory that there is: the writer has had the record in it */
     uint64_t reserve; /* writer: of the ring's room, for what is spilled */
     uint32_t n_readers, max_fragment;
     int rank;           /* of this reader, or RING_WRITER */
@@ -96,6 +99,12 @@ static inline void ring_copy_out(struct ring_end *end, uint64_t position, void *
 
 /* ---- creating and attaching ---- */
 
+static inline uint64_t ring_all_memory(void) {
+    struct sysinfo info;
+    if (sysinfo(&info) < 0) return INT64_MAX;
+    return ((uint64_t)info.totalram + info.totalswap) * info.mem_unit;
+}
+
 /* `fd`: of the file that is mapped, kept by this end; -1 for memory without one. */
 static inline void ring_open(struct ring_end *end, int fd, void *map, uint64_t map_bytes,
                              uint64_t capacity, uint32_t n_readers, int rank) {
@@ -105,6 +114,7 @@ static inline void ring_open(struct ring_end *end, int fd, void *map, uint64_t m
     end->data = (unsigned char *)map + ring_data_offset(n_readers);
     end->map_bytes = map_bytes;
     end->capacity = capacity;
+    end->max_record = ring_all_memory();
     end->n_readers = n_readers;
     end->max_fragment = ring_max_fragment(capacity);
     end->rank = rank;

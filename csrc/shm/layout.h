@@ -40,7 +40,6 @@ _Static_assert(ATOMIC_INT_LOCK_FREE == 2, "32-bit atomics must be lock-free acro
 #define RING_MAX_PARTS 1024u
 #define RING_MAX_FRAGMENT (256u << 10)
 #define RING_MAX_SPILLS 1024u /* under way at once */
-#define RING_MAX_RECORD (UINT64_C(1) << 40)
 #define RING_IMMUTABLE (UINT64_C(1) << 63) /* in the table: this part was, and becomes, `bytes` */
 
 enum ring_state { RING_FREE = 0, RING_CLAIMED = 1, RING_ATTACHED = 2, RING_CLOSED = 3 };

@@ -54,7 +54,7 @@ static inline const char *ring_bad_fragment(const struct ring_end *end,
     if (((fragment->flags & RING_FIRST) != 0) == (end->at.active != 0))
         return "a record begins or goes on in the wrong place";
     if (!end->at.active) {
-        if (fragment->record_bytes > RING_MAX_RECORD) return "a record is impossibly long";
+        if (fragment->record_bytes > end->max_record) return "a record is impossibly long";
         if (fragment->n_parts < 1 || fragment->n_parts > RING_MAX_PARTS)
             return "a record has an impossible number of parts";
         return NULL;
@@ -91,7 +91,7 @@ static inline const char *ring_find_payload(struct ring_end *end,
     struct ring_spill spill;
     if (fragment->bytes != sizeof spill) return "a record's place behind the ring is damaged";
     ring_copy_out(end, end->copy_at, &spill, sizeof spill);
-    if (spill.offset < end->map_bytes || spill.bytes > RING_MAX_RECORD ||
+    if (spill.offset < end->map_bytes || spill.bytes > end->max_record ||
         !ring_file_holds(end->waiter.fd, spill.offset, spill.bytes))
         return "a record's place behind the ring is damaged";
     end->copy_at = spill.offset;

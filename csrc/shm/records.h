@@ -205,7 +205,8 @@ static PyObject *new_part(uint64_t entry, struct ring_part *part) {
     return object;
 }
 
-/* Objects that will own the parts of the record that has begun. Straight from the ring into them. */
+/* Objects that will own the parts of the record that has begun. Straight from the ring into them.
+ * RING_NEED_MEMORY once they are there. */
 static int lend_memory(RingObject *self) {
     struct ring_end *end = &self->end;
     Py_CLEAR(self->received); /* of a record that the writer gave up */
@@ -219,9 +220,13 @@ static int lend_memory(RingObject *self) {
                 Py_CLEAR(self->received);
         }
     }
+    if (self->received == NULL && PyErr_ExceptionMatches(PyExc_MemoryError)) {
+        PyErr_Clear();
+        return ring_corrupt(end, "there is no memory for a record as long as it says");
+    }
     if (self->received == NULL) return -1;
     end->has_memory = 1;
-    return 0;
+    return RING_NEED_MEMORY;
 }
 
 /* A ring_status, or -1 with an exception set. */
@@ -232,17 +237,12 @@ static int read_record(RingObject *self, uint64_t deadline) {
     int status = RING_WOULD_BLOCK;
     if (end->at.total <= RING_SMALL_BYTES) status = ring_read(end, deadline, 0);
     for (;;) {
-        int failed = 0;
         if (status == RING_NEED_MEMORY)
-            failed = lend_memory(self);
-        else if (status == RING_INTERRUPTED)
-            failed = PyErr_CheckSignals();
-        else if (status != RING_WOULD_BLOCK)
-            break;
-        if (failed) {
+            status = lend_memory(self);
+        else if (status == RING_INTERRUPTED && PyErr_CheckSignals() < 0)
             status = -1;
+        if (status != RING_NEED_MEMORY && status != RING_INTERRUPTED && status != RING_WOULD_BLOCK)
             break;
-        }
         if (status == RING_NEED_MEMORY && end->at.total <= RING_SMALL_BYTES) {
             status = ring_read(end, deadline, 0);
             continue;

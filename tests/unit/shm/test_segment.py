@@ -3,6 +3,8 @@
 import errno
 import mmap
 import os
+import random
+import resource
 import shutil
 import struct
 import subprocess
@@ -14,6 +16,7 @@ import pytest
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
+from tests.unit.shm.stress_fuzz import one_round
 from vllm_commext.errors import ProtocolError
 from vllm_commext.shm import _shm_ring
 from vllm_commext.shm.layout import segment_bytes
@@ -126,6 +129,41 @@ def test_a_damaged_record_is_never_followed(offset: int, content: bytes, complai
     for _ in range(2):  # and the second attempt says so too
         with pytest.raises(ProtocolError, match=complaint):
             reader.read(timeout=5)
+
+
+def memory_in_use() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
+
+
+@pytest.mark.parametrize("n_parts", [1, 2])
+@pytest.mark.parametrize(
+    ("num_bytes", "complaint"),
+    [(1 << 38, "impossibly long"), (1 << 50, "impossibly long"), (1 << 32, "no memory")],
+)
+def test_a_record_that_says_to_be_long_is_an_error_of_ours_and_takes_no_memory(
+    num_bytes: int, complaint: str, n_parts: int
+) -> None:
+    writer = RingWriter.create(2, CAPACITY)
+    reader = RingReader.attach(writer.address, 0)
+    writer.write(b"x" * 100 if n_parts == 1 else (b"x" * 50, b"y" * 50))
+    overwrite(writer, DATA_AT + 8, struct.pack("<Q", num_bytes))
+    overwrite(writer, DATA_AT + 24, struct.pack("<I", 1))  # the first of several fragments
+    overwrite(writer, DATA_AT + 32, struct.pack("<QQ", 50, num_bytes - 66))
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_in_use() + (1 << 30), limits[1]))
+    try:
+        for _ in range(2):
+            with pytest.raises(ProtocolError, match=complaint):
+                reader.read(timeout=5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.parametrize("seed", [4242, 4243, 4244, 4245, 4246])
+def test_random_damage_is_an_error_of_ours(seed: int) -> None:
+    numbers = random.Random(seed)
+    assert sum(one_round(numbers) for _ in range(200)) > 0
 
 
 def test_a_damaged_readers_cursor_stops_the_writer() -> None:
