@@ -217,6 +217,52 @@ def test_parameters_and_lone_tensors_go_through_the_arena_and_what_vllm_leaves_o
     assert queue.counters()["bytes"] > 2 * ARENA_BYTES
 
 
+def test_an_arena_that_cannot_be_attached_is_told_when_it_is_needed(
+    ends: tuple[MessageQueue, MessageQueue],
+) -> None:
+    queue, _ = ends
+    handle = queue.export_handle()
+    assert handle.tensor_arena_handle is not None
+    place = GroupMessageQueue(1, 1, max_chunk_bytes=1 << 20)
+    gone = (*handle.tensor_arena_handle[:-1], "no_such_arena")
+    both = dataclasses.replace(place.export_handle(), tensor_arena_handle=gone)
+    reader = GroupMessageQueue.create_from_handle(both, 0)
+    for message in ("small", torch.arange(9)):
+        place.enqueue(message, timeout=60)
+        assert repr(reader.dequeue(timeout=60)) == repr(message)
+    rebuild: Any = pytest.importorskip(f"{STOCK.rpartition('.')[0]}.shm_tensor_arena")
+    stub = rebuild._rebuild_arena_tensor, ("no_such_arena", 0, 4, "float32", (1,))
+    place.enqueue(Reduced(stub), timeout=60)
+    with pytest.raises(KeyError, match="no_such_arena"):
+        reader.dequeue(timeout=60)
+    place.enqueue("next", timeout=60)
+    assert reader.dequeue(timeout=60) == "next"
+
+
+class Reduced:
+    """Is unpickled as the function and arguments that it is given."""
+
+    def __init__(self, reduced: Any) -> None:
+        self.reduced = reduced
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+def test_what_an_arena_would_not_reproduce_does_not_go_through_it(
+    ends: tuple[MessageQueue, MessageQueue],
+) -> None:
+    queue, reader = ends
+    marked = torch.nn.Parameter(torch.ones(ARENA_BYTES // 4), requires_grad=False)
+    marked.unit = "m"  # pyright: ignore[reportAttributeAccessIssue]
+    quantized = torch.quantize_per_tensor(torch.ones(ARENA_BYTES), 0.5, 0, torch.quint8)
+    queue.enqueue([marked, quantized], timeout=60)
+    got = reader.dequeue(timeout=60)
+    assert (type(got[0]), got[0].unit) == (torch.nn.Parameter, "m")
+    assert got[1].q_scale() == 0.5
+    assert torch.equal(got[1].dequantize(), quantized.dequantize())
+
+
 def test_auto_reads_queues_of_both_classes(auto: type) -> None:
     theirs, ours = auto(1, 1, None, 1 << 16, 2), GroupMessageQueue(1, 1, None, 1 << 16, 2)
     readers = [

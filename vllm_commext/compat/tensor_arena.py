@@ -10,7 +10,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_commext.shm.reducers import PROTOCOL, reduce_tensor
+from vllm_commext.shm.reducers import PROTOCOL, is_dense, reduce_tensor
 
 ArenaHandle = tuple[int, int, int, str]
 Reducer = Callable[[Any], Any]
@@ -35,8 +35,9 @@ class TensorArena:
             self._arena = self._stock.ShmTensorArena(n_readers)
         else:
             self._arena = self._stock.ShmTensorArena(*handle, reader_rank=place)
-            self._stock._TENSOR_ARENAS[handle[-1]] = self._arena  # where unpickling looks
-        self.handle: ArenaHandle = self._arena.handle()
+            if hasattr(self._arena, "shared_memory"):  # else what needs it fails, when it comes
+                self._stock._TENSOR_ARENAS[handle[-1]] = self._arena  # where unpickling looks
+        self.handle: ArenaHandle = handle or self._arena.handle()
         self.flush_releases: Callable[[], None] = self._arena.flush_releases
 
     def reducers(self) -> dict[type, Reducer]:
@@ -47,7 +48,7 @@ class TensorArena:
         to_slot = partial(self._stock._ArenaPickler.reducer_override, only_an_arena)
 
         def reduced(tensor: Any, usual: Reducer) -> Any:
-            found = to_slot(tensor)
+            found = to_slot(tensor) if is_dense(tensor) else NotImplemented
             return usual(tensor) if found is NotImplemented else found
 
         return {

@@ -124,8 +124,8 @@ class Writer(End):
                 assert isinstance(self.remote, RemoteWriter)
                 self.remote.send(record, timeout)
                 timeout = None  # remote readers will get it, so local ones must
-                if self.ring is None:
-                    return
+            if self.ring is None:
+                return
             is_long = timeout is None or timeout > self._interval
             wait = self._interval if is_long else timeout
             if status := self._core.write(record, wait, is_long, False):

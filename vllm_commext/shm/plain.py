@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .reducers import NUMBERS, NUMPYS_OWN, SHARED_DTYPES
+from .reducers import SHARED_DTYPES, check_stored, is_dense, is_of_numbers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,18 +42,21 @@ class PlainEncoder:
             self.by_type[sys.modules["torch"].Tensor] = self._of_tensor
 
     def _of_array(self, array: "np.ndarray[Any, Any]") -> PlainRecord | None:
+        if not is_of_numbers(array) or not array.flags.writeable:
+            return None
         return self._record(ARRAY, array)
 
     def _of_tensor(self, tensor: "torch.Tensor") -> PlainRecord | None:
+        if not is_dense(tensor) or not tensor.is_contiguous():
+            return None
+        check_stored(tensor, tensor.numel())
         try:
             array = tensor.numpy()
-        except (RuntimeError, TypeError):  # of another device, layout or dtype, or with a gradient
+        except TypeError:  # of a dtype that numpy does not have
             return None
         return self._record(TENSOR, array)
 
     def _record(self, kind: bytes, array: "np.ndarray[Any, Any]") -> PlainRecord | None:
-        if not array.flags.c_contiguous:
-            return None
         key = kind, array.dtype, array.shape
         head = self._heads.get(key)
         if head is None:
@@ -65,8 +68,7 @@ class PlainEncoder:
 
 def _head(kind: bytes, dtype: "np.dtype[Any]", shape: tuple[int, ...]) -> bytes:
     """The words for such an array; empty where it has to be pickled."""
-    simple = dtype.kind in NUMBERS and dtype.isbuiltin == NUMPYS_OWN
-    if not simple or (kind == TENSOR and dtype.name not in SHARED_DTYPES):
+    if kind == TENSOR and dtype.name not in SHARED_DTYPES:
         return b""
     return kind + ",".join([dtype.str, *map(str, shape)]).encode()
 

@@ -4,9 +4,10 @@ import contextlib
 import gc
 import pickle
 import sys
+from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Any
+from enum import Enum, IntEnum, auto
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -62,6 +63,36 @@ class Name(str):
     """Equal to a str, and none."""
 
 
+class Number(int):
+    pass
+
+
+class Real(float):
+    pass
+
+
+class Names(list[Any]):
+    pass
+
+
+class Keyed(dict[Any, Any]):
+    pass
+
+
+class Colour(IntEnum):
+    RED = 1
+
+
+class Pair(NamedTuple):
+    one: Any
+    other: Any
+
+
+@dataclass
+class MoreCached(Cached):
+    """Equal to none of the classes, though it is one of them."""
+
+
 CLASSES = StepClasses(Scheduled, New, Cached, Output, Status)
 NAMES = st.lists(st.sampled_from([f"request-{n}" for n in range(12)]), max_size=8)
 SMALL = st.one_of(
@@ -72,7 +103,15 @@ SMALL = st.one_of(
     st.text(max_size=3),
     st.text(st.characters(categories=("Cs", "Lu")), max_size=3),
     st.sampled_from(["request-1", "request-20", Name("request-1"), b"bytes", *Status]),
+    st.sampled_from([Number(3), Real(1.5), Colour.RED, -0.0, 1j, 2**63, -(2**63), "\ud83d\ude00"]),
+    st.sampled_from([np.int32(7), np.float64(1.5), np.bool_(True), np.str_("request-1")]),
 )
+
+
+def bytearray_or_deque(items: list[Any]) -> Any:
+    return deque(items) if items else bytearray(b"bytes")
+
+
 ODD = st.recursive(
     SMALL,
     lambda inner: st.one_of(
@@ -82,6 +121,13 @@ ODD = st.recursive(
         st.sets(SMALL, max_size=3),
         st.frozensets(SMALL, max_size=2),
         st.builds(New, inner, inner),
+        st.lists(inner, max_size=3).map(Names),
+        st.lists(SMALL, max_size=3).map(bytearray_or_deque),
+        st.builds(Pair, inner, inner),
+        st.dictionaries(SMALL, inner, max_size=3).map(Keyed),
+        st.dictionaries(SMALL, inner, max_size=3).map(OrderedDict),
+        st.dictionaries(SMALL, inner, max_size=3).map(lambda made: defaultdict(list, made)),
+        st.builds(MoreCached, inner, inner, inner, inner),
     ),
     max_leaves=8,
 )
@@ -152,12 +198,12 @@ def exactly(obj: Any) -> Any:
     if isinstance(obj, (New, Cached, Scheduled, Output)):
         return type(obj), exactly(obj.__dict__)
     if isinstance(obj, dict):
-        return dict, [(exactly(key), exactly(value)) for key, value in obj.items()]
-    if isinstance(obj, (list, tuple)):
+        return type(obj), [(exactly(key), exactly(value)) for key, value in obj.items()]
+    if isinstance(obj, (list, tuple, deque)):
         return type(obj), [exactly(item) for item in obj]
     if isinstance(obj, (set, frozenset)):
         return type(obj), sorted(repr((type(item), item)) for item in obj)
-    return type(obj), obj
+    return type(obj), repr(obj) if isinstance(obj, (float, complex)) else obj
 
 
 @st.composite

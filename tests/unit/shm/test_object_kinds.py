@@ -1,0 +1,284 @@
+"""Every kind of array, tensor and object arrives as it was, bare and within others, or `enqueue`
+raises; no reader crashes.
+
+Each travels through a queue to a reader that also has to answer for what comes after it.
+"""
+
+import collections
+import enum
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
+
+from vllm_commext.shm.queue import MessageQueue
+from vllm_commext.shm.reducers import SHARED_DTYPES, TORCH_DTYPES
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+LARGE = 9_000  # elements of what goes out of band
+
+
+@pytest.fixture(scope="module")
+def ends() -> tuple[MessageQueue, MessageQueue]:
+    writer = MessageQueue(1, 1)
+    return writer, MessageQueue.create_from_handle(writer.export_handle(), 0)
+
+
+Ends = tuple[MessageQueue, MessageQueue]
+
+
+def travel(ends: Ends, obj: object) -> Any:
+    """What arrives, alone and in a list twice, where it is one object."""
+    writer, reader = ends
+    writer.enqueue(obj, timeout=30)
+    alone = reader.dequeue(timeout=30)
+    writer.enqueue([obj, {"again": obj}], timeout=30)
+    first, rest = reader.dequeue(timeout=30)
+    assert first is rest["again"] or isinstance(obj, (int, float, complex))
+    writer.enqueue("next")
+    assert reader.dequeue(timeout=30) == "next"
+    return alone, first
+
+
+def read_only(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
+
+
+def with_metadata() -> Any:
+    return np.zeros(LARGE, np.dtype("i4", metadata={"unit": "m"}))
+
+
+ARRAYS: dict[str, Callable[[], Any]] = {
+    "read-only": lambda: read_only(np.arange(LARGE)),
+    "read-only, small": lambda: read_only(np.arange(3)),
+    "read-only, strided": lambda: read_only(np.arange(LARGE)[::2]),
+    "read-only, Fortran": lambda: read_only(np.asfortranarray(np.ones((90, 100)))),
+    "read-only, of objects": lambda: read_only(np.array([None, {"a": 1}], object)),
+    "read-only, structured": lambda: read_only(np.zeros(9, [("x", "i4"), ("y", "S3")])),
+    "from bytes": lambda: np.frombuffer(bytes(LARGE), np.uint8),
+    "broadcast": lambda: np.broadcast_to(np.arange(3), (4, 3)),
+    "no dimension": lambda: np.array(7.5),
+    "empty": lambda: np.zeros((0, 3), np.float16),
+    "reversed": lambda: np.arange(LARGE)[::-1],
+    "offset": lambda: np.arange(2 * LARGE)[LARGE:],
+    "big-endian": lambda: np.arange(LARGE, dtype=">i4"),
+    "long double": lambda: np.arange(LARGE, dtype=np.longdouble),
+    "metadata": with_metadata,
+    "structured": lambda: np.zeros(LARGE, [("x", np.int32), ("y", "S3")]),
+    "aligned": lambda: np.zeros(9, np.dtype([("x", "i1"), ("y", "f8")], align=True)),
+    "void": lambda: np.zeros(9, "V5"),
+    "text": lambda: np.array(["a", "\ud800"]),
+    "strings": lambda: np.array(["a", "long" * 9], np.dtypes.StringDType()),
+    "days": lambda: np.arange(LARGE).astype("datetime64[D]"),
+    "seconds": lambda: np.arange(LARGE).astype("timedelta64[25s]"),
+    "objects": lambda: np.array([None, [1]], object),
+    "matrix": lambda: np.matrix([[1, 2], [3, 4]]),
+    "records": lambda: np.zeros(3, [("x", "i4")]).view(np.recarray),
+    "masked": lambda: np.ma.masked_array(np.arange(9), mask=np.arange(9) % 2),
+    "characters": lambda: np.char.array(["a", "b "]),
+    "scalar": lambda: np.float32(1.5),
+    "scalar of a structure": lambda: np.zeros(1, [("x", "i4")])[0],
+}
+
+
+def same_array(got: Any, sent: Any) -> None:
+    assert type(got) is type(sent)
+    assert (got.dtype, got.shape) == (sent.dtype, sent.shape)
+    assert got.dtype.str == sent.dtype.str
+    assert got.dtype.metadata == sent.dtype.metadata
+    if type(sent) is np.ndarray:
+        assert got.flags.writeable == sent.flags.writeable
+        assert np.isfortran(got) == np.isfortran(sent)
+    np.testing.assert_array_equal(np.ma.getmaskarray(got), np.ma.getmaskarray(sent))
+    np.testing.assert_array_equal(got, sent)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PendingDeprecationWarning")
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_arrays(kind: str, ends: Ends) -> None:
+    sent = ARRAYS[kind]()
+    for got in travel(ends, sent):
+        same_array(got, sent)
+
+
+def test_a_mapped_file_arrives_as_one(ends: Ends, tmp_path: Any) -> None:
+    sent = np.memmap(tmp_path / "file", np.int32, "w+", shape=(LARGE,))
+    sent[:] = np.arange(LARGE)
+    for got in travel(ends, sent):
+        same_array(got, sent)
+
+
+def dense(**options: Any) -> Any:
+    return torch.arange(LARGE, dtype=torch.float32, **options).reshape(90, 100)
+
+
+def attributed() -> Any:
+    tensor = dense()
+    tensor.unit = "m"
+    return tensor
+
+
+def inferred() -> Any:
+    with torch.inference_mode():
+        return dense()
+
+
+class Own(torch.Tensor):
+    pass
+
+
+TENSORS: dict[str, Callable[[], Any]] = {
+    "quantized": lambda: torch.quantize_per_tensor(dense(), 0.5, 3, torch.quint8),
+    "quantized, short": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    "quantized, signed": lambda: torch.quantize_per_tensor(dense(), 0.5, 0, torch.qint8),
+    "quantized, 32 bits": lambda: torch.quantize_per_tensor(dense(), 0.5, 0, torch.qint32),
+    "quantized by channel": lambda: torch.quantize_per_channel(
+        dense(), torch.full((90,), 0.5), torch.zeros(90, dtype=torch.int64), 0, torch.quint8
+    ),
+    "quantized, 4 bits": lambda: torch.quantize_per_channel(
+        dense(), torch.full((90,), 0.5), torch.zeros(90), 0, torch.quint4x2
+    ),
+    "transposed": lambda: dense().T,
+    "strided": lambda: dense()[:, ::2],
+    "cut": lambda: dense()[:, 5:9],
+    "last": lambda: dense()[-1:, 9:],
+    "expanded": lambda: dense()[:, :1].expand(90, 50),
+    "overlapping": lambda: torch.arange(9).as_strided((4, 3), (2, 1)),
+    "channels last": lambda: torch.randn(2, 3, 40, 50).to(memory_format=torch.channels_last),
+    "no dimension": lambda: torch.tensor(1.5),
+    "empty": lambda: torch.zeros(0, 3),
+    "empty, strided": lambda: torch.zeros(4, 0).T,
+    "gradient": lambda: dense(requires_grad=True).detach().requires_grad_(),
+    "parameter": lambda: torch.nn.Parameter(dense()),
+    "frozen parameter": lambda: torch.nn.Parameter(dense(), requires_grad=False),
+    "buffer": lambda: torch.nn.Buffer(dense(), persistent=False),
+    "attribute": attributed,
+    "subclass": lambda: dense().as_subclass(Own),
+    "inference": inferred,
+    "conjugate": lambda: dense().to(torch.complex64).conj(),
+    "negative": lambda: dense().to(torch.complex64).conj().imag,
+    "sparse": lambda: dense().to_sparse(),
+    "compressed": lambda: dense().to_sparse_csr(),
+    "meta": lambda: dense().to("meta"),
+    **{
+        dtype: lambda dtype=dtype: dense().to(getattr(torch, dtype))
+        for dtype in sorted(SHARED_DTYPES | TORCH_DTYPES)
+    },
+}
+
+
+def described(tensor: Any) -> Any:
+    """All that there is about it but its values."""
+    strides = tensor.stride() if tensor.layout is torch.strided and tensor.numel() else ()
+    strides = [stride for stride, n in zip(strides, tensor.shape, strict=False) if n > 1]
+    return (
+        *(type(tensor), tensor.dtype, tensor.shape, tensor.layout, tensor.device.type),
+        *(tensor.requires_grad, tensor.__dict__),
+        *(tensor.is_quantized and tensor.qscheme(), strides),
+    )
+
+
+def values(tensor: Any) -> Any:
+    """As what any two tensors can be compared by."""
+    if tensor.device.type == "meta":
+        return torch.zeros(0)
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    made = tensor.detach().to_dense().resolve_conj().resolve_neg()
+    return made.to(torch.complex128) if made.is_complex() else made.to(torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", TENSORS)
+def test_tensors(kind: str, ends: Ends) -> None:
+    sent = TENSORS[kind]()
+    for got in travel(ends, sent):
+        assert described(got) == described(sent)
+        assert torch.allclose(values(got), values(sent), 0, 0, equal_nan=True)
+
+
+def test_what_torch_cannot_pickle_is_refused_by_enqueue(ends: Ends) -> None:
+    writer, reader = ends
+    shortened = dense()
+    shortened.untyped_storage().resize_(100)
+    gone = dense().bfloat16()
+    gone.untyped_storage().resize_(0)
+    zero = torch._efficientzerotensor(3)
+    for sent in (shortened, gone):
+        for message in (sent, [sent]):
+            with pytest.raises(ValueError, match="whose storage has the 9000 elements"):
+                writer.enqueue(message)
+    for message in (zero, [zero]):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            writer.enqueue(message)
+    writer.enqueue("next")
+    assert reader.dequeue(timeout=30) == "next"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_nested_tensors_arrive_or_are_refused(ends: Ends) -> None:
+    writer, reader = ends
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for message in (nested, [nested]):
+        try:
+            writer.enqueue(message)
+        except Exception:  # noqa: BLE001 - whatever torch says
+            continue
+        got = reader.dequeue(timeout=30)
+        got = got[0] if isinstance(got, list) else got
+        assert [part.tolist() for part in got.unbind()] == [[1, 1], [1, 1, 1]]
+    writer.enqueue("next")
+    assert reader.dequeue(timeout=30) == "next"
+
+
+class Pair(NamedTuple):
+    one: Any
+    other: Any
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Text(str):
+    pass
+
+
+class Number(int):
+    pass
+
+
+class Bytes(bytes):
+    pass
+
+
+class Array(bytearray):
+    pass
+
+
+OBJECTS: list[Any] = [
+    *(True, 1, 1.0, -0.0, float("inf"), 2**63, -(2**63), 2**200, 1j, Ellipsis, NotImplemented),
+    *(Colour.RED, Number(3), Text("a"), "\ud800\udc00", "\udfff", "", "a\0b"),
+    *(b"", bytearray(), Bytes(b"x" * 20_000), Array(b"x" * 20_000), memoryview, range(3), slice(1)),
+    *((), Pair(1, [2]), [], {}, set(), frozenset((1,)), collections.deque([1], 5)),
+    collections.OrderedDict(b=1, a=2),
+    collections.defaultdict(list, a=[1]),
+    collections.Counter("aab"),
+    {1: "one", 1.5: None, None: 0, (): ()},
+]
+
+
+@pytest.mark.parametrize("sent", OBJECTS, ids=lambda sent: f"{type(sent).__name__}-{sent!r:.20}")
+def test_objects(sent: Any, ends: Ends) -> None:
+    for got in travel(ends, sent):
+        assert type(got) is type(sent)
+        assert repr(got) == repr(sent)
+        assert pickle.dumps(got) == pickle.dumps(pickle.loads(pickle.dumps(sent)))
