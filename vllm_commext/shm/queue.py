@@ -1,6 +1,6 @@
 """`MessageQueue`: Python objects from one writer to N readers, in vLLM's own surface.
 
-Readers on this host share a byte ring with the writer, all others are reached over ZMQ. Of every
+Readers on this host share a byte ring with the writer, all others are reached over TCP. Of every
 object each reader gets an equal one, in order, once, with the content that it had at `enqueue`.
 Local traffic needs no thread, no socket and no file descriptor.
 """
@@ -10,13 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-import zmq
-
 from ..errors import ProtocolError
 from .codec import decode
 from .ends import DistantReader, End, LocalReader, Writer
 from .handle import MIXED, Handle, ShmRingBuffer
-from .remote import RemoteReader, RemoteWriter, parse
+from .remote import RemoteReader, RemoteWriter
 from .steps import StepClasses
 from .waiting import SpinCondition
 
@@ -59,7 +57,8 @@ class MessageQueue:
         if n_local_reader > 0:
             buffer = ShmRingBuffer(n_local_reader, max_chunk_bytes, max_chunks)
         if n_reader > n_local_reader:
-            remote = RemoteWriter(n_reader - n_local_reader, connect_ip or self.own_ip())
+            host, budget = connect_ip or self.own_ip(), max_chunk_bytes * max_chunks
+            remote = RemoteWriter(n_reader - n_local_reader, host, budget)
         elif enable_shm_tensor_arena and self.arenas is not None:
             arena = self.arenas(n_local_reader)
         handle = Handle(
@@ -83,7 +82,7 @@ class MessageQueue:
         self.shutting_down = False
         self.local_reader_rank = -1
         self.local_socket = None
-        self.remote_socket = end.remote.socket if end.remote is not None else None
+        self.remote_socket = end.remote
         self._spin_condition = SpinCondition() if buffer is not None else None
         # vLLM's class makes a reader of this one where both kinds meet, and sets them until it is
         # told that they do not fit.
@@ -127,7 +126,7 @@ class MessageQueue:
                 f"rank {rank} is none of the queue's local readers {handle.local_reader_ranks}, "
                 "and it has no remote ones"
             )
-        remote = RemoteReader(handle.remote_subscribe_addr, handle.remote_addr_ipv6)
+        remote = RemoteReader(handle.remote_subscribe_addr)
         self._set_up(handle, None, DistantReader(remote, cls.step_classes()))
         return self
 
@@ -181,12 +180,9 @@ class MessageQueue:
         yield self._end.read_memory(timeout, indefinite)
 
     @staticmethod
-    def recv(socket: "zmq.Socket[bytes]", timeout: float | None) -> Any:
-        """The next object from a remote reader's socket."""
-        if not socket.poll(None if timeout is None else max(0, int(timeout * 1000))):
-            raise TimeoutError
-        _, parts = parse(socket.recv_multipart(copy=False), "the socket")
-        return decode(parts)
+    def recv(socket: RemoteReader, timeout: float | None) -> Any:
+        """The next object from a remote reader's `remote_socket`."""
+        return decode(socket.receive(timeout))
 
     # ---- the end, and what can be observed ----
 

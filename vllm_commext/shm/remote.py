@@ -1,24 +1,40 @@
-"""The queue's readers on other hosts: over ZMQ, with back pressure and numbered messages.
+"""The queue's readers on other hosts: over TCP, with back pressure and numbered messages.
 
-A message that cannot be queued for every reader is queued for none and the writer waits. Readers
-subscribe to the queue's own token, which only its handle tells: whoever else connects gets nothing,
-holds nothing up, and may leave. A reader that misses a number, or whose connection breaks, gets an
-error and never a later message in place of a lost one.
+A message is sent to every reader; the writer waits while one has not taken what is under way. A
+reader whose connection breaks gets an error and never a later message in place of a lost one. Who
+is let in: see `admission.py`.
 """
 
+import hmac
 import ipaddress
 import logging
 import os
 import secrets
+import select
+import socket
 import struct
+import threading
 import time
 import weakref
-from typing import Any
-
-import zmq
-from zmq.utils.monitor import recv_monitor_message
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from ..errors import CommextTimeoutError, ProtocolError
+from ._shm_ring import MAX_PARTS
+from .admission import (
+    ADMISSION_SECONDS,
+    MAGIC,
+    MOST_STRANGERS,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    TOKEN_BYTES,
+    VERSION,
+    WELCOME,
+    Post,
+    proof,
+    set_up,
+    some,
+)
 from .codec import Record
 from .errors import PeerLostError, QueueCancelledError
 from .handle import MIXED, REMOTE_SCHEME
@@ -26,174 +42,184 @@ from .waiting import warning_interval
 
 logger = logging.getLogger("vllm.commext.shm")
 
-HEADER = struct.Struct("<4s16sIQ")  # magic, token, version, the message's number; a byte a part
-MAGIC, VERSION = b"VCXQ", 3
-TOKEN_BYTES = 16
-RETRY_MS = 2  # between two attempts to queue a message while a reader's queue is full
-LINGER_MS = 1000  # for what is still on its way when the queue is collected
+HEADER = struct.Struct("<QQ")  # of a message: its number and how many parts; 0 and 0 is "ready"
+LENGTH = struct.Struct("<Q")  # of a part; the first bit: it was, and becomes, `bytes`
+IMMUTABLE = 1 << 63
+RETRY_SECONDS = 0.2  # between two attempts to connect
+
+Message = tuple[int, list[bytes | bytearray]]
 
 
 class RemoteEnd:
-    """What both ends have in common: one socket, one context, and a way to be cancelled."""
+    """What both ends have in common: a way to wait, and to be cancelled."""
 
-    def __init__(self, kind: int, is_ipv6: bool) -> None:
-        self._context = zmq.Context()
-        self.socket: zmq.Socket[bytes] = self._context.socket(kind)
-        self.socket.setsockopt(zmq.LINGER, LINGER_MS)
-        self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # a host that is gone, not a process that
-        self.socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)  # is stopped: the kernel answers
-        self.socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
-        self.socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-        if is_ipv6:
-            self.socket.setsockopt(zmq.IPV6, 1)
+    def __init__(self) -> None:
+        self.number = 0  # of the last message
         self._cancelled = False
         self._cancel_fd = os.eventfd(0, os.EFD_CLOEXEC)
-        self._poller = zmq.Poller()
-        self._poller.register(self._cancel_fd, zmq.POLLIN)
-        self.number = 0  # of the last message
-        self._sockets = [self.socket]  # the finalizer keeps them: a context with open sockets hangs
-        finalizer = weakref.finalize(self, _close, self._context, self._sockets, self._cancel_fd)
-        finalizer.atexit = False
+        weakref.finalize(self, os.close, self._cancel_fd).atexit = False
 
     def cancel(self) -> None:
         """End the wait in progress and every later one. From any thread or signal handler."""
         self._cancelled = True
         os.eventfd_write(self._cancel_fd, 1)
 
-    def poll(
-        self, deadline: float | None, what: str, at_most_ms: int | None = None, quiet: bool = False
-    ) -> set[Any]:
-        """What is ready; empty only after `at_most_ms`. Raises at the deadline and on `cancel`.
-        Unless `quiet`, a long wait writes a line into the log now and then.
-        """
-        started, interval_ms = time.monotonic(), max(1, int(warning_interval() * 1000))
+    def _wait(self, fd: int, deadline: float | None, what: str, quiet: bool = False) -> None:
+        """Until `fd` can be read. Raises at the deadline and on `cancel`; unless `quiet`, a long
+        wait writes a line into the log now and then."""
+        poller, started, interval = select.poll(), time.monotonic(), warning_interval()
+        poller.register(fd, select.POLLIN)
+        poller.register(self._cancel_fd, select.POLLIN)
         while True:
-            now = time.monotonic()
-            left_ms = interval_ms if deadline is None else max(0, int((deadline - now) * 1000))
-            wait_ms = min(left_ms, interval_ms, interval_ms if at_most_ms is None else at_most_ms)
-            ready = {source for source, _ in self._poller.poll(wait_ms)}
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            step = interval if left is None else min(interval, left)
+            ready = [one for one, _ in poller.poll(step * 1000)]
             if self._cancel_fd in ready:
                 raise QueueCancelledError("cancelled")
             if ready:
-                return ready
-            now = time.monotonic()
-            if deadline is not None and now >= deadline:
+                return
+            if deadline is not None and time.monotonic() >= deadline:
                 raise CommextTimeoutError(f"{what} within the timeout, after message {self.number}")
-            if at_most_ms is not None:
-                return ready
-            if not quiet and wait_ms == interval_ms:
-                self.tell(what, now - started)
-
-    def tell(self, what: str, seconds: float) -> None:
-        """The line about a long wait."""
-        logger.info("%s for %.0f s, after message %d", what, seconds, self.number)
-
-
-def _close(context: Any, sockets: "list[zmq.Socket[bytes]]", cancel_fd: int) -> None:
-    os.close(cancel_fd)
-    for socket in sockets:
-        socket.close()
-    context.term()
+            if not quiet:
+                waited = time.monotonic() - started
+                logger.info("%s for %.0f s, after message %d", what, waited, self.number)
 
 
 class RemoteWriter(RemoteEnd):
-    """Sends every message to `n_readers` readers on other hosts."""
+    """Sends every message to `n_readers` readers on other hosts, of which `budget` bytes may be
+    under way to each; a longer one goes alone."""
 
-    def __init__(self, n_readers: int, connect_ip: str) -> None:
+    def __init__(self, n_readers: int, connect_ip: str, budget: int) -> None:
+        super().__init__()
         self.is_ipv6 = _is_ipv6(connect_ip)
-        super().__init__(zmq.XPUB, self.is_ipv6)
-        self.socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # every coming and going, not the first alone
-        self.socket.setsockopt(zmq.XPUB_MANUAL, 1)  # none counts that is not confirmed
-        self.socket.setsockopt(zmq.XPUB_NODROP, 1)
-        self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._topic = MAGIC + self._token
+        family = socket.AF_INET6 if self.is_ipv6 else socket.AF_INET
+        listener = socket.create_server((connect_ip, 0), family=family, backlog=MOST_STRANGERS)
+        listener.setblocking(False)
+        token = secrets.token_bytes(TOKEN_BYTES)
         host = f"[{connect_ip}]" if self.is_ipv6 else connect_ip
-        port = self.socket.bind_to_random_port(f"tcp://{host}")
-        self.address = f"{REMOTE_SCHEME}{host}:{port}"
-        self.invitation = f"{self.address}/{self._token.hex()}"
-        self._n_readers, self._attached = n_readers, 0
+        self.address = f"{REMOTE_SCHEME}{host}:{listener.getsockname()[1]}"
+        self.invitation = f"{self.address}/{token.hex()}"
+        self._budget, self._post = budget, Post(listener, token, n_readers)
+        threading.Thread(target=self._post.run, name="commext-queue", daemon=True).start()
+        weakref.finalize(self, self._post.close).atexit = False
 
     def wait_attached(self, timeout: float | None) -> None:
-        """Wait until every reader has subscribed."""
-        if self._attached == self._n_readers:
-            return
-        deadline = None if timeout is None else time.monotonic() + timeout
-        self._poller.register(self.socket, zmq.POLLIN)
-        try:
-            while self._attached < self._n_readers:
-                what = f"{self._attached} of {self._n_readers} remote readers attached"
-                if self.socket in self.poll(deadline, what):
-                    self._meet()
-        finally:
-            self._poller.unregister(self.socket)
+        """Wait until every reader is there."""
+        post, deadline = self._post, None if timeout is None else time.monotonic() + timeout
+        if post.listener is not None:
+            what = f"{len(post.readers)} of {post.n_readers} remote readers attached"
+            self._wait_until(lambda: post.listener is None, deadline, what)
 
-    def _meet(self) -> None:
-        news = self.socket.recv()
-        if news[1:] != self._topic:  # not one of ours
-            return
-        if news[0]:
-            self.socket.setsockopt(zmq.SUBSCRIBE, self._topic)
-            self._attached += 1
-            return
-        raise PeerLostError(
-            f"a remote reader of {self.address} has disconnected, at message {self.number}; the "
-            "queue cannot go on without it: see that process's log, and restart"
-        )
+    def _wait_until(self, is_done: Callable[[], bool], deadline: float | None, what: str) -> None:
+        while True:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._post.news)
+            if self._post.lost:
+                raise PeerLostError(
+                    f"a remote reader of {self.address} has disconnected, at message "
+                    f"{self.number}; the queue cannot go on without it: see that process's log, "
+                    "and restart"
+                )
+            if self._cancelled:
+                raise QueueCancelledError("cancelled")
+            if is_done():
+                return
+            self._wait(self._post.news, deadline, what)
 
     def announce_ready(self) -> None:
         """Message 0: whoever gets it will get all the others."""
-        self._send([HEADER.pack(MAGIC, self._token, VERSION, 0)], None)
+        self._send(HEADER.pack(0, 0), None)
 
     def send(self, record: Record, timeout: float | None) -> None:
-        """Queue the message for every reader, or, if it raises, for none. The first one waits until
-        all readers have subscribed: ZMQ would drop it for those who have not.
-        """
+        """Send the message to every reader, or, if it raises, to none."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         self.wait_attached(timeout)
         parts = record if isinstance(record, tuple) else (record,)
-        kinds = bytes(isinstance(part, bytes) for part in parts)
-        header = HEADER.pack(MAGIC, self._token, VERSION, self.number + 1) + kinds
-        self._send([header, *parts], None if timeout is None else time.monotonic() + timeout)
+        lengths = [memoryview(part).nbytes | IMMUTABLE * isinstance(part, bytes) for part in parts]
+        head = [HEADER.pack(self.number + 1, len(parts)), *map(LENGTH.pack, lengths)]
+        self._send(b"".join([*head, *parts]), deadline)
         self.number += 1
 
-    def _send(self, frames: list[Any], deadline: float | None) -> None:
-        what, told = f"no remote reader of {self.address} made room", time.monotonic()
-        while True:
-            while self.socket.poll(0):
-                self._meet()
-            if self._cancelled:
-                raise QueueCancelledError("cancelled")
-            try:
-                self.socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
-            except zmq.Again:
-                self.poll(deadline, what, RETRY_MS)
-                if (waited := time.monotonic() - told) >= warning_interval():
-                    told += waited
-                    self.tell(what, waited)
-            else:
-                return
+    def _send(self, content: bytes, deadline: float | None) -> None:
+        post = self._post
+
+        def has_room() -> bool:
+            most = max((peer.num_bytes for peer in post.readers), default=0)
+            return most == 0 or most + len(content) <= self._budget
+
+        self._wait_until(has_room, deadline, f"no remote reader of {self.address} made room")
+        try:
+            with post.lock:
+                for peer in post.readers:
+                    post.send(peer, content)
+                is_waiting = any(peer.backlog for peer in post.readers)
+        except BaseException:  # a signal's: some may have it and others not
+            post.lost = True
+            raise
+        if is_waiting or post.lost:
+            os.eventfd_write(post.work, 1)
 
 
 class RemoteReader(RemoteEnd):
     """Receives every message of a `RemoteWriter`."""
 
-    def __init__(self, address: str, is_ipv6: bool) -> None:
-        self.address, _, token = address.removeprefix(REMOTE_SCHEME).partition("/")
+    def __init__(self, address: str) -> None:
+        place, _, token = address.removeprefix(REMOTE_SCHEME).partition("/")
         if not address.startswith(REMOTE_SCHEME) or len(token) != 2 * TOKEN_BYTES:
             raise ProtocolError(f"cannot connect to {address}: {MIXED}")
-        super().__init__(zmq.SUB, is_ipv6)
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._sockets.append(self._monitor)
-        self._poller.register(self._monitor, zmq.POLLIN)
-        self._poller.register(self.socket, zmq.POLLIN)
-        self.socket.setsockopt(zmq.SUBSCRIBE, MAGIC + bytes.fromhex(token))
-        self.socket.connect(f"tcp://{self.address}")
-        self.address = REMOTE_SCHEME + self.address
-        self._lost = self._is_ready = False
+        super().__init__()
+        host, _, port = place.rpartition(":")
+        self._place, self._token = (host.strip("[]"), int(port)), bytes.fromhex(token)
+        self.address = REMOTE_SCHEME + place
+        self._connection: socket.socket | None = None
+        self._messages: Iterator[Message | None] = iter(())
+        self._is_ready = False
+        with suppress(CommextTimeoutError):  # then whoever waits for a message goes on with it
+            self._connect(time.monotonic() + ADMISSION_SECONDS)
+
+    def _connect(self, deadline: float | None) -> socket.socket:
+        while self._connection is None:
+            try:
+                self._connection = connection = self._introduce()
+                self._messages = _messages(connection, self.address)
+            except OSError as error:
+                what = f"no connection to the writer at {self.address} ({error})"
+                now = time.monotonic()
+                if deadline is not None and now >= deadline:
+                    raise CommextTimeoutError(what) from None
+                with suppress(CommextTimeoutError):  # cancelled or not, what there is to wait for
+                    self._wait(self._cancel_fd, now + RETRY_SECONDS, what, quiet=True)
+        return self._connection
+
+    def _introduce(self) -> socket.socket:
+        connection = socket.create_connection(self._place, ADMISSION_SECONDS)
+        try:
+            self._prove(connection)
+        except BaseException:
+            connection.close()
+            raise
+        weakref.finalize(self, connection.close).atexit = False
+        return connection
+
+    def _prove(self, connection: socket.socket) -> None:
+        """That this reader knows the token, and that the other end does."""
+        set_up(connection)
+        magic, version, nonce = WELCOME.unpack(_exactly(connection, WELCOME.size))
+        if (magic, version) != (MAGIC, VERSION):
+            raise ProtocolError(
+                f"{self.address}: expected version {VERSION} of this queue's messages, got "
+                f"{magic!r} {version}; install the same vllm-commext on every host. {MIXED}"
+            )
+        nonces = nonce + (own := secrets.token_bytes(NONCE_BYTES))
+        connection.sendall(own + proof(self._token, b"reader", nonces))
+        answer = _exactly(connection, PROOF_BYTES)
+        if not hmac.compare_digest(answer, proof(self._token, b"writer", nonces)):
+            raise ProtocolError(f"{self.address}: expected the queue's writer, got a stranger")
+        connection.setblocking(False)
 
     def wait_ready(self, timeout: float | None) -> None:
         """Wait until the writer has announced that every reader is there."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if not self._is_ready and self._receive(deadline):
+        if not self._is_ready and self._next(timeout, False):
             raise ProtocolError(f"{self.address} sends messages but was never announced ready")
 
     def receive(
@@ -202,53 +228,71 @@ class RemoteReader(RemoteEnd):
         """The next message, as `RingReader.read` returns it. `quiet`: a long wait is as it should
         be.
         """
+        parts = self._next(timeout, quiet) or self._next(timeout, quiet)  # behind "ready"
+        return parts[0] if len(parts) == 1 and isinstance(parts[0], bytes) else parts
+
+    def _next(self, timeout: float | None, quiet: bool) -> list[bytes | bytearray]:
+        """The parts of the next message; none of "ready"."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            parts = self._receive(deadline, quiet)
-            if parts:
-                return parts[0] if len(parts) == 1 and isinstance(parts[0], bytes) else parts
-
-    def _receive(self, deadline: float | None, quiet: bool = False) -> list[bytes | bytearray]:
-        """The parts of the next message; none of message 0."""
-        what = f"nothing from the writer at {self.address}"
-        while not self.socket.poll(0):  # what has arrived comes before any bad news
-            if self._lost:
-                raise PeerLostError(
-                    f"the connection to the writer at {self.address} broke after message "
-                    f"{self.number}; see that process's log, and restart"
-                )
-            if self._monitor in self.poll(deadline, what, quiet=quiet):
-                recv_monitor_message(self._monitor)
-                self._lost = True
-        number, parts = parse(self.socket.recv_multipart(copy=False), self.address)
-        if number == 0:
-            self._is_ready = True
-        elif number != self.number + 1:
-            raise ProtocolError(
-                f"{self.address}: expected message {self.number + 1}, got {number}; messages were "
-                "lost before this reader had attached, or on the way"
-            )
-        self.number = number
-        return parts
-
-
-def parse(frames: list[Any], address: str) -> tuple[int, list[bytes | bytearray]]:
-    """The number and the parts of a message, in memory of their own."""
-    header = bytes(frames[0].buffer)
-    kinds = header[HEADER.size :]
-    if len(header) < HEADER.size or header[:4] != MAGIC or len(kinds) != len(frames) - 1:
-        raise ProtocolError(f"{address}: got something else than this queue's messages; {MIXED}")
-    _, _, version, number = HEADER.unpack_from(header)
-    if version != VERSION:
-        raise ProtocolError(
-            f"{address}: expected version {VERSION} of the messages, got {version}; install the "
-            "same vllm-commext on every host"
+        connection = self._connect(deadline)
+        with suppress(ConnectionError):
+            for message in self._messages:
+                if message is None:
+                    what = f"nothing from the writer at {self.address}"
+                    self._wait(connection.fileno(), deadline, what, quiet)
+                    continue
+                self._is_ready, (self.number, parts) = True, message
+                return parts
+        raise PeerLostError(
+            f"the connection to the writer at {self.address} broke after message {self.number}; "
+            "see that process's log, and restart"
         )
-    parts: list[bytes | bytearray] = [
-        bytes(frame.buffer) if immutable else bytearray(frame.buffer)
-        for frame, immutable in zip(frames[1:], kinds, strict=True)
-    ]
-    return number, parts
+
+
+def _messages(connection: socket.socket, address: str) -> "Iterator[Message | None]":
+    """Number and parts of each message; None where nothing has come yet. ConnectionError at the
+    end."""
+    last = 0
+    while True:
+        head = bytearray(HEADER.size)
+        yield from _fill(connection, head)
+        number, count = HEADER.unpack(head)
+        if (number, count) != (0, 0) and (number != last + 1 or not 0 < count <= MAX_PARTS):
+            raise ProtocolError(
+                f"{address}: expected message {last + 1}, got {number} of {count} parts"
+            )
+        table = bytearray(count * LENGTH.size)
+        yield from _fill(connection, table)
+        parts: list[bytes | bytearray] = []
+        for (entry,) in LENGTH.iter_unpack(table):
+            part = bytearray(entry & ~IMMUTABLE)
+            yield from _fill(connection, part)
+            parts.append(bytes(part) if entry & IMMUTABLE else part)
+        last = number
+        yield number, parts
+
+
+def _fill(connection: socket.socket, memory: bytearray) -> Iterator[None]:
+    view = memoryview(memory)
+    while view:
+        try:
+            num_bytes = connection.recv_into(view)
+        except BlockingIOError:
+            yield None
+            continue
+        except OSError as error:  # no TimeoutError, which is another wait's
+            raise ConnectionError(str(error)) from error
+        if num_bytes == 0:
+            raise ConnectionError("the other end has closed the connection")
+        view = view[num_bytes:]
+
+
+def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """So many bytes, of a connection that waits."""
+    got = b""
+    while len(got) < num_bytes:
+        got += some(connection, num_bytes - len(got))
+    return got
 
 
 def _is_ipv6(host: str) -> bool:

@@ -43,5 +43,7 @@ def said() -> Callable[["subprocess.Popen[str]"], str]:
 @pytest.fixture(autouse=True)
 def no_linger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queues that a test leaves behind wait for nobody."""
-    remote = pytest.importorskip("vllm_commext.shm.remote", reason="the extension is not built")
-    monkeypatch.setattr(remote, "LINGER_MS", 0)
+    admission = pytest.importorskip(
+        "vllm_commext.shm.admission", reason="the extension is not built"
+    )
+    monkeypatch.setattr(admission, "LINGER_SECONDS", 0)

@@ -1,21 +1,23 @@
 """The queue in one process and between processes, without vLLM."""
 
+import contextlib
 import gc
 import logging
 import os
 import pickle
+import socket
 import threading
 import time
 from typing import Any
 
 import numpy as np
 import pytest
-import zmq
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
 from tests.kit.threads import in_thread
 from vllm_commext.errors import ProtocolError
+from vllm_commext.shm import admission
 from vllm_commext.shm.handle import Handle, ShmRingBuffer
 from vllm_commext.shm.queue import MessageQueue
 
@@ -111,6 +113,18 @@ class Explodes:
         return divmod, (1, 0)
 
 
+def test_a_queue_without_readers_takes_everything() -> None:
+    writer = MessageQueue(n_reader=0, n_local_reader=0)
+    writer.wait_until_ready()
+    for message in ("to nobody", np.arange(50_000), None):
+        writer.enqueue(message, timeout=0)
+    assert writer.broadcast_object("obj") == "obj"
+    with pytest.raises(AttributeError, match="<lambda>"):  # what cannot be pickled is told here too
+        writer.enqueue(lambda: 0)
+    assert writer.counters() == {}
+    writer.shutdown()
+
+
 def test_readiness_is_collective() -> None:
     writer, [reader] = make()
     thread, results = in_thread(reader.wait_until_ready)
@@ -195,8 +209,10 @@ def test_local_traffic_needs_no_thread_and_a_descriptor_an_end() -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def make_remote(host: str = LOCAL, n_local: int = 0) -> tuple[MessageQueue, list[MessageQueue]]:
-    writer = MessageQueue(n_local + 1, n_local, connect_ip=host)
+def make_remote(
+    host: str = LOCAL, n_local: int = 0, **options: Any
+) -> tuple[MessageQueue, list[MessageQueue]]:
+    writer = MessageQueue(n_local + 1, n_local, connect_ip=host, **options)
     handle: Handle = pickle.loads(pickle.dumps(writer.export_handle()))
     readers = [MessageQueue.create_from_handle(handle, rank) for rank in [*range(n_local), -1]]
     threads = [in_thread(reader.wait_until_ready) for reader in readers]
@@ -249,7 +265,7 @@ def test_a_long_wait_for_a_remote_peer_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("VLLM_RINGBUFFER_WARNING_INTERVAL", "0.05")
-    writer, [reader] = make_remote()
+    writer, [reader] = make_remote(max_chunk_bytes=1 << 20, max_chunks=2)
     with caplog.at_level(logging.INFO, "vllm.commext.shm"):
         with pytest.raises(TimeoutError):
             reader.dequeue(timeout=0.12, indefinite=True)
@@ -265,7 +281,7 @@ def test_a_long_wait_for_a_remote_peer_is_told(
 
 
 def test_a_stalled_remote_reader_holds_the_writer_up_and_loses_nothing() -> None:
-    writer, [reader] = make_remote()
+    writer, [reader] = make_remote(max_chunk_bytes=1 << 20, max_chunks=2)
     sent = 0
     with pytest.raises(TimeoutError, match="no remote reader of .* made room"):  # noqa: PT012
         while sent < 100_000:
@@ -276,24 +292,107 @@ def test_a_stalled_remote_reader_holds_the_writer_up_and_loses_nothing() -> None
     assert reader.dequeue(timeout=5) == "after"
 
 
-def test_a_stranger_that_connects_and_leaves_changes_nothing() -> None:
-    writer, [reader] = make_remote()
-    told = str(writer.handle.remote_subscribe_addr).removeprefix("commext-")
-    address = "/".join(told.split("/")[:3])  # without what only a handle tells
-    for topic in (b"", b"VCXQ"):
-        with zmq.Context() as context, context.socket(zmq.SUB) as stranger:
-            stranger.setsockopt(zmq.LINGER, 0)
-            stranger.setsockopt(zmq.SUBSCRIBE, topic)
-            stranger.connect(address)
-            for number in range(50):
-                writer.enqueue(number)
-                assert reader.dequeue(timeout=5) == number
-                time.sleep(0.002)
-            assert stranger.poll(0) == 0
+def port_of(writer: MessageQueue) -> tuple[str, int]:
+    """What a stranger may know, without what only the handle tells."""
+    told = str(writer.handle.remote_subscribe_addr).removeprefix("commext-tcp://")
+    return LOCAL, int(told.partition("/")[0].rpartition(":")[2])
+
+
+GARBAGE = [
+    b"",
+    b"\xff" * 10 + b"\x03\x00NULL" + bytes(46),  # ZMQ's greeting
+    b"\0" * 47,
+    b"\0" * 48,
+    os.urandom(1 << 20),
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"VCXQ" + bytes(1000),
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=lambda garbage: f"{len(garbage)}")
+def test_a_stranger_gets_nothing_and_holds_nobody_up(garbage: bytes) -> None:
+    writer = MessageQueue(1, 0, connect_ip=LOCAL)
+    strangers = [socket.create_connection(port_of(writer)) for _ in range(100)]
+    for stranger in strangers:
+        stranger.settimeout(5)
+        with contextlib.suppress(OSError):  # it may be closed already
+            stranger.sendall(garbage)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), -1)
     for number in range(50):
-        writer.enqueue(number)
+        writer.enqueue(number, timeout=20)
         assert reader.dequeue(timeout=5) == number
-        time.sleep(0.002)
+    for stranger in strangers:
+        got = 0
+        with contextlib.suppress(ConnectionError), stranger:
+            while more := stranger.recv(4096):
+                got += len(more)
+        assert got <= admission.WELCOME.size
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(port_of(writer))
+
+
+def test_what_a_reader_has_said_admits_nobody_else() -> None:
+    writer = MessageQueue(2, 0, connect_ip=LOCAL)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), -1)
+    token = bytes.fromhex(str(writer.handle.remote_subscribe_addr).rpartition("/")[2])
+    with socket.create_connection(port_of(writer)) as first:
+        nonce = admission.WELCOME.unpack(first.recv(admission.WELCOME.size))[2]
+    said = bytes(16) + admission.proof(token, b"reader", nonce + bytes(16))
+    with socket.create_connection(port_of(writer)) as again:
+        again.settimeout(5)
+        assert len(again.recv(admission.WELCOME.size)) == admission.WELCOME.size
+        again.sendall(said)
+        assert again.recv(1) == b""
+    with pytest.raises(TimeoutError, match="1 of 2 remote readers attached"):
+        writer.enqueue("one is missing", timeout=0.05)
+    del reader
+
+
+def test_a_stranger_in_the_writers_place_is_refused() -> None:
+    with socket.create_server((LOCAL, 0)) as server:
+        handle = Handle(
+            remote_subscribe_addr=f"commext-tcp://{LOCAL}:{server.getsockname()[1]}/{'0' * 32}"
+        )
+
+        def answer(version: int) -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(admission.WELCOME.pack(b"VCXQ", version, bytes(16)))
+                connection.sendall(bytes(32))
+                with contextlib.suppress(ConnectionError):
+                    connection.recv(48)
+
+        for version, complaint in ((4, "got a stranger"), (3, "expected version 4")):
+            thread, _ = in_thread(lambda version=version: answer(version))
+            with pytest.raises(ProtocolError, match=complaint):
+                MessageQueue.create_from_handle(handle, -1)
+            thread.join(10)
+
+
+def test_large_messages_both_ways_wait_for_nobody() -> None:
+    """As between an engine and a worker that write to one another before either reads."""
+    ends = [make_remote() for _ in range(2)]
+    message = os.urandom(20 << 20)
+    for writer, _ in ends:
+        for _ in range(3):
+            writer.enqueue(message, timeout=10)
+    for _, [reader] in ends:
+        assert [reader.dequeue(timeout=20) == message for _ in range(3)] == [True] * 3
+
+
+def test_a_timed_out_remote_dequeue_goes_on_in_the_midst_of_a_message() -> None:
+    writer, [reader] = make_remote()
+    for stalls in range(5):
+        message = [os.urandom(3_000_000), np.arange(stalls + 100_000)]
+        thread, _ = in_thread(lambda message=message: writer.enqueue(message, timeout=20))
+        deadline, got = time.monotonic() + 20, None
+        while got is None and time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                got = reader.dequeue(timeout=0)
+        thread.join(20)
+        assert got is not None
+        assert got[0] == message[0]
+        np.testing.assert_array_equal(got[1], message[1])
 
 
 def test_who_has_not_come_is_told_and_not_who_has(
