@@ -43,7 +43,7 @@ class Variants:
         from vllm_commext.allreduce.backends import flashinfer
         from vllm_commext.allreduce.backends.flashinfer_workspaces import MEASURING_BYTES
         from vllm_commext.allreduce.dispatch.creation import Parts, create_dispatcher
-        from vllm_commext.allreduce.lockstep import Lockstep
+        from vllm_commext.collective import Collective
 
         made = group.device_communicator
         custom = made.ca_comm if made.ca_comm is not None and not made.ca_comm.disabled else None
@@ -53,14 +53,14 @@ class Variants:
         flashinfer.allow_workspaces(MEASURING_BYTES)
         wanted = peers.measurable(peers.have_access(made.device))
         self.dispatcher = create_dispatcher(self._parts, None, wanted=wanted)
-        self.lockstep = Lockstep(made.cpu_group)
+        self.collective = Collective.over(made.cpu_group)
         self.group, self._vllm = group, made
 
     def measure(self, options: Any) -> dict[str, Any]:
         from vllm_commext.allreduce.table import measure
 
         return measure.measure_backends(
-            self.dispatcher, self.lockstep, options, self.group.graph_capture, tell_size
+            self.dispatcher, self.collective, options, self.group.graph_capture, tell_size
         )
 
     def calls(self, message: Any) -> dict[str, Callable[[Any], Any]]:
@@ -106,7 +106,7 @@ def judge(variants: Variants, options: Any, dtype: str) -> list[Row]:
         calls = variants.calls(message)
         chosen = variants.choice(message)
         context = variants.group.graph_capture
-        times = measure.measure_message(calls, message, options, variants.lockstep, context)
+        times = measure.measure_message(calls, message, options, variants.collective, context)
         backends = {name: t for name, t in times.items() if name not in (OURS, VLLM)}
         row = {
             "bytes": size,
@@ -134,7 +134,7 @@ def host_costs(variants: Variants, options: Any) -> dict[str, float]:
         for _ in range(20):
             call(tensor)
         torch.cuda.synchronize()
-        variants.lockstep.run(lambda: None)
+        variants.collective.run(lambda: None)
         start = time.perf_counter()
         for _ in range(HOST_CALLS):
             call(tensor)
@@ -271,7 +271,7 @@ def run_rank(args: argparse.Namespace) -> None:
                 "host microseconds an eager call": costs,
             }
             write(args, facts, rows)
-        variants.lockstep.run(lambda: None)
+        variants.collective.run(lambda: None)
 
 
 def main() -> int:

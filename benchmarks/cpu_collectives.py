@@ -28,7 +28,7 @@ from machine import load_average, machine
 from torch import distributed as dist
 
 from vllm_commext.allreduce.table.selection import size_text
-from vllm_commext.gpu.collective import swap_over
+from vllm_commext.collective import Collective
 from vllm_commext.shm.collectives import RingGroup, is_worth_it
 from vllm_commext.testing.gpu_ranks import add_rank_arguments, run_as_ranks
 from vllm_commext.testing.servers import LOOPBACK
@@ -85,7 +85,7 @@ def vllm_shared_memory(rank: int, num_ranks: int) -> dict[str, Callable[[torch.T
 def run_rank(rank: int, num_ranks: int, port: int, args: argparse.Namespace) -> list[Cell]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://{LOOPBACK}:{port}", rank=rank, world_size=num_ranks)
-    rings = RingGroup.connect(rank, num_ranks, swap_over(num_ranks, None))
+    rings = RingGroup.connect(Collective.over(None))
     calls: dict[str, Callable[[torch.Tensor], Any]] = {
         "gloo": dist.all_reduce,
         OURS: rings.all_reduce,

@@ -150,9 +150,9 @@ def measure(bench: Any, layers: Layers, rows: int, args: argparse.Namespace) -> 
     for sample in range(args.samples):
         names = list(graphs)
         for name in names[sample % len(names) :] + names[: sample % len(names)]:
-            seconds = measuring.replay_seconds(graphs[name], args.replays, bench.lockstep)
+            seconds = measuring.replay_seconds(graphs[name], args.replays, bench.collective)
             mine[name].append(seconds / len(layers.layers) * 1e6)
-    everybody = bench.lockstep.run(lambda: mine)
+    everybody = bench.collective.run(lambda: mine)
     times = {name: tuning.median_of_slowest([rank[name] for rank in everybody]) for name in graphs}
     first = next(iter(bench.fitting(rows)))
     same = {
@@ -168,7 +168,7 @@ def measure(bench: Any, layers: Layers, rows: int, args: argparse.Namespace) -> 
             print(f"  {name:18s} {spent:8.2f}  op {(spent - base) / 2:6.2f}  {same.get(name)}")
     row["timelines"] = {}
     for name, graph in graphs.items():
-        bench.lockstep.run(lambda: None)
+        bench.collective.run(lambda: None)
         found = timeline(graph, len(layers.layers))
         row["timelines"][name] = found
         if bench.rank == 0:
@@ -222,7 +222,7 @@ def run_rank(args: argparse.Namespace) -> None:
                 }
                 name = f"fused_layer_tp{args.tp}"
                 pages.write(args.out, name, {**facts, "results": rows}, page(name, facts, rows))
-        bench.lockstep.run(lambda: None)
+        bench.collective.run(lambda: None)
 
 
 def main() -> int:

@@ -59,16 +59,16 @@ class Bench:
         from vllm_commext.allreduce.backends.push import PushBackend
         from vllm_commext.allreduce.fused.kernels import FusedKernels
         from vllm_commext.allreduce.fused.layout import ONE_PHASE, TWO_PHASE, Form, FusedShape
-        from vllm_commext.allreduce.lockstep import Lockstep
+        from vllm_commext.collective import Collective
 
         made = group.device_communicator
         self.group, self.communicator = group, made
-        self.lockstep = Lockstep(made.cpu_group)
-        self.rank, self.world = self.lockstep.rank, self.lockstep.world_size
-        self.push = PushBackend(made.cpu_group, max_bytes, self.lockstep)
+        self.collective = Collective.over(made.cpu_group)
+        self.rank, self.world = self.collective.rank, self.collective.world_size
+        self.push = PushBackend(max_bytes, self.collective)
         self.shape = FusedShape(dtype, dtype, hidden)
         self.dtype, self.hidden = getattr(torch, dtype), hidden
-        self.kernels = FusedKernels(self.push.memory, self.lockstep)
+        self.kernels = FusedKernels(self.push.memory, self.collective)
         self.forms = {
             f"{name} {each}": Form(kernel, each)
             for name, kernel in (("one-phase", ONE_PHASE), ("two-phase", TWO_PHASE))
@@ -291,7 +291,7 @@ def measure_sizes(bench: Bench, sizes: Sequence[int], samples: int) -> list[dict
             calls = {name: bench.after_others(call) for name, call in calls.items()}
             calls = {**calls, ALONE: bench.read_others}
         times = measure.measure_message(
-            calls, message, options, bench.lockstep, bench.group.graph_capture
+            calls, message, options, bench.collective, bench.group.graph_capture
         )
         alone = times.pop(ALONE, 0.0)
         times = {name: spent - alone for name, spent in times.items()}
@@ -359,7 +359,7 @@ def run_rank(args: argparse.Namespace) -> None:
             name = f"fused_norm_tp{args.tp}"
             lines = [*pages.head(f"{name}, microseconds a call", facts), *table(rows)]
             print(pages.write(args.out, name, {**facts, "results": rows}, lines), flush=True)
-        bench.lockstep.run(lambda: None)
+        bench.collective.run(lambda: None)
 
 
 def main() -> int:

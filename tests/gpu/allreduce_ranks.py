@@ -27,9 +27,9 @@ from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
 from vllm_commext.allreduce.fused.backend import PushFused
 from vllm_commext.allreduce.fused.kernels import FusedKernels
 from vllm_commext.allreduce.fused.layout import FusedShape
-from vllm_commext.allreduce.lockstep import Lockstep
 from vllm_commext.allreduce.message import Message
 from vllm_commext.allreduce.table.table import Row, Table
+from vllm_commext.collective import Collective
 from vllm_commext.compat import allreduce as compat
 from vllm_commext.compat.tp_group import tensor_parallel
 from vllm_commext.errors import UnsupportedError
@@ -73,7 +73,7 @@ class Rank:
         made = self.communicator
         custom = made.ca_comm if made.ca_comm is not None and not made.ca_comm.disabled else None
         self.parts = Parts(made.cpu_group, made.device_group, made.device, custom, made.pynccl_comm)
-        self.lockstep = Lockstep(made.cpu_group)
+        self.collective = Collective.over(made.cpu_group)
         self.dispatcher = create_dispatcher(self.parts, None, wanted=names.BACKENDS)
 
     def table(self) -> Table:
@@ -307,7 +307,7 @@ def check_batch_invariant(rank: Rank) -> Figures:
     in a graph, from one row to more than one launch takes."""
     push = rank.dispatcher.backends[names.PUSH]
     assert isinstance(push, PushBackend)
-    fused = PushFused(FusedKernels(push.memory, rank.lockstep), rank.world)
+    fused = PushFused(FusedKernels(push.memory, rank.collective), rank.world)
     figures: Figures = {"batches": 0}
     for dtype, hidden, rows in (
         *((torch.bfloat16, 8192, 6000), (torch.float32, 2880, 777), (torch.float16, 64, 5000)),
@@ -342,7 +342,7 @@ def check_create_and_destroy(rank: Rank) -> Figures:
         assert out is not None
         assert int(case.errors(out)) == 0
         torch.cuda.synchronize()
-        rank.lockstep.run(lambda: None)
+        rank.collective.run(lambda: None)
         names_made = set(made.backends)
         made.destroy()
         torch.cuda.empty_cache()

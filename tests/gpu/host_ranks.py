@@ -18,8 +18,8 @@ import torch
 from torch import distributed
 
 from vllm_commext.allreduce.backends.host import HostBackend
-from vllm_commext.allreduce.lockstep import Lockstep
 from vllm_commext.allreduce.message import ITEM_BYTES, PACK_BYTES
+from vllm_commext.collective import Collective
 from vllm_commext.testing.gpu_ranks import checks_of, run_checks
 
 MIB = 1 << 20
@@ -46,8 +46,8 @@ class Case:
 class Rank:
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
-        self.lockstep = Lockstep(distributed.group.WORLD)
-        self.backend = HostBackend(64 * MIB, self.lockstep)
+        self.collective = Collective.over(distributed.group.WORLD)
+        self.backend = HostBackend(64 * MIB, self.collective)
 
     def case(self, num_bytes: int, dtype: torch.dtype = torch.bfloat16) -> Case:
         return Case(num_bytes, dtype, self.world, self.rank)
@@ -76,7 +76,7 @@ def check_many(rank: Rank) -> Figures:
     numbers, mine = random.Random(3), random.Random(50 + rank.rank)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     end, calls = time.monotonic() + MANY_SECONDS, 0
-    while all(rank.lockstep.run(lambda: time.monotonic() < end)):
+    while all(rank.collective.run(lambda: time.monotonic() < end)):
         for _ in range(200 if rank.world <= torch.cuda.device_count() else 4):
             case = pool[numbers.randrange(len(pool))]
             if mine.random() < 0.02:
@@ -118,12 +118,12 @@ def check_memory(rank: Rank) -> Figures:
     for turn in range(4):
         if turn == 1:
             before = left()  # whatever CUDA opens once is open now
-        made = HostBackend(4 * MIB, rank.lockstep)
+        made = HostBackend(4 * MIB, rank.collective)
         assert left()[0] == before[0] + rank.world
         case = rank.case(2 * MIB)
         assert torch.equal(made.all_reduce(case.part), case.want)
         torch.cuda.synchronize()
-        rank.lockstep.run(lambda: None)
+        rank.collective.run(lambda: None)
         made.destroy()
         made.destroy()
     assert left() == before

@@ -22,8 +22,8 @@ from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.backend import PushFused
 from vllm_commext.allreduce.fused.kernels import FusedKernels
 from vllm_commext.allreduce.fused.layout import EPILOGUES, NORM, STATIC_FP8, FusedShape
-from vllm_commext.allreduce.lockstep import Lockstep
 from vllm_commext.allreduce.message import Message
+from vllm_commext.collective import Collective
 from vllm_commext.testing.gpu_ranks import run_checks
 
 MESSAGE_BYTES = 1 << 20
@@ -40,10 +40,10 @@ class Rank:
     def __init__(self) -> None:
         self.group = distributed.group.WORLD
         assert self.group is not None
-        self.lockstep = Lockstep(self.group)
-        self.rank, self.world = self.lockstep.rank, self.lockstep.world_size
-        self.push = PushBackend(self.group, MESSAGE_BYTES, self.lockstep)
-        self.fused = PushFused(FusedKernels(self.push.memory, self.lockstep), self.world)
+        self.collective = Collective.over(self.group)
+        self.rank, self.world = self.collective.rank, self.collective.world_size
+        self.push = PushBackend(MESSAGE_BYTES, self.collective)
+        self.fused = PushFused(FusedKernels(self.push.memory, self.collective), self.world)
 
     def parts(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Every rank's rows, of numbers whose sum depends on the order of additions."""

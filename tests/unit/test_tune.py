@@ -203,14 +203,14 @@ class TestMeasuring:
         self, monkeypatch: pytest.MonkeyPatch, seconds: float
     ) -> tuple[dict[str, measure.TimesBySize], list[tuple[str, int]]]:
         told: list[tuple[str, int]] = []
-        lockstep: Any = SimpleNamespace(run=lambda step: [step()] * 2)
+        collective: Any = SimpleNamespace(run=lambda step: [step()] * 2)
         dispatcher: Any = SimpleNamespace(backends={})
         monkeypatch.setattr(
             measure, "measure_message", lambda _, message, *__: {"nccl": float(message.num_bytes)}
         )
         options = measure.Options((2048, 4096), ("bfloat16", "float32"), seconds=seconds)
         times = measure.measure_backends(
-            dispatcher, lockstep, options, progress=lambda *of: told.append(of[:2])
+            dispatcher, collective, options, progress=lambda *of: told.append(of[:2])
         )
         return times, told
 

@@ -46,10 +46,10 @@ def run(options: RankOptions) -> None:
     from vllm_commext.allreduce.backends import flashinfer
     from vllm_commext.allreduce.backends.flashinfer_workspaces import MEASURING_BYTES
     from vllm_commext.allreduce.dispatch.creation import Parts, create_dispatcher
-    from vllm_commext.allreduce.lockstep import Lockstep
     from vllm_commext.allreduce.table import cache, measure, tuning
     from vllm_commext.allreduce.table import table as tables
     from vllm_commext.allreduce.table.machine_facts import read_machine
+    from vllm_commext.collective import Collective
     from vllm_commext.compat.tp_group import fused_add_rms_norm, tensor_parallel
 
     multicast.keep_off()
@@ -60,7 +60,7 @@ def run(options: RankOptions) -> None:
         parts = Parts(made.cpu_group, made.device_group, made.device, custom, made.pynccl_comm)
         wanted = peers.measurable(peers.have_access(made.device))
         dispatcher = create_dispatcher(parts, None, wanted=wanted)
-        lockstep = Lockstep(parts.cpu_group)
+        collective = Collective.over(parts.cpu_group)
         first = options.rank == 0
         if first:
             say("backends", names=list(dispatcher.backends))
@@ -73,7 +73,8 @@ def run(options: RankOptions) -> None:
             options.sizes, options.dtypes, options.hidden, options.samples, seconds=options.seconds
         )
         times = measure.measure_backends(
-            *(dispatcher, lockstep, chosen, group.graph_capture, progress), norm=fused_add_rms_norm
+            *(dispatcher, collective, chosen, group.graph_capture, progress),
+            norm=fused_add_rms_norm,
         )
         machine = read_machine(made.device)
         origin = f"measured on {options.world_size} x {machine.gpu}"
@@ -82,7 +83,7 @@ def run(options: RankOptions) -> None:
             path = str(cache.save(machine, table, options.hidden)) if options.save else ""
             text = tables.encode(table).decode()
             say("table", table=text, path=path, machine=msgspec.to_builtins(machine))
-        lockstep.run(lambda: None)
+        collective.run(lambda: None)
 
 
 if __name__ == "__main__":

@@ -84,12 +84,12 @@ def _serve_fused_op(communicator: Any, made: "Dispatcher", wishes: "Wishes") -> 
     from vllm_commext.allreduce.fused import op as fused_op
     from vllm_commext.allreduce.fused.backend import FusedBackend, PushFused
     from vllm_commext.allreduce.fused.kernels import FusedKernels
-    from vllm_commext.allreduce.lockstep import Lockstep
+    from vllm_commext.collective import Collective
 
     push = made.backends.get(names.PUSH)
     backends: list[FusedBackend] = []
     if isinstance(push, PushBackend):
-        kernels = FusedKernels(push.memory, Lockstep(communicator.cpu_group))
+        kernels = FusedKernels(push.memory, Collective.over(communicator.cpu_group))
         backends.append(PushFused(kernels, communicator.world_size))
     apart = fused_op.after_all_reduce(communicator.all_reduce)
     policy = FusedPolicy(made.table, wishes.only, throughout=wishes.by_itself)
@@ -136,10 +136,10 @@ def attach(communicator: Any, tcp_store_group: Any = None) -> None:
 def _attach(communicator: Any, name: str) -> None:
     from vllm_commext.allreduce.dispatch import startup
     from vllm_commext.allreduce.dispatch.creation import Parts
-    from vllm_commext.allreduce.lockstep import Lockstep
     from vllm_commext.allreduce.table.machine_facts import read_machine
+    from vllm_commext.collective import Collective
 
-    facts = group_facts.agreed(communicator.cpu_group, communicator.world_size, communicator.device)
+    facts = group_facts.agreed(communicator.cpu_group, communicator.device)
     parts = Parts(
         communicator.cpu_group,
         communicator.device_group,
@@ -153,7 +153,7 @@ def _attach(communicator: Any, name: str) -> None:
         return
     vars(communicator)[ATTRIBUTE] = made
     try:
-        Lockstep(parts.cpu_group).agree(lambda: _serve_fused_op(communicator, made, wishes))
+        Collective.over(parts.cpu_group).agree(lambda: _serve_fused_op(communicator, made, wishes))
     except UnsupportedError:
         _give_back(communicator)
         raise

@@ -83,7 +83,7 @@ def why_not(communicator: Any) -> str:
 def attach(communicator: Any) -> None:
     """Give a communicator its rings where it is meant to have them, or say in one line why not;
     collective."""
-    from vllm_commext.gpu.collective import swap_over
+    from vllm_commext.collective import Collective
     from vllm_commext.shm.collectives import RingGroup
 
     if not is_meant(communicator):
@@ -93,9 +93,8 @@ def attach(communicator: Any) -> None:
         if communicator.rank_in_group == 0:
             logger.info("commext: cpu_collectives: not for group %s: %s", name, reason)
         return
-    swap = swap_over(size, communicator.cpu_group)
     try:
-        rings = RingGroup.connect(communicator.rank_in_group, size, swap)
+        rings = RingGroup.connect(Collective.over(communicator.cpu_group))
     except CommextError as error:
         logger.warning("commext: cpu_collectives: Gloo serves group %s: %s", name, error)
         return

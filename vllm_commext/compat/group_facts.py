@@ -7,9 +7,9 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from vllm_commext.collective import Collective
 from vllm_commext.compat.microbatches import microbatches
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu.collective import swap_over
 from vllm_commext.gpu.facts import Facts, agree_about
 from vllm_commext.settings import TOGGLES, read_settings
 
@@ -106,7 +106,7 @@ def _runs_without_graphs(compilation: Any) -> bool:
     return getattr(compilation.cudagraph_mode, "name", "") == "NONE"
 
 
-def agreed(group: "ProcessGroup", world_size: int, device: "torch.device") -> Facts:
+def agreed(group: "ProcessGroup", device: "torch.device") -> Facts:
     """What all ranks of a group state; collective at the first call for a group, then remembered.
 
     Raises:
@@ -114,21 +114,19 @@ def agreed(group: "ProcessGroup", world_size: int, device: "torch.device") -> Fa
     """
     found = next((found for known, found in _agreed if known is group), None)
     if found is None:
-        found = _ask(group, world_size, device)
+        found = _ask(group, device)
         _agreed.append((group, found))
     if isinstance(found, UnsupportedError):
         raise found
     return found
 
 
-def _ask(
-    group: "ProcessGroup", world_size: int, device: "torch.device"
-) -> "Facts | UnsupportedError":
+def _ask(group: "ProcessGroup", device: "torch.device") -> "Facts | UnsupportedError":
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
     try:
-        return agree_about(lambda: read(config, device), swap_over(world_size, group))
+        return agree_about(lambda: read(config, device), Collective.over(group))
     except UnsupportedError as error:
         return error
 

@@ -99,7 +99,7 @@ def _why_not(kind: str, world_size: int, group: "ProcessGroup") -> str:
         return reason
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
-    facts = group_facts.agreed(group, world_size, device)
+    facts = group_facts.agreed(group, device)
     if facts.microbatches:
         return "microbatches run on two streams, and a workspace serves one"
     if not by_itself:

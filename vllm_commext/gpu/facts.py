@@ -5,8 +5,8 @@ which all ranks agree before anything is made, set or chosen.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
+from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu.collective import Swap, agree
 
 ANY_HOST = ""
 
@@ -48,17 +48,17 @@ def _differences(everybody: Sequence[Facts]) -> str:
     return ", ".join(f"{name} {of}" for name, of in unlike.items())
 
 
-def agree_about(read: Callable[[], Facts], swap: Swap) -> Facts:
+def agree_about(read: Callable[[], Facts], collective: Collective) -> Facts:
     """What all ranks state; collective.
 
     Args:
         read: makes this rank's record; where it fails on one rank, all ranks hear of it.
-        swap: see `collective.agree`.
+        collective: of the group.
 
     Raises:
         UnsupportedError: the ranks are on several hosts, or differ in something; all raise it.
     """
-    everybody = agree(read, swap)
+    everybody = collective.run(read)
     hosts = {facts.host for facts in everybody}
     if len(hosts) > 1:
         raise UnsupportedError(f"its ranks are on {len(hosts)} hosts")

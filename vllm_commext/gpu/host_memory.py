@@ -16,7 +16,7 @@ from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu.ipc import check, cuda_runtime, host_identity
 
 if TYPE_CHECKING:
-    from vllm_commext.allreduce.lockstep import Lockstep
+    from vllm_commext.collective import Collective
 
 NAME = "vllm-commext-allreduce"
 BUS_ID_BYTES = 16
@@ -199,7 +199,7 @@ class HostMemory:
 
     Args:
         num_bytes: of each rank's.
-        lockstep: of the group.
+        collective: of the group.
         marked: bytes at the beginning that are all ones, where the others are zero.
 
     Attributes:
@@ -209,11 +209,11 @@ class HostMemory:
         UnsupportedError: it cannot be had or not be mapped, on any rank; all ranks raise it.
     """
 
-    def __init__(self, num_bytes: int, lockstep: "Lockstep", marked: int = 0) -> None:
+    def __init__(self, num_bytes: int, collective: "Collective", marked: int = 0) -> None:
         self._segments: list[Segment] = []
         try:
-            offers = lockstep.run(lambda: self._offer(num_bytes, marked))
-            lockstep.agree(lambda: self._map(offers, lockstep.rank))
+            offers = collective.run(lambda: self._offer(num_bytes, marked))
+            collective.agree(lambda: self._map(offers, collective.rank))
         except Exception:
             self.close()
             raise

@@ -6,11 +6,11 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu.collective import await_others, exchange
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    pass
 
 HANDLE_BYTES = 64
 FILL_BYTES = 8 << 20
@@ -177,19 +177,18 @@ class IpcBuffer:
 
     def __init__(
         self,
-        rank: int,
-        world_size: int,
+        collective: Collective,
         size: int,
-        process_group: "ProcessGroup | None" = None,
         fill: int = 0,
     ) -> None:
-        self.rank, self.world_size, self.size = rank, world_size, round_up(size)
-        self._group = process_group
+        self.rank, self.world_size = collective.rank, collective.world_size
+        self.size = round_up(size)
+        self._collective = collective
         self.local_ptr = 0
-        self.peer_ptrs = [0] * world_size
+        self.peer_ptrs = [0] * self.world_size
         try:
-            offers = exchange(lambda: self._allocate(fill), world_size, process_group)
-            exchange(lambda: self._map(offers), world_size, process_group)
+            offers = collective.run(lambda: self._allocate(fill))
+            collective.agree(lambda: self._map(offers))
         except Exception:
             self.cleanup()
             raise
@@ -225,6 +224,6 @@ class IpcBuffer:
         if not self.local_ptr:
             return
         if seconds > 0:
-            await_others(self._group, seconds)
+            self._collective.await_others(seconds)
         free(self.local_ptr)
         self.local_ptr = self.peer_ptrs[self.rank] = 0

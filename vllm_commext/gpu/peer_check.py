@@ -1,8 +1,9 @@
 """A check, before anything relies on it, that what each rank stores reaches its peers' memory; see
 ``csrc/cuda/peer_check.cu``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import ipc, launch
 from vllm_commext.gpu.arguments import arguments_type
@@ -21,32 +22,28 @@ def silent_peers(answer: int, rank: int, world_size: int) -> list[int]:
     return [peer for peer in range(world_size) if peer != rank and not answer >> peer & 1]
 
 
-Agree = Callable[[Callable[[], object]], object]  # takes a step on all ranks, or fails on all
-
-
-def check_delivery(addresses: Sequence[int], rank: int, world_size: int, agree: Agree) -> None:
+def check_delivery(addresses: Sequence[int], collective: Collective) -> None:
     """Let every rank store into every peer's memory, and look whether it came; collective.
 
     Args:
         addresses: of each rank's memory in this process, filled with `EMPTY`, which it is again
             afterwards; a pack of 16 bytes for each rank is enough.
-        rank: this process's rank in the group.
-        world_size: ranks of the group.
-        agree: takes both steps.
+        collective: of the ranks.
 
     Raises:
         UnsupportedError: something did not come, on any rank; all ranks raise it.
     """
+    rank, world_size = collective.rank, collective.world_size
     functions: list[launch.Function] = []
     macros = {"WORLD_SIZE": world_size, "RANK": rank}
-    agree(
+    collective.agree(
         lambda: functions.append(
             launch.load(
                 Program(NAME), macros, launch.WARP, launch.current_device(), programmatic=False
             )
         )
     )
-    agree(lambda: _look(functions[0], addresses, rank, world_size))
+    collective.agree(lambda: _look(functions[0], addresses, rank, world_size))
 
 
 def _look(function: launch.Function, addresses: Sequence[int], rank: int, world_size: int) -> None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed
 
+from vllm_commext.collective import Collective
 from vllm_commext.errors import CommextError, CommextTimeoutError, ConfigError, ProtocolError
 from vllm_commext.gpu import peer_check
-from vllm_commext.gpu.collective import exchange
 from vllm_commext.gpu.ipc import IpcBuffer, allocate, free, round_up, write
 from vllm_commext.gpu.launch import current_device
 from vllm_commext.reduce_rms import layout
@@ -74,20 +74,18 @@ class LamportWorkspace(Workspace):
         self.timeout_ns = int(timeout_seconds * 1e9)
         capacity = layout.slot_capacity(self.comm_size, world_size)
         self.max_tokens_per_launch = min(max_tokens_per_launch or capacity, capacity)
-        self._group, self.batch_invariant = process_group, batch_invariant
+        self._collective, self.batch_invariant = Collective.over(process_group), batch_invariant
         self.ready: set[Hashable] = set()
         self._private = 0
         self._agree(world_size)
-        _check_peers(rank, world_size, process_group)
+        _check_peers(self._collective)
         self._buffer: IpcBuffer | None = IpcBuffer(
-            rank,
-            world_size,
+            self._collective,
             layout.NUM_SLOTS * self.comm_size,
-            process_group,
             fill=layout.SENTINEL_BITS,
         )
         try:
-            exchange(lambda: self._allocate(self._buffer, rank, capacity), world_size, self._group)
+            self._collective.agree(lambda: self._allocate(self._buffer, rank, capacity))
         except Exception:
             self._buffer.cleanup(CLEANUP_SECONDS)
             self._free_private()
@@ -115,9 +113,9 @@ class LamportWorkspace(Workspace):
         self._private = 0
 
     def _agree(self, world_size: int) -> None:
-        mine = (world_size, self.comm_size, self.max_tokens_per_launch)
-        theirs = exchange(lambda: mine, world_size, self._group)
-        if any(other != mine for other in theirs):
+        sizes = self.comm_size, self.max_tokens_per_launch
+        theirs = self._collective.run(lambda: (world_size, *sizes))
+        if any(other != (self._collective.world_size, *sizes) for other in theirs):
             raise ProtocolError(
                 "expected the same world_size, comm_size and max_tokens_per_launch on all ranks, "
                 f"got {theirs} in the order of ranks"
@@ -134,11 +132,7 @@ class LamportWorkspace(Workspace):
         Raises:
             UnsupportedError: it failed on some rank; all ranks raise it.
         """
-
-        def silent() -> None:
-            step()
-
-        exchange(silent, self.world_size, self._group)
+        self._collective.agree(step)
         self.ready.update(kinds)
 
     @staticmethod
@@ -209,20 +203,11 @@ class LamportWorkspace(Workspace):
         )
 
 
-def _check_peers(rank: int, world_size: int, process_group: "ProcessGroup | None") -> None:
+def _check_peers(collective: Collective) -> None:
     """In memory of its own, for the slots' sentinel is another than the check's; collective."""
-
-    def agree(step: Callable[[], object]) -> None:
-        def silent() -> None:
-            step()
-
-        exchange(silent, world_size, process_group)
-
-    greetings = IpcBuffer(
-        rank, world_size, peer_check.EXCHANGED_BYTES, process_group, fill=peer_check.EMPTY
-    )
+    greetings = IpcBuffer(collective, peer_check.EXCHANGED_BYTES, fill=peer_check.EMPTY)
     try:
-        peer_check.check_delivery(greetings.serialize(), rank, world_size, agree)
+        peer_check.check_delivery(greetings.serialize(), collective)
     finally:
         greetings.cleanup(CLEANUP_SECONDS)
 

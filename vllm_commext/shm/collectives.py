@@ -6,7 +6,7 @@ ranks, so that all have the same bits (the direct all-reduce of Thakur, Rabensei
 Optimization of Collective Communication Operations in MPICH, 2005). Long tensors go in pieces that
 fit a ring, so nobody waits for room while somebody waits for data.
 
-    group = RingGroup.connect(rank, world_size, swap)  # a collective call, too
+    group = RingGroup.connect(Collective.over(process_group))  # a collective call, too
     group.all_reduce(tensor)
 """
 
@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..collective import Collective
 from ..errors import CommextError, ProtocolError
-from ..gpu.collective import Swap, agree
 from .layout import LARGEST_RING_BYTES, capacity_for
 from .ring import TIMEOUT, RingAddress, RingReader, RingWriter
 from .segment import free_shm_bytes
@@ -62,18 +62,16 @@ class RingGroup:
     """
 
     @classmethod
-    def connect(cls, rank: int, world_size: int, swap: Swap) -> "RingGroup":
+    def connect(cls, collective: Collective) -> "RingGroup":
         """Rings among all ranks; every rank calls it, and fails if another one does.
-
-        ``swap``: a collective call that returns the objects of all ranks.
 
         Raises:
             CommextError: a rank could not make its ring, or not attach to the others'.
         """
-        group = cls(rank, world_size)
+        group = cls(collective.rank, collective.world_size)
         try:
-            addresses: list[RingAddress] = agree(group._create, swap, CommextError)
-            agree(lambda: group._attach(addresses), swap, CommextError)
+            addresses = collective.run(group._create)
+            collective.agree(lambda: group._attach(addresses))
         except BaseException:
             group.close()
             raise

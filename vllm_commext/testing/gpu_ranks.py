@@ -16,7 +16,7 @@ from vllm_commext.allreduce import multicast
 from vllm_commext.testing.servers import free_port
 
 if TYPE_CHECKING:
-    from vllm_commext.allreduce.lockstep import Lockstep
+    from vllm_commext.collective import Collective
 
 GRACE_SECONDS = 30.0
 CHECK_LINE = '{"check"'
@@ -76,17 +76,17 @@ def run_ranks(
     return Outcome({line["check"]: line for line in lines}, text, codes)
 
 
-class HasLockstep(Protocol):
+class HasCollective(Protocol):
     """What a script's checks are given.
 
     Attributes:
-        lockstep: of the ranks.
+        collective: of the ranks.
     """
 
-    lockstep: "Lockstep"
+    collective: "Collective"
 
 
-Given = TypeVar("Given", bound=HasLockstep)
+Given = TypeVar("Given", bound=HasCollective)
 
 
 def run_checks(
@@ -109,8 +109,8 @@ def run_checks(
             torch.cuda.synchronize()
         except Exception:  # noqa: BLE001 - the test shows it
             error = traceback.format_exc()
-        errors = given.lockstep.run(lambda error=error: error)
-        if given.lockstep.rank == 0:
+        errors = given.collective.run(lambda error=error: error)
+        if given.collective.rank == 0:
             line = {
                 "check": name,
                 "seconds": round(time.monotonic() - start, 2),

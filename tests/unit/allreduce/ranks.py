@@ -28,14 +28,13 @@ from vllm_commext.allreduce.dispatch import creation
 from vllm_commext.allreduce.dispatch.creation import Parts, create_dispatcher
 from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
 from vllm_commext.allreduce.dispatch.startup import Wishes, lines, start_dispatcher
-from vllm_commext.allreduce.lockstep import Lockstep
 from vllm_commext.allreduce.message import Message
 from vllm_commext.allreduce.table import builtin, cache, measure
 from vllm_commext.allreduce.table.machine import Machine
 from vllm_commext.allreduce.table.table import Row, Table
+from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import host_memory
-from vllm_commext.gpu.collective import swap_over
 from vllm_commext.gpu.facts import Facts, agree_about
 
 CPU = torch.device("cpu")
@@ -105,19 +104,19 @@ def check_agreement(rank: int, world: int) -> Any:
 
 
 def check_values(rank: int, world: int) -> Any:
-    lockstep = Lockstep(distributed.group.WORLD)
+    collective = Collective.over(distributed.group.WORLD)
     return {
-        "run": lockstep.run(lambda: rank * 10),
-        "inside": lockstep.run(lambda: (lockstep.allgather(rank), lockstep.bcast(rank, 1))),
-        "split": lockstep.run(lambda: lockstep.Split(0, rank) is lockstep),
-        "other_split": raised(lambda: lockstep.run(lambda: lockstep.Split(rank, 0))),
+        "run": collective.run(lambda: rank * 10),
+        "inside": collective.run(lambda: (collective.allgather(rank), collective.bcast(rank, 1))),
+        "split": collective.run(lambda: collective.Split(0, rank) is collective),
+        "other_split": raised(lambda: collective.run(lambda: collective.Split(rank, 0))),
         "world": world,
     }
 
 
 def check_failures(rank: int, _: int) -> Any:
     """At each of four points rank 1 fails; both leave with the same words, and can go on."""
-    lockstep = Lockstep(distributed.group.WORLD)
+    collective = Collective.over(distributed.group.WORLD)
     found: list[str] = []
     for at in range(4):
 
@@ -126,18 +125,18 @@ def check_failures(rank: int, _: int) -> Any:
                 if rank == 1 and turn == at:
                     raise ValueError(f"at {at}")
                 if turn < 3:
-                    lockstep.allgather(turn)
+                    collective.allgather(turn)
 
-        found.append(raised(lambda: lockstep.run(step)))
-        found.append(str(lockstep.run(lambda at=at: at)))
+        found.append(raised(lambda: collective.run(step)))
+        found.append(str(collective.run(lambda at=at: at)))
 
     def uneven() -> None:
         for _ in range(1 + rank):
-            lockstep.barrier()
+            collective.barrier()
 
-    found.append(raised(lambda: lockstep.run(uneven)))
+    found.append(raised(lambda: collective.run(uneven)))
     with torch.inference_mode():
-        found.append(str(lockstep.run(lambda: "in inference mode")))
+        found.append(str(collective.run(lambda: "in inference mode")))
     return found
 
 
@@ -172,7 +171,7 @@ def check_creation(rank: int, world: int) -> Any:
 
 def check_facts(rank: int, world: int) -> Any:
     """Agreed by all; refused on all where they are on two hosts, differ, or one cannot say."""
-    swap = swap_over(world, distributed.group.WORLD)
+    ranks = Collective.over(distributed.group.WORLD)
 
     def broken() -> Facts:
         if rank == 1:
@@ -181,11 +180,11 @@ def check_facts(rank: int, world: int) -> Any:
 
     unlike = Facts(settings=("VLLM_COMMEXT_ALLREDUCE_TUNE=" + ("cached", "startup")[rank],))
     return {
-        "alike": agree_about(lambda: Facts("one", hidden=64), swap).hidden,
-        "two hosts": raised(lambda: agree_about(lambda: Facts(f"host {rank}"), swap)),
-        "unlike": raised(lambda: agree_about(lambda: unlike, swap)),
-        "dtypes": raised(lambda: agree_about(lambda: Facts(hidden=64 + rank), swap)),
-        "broken": raised(lambda: agree_about(broken, swap)),
+        "alike": agree_about(lambda: Facts("one", hidden=64), ranks).hidden,
+        "two hosts": raised(lambda: agree_about(lambda: Facts(f"host {rank}"), ranks)),
+        "unlike": raised(lambda: agree_about(lambda: unlike, ranks)),
+        "dtypes": raised(lambda: agree_about(lambda: Facts(hidden=64 + rank), ranks)),
+        "broken": raised(lambda: agree_about(broken, ranks)),
     }
 
 
@@ -195,11 +194,11 @@ def check_workspace(rank: int, world: int) -> Any:
     released: list[str] = []
     states: list[bool] = []
 
-    def create(key: WorkspaceKey, _: Any, rows: int, lockstep: Lockstep, __: Any) -> str:
-        handles = lockstep.allgather(f"handle {rank}")
+    def create(key: WorkspaceKey, _: Any, rows: int, collective: Collective, __: Any) -> str:
+        handles = collective.allgather(f"handle {rank}")
         if rank == 1 and key.hidden == 16:
             raise MemoryError("out of memory")
-        lockstep.barrier()
+        collective.barrier()
         return f"{rows} {handles}"
 
     flashinfer_workspaces._create = create
@@ -320,7 +319,7 @@ def check_start(rank: int, world: int) -> Any:
     found["by itself, without our kernel"] = start_dispatcher(parts, by_itself, lambda: known)
     real, sizes = creation.push.PushBackend, []
 
-    def push_backend(_: Any, num_bytes: int, *__: Any) -> StandIn:
+    def push_backend(num_bytes: int, _: Any) -> StandIn:
         sizes.append(num_bytes)
         return StandIn(names.PUSH, [])
 
@@ -363,18 +362,18 @@ def check_host_memory(rank: int, world: int) -> Any:
     host_memory.bus_id_of_current_gpu = lambda: "0000:00:00.0"
     host_memory.Segment.register = register
     host_memory.Segment._unregister = lambda self: None
-    lockstep, before = Lockstep(distributed.group.WORLD), count()
-    memory = host_memory.HostMemory(3 << 20, lockstep, marked=32)
+    collective, before = Collective.over(distributed.group.WORLD), count()
+    memory = host_memory.HostMemory(3 << 20, collective, marked=32)
     memory.forget_files()
     with_memory = count()
     fresh = [ctypes.string_at(address, 33).hex() for address in memory.addresses]
     ctypes.memset(memory.addresses[rank] + (2 << 20), 0x60 + rank, 1)
-    lockstep.barrier()
+    collective.barrier()
     found = [ctypes.string_at(address + (2 << 20), 1).decode() for address in memory.addresses]
-    lockstep.barrier()
+    collective.barrier()
     memory.close()
     after, failing = count(), True
-    said = raised(lambda: host_memory.HostMemory(1 << 20, lockstep))
+    said = raised(lambda: host_memory.HostMemory(1 << 20, collective))
     return {
         "fresh": fresh,
         "found": found,

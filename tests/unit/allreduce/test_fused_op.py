@@ -277,8 +277,8 @@ def test_two_ranks_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
             half_packs=512,
             addresses=[each.ctypes.data for each in memories],
         )
-        lockstep = SimpleNamespace(rank=rank, world_size=2, agree=lambda step: step())
-        kernels = FusedKernels(memory, lockstep)  # pyright: ignore[reportArgumentType]
+        collective = SimpleNamespace(rank=rank, world_size=2, agree=lambda step: step())
+        kernels = FusedKernels(memory, collective)  # pyright: ignore[reportArgumentType]
         kernels._functions[shape, form] = Function(shape, form, rank)  # type: ignore[assignment]
         assert kernels.fits(shape, form, 5)
         assert not kernels.fits(shape, form, 513 // shape.row_packs + 1)

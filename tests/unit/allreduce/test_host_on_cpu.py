@@ -166,7 +166,7 @@ def test_the_backend_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(launch=run)
 
     class Memory:
-        def __init__(self, num_bytes: int, lockstep: Any, marked: int) -> None:
+        def __init__(self, num_bytes: int, collective: Any, marked: int) -> None:
             assert num_bytes == ranks.memories[0].nbytes
             assert marked == 2 * PACK_BYTES
             self.addresses = [memory.ctypes.data for memory in ranks.memories]

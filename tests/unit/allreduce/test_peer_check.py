@@ -10,6 +10,7 @@ import pytest
 from tests.kit.host_kernels import COMPILER
 from tests.kit.threads import together
 from tests.unit.allreduce.push_emulation import compile_kernel
+from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import peer_check
 from vllm_commext.gpu.arguments import arguments_type
@@ -116,7 +117,8 @@ def test_the_check_from_end_to_end(
 
     def body(rank: int) -> None:
         try:
-            peer_check.check_delivery(machine.addresses(rank), rank, 2, lambda step: step())
+            alone = Collective(rank, 2, lambda mine: [mine])
+            peer_check.check_delivery(machine.addresses(rank), alone)
         except UnsupportedError as error:
             said[rank] = str(error)
 

@@ -17,6 +17,7 @@ import torch
 
 from tests.kit.threads import outcomes
 from tests.unit.reduce_rms.emulation import library
+from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import ipc
 from vllm_commext.gpu.launch import Device
@@ -98,19 +99,19 @@ class Runtime:
             self.opened.remove(address)
         return (OK,)
 
-    def check_delivery(self, addresses: Any, rank: int, world_size: int, agree: Any) -> None:
+    def check_delivery(self, addresses: Any, collective: Collective) -> None:
         """In place of `peer_check.check_delivery`."""
-        assert len(addresses) == world_size
+        assert len(addresses) == collective.world_size
 
         def look() -> None:
-            if self.loses_stores and rank == 1:
+            if self.loses_stores and collective.rank == 1:
                 raise UnsupportedError("expected a store from each peer")
 
-        agree(look)
+        collective.agree(look)
 
 
 class Group:
-    """Ranks that are threads; `exchange` is what `collective.exchange` is to processes."""
+    """Ranks that are threads; `over` is what `Collective.over` is to processes."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -118,21 +119,15 @@ class Group:
         self._values: dict[int, list[Any]] = {}
         self._here = threading.local()
 
-    def exchange(self, step: Callable[[], Any], world_size: int, group: Any) -> list[Any]:
+    def over(self, group: Any) -> Collective:
         del group
-        value, error = None, ""
-        try:
-            value = step()
-        except Exception as caught:  # noqa: BLE001 - as the real one
-            error = f"{type(caught).__name__}: {caught}"
+        return Collective(self._here.rank, self.world_size, self._swap)
+
+    def _swap(self, mine: Any) -> list[Any]:
         number = next(self._here.numbers)
-        self._values.setdefault(number, [None] * world_size)[self._here.rank] = (value, error)
+        self._values.setdefault(number, [None] * self.world_size)[self._here.rank] = mine
         self._barrier.wait(300)
-        outcomes = self._values[number]
-        failed = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(outcomes) if why]
-        if failed:
-            raise UnsupportedError("; ".join(failed))
-        return [value for value, _ in outcomes]
+        return self._values[number]
 
     def run(self, rank_body: Callable[[int], Any]) -> list[Any]:
         """What the body returns, or the exception that it raises, on each rank."""
@@ -179,9 +174,7 @@ def fake_gpus(world_size: int) -> Iterator[tuple[Runtime, Group, HostKernels]]:
     runtime, group, kernels = Runtime(), Group(world_size), HostKernels()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ipc, "cuda_runtime", lambda: runtime)
-        patch.setattr(ipc, "exchange", group.exchange)
-        patch.setattr(workspace, "exchange", group.exchange)
-        patch.setattr(ipc, "await_others", lambda *_: None)
+        patch.setattr(workspace.Collective, "over", group.over)
         patch.setattr(workspace.peer_check, "check_delivery", runtime.check_delivery)
         patch.setattr(workspace, "DEVICE", "cpu")
         patch.setattr(workspace, "_pinned_word", lambda: torch.zeros(1, dtype=torch.int64))

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from vllm_commext.collective import Collective
 from vllm_commext.errors import ConfigError, UnsupportedError
-from vllm_commext.gpu.collective import exchange
 from vllm_commext.reduce_rms import ops as _ops  # noqa: F401 - registers the ops
 from vllm_commext.reduce_rms.handles import GroupWorkspace, find
 from vllm_commext.testing.ports import free_port
@@ -128,10 +128,10 @@ def in_a_group(rank: int, port: int, result: Connection) -> None:
 
     problem = ""
     try:
-        exchange(step, WORLD, None)
+        Collective.over(None).run(step)
     except UnsupportedError as error:
         problem = str(error)
-    numbers = exchange(lambda: rank * 10, WORLD, None)
+    numbers = Collective.over(None).run(lambda: rank * 10)
     result.send((q.numpy(), k.numpy(), problem, numbers))
     dist.barrier()
     dist.destroy_process_group()

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from vllm_commext.collective import Collective
 from vllm_commext.shm.collectives import RingGroup
 
 SECONDS = 60.0
 
 
 def exchange_by_files(rank: int, world_size: int, folder: Path) -> Any:
-    """What `RingGroup.connect` takes, for processes that share a folder."""
+    """What `Collective` takes, for processes that share a folder."""
     turn = iter(range(10))
 
     def exchange(mine: Any) -> list[Any]:
@@ -42,7 +43,7 @@ def exchange_by_files(rank: int, world_size: int, folder: Path) -> Any:
 def main() -> None:
     rank, world_size, folder, calls = sys.argv[1:]
     exchange = exchange_by_files(int(rank), int(world_size), Path(folder))
-    group = RingGroup.connect(int(rank), int(world_size), exchange)
+    group = RingGroup.connect(Collective(int(rank), int(world_size), exchange))
     for number in range(int(calls)):
         values = torch.full((1000,), number + int(rank))
         group.all_reduce(values)

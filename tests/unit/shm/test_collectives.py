@@ -20,7 +20,8 @@ pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not b
 
 import torch
 
-from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError
+from vllm_commext.collective import Collective
+from vllm_commext.errors import CommextTimeoutError, ProtocolError, UnsupportedError
 from vllm_commext.shm import collectives
 from vllm_commext.shm.collectives import SUMMABLE, RingGroup, is_worth_it, pieces
 from vllm_commext.shm.errors import PeerLostError, QueueCancelledError
@@ -35,7 +36,7 @@ DTYPES = sorted(SUMMABLE, key=str)
 
 
 def exchange_among(world_size: int) -> Callable[[int], Callable[[Any], list[Any]]]:
-    """Of each rank, what `RingGroup.connect` takes, for threads."""
+    """Of each rank, what `Collective` takes, for threads."""
     turns, here = [[None] * world_size for _ in range(2)], threading.Barrier(world_size)
 
     def of_rank(rank: int) -> Callable[[Any], list[Any]]:
@@ -59,7 +60,7 @@ class Ranks:
         exchange = exchange_among(world_size)
         self.pools = [ThreadPoolExecutor(1) for _ in range(world_size)]
         self.groups: list[RingGroup] = self.all(
-            lambda rank: RingGroup.connect(rank, world_size, exchange(rank))
+            lambda rank: RingGroup.connect(Collective(rank, world_size, exchange(rank)))
         )
 
     def all(self, call: Callable[[int], T]) -> list[T]:
@@ -284,10 +285,10 @@ def test_what_one_rank_lacks_is_told_at_all_and_nothing_remains(
         def call(rank: int) -> None:
             if rank == 1:
                 chosen[0] = threading.current_thread()
-            RingGroup.connect(rank, 3, exchange(rank))
+            RingGroup.connect(Collective(rank, 3, exchange(rank)))
 
         errors = [future.exception(SECONDS) for future in [pool.submit(call, r) for r in range(3)]]
-    assert [type(error) for error in errors] == [CommextError] * 3
+    assert [type(error) for error in errors] == [UnsupportedError] * 3
     assert {str(error) for error in errors} == {"rank 1: MemoryError: no room in /dev/shm"}
     assert ours_in_dev_shm() == before
 
@@ -296,7 +297,7 @@ def test_a_rank_that_is_killed_ends_the_others_wait_by_name(tmp_path: Path) -> N
     command = [sys.executable, "-m", "tests.unit.shm.collective_child", "1", "2", str(tmp_path)]
     with subprocess.Popen([*command, "200"], stdout=subprocess.PIPE, text=True) as child:
         try:
-            group = RingGroup.connect(0, 2, exchange_by_files(0, 2, tmp_path))
+            group = RingGroup.connect(Collective(0, 2, exchange_by_files(0, 2, tmp_path)))
             for number in range(200):
                 values = torch.full((1000,), number)
                 group.all_reduce(values)

@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from vllm_commext.allreduce import multicast
 from vllm_commext.allreduce.backends import limits
-from vllm_commext.allreduce.lockstep import Lockstep
+from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -131,24 +131,24 @@ class Workspaces:
     def _try_create(
         self, key: WorkspaceKey, dtype: "torch.dtype", max_message_bytes: int, group: "ProcessGroup"
     ) -> Workspace | None:
-        lockstep = Lockstep(group)
+        collective = Collective.over(group)
         left = self.budget_bytes - self.device_bytes
         size = limits.flashinfer_workspace(
-            key.hidden, dtype.itemsize, lockstep.world_size, max_message_bytes, left
+            key.hidden, dtype.itemsize, collective.world_size, max_message_bytes, left
         )
         if size.max_rows < 1:
             logger.info("commext: allreduce: no memory budget for FlashInfer's %s", key)
             return None
         handles: list[Any] = []
         try:
-            lockstep.agree(lambda: _check_memory(size.device_bytes))
-            lockstep.agree(
-                lambda: handles.append(_create(key, dtype, size.max_rows, lockstep, group))
+            collective.agree(lambda: _check_memory(size.device_bytes))
+            collective.agree(
+                lambda: handles.append(_create(key, dtype, size.max_rows, collective, group))
             )
         except UnsupportedError as error:
             for handle in handles:
                 _release(handle)
-            if lockstep.rank == 0:
+            if collective.rank == 0:
                 logger.warning(
                     "commext: allreduce: no FlashInfer workspace, other backends remain: %s", error
                 )
@@ -177,7 +177,7 @@ def _create(
     key: WorkspaceKey,
     dtype: "torch.dtype",
     max_rows: int,
-    lockstep: Lockstep,
+    collective: Collective,
     group: "ProcessGroup",
 ) -> Any:
     if key.backend != TRTLLM and not multicast.is_allowed():
@@ -187,12 +187,12 @@ def _create(
     with own_random_state(), multicast.torch_guard():
         return comm.create_allreduce_fusion_workspace(
             backend=key.backend,
-            world_size=lockstep.world_size,
-            rank=lockstep.rank,
+            world_size=collective.world_size,
+            rank=collective.rank,
             max_token_num=max_rows,
             hidden_dim=key.hidden,
             dtype=dtype,
-            comm_backend=lockstep,
+            comm_backend=collective,
             group=group,
         )
 

@@ -19,7 +19,7 @@ from vllm_commext.gpu.nvrtc import Program
 from vllm_commext.gpu.peer_check import check_delivery
 
 if TYPE_CHECKING:
-    from vllm_commext.allreduce.lockstep import Lockstep
+    from vllm_commext.collective import Collective
 
 MAX_MESSAGE_BYTES = 8 << 20  # of one launch
 STATE_BYTES = 8
@@ -32,7 +32,7 @@ class HostBackend(OwnKernels):
 
     Args:
         num_bytes: of the largest message; larger ones than `MAX_MESSAGE_BYTES` go in parts.
-        lockstep: of the group.
+        collective: of the group.
 
     Raises:
         UnsupportedError: memory cannot be had or not be registered with a GPU, a kernel not be
@@ -41,19 +41,17 @@ class HostBackend(OwnKernels):
 
     name = names.HOST
 
-    def __init__(self, num_bytes: int, lockstep: "Lockstep") -> None:
-        self._rank = lockstep.rank
-        self._layout = HostLayout(lockstep.world_size, min(num_bytes, MAX_MESSAGE_BYTES))
-        super().__init__(lockstep.world_size, self._layout.max_packs)
+    def __init__(self, num_bytes: int, collective: "Collective") -> None:
+        self._rank = collective.rank
+        self._layout = HostLayout(collective.world_size, min(num_bytes, MAX_MESSAGE_BYTES))
+        super().__init__(collective.world_size, self._layout.max_packs)
         self._memory: HostMemory | None = None
         self._state = 0
-        lockstep.agree(self._load)
+        collective.agree(self._load)
         try:
-            self._memory = HostMemory(self._layout.num_bytes, lockstep, marked=self._marked)
-            lockstep.agree(self._make_counter)
-            check_delivery(
-                self._memory.addresses, lockstep.rank, lockstep.world_size, lockstep.agree
-            )
+            self._memory = HostMemory(self._layout.num_bytes, collective, marked=self._marked)
+            collective.agree(self._make_counter)
+            check_delivery(self._memory.addresses, collective)
         except Exception:
             self.destroy()
             raise

@@ -17,9 +17,7 @@ from vllm_commext.gpu.launch import ELEMENT_CODES, Function
 from vllm_commext.gpu.nvrtc import Program
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from vllm_commext.allreduce.lockstep import Lockstep
+    from vllm_commext.collective import Collective
 
 BLOCKS_PER_MULTIPROCESSOR = 2
 MAX_MESSAGE_BYTES = 64 << 20
@@ -35,9 +33,8 @@ class PushBackend(OwnKernels):
     """A group's kernel with its memory; collective to create.
 
     Args:
-        group: sends objects without a GPU.
         num_bytes: of the largest message that one launch takes.
-        lockstep: of the group.
+        collective: of the group.
 
     Attributes:
         memory: which other kernels of ours may use too.
@@ -49,12 +46,12 @@ class PushBackend(OwnKernels):
 
     name = names.PUSH
 
-    def __init__(self, group: "ProcessGroup", num_bytes: int, lockstep: "Lockstep") -> None:
-        self._rank = lockstep.rank
-        self._layout = PushLayout(lockstep.world_size, num_bytes)
-        super().__init__(lockstep.world_size, self._layout.max_packs)
-        lockstep.agree(self._load)
-        self.memory = PushMemory(group, self._layout, lockstep)
+    def __init__(self, num_bytes: int, collective: "Collective") -> None:
+        self._rank = collective.rank
+        self._layout = PushLayout(collective.world_size, num_bytes)
+        super().__init__(collective.world_size, self._layout.max_packs)
+        collective.agree(self._load)
+        self.memory = PushMemory(self._layout, collective)
         self._arguments = arguments_type(ARGUMENTS, WORLD_SIZE=self._world_size)(
             state=self.memory.state,
             max_packs=self._max_packs,

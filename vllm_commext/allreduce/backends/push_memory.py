@@ -10,9 +10,7 @@ from vllm_commext.gpu.ipc import IpcBuffer, allocate, free
 from vllm_commext.gpu.peer_check import EMPTY, check_delivery
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from vllm_commext.allreduce.lockstep import Lockstep
+    from vllm_commext.collective import Collective
 
 CLEANUP_SECONDS = 5.0
 
@@ -23,9 +21,8 @@ class PushMemory:
     It serves one stream at a time.
 
     Args:
-        group: sends objects without a GPU.
         layout: its size; the kernels divide a half of it as each needs.
-        lockstep: of the group.
+        collective: of the group.
 
     Attributes:
         half_packs: packs of 16 bytes in one of its halves.
@@ -37,15 +34,13 @@ class PushMemory:
             on any rank; all ranks raise it.
     """
 
-    def __init__(self, group: "ProcessGroup", layout: PushLayout, lockstep: "Lockstep") -> None:
+    def __init__(self, layout: PushLayout, collective: "Collective") -> None:
         self.half_packs = layout.half_packs
-        self._buffer: IpcBuffer | None = IpcBuffer(
-            lockstep.rank, lockstep.world_size, layout.num_bytes, group, fill=EMPTY
-        )
+        self._buffer: IpcBuffer | None = IpcBuffer(collective, layout.num_bytes, fill=EMPTY)
         self.addresses, self.state = self._buffer.serialize(), 0
         try:
-            lockstep.agree(self._make_counter)
-            check_delivery(self.addresses, lockstep.rank, lockstep.world_size, lockstep.agree)
+            collective.agree(self._make_counter)
+            check_delivery(self.addresses, collective)
         except Exception:
             self._release(self._buffer)
             raise

@@ -10,9 +10,9 @@ from vllm_commext.allreduce.backends import flashinfer, host, limits, push
 from vllm_commext.allreduce.backends.backend import Backend, CustomBackend, NcclBackend
 from vllm_commext.allreduce.backends.flashinfer_workspaces import MAX_MESSAGE_BYTES, is_compiled
 from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
-from vllm_commext.allreduce.lockstep import Lockstep
 from vllm_commext.allreduce.table import builtin
 from vllm_commext.allreduce.table.table import Table
+from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -73,7 +73,11 @@ def _largest(table: Table | None, family: Sequence[str], otherwise: int) -> int:
 
 
 def _makers(
-    parts: Parts, lockstep: Lockstep, table: Table | None, wanted: Sequence[str], most_bytes: int
+    parts: Parts,
+    collective: Collective,
+    table: Table | None,
+    wanted: Sequence[str],
+    most_bytes: int,
 ) -> dict[str, Maker]:
     """How to make each family of backends that is wanted; in an order that all ranks share."""
     flash = (names.FLASHINFER_ONE_SHOT, names.FLASHINFER_TWO_SHOT)
@@ -89,30 +93,30 @@ def _makers(
         makers["FlashInfer's mnnvl"] = lambda: _flashinfer(
             parts, table, mnnvl, may_compile=may_compile
         )
-    if names.PUSH in wanted and lockstep.world_size in limits.PUSH_WORLD_SIZES:
+    if names.PUSH in wanted and collective.world_size in limits.PUSH_WORLD_SIZES:
         # Larger messages go in parts, so what no message reaches need not be there.
         bound = min(push.MAX_MESSAGE_BYTES, most_bytes or push.MAX_MESSAGE_BYTES)
         led = _largest(table, (names.PUSH,), bound)
         fused = table.leads_fused(names.FUSED_PUSH) if table is not None else 0
         num_bytes = max(led, min(fused, bound))
-        makers[OUR_KERNEL] = lambda: [push.PushBackend(parts.cpu_group, num_bytes, lockstep)]
-    if names.HOST in wanted and lockstep.world_size in limits.PUSH_WORLD_SIZES:
+        makers[OUR_KERNEL] = lambda: [push.PushBackend(num_bytes, collective)]
+    if names.HOST in wanted and collective.world_size in limits.PUSH_WORLD_SIZES:
         shared_bytes = _largest(table, (names.HOST,), host.MAX_MESSAGE_BYTES)
-        makers[HOST_MEMORY] = lambda: [host.HostBackend(shared_bytes, lockstep)]
+        makers[HOST_MEMORY] = lambda: [host.HostBackend(shared_bytes, collective)]
     makers["NCCL"] = lambda: [NcclBackend(parts.pynccl, parts.device_group)]
     return makers
 
 
-def _make_in_lockstep(what: str, maker: Maker, lockstep: Lockstep) -> Sequence[Backend]:
+def _make_together(what: str, maker: Maker, collective: Collective) -> Sequence[Backend]:
     """The backends of one family, or none on any rank, with one line why."""
     made: list[Backend] = []
     try:
         if what in OWN_STEPS:
             made += maker()
         else:
-            lockstep.agree(lambda: made.extend(maker()))
+            collective.agree(lambda: made.extend(maker()))
     except UnsupportedError as error:
-        if lockstep.rank == 0:
+        if collective.rank == 0:
             logger.warning("commext: allreduce: without %s on all ranks: %s", what, error)
         return []
     return made
@@ -153,10 +157,10 @@ def create_dispatcher(
     Raises:
         UnsupportedError: ranks differ in their settings, or one cannot take part; all raise it.
     """
-    lockstep = Lockstep(parts.cpu_group)
+    collective = Collective.over(parts.cpu_group)
     named = None if wanted is None else tuple(wanted)
     mine = _Wish(forced, named, multicast.is_allowed(), parts.custom is not None, table)
-    wishes = lockstep.run(lambda: mine)
+    wishes = collective.run(lambda: mine)
     settings = [wish.settings for wish in wishes]
     if len(set(settings)) != 1:
         raise UnsupportedError(
@@ -174,13 +178,13 @@ def create_dispatcher(
     sized_by = table if named is None and forced is None else None
     backends: list[Backend] = []
     try:
-        for what, maker in _makers(parts, lockstep, sized_by, chosen, most_bytes).items():
-            backends += _make_in_lockstep(what, maker, lockstep)
+        for what, maker in _makers(parts, collective, sized_by, chosen, most_bytes).items():
+            backends += _make_together(what, maker, collective)
     except BaseException:
         for backend in backends:
             backend.destroy()
         raise
-    return Dispatcher(backends, lockstep.world_size, table, forced)
+    return Dispatcher(backends, collective.world_size, table, forced)
 
 
 def wanted_backends(table: Table | None, forced: str | None) -> tuple[str, ...]:

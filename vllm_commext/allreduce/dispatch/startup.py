@@ -9,13 +9,13 @@ from vllm_commext.allreduce import names, peers
 from vllm_commext.allreduce.backends.flashinfer_workspaces import is_compiled
 from vllm_commext.allreduce.dispatch.creation import Parts, create_dispatcher
 from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
-from vllm_commext.allreduce.lockstep import Lockstep
 from vllm_commext.allreduce.message import ITEM_BYTES
 from vllm_commext.allreduce.table import cache, measure, tuning
 from vllm_commext.allreduce.table.machine import NO_ACCESS, Machine
 from vllm_commext.allreduce.table.measure import KIB, MIB, Options
 from vllm_commext.allreduce.table.selection import describe, find_table
 from vllm_commext.allreduce.table.table import Table
+from vllm_commext.collective import Collective
 from vllm_commext.gpu.facts import Facts
 
 logger = logging.getLogger("vllm.commext.allreduce")
@@ -83,39 +83,40 @@ def start_dispatcher(
     Raises:
         UnsupportedError: a step failed on some rank; all of them raise it.
     """
-    lockstep = Lockstep(parts.cpu_group)
+    collective = Collective.over(parts.cpu_group)
     if reason := why_none(wishes):
-        return _none(reason, lockstep)
+        return _none(reason, collective)
     hidden = wishes.facts.hidden
     startup = wishes.tune == STARTUP and wishes.only is None and not wishes.by_itself
 
     def look() -> tuple[Machine, Table | None]:
         machine = read_machine()
         if startup:
-            return machine, cache.load(machine, lockstep.world_size, hidden)
+            return machine, cache.load(machine, collective.world_size, hidden)
         use_cache = wishes.tune != BUILT_IN
         in_engines = wishes.by_itself and not wishes.facts.invariant
         found = find_table(
-            machine, lockstep.world_size, hidden, use_cache=use_cache, in_engines=in_engines
+            machine, collective.world_size, hidden, use_cache=use_cache, in_engines=in_engines
         )
         return machine, found
 
-    machine, table = lockstep.run(look)[0]
+    machine, table = collective.run(look)[0]
     if startup and table is None:
         return _measured(parts, wishes, machine)
     if wishes.by_itself:
         if table is None:
             return _none(
-                "engines were not measured on these GPUs, and no `vllm-commext tune` was", lockstep
+                "engines were not measured on these GPUs, and no `vllm-commext tune` was",
+                collective,
             )
         if not _holds(table, machine, wishes):
             return _none(
                 "vLLM may use NVLink multicast here, and the table was measured without it",
-                lockstep,
+                collective,
             )
         table = table.of_ours(wishes.facts.dtype)
         if table is None:
-            return _none("no table has a kernel of ours first here", lockstep)
+            return _none("no table has a kernel of ours first here", collective)
     dispatcher = create_dispatcher(parts, table, wishes.only, most_bytes=wishes.most_bytes)
     if dispatcher.table is None and wishes.forced is None:
         reason = "this machine is not known"
@@ -126,18 +127,18 @@ def start_dispatcher(
     else:
         return dispatcher
     dispatcher.destroy()
-    return _none(reason, lockstep)
+    return _none(reason, collective)
 
 
-def _none(reason: str, lockstep: Lockstep) -> None:
-    if lockstep.rank == 0:
+def _none(reason: str, collective: Collective) -> None:
+    if collective.rank == 0:
         logger.info("commext: allreduce: vLLM's default dispatch serves: %s", reason)
 
 
 def _measured(parts: Parts, wishes: Wishes, machine: Machine) -> Dispatcher:
-    lockstep = Lockstep(parts.cpu_group)
+    collective = Collective.over(parts.cpu_group)
     # Compiling takes minutes; `vllm-commext tune` does it, and vLLM's fusion pass.
-    compiled = all(lockstep.run(is_compiled))
+    compiled = all(collective.run(is_compiled))
     measurable = peers.measurable(machine.link != NO_ACCESS)
     wanted = [name for name in measurable if compiled or name not in names.FLASHINFER]
     dispatcher = create_dispatcher(parts, None, wanted=wanted)
@@ -146,11 +147,11 @@ def _measured(parts: Parts, wishes: Wishes, machine: Machine) -> Dispatcher:
         STARTUP_SIZES, (facts.dtype,), facts.hidden, samples=5, seconds=STARTUP_SECONDS
     )
     context = parts.custom.capture if parts.custom is not None else nullcontext
-    times = measure.measure_backends(dispatcher, lockstep, options, context)
-    table = tuning.build_table(times, lockstep.world_size, "measured at start")
+    times = measure.measure_backends(dispatcher, collective, options, context)
+    table = tuning.build_table(times, collective.world_size, "measured at start")
     dispatcher.use_table(table)
     measure.give_back_memory()
-    if lockstep.rank == 0:
+    if collective.rank == 0:
         try:
             cache.save(machine, table, facts.hidden)
         except OSError as error:

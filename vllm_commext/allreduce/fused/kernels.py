@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_commext.allreduce.backends.push_memory import PushMemory
-    from vllm_commext.allreduce.lockstep import Lockstep
+    from vllm_commext.collective import Collective
 
 TIMEOUT_SECONDS = 600.0  # as NCCL's: a rank may be compiling
 ARGUMENTS = "fused_rows.h"
@@ -78,19 +78,19 @@ class FusedKernels:
 
     Args:
         memory: the group's; it stays its owner's.
-        lockstep: of the group.
+        collective: of the group.
 
     Attributes:
         prefetched: bytes of the next weights that a launch of few rows has prefetched.
         prefetch_after: cycles after its beginning.
     """
 
-    def __init__(self, memory: "PushMemory", lockstep: "Lockstep") -> None:
-        self._memory, self._lockstep = memory, lockstep
+    def __init__(self, memory: "PushMemory", collective: "Collective") -> None:
+        self._memory, self._collective = memory, collective
         self._device = launch.current_device()
         self.prefetched, self.prefetch_after = prefetch.TOTAL_BYTES, prefetch.AFTER_CYCLES
         self._functions: dict[tuple[FusedShape, Form], launch.Function] = {}
-        made = arguments_type(ARGUMENTS, WORLD_SIZE=lockstep.world_size)()
+        made = arguments_type(ARGUMENTS, WORLD_SIZE=collective.world_size)()
         made.state, made.half_packs = memory.state, memory.half_packs
         made.timeout_ns = int(TIMEOUT_SECONDS * 1e9)
         made.memory[:] = memory.addresses
@@ -102,12 +102,12 @@ class FusedKernels:
         Raises:
             UnsupportedError: it failed on some rank; all ranks raise it.
         """
-        self._lockstep.agree(lambda: self._load(shape, forms))
+        self._collective.agree(lambda: self._load(shape, forms))
 
     def _load(self, shape: FusedShape, forms: Sequence[Form]) -> None:
         if problem := shape.problem():
             raise UnsupportedError(problem)
-        world_size, rank = self._lockstep.world_size, self._lockstep.rank
+        world_size, rank = self._collective.world_size, self._collective.rank
         for form in forms:
             if (shape, form) in self._functions:
                 continue
@@ -125,7 +125,7 @@ class FusedKernels:
 
     def most_rows(self, shape: FusedShape, form: Form) -> int:
         """Rows that find room in the memory; the same on all ranks."""
-        return form.most_rows(shape, self._memory.half_packs, self._lockstep.world_size)
+        return form.most_rows(shape, self._memory.half_packs, self._collective.world_size)
 
     def run(
         self,
@@ -161,7 +161,7 @@ class FusedKernels:
         made.scale_rows = outputs.scales.stride(1) if shape.scale_alignment else 0
         made.num_rows, made.eps = tensor.shape[0], eps
         blocks = form.num_blocks(
-            tensor.shape[0], self._lockstep.world_size, self._device.multiprocessors
+            tensor.shape[0], self._collective.world_size, self._device.multiprocessors
         )
         spare = self._prefetch(form, blocks, next_weight)
         stream = torch.cuda.current_stream().cuda_stream

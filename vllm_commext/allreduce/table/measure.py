@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
-from vllm_commext.allreduce.lockstep import Lockstep
 from vllm_commext.allreduce.message import Message, message_of_bytes
 from vllm_commext.allreduce.table import tuning
 from vllm_commext.allreduce.table.neighbours import Neighbours, Norm, fused_calls, without_product
+from vllm_commext.collective import Collective
 
 if TYPE_CHECKING:
     import torch
@@ -74,13 +74,13 @@ def capture(
     return graph
 
 
-def replay_seconds(graph: "torch.cuda.CUDAGraph", replays: int, lockstep: Lockstep) -> float:
+def replay_seconds(graph: "torch.cuda.CUDAGraph", replays: int, collective: Collective) -> float:
     """Of one replay, once the ranks have met in another."""
     import torch
 
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    lockstep.run(lambda: None)
+    collective.run(lambda: None)
     graph.replay()
     start.record()
     for _ in range(replays):
@@ -94,7 +94,7 @@ def measure_message(
     calls: Mapping[str, Call],
     message: Message,
     options: Options,
-    lockstep: Lockstep,
+    collective: Collective,
     context: CaptureContext = nullcontext,
 ) -> dict[str, float]:
     """Microseconds a call of each variant: the median over samples of the slowest rank.
@@ -111,9 +111,9 @@ def measure_message(
     mine: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(options.samples):
         for name, graph in graphs.items():
-            seconds = replay_seconds(graph, options.replays, lockstep)
+            seconds = replay_seconds(graph, options.replays, collective)
             mine[name].append(seconds / chained * 1e6)
-    everybody = lockstep.run(lambda: mine)
+    everybody = collective.run(lambda: mine)
     return {name: tuning.median_of_slowest([rank[name] for rank in everybody]) for name in graphs}
 
 
@@ -138,7 +138,7 @@ def backend_calls(dispatcher: Dispatcher, message: Message) -> dict[str, Call]:
 
 def measure_backends(
     dispatcher: Dispatcher,
-    lockstep: Lockstep,
+    collective: Collective,
     options: Options,
     context: CaptureContext = nullcontext,
     progress: Callable[[str, int, Mapping[str, float]], None] | None = None,
@@ -159,14 +159,14 @@ def measure_backends(
     times: dict[str, TimesBySize] = {dtype: {} for dtype in options.dtypes}
     for size in spread(options.sizes):
         for dtype in options.dtypes:
-            if not all(lockstep.run(lambda: time.monotonic() < end)):
+            if not all(collective.run(lambda: time.monotonic() < end)):
                 return times
             message = message_of_bytes(size, dtype, options.hidden)
             calls = backend_calls(dispatcher, message)
             if norm is not None and len(message.shape) == 2:
-                fused = fused_calls(dispatcher, lockstep, message)
+                fused = fused_calls(dispatcher, collective, message)
                 calls = Neighbours(message, norm).calls(calls, fused)
-            found = measure_message(calls, message, options, lockstep, context)
+            found = measure_message(calls, message, options, collective, context)
             if norm is not None:
                 found = without_product(found)
                 give_back_memory()

@@ -14,7 +14,7 @@ from vllm_commext.allreduce.message import Message
 if TYPE_CHECKING:
     import torch
 
-    from vllm_commext.allreduce.lockstep import Lockstep
+    from vllm_commext.collective import Collective
 
 Call = Callable[["torch.Tensor"], Any]
 Norm = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", float], None]
@@ -84,7 +84,9 @@ def without_product(times: Mapping[str, float]) -> dict[str, float]:
     return {name: max(of - alone, SMALLEST) for name, of in times.items() if name != ALONE}
 
 
-def fused_calls(dispatcher: Dispatcher, lockstep: "Lockstep", message: Message) -> dict[str, Fused]:
+def fused_calls(
+    dispatcher: Dispatcher, collective: "Collective", message: Message
+) -> dict[str, Fused]:
     """Who serves it with residual and norm in one launch, each ready; collective."""
     from vllm_commext.allreduce.backends.flashinfer import FlashInferBackend
     from vllm_commext.allreduce.backends.push import PushBackend
@@ -98,7 +100,7 @@ def fused_calls(dispatcher: Dispatcher, lockstep: "Lockstep", message: Message) 
     shape = FusedShape(message.dtype, message.dtype, hidden)
     push = dispatcher.backends.get(names.PUSH)
     if isinstance(push, PushBackend):
-        ours = PushFused(FusedKernels(push.memory, lockstep), lockstep.world_size)
+        ours = PushFused(FusedKernels(push.memory, collective), collective.world_size)
         if is_prepared(ours, shape) and ours.takes(shape, rows):
             found[names.FUSED_PUSH] = lambda x, residual, weight, eps: ours.run(
                 shape, x, residual, weight, eps, None

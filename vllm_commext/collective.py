@@ -2,11 +2,13 @@
 
 A library that creates a shared workspace calls collectives of its own in between. Where it raises
 on one rank, the others would wait in the next collective, or read what was meant for another. So
-it gets a `Lockstep` to talk through: every exchange carries whether the sender is still well, a
+it gets a `Collective` to talk through: every exchange carries whether the sender is still well, a
 rank that fails goes on to tell so at the others' next exchange, and all leave at the same one.
 """
 
+import contextlib
 from collections.abc import Callable
+from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Value = TypeVar("Value")
+Swap = Callable[[Any], list[Any]]  # a collective call: every rank's object, in the order of ranks
 
 
 class _Stage(Enum):
@@ -28,31 +31,44 @@ class _LeftError(Exception):
     """Another rank has failed, or is done while this one is not; every rank has been told."""
 
 
-class Lockstep:
+class Collective:
     """A group of ranks that exchange Python objects; has the methods that FlashInfer calls.
 
     Args:
-        group: a process group that sends objects without a GPU, such as gloo's. The bound of every
-            wait is the group's own time-out.
+        rank: of this process within the group.
+        world_size: ranks.
+        swap: returns every rank's object; bounds its own wait.
+        group: the process group behind it, for `await_others`.
     """
 
-    def __init__(self, group: "ProcessGroup") -> None:
+    def __init__(
+        self, rank: int, world_size: int, swap: Swap, group: "ProcessGroup | None" = None
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._swap, self._group = swap, group
+
+    @classmethod
+    def over(cls, group: "ProcessGroup | None") -> "Collective":
+        """Return the ranks of a process group that sends objects without a GPU, such as gloo's.
+
+        The bound of every wait is the group's own time-out. None is torch's default group.
+        """
+        import torch
         from torch import distributed
 
-        self._group, self._distributed = group, distributed
-        self.rank, self.world_size = distributed.get_rank(group), distributed.get_world_size(group)
+        rank, world_size = distributed.get_rank(group), distributed.get_world_size(group)
 
-    def _swap(self, stage: _Stage, value: Any) -> list[tuple[_Stage, Any]]:
-        import torch
+        def swap(mine: Any) -> list[Any]:
+            everybody: list[Any] = [None] * world_size
+            # Inside inference mode gloo could not write into the tensors that carry the objects.
+            with torch.inference_mode(mode=False):
+                distributed.all_gather_object(everybody, mine, group=group)
+            return everybody
 
-        everybody: list[Any] = [None] * self.world_size
-        # Inside inference mode gloo could not write into the tensors that carry the objects.
-        with torch.inference_mode(mode=False):
-            self._distributed.all_gather_object(everybody, (stage, value), group=self._group)
-        return everybody
+        return cls(rank, world_size, swap, group)
 
     def _meet(self, stage: _Stage, value: Any) -> list[Any]:
-        everybody = self._swap(stage, value)
+        everybody = self._swap((stage, value))
         failed = [
             f"rank {rank}: {why}"
             for rank, (met, why) in enumerate(everybody)
@@ -97,6 +113,20 @@ class Lockstep:
 
         self.run(silent)
 
+    def await_others(self, seconds: float) -> None:
+        """Wait for the other ranks to come here too, but not for longer; without a group, or where
+        it is gone, not at all.
+
+        Only a gloo group can bound the wait of a single barrier; with others there is no wait.
+        """
+        from torch import distributed
+
+        if not distributed.is_initialized():
+            return
+        with contextlib.suppress(RuntimeError, ValueError):
+            if distributed.get_backend(self._group) == "gloo":
+                distributed.monitored_barrier(self._group, timedelta(seconds=seconds))
+
     def allgather(self, data: Any) -> tuple[Any, ...]:
         """Every rank's object, in the order of ranks."""
         return tuple(self._meet(_Stage.EXCHANGE, data))
@@ -117,7 +147,7 @@ class Lockstep:
         """The number of ranks."""
         return self.world_size
 
-    def Split(self, color: int, key: int) -> "Lockstep":
+    def Split(self, color: int, key: int) -> "Collective":
         """Only the split that leaves all ranks together.
 
         Raises:
