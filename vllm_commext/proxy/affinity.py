@@ -12,11 +12,11 @@ begin like the one before (a window over the conversation's end).
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_commext.proxy.body import RawJson, dumps
+from vllm_commext.proxy.body import RawJson, dumps, num_tokens
 
 SESSION_HEADER = "X-Session-ID"
 BLOCK_BYTES = 1024
@@ -25,7 +25,8 @@ MAX_BLOCKS = 256
 """Looked at of each prompt, so that a large one costs some milliseconds and no more."""
 MIN_WEIGHT = 16.0
 """Tokens: the least that a remembered prompt counts for, about one block of an engine's cache."""
-_IDS_AT_ONCE = 1024
+MAX_SHARE = 0.25
+"""Of an engine's memory, what a single block or session counts for at most."""
 _DIGEST_BYTES = 12
 
 
@@ -49,25 +50,24 @@ class Prefix:
 NO_PREFIX = Prefix()
 
 
-def prefix_of(body: Mapping[str, Any], tokens: int, session: str | None) -> Prefix:
+def prefix_of(body: Mapping[str, Any], prompt: Any, session: str | None) -> Prefix:
     """The prefix of a request for completions or chat.
 
     Args:
         body: the request.
-        tokens: about how many tokens its prompt has.
+        prompt: of it, what its prompt is made of.
         session: what the client calls the session, if it does.
     """
     salt = dumps([str(body.get("model")), str(body.get("cache_salt"))])
-    prompt = body.get("messages", body.get("prompt"))
-    text, num_bytes = _beginning(prompt)
-    whole = len(text) // BLOCK_BYTES
+    # Without the quotes or brackets around it, so that a prompt's beginning is a longer one's, too.
+    text = prompt.text[1:-1] if isinstance(prompt, RawJson) else b""
     digest, blocks = _digest(salt), []
-    for number in range(whole):
-        start = number * BLOCK_BYTES
+    for start in range(0, min(len(text) // BLOCK_BYTES, MAX_BLOCKS) * BLOCK_BYTES, BLOCK_BYTES):
         digest = _digest(digest, text[start : start + BLOCK_BYTES])
         blocks.append(digest)
     name = _digest(salt, session.encode()) if session else b""
-    return Prefix(tuple(blocks), tokens * BLOCK_BYTES / max(num_bytes, 1), name, tokens)
+    tokens = num_tokens(prompt)
+    return Prefix(tuple(blocks), tokens * BLOCK_BYTES / max(len(text), 1), name, tokens)
 
 
 def _digest(*parts: bytes | memoryview) -> bytes:
@@ -75,34 +75,6 @@ def _digest(*parts: bytes | memoryview) -> bytes:
     for part in parts:
         found.update(part)
     return found.digest()
-
-
-def _beginning(prompt: Any) -> tuple[bytes | memoryview, int]:
-    """At most `MAX_BLOCKS` blocks of the prompt's text, and about how many bytes it has in all."""
-    most = MAX_BLOCKS * BLOCK_BYTES
-    if isinstance(prompt, RawJson):
-        return prompt.text[:most], len(prompt.text)
-    if isinstance(prompt, str):
-        # A lone surrogate is JSON, and the engine's to refuse.
-        return prompt[:most].encode(errors="surrogatepass")[:most], len(prompt)
-    if not isinstance(prompt, list) or not prompt:
-        return b"", 0
-    text, seen = bytearray(), 0.0
-    for piece, share in _pieces(prompt):
-        if len(text) >= most:
-            break
-        text += piece
-        seen += share
-    return bytes(text[:most]), int(len(text) / seen)
-
-
-def _pieces(items: list[Any]) -> Iterator[tuple[bytes, float]]:
-    """The items as JSON, so that a list's beginning is a longer list's beginning too, and the share
-    of all items that each piece is."""
-    step = 1 if isinstance(items[0], (dict, list, str)) else _IDS_AT_ONCE
-    for start in range(0, len(items), step):
-        text = dumps(items[start : start + step])
-        yield text[1:-1] + b",", min(step, len(items) - start) / len(items)
 
 
 class _Recent:
@@ -122,7 +94,7 @@ class _Recent:
         return self._weights.get(key, 0.0)
 
     def put(self, key: bytes, weight: float) -> None:
-        weight = max(weight, MIN_WEIGHT)
+        weight = max(min(weight, self._max_weight * MAX_SHARE), MIN_WEIGHT)
         self._sum += weight - self._weights.pop(key, 0.0)
         self._weights[key] = weight
         while self._sum > self._max_weight and self._weights:
@@ -154,7 +126,7 @@ class Memory:
         return max(0, min(int(held), prefix.tokens - 1))
 
     def note(self, prefix: Prefix) -> None:
-        """The engine is asked for this."""
+        """The engine has taken this on."""
         # The last block first: a prompt is forgotten from its end, as engines forget it too.
         for block in reversed(prefix.blocks):
             self._blocks.put(block, prefix.tokens_a_block)

@@ -13,12 +13,13 @@ from aiohttp import web
 from vllm_commext.proxy.access import ApiKeys, log_access
 from vllm_commext.proxy.admin import AdminState
 from vllm_commext.proxy.config import ProxyConfig, read_secret
+from vllm_commext.proxy.connections import serving
 from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engines import DECODE, PREFILL, EnginePool
 from vllm_commext.proxy.errors import answer_errors
 from vllm_commext.proxy.failures import SIDE_PROXY, ClientGoneError, ProxyError
 from vllm_commext.proxy.health import HealthMonitor
-from vllm_commext.proxy.intake import BodyBudget
+from vllm_commext.proxy.intake import BodyBudget, Intake
 from vllm_commext.proxy.metrics import CONTENT_TYPE, ProxyMetrics
 from vllm_commext.proxy.outcome import Outcome
 from vllm_commext.proxy.registry import Registry
@@ -29,7 +30,9 @@ from vllm_commext.proxy.upstream import Upstream, open_session
 
 logger = logging.getLogger("vllm.commext.proxy")
 
-_ALL_ENDPOINTS = {**ENDPOINTS, **DIRECT_ENDPOINTS}
+_POSTED = {**ENDPOINTS, **DIRECT_ENDPOINTS}
+_MODELS = "/v1/models"
+_COUNTED = {**_POSTED, _MODELS: "models"}
 REQUEST_ID = "X-Request-Id"
 # A data-parallel rank is not among them: it cannot be right for both engines.
 _TO_ENGINES = ("Authorization", "traceparent", "tracestate", "X-Session-ID", "X-Vllm-Priority")
@@ -53,6 +56,7 @@ class ProxyApp:
         self.metrics = ProxyMetrics(self.pools)
         self.budget = BodyBudget(config.max_buffered_bytes)
         self.num_in_flight = 0
+        self._num_begun = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -63,9 +67,9 @@ class ProxyApp:
             middlewares=[answer_errors, *self._guards], client_max_size=self.config.max_body_bytes
         )
         app.cleanup_ctx.append(self._resources)
-        for path in _ALL_ENDPOINTS:
+        for path in _POSTED:
             app.router.add_post(path, self.generate)
-        app.router.add_get("/v1/models", self.models)
+        app.router.add_get(_MODELS, self.models)
         app.router.add_get("/live", self.live)
         for path in ("/health", "/ready"):
             app.router.add_get(path, self.ready)
@@ -76,7 +80,7 @@ class ProxyApp:
         async with open_session(self.config) as session:
             pools = {pool.role: pool for pool in self.pools}
             self._upstream = Upstream(session, self.config, *self.pools, self.metrics)
-            self._service = Service(self.config, self._upstream, pools, self.metrics, self.budget)
+            self._service = Service(self.config, self._upstream, pools, self.metrics)
             await self._sources.look()
             monitor = HealthMonitor(session, self.config)
             async with monitor.running(self.registry.engines):
@@ -124,7 +128,8 @@ class ProxyApp:
 
     async def models(self, request: web.Request) -> web.Response:
         """An engine's own list of models."""
-        status, answer = await self._upstream.get(request.path, self._passed_headers(request))
+        with self._counted(request, Outcome(_request_id(request))), self._admitted(request):
+            status, answer = await self._upstream.get(request.path, self._passed_headers(request))
         return web.Response(
             status=status, body=answer.body, headers={"Content-Type": answer.content_type}
         )
@@ -132,20 +137,24 @@ class ProxyApp:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Every endpoint that an engine answers."""
         outcome = Outcome(_request_id(request))
-        with self._admitted(request, outcome):
+        with self._counted(request, outcome), Intake(self.budget, self.config) as intake:
             headers = self._passed_headers(request)
             headers |= {REQUEST_ID: outcome.request_id, "Content-Type": "application/json"}
-            return await self._service.serve(request, headers, outcome)
+            await intake.read(request)
+            with self._admitted(request):
+                return await self._service.serve(request, intake, headers, outcome)
 
     @contextmanager
-    def _admitted(self, request: web.Request, outcome: Outcome) -> Iterator[None]:
-        """Count a request in and, whatever becomes of it, out again."""
+    def _counted(self, request: web.Request, outcome: Outcome) -> Iterator[None]:
+        """Note what becomes of a request, whose body need not be there; a drain waits for it."""
         try:
-            self._enter()
+            self._begin()
             try:
                 yield
             finally:
-                self._leave()
+                self._num_begun -= 1
+                if self._num_begun == 0:
+                    self._idle.set()
         except ProxyError as error:
             outcome.set(error.kind, error.side)
             raise
@@ -157,10 +166,30 @@ class ProxyApp:
             outcome.set("internal", SIDE_PROXY)
             raise
         finally:
-            endpoint = _ALL_ENDPOINTS[request.path]
-            self.metrics.requests.labels(endpoint, outcome.kind, outcome.side).inc()
+            self.metrics.requests.labels(_COUNTED[request.path], outcome.kind, outcome.side).inc()
             if self.config.access_log:
                 log_access(request, outcome)
+
+    def _begin(self) -> None:
+        if self._draining:
+            raise ProxyError(503, "shutdown", "this proxy is shutting down; ask another one")
+        self._num_begun += 1
+        self._idle.clear()
+
+    @contextmanager
+    def _admitted(self, request: web.Request) -> Iterator[None]:
+        """Count a request that is whole in, and whatever becomes of it, out again."""
+        if self.num_in_flight >= self.config.max_in_flight:
+            message = f"{self.num_in_flight} requests are being served, which is the limit; retry"
+            raise ProxyError(503, "overloaded", message)
+        self.num_in_flight += 1
+        self.metrics.in_flight.set(self.num_in_flight)
+        try:
+            with serving(request):
+                yield
+        finally:
+            self.num_in_flight -= 1
+            self.metrics.in_flight.set(self.num_in_flight)
 
     def _passed_headers(self, request: web.Request) -> dict[str, str]:
         headers = {name: request.headers[name] for name in _TO_ENGINES if name in request.headers}
@@ -172,22 +201,6 @@ class ProxyApp:
         if self._engine_key:
             headers["Authorization"] = f"Bearer {self._engine_key}"
         return headers
-
-    def _enter(self) -> None:
-        if self._draining:
-            raise ProxyError(503, "shutdown", "this proxy is shutting down; ask another one")
-        if self.num_in_flight >= self.config.max_in_flight:
-            message = f"{self.num_in_flight} requests are being served, which is the limit; retry"
-            raise ProxyError(503, "overloaded", message)
-        self.num_in_flight += 1
-        self.metrics.in_flight.set(self.num_in_flight)
-        self._idle.clear()
-
-    def _leave(self) -> None:
-        self.num_in_flight -= 1
-        self.metrics.in_flight.set(self.num_in_flight)
-        if self.num_in_flight == 0:
-            self._idle.set()
 
 
 def _request_id(request: web.Request) -> str:

@@ -1,9 +1,9 @@
 """A request's JSON object, taken apart without ever stopping the event loop for long. Pure.
 
-A small body is decoded as a whole. Of a large one only the members are told apart, a window at
-a time: what is short is decoded, what is long (a prompt, the messages) stays the text that came,
-since all that the proxy asks of it is its kind and about how many tokens it has. 33 MB of token
-ids would take seconds to decode, and ten times their size.
+Members are told apart; what is short is decoded. A prompt, and whatever else is long, stays the
+text that came, since all that the proxy asks of it is its kind and about how many tokens it has:
+33 MB of token ids would take seconds to decode, and ten times their size. A large body is looked
+at a window at a time, by position, so that a window takes as long whatever is inside.
 """
 
 import json
@@ -14,21 +14,37 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
-LARGE_BODY_BYTES = 256 << 10
-MAX_DECODED_BYTES = 64 << 10
-WINDOW_BYTES = 128 << 10
+LARGE_BODY_BYTES = 32 << 10
+WINDOW_BYTES = 32 << 10
+MAX_DECODED_BYTES = 16 << 10
+"""Of one member that is decoded."""
+MAX_DECODED_SUM_BYTES = 128 << 10
+"""Of all that are decoded: Python's objects take up to 50 times their text."""
+MAX_MEMBERS = 1000
+MAX_NAME_BYTES = 1024
+MAX_DEPTH = 256
 BYTES_PER_TOKEN = 4
-_SPACE = re.compile(rb"[ \t\r\n]*")
+_MAX_SCALAR_BYTES = 8 << 10
+# Never decoded, so that they are the same text whatever the body's size.
+_PROMPTS = frozenset(("prompt", "messages", "input"))
+_SPACE = b" \t\r\n"
+_SPACES = re.compile(rb"[ \t\r\n]*")
 _SCALAR = re.compile(rb"[^\s,\]}]+")
-_STRUCTURE = re.compile(rb'["\[\]{}]')
-_QUOTE = b'"'[0]
-_OPENING = b"[{"
+_QUOTE, _COMMA = b'",'
+_NESTING = (b"[", b"{")
+_KEPT = (b'"', *_NESTING)
+_IDS = b"0123456789, "
+_STEPS = np.zeros(256, np.int8)
+_STEPS[list(b"[{")] = 1
+_STEPS[list(b"]}")] = -1
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 @dataclass(frozen=True)
 class RawJson:
-    """A long value as it came.
+    """A value as it came.
 
     text: its JSON. kind: the first character, one of ``"``, ``[`` and ``{``. num_items, item_kind:
     of an array, how many elements it has and the first one's first character.
@@ -67,11 +83,113 @@ def decode(text: bytes | bytearray | memoryview) -> Any:
 def members_of(raw: bytes | bytearray) -> Generator[None, None, Any]:
     """Take *raw* apart; yields wherever the caller may let others run, returns what it holds.
 
-    Raises `ValueError` or `RecursionError` if that is not JSON, as far as it is looked at.
+    Raises `ValueError` or `RecursionError` if that is not JSON, as far as it is looked at, or more
+    than the proxy takes.
     """
-    if len(raw) <= LARGE_BODY_BYTES:
-        return decode(raw)
-    return (yield from _Splitter(raw).members())
+    if len(raw) > LARGE_BODY_BYTES:
+        return (yield from _Splitter(raw).members())
+    members = _Members()
+    try:
+        texts: Mapping[str, Any] = _MEMBERS.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        content = decode(raw)
+        if not isinstance(content, dict):
+            return content
+        texts = {name: dumps(value) for name, value in content.items()}
+    for name, text in texts.items():
+        members.add(name, memoryview(text))
+    return members.found
+
+
+class _Members:
+    """What is found, within the limits of a request."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+        self._num_members = self._num_decoded_bytes = 0
+
+    def add(self, name: str, text: memoryview, nest: "_Nest | None" = None) -> None:
+        """One more member; *nest* has followed it to its end, if anything has."""
+        self._num_members += 1
+        if self._num_members > MAX_MEMBERS:
+            raise ValueError(f"expected at most {MAX_MEMBERS} members")
+        kind = bytes(text[:1])
+        if kind in _NESTING and nest is None:
+            nest = _Nest.of(bytes(text))
+        if kind in _KEPT and (name in _PROMPTS or len(text) > MAX_DECODED_BYTES):
+            num_items, item = 0, ""
+            if nest is not None:
+                item = bytes(text[1:MAX_DECODED_BYTES]).lstrip(_SPACE)[:1].decode("latin-1")
+                num_items = 0 if item == "]" else nest.num_commas + 1
+            self.found[name] = RawJson(text, kind.decode(), num_items, item)
+            return
+        self._num_decoded_bytes += len(text)
+        if self._num_decoded_bytes > MAX_DECODED_SUM_BYTES:
+            raise ValueError(f"expected at most {MAX_DECODED_SUM_BYTES} bytes beside the prompt")
+        self.found[name] = decode(text)
+
+
+class _Nest:
+    """Follows an array or an object to its end, a window after the other. num_commas: right
+    inside of it, so far."""
+
+    def __init__(self) -> None:
+        self.num_commas = 0
+        self._depth = 0
+        self._in_string = False
+
+    @classmethod
+    def of(cls, text: bytes) -> "_Nest":
+        """After all of *text*, which is short; objects in an array are not counted. Raises
+        `ValueError` as `feed` does."""
+        nest = cls()
+        if not text[1:-1].translate(None, _IDS):
+            nest.num_commas = text.count(b",")
+        elif _counts(text) or text.count(b"{") + text.count(b"[") > MAX_DEPTH:
+            nest.feed(text)
+        return nest
+
+    def feed(self, window: bytes | bytearray) -> int | None:
+        """Look at the next window, which cuts no escape; where in it the value is over, None if
+        it is not. Raises `ValueError` for what is nested too deep."""
+        window = _without_escapes(window)
+        if self._is_friendly(window):
+            return None
+        chars = np.frombuffer(window, np.uint8)
+        steps, commas = _STEPS[chars], chars == _COMMA
+        if self._in_string or b'"' in window:
+            inside = np.logical_xor.accumulate(chars == _QUOTE) ^ self._in_string
+            steps[inside], commas[inside] = 0, False
+            self._in_string = bool(inside[-1])
+        levels = np.cumsum(steps, dtype=np.int32)
+        levels += self._depth
+        if levels.max() > MAX_DEPTH:
+            raise ValueError(f"expected JSON that is nested at most {MAX_DEPTH} deep")
+        end = int(np.argmin(levels != 0)) + 1 if not levels.all() else None
+        self.num_commas += int(np.count_nonzero(commas[:end] & (levels[:end] == 1)))
+        self._depth = int(levels[-1])
+        return end
+
+    def _is_friendly(self, window: bytes | bytearray) -> bool:
+        """Whether nothing begins or ends in *window*: token ids, or the midst of a string."""
+        if self._in_string:
+            return b'"' not in window
+        if self._depth != 1 or window.translate(None, _IDS):
+            return False
+        self.num_commas += window.count(b",")
+        return True
+
+
+def _counts(text: bytes) -> bool:
+    """Whether it matters how many items *text* has: an array, and not one of objects."""
+    return text[:1] == b"[" and text[1:].lstrip(_SPACE)[:1] != b"{"
+
+
+def _without_escapes(window: bytes | bytearray) -> bytes | bytearray:
+    """*window* with as many bytes, in which each quote begins or ends a string."""
+    if b"\\" not in window:
+        return window
+    return window.replace(b"\\\\", b"__").replace(b'\\"', b"__")
 
 
 class _Splitter:
@@ -81,92 +199,82 @@ class _Splitter:
         self._raw = raw
         self._view = memoryview(raw)
         self._end = len(raw)
-        self._looked_at = 0
 
     def members(self) -> Generator[None, None, dict[str, Any]]:
-        members: dict[str, Any] = {}
-        pos = self._after_space(self._expect(b"{", self._after_space(0)))
+        members = _Members()
+        pos = yield from self._after(b"{", 0)
         if self._byte(pos) == b"}":
             pos += 1
         else:
             while True:
                 name_end = yield from self._string_end(self._expect(b'"', pos))
+                if name_end - pos > MAX_NAME_BYTES:
+                    raise ValueError(f"expected names of at most {MAX_NAME_BYTES} bytes")
                 name = decode(self._view[pos:name_end])
-                start = self._after_space(self._expect(b":", self._after_space(name_end)))
-                members[name], pos = yield from self._value(start)
-                if self._byte(pos := self._after_space(pos)) == b"}":
+                start = yield from self._after(b":", name_end)
+                pos, nest = yield from self._value_end(start)
+                members.add(name, self._view[start:pos], nest)
+                pos = yield from self._after(b"", pos)
+                if self._byte(pos) == b"}":
                     pos += 1
                     break
-                pos = self._after_space(self._expect(b",", pos))
-        if self._after_space(pos) != self._end:
+                pos = yield from self._after(b",", pos)
+        pos = yield from self._after(b"", pos)
+        if pos != self._end:
             raise ValueError(f"more after the object's end at byte {pos}")
-        return members
+        return members.found
 
-    def _value(self, start: int) -> Generator[None, None, tuple[Any, int]]:
-        kind, num_commas = self._byte(start), 0
+    def _value_end(self, start: int) -> Generator[None, None, tuple[int, _Nest | None]]:
+        kind = self._byte(start)
         if kind == b'"':
-            end = yield from self._string_end(start + 1)
-        elif kind in (b"[", b"{"):
-            end, num_commas = yield from self._nested_end(start)
-        else:
-            match = _SCALAR.match(self._raw, start)
-            end = match.end() if match else start
-        if end - start <= MAX_DECODED_BYTES:
-            return decode(self._view[start:end]), end
-        item = self._byte(self._after_space(start + 1)).decode("latin-1")
-        return RawJson(self._view[start:end], kind.decode(), num_commas + 1, item), end
+            return (yield from self._string_end(start + 1)), None
+        if kind not in _NESTING:
+            match = _SCALAR.match(self._raw, start, start + _MAX_SCALAR_BYTES)
+            return (match.end() if match else start), None
+        nest, pos = _Nest(), start
+        while pos < self._end:
+            window = self._window(pos)
+            end = nest.feed(window)
+            if end is not None:
+                return pos + end, nest
+            pos += len(window)
+            yield
+        raise ValueError(f"what opens at byte {start} has no end")
 
-    def _string_end(self, pos: int) -> Generator[None, None, int]:
-        """Behind the quote that ends the string whose first character is at *pos*."""
-        start, run = pos, 0
+    def _string_end(self, start: int) -> Generator[None, None, int]:
+        """Behind the quote that ends the string whose first character is at *start*."""
+        pos = start
+        while pos < self._end:
+            window = self._window(pos)
+            found = _without_escapes(window).find(b'"')
+            if found >= 0:
+                return pos + found + 1
+            pos += len(window)
+            yield
+        raise ValueError(f"the string at byte {start - 1} has no end")
+
+    def _window(self, pos: int) -> bytes | bytearray:
+        """The bytes from *pos* on, up to where no escape is cut."""
+        window = self._raw[pos : pos + WINDOW_BYTES]
+        num_backslashes = len(window) - len(window.rstrip(b"\\"))
+        is_cut = num_backslashes % 2 and pos + len(window) < self._end
+        return window[:-1] if is_cut else window
+
+    def _after(self, what: bytes, pos: int) -> Generator[None, None, int]:
+        """Behind *what*, and the space before and after it."""
+        pos = yield from self._after_space(pos)
+        if what:
+            pos = yield from self._after_space(self._expect(what, pos))
+        return pos
+
+    def _after_space(self, pos: int) -> Generator[None, None, int]:
         while True:
-            window_end = min(self._end, pos + WINDOW_BYTES)
-            found = self._raw.find(b'"', pos, window_end)
-            piece = self._raw[pos : window_end if found < 0 else found]
-            num_backslashes = len(piece) - len(piece.rstrip(b"\\"))
-            run = num_backslashes + (run if num_backslashes == len(piece) else 0)
-            if found < 0:
-                if window_end == self._end:
-                    raise ValueError(f"the string at byte {start - 1} has no end")
-                pos = window_end
-            else:
-                pos = found + 1
-                if run % 2 == 0:
-                    return pos
-                run = 0
-            if self._window_is_over(pos):
-                yield
-
-    def _nested_end(self, start: int) -> Generator[None, None, tuple[int, int]]:
-        """Behind the bracket that closes the one at *start*; the commas right inside."""
-        pos, depth, num_commas = start + 1, 1, 0
-        while depth:
-            window_end = min(self._end, pos + WINDOW_BYTES)
-            match = _STRUCTURE.search(self._raw, pos, window_end)
-            found = match.start() if match else window_end
-            if depth == 1:
-                num_commas += self._raw.count(b",", pos, found)
-            pos = found + 1 if match else found
-            if match is None:
-                if found == self._end:
-                    raise ValueError(f"what opens at byte {start} has no end")
-            elif self._raw[found] == _QUOTE:
-                pos = yield from self._string_end(pos)
-            else:
-                depth += 1 if self._raw[found] in _OPENING else -1
-            if self._window_is_over(pos):
-                yield
-        return pos, num_commas
-
-    def _window_is_over(self, pos: int) -> bool:
-        if pos - self._looked_at < WINDOW_BYTES:
-            return False
-        self._looked_at = pos
-        return True
-
-    def _after_space(self, pos: int) -> int:
-        match = _SPACE.match(self._raw, pos)
-        return match.end() if match else pos
+            yield
+            match = _SPACES.match(self._raw, pos, pos + WINDOW_BYTES)
+            end = match.end() if match else pos
+            if end < pos + WINDOW_BYTES:
+                return end
+            pos = end
 
     def _byte(self, pos: int) -> bytes:
         return bytes(self._raw[pos : pos + 1])
@@ -200,21 +308,12 @@ def dumps(value: Any) -> bytes:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
-def num_tokens(body: Mapping[str, Any]) -> int:
-    """About how many tokens the prompt of *body* has, by the length of its text; what is neither
-    text nor token ids (an image) counts by its length too."""
-    return sum(_tokens_of(body.get(name)) for name in ("prompt", "messages", "input"))
-
-
-def _tokens_of(value: Any) -> int:
-    if isinstance(value, RawJson):
-        if value.kind == "[" and value.item_kind.isdigit():
-            return value.num_items
-        return len(value.text) // BYTES_PER_TOKEN
-    if isinstance(value, str):
-        return (len(value) + BYTES_PER_TOKEN - 1) // BYTES_PER_TOKEN
-    if isinstance(value, dict):
-        return sum(map(_tokens_of, value.values()))
-    if isinstance(value, list):
-        return len(value) if value and isinstance(value[0], int) else sum(map(_tokens_of, value))
-    return 0
+def num_tokens(prompt: Any) -> int:
+    """About how many tokens *prompt* has, by the length of its text; what is neither text nor
+    token ids (an image) counts by its length too."""
+    if not isinstance(prompt, RawJson):
+        return 0
+    if prompt.kind == "[" and prompt.item_kind.isdigit():
+        return prompt.num_items
+    # The brackets or quotes around it are no text.
+    return (len(prompt.text) - 2 + BYTES_PER_TOKEN - 1) // BYTES_PER_TOKEN

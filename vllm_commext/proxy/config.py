@@ -49,6 +49,9 @@ class ProxyConfig:
     client_timeout_seconds: float = _option(
         60.0, "for a client to send its request, or to take a piece of the answer"
     )
+    upload_bytes_per_second: int = _option(
+        256 << 10, "that a body must have arrived at, on average, after --client-timeout"
+    )
     health_interval_seconds: float = _option(2.0, "between two health checks of an engine")
     health_timeout_seconds: float = _option(5.0, "for an engine to answer a health check")
     health_fall: int = _option(2, "failed checks in a row that make an engine unhealthy")
@@ -77,6 +80,12 @@ class ProxyConfig:
         512 * MIB, "of request bodies at a time; one more is refused with 503"
     )
     max_in_flight: int = _option(1024, "requests at a time; one more is refused with 503")
+    max_connections: int = _option(
+        4096, "connections of clients at a time; beyond, the one that has been idle longest goes"
+    )
+    max_connections_per_peer: int = _option(
+        2048, "the same, of one address (of IPv6, one /64), which may be a gateway for many"
+    )
     refresh_interval_seconds: float = _option(
         2.0, "between two readings of --engines-file and two resolutions of dns+http names"
     )

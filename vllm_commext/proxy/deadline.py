@@ -83,6 +83,40 @@ class Deadline:
         self._interruption.end(kind, error)
 
 
+class UploadWatch:
+    """`with UploadWatch(...) as watch: ...` raises `asyncio.TimeoutError` when less has come than
+    *bytes_per_second* after *grace_seconds*. num_bytes: what has come, for the caller to set."""
+
+    def __init__(self, grace_seconds: float, bytes_per_second: float) -> None:
+        self._grace_seconds = grace_seconds
+        self._bytes_per_second = bytes_per_second
+        self._interruption = Interruption()
+        self.num_bytes = 0
+
+    def __enter__(self) -> "UploadWatch":
+        self._interruption.begin()
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self._timer = self._loop.call_later(self._grace_seconds, self._look)
+        return self
+
+    def _look(self) -> None:
+        end = self._began + self._grace_seconds + self.num_bytes / self._bytes_per_second
+        if self._loop.time() >= end:
+            self._interruption.interrupt(asyncio.TimeoutError)
+        else:
+            self._timer = self._loop.call_at(end, self._look)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._timer.cancel()
+        self._interruption.end(kind, error)
+
+
 class ClientStalledError(Exception):
     """The client takes no data."""
 

@@ -1,31 +1,43 @@
 """Reading a client's request body: bounded in time, in bytes, and in what all bodies take."""
 
 import asyncio
+import time
+from types import TracebackType
 from typing import Any
 
 from aiohttp import web
 
 from vllm_commext.proxy.body import LARGE_BODY_BYTES, members_of
-from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.deadline import Deadline
+from vllm_commext.proxy.config import MIB, ProxyConfig
+from vllm_commext.proxy.deadline import UploadWatch
 from vllm_commext.proxy.failures import ProxyError
 from vllm_commext.proxy.two_step import bad_body
 
+SMALL_BODY_BYTES = MIB
+_FOR_SMALL_BODIES = 8
+"""One part of so many of the budget is kept for bodies of at most `SMALL_BODY_BYTES`."""
+_STEP_SECONDS = 0.002
+
 
 class BodyBudget:
-    """The bytes of request bodies that the proxy holds at a time, at most *max_bytes*."""
+    """The bytes of request bodies that the proxy holds at a time, at most *max_bytes*.
+
+    turns: held while a step of taking a large body apart is done, and for as long after it, so
+    that however many come, others have half of the processor.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self.held_bytes = 0
+        self.turns = asyncio.Lock()
 
-    def take(self, num_bytes: int) -> None:
-        """Raises `ProxyError` 503 if that is more than is left."""
-        if self.held_bytes + num_bytes > self._max_bytes:
-            message = (
-                f"request bodies take {self.held_bytes} bytes and {num_bytes} more would exceed "
-                f"{self._max_bytes}; retry"
-            )
+    def take(self, num_bytes: int, body_bytes: int) -> None:
+        """*num_bytes* more have come of a body of at least *body_bytes*. Raises `ProxyError` 503 if
+        that is more than is left."""
+        is_small = body_bytes <= SMALL_BODY_BYTES
+        most = self._max_bytes - (0 if is_small else self._max_bytes // _FOR_SMALL_BODIES)
+        if self.held_bytes + num_bytes > most:
+            message = f"request bodies take {self.held_bytes} bytes of {most}; retry"
             raise ProxyError(503, "overloaded", message)
         self.held_bytes += num_bytes
 
@@ -34,44 +46,65 @@ class BodyBudget:
 
 
 class Intake:
-    """One request's body, and its share of the budget until `release`."""
+    """One request's body, and its share of the budget until `release` or the block's end."""
 
     def __init__(self, budget: BodyBudget, config: ProxyConfig) -> None:
         self._budget = budget
         self._config = config
         self.num_bytes = 0
+        self.body: Any = None
 
-    async def read(self, request: web.Request) -> Any:
-        """The JSON that *request* carries, large values as `RawJson`. Raises `ProxyError`."""
+    def __enter__(self) -> "Intake":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    async def read(self, request: web.Request) -> None:
+        """Have in `body` the JSON that *request* carries, prompts and large values as `RawJson`.
+        Raises `ProxyError`."""
         if request.content_type != "application/json":
             raise ProxyError(
                 415,
                 "bad_request",
                 f"expected Content-Type: application/json, got {request.content_type!r}",
             )
-        seconds = self._config.client_timeout_seconds
+        seconds, rate = self._config.client_timeout_seconds, self._config.upload_bytes_per_second
         try:
-            with Deadline(seconds):
-                raw = await self._read_raw(request)
+            with UploadWatch(seconds, rate) as watch:
+                raw = await self._read_raw(request, watch)
         except asyncio.TimeoutError as error:
-            message = f"the request's body did not arrive within {seconds} s"
+            message = (
+                f"the request's body did not arrive within {seconds} s and a second for each "
+                f"{rate} bytes: got {self.num_bytes} bytes"
+            )
             raise ProxyError(408, "bad_request", message) from error
         try:
-            return await _decoded(raw)
+            self.body = await self._decoded(raw)
         except (ValueError, RecursionError) as error:
             raise bad_body(f"the body is not valid JSON: {error}") from error
 
     def release(self) -> None:
         self._budget.give_back(self.num_bytes)
-        self.num_bytes = 0
+        self.num_bytes, self.body = 0, None
 
-    async def _read_raw(self, request: web.Request) -> bytes | bytearray:
+    async def _read_raw(self, request: web.Request, watch: UploadWatch) -> bytes | bytearray:
+        most = self._config.max_body_bytes
         announced = request.content_length or 0
-        self._take(announced)
         raw: bytes | bytearray = b""
+        if announced > most:
+            raise ProxyError(413, "bad_request", f"expected a body of at most {most} bytes")
         async for piece in request.content.iter_any():
-            if len(raw) + len(piece) > self.num_bytes:
-                self._take(len(raw) + len(piece) - self.num_bytes)
+            watch.num_bytes = len(raw) + len(piece)
+            if watch.num_bytes > most:
+                raise ProxyError(413, "bad_request", f"expected a body of at most {most} bytes")
+            self._budget.take(len(piece), max(announced, watch.num_bytes))
+            self.num_bytes += len(piece)
             if isinstance(raw, bytearray):
                 raw += piece
             elif raw:
@@ -80,22 +113,17 @@ class Intake:
                 raw = piece
         return raw
 
-    def _take(self, num_bytes: int) -> None:
-        if self.num_bytes + num_bytes > self._config.max_body_bytes:
-            message = f"expected a body of at most {self._config.max_body_bytes} bytes"
-            raise ProxyError(413, "bad_request", message)
-        self._budget.take(num_bytes)
-        self.num_bytes += num_bytes
-
-
-async def _decoded(raw: bytes | bytearray) -> Any:
-    """What *raw* holds; other tasks run between its windows."""
-    if len(raw) > LARGE_BODY_BYTES:
-        await asyncio.sleep(0)
-    taking_apart = members_of(raw)
-    while True:
+    async def _decoded(self, raw: bytes | bytearray) -> Any:
+        """What *raw* holds; other tasks run between steps of taking a large one apart."""
+        taking_apart = members_of(raw)
         try:
-            next(taking_apart)
+            if len(raw) <= LARGE_BODY_BYTES:
+                next(taking_apart)
+            while True:
+                async with self._budget.turns:
+                    end = time.perf_counter() + _STEP_SECONDS
+                    while time.perf_counter() < end:
+                        next(taking_apart)
+                    await asyncio.sleep(_STEP_SECONDS)
         except StopIteration as end:
             return end.value
-        await asyncio.sleep(0)

@@ -4,6 +4,7 @@ Where the client has had the first token already, the response goes on from ther
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -12,12 +13,15 @@ from aiohttp import web
 
 from vllm_commext.proxy.answers import bad_answer, failure_of
 from vllm_commext.proxy.config import ProxyConfig
+from vllm_commext.proxy.connections import cut
 from vllm_commext.proxy.deadline import ClientStalledError, Deadline, EngineLostError, StreamWatch
 from vllm_commext.proxy.early.lead import Lead
 from vllm_commext.proxy.early.splice import FirstTokenDiffersError
 from vllm_commext.proxy.failures import ClientGoneError, ProxyError
 from vllm_commext.proxy.opening import Opened
 from vllm_commext.proxy.sse import DONE, error_event
+
+logger = logging.getLogger("vllm.commext.proxy")
 
 # These describe one connection, or are set anew by whoever writes the response.
 _NOT_PASSED_ON = frozenset(
@@ -96,9 +100,12 @@ class Relay:
         except FirstTokenDiffersError as error:
             failure = self._other_token(error)
         except ClientStalledError as error:
-            self._cut()
+            cut(self._request)
             seconds = self._config.client_timeout_seconds
             raise ClientGoneError(f"the client took no data for {seconds} s") from error
+        except Exception:
+            logger.exception("unexpected error in the midst of an answer")
+            failure = ProxyError(500, "internal", "unexpected error; see the proxy's log")
         else:
             return Relayed(response)
         await self._end_broken(response, failure)
@@ -158,12 +165,9 @@ class Relay:
     async def _end_broken(self, response: web.StreamResponse, failure: ProxyError) -> None:
         """Tell the client of *failure*, when the status line has been sent long ago."""
         if self._opened.cutter is None:
-            self._cut()  # a body shorter than announced is the only sign there is
+            cut(self._request)  # a body shorter than announced is the only sign there is
             return
         await end_stream(self._request, response, failure, self._config.client_timeout_seconds)
-
-    def _cut(self) -> None:
-        _cut(self._request)
 
 
 async def end_stream(
@@ -176,10 +180,5 @@ async def end_stream(
             await response.write(error_event(failure.in_a_stream()))
             await response.write_eof()
     except (ConnectionError, asyncio.TimeoutError) as error:
-        _cut(request)
+        cut(request)
         raise ClientGoneError("the client closed its connection") from error
-
-
-def _cut(request: web.Request) -> None:
-    if request.transport is not None:
-        request.transport.abort()

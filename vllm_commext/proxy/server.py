@@ -15,10 +15,12 @@ from vllm_commext.proxy.access import server_tls
 from vllm_commext.proxy.admin import AdminApp, Control
 from vllm_commext.proxy.app import ProxyApp
 from vllm_commext.proxy.config import ProxyConfig, read_secret
+from vllm_commext.proxy.connections import Connections
 
 logger = logging.getLogger("vllm.commext.proxy")
 
-_KEEP_ALIVE_SECONDS = 75.0
+_TLS_SECONDS = 10.0
+_MAX_ADMIN_CONNECTIONS = 64
 # Connections that wait to be accepted. The kernel drops what comes beyond them, and a client tries
 # again a second later.
 _BACKLOG = 2048
@@ -55,8 +57,11 @@ async def admin_port(
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_SECONDS)
     await runner.setup()
     try:
-        await _listen(runner, config.admin_host, config.admin_port, "admin-")
-        announce(f"admin port on {_url(runner)}")
+        connections = Connections(
+            _MAX_ADMIN_CONNECTIONS, _MAX_ADMIN_CONNECTIONS, config.client_timeout_seconds
+        )
+        port = await _listen(runner, connections, config.admin_host, config.admin_port, "admin-")
+        announce(f"admin port on {_url(port)}")
         yield
     finally:
         await runner.cleanup()
@@ -66,12 +71,13 @@ async def _serve_until(
     stopped: asyncio.Event, proxy: ProxyApp, runner: web.AppRunner, announce: Callable[[str], None]
 ) -> None:
     config = proxy.config
-    site = await _listen(runner, config.host, config.port, tls=server_tls(config))
+    tls = server_tls(config)
+    port = await _listen(runner, connections_of(config), config.host, config.port, tls=tls)
     for engine in await proxy.engines():
         announce_engine(engine, announce)
-    announce(f"listening on {_url(runner, bool(config.tls_cert_file))}")
+    announce(f"listening on {_url(port, bool(config.tls_cert_file))}")
     await stopped.wait()
-    await site.stop()
+    port.close()
     announce(f"stopping: {proxy.num_in_flight} requests in flight")
     await drained(proxy)
 
@@ -93,36 +99,52 @@ def make_runner(proxy: ProxyApp) -> web.AppRunner:
         proxy.build(),
         access_log=None,
         handler_cancellation=True,  # a client that goes away takes its request along
-        keepalive_timeout=_KEEP_ALIVE_SECONDS,
         shutdown_timeout=_CLOSE_SECONDS,
     )
 
 
-def make_site(
+def connections_of(config: ProxyConfig) -> Connections:
+    return Connections(
+        config.max_connections, config.max_connections_per_peer, config.client_timeout_seconds
+    )
+
+
+async def open_port(
     runner: web.AppRunner,
+    connections: Connections,
     host: str,
     port: int,
-    tls: ssl.SSLContext | None,
+    tls: ssl.SSLContext | None = None,
     *,
     reuse_port: bool | None = None,
-) -> web.TCPSite:
-    """Where *runner* is going to listen; *reuse_port*: beside other processes."""
-    return web.TCPSite(runner, host, port, ssl_context=tls, backlog=_BACKLOG, reuse_port=reuse_port)
+) -> asyncio.Server:
+    """Have *runner* answer there; *reuse_port*: beside other processes."""
+    manager = runner.server
+    if manager is None:
+        raise RuntimeError("a port needs a runner that has been set up")
+    return await asyncio.get_running_loop().create_server(
+        lambda: connections.make(manager),
+        host,
+        port,
+        ssl=tls,
+        ssl_handshake_timeout=_TLS_SECONDS if tls else None,
+        backlog=_BACKLOG,
+        reuse_port=reuse_port,
+    )
 
 
 async def _listen(
     runner: web.AppRunner,
+    connections: Connections,
     host: str,
     port: int,
     option_prefix: str = "",
     tls: ssl.SSLContext | None = None,
-) -> web.TCPSite:
-    site = make_site(runner, host, port, tls)
+) -> asyncio.Server:
     try:
-        await site.start()
+        return await open_port(runner, connections, host, port, tls)
     except OSError as error:
         raise cannot_listen(host, port, option_prefix, error) from error
-    return site
 
 
 def cannot_listen(host: str, port: int, option_prefix: str, error: OSError) -> ConfigError:
@@ -146,9 +168,9 @@ def on_signal() -> asyncio.Event:
     return stopped
 
 
-def _url(runner: web.AppRunner, is_tls: bool = False) -> str:
-    host, port = runner.addresses[0][:2]
-    return url_of(host, port, is_tls)
+def _url(port: asyncio.Server, is_tls: bool = False) -> str:
+    host, number = port.sockets[0].getsockname()[:2]
+    return url_of(host, number, is_tls)
 
 
 def url_of(host: str, port: int, is_tls: bool) -> str:

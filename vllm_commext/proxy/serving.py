@@ -15,7 +15,7 @@ from vllm_commext.proxy.early.rule import is_greedy
 from vllm_commext.proxy.engines import DECODE, Engine, EnginePool
 from vllm_commext.proxy.errors import SIDE
 from vllm_commext.proxy.failures import ENGINES_LOST, Losses, ProxyError
-from vllm_commext.proxy.intake import BodyBudget, Intake
+from vllm_commext.proxy.intake import Intake
 from vllm_commext.proxy.metrics import ProxyMetrics
 from vllm_commext.proxy.opening import Opened
 from vllm_commext.proxy.outcome import DIRECT, LOCAL_PREFILL, STREAMED, TWO_STEP, Outcome
@@ -45,18 +45,16 @@ class Service:
         upstream: Upstream,
         pools: Mapping[str, EnginePool],
         metrics: ProxyMetrics,
-        budget: BodyBudget,
     ) -> None:
         self._config = config
         self._upstream = upstream
         self._pools = pools
         self._metrics = metrics
-        self._budget = budget
 
     async def serve(
-        self, request: web.Request, headers: Mapping[str, str], outcome: Outcome
+        self, request: web.Request, intake: Intake, headers: Mapping[str, str], outcome: Outcome
     ) -> web.StreamResponse:
-        """Answer *request*. Raises `ProxyError` and `ClientGoneError`."""
+        """Answer *request*, which is whole. Raises `ProxyError` and `ClientGoneError`."""
         config = self._config
         lead = Lead(
             request,
@@ -65,7 +63,7 @@ class Service:
             client_seconds=config.client_timeout_seconds,
         )
         try:
-            opened = await self._open(request, headers, outcome, lead)
+            opened = await self._open(request, intake, headers, outcome, lead)
         except ProxyError as error:
             if lead.response is None:
                 raise
@@ -81,18 +79,21 @@ class Service:
             opened.close()
 
     async def _open(
-        self, request: web.Request, headers: Mapping[str, str], outcome: Outcome, lead: Lead
+        self,
+        request: web.Request,
+        intake: Intake,
+        headers: Mapping[str, str],
+        outcome: Outcome,
+        lead: Lead,
     ) -> Opened:
         """An answer that has begun. The body is held no longer than until then.
 
         Where the client has the first token already, only what any engine answers in the same way
         is served anew.
         """
-        intake = Intake(self._budget, self._config)
         try:
-            body = await intake.read(request)
             session = request.headers.get(SESSION_HEADER)
-            attempts = _Attempts(request.path, body, headers, self._pools[DECODE])
+            attempts = _Attempts(request.path, intake.body, headers, self._pools[DECODE])
             if self._config.affinity and request.path in ENDPOINTS:
                 attempts.remember(session)
             while True:
@@ -292,13 +293,14 @@ class _Attempts:
         self.prefilled_by: Engine | None = None
         self.prefilled: Prefilled | None = None
         self._headers = headers
-        self.tokens = num_tokens(self.body)
+        self._prompt = two_step.prompt_of(ENDPOINTS.get(path), self.body)
+        self.tokens = num_tokens(self._prompt)
         self._prefix = NO_PREFIX
         self._losses = Losses()
 
     def remember(self, session: str | None) -> None:
         """Have engines chosen that may hold the beginning of the prompt."""
-        self._prefix = prefix_of(self.body, self.tokens, session)
+        self._prefix = prefix_of(self.body, self._prompt, session)
 
     def payload(self, body: Mapping[str, Any], is_stream: bool | None = None) -> Payload:
         """*body* on its way to an engine; by default the answer streams if the client's does."""

@@ -97,22 +97,23 @@ def local_prefill_reason(
         return TRUNCATION
     if any(body.get(name) == 0 for name in ("max_tokens", "max_completion_tokens")):
         return NO_GENERATION
-    if num_tokens(body) < min_prompt_tokens:
+    if num_tokens(prompt_of(endpoint, body)) < min_prompt_tokens:
         return SHORT_PROMPT
     return None
 
 
+def prompt_of(endpoint: str | None, body: Mapping[str, Any]) -> Any:
+    """What a request's prompt is made of, None if it has none; *endpoint* is None where a decode
+    engine answers alone."""
+    return body.get({COMPLETIONS: "prompt", CHAT: "messages"}.get(endpoint or "", "input"))
+
+
 def _is_one_prompt(body: Mapping[str, Any]) -> bool:
     prompt = body.get("prompt")
-    if body.get("prompt_embeds") is not None:
+    if body.get("prompt_embeds") is not None or not isinstance(prompt, RawJson):
         return False
-    if isinstance(prompt, RawJson):
-        return prompt.kind == '"' or prompt.num_items == 1 or prompt.item_kind.isdigit()
-    if isinstance(prompt, str):
-        return True
-    if not isinstance(prompt, list) or not prompt:
-        return False
-    return len(prompt) == 1 or isinstance(prompt[0], int)
+    is_one_item = prompt.num_items == 1 or prompt.item_kind.isdigit()
+    return prompt.kind == '"' or (prompt.kind == "[" and is_one_item)
 
 
 def _wants_prompt_logprobs(endpoint: str, body: Mapping[str, Any]) -> bool:

@@ -255,10 +255,9 @@ class Upstream:
                 break
             await asyncio.sleep(PICK_INTERVAL_SECONDS)
         if chosen is not None:
-            engine, held = chosen
+            held = chosen[1]
             self._metrics.affinity_tokens.labels(pool.role, "held").inc(held)
             self._metrics.affinity_tokens.labels(pool.role, "new").inc(payload.tokens - held)
-            engine.memory.note(payload.prefix)
         return chosen
 
     async def _prefill_on(self, engine: Engine, payload: Payload, held: int) -> dict[str, Any]:
@@ -274,7 +273,9 @@ class Upstream:
                 answer = await read_answer(engine, response)
             finally:
                 response.close()
-            return prefill_answer(engine, response.status, answer)
+            content = prefill_answer(engine, response.status, answer)
+            engine.memory.note(payload.prefix)
+            return content
 
     async def _post_release(
         self, engine: Engine, headers: Mapping[str, str], body: Mapping[str, Any]
@@ -291,6 +292,8 @@ class Upstream:
                 response = await self._post(engine, payload)
                 work.callback(response.close)
                 first, cutter = await read_opening(engine, response, payload.streams)
+            if response.status < 400:
+                engine.memory.note(payload.prefix)
             has_end, now = payload.streams is not None, time.monotonic()
             return Opened(engine, response, first, cutter, has_end, now, work.pop_all())
 

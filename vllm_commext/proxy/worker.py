@@ -18,7 +18,7 @@ from vllm_commext.proxy.admin import AdminState
 from vllm_commext.proxy.app import ProxyApp
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.event_loop import run_loop
-from vllm_commext.proxy.server import drained, make_runner, make_site
+from vllm_commext.proxy.server import connections_of, drained, make_runner, open_port
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -49,11 +49,11 @@ async def serve_for(supervisor: socket.socket) -> None:
     gauges = asyncio.create_task(_set_gauges(proxy))
     try:
         _apply(proxy, first["admin"])
-        site = make_site(runner, config.host, config.port, server_tls(config), reuse_port=True)
-        await site.start()
+        tls, connections = server_tls(config), connections_of(config)
+        port = await open_port(runner, connections, config.host, config.port, tls, reuse_port=True)
         writer.write(message(ready=True))
         await _obey(proxy, reader, writer)
-        await site.stop()
+        port.close()
         await drained(proxy)
     finally:
         gauges.cancel()

@@ -8,7 +8,7 @@ from vllm_commext.nixl.log import RateLimitedLog
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr("vllm_commext.nixl.log.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("vllm_commext.limited_log.time.monotonic", lambda: now[0])
     return now
 
 

@@ -285,7 +285,8 @@ async def running_cluster(
     num_prefill: int = 1, num_decode: int = 1, *, keys: bool = False, **options: Any
 ) -> AsyncIterator[Cluster]:
     import aiohttp
-    from aiohttp import web
+
+    from vllm_commext.proxy.server import connections_of, open_port
 
     async with AsyncExitStack() as stack:
         servers = {
@@ -296,9 +297,9 @@ async def running_cluster(
             await stack.enter_async_context(engine.running())
         urls = {role: [engine.url for engine in engines] for role, engines in servers.items()}
         proxy, runner = await _proxy_before(stack, urls, options)
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        port = await open_port(runner, connections_of(proxy.config), "127.0.0.1", 0)
+        stack.callback(port.close)
+        url = f"http://127.0.0.1:{port.sockets[0].getsockname()[1]}"
         timeout = aiohttp.ClientTimeout(total=BOUND_SECONDS)
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
         cluster = Cluster(servers["prefill"], servers["decode"], proxy, session, url, runner)

@@ -72,19 +72,18 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 
 
 async def test_clients_and_engines_may_speak_tls(kit: Any, tmp_path: Path) -> None:
-    from aiohttp import web
-
     from vllm_commext.proxy.access import server_tls
     from vllm_commext.proxy.config import ProxyConfig
+    from vllm_commext.proxy.server import connections_of, open_port
 
     cert, key = certificate(tmp_path)
     context = ssl.create_default_context(cafile=str(cert))
     options = {"tls_cert_file": str(cert), "tls_key_file": str(key)}
     async with kit.cluster(**options) as inner:
-        runner = inner.runner
+        config = inner.proxy.config
         tls = server_tls(ProxyConfig(prefill=("http://h:1",), decode=("http://h:2",), **options))
-        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
-        url = f"https://127.0.0.1:{runner.addresses[-1][1]}"
+        port = await open_port(inner.runner, connections_of(config), "127.0.0.1", 0, tls)
+        url = f"https://127.0.0.1:{port.sockets[0].getsockname()[1]}"
         async with inner.session.post(url + "/v1/completions", json=BODY, ssl=context) as response:
             assert response.status == 200
         for ca_file, status in ((str(cert), 200), ("", 503)):

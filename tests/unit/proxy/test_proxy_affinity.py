@@ -1,13 +1,13 @@
 """Which engine gets a prompt whose beginning one of them may hold."""
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.request_bodies import arrived
 from vllm_commext.proxy.affinity import (
     BLOCK_BYTES,
     MAX_BLOCKS,
@@ -18,7 +18,7 @@ from vllm_commext.proxy.affinity import (
     Prefix,
     prefix_of,
 )
-from vllm_commext.proxy.body import RawJson, num_tokens
+from vllm_commext.proxy.body import num_tokens
 from vllm_commext.proxy.engines import EnginePool
 
 quick = settings(max_examples=50, deadline=None)
@@ -26,8 +26,17 @@ TURN = {"role": "user", "content": "w" * 3000}
 ANSWER = {"role": "assistant", "content": "a" * 900}
 
 
+def prompt_of(body: dict[str, Any]) -> Any:
+    return body.get("messages", body.get("prompt"))
+
+
 def prefix(body: dict[str, Any], session: str | None = None) -> Prefix:
-    return prefix_of(body, num_tokens(body), session)
+    body = arrived(body)
+    return prefix_of(body, prompt_of(body), session)
+
+
+def num_tokens_of(body: dict[str, Any]) -> int:
+    return num_tokens(prompt_of(arrived(body)))
 
 
 def remembering(*bodies: dict[str, Any], max_tokens: int = 10**9) -> Memory:
@@ -46,7 +55,7 @@ def test_a_prompt_that_goes_on_from_another_is_known_as_far_as_that_went(
     old, new = {"prompt": text + "x" * tail}, {"prompt": text + "y" * (more * 512 + 1)}
     held = remembering(old).held_tokens(prefix(new))
     whole_blocks = len(text) // BLOCK_BYTES
-    tokens = num_tokens(new)
+    tokens = num_tokens_of(new)
     expected = whole_blocks * BLOCK_BYTES * tokens / len(new["prompt"])
     assert abs(held - min(expected, tokens - 1)) <= 1
 
@@ -56,13 +65,13 @@ def test_a_prompt_that_goes_on_from_another_is_known_as_far_as_that_went(
 def test_no_more_is_held_than_all_tokens_but_the_last(old: list[str], new: list[str]) -> None:
     bodies = [{"messages": [{"role": "user", "content": text} for text in of]} for of in (old, new)]
     held = remembering(*bodies).held_tokens(prefix(bodies[1]))
-    assert 0 <= held <= max(num_tokens(bodies[1]) - 1, 0)
+    assert 0 <= held <= max(num_tokens_of(bodies[1]) - 1, 0)
 
 
 def test_the_next_turn_of_a_conversation_is_mostly_held() -> None:
     first = {"messages": [TURN, ANSWER, TURN, ANSWER]}
     second = {"messages": [*first["messages"], {"role": "user", "content": "and?"}]}
-    assert remembering(first).held_tokens(prefix(second)) > 0.8 * num_tokens(second)
+    assert remembering(first).held_tokens(prefix(second)) > 0.8 * num_tokens_of(second)
 
 
 @pytest.mark.parametrize("changed", ["model", "cache_salt"])
@@ -83,12 +92,10 @@ def test_a_change_at_the_start_shares_nothing_and_in_the_middle_half() -> None:
 
 def test_a_prompt_of_token_ids_is_known_whether_it_came_large_or_small() -> None:
     ids = list(range(1000, 5000))
-    text = json.dumps(ids, separators=(",", ":")).encode()
-    raw = {"prompt": RawJson(memoryview(text), "[", len(ids), "1")}
-    memory = remembering(raw)
-    assert memory.held_tokens(prefix(raw)) > 0.9 * len(ids)
-    longer = [*ids, *range(10)]
-    assert remembering({"prompt": ids}).held_tokens(prefix({"prompt": longer})) > 0.9 * len(ids)
+    small, large = {"prompt": ids}, {"prompt": [*ids, *range(20_000)]}
+    held = remembering(small).held_tokens(prefix(large))
+    assert 0.9 * len(ids) < held <= len(ids)
+    assert remembering(large).held_tokens(prefix(small)) > 0.9 * len(ids)
 
 
 def test_only_the_beginning_of_a_long_prompt_is_looked_at() -> None:
@@ -112,7 +119,7 @@ def test_a_session_is_held_whatever_its_prompt_begins_with() -> None:
 
 def test_what_was_asked_longest_ago_is_forgotten_from_its_end() -> None:
     old, new = {"prompt": "o" * 40 * BLOCK_BYTES}, {"prompt": "n" * 40 * BLOCK_BYTES}
-    each = num_tokens(old)
+    each = num_tokens_of(old)
     memory = remembering(old, new, max_tokens=each * 3 // 2)
     assert memory.held_tokens(prefix(new)) == each - 1
     held = memory.held_tokens(prefix(old))

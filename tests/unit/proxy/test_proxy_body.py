@@ -1,13 +1,13 @@
 """Large bodies: taken apart as json would, in short steps, and sent on as they came."""
 
 import json
-from collections.abc import Generator
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.request_bodies import arrived, run
 from vllm_commext.proxy import body as body_module
 from vllm_commext.proxy import two_step
 from vllm_commext.proxy.body import RawJson, decode, dumps, encode, members_of, num_tokens
@@ -29,17 +29,6 @@ def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_module, "LARGE_BODY_BYTES", 0)
     monkeypatch.setattr(body_module, "MAX_DECODED_BYTES", 12)
     monkeypatch.setattr(body_module, "WINDOW_BYTES", 7)
-
-
-def run(taking_apart: Generator[None, None, Any]) -> tuple[Any, int]:
-    """What it returns, and how often it let others run."""
-    num_yields = 0
-    while True:
-        try:
-            next(taking_apart)
-        except StopIteration as end:
-            return end.value, num_yields
-        num_yields += 1
 
 
 def decoded(members: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +108,7 @@ def test_a_long_prompt_stays_text_and_is_judged_all_the_same(
     assert members["max_tokens"] == 3
     assert num_yields >= len(raw) // body_module.WINDOW_BYTES - 1
     assert two_step.local_prefill_reason(COMPLETIONS, members) == reason
-    assert tokens is None or num_tokens(members) == tokens
+    assert tokens is None or num_tokens(members["prompt"]) == tokens
     sent = json.loads(b"".join(encode(two_step.prefill_body(members))))
     assert (sent["prompt"], sent["max_tokens"]) == (prompt, 1)
 
@@ -135,20 +124,20 @@ def test_backslashes_without_end_take_linear_time_and_count_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "tokens"),
+    ("prompt", "tokens"),
     [
-        ({"prompt": "12345"}, 2),
-        ({"prompt": [1, 2, 3]}, 3),
-        ({"prompt": [[1, 2, 3]]}, 3),
-        ({"messages": [{"role": "user", "content": "12345678"}]}, 3),
-        ({"messages": 7}, 0),
+        ("12345", 2),
+        ([1, 2, 3], 3),
+        ([[1, 2, 3]], 3),
+        ([{"role": "user", "content": "12345678"}], 10),
+        (7, 0),
     ],
 )
-def test_tokens_are_counted_or_estimated(body: dict[str, Any], tokens: int) -> None:
-    assert num_tokens(body) == tokens
+def test_tokens_are_counted_or_estimated(prompt: Any, tokens: int) -> None:
+    assert num_tokens(arrived({"prompt": prompt})["prompt"]) == tokens
 
 
 def test_a_short_prompt_is_not_worth_two_steps() -> None:
-    body = {"prompt": "x" * 80}
+    body = arrived({"prompt": "x" * 80})
     assert two_step.local_prefill_reason(COMPLETIONS, body, 20) is None
     assert two_step.local_prefill_reason(COMPLETIONS, body, 21) == two_step.SHORT_PROMPT

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.request_bodies import arrived, run
 from vllm_commext.cli import proxy as proxy_cli
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy import two_step
@@ -37,12 +38,7 @@ FIELDS = (
 
 
 def taken_apart(raw: bytes | bytearray) -> Any:
-    taking_apart = members_of(raw)
-    while True:
-        try:
-            next(taking_apart)
-        except StopIteration as end:
-            return end.value
+    return run(members_of(raw))[0]
 
 
 bodies = st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=6).map(
@@ -96,14 +92,15 @@ def test_decode_step_is_the_clients_request_and_the_unchanged_parameters(
 @quick
 @given(bodies)
 def test_a_body_survives_parsing_and_encoding(body: dict[str, Any]) -> None:
-    assert taken_apart(b"".join(encode(body))) == body
+    sent = b"".join(encode(arrived(body)))
+    assert json.loads(sent) == body
 
 
 @pytest.mark.parametrize(
     "prompt", ["text", [1, 2, 3], ["text"], [[1, 2, 3]], [7]], ids=lambda prompt: repr(prompt)
 )
 def test_one_prompt_takes_two_steps(prompt: Any) -> None:
-    assert two_step.local_prefill_reason(COMPLETIONS, {"prompt": prompt, "n": 1}) is None
+    assert two_step.local_prefill_reason(COMPLETIONS, arrived({"prompt": prompt, "n": 1})) is None
 
 
 @pytest.mark.parametrize(
@@ -128,7 +125,7 @@ def test_one_prompt_takes_two_steps(prompt: Any) -> None:
 def test_what_is_not_one_sequence_is_prefilled_by_the_decode_engine(
     endpoint: str, body: dict[str, Any], reason: str
 ) -> None:
-    assert two_step.local_prefill_reason(endpoint, body) == reason
+    assert two_step.local_prefill_reason(endpoint, arrived(body)) == reason
 
 
 @pytest.mark.parametrize(
@@ -140,7 +137,7 @@ def test_what_is_not_one_sequence_is_prefilled_by_the_decode_engine(
     ],
 )
 def test_chat_options_that_do_not_hinder_two_steps(body: dict[str, Any]) -> None:
-    assert two_step.local_prefill_reason(CHAT, body) is None
+    assert two_step.local_prefill_reason(CHAT, arrived(body)) is None
 
 
 @pytest.mark.parametrize(
@@ -150,11 +147,18 @@ def test_chat_options_that_do_not_hinder_two_steps(body: dict[str, Any]) -> None
         (b'{"prompt": ', "Expecting value"),
         (b"\xff\xfe{}", "Expecting value"),
         (b'{"temperature": NaN}', "NaN is not JSON"),
-        (b"[" * 100_000, "recursion"),
+        (b"[" * 10_000, "recursion"),
+        (b"[" * 100_000, "expected '{' at byte 0"),
+        (b'{"stop": ' + b"[" * 300 + b"]" * 300 + b"}", "at most 256 deep"),
+        (b'{"prompt": ' + b"[" * 400 + b"]" * 400 + b"}", "at most 256 deep"),
+        (b"{" + b", ".join(b'"%d": 1' % n for n in range(1001)) + b"}", "at most 1000 members"),
         (b'{"seed": ' + b"9" * 5000 + b"}", "Exceeds the limit"),
         (b'{"temperature": 1e999}', "1e999 is beyond what a number can hold"),
     ],
-    ids=["empty", "cut", "not-utf8", "nan", "deep", "huge-int", "huge-float"],
+    ids=[
+        *("empty", "cut", "not-utf8", "nan", "deep", "deeper", "deep member", "deep prompt"),
+        *("many", "huge-int", "huge-float"),
+    ],
 )
 def test_what_is_no_json_is_refused_with_the_reason(raw: bytes, message: str) -> None:
     with pytest.raises((ValueError, RecursionError), match=message):

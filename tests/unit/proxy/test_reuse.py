@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from tests.kit.request_bodies import arrived
 from vllm_commext.errors import ConfigError
-from vllm_commext.proxy.affinity import NO_PREFIX, prefix_of
+from vllm_commext.proxy.affinity import NO_PREFIX, Prefix, prefix_of
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines import EnginePool
 from vllm_commext.proxy.reuse import MAX_PLACES, METRIC, Offers, places_of
@@ -52,19 +53,23 @@ def test_a_page_that_cannot_be_read_is_an_error(broken: str) -> None:
     assert not offers.is_known
 
 
+def prefix(prompt: str) -> Prefix:
+    body = arrived({**BODY, "prompt": prompt})
+    return prefix_of(body, body["prompt"], None)
+
+
 def pool_of(*held: str) -> EnginePool:
     """Decode engines that have been asked for so much of the prompt."""
     pool = EnginePool("decode", [f"http://d{n}:1" for n in range(len(held))], 10**6)
     for number, (engine, prompt) in enumerate(zip(pool.engines, held, strict=True)):
         engine.passed_check(rise=1)
         engine.offers.learn(page(row(f"d{number}", 5600)))
-        engine.memory.note(prefix_of({**BODY, "prompt": prompt}, len(prompt) // 4, None))
+        engine.memory.note(prefix(prompt))
     return pool
 
 
 def hosts(pool: EnginePool, prompt: str = "w" * 8000) -> list[str]:
-    prefix = prefix_of({**BODY, "prompt": prompt}, len(prompt) // 4, None)
-    return [place["host"] for place in places_of(pool.engines, prefix)]
+    return [place["host"] for place in places_of(pool.engines, prefix(prompt))]
 
 
 def test_who_holds_most_is_named_first_and_who_holds_nothing_not_at_all() -> None:

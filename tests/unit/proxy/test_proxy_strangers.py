@@ -1,0 +1,283 @@
+"""What strangers may send: nobody else waits for it, and it is answered as it should be."""
+
+import asyncio
+import gzip
+import json
+import logging
+from contextlib import AsyncExitStack, suppress
+from typing import Any
+
+import pytest
+
+from tests.kit.request_bodies import run
+from vllm_commext.limited_log import RateLimitedLog
+from vllm_commext.proxy import body as body_module
+from vllm_commext.proxy.body import members_of
+
+BODY = {"prompt": "hello", "max_tokens": 3}
+PATHS = ("/v1/completions", "/v1/responses", "/v1/models", "/live", "/metrics", "/none")
+
+
+class Stranger:
+    """A bare connection to the proxy."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def of(cls, cluster: Any, data: bytes = b"") -> "Stranger":
+        host, port = cluster.url.removeprefix("http://").split(":")
+        stranger = cls(*await asyncio.open_connection(host, int(port)))
+        stranger._writer.write(data)
+        return stranger
+
+    async def answer(self) -> tuple[int, bytes]:
+        """The status and the body of what it is told, until the proxy closes."""
+        head, _, content = (await self.rest()).partition(b"\r\n\r\n")
+        return int(head.split()[1]), content
+
+    async def rest(self) -> bytes:
+        return await asyncio.wait_for(self._reader.read(), 30)
+
+    def send(self, data: bytes) -> None:
+        self._writer.write(data)
+
+
+def head(length: int, path: str = "/v1/completions") -> bytes:
+    lines = (f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json")
+    return "\r\n".join((*lines, f"Content-Length: {length}", "", "")).encode()
+
+
+async def served(cluster: Any) -> None:
+    assert (await cluster.ask(BODY)).status == 200
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "gzip, identity", "x"])
+async def test_nobodys_body_is_unfolded(kit: Any, path: str, encoding: str) -> None:
+    async with kit.cluster() as cluster:
+        content = gzip.compress(json.dumps(BODY).encode())
+        headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+        request = cluster.session.post(cluster.url + path, data=content, headers=headers)
+        async with request as response:
+            assert response.status == 415
+            assert (await response.json())["error"]["type"] == "bad_request"
+        headers["Content-Encoding"] = "Identity"
+        async with cluster.session.post(
+            cluster.url + "/v1/completions", json=BODY, headers=headers
+        ) as response:
+            assert response.status == 200
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"prompt": [' + b'"",' * (MIB // 3) + b"1]}",
+        b'{"prompt": [' + b"[]," * (MIB // 3) + b"1]}",
+        b'{"prompt": "' + b'\\"' * (MIB // 2) + b'"}',
+        b'{"prompt": "' + b"\\\\" * (MIB // 2) + b'"}',
+        b'{"prompt": [' + b'{"a":"}"},' * (MIB // 10) + b"1]}",
+        b'{"n": 1' + b" " * MIB + b"}",
+        b"{" + b", ".join(b'"%d": [%s1]' % (n, b"[]," * 7000) for n in range(50)) + b"}",
+        b'{"prompt": [' + b"7, " * (MIB // 3) + b"1]}",
+    ],
+    ids=["quotes", "brackets", "escapes", "slashes", "objects", "spaces", "members", "ids"],
+)
+def test_no_step_looks_at_more_than_a_window(raw: bytes) -> None:
+    """However the text is made, others run as often."""
+    assert run(members_of(bytearray(raw)))[1] >= len(raw) // body_module.WINDOW_BYTES
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"{" + b'"":1,' * 20_000 + b'"":1}', "at most 1000 members"),
+        (b'{"' + b"n" * MIB + b'":1}', "names of at most"),
+        (b'{"n": ' + b"1" * MIB + b"}", "limit"),
+        (b'{"a": ' + b"[" * MIB, "nested at most"),
+        (b'{"messages": ' + b'{"a":' * MIB, "nested at most"),
+    ],
+)
+def test_more_than_any_request_has_is_refused_early(raw: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(members_of(bytearray(raw)))
+
+
+async def test_announced_bodies_take_nothing_from_others(kit: Any) -> None:
+    async with kit.cluster(max_buffered_bytes=64 * MIB, max_in_flight=4) as cluster:
+        waiting = [await Stranger.of(cluster, head(32 * MIB)) for _ in range(20)]
+        await asyncio.sleep(0.1)
+        await served(cluster)
+        assert len(waiting) == 20
+        assert (cluster.proxy.budget.held_bytes, cluster.proxy.num_in_flight) == (0, 0)
+
+
+async def test_large_bodies_leave_room_for_small_ones(kit: Any) -> None:
+    async with kit.cluster(max_buffered_bytes=8 * MIB) as cluster:
+        part = head(4 * MIB) + b" " * (3 * MIB)
+        large = [await Stranger.of(cluster, part) for _ in range(2)]
+        await kit.until(lambda: cluster.proxy.budget.held_bytes == 6 * MIB, "two bodies")
+        large.append(await Stranger.of(cluster, part))
+        assert (await large[2].answer())[0] == 503
+        await served(cluster)
+
+
+@pytest.mark.parametrize("sent", [0, 1, 40_000])
+async def test_a_body_must_keep_coming(kit: Any, sent: int) -> None:
+    options = {"client_timeout_seconds": 0.2, "upload_bytes_per_second": 100_000}
+    async with kit.cluster(**options) as cluster:
+        slow = await Stranger.of(cluster, head(MIB) + b" " * sent)
+        status, content = await slow.answer()
+        assert status == 408
+        assert f"got {sent} bytes" in json.loads(content)["error"]["message"]
+
+
+async def test_a_slow_body_that_keeps_the_rate_may_take_its_time(kit: Any) -> None:
+    options = {"client_timeout_seconds": 0.5, "upload_bytes_per_second": 50_000}
+    async with kit.cluster(**options) as cluster:
+        content = json.dumps({"prompt": "x" * 100_000}).encode()
+        client = await Stranger.of(cluster, head(len(content)))
+        for start in range(0, len(content), 20_000):
+            client.send(content[start : start + 20_000])
+            await asyncio.sleep(0.15)
+        await kit.until(lambda: bool(cluster.decode[0].calls), "the request")
+
+
+async def is_live(cluster: Any) -> bool:
+    """Whether a new connection is served."""
+    asked = b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    return (await (await Stranger.of(cluster, asked)).answer())[0] == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /live HT", head(50), head(50) + b"{"])
+@pytest.mark.parametrize(
+    "options",
+    [{"max_connections": 6}, {"max_connections_per_peer": 6}, {"max_connections": 7}],
+)
+async def test_the_oldest_idle_connection_goes_where_there_are_too_many(
+    kit: Any, sent: bytes, options: dict[str, int]
+) -> None:
+    async with kit.cluster(**options) as cluster:
+        idle = [await Stranger.of(cluster, sent) for _ in range(7)]
+        for _ in range(5):
+            assert await is_live(cluster)
+        with suppress(ConnectionError):
+            assert await idle[0].rest() == b""
+        await served(cluster)
+
+
+async def test_connections_that_are_served_are_kept_and_others_refused(kit: Any) -> None:
+    release = asyncio.Event()
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(kit.cluster(max_connections_per_peer=3))
+        cluster.prefill[0].behave = kit.held(release, kit.prefill_ok)
+        asked = [asyncio.ensure_future(cluster.ask(BODY)) for _ in range(3)]
+        await kit.until(lambda: len(cluster.prefill[0].calls) == 3, "three requests")
+        assert (await (await Stranger.of(cluster)).answer())[0] == 503
+        release.set()
+        assert [one.status for one in await asyncio.gather(*asked)] == [200] * 3
+
+
+async def test_a_head_may_be_as_large_as_a_vllm_server_takes_it(kit: Any) -> None:
+    async with kit.cluster() as cluster:
+        headers = {f"X-{number}": "v" * 100 for number in range(240)}
+        assert (await cluster.ask(BODY, headers=headers)).status == 200
+        assert (await cluster.ask(BODY, headers={"X": "v" * 60_000})).status == 200
+        path = "/v1/completions?" + "q" * 60_000
+        async with cluster.session.post(cluster.url + path, json=BODY) as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nA: b\x00c\r\n\r\n",
+        b"GET /live HTTP/1.1\r\n" + b"A" * 70_000 + b": b\r\n\r\n",
+        b"GET /live HTTP/1.1\r\n" + b"A: b\r\n" * 300 + b"\r\n",
+        b"POST /live HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"\x00" * 100 + b"\r\n\r\n",
+    ],
+    ids=["tls", "version", "nul", "line", "many headers", "two lengths", "zeros"],
+)
+async def test_what_is_no_http_gets_json_and_few_lines(
+    kit: Any, data: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complaints = RateLimitedLog(logging.getLogger("vllm.commext.proxy"))
+    monkeypatch.setattr("vllm_commext.proxy.connections.complaints", complaints)
+    async with kit.cluster() as cluster:
+        with caplog.at_level(logging.INFO):
+            for _ in range(20):
+                status, content = await (await Stranger.of(cluster, data)).answer()
+                assert status == 400
+                assert json.loads(content)["error"]["code"] == 400
+        assert 0 < len(caplog.records) < 10
+        assert all(record.exc_info is None for record in caplog.records)
+        await served(cluster)
+
+
+async def test_a_head_without_end_is_cut_off(kit: Any) -> None:
+    async with kit.cluster() as cluster:
+        stranger = await Stranger.of(cluster, b"GET /live HTTP/1.1\r\n")
+        with suppress(ConnectionError):
+            for number in range(200):
+                stranger.send(b"X-%d: " % number + b"v" * 8000 + b"\r\n")
+                await asyncio.sleep(0)
+            assert await stranger.rest() == b""
+        await served(cluster)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_an_unexpected_error_ends_the_stream_and_does_not_begin_another_answer(
+    kit: Any, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    from vllm_commext.proxy.sse import EventCutter
+
+    released = asyncio.Event()
+
+    async def behave(call: Any) -> None:
+        if not streams:
+            await kit.decode_ok(call)
+            return
+        await call.begin_stream()
+        await call.chunk(b'data: {"n": 1}\n\n')
+        await released.wait()
+        await call.chunk(b'data: {"n": 2}\n\n')
+
+    def fail(*_: Any) -> None:
+        raise KeyError("unexpected")
+
+    async with kit.cluster(early_first_token=False) as cluster:
+        cluster.decode[0].behave = behave
+        content = json.dumps({**BODY, "stream": streams}).encode()
+        if not streams:
+            monkeypatch.setattr(cluster.proxy.metrics.request_seconds, "labels", fail)
+        client = await Stranger.of(cluster, head(len(content)) + content)
+        await kit.until(lambda: bool(cluster.decode[0].calls), "the request")
+        await asyncio.sleep(0.1)
+        monkeypatch.setattr(EventCutter, "feed", fail)
+        released.set()
+        await cluster.idle()
+        client.send(b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        told = await client.rest()
+        assert told.count(b"HTTP/1.1") == 1 + streams
+        assert (b'"internal"' in told) == streams
+        assert told.count(b"\r\n0\r\n\r\n") == streams
+
+
+async def test_the_list_of_models_is_under_the_limits(kit: Any) -> None:
+    async with kit.cluster(max_in_flight=1) as cluster:
+        release = asyncio.Event()
+        cluster.prefill[0].behave = kit.held(release, kit.prefill_ok)
+        asking = asyncio.ensure_future(cluster.ask(BODY))
+        await kit.until(lambda: cluster.proxy.num_in_flight == 1, "a request")
+        async with cluster.session.get(cluster.url + "/v1/models") as response:
+            assert response.status == 503
+        release.set()
+        assert (await asking).status == 200
+        async with cluster.session.get(cluster.url + "/v1/models") as response:
+            assert response.status == 200

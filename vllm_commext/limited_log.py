@@ -1,0 +1,67 @@
+"""Log lines that cannot flood the log, whoever causes them."""
+
+import logging
+import sys
+import time
+from collections import deque
+
+
+def on_one_line(text: str) -> str:
+    """The text with what cannot be printed written as an escape sequence: a peer's names and errors
+    must not look like lines of this process, or break a handler."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
+class RateLimitedLog:
+    """Warnings, at most ``burst`` a period for each key; the next one tells how many were left out.
+    Each is one line, whatever a peer's text in it holds.
+
+    Keys are a fixed set of reasons in the code, never text from the network, so the record stays
+    small.
+    """
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        prefix: str = "",
+        burst: int = 5,
+        period_seconds: float = 10.0,
+    ) -> None:
+        self._logger = logger
+        self._prefix = prefix
+        self._burst = burst
+        self._period_seconds = period_seconds
+        self._recent: dict[str, deque[float]] = {}
+        self._left_out: dict[str, int] = {}
+
+    def warning(self, key: str, message: str) -> None:
+        """Log the message unless enough of the same key were logged within the period."""
+        suffix = self._suffix(key)
+        if suffix is not None:
+            text = on_one_line(message)
+            self._logger.warning("%s%s%s", self._prefix, text, suffix, stacklevel=2)
+
+    def exception(self, key: str, message: str) -> None:
+        """The same for an exception that is being handled, as an error with its trace."""
+        suffix = self._suffix(key)
+        if suffix is not None:
+            text = on_one_line(message)
+            self._logger.error(
+                "%s%s%s", self._prefix, text, suffix, stacklevel=2, exc_info=sys.exc_info()
+            )
+
+    def _suffix(self, key: str) -> str | None:
+        """What to say of messages left out before this one; None to leave it out too."""
+        now = time.monotonic()
+        recent = self._recent.setdefault(key, deque(maxlen=self._burst))
+        if len(recent) == self._burst and now - recent[0] < self._period_seconds:
+            self._left_out[key] = self._left_out.get(key, 0) + 1
+            return None
+        recent.append(now)
+        left_out = self._left_out.pop(key, 0)
+        return f" ({left_out} more like this were left out)" if left_out else ""

@@ -1,0 +1,250 @@
+"""Clients' connections: how many there may be, and what each may cost before it asks for anything.
+
+One on which the proxy waits for its client (for a request's head, or the rest of its body) has to
+go where there are too many; the one that has waited longest goes first. So strangers that only
+hold connections keep nobody out.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from vllm_commext.limited_log import RateLimitedLog
+from vllm_commext.proxy.failures import ProxyError
+
+# Bodies stay as they come, and a head may be as large as a vLLM server takes it.
+_HTTP: dict[str, Any] = {
+    "access_log": None,
+    "auto_decompress": False,
+    "keepalive_timeout": 75.0,
+    "lingering_time": 5.0,
+    "max_line_size": 64 << 10,
+    "max_field_size": 64 << 10,
+    "max_headers": 256,
+}
+MAX_HEAD_BYTES = 256 << 10
+MAX_HEADS_BYTES = 16 << 20
+"""Of all heads that are not whole, or wait for the answer before them: beyond that, one may have
+`_SMALL_HEAD_BYTES`."""
+_SMALL_HEAD_BYTES = 8 << 10
+_FIRST_REQUEST_SECONDS = 10.0
+_REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
+# Where there is one, a client that takes nothing for so long has gone, says the kernel.
+_USER_TIMEOUT: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)
+
+complaints = RateLimitedLog(logging.getLogger("vllm.commext.proxy"))
+
+
+@dataclass
+class _Peer:
+    """One address. waiting: its connections on which the proxy waits, oldest first."""
+
+    num_open: int = 0
+    waiting: dict["Connection", None] = field(default_factory=dict["Connection", None])
+
+
+class Connections:
+    """All connections of a port."""
+
+    def __init__(self, max_open: int, max_of_peer: int, client_seconds: float) -> None:
+        self._max_open = max_open
+        self._max_of_peer = max_of_peer
+        self._client_seconds = client_seconds
+        self._peers: dict[str, _Peer] = {}
+        self._waiting: dict[Connection, None] = {}
+        self._num_head_bytes = 0
+        self.num_open = 0
+
+    def make(self, manager: web.Server) -> "Connection":
+        """One that is about to open, for requests that *manager* knows how to handle."""
+        return Connection(manager, self, asyncio.get_running_loop())
+
+    def enter(self, one: "Connection") -> bool:
+        """Count *one* in; False if there is no room and nobody to go in its place."""
+        peer = self._peers.get(one.peer, _Peer())
+        is_over = peer.num_open >= self._max_of_peer
+        if is_over or self.num_open >= self._max_open:
+            number = peer.num_open if is_over else self.num_open
+            oldest = next(iter(peer.waiting if is_over else self._waiting), None)
+            whose = f"{one.peer} has" if is_over else "there are"
+            message = f"{whose} {number} connections, which is the limit: "
+            complaints.warning(
+                "connections", message + ("the oldest idle one goes" if oldest else "refused")
+            )
+            if oldest is None:
+                return False
+            oldest.cut()
+        self._peers.setdefault(one.peer, _Peer()).num_open += 1
+        self.num_open += 1
+        self.wait(one)
+        one.limit_writes(self._client_seconds)
+        return True
+
+    def leave(self, one: "Connection") -> None:
+        self.serve(one)
+        self.num_open -= 1
+        self._num_head_bytes -= one.num_head_bytes
+        self._peers[one.peer].num_open -= 1
+        if not self._peers[one.peer].num_open:
+            del self._peers[one.peer]
+
+    def wait(self, one: "Connection") -> None:
+        """The proxy waits for the client of *one*."""
+        self._waiting[one] = self._peers[one.peer].waiting[one] = None
+
+    def serve(self, one: "Connection") -> None:
+        """The client of *one* waits for the proxy."""
+        self._waiting.pop(one, None)
+        self._peers[one.peer].waiting.pop(one, None)
+
+    def take_head(self, one: "Connection", num_bytes: int) -> bool:
+        """So many bytes more have come of heads; False if *one* has sent too many."""
+        one.num_head_bytes += num_bytes
+        self._num_head_bytes += num_bytes
+        is_scarce = self._num_head_bytes > MAX_HEADS_BYTES
+        return one.num_head_bytes <= (_SMALL_HEAD_BYTES if is_scarce else MAX_HEAD_BYTES)
+
+    def give_head_back(self, one: "Connection") -> None:
+        self._num_head_bytes -= one.num_head_bytes
+        one.num_head_bytes = 0
+
+
+class Connection(web.RequestHandler):
+    """One client's. peer: who that is, by address. is_open: it is counted."""
+
+    def __init__(
+        self, manager: web.Server, of_all: Connections, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        super().__init__(manager, loop=loop, **_HTTP)
+        self._all = of_all
+        self._reads_body = False
+        self._first: asyncio.TimerHandle | None = None
+        self.peer = ""
+        self.is_open = False
+        self.num_head_bytes = 0
+
+    def connection_made(self, transport: Any) -> None:
+        self._client: asyncio.Transport = transport
+        self.peer = _peer_of(transport.get_extra_info("peername"))
+        self.is_open = self._all.enter(self)
+        if not self.is_open:
+            transport.write(_REFUSAL)
+            transport.close()
+            return
+        loop = asyncio.get_running_loop()
+        self._first = loop.call_later(_FIRST_REQUEST_SECONDS, self.force_close)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._leave()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.is_open:
+            return
+        if not self._reads_body and not self._all.take_head(self, len(data)):
+            message = f"{self.peer} is cut off after {self.num_head_bytes} bytes of a head"
+            complaints.warning("head", message)
+            self.cut()
+            return
+        super().data_received(data)
+
+    def limit_writes(self, seconds: float) -> None:
+        """Have the kernel end the connection when the client takes nothing for so long."""
+        client = self._client.get_extra_info("socket")
+        if client is not None and _USER_TIMEOUT is not None:
+            client.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, max(int(seconds * 1000), 1))
+
+    def begin(self, request: web.BaseRequest) -> None:
+        """The head of *request* is whole."""
+        if self._first is not None:
+            self._first.cancel()
+            self._first = None
+        self._all.give_head_back(self)
+        self._reads_body = request.body_exists
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """The request is whole, too, and is being served while the block runs."""
+        self._reads_body = False
+        if self.is_open:
+            self._all.serve(self)
+        try:
+            yield
+        finally:
+            if self.is_open:
+                self._all.wait(self)
+
+    def cut(self) -> None:
+        """Close it now, whatever its client has not taken yet."""
+        self._leave()
+        self._client.abort()
+
+    def _leave(self) -> None:
+        if self._first is not None:
+            self._first.cancel()
+        if self.is_open:
+            self.is_open = False
+            self._all.leave(self)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what is no HTTP, with one line in the log."""
+        told = " ".join((message or repr(exc)).split())[:200]
+        complaints.warning("http", f"{self.peer} is refused with {status}: {told}")
+        if request.writer.output_size > 0:
+            raise ConnectionError("a response has begun already")
+        kind = "bad_request" if status < 500 else "internal"
+        response = web.json_response(ProxyError(status, kind, told).as_json(), status=status)
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **_: Any) -> None:
+        complaints.exception("http", str(args[0]) % args[1:])
+
+
+@contextmanager
+def serving(request: web.Request) -> Iterator[None]:
+    """*request* is whole, and is being served while the block runs."""
+    connection = request.protocol
+    if not isinstance(connection, Connection):
+        yield
+        return
+    with connection.serving():
+        yield
+
+
+def begin(request: web.BaseRequest) -> None:
+    """The head of *request* is whole."""
+    if isinstance(request.protocol, Connection):
+        request.protocol.begin(request)
+
+
+def cut(request: web.BaseRequest) -> None:
+    """Close the connection of *request* now."""
+    if request.transport is not None:
+        request.transport.abort()
+
+
+def _peer_of(name: Any) -> str:
+    """Who *name* stands for: an address; of IPv6, the network that one customer has."""
+    if not isinstance(name, tuple):
+        return str(name)
+    address = ipaddress.ip_address(str(name[0]).partition("%")[0])
+    if address.version == 4:
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, 64), strict=False))
