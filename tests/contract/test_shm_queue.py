@@ -332,48 +332,6 @@ def test_other_tensors_travel_as_torch_says(tensor: torch.Tensor) -> None:
     assert torch.equal(got.to_dense(), tensor.to_dense())
 
 
-EXECUTOR = """
-import json, sys
-from vllm.plugins import load_general_plugins
-load_general_plugins()
-from vllm.v1.executor import multiproc_executor
-multiproc_executor.MultiprocExecutor._init_executor = lambda self: None
-from vllm_commext import status
-from vllm_commext.compat import hooks
-from vllm_commext.compat.executor import CommextMultiprocExecutor
-from vllm_commext.compat.queue_groups import GroupMessageQueue
-leaves_some = GroupMessageQueue.stock is not None
-if "old" in sys.argv:
-    hooks.vllm_version = lambda: "0.11.0"
-problem = ""
-try:
-    object.__new__(CommextMultiprocExecutor)._init_executor()
-except Exception as error:
-    problem = f"{type(error).__name__}: {error}"
-lines = [outcome.line() for outcome in status.recorded() if outcome.name == "shm_queue"]
-now = GroupMessageQueue.stock is not None
-module = multiproc_executor.MessageQueue.__module__
-print(json.dumps([problem, lines, module, leaves_some, now]))
-"""
-
-
-@pytest.mark.parametrize("version", ["installed", "old"])
-def test_the_executor_checks_vllm_and_tells_what_is_active(version: str) -> None:
-    """Before it comes the queue is there as `auto` has it, or, for an old vLLM, not at all."""
-    done = python(EXECUTOR, version, **{TOGGLE: "auto" if version == "installed" else "0"})
-    assert done.returncode == 0, done.stderr
-    problem, lines, module, left_some, leaves_some = json.loads(done.stdout.splitlines()[-1])
-    if version == "installed":
-        assert (problem, lines) == ("", ["commext: shm_queue active"])
-        assert (left_some, leaves_some) == (True, False)
-        assert module == "vllm_commext.compat.queue_groups"
-    else:
-        assert problem.startswith("UnsupportedError: commext: shm_queue refused")
-        assert "0.11.0" in problem
-        assert [line in problem for line in lines] == [True]
-        assert module == STOCK
-
-
 def vllm_step(n_requests: int, number: int) -> tuple[Any, Any]:
     """A call and its answer as vLLM makes them, in the `number`th decode step."""
     from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput

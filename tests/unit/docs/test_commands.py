@@ -57,7 +57,6 @@ COVERAGE: tuple[tuple[str, str], ...] = (
         r"vllm serve .*(CommextNixlConnector)",
         "tests/cpu/test_topologies.py::test_answers_are_the_decode_engines_own",
     ),
-    (r"vllm serve .*CommextMultiprocExecutor", "tests/contract/test_shm_queue.py"),
     (
         r"vllm serve \.\.\. --tensor-parallel-size 2$",
         "tests/cpu/test_shm_queue.py::test_the_tokens_are_those_of_vllms_queue",
