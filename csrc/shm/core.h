@@ -66,7 +66,6 @@ struct ring_end {
     uint64_t wait_started;
     struct ring_spills spills; /* writer */
     struct ring_waiter waiter;
-    struct ring_place place;
     struct ring_end *next_open; /* of this process's */
 };
 
@@ -124,11 +123,6 @@ static inline void ring_open(struct ring_end *end, int fd, void *map, uint64_t m
     end->waiter.predicts = ring_has_cores_to_predict();
     end->stalled_at = RING_NEVER;
     end->spills.next = end->spills.freed = end->spills.punched = end->spills.high = map_bytes;
-    end->place.core =
-        rank == RING_WRITER ? &end->segment->head.core : &end->readers[rank].cursor.core;
-    end->place.segment = end->segment;
-    end->place.readers = end->readers;
-    end->place.n_readers = n_readers;
 }
 
 /* The writer may have so many bytes behind the ring at once. */

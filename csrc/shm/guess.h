@@ -52,7 +52,7 @@ struct ring_guess {
     struct ring_habit habits[RING_KINDS];
     uint32_t history;       /* of the last waits between records, a bit each: it was short */
     uint32_t spins_failed;  /* one more for each, halved by one that succeeds */
-    uint32_t spins_to_skip; /* before the next one that is longer than the least */
+    uint32_t spins_to_skip; /* before the next one, without any at all */
 };
 
 static inline int ring_expects_short(const struct ring_habit *habit) { return habit->score >= 2; }
@@ -62,7 +62,7 @@ static inline uint64_t ring_spin_budget(struct ring_guess *guess,
     if (!ring_expects_short(habit)) return RING_SPIN_MIN_NS;
     if (guess->spins_to_skip > 0) {
         guess->spins_to_skip--;
-        return RING_SPIN_MIN_NS;
+        return 0;
     }
     uint64_t worth = habit->usual_ns * 2 + RING_SPIN_SLACK_NS;
     return worth < RING_SPIN_MAX_NS ? worth : RING_SPIN_MAX_NS;

@@ -70,7 +70,6 @@ struct ring_cursor {
     _Atomic uint64_t wanted;     /* readers: where the writer wants to be woken */
     _Atomic uint64_t high_water; /* readers: the most bytes ever found waiting */
     ring_event room;             /* readers: what the writer sleeps on */
-    _Atomic uint32_t core;       /* that its owner was on when it last advanced, from 1; or 0 */
     _Atomic uint64_t skipped;    /* writer: how much of its position holds nothing */
 };
 

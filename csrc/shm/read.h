@@ -32,7 +32,7 @@ static inline int ring_need_data(struct ring_end *end, uint64_t deadline, int ma
         struct ring_wish wish = {
             .cursor = &segment->head.position, .event = &segment->news,
             .target = end->position + 1, .peer = &segment->writer, .peer_rank = RING_WRITER,
-            .in_record = end->at.active, .peer_core = &segment->head.core};
+            .in_record = end->at.active};
         int status = ring_wait(&end->waiter, &wish, &end->wait_started, deadline);
         if (status != RING_OK) {
             end->culprit = RING_WRITER;
@@ -67,7 +67,6 @@ static inline const char *ring_bad_fragment(const struct ring_end *end,
 static inline void ring_release_fragment(struct ring_end *end) {
     struct ring_cursor *cursor = &end->readers[end->rank].cursor;
     end->position = end->fragment_end;
-    ring_show_core(&end->place);
     ring_advance(&end->waiter, &cursor->position, end->position, &cursor->room, &cursor->wanted);
 }
 

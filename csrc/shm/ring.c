@@ -27,7 +27,6 @@ static void forget_end(struct ring_end *end) {
 /* The child owns none of the ends, and must not keep the parent's alive. */
 static void ring_after_fork(void) {
     ring_generation++;
-    ring_forget_places();
     for (; open_ends != NULL; open_ends = open_ends->next_open) close(open_ends->waiter.fd);
 }
 
@@ -191,7 +190,6 @@ static int open_end(RingObject *self, int fd, unsigned long long map_bytes,
         why = "this reader's place is taken already";
     if (why == NULL) {
         remember_end(&self->end);
-        ring_add_place(&self->end.place);
         return 0;
     }
     munmap(map, (size_t)map_bytes);
@@ -232,7 +230,6 @@ static void Ring_dealloc(PyObject *op) {
     Py_CLEAR(self->received);
     if (self->end.segment != NULL && self->process == ring_generation) {
         ring_leave(&self->end);
-        ring_remove_place(&self->end.place);
         forget_end(&self->end);
         munmap(self->end.segment, (size_t)self->end.map_bytes);
     }

@@ -20,7 +20,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "core_sharing.h"
 #include "file.h"
 #include "guess.h"
 #include "layout.h"
@@ -67,7 +66,6 @@ struct ring_wish {
     const struct ring_identity *peer; /* who has to advance it; NULL: nobody in particular */
     int peer_rank;
     int in_record;                    /* the peer is busy with a record's rest */
-    _Atomic uint32_t *peer_core;      /* where the peer was last */
 };
 
 static inline uint64_t ring_now(void) {
@@ -168,20 +166,14 @@ static inline int ring_park(struct ring_waiter *waiter, const struct ring_wish *
 }
 
 /* How long to spin for a wish. For room hardly: the reader runs faster unwatched, and has made much
- * room when it wakes a sleeper. Where the peer, or a reader, needs this very core not at all. */
+ * room when it wakes a sleeper. */
 static inline struct ring_bet ring_place_bet(struct ring_waiter *waiter,
                                              const struct ring_wish *wish, uint64_t now) {
     struct ring_guess *guess = &waiter->guess;
     uint32_t kind = wish->in_record ? RING_IN_RECORD : guess->history;
     struct ring_bet bet = {&guess->habits[kind], now, RING_SPIN_MIN_NS};
     if (wish->lenient > wish->target && !wish->in_record) return bet;
-    bet = ring_bet_on(guess, kind, now);
-    if (wish->peer_core == NULL || !ring_expects_short(bet.habit)) return bet;
-    uint32_t core = ring_core();
-    if (atomic_load_explicit(wish->peer_core, memory_order_relaxed) == core ||
-        (bet.budget > RING_SPIN_MIN_NS && ring_core_is_wanted(core)))
-        bet.budget = 0;
-    return bet;
+    return ring_bet_on(guess, kind, now);
 }
 
 /* Sleep until shortly before the wait is expected to end, spin while it is, then sleep on. A wait
@@ -190,7 +182,7 @@ static inline int ring_sleep_and_spin(struct ring_waiter *waiter, const struct r
                                       const struct ring_habit *habit, uint64_t start,
                                       uint64_t deadline) {
     struct ring_window window = {0, 0};
-    if (waiter->predicts && wish->peer_core != NULL && !wish->in_record)
+    if (waiter->predicts && wish->peer != NULL && !wish->in_record)
         window = ring_predict(habit);
     uint64_t from = start + window.from, until = ring_earlier(start + window.until, deadline);
     if (window.until != 0 && from < deadline && ring_now() < until) {

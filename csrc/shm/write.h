@@ -70,7 +70,7 @@ static inline int ring_wait_for_room(struct ring_end *end, uint32_t slowest, uin
         .cursor = &reader->cursor.position, .event = &reader->cursor.room,
         .target = target, .wanted = &reader->cursor.wanted,
         .lenient = target > half ? target : half, .peer = &reader->identity,
-        .peer_rank = (int)slowest, .in_record = end->at.active, .peer_core = &reader->cursor.core};
+        .peer_rank = (int)slowest, .in_record = end->at.active};
     int status = ring_wait(&end->waiter, &wish, &end->wait_started, deadline);
     if (status != RING_OK) end->culprit = (int)slowest;
     return status;
@@ -139,7 +139,6 @@ static inline int ring_stay_in_window(struct ring_end *end, uint64_t span) {
 static inline void ring_publish(struct ring_end *end, uint64_t span) {
     struct ring_segment *segment = end->segment;
     end->position += span;
-    ring_show_core(&end->place);
     ring_advance(&end->waiter, &segment->head.position, end->position, &segment->news, NULL);
 }
 

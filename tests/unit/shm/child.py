@@ -35,17 +35,6 @@ def pattern(number: int) -> bytes:
     return number.to_bytes(8, "little") + bytes([number % 251]) * length
 
 
-def echo(address: RingAddress, rank: int, work_s: float = 0) -> None:
-    """Answer each record with itself, after so much work."""
-    requests, answers = RingReader.attach(address, rank), RingWriter.create(1, 4096)
-    say(pickle.dumps(answers.address).hex())
-    while (record := requests.read(timeout=60)) != b"end":
-        end = time.perf_counter() + work_s
-        while time.perf_counter() < end:
-            pass
-        answers.write(record, timeout=20)
-
-
 def hang_reading(address: RingAddress, rank: int) -> None:
     reader = RingReader.attach(address, rank)
     say("attached")
