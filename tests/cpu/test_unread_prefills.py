@@ -2,6 +2,7 @@
 prefill that nobody will read is kept by no engine: whatever was refused, whoever has left when."""
 
 import asyncio
+import json
 import random
 import secrets
 import time
@@ -52,7 +53,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     folder = tmp_path_factory.mktemp("unread")
     template = folder / "chat.jinja"
     template.write_text(TEMPLATE)
-    args = ["--chat-template", str(template)]
+    args = ["--chat-template", str(template), "--enable-prompt-tokens-details"]
     plain = cluster.plain_server("plain", model, folder, args=args, environ=PLAIN_ENVIRON)
     engines: list[VllmServer] = []
     for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
@@ -214,3 +215,105 @@ def test_a_release_frees_what_its_key_names_once_and_nothing_else(servers: Serve
 def test_a_release_that_is_none_is_harmless(servers: Servers, release: Any) -> None:
     own = {"kv_transfer_params": {"release": release}}
     assert complete(servers.prefill.url, cluster.MODEL_NAME, [1, 2, 3], extra=own).token_ids
+
+
+def test_a_stream_that_is_refused_has_no_event(servers: Servers) -> None:
+    """Also one whose like have begun ahead of the decode server, and prompts of several chunks."""
+    for num_words in (20, 80):
+        for _ in range(3):
+            body = body_of(COMPLETIONS, {"stream": True}, num_words)
+            answer = httpx.post(servers.proxy.url + COMPLETIONS, json=body, timeout=60)
+            assert answer.text.endswith("data: [DONE]\n\n")
+        for changes in ({"max_tokens": TOO_MANY}, {"stop_token_ids": ["x"]}):
+            body = body_of(COMPLETIONS, {"stream": True, **changes}, num_words)
+            one, other = (
+                httpx.post(server.url + COMPLETIONS, json=body, timeout=60)
+                for server in (servers.plain, servers.proxy)
+            )
+            assert (other.status_code, other.json()) == (one.status_code, one.json())
+            assert one.status_code == 400
+    servers.frees_all()
+
+
+MESSAGE = {"model": cluster.MODEL_NAME, "messages": [{"role": "user", "content": "hello there"}]}
+DOORS: dict[str, tuple[str, str, dict[str, Any] | None]] = {
+    "version": ("GET", "/version", None),
+    "messages": ("POST", "/v1/messages", {**MESSAGE, "max_tokens": 4, "temperature": 0}),
+    "messages in vain": ("POST", "/v1/messages", MESSAGE),
+    "count": ("POST", "/v1/messages/count_tokens", MESSAGE),
+    "batch": (
+        "POST",
+        "/v1/chat/completions/batch",
+        {**MESSAGE, "messages": [MESSAGE["messages"]] * 2, "max_tokens": 4, "temperature": 0},
+    ),
+    "generate": (
+        "POST",
+        "/inference/v1/generate",
+        {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 3, "temperature": 0}},
+    ),
+    "ids": (
+        "POST",
+        COMPLETIONS,
+        {
+            "model": cluster.MODEL_NAME,
+            "prompt": "rendered elsewhere",
+            "max_tokens": 4,
+            "temperature": 0,
+            "kv_transfer_params": {"prompt_token_ids": [11, 12, 13, 14, 15]},
+        },
+    ),
+    "ids that are none": (
+        "POST",
+        CHAT,
+        {**MESSAGE, "max_tokens": 4, "kv_transfer_params": {"prompt_token_ids": [-1, "x"]}},
+    ),
+}
+CHANGING = ("id", "created", "request_id", "kv_transfer_params", "system_fingerprint")
+
+
+def told(answer: httpx.Response) -> tuple[int, Any]:
+    content = answer.json()
+    return answer.status_code, {k: v for k, v in content.items() if k not in CHANGING}
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_what_else_a_server_answers_is_answered_as_it_does(servers: Servers, name: str) -> None:
+    method, path, body = DOORS[name]
+    one, other = (
+        httpx.request(method, server.url + path, json=body, timeout=60)
+        for server in (servers.plain, servers.proxy)
+    )
+    assert told(other) == told(one)
+    asked = {"Origin": "https://page", "Access-Control-Request-Method": method}
+    one, other = (
+        httpx.options(server.url + path, headers=asked, timeout=60)
+        for server in (servers.plain, servers.proxy)
+    )
+    assert (other.status_code, other.text) == (one.status_code, one.text)
+    for header in ("allow-origin", "allow-methods"):
+        name = f"access-control-{header}"
+        assert other.headers.get(name) == one.headers.get(name)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("num_words", [20, 80], ids=["one chunk", "several chunks"])
+def test_cached_tokens_are_those_of_one_server(servers: Servers, path: str, num_words: int) -> None:
+    """P's, though D is asked before P can have told it of them."""
+    for changes in ({"stream": False}, {"stream": True, "stream_options": {"include_usage": True}}):
+        body = body_of(path, changes, num_words)
+        for _ in range(2):
+            one, other = (
+                httpx.post(server.url + path, json=body, timeout=60)
+                for server in (servers.plain, servers.proxy)
+            )
+            assert cached_in(other) == cached_in(one)
+            assert other.headers["X-Commext-Path"] == "streamed"
+        assert cached_in(one) > 0
+
+
+def cached_in(answer: httpx.Response) -> int:
+    """The cached tokens that an answer's last usage tells of."""
+    events = answer.text.split("\n\n") if "[DONE]" in answer.text else [answer.text]
+    told = [json.loads(one.removeprefix("data: ")) for one in events if '"usage"' in one]
+    usage = next(one["usage"] for one in reversed(told) if one["usage"])
+    return usage["prompt_tokens_details"]["cached_tokens"]

@@ -31,11 +31,14 @@ from vllm_commext.proxy.upstream import Upstream, open_session
 logger = logging.getLogger("vllm.commext.proxy")
 
 _POSTED = {**ENDPOINTS, **DIRECT_ENDPOINTS}
-_MODELS = "/v1/models"
-_COUNTED = {**_POSTED, _MODELS: "models"}
+_FETCHED = {"/v1/models": "models", "/version": "version"}
+_COUNTED = {**_POSTED, **_FETCHED}
 REQUEST_ID = "X-Request-Id"
 # A data-parallel rank is not among them: it cannot be right for both engines.
-_TO_ENGINES = ("Authorization", "traceparent", "tracestate", "X-Session-ID", "X-Vllm-Priority")
+_TO_ENGINES = (
+    *("Authorization", "traceparent", "tracestate", "X-Session-ID", "X-Vllm-Priority"),
+    *("Origin", "Access-Control-Request-Method", "Access-Control-Request-Headers"),
+)
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -69,7 +72,10 @@ class ProxyApp:
         app.cleanup_ctx.append(self._resources)
         for path in _POSTED:
             app.router.add_post(path, self.generate)
-        app.router.add_get(_MODELS, self.models)
+        for path in _FETCHED:
+            app.router.add_get(path, self.fetch)
+        for path in _COUNTED:
+            app.router.add_options(path, self.fetch)
         app.router.add_get("/live", self.live)
         for path in ("/health", "/ready"):
             app.router.add_get(path, self.ready)
@@ -126,13 +132,12 @@ class ProxyApp:
     async def render_metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
-    async def models(self, request: web.Request) -> web.Response:
-        """An engine's own list of models."""
+    async def fetch(self, request: web.Request) -> web.Response:
+        """What an engine says of itself, or of the origins that browsers may ask from."""
         with self._counted(request, Outcome(_request_id(request))), self._admitted(request):
-            status, answer = await self._upstream.get(request.path, self._passed_headers(request))
-        return web.Response(
-            status=status, body=answer.body, headers={"Content-Type": answer.content_type}
-        )
+            headers = self._passed_headers(request)
+            status, told, body = await self._upstream.fetch(request.method, request.path, headers)
+        return web.Response(status=status, body=body, headers=told)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Every endpoint that an engine answers."""

@@ -34,8 +34,9 @@ MAX_WHOLE_BYTES = 1 << 20
 class Opened:
     """An answer that has begun. first: what may be sent on already; a stream's first token is in
     it. cutter: of a stream of events. has_end: such a stream ends with an event that says so.
-    opened_at: `time.monotonic` when *first* was there.
-    work: what ends with the answer."""
+    opened_at: `time.monotonic` when *first* was there. work: what ends with the answer.
+    cached_tokens: of the prompt, at the prefill engine, where the decode engine was asked before
+    that could say."""
 
     engine: Engine
     response: aiohttp.ClientResponse
@@ -44,6 +45,7 @@ class Opened:
     has_end: bool
     opened_at: float
     work: ExitStack
+    cached_tokens: int | None = None
 
     def close(self) -> None:
         """Let go of the engine, which aborts what it has not finished."""

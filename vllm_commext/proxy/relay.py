@@ -19,7 +19,7 @@ from vllm_commext.proxy.early.lead import Lead
 from vllm_commext.proxy.early.splice import FirstTokenDiffersError
 from vllm_commext.proxy.failures import ClientGoneError, ProxyError
 from vllm_commext.proxy.opening import Opened
-from vllm_commext.proxy.sse import DONE, error_event
+from vllm_commext.proxy.sse import DONE, error_event, with_cached_tokens
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -113,11 +113,13 @@ class Relay:
 
     async def _pass_on(self, response: web.StreamResponse, watch: StreamWatch) -> None:
         read, cutter = self._opened.response.content.readany, self._opened.cutter
-        splice = self._lead.splice
+        splice, cached_tokens = self._lead.splice, self._opened.cached_tokens
         await response.prepare(self._request)
         piece = ready = self._opened.first
         arrived = watch.since
         while piece or ready:
+            if cached_tokens is not None:
+                ready = with_cached_tokens(ready, cached_tokens)
             if splice is not None:
                 ready = splice.feed(ready)
             if ready:
@@ -158,7 +160,8 @@ class Relay:
             if name.lower() not in _NOT_PASSED_ON:
                 response.headers.add(name, value)
         response.headers.update(extra_headers)
-        if self._opened.cutter is None:  # a stream may get an event more than was announced
+        has_length = self._opened.cutter is None and self._opened.cached_tokens is None
+        if has_length:  # a stream may get an event more than was announced
             response.content_length = upstream.content_length
         return response
 

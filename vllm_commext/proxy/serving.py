@@ -31,6 +31,10 @@ logger = logging.getLogger("vllm.commext.proxy")
 DIRECT_ENDPOINTS = {
     "/v1/responses": "responses",
     "/v1/embeddings": "embeddings",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "count_tokens",
+    "/v1/chat/completions/batch": "chat_batch",
+    "/inference/v1/generate": "generate",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
@@ -215,6 +219,7 @@ class Service:
                 raise opened
             logger.warning("request %s is not streamed: %s", outcome.request_id, opened)
             return None
+        opened.cached_tokens = prefilled.cached_tokens
         if lead.response is not None:
             await self._upstream.check_stream(opened)
         _note_opened(opened, lead, outcome)

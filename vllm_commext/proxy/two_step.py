@@ -17,7 +17,7 @@ the context). All of these go to a decode engine as they are, which prefills for
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_commext.proxy.body import RawJson, num_tokens
+from vllm_commext.proxy.body import RawJson, decode, num_tokens
 from vllm_commext.proxy.failures import ProxyError
 
 COMPLETIONS = "completions"
@@ -60,18 +60,44 @@ KEEP_FOR_DECODE: Mapping[str, Any] = {
 # A stop token would end the prefill as "stopped", for which a connector need not hand over blocks;
 # the token itself is thrown away.
 _NOT_FOR_PREFILL = ("stop_token_ids",)
+OWN_IDS = "prompt_token_ids"
+"""What clients may set of ``kv_transfer_params``: token ids with which vLLM does without rendering
+the prompt; it checks them itself."""
+MAX_SMALL_BYTES = 2 << 20
 
 
 def checked_body(body: Any) -> dict[str, Any]:
     """*body* if it is a request of a client's. Raises `ProxyError` 400 when it is anything else."""
     if not isinstance(body, dict):
         raise bad_body(f"expected a JSON object as body, got {type(body).__name__}")
-    if body.get("kv_transfer_params") is not None:
+    own = _small_object(body, "kv_transfer_params")
+    if not own and body.get("kv_transfer_params"):
+        raise bad_body("kv_transfer_params: expected an object")
+    if own and set(own) != {OWN_IDS}:
         raise bad_body(
-            "kv_transfer_params is what this proxy sets to bring the two engines together; "
-            "remove it from the request, or talk to the engines directly"
+            "kv_transfer_params is what this proxy sets to bring the two engines together: "
+            f"expected {OWN_IDS} alone, got {sorted(own)[:8]}; remove the others from the request, "
+            "or talk to the engines directly"
         )
-    return body
+    sampling = _small_object(body, "sampling_params")
+    for name, into in (("vllm_xargs", body), ("extra_args", sampling)):
+        if "kv_transfer_params" in _small_object(into, name):
+            raise bad_body(f"expected {name} without kv_transfer_params, which this proxy sets")
+    return {**body, "kv_transfer_params": own} if own else body
+
+
+def _small_object(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A member that the proxy has to look into; empty where it is no object, which engines
+    refuse."""
+    value = holder.get(name)
+    if isinstance(value, RawJson):
+        if len(value.text) > MAX_SMALL_BYTES:
+            raise bad_body(f"expected {name} of at most {MAX_SMALL_BYTES} bytes")
+        try:
+            value = decode(value.text)
+        except (ValueError, RecursionError) as error:
+            raise bad_body(f"{name} is not valid JSON: {error}") from error
+    return value if isinstance(value, dict) else {}
 
 
 def bad_body(message: str) -> ProxyError:
@@ -141,7 +167,7 @@ def prefill_body(
     if body.get("stream"):
         step.pop("stream_options", None)  # an error without streaming
     step["stream"] = False
-    step["kv_transfer_params"] = dict(KEEP_FOR_DECODE)
+    step["kv_transfer_params"] = {**_own_params(body), **KEEP_FOR_DECODE}
     if key:
         step["kv_transfer_params"]["prefill_key"] = key
     if places:
@@ -162,7 +188,12 @@ def _of_one_token(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:
     """*body* for the decode engine: the client's request and the prefill engine's answer."""
-    return {**body, "kv_transfer_params": kv_transfer_params}
+    return {**body, "kv_transfer_params": {**_own_params(body), **kv_transfer_params}}
+
+
+def _own_params(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The client's own; see `checked_body`."""
+    return body.get("kv_transfer_params") or {}
 
 
 def due_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ logger = logging.getLogger("vllm.commext.proxy")
 
 T = TypeVar("T")
 PICK_INTERVAL_SECONDS = 0.05
+_CORS = ("access-control-", "vary")
 MAX_JOINED_BYTES = 256 << 10
 _WINDOW_BYTES = 128 << 10
 
@@ -52,6 +53,12 @@ class Prefilled:
     def kv_transfer_params(self) -> dict[str, Any] | None:
         """None if the engine returned none."""
         return self.answer.get("kv_transfer_params") or None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Of the prompt, as vLLM has it told by the decode engine; None where it does not say."""
+        cached = (self.kv_transfer_params or {}).get("remote_prefill_cached_tokens")
+        return cached if isinstance(cached, int) else None
 
 
 @dataclass(frozen=True)
@@ -202,18 +209,24 @@ class Upstream:
         answer = EngineAnswer(opened.first + rest.body, rest.content_type)
         raise engine_error(engine, status, answer)
 
-    async def get(self, path: str, headers: Mapping[str, str]) -> tuple[int, EngineAnswer]:
-        """*path* from a decode engine, or from a prefill engine if none is healthy."""
+    async def fetch(
+        self, method: str, path: str, headers: Mapping[str, str]
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        """What a decode engine answers, or a prefill engine if none is healthy: status, those
+        headers that clients look at, and body."""
         engine = self._decode_pool.pick() or self._prefill_pool.pick()
         if engine is None:
             raise no_engine(self._decode_pool)
         seconds = self._config.health_timeout_seconds
         timeout = aiohttp.ClientTimeout(total=seconds)
         with failures_of(engine, seconds):
-            async with self._session.get(
-                engine.url + path, headers=headers, timeout=timeout, allow_redirects=False
+            async with self._session.request(
+                method, engine.url + path, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
-                return response.status, await read_answer(engine, response)
+                answer = await read_answer(engine, response)
+                told = {"Content-Type": answer.content_type}
+                told |= {k: v for k, v in response.headers.items() if k.lower().startswith(_CORS)}
+                return response.status, told, answer.body
 
     async def _ask(
         self,

@@ -102,7 +102,9 @@ async def test_the_access_log_has_a_line_for_each_request(
     with caplog.at_level(logging.INFO, logger="vllm.commext.proxy.access"):
         async with kit.cluster(access_log=True) as cluster:
             assert (await cluster.ask(BODY, headers={"X-Request-Id": "one"})).status == 200
-            assert (await cluster.ask({"prompt": "x", "kv_transfer_params": {}})).status == 400
+            assert (
+                await cluster.ask({"prompt": "x", "kv_transfer_params": {"x": 1}})
+            ).status == 400
     first, second = (r.getMessage() for r in caplog.records if r.name.endswith(".access"))
     assert first.startswith("id=one client=127.0.0.1 endpoint=/v1/completions outcome=ok ")
     assert "path=two-step prefill=prefill0 decode=decode0 first_token=0." in first

@@ -169,7 +169,10 @@ def test_what_is_no_json_is_refused_with_the_reason(raw: bytes, message: str) ->
     ("body", "message"),
     [
         ([1], "expected a JSON object as body, got list"),
-        ({"kv_transfer_params": {"remote_host": "elsewhere"}}, "remove it from the request"),
+        (
+            {"kv_transfer_params": {"remote_host": "elsewhere"}},
+            "remove the others from the request",
+        ),
     ],
 )
 def test_bodies_that_are_no_request_are_refused(body: Any, message: str) -> None:

@@ -430,3 +430,34 @@ async def test_an_answer_that_comes_while_it_is_let_go_is_closed() -> None:
     await stream.cancel()
     assert closed == [True]
     assert not stream.is_under_way
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("cached", [0, 512, None])
+async def test_cached_tokens_are_the_prefill_engines(
+    kit: Any, cached: int | None, streams: bool
+) -> None:
+    """The decode engine tells of what it was sent, as nobody has told it otherwise."""
+    text = 'she said "cached_tokens": 7 twice'
+    usage = {"usage": {"prompt_tokens_details": {"cached_tokens": 520}}}
+    content = json.dumps({"choices": [{"index": 0, "text": text}], **usage})
+
+    async def decoded(call: Any) -> None:
+        if not call.body["stream"]:
+            await call.answer(200, content.encode())
+            return
+        await call.begin_stream()
+        for event in (content, "[DONE]"):
+            await call.chunk(f"data: {event}\n\n".encode())
+        await call.end_stream()
+
+    told = {} if cached is None else {"remote_prefill_cached_tokens": cached}
+    async with running(kit) as cluster:
+        cluster.prefill[0].behave, cluster.decode[0].behave = answering(**told), decoded
+        await ask(cluster)
+        way, answer = await ask(cluster, {**BODY, "stream": streams})
+        assert way == "streamed"
+        line = answer.split(b"\n")[0].removeprefix(b"data: ")
+        expected = 520 if cached is None else cached
+        assert json.loads(line)["usage"]["prompt_tokens_details"]["cached_tokens"] == expected
+        assert json.loads(line)["choices"][0]["text"] == text

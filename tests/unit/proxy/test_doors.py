@@ -1,0 +1,110 @@
+"""What one vLLM server answers beside completions, and what clients may and may not set of the
+parameters by which the proxy brings engines together."""
+
+import json
+from typing import Any
+
+import pytest
+
+from vllm_commext.proxy.two_step import MAX_SMALL_BYTES
+
+BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 20}
+IDS = {"prompt_token_ids": [1, 2, 3]}
+LONG_IDS = {"prompt_token_ids": list(range(30_000))}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/chat/completions/batch",
+        "/inference/v1/generate",
+    ],
+)
+async def test_a_decode_engine_answers_what_is_no_completion(kit: Any, path: str) -> None:
+    async with kit.cluster() as cluster:
+        response = await cluster.ask({"model": "tiny", "max_tokens": 3}, path)
+        assert (response.status, response.headers["X-Commext-Path"]) == (200, "direct")
+        assert [call.path for call in cluster.decode[0].calls] == [path]
+        assert not cluster.prefill[0].calls
+
+
+async def test_the_version_is_the_decode_engines(kit: Any) -> None:
+    async with kit.cluster() as cluster:
+        cluster.decode[0].behave = kit.answering(200, b'{"version": "0.32.0"}')
+        async with cluster.session.get(cluster.url + "/version") as response:
+            assert (response.status, await response.json()) == (200, {"version": "0.32.0"})
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/version", "/v1/messages"])
+async def test_a_browser_is_told_what_the_engine_allows(kit: Any, path: str, tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    asked = {"Origin": "https://page", "Access-Control-Request-Method": "POST"}
+
+    async def behave(call: Any) -> None:
+        told = "Access-Control-Allow-Origin: *\r\nVary: Origin\r\nX-Own: 1\r\n"
+        await call.answer(200, b"OK", "text/plain", told)
+
+    async with kit.cluster(api_key_file=str(keys)) as cluster:
+        cluster.decode[0].behave = behave
+        async with cluster.session.options(cluster.url + path, headers=asked) as response:
+            assert (response.status, await response.text()) == (200, "OK")
+            assert response.headers["Access-Control-Allow-Origin"] == "*"
+            assert response.headers["Vary"] == "Origin"
+            assert "X-Own" not in response.headers
+        got = cluster.decode[0].calls[0].headers
+        assert (got["origin"], got["access-control-request-method"]) == ("https://page", "POST")
+        async with cluster.post(BODY) as response:
+            assert response.status == 401
+
+
+HIDDEN = {
+    "as a string": {"vllm_xargs": {"kv_transfer_params": "x"}},
+    "as a number": {"vllm_xargs": {"kv_transfer_params": 3}},
+    "as a list": {"vllm_xargs": {"kv_transfer_params": ["x", 1]}},
+    "as null": {"vllm_xargs": {"kv_transfer_params": None}},
+    "as an object": {"vllm_xargs": {"kv_transfer_params": {"do_remote_prefill": True}}},
+    "beside much else": {"vllm_xargs": {"a": "x" * 70_000, "kv_transfer_params": "x"}},
+    "in sampling parameters": {"sampling_params": {"extra_args": {"kv_transfer_params": "x"}}},
+    "beside own ids": {"kv_transfer_params": {**IDS, "do_remote_prefill": True}},
+    "beside many ids": {"kv_transfer_params": {**LONG_IDS, "stream_key": "0" * 32}},
+    "no ids": {"kv_transfer_params": {"remote_host": "h"}},
+    "text": {"kv_transfer_params": "x"},
+    "many": {"kv_transfer_params": [1] * 40_000},
+    "too much": {"vllm_xargs": {"a": "x" * (MAX_SMALL_BYTES + 1)}},
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/inference/v1/generate"])
+async def test_parameters_of_the_engines_are_refused_wherever_they_hide(
+    kit: Any, name: str, path: str
+) -> None:
+    async with kit.cluster() as cluster:
+        response = await cluster.ask({**BODY, "n": 2, **HIDDEN[name]}, path)
+        assert response.status == 400
+        assert (await response.json())["error"]["type"] == "bad_request"
+        assert not cluster.decode[0].calls
+
+
+@pytest.mark.parametrize("ids", [IDS, LONG_IDS], ids=["few", "many"])
+@pytest.mark.parametrize("keys", [True, False])
+async def test_a_clients_own_token_ids_go_to_both_engines(kit: Any, ids: Any, keys: bool) -> None:
+    async with kit.cluster(keys=keys) as cluster:
+        body = {**BODY, "kv_transfer_params": ids}
+        assert (await cluster.ask(body)).status == 200
+        assert (await cluster.ask({**body, "n": 2})).status == 200
+        [prefilled] = (call.body["kv_transfer_params"] for call in cluster.prefill[0].calls)
+        decoded, alone = (call.body["kv_transfer_params"] for call in cluster.decode[0].calls)
+        assert prefilled.items() >= {**ids, "do_remote_decode": True}.items()
+        assert decoded == {**ids, **kit.kv_params}
+        assert alone == ids
+
+
+async def test_what_holds_no_parameters_goes_on_as_it_is(kit: Any) -> None:
+    own = {"vllm_xargs": {"session_id": "s", "b": [1, 2.5]}, "kv_transfer_params": None}
+    async with kit.cluster() as cluster:
+        assert (await cluster.ask({**BODY, **own})).status == 200
+        assert json.loads(cluster.decode[0].calls[0].raw)["vllm_xargs"] == own["vllm_xargs"]
