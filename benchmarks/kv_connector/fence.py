@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import msgspec
 import numpy as np
-import zmq
 
 from kv_connector import peer
 from kv_connector.samples import OURS, VLLM, Sample
@@ -142,16 +141,15 @@ def _alone(source: peer.Source, transport: str, count: int) -> Iterator[Sample]:
 def _describe(source: peer.Source) -> wire.WorkerDescription:
     request = wire.DescribeRequest(engine_id=peer.PREFILL, tp_rank=0)
     deadline = time.monotonic() + READ_SECONDS
-    with zmq.Context() as context:
-        inquiry = Inquiry(context, LOOPBACK, source.port, request)
-        try:
-            while time.monotonic() < deadline:
-                reply = inquiry.poll()
-                if reply is not None:
-                    return wire.open_description(reply)
-                time.sleep(LOOK_SECONDS)
-        finally:
-            inquiry.close()
+    inquiry = Inquiry(LOOPBACK, source.port, request)
+    try:
+        while time.monotonic() < deadline:
+            reply = inquiry.poll()
+            if reply is not None:
+                return wire.open_description(reply)
+            time.sleep(LOOK_SECONDS)
+    finally:
+        inquiry.close()
     raise TimeoutError(f"no answer from {inquiry.address} within {READ_SECONDS:g} s")
 
 

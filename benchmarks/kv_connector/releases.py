@@ -8,8 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from kv_connector.timed_connector import RECORD, TimedNixlConnector
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.transport.agent import NixlAgent
@@ -71,12 +69,11 @@ def _reader(params: Mapping[str, Any]) -> tuple[NixlAgent, str]:
     request = wire.DescribeRequest(
         engine_id=params["remote_engine_id"], tp_rank=0, consumer=CONSUMER
     )
-    with zmq.Context() as context:
-        inquiry = Inquiry(context, host, port, request)
-        try:
-            described = wire.open_description(_answer(inquiry))
-        finally:
-            inquiry.close()
+    inquiry = Inquiry(host, port, request)
+    try:
+        described = wire.open_description(_answer(inquiry))
+    finally:
+        inquiry.close()
     agent = NixlAgent(ConnectorConfig(side_channel_host=host, side_channel_port=port))
     name = agent.add_peer(described.agent_metadata)
     agent.connect(name)

@@ -10,8 +10,6 @@ import random
 import sys
 import time
 
-import zmq
-
 from tests.chaos.garbage import mutations, notifications
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.transport.agent import NixlAgent
@@ -26,12 +24,11 @@ def main() -> int:
     """Send them; 0 where all were sent."""
     host, port, engine_id, seed, count = sys.argv[1:]
     request = wire.DescribeRequest(engine_id=engine_id, tp_rank=0, consumer="rogue/0")
-    with zmq.Context() as context:
-        inquiry = Inquiry(context, host, int(port), request)
-        try:
-            described = _answer(inquiry)
-        finally:
-            inquiry.close()
+    inquiry = Inquiry(host, int(port), request)
+    try:
+        described = _answer(inquiry)
+    finally:
+        inquiry.close()
     metadata = wire.open_description(described).agent_metadata
     agent = NixlAgent(ConnectorConfig(side_channel_host=host, side_channel_port=int(port)))
     name = agent.add_peer(metadata)

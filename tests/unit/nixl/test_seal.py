@@ -1,5 +1,6 @@
 """The side channel's secret: what proves it passes once and in time, the rest is told why."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -79,26 +80,128 @@ def test_what_is_not_proven_is_refused_with_the_reason(
         assert held.decode() not in str(raised.value)
 
 
-def test_a_repeated_request_is_refused_for_as_long_as_it_would_be_in_time() -> None:
-    gate = Gate(SECRET)
-    early = seal.seal(SECRET, seal.REQUEST, FRAME, NONCE, NOW + seal.WINDOW_SECONDS)
-    gate.admit(early, NOW)
-    for later in (0.0, 1.0, 2 * seal.WINDOW_SECONDS):
-        with pytest.raises(ProtocolError, match="repetition"):
-            gate.admit(early, NOW + later)
+class Clock:
+    """A monotonic clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def numbered(asker: int, number: int, sent: float) -> bytes:
+    """A sealed request of one asker."""
+    nonce = asker.to_bytes(8, "big") + number.to_bytes(8, "big")
+    return seal.seal(SECRET, seal.REQUEST, FRAME, nonce, sent)
+
+
+@pytest.mark.parametrize("step", [0.0, 1.0, 125.0, 3600.0, -3600.0, -125.0, 1e9, -1e9])
+def test_no_step_of_the_clock_lets_a_repetition_in_or_an_asker_out(step: float) -> None:
+    clock = Clock()
+    gate = Gate(SECRET, clock)
+    first = [numbered(1, number, NOW) for number in (1, 2)]
+    for frame in first:
+        gate.admit(frame, NOW)
+    clock.now += 500.0
+    for wall in (NOW + step, NOW, NOW + 30.0):
+        for frame in first:
+            with pytest.raises(ProtocolError, match="repetition"):
+                gate.admit(frame, wall)
+    for number in range(3, 2000, 2):
+        gate.admit(numbered(1, number + 1, NOW + step), NOW + 500.0)
+        gate.admit(numbered(1, number, NOW), NOW + step)
+
+
+def test_who_asks_for_the_first_time_needs_one_of_two_clocks() -> None:
+    """That of the wall, which may have been set right, or that of the start, carried on."""
+    clock = Clock()
+    gate = Gate(SECRET, clock)
+    begun = time.time()
+    clock.now += 300.0
+    gate.admit(numbered(1, 1, begun + 300.0), begun + 300.0 + 3600.0)  # stepped forwards
+    gate.admit(numbered(2, 1, begun + 300.0), begun + 300.0 - 3600.0)  # and backwards
+    gate.admit(numbered(3, 1, begun + 7200.0), begun + 7200.0)  # set right
     with pytest.raises(ProtocolError, match="clocks"):
-        gate.admit(early, NOW + 2 * seal.WINDOW_SECONDS + 1)
+        gate.admit(numbered(4, 1, begun + 300.0 - 3600.0), begun + 300.0)
 
 
-def test_memory_for_nonces_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seal, "MAX_NONCES", 3)
-    gate = Gate(SECRET)
-    for number in range(3):
-        gate.admit(seal.seal(SECRET, seal.REQUEST, FRAME, bytes([number]) * 16, NOW), NOW)
+def test_a_process_asks_as_often_as_it_likes_and_in_any_order() -> None:
+    gate = Gate(SECRET, Clock())
+    callers = [Caller(SECRET) for _ in range(4)]
+    frames = [callers[number % 4].prove(FRAME) for number in range(2000)]
+    for begin in range(0, 2000, 200):
+        for frame in reversed(frames[begin : begin + 200]):
+            gate.admit(frame, time.time())
+    for frame in frames:
+        with pytest.raises(ProtocolError, match="repetition"):
+            gate.admit(frame, time.time())
+    assert len(gate._askers._known) == 1
+
+
+def test_a_forked_process_is_another_asker() -> None:
+    gate, clock = Gate(SECRET), time.time()
+    parent = Caller(SECRET).prove(FRAME)
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.write(writer, Caller(SECRET).prove(FRAME))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    gate.admit(parent, clock)
+    gate.admit(os.read(reader, 4096), clock)
+    gate.admit(Caller(SECRET).prove(FRAME), clock)
+    assert len(gate._askers._known) == 2
+    os.close(reader)
+    os.close(writer)
+
+
+@given(st.lists(st.integers(0, 3 * seal.REORDERED), max_size=200))
+@settings(max_examples=200)
+def test_each_number_passes_at_most_once(numbers: list[int]) -> None:
+    gate = Gate(SECRET, Clock())
+    passed: list[int] = []
+    for number in numbers:
+        try:
+            gate.admit(numbered(1, number, NOW), NOW)
+        except ProtocolError:
+            assert number in passed or number <= max(passed) - seal.REORDERED
+        else:
+            assert number not in passed
+            passed.append(number)
+
+
+def test_new_askers_are_limited_by_address_and_the_others_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(seal, "MAX_NEW_ASKERS", 10)
+    clock = Clock()
+    gate = Gate(SECRET, clock)
+    for asker in range(10):
+        gate.admit(numbered(asker, 1, NOW), NOW, "flooder")
+    for asker in range(10, 700):
+        with pytest.raises(ProtocolError, match="retry later"):
+            gate.admit(numbered(asker, 1, NOW), NOW, "flooder")
+        gate.admit(numbered(5, asker, NOW), NOW, "flooder")  # it is known
+        gate.admit(numbered(9999, asker, NOW), NOW, "honest")
+    clock.now += 2 * seal.WINDOW_SECONDS + 1
+    gate.admit(numbered(10, 1, NOW), NOW, "flooder")
+
+
+def test_memory_for_askers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seal, "MAX_ASKERS", 3)
+    clock = Clock()
+    gate = Gate(SECRET, clock)
+    frames = [numbered(asker, 1, NOW) for asker in range(3)]
+    for frame in frames:
+        gate.admit(frame, NOW)
     with pytest.raises(ProtocolError, match="retry later"):
-        gate.admit(seal.seal(SECRET, seal.REQUEST, FRAME, b"x" * 16, NOW), NOW)
-    later = NOW + 2 * seal.WINDOW_SECONDS + 1
-    assert gate.admit(seal.seal(SECRET, seal.REQUEST, FRAME, b"x" * 16, later), later)
+        gate.admit(numbered(7, 1, NOW), NOW)
+    clock.now += 2 * seal.WINDOW_SECONDS + 1
+    gate.admit(numbered(7, 1, NOW + 121), NOW + 121)
+    assert len(gate._askers._known) == 3
+    for frame in frames:  # also of the one that was forgotten, whatever the clock says
+        with pytest.raises(ProtocolError, match="repetition"):
+            gate.admit(frame, NOW)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +214,10 @@ def test_memory_for_nonces_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_an_answer_that_is_not_proven_is_refused(answer: bytes, words: str) -> None:
+    caller = Caller(SECRET)
+    caller.prove(FRAME)
     with pytest.raises(ProtocolError, match=words):
-        Caller(SECRET).check(answer)
+        caller.check(answer)
 
 
 def test_a_refusal_need_not_be_proven() -> None:
@@ -158,7 +263,7 @@ def exchange(context: Any, served: bytes | None, asked: bytes | None) -> wire.De
     port = free_port()
     server = SideChannelServer("p", "start-1", "127.0.0.1", port, {}, served)
     server._answers[0] = DESCRIBED
-    inquiry = Inquiry(context, "127.0.0.1", port, REQUEST, asked)
+    inquiry = Inquiry("127.0.0.1", port, REQUEST, asked)
     try:
         deadline = time.monotonic() + BOUND_SECONDS
         while time.monotonic() < deadline:

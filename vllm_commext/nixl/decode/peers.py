@@ -7,8 +7,6 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-import zmq
-
 from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.heartbeats import PeerKey
@@ -127,7 +125,6 @@ class PeerTable:
         self._local = local
         self._recorder = recorder
         self._secret = read_secret(config.side_channel_secret_file)
-        self._context = zmq.Context()
         self._links = Links(agent, config, local)
         self._peers: dict[PeerKey, Peer] = {}
         self._next_check = 0.0
@@ -240,7 +237,6 @@ class PeerTable:
         """Retire all peers and give up all handshakes."""
         for peer in list(self._peers.values()):
             self._retire(peer)
-        self._context.destroy(linger=0)
 
     def _need(self, key: PeerKey, incarnation: str) -> Peer:
         """A peer that is being asked.
@@ -281,7 +277,7 @@ class PeerTable:
             consumer=self._local.consumer,
             configuration=digest(self._local.facts),
         )
-        return Inquiry(self._context, host, port, request, self._secret)
+        return Inquiry(host, port, request, self._secret)
 
     def _add(self, key: PeerKey) -> Peer:
         if len(self._peers) >= self._config.max_peers:

@@ -2,40 +2,42 @@
 of one of its workers, and decode engines where prompts are read while they are computed; any engine
 asks another which blocks it has on offer.
 
-It answers on a ZMQ ROUTER socket from a thread in its EngineCore process, and tells whoever has
-asked when the engine begins to drain.  Nothing that arrives
-there can end the thread: what is not a valid request is counted, answered with the reason, and
-forgotten.
+It answers from a thread in its EngineCore process, and tells whoever has asked when the engine
+begins to drain.  Nothing that arrives there can end the thread: what is not a valid request is
+counted, answered with the reason, and forgotten.
 """
 
-import contextlib
 import ipaddress
 import math
 import socket
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
-
-import zmq
 
 from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.log import RateLimitedLog, logger
+from vllm_commext.nixl.prefill.listener import Connection, Listener
 from vllm_commext.nixl.reuse.hashes import HASH_BYTES
 from vllm_commext.nixl.reuse.table import OfferTable
 from vllm_commext.nixl.stream.directory import StreamDirectory
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.compatibility import digest
-from vllm_commext.nixl.wire.connection import bound_waits, endpoint
+from vllm_commext.nixl.wire.connection import addresses
 from vllm_commext.nixl.wire.seal import Gate
 
 _RETRY_SECONDS = 0.2
 DRAIN_LOOK_SECONDS = 0.5
-MAX_TOLD = 4096
-"""Askers that are told of a drain, those that asked last."""
 MAX_HELD = 1024
-"""Questions about streams that wait for something to be known; more are answered at once."""
+"""Questions about streams that wait for something to be known, one a connection; more are answered
+at once."""
+MAX_HELD_OF_ONE = 256
+"""The same of one address."""
+MAX_HELD_KEYS = 1 << 13
+"""Keys in all of them."""
+_LATE_SECONDS = 0.01
+"""Between two looks for questions that have waited long enough."""
 
 
 class _Question(NamedTuple):
@@ -45,23 +47,25 @@ class _Question(NamedTuple):
     nonce: bytes
     until: float
 
+    @property
+    def keys(self) -> list[str]:
+        """All that it is about."""
+        return [*self.asked.keys, *self.asked.awaited]
+
 
 def resolve(host: str, port: int) -> str:
-    """Numeric address of a host, for binding; an IPv4 one where there is, as ZMQ connects to a
-    name by IPv4.
+    """Numeric address of a host, for binding; an IPv4 one where there is, as askers take it.
 
     Raises:
         ConfigError: the host has no address, or stands for all of this machine's.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        address = str(addresses(host, port)[0][1][0])
     except OSError as error:
         raise ConfigError(
             f"side_channel_host {host!r} has no address ({error}): set VLLM_NIXL_SIDE_CHANNEL_HOST "
             "to an address of this machine that decode engines reach"
         ) from error
-    chosen = next((entry for entry in found if entry[0] == socket.AF_INET), found[0])
-    address = str(chosen[4][0])
     number = ipaddress.ip_address(address.partition("%")[0])
     if (getattr(number, "ipv4_mapped", None) or number).is_unspecified:
         raise ConfigError(
@@ -108,14 +112,19 @@ class SideChannelServer:
         self._streams = streams
         self._blocks = blocks
         self._max_bytes = wire.MAX_REQUEST_BYTES if blocks is None else wire.MAX_QUESTION_BYTES
-        self.num_refused = 0
-        self._num_taken = 0
+        self._num_refused = self._num_taken = 0
         self._gate = Gate(secret)
         self._drains = drains
         self._told = False
-        # Who has asked, by envelope, with what its request had as nonce.
-        self._askers: OrderedDict[tuple[bytes, ...], bytes] = OrderedDict()
-        self._held: dict[tuple[bytes, ...], _Question] = {}
+        # By connection; who has asked for a key; how many each address has, and keys of all; keys
+        # of which something new is known.
+        self._held: dict[Connection, _Question] = {}
+        self._waiting: dict[str, dict[Connection, None]] = {}
+        self._num_held = Counter[str]()
+        self._num_keys = 0
+        self._changed: deque[str] = deque()
+        self._next_late = math.inf
+        self._asking: set[Connection] = set()
         described = {
             number: wire.describe(body, incarnation, host, port)
             for number, body in descriptions.items()
@@ -126,11 +135,9 @@ class SideChannelServer:
         self._pp_size = max((one.layout.pp_size for one in opened), default=1)
         self._log = RateLimitedLog()
         self._stop = threading.Event()
-        address = resolve(host, port)
-        self._context = zmq.Context()
-        self._socket = self._bind(address, host, port)
-        self._bell, self._ear = self._bell_and_ear()
-        self._bell_lock = threading.Lock()
+        self._listener = Listener(
+            _bind(resolve(host, port), host, port), self._max_bytes, self._reply, self._forget
+        )
         if streams is not None:
             streams.on_change = self._note_change
         self._thread = threading.Thread(
@@ -138,8 +145,13 @@ class SideChannelServer:
         )
         self._thread.start()
 
+    @property
+    def num_refused(self) -> int:
+        """Frames refused, and connections closed as they sent no frames."""
+        return self._num_refused + self._listener.num_refused
+
     def take_refused(self) -> int:
-        """Frames refused since the last call; for one caller."""
+        """What was refused since the last call; for one caller."""
         new, self._num_taken = self.num_refused - self._num_taken, self.num_refused
         return new
 
@@ -148,96 +160,104 @@ class SideChannelServer:
         if self._stop.is_set():
             return
         self._stop.set()
-        self._ring()
+        self._listener.wake()
         self._thread.join(timeout=1.0)
-        self._context.destroy(linger=0)
 
-    def _bind(self, address: str, host: str, port: int) -> zmq.Socket[bytes]:
-        bound = self._context.socket(zmq.ROUTER)
-        bound.setsockopt(zmq.LINGER, 0)
-        bound.setsockopt(zmq.IPV6, int(":" in address))
-        bound.setsockopt(zmq.MAXMSGSIZE, self._max_bytes)
-        bound.setsockopt(zmq.SNDTIMEO, 0)
-        bound_waits(bound)
-        try:
-            bound.bind(endpoint(address, port))
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise ConfigError(
-                f"side channel: {host}:{port} cannot be bound ({error}): another process uses the "
-                "port or the address is not of this machine; set VLLM_NIXL_SIDE_CHANNEL_PORT or "
-                "VLLM_NIXL_SIDE_CHANNEL_HOST"
-            ) from error
-        return bound
-
-    def _bell_and_ear(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """Two ends of a connection by which the thread is woken up."""
-        bell, ear = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        ear.bind("inproc://bell")
-        bell.connect("inproc://bell")
-        return bell, ear
-
-    def _ring(self) -> None:
-        """A full socket has rings enough, and a closed one nobody to wake up."""
-        with self._bell_lock, contextlib.suppress(zmq.ZMQError):
-            self._bell.send(b"", zmq.NOBLOCK)
-
-    def _note_change(self) -> None:
-        """Something new is known of streams: answer who has asked for it."""
-        if self._held:
-            self._ring()
+    def _note_change(self, key: str) -> None:
+        """Something new is known of a key: answer who has asked for it."""
+        if key in self._waiting:
+            self._changed.append(key)
+            self._listener.wake()
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._ear, zmq.POLLIN)
         while not self._stop.is_set():
             try:
-                poller.poll(self._look_ms())
-                while self._ear.poll(0):
-                    self._ear.recv()
+                self._listener.turn(self._look_seconds())
                 self._answer_held()
                 self._tell_drain()
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                continue
-            except zmq.ZMQError as error:
-                if self._stop.is_set():
-                    return
-                self._log.warning("receive", f"side channel: receiving failed: {error}")
+            except Exception:  # noqa: BLE001 one asker's error is no other's
+                self._log.exception("turn", "a turn of the side channel failed; it goes on")
                 self._stop.wait(_RETRY_SECONDS)
-                continue
-            self._reply(frames)
+        self._listener.close()
 
-    def _look_ms(self) -> int | None:
-        """Until there is something to do even if nothing arrives; None for never."""
-        times = [question.until - time.monotonic() for question in self._held.values()]
-        times += [] if self._drains is None else [DRAIN_LOOK_SECONDS]
-        return max(math.ceil(min(times) * 1000), 0) if times else None
+    def _look_seconds(self) -> float:
+        """Until there is something to do even if nothing arrives."""
+        look = math.inf if self._drains is None else DRAIN_LOOK_SECONDS
+        return max(min(look, self._next_late - time.monotonic()), 0.0)
 
     def _answer_held(self) -> None:
         """Answer questions about streams of which something is known, or that have waited."""
-        for envelope, (asked, nonce, until) in [*self._held.items()]:
-            found = self._find(asked)
-            if found.found or time.monotonic() >= until:
-                del self._held[envelope]
-                self._send(envelope, self._gate.prove(wire.encode(found), nonce, time.time()))
+        while self._changed:
+            for connection in [*self._waiting.get(self._changed.popleft(), ())]:
+                self._answer_question(connection)
+        now = time.monotonic()
+        if now >= self._next_late:
+            for connection in [one for one, asked in self._held.items() if asked.until <= now]:
+                self._answer_question(connection)
+            untils = [question.until for question in self._held.values()]
+            self._next_late = max(min(untils, default=math.inf), now + _LATE_SECONDS)
 
-    def _reply(self, frames: list[bytes]) -> None:
-        *envelope, frame = frames
-        answer = self._answer(frame, tuple(envelope))
-        if answer is None:
-            self._answer_held()
-            return
-        self._send(envelope, answer)
-        if self._told and tuple(envelope) in self._askers:
-            self._send_draining(tuple(envelope))
+    def _answer_question(self, connection: Connection) -> None:
+        """Answer a question if there is something to say, or no more time."""
+        asked, nonce, until = question = self._held[connection]
+        is_late = time.monotonic() >= until
+        if (found := self._streams_found(asked)) or is_late:
+            self._forget_question(connection, question)
+            frame = wire.encode(self._found_streams(found))
+            self._listener.send(connection, self._gate.prove(frame, nonce, time.time()))
 
-    def _send(self, envelope: Sequence[bytes], answer: bytes) -> None:
+    def _forget(self, connection: Connection) -> None:
+        """A connection has closed."""
+        self._asking.discard(connection)
+        if (question := self._held.get(connection)) is not None:
+            self._forget_question(connection, question)
+
+    def _keep_question(self, connection: Connection, question: _Question) -> None:
+        self._held[connection] = question
+        self._num_held[connection.address] += 1
+        self._num_keys += len(question.keys)
+        for key in question.keys:
+            self._waiting.setdefault(key, {})[connection] = None
+
+    def _forget_question(self, connection: Connection, question: _Question) -> None:
+        del self._held[connection]
+        self._num_held[connection.address] -= 1
+        if not self._num_held[connection.address]:
+            del self._num_held[connection.address]
+        self._num_keys -= len(question.keys)
+        for key in dict.fromkeys(question.keys):
+            del self._waiting[key][connection]
+            if not self._waiting[key]:
+                del self._waiting[key]
+
+    def _reply(self, connection: Connection, frame: bytes) -> None:
+        """Answer one frame."""
+        now = time.time()
         try:
-            self._socket.send_multipart([*envelope, answer])
-        except zmq.ZMQError as error:
-            self._log.warning("send", f"side channel: a reply was not sent: {error}")
+            body, nonce = self._gate.admit(frame, now, connection.address)
+            request = wire.decode_request(body, self._max_bytes)
+            connection.is_admitted = True
+            if isinstance(request, wire.FindStreams):
+                self._hold(request, connection, nonce)
+            elif isinstance(request, wire.FindBlocks):
+                found = wire.encode(self._find_blocks(request))
+                self._listener.send(connection, self._gate.prove(found, nonce, now))
+            else:
+                self._describe(connection, self._worker_asked_for(request), nonce, now)
+        except ProtocolError as error:
+            self._num_refused += 1
+            self._log.warning("refused", f"side channel: refused a frame: {error}")
+            self._listener.send(connection, wire.encode(wire.Refused(reason=str(error))))
+
+    def _describe(self, connection: Connection, worker: int, nonce: bytes, now: float) -> None:
+        """Describe a worker, and tell the asker from now on of drains."""
+        described = self._answers[worker]
+        answer = self._gate.prove(described, nonce, now)
+        connection.nonce = nonce
+        self._asking.add(connection)
+        self._listener.send(connection, answer, is_shared=answer is described)
+        if self._told:
+            self._send_draining(connection)
 
     def _tell_drain(self) -> None:
         """Tell whoever has asked where the engine drains, or does no more."""
@@ -246,50 +266,49 @@ class SideChannelServer:
         self._told = not self._told
         what = "drains: it takes no new requests" if self._told else "takes requests again"
         logger.info("prefill engine %s %s; its peers are told", self.engine_id, what)
-        for envelope in self._askers:
-            self._send_draining(envelope)
+        for connection in [*self._asking]:
+            self._send_draining(connection)
 
-    def _send_draining(self, envelope: tuple[bytes, ...]) -> None:
+    def _send_draining(self, connection: Connection) -> None:
+        assert connection.nonce is not None  # it has asked
         frame = wire.encode(wire.Draining(drains=self._told))
-        self._send(envelope, self._gate.prove(frame, self._askers[envelope], time.time()))
+        self._listener.send(connection, self._gate.prove(frame, connection.nonce, time.time()))
 
-    def _answer(self, frame: bytes, envelope: tuple[bytes, ...]) -> bytes | None:
-        """None where it is held."""
-        now = time.time()
-        try:
-            body, nonce = self._gate.admit(frame, now)
-            request = wire.decode_request(body, self._max_bytes)
-            if isinstance(request, wire.FindStreams):
-                self._hold(request, envelope, nonce)
-                return None
-            if isinstance(request, wire.FindBlocks):
-                return self._gate.prove(wire.encode(self._find_blocks(request)), nonce, now)
-            answer = self._gate.prove(self._answers[self._worker_asked_for(request)], nonce, now)
-            self._askers[envelope] = nonce
-            if len(self._askers) > MAX_TOLD:
-                self._askers.popitem(last=False)
-            return answer
-        except ProtocolError as error:
-            self.num_refused += 1
-            self._log.warning("refused", f"side channel: refused a frame: {error}")
-            return wire.encode(wire.Refused(reason=str(error)))
-
-    def _hold(self, asked: wire.FindStreams, envelope: tuple[bytes, ...], nonce: bytes) -> None:
+    def _hold(self, asked: wire.FindStreams, connection: Connection, nonce: bytes) -> None:
         """Keep a question about streams until something of it is known."""
         if self._streams is None:
             raise ProtocolError(
                 f"engine {self.engine_id!r} streams no chunks: set stream_chunks in its "
                 "kv_connector_extra_config"
             )
-        num_keys = len(asked.keys) + len(asked.awaited)
-        if num_keys > wire.MAX_KEYS:
-            raise ProtocolError(f"expected at most {wire.MAX_KEYS} keys, got {num_keys}")
-        waits = len(self._held) < MAX_HELD and 0.0 < asked.wait_seconds <= wire.MAX_WAIT_SECONDS
-        until = time.monotonic() + (asked.wait_seconds if waits else 0.0)
-        self._held[envelope] = _Question(asked, nonce, until)
+        wait = asked.wait_seconds if 0.0 < asked.wait_seconds <= wire.MAX_WAIT_SECONDS else 0.0
+        question = _Question(asked, nonce, time.monotonic() + wait)
+        keys = question.keys
+        if len(keys) > wire.MAX_KEYS or any(len(key) > wire.KEY_DIGITS for key in keys):
+            raise ProtocolError(
+                f"expected at most {wire.MAX_KEYS} keys of {wire.KEY_DIGITS} digits, got "
+                f"{len(keys)}"
+            )
+        if (before := self._held.get(connection)) is not None:
+            self._forget_question(connection, before)
+        if not self._has_room(connection, len(keys)):
+            question = question._replace(until=0.0)
+        self._keep_question(connection, question)
+        # Only now, so that nothing is missed that becomes known meanwhile.
+        self._answer_question(connection)
+        if connection in self._held:
+            self._next_late = min(self._next_late, question.until)
 
-    def _find(self, asked: wire.FindStreams) -> wire.FoundStreams:
+    def _has_room(self, connection: Connection, num_keys: int) -> bool:
+        """Whether one more question can be held."""
+        is_full = len(self._held) >= MAX_HELD or self._num_keys + num_keys > MAX_HELD_KEYS
+        return not is_full and self._num_held[connection.address] < MAX_HELD_OF_ONE
+
+    def _streams_found(self, asked: wire.FindStreams) -> dict[str, wire.FoundStream]:
         assert self._streams is not None  # else no question is held
+        return self._streams.find(asked.keys, asked.awaited)
+
+    def _found_streams(self, found: dict[str, wire.FoundStream]) -> wire.FoundStreams:
         incarnation, host, port = self._place
         return wire.FoundStreams(
             engine_id=self.engine_id,
@@ -298,7 +317,7 @@ class SideChannelServer:
             port=port,
             tp_size=len(self._answers) // self._pp_size,
             pp_size=self._pp_size,
-            found=self._streams.find(asked.keys, asked.awaited),
+            found=found,
         )
 
     def _find_blocks(self, request: wire.FindBlocks) -> wire.FoundBlocks:
@@ -345,3 +364,23 @@ class SideChannelServer:
                 f"engine {self.engine_id!r}; its log lists the differences",
             )
         return request.tp_rank
+
+
+def _bind(address: str, host: str, port: int) -> socket.socket:
+    """A socket bound to an address that stands for a host.
+
+    Raises:
+        ConfigError: it cannot be bound.
+    """
+    bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((address, port))
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise ConfigError(
+            f"side channel: {host}:{port} cannot be bound ({error}): another process uses the "
+            "port or the address is not of this machine; set VLLM_NIXL_SIDE_CHANNEL_PORT or "
+            "VLLM_NIXL_SIDE_CHANNEL_HOST"
+        ) from error
+    return bound

@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import zmq
-
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
 from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.wire import messages as wire
@@ -123,7 +121,6 @@ class BlockFinder:
             self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         while True:
             with self._wakes:
                 self._wakes.wait_for(lambda: self._is_closed or self._has_work())
@@ -135,33 +132,30 @@ class BlockFinder:
                 _hang_up(channel)
             for channel in channels:
                 try:
-                    self._look(context, channel)
+                    self._look(channel)
                 except Exception as error:  # noqa: BLE001 one engine's error is no other's
                     self._fail(channel, error)
             with self._wakes:
                 self._wakes.wait_for(lambda: self._is_closed, _LOOK_SECONDS)
         for channel in (*self._channels.values(), *self._unused):
             _hang_up(channel)
-        context.destroy(linger=0)
 
     def _has_work(self) -> bool:
         return any(one.searches for one in self._channels.values())
 
-    def _look(self, context: zmq.Context[zmq.Socket[bytes]], channel: _Channel) -> None:
+    def _look(self, channel: _Channel) -> None:
         """One step of a channel: ask, or take the answer."""
         search, now = channel.searches[0], time.monotonic()
         if now < channel.not_before or (now >= search.until and not channel.question):
             self._end(channel, None)
         elif not channel.question:
-            self._ask(context, channel, search)
+            self._ask(channel, search)
         elif (found := self._answer(channel)) is not None:
             self._end(channel, found)
         elif now >= search.until:
             raise CommextTimeoutError(f"no answer within {self._limit_seconds:g} s")
 
-    def _ask(
-        self, context: zmq.Context[zmq.Socket[bytes]], channel: _Channel, search: _Search
-    ) -> None:
+    def _ask(self, channel: _Channel, search: _Search) -> None:
         channel.question = secrets.token_bytes(_QUESTION_BYTES)
         question = wire.FindBlocks(
             question=channel.question, hashes=b"".join(search.hashes), consumer=self._consumer
@@ -170,7 +164,7 @@ class BlockFinder:
             channel.inquiry.close()
             channel.inquiry = None
         if channel.inquiry is None:
-            channel.inquiry = Inquiry(context, *channel.place, question, self._secret)
+            channel.inquiry = Inquiry(*channel.place, question, self._secret)
         else:
             channel.inquiry.ask(question)
 

@@ -5,15 +5,14 @@ One thread has a question open at each side channel, which is answered as soon a
 known there; it rings when there is an answer for a request.
 """
 
-import contextlib
+import select
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import zmq
-
 from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError
+from vllm_commext.nixl.bell import Bell
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.inquiry import Inquiry
@@ -84,10 +83,7 @@ class StreamAsker:
         self._told = threading.Condition(self._lock)
         self._is_closed = False
         self._thread: threading.Thread | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._bell, self._ear = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        self._ear.bind("inproc://bell")
-        self._bell.connect("inproc://bell")
+        self._bell = Bell()
 
     def watch(self, request_id: str, key: str, place: Place, *, awaits_token: bool = False) -> None:
         """Ask for a key at a side channel until there is an answer, and then, where it *awaits* it,
@@ -101,7 +97,7 @@ class StreamAsker:
                     target=self._run, name="commext-streams", daemon=True
                 )
                 self._thread.start()
-            self._wake()
+            self._bell.ring()
 
     def settle(self, request_id: str) -> None:
         """The request has its answer."""
@@ -144,17 +140,12 @@ class StreamAsker:
     def close(self) -> None:
         """End the thread, bounded; may be called again."""
         with self._lock:
-            was_closed, self._is_closed = self._is_closed, True
-            self._wake()
+            self._is_closed = True
+            self._bell.ring()
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)
-        elif not was_closed:
-            self._context.destroy(linger=0)
-
-    def _wake(self) -> None:
-        """Wake the thread up; a full socket has rings enough, and a closed one nobody to wake."""
-        with contextlib.suppress(zmq.ZMQError):
-            self._bell.send(b"", zmq.NOBLOCK)
+        else:
+            self._bell.close()
 
     def _run(self) -> None:
         while True:
@@ -170,19 +161,19 @@ class StreamAsker:
             self._sleep([place.inquiry for _, place in places if place.inquiry is not None])
         for place in self._places.values():
             _hang_up(place)
-        self._context.destroy(linger=0)
+        self._bell.close()
 
     def _sleep(self, inquiries: list[Inquiry]) -> None:
         """Until something arrives or is to be asked, or it is time to look."""
-        poller = zmq.Poller()
-        poller.register(self._ear, zmq.POLLIN)
+        poller = select.poll()
+        poller.register(self._bell, select.POLLIN)
         for one in inquiries:
-            poller.register(one.socket, zmq.POLLIN)
+            if one.socket.fileno() >= 0:
+                poller.register(one.socket, one.socket.events)
         with self._lock:
             is_idle = not self._places
         poller.poll(None if is_idle else int(1000 * _LOOK_SECONDS))
-        while self._ear.poll(0):
-            self._ear.recv()
+        self._bell.hear()
 
     def _look(self, where: Place, place: _Place) -> None:
         now = time.monotonic()
@@ -213,7 +204,7 @@ class StreamAsker:
             consumer=self._consumer,
         )
         if place.inquiry is None:
-            place.inquiry = Inquiry(self._context, *where, question, self._secret)
+            place.inquiry = Inquiry(*where, question, self._secret)
         else:
             place.inquiry.ask(question)
 

@@ -16,11 +16,11 @@ MAX_ENDED = 4096
 class StreamDirectory:
     """Streams by key; safe for threads.
 
-    Attributes: ``on_change``: called when something new is known, by who says it.
+    Attributes: ``on_change``: called with a key of which something new is known, by who says it.
     """
 
     def __init__(self) -> None:
-        self.on_change: Callable[[], None] = lambda: None
+        self.on_change: Callable[[str], None] = lambda _: None
         self._lock = threading.Lock()
         self._found: dict[str, FoundStream] = {}
         self._ended: OrderedDict[str, FoundStream] = OrderedDict()
@@ -35,7 +35,7 @@ class StreamDirectory:
                 self._remember(key, stream)
             else:
                 self._found[key] = stream
-        self.on_change()
+        self.on_change(key)
 
     def tell(self, key: str, first_token: int, sampling: str) -> None:
         """A prompt that can be read is computed, and this token follows, drawn by this."""
@@ -44,14 +44,14 @@ class StreamDirectory:
             self._found[key] = msgspec.structs.replace(
                 known, first_token=first_token, sampling=sampling
             )
-        self.on_change()
+        self.on_change(key)
 
     def end(self, key: str) -> None:
         """Its blocks are going to be freed."""
         with self._lock:
             if self._found.pop(key, None) is not None:
                 self._remember(key, FoundStream(refusal="the prefill has ended"))
-        self.on_change()
+        self.on_change(key)
 
     def find(self, keys: Iterable[str], awaited: Iterable[str] = ()) -> dict[str, FoundStream]:
         """What is known of these keys; of those *awaited*, if their first token is, or none

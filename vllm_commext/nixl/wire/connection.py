@@ -1,59 +1,264 @@
-"""Whether a ZMQ socket's one connection is up, from the events that ZMQ reports about it.
+"""The asking end of a side channel: one TCP connection that never blocks, and never keeps more than
+one answer.
 
-A connection to a process on a host that is up closes with the process, at once.  For a host that
+It closes with the process at the other end if that process's host is up, at once.  For a host that
 vanished there are TCP's own timeouts.
 """
 
 from __future__ import annotations
 
-import zmq
-from zmq.utils.monitor import recv_monitor_message
+import contextlib
+import errno
+import os
+import re
+import select
+import socket
+import threading
+import time
+from typing import Any
 
-CONNECT_MS = 2000
-"""A connection that is not made by then counts as refused."""
+from vllm_commext.errors import ProtocolError
+from vllm_commext.nixl.wire import zmtp
+
+CONNECT_SECONDS = 2.0
+"""A connection that is not made by then, its address looked up included, counts as refused."""
 UNACKNOWLEDGED_MS = 5000
 """A connection on which sent bytes are not acknowledged by then is closed."""
 KEEPALIVE_SECONDS = (5, 2, 3)
 """TCP keepalive: seconds before the first probe, seconds between two, and how many."""
+MAX_UNFINISHED_BYTES = 16 * 1024 * 1024
+"""Of answers that are not whole, over all connections of this process."""
+MAX_LOOKUPS = 16
+"""Names that this process looks up at a time."""
+_LOOKUP_SECONDS = 0.005
+"""A name that is known on this host is found within that time."""
+_CHUNK_BYTES = 64 * 1024
+_HOST = re.compile(r"[A-Za-z0-9._:%-]{1,255}")
 
 
 def endpoint(host: str, port: int) -> str:
-    """ZMQ address of a host and port, brackets around IPv6."""
+    """How a host and port are written, brackets around IPv6."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def bound_waits(socket: zmq.Socket[bytes]) -> None:
-    """Let a vanished host close the socket's connections.  Call it before ``connect``."""
+def bound_waits(connection: socket.socket) -> None:
+    """Let a vanished host close a connection, and small messages go at once."""
     idle, interval, count = KEEPALIVE_SECONDS
-    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
-    socket.setsockopt(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, idle)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, interval)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, count)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS),
+        (socket.TCP_KEEPIDLE, idle),
+        (socket.TCP_KEEPINTVL, interval),
+        (socket.TCP_KEEPCNT, count),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-class ConnectionWatch:
-    """Watches a socket that connects once.  Make it before ``connect``.
+def addresses(host: str, port: int) -> list[tuple[int, Any]]:
+    """Family and address of a host, IPv4 first.
 
     Raises:
-        zmq.ZMQError: no socket is left.
+        OSError: it has none.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted(
+        ((entry[0], entry[4]) for entry in found), key=lambda one: one[0] != socket.AF_INET
+    )
+
+
+class _Budget:
+    """Bytes that all connections of this process hold; safe for threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a collection may close a connection at any point
+        self._num_bytes = 0
+
+    def change(self, num_bytes: int) -> bool:
+        """Hold so many more, or fewer; whether that is no more than may be."""
+        with self._lock:
+            self._num_bytes += num_bytes
+            return num_bytes <= 0 or self._num_bytes <= MAX_UNFINISHED_BYTES
+
+
+_UNFINISHED = _Budget()
+_LOOKUPS = threading.BoundedSemaphore(MAX_LOOKUPS)
+
+
+class _Lookup:
+    """The address of a host, found by a thread of its own where it is a name."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._place = host, port
+        self._done = threading.Event()
+        self._found: tuple[int, Any] | OSError | None = None
+        if not _LOOKUPS.acquire(blocking=False):
+            raise OSError(f"{MAX_LOOKUPS} names are being looked up: retry later")
+        threading.Thread(target=self._run, name="commext-lookup", daemon=True).start()
+        self._done.wait(_LOOKUP_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            self._found = addresses(*self._place)[0]
+        except (OSError, UnicodeError) as error:
+            self._found = OSError(f"{self._place[0]!r} has no address ({error})")
+        finally:
+            _LOOKUPS.release()
+            self._done.set()
+
+    def take(self) -> tuple[int, Any] | None:
+        """None where it is still being looked up.
+
+        Raises:
+            OSError: it has no address.
+        """
+        if isinstance(self._found, OSError):
+            raise self._found
+        return self._found
+
+
+class SideChannelSocket:
+    """One connection to a side channel.  Owned by one thread, which calls `receive` often.
+
+    Args:
+        host: address or name to connect to.
+        port: its port.
+        max_bytes: of a message from there.
+
+    Raises:
+        ProtocolError: the host cannot be the name of one.
+        OSError: no socket is left.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
-        self._has_failed = False
-        events = zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
-        self._events = socket.get_monitor_socket(events)
+    def __init__(self, host: str, port: int, max_bytes: int) -> None:
+        self._socket: socket.socket | None = None
+        self._lookup: _Lookup | None = None
+        self._decoder = zmtp.Decoder(zmtp.DEALER, max_bytes)
+        self._out = bytearray(zmtp.opening(zmtp.DEALER))
+        self._waiting = bytearray()
+        self._num_counted = 0
+        self._until = time.monotonic() + CONNECT_SECONDS
+        self.error = ""
+        """Why the connection was not made or has ended, "" as long as it has not."""
+        if not (_HOST.fullmatch(host) and 0 < port < 65536):
+            raise ProtocolError(f"expected a host's name or address and a port, got {host!r}")
+        if _is_numeric(host):
+            self._connect(*addresses(host, port)[0])
+        else:
+            self._lookup = _Lookup(host, port)
 
-    def has_failed(self) -> bool:
-        """Whether the connection was refused, not made in time, or has closed."""
-        while not self._has_failed and self._events.poll(0):
-            recv_monitor_message(self._events)
-            self._has_failed = True
-        return self._has_failed
+    def fileno(self) -> int:
+        """What a poller takes, -1 where there is none: not yet, or no more."""
+        return self._socket.fileno() if self._socket is not None else -1
+
+    @property
+    def events(self) -> int:
+        """What a poller is to wait for."""
+        return select.POLLIN | (select.POLLOUT if self._out else 0)
+
+    def send(self, message: bytes) -> None:
+        """Send a message as soon as the other end is ready.  It takes nothing in, so that who waits
+        for this socket misses nothing."""
+        self._waiting += zmtp.header(len(message)) + message
+        try:
+            self._flush()
+        except OSError as error:
+            self._end(str(error))
+
+    def receive(self) -> bytes | None:
+        """The next message, None where there is none yet.
+
+        Raises:
+            ProtocolError: what came is not of this protocol.
+        """
+        try:
+            message = self._decoder.take()
+            while message is None and self._move():
+                message = self._decoder.take()
+        except ProtocolError as error:
+            self._end(str(error))
+            raise
+        self._count()
+        return message
+
+    def is_connected(self) -> bool:
+        """False once the connection was refused, not made in time, or has closed."""
+        if not self._decoder.num_held:
+            self._move()
+        return not self.error
 
     def close(self) -> None:
-        """Stop watching; call it before the socket is closed."""
-        self._socket.disable_monitor()
-        self._events.close(linger=0)
+        """Safe to repeat."""
+        self._end("closed")
+        self._decoder = zmtp.Decoder(zmtp.DEALER, 0)
+        self._count()
+
+    __del__ = close
+
+    def _connect(self, family: int, address: Any) -> None:
+        self._socket = made = socket.socket(family, socket.SOCK_STREAM)
+        made.setblocking(False)
+        bound_waits(made)
+        status = made.connect_ex(address)
+        if status not in (0, errno.EINPROGRESS):
+            self._end(os.strerror(status))
+
+    def _move(self) -> bool:
+        """Send and receive what can be at once; whether something has come."""
+        if self.error:
+            return False
+        try:
+            if self._lookup is not None and (found := self._lookup.take()) is not None:
+                self._lookup = None
+                self._connect(*found)
+            data = self._exchange()
+        except OSError as error:
+            self._end(str(error))
+            return False
+        self._decoder.feed(data)
+        self._count()
+        return bool(data)
+
+    def _exchange(self) -> bytes:
+        """What has come, empty for nothing."""
+        self._flush()
+        if self._socket is not None:
+            with contextlib.suppress(BlockingIOError):
+                data = self._socket.recv(_CHUNK_BYTES)
+                if not data:
+                    raise ConnectionError("the other end has closed it")
+                return data
+        if not self._decoder.is_ready and time.monotonic() >= self._until:
+            raise TimeoutError(f"no connection within {CONNECT_SECONDS:g} s")
+        return b""
+
+    def _flush(self) -> None:
+        """Send what can be sent at once."""
+        if self._decoder.is_ready and self._waiting:
+            self._out += self._waiting
+            self._waiting.clear()
+        with contextlib.suppress(BlockingIOError):
+            while self._out and self._socket is not None:
+                del self._out[: self._socket.send(self._out)]
+
+    def _count(self) -> None:
+        """Hold no more, over all connections, than may be."""
+        change = self._decoder.num_held - self._num_counted
+        self._num_counted += change
+        if not _UNFINISHED.change(change):
+            self.close()
+            self.error = f"more than {MAX_UNFINISHED_BYTES} bytes of unfinished answers"
+
+    def _end(self, error: str) -> None:
+        self.error = self.error or error
+        made, self._socket, self._lookup = self._socket, None, None
+        if made is not None:
+            made.close()
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, 0, flags=socket.AI_NUMERICHOST)
+    except OSError:
+        return False
+    return True

@@ -1,5 +1,8 @@
-"""A shared secret for the side channel: each frame is proven by HMAC-SHA256, within a time window
-and once; so are request parameters, which the fence keeps from being used twice.
+"""A shared secret for the side channel: each frame is proven by HMAC-SHA256, and a request once; so
+are request parameters, which the fence keeps from being used twice.
+
+A request says which process asks and the number of the request there, which grows; the answering
+side remembers the numbers of each.  Clocks count only for a process that it does not know.
 
 The secret proves who asks and who answers; it hides nothing of what they say.  Nothing here logs
 it, and no message of an error holds any part of it.
@@ -9,12 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import itertools
+import math
 import os
 import secrets
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +35,14 @@ MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 4096
 WINDOW_SECONDS = 60.0
 """How far the clocks of two hosts may be apart, the way between them included."""
-MAX_NONCES = 1 << 16
+MAX_ASKERS = 1 << 16
+"""Whose numbers a gate remembers; an asker is a process that asks."""
+MAX_NEW_ASKERS = 1 << 12
+"""From one address within twice the window."""
 NONCE_BYTES = 16
+_ASKER_BYTES = 8
+REORDERED = 1024
+"""How far the requests of one asker may overtake each other, over all of its connections."""
 REQUEST = b"commext-nixl request"
 REPLY = b"commext-nixl reply"
 PARAMETERS = b"commext-nixl parameters"
@@ -42,7 +53,7 @@ class Sealed(wire.Frame, tag="sealed", frozen=True):
 
     Attributes:
         sent: when it was sealed, in seconds since 1970 of the sender's clock.
-        nonce: differs with each request; the reply carries that of its request.
+        nonce: of the asker, and the number of its request; the reply carries that of its request.
         body: the frame.
         proof: HMAC-SHA256 of the purpose, ``sent``, ``nonce`` and ``body``.
     """
@@ -150,19 +161,105 @@ def is_proof(proof: Any, expected: str) -> bool:
     )
 
 
+class _Askers:
+    """Numbers of requests that were answered, by asker: none is answered twice, whatever the clocks
+    do.  What it keeps is bounded, and an asker that is not forgotten can ask as often as it likes.
+
+    Args:
+        clock: monotonic, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._begun = time.time() - clock()
+        # By asker, least recently heard of first: the highest number, one bit for each of those
+        # below it that was seen, the latest time of sending, and when it was heard of.
+        self._known: OrderedDict[bytes, tuple[int, int, float, float]] = OrderedDict()
+        self._new: dict[str, tuple[float, int]] = {}
+        self._forgotten = -math.inf
+
+    def note(self, sealed: Sealed, wall: float, address: str) -> None:
+        """Remember a request.
+
+        Raises:
+            ProtocolError: it is a repetition, or may be one.
+        """
+        if len(sealed.nonce) != NONCE_BYTES:
+            raise ProtocolError(f"expected a nonce of {NONCE_BYTES} bytes, got {len(sealed.nonce)}")
+        asker = sealed.nonce[:_ASKER_BYTES]
+        number = int.from_bytes(sealed.nonce[_ASKER_BYTES:], "big")
+        known = self._known.get(asker)
+        if known is None:
+            self._meet(sealed.sent, wall, address)
+            highest, seen, latest = number, 1, sealed.sent
+        else:
+            highest, seen, latest, _ = known
+            highest, seen = _with_number(highest, seen, number)
+            latest = max(latest, sealed.sent)
+        self._known[asker] = highest, seen, latest, self._clock()
+        self._known.move_to_end(asker)
+
+    def _meet(self, sent: float, wall: float, address: str) -> None:
+        """Make room for an asker that is not known: its clock is all there is to go by."""
+        now = self._clock()
+        if not any(abs(one - sent) <= WINDOW_SECONDS for one in (wall, self._begun + now)):
+            raise ProtocolError(
+                f"the request was sealed {wall - sent:.0f} s ago by the clocks of both hosts, "
+                f"expected at most {WINDOW_SECONDS:g} s either way: set the clocks (NTP)"
+            )
+        if sent <= self._forgotten:
+            raise ProtocolError("the request may be a repetition: retry with another asker, later")
+        begun, num_new = self._new.get(address, (now, 0))
+        if now - begun > 2 * WINDOW_SECONDS:
+            begun, num_new = now, 0
+        if num_new >= MAX_NEW_ASKERS:
+            raise ProtocolError(
+                f"more than {MAX_NEW_ASKERS} new askers from one address within two minutes: "
+                "retry later"
+            )
+        if len(self._known) >= MAX_ASKERS:
+            self._forget(now)
+        self._new[address] = begun, num_new + 1
+        if len(self._new) > MAX_ASKERS:
+            del self._new[next(iter(self._new))]
+
+    def _forget(self, now: float) -> None:
+        _, _, latest, heard = next(iter(self._known.values()))
+        if now - heard <= 2 * WINDOW_SECONDS:
+            raise ProtocolError(f"more than {MAX_ASKERS} askers within two minutes: retry later")
+        self._known.popitem(last=False)
+        self._forgotten = max(self._forgotten, latest)
+
+
+def _with_number(highest: int, seen: int, number: int) -> tuple[int, int]:
+    """The highest number and what was seen up to it, with one more.
+
+    Raises:
+        ProtocolError: it was seen, or is too far below the highest to tell.
+    """
+    if number > highest:
+        ahead = min(number - highest, REORDERED)
+        return number, (seen << ahead | 1) & ((1 << REORDERED) - 1)
+    if highest - number >= REORDERED or seen >> (highest - number) & 1:
+        raise ProtocolError("the request was answered before: it is a repetition")
+    return highest, seen | 1 << (highest - number)
+
+
 class Gate:
     """The answering side: lets requests in and proves the answers.
 
     Args:
         secret: the shared one, None where everybody is let in.
+        clock: monotonic, in seconds.
     """
 
-    def __init__(self, secret: bytes | None) -> None:
+    def __init__(self, secret: bytes | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._secret = secret
-        self._seen: OrderedDict[bytes, float] = OrderedDict()
+        self._askers = _Askers(clock)
 
-    def admit(self, frame: bytes, now: float) -> tuple[bytes, bytes]:
-        """The request within a frame, and the nonce that its answer has to carry.
+    def admit(self, frame: bytes, now: float, address: str = "") -> tuple[bytes, bytes]:
+        """The request within a frame that came from an address *now*, in seconds since 1970, and
+        the nonce that its answer has to carry.
 
         Raises:
             ProtocolError: it is not to be answered; says what is wrong and what to do.
@@ -181,39 +278,40 @@ class Gate:
                 f"of it: set side_channel_secret_file (or {SECRET_VARIABLE}) on the decode engine"
             )
         sealed = unseal(self._secret, REQUEST, frame)
-        self._check_time(sealed.sent, now)
-        self._check_nonce(sealed.nonce, now)
+        self._askers.note(sealed, now, address)
         return sealed.body, sealed.nonce
 
     def prove(self, reply: bytes, nonce: bytes, now: float) -> bytes:
         """The answer to the request that had the nonce, as it goes out."""
         return reply if self._secret is None else seal(self._secret, REPLY, reply, nonce, now)
 
-    def _check_time(self, sent: float, now: float) -> None:
-        if not abs(now - sent) <= WINDOW_SECONDS:
-            raise ProtocolError(
-                f"the request was sealed {now - sent:.0f} s ago by the clocks of both hosts, "
-                f"expected at most {WINDOW_SECONDS:g} s either way: set the clocks (NTP)"
-            )
-
-    def _check_nonce(self, nonce: bytes, now: float) -> None:
-        while self._seen and next(iter(self._seen.values())) < now - 2 * WINDOW_SECONDS:
-            self._seen.popitem(last=False)
-        if len(nonce) != NONCE_BYTES:
-            raise ProtocolError(f"expected a nonce of {NONCE_BYTES} bytes, got {len(nonce)}")
-        if nonce in self._seen:
-            raise ProtocolError("the request was answered before: it is a repetition")
-        if len(self._seen) >= MAX_NONCES:
-            raise ProtocolError(f"more than {MAX_NONCES} requests within two minutes: retry later")
-        self._seen[nonce] = now
-
 
 class OtherAnswerError(ProtocolError):
     """A proven answer to another request than the last one."""
 
 
+class _Numbers:
+    """Nonces of this process's requests: who asks, and a number that grows."""
+
+    def __init__(self) -> None:
+        self.renew()
+        os.register_at_fork(after_in_child=self.renew)
+
+    def renew(self) -> None:
+        """Be another asker."""
+        self._asker = secrets.token_bytes(_ASKER_BYTES)
+        self._numbers = itertools.count(1)
+
+    def take(self) -> bytes:
+        """The next nonce; safe for threads."""
+        return self._asker + next(self._numbers).to_bytes(NONCE_BYTES - _ASKER_BYTES, "big")
+
+
+_NUMBERS = _Numbers()
+
+
 class Caller:
-    """The asking side: proves one request and checks its answer.
+    """The asking side: proves requests and checks the answer to the last one.
 
     Args:
         secret: the shared one, None where there is none.
@@ -221,12 +319,13 @@ class Caller:
 
     def __init__(self, secret: bytes | None) -> None:
         self._secret = secret
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._nonce = b""
 
     def prove(self, request: bytes) -> bytes:
         """The request as it goes out."""
         if self._secret is None:
             return request
+        self._nonce = _NUMBERS.take()
         return seal(self._secret, REQUEST, request, self._nonce, time.time())
 
     def check(self, frame: bytes) -> bytes:

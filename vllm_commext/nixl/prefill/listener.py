@@ -1,0 +1,330 @@
+"""The answering end of a side channel's connections: whoever is at the other ends, what they can
+make this process keep is bounded, and none of them holds up another for long.
+
+A connection holds at most one message that is not whole and what it has not read of its answer; it
+is read no further until it has.  Connections in all, the bytes of all, and the time to finish are
+bounded: who is over a bound loses its connection, those that have asked nothing good first, and
+those of the address that has the most.
+"""
+
+import contextlib
+import ipaddress
+import math
+import resource
+import selectors
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from vllm_commext.errors import ProtocolError
+from vllm_commext.nixl.bell import Bell
+from vllm_commext.nixl.log import RateLimitedLog
+from vllm_commext.nixl.wire import zmtp
+from vllm_commext.nixl.wire.connection import bound_waits
+
+MAX_CONNECTIONS = 4096
+"""In all; less where half of the process's file descriptors are fewer."""
+MAX_BYTES = 6 * 1024 * 1024
+"""That all connections hold of messages that are not whole and of answers that are not read."""
+FINISH_SECONDS = 5.0
+"""For the first good message, for the rest of a message, and for reading an answer."""
+_SWEEP_SECONDS = 0.25
+_TURN_SECONDS = 0.005
+"""Of answers at a stretch; then as long for the other threads of the process."""
+_MAX_ACCEPTED = 64
+"""In one turn."""
+_BACKLOG = 1024
+_CHUNK_BYTES = 16 * 1024
+
+
+class Connection:
+    """One asker.
+
+    Attributes:
+        address: its host, or the network of an IPv6 one.
+        is_admitted: it has asked something good.
+        nonce: that of the question whose asker is told of a drain, None where it is not told.
+        since: when it became what it is: came, began a message, or last read of its answer.
+        num_taken: its messages of late.
+    """
+
+    __slots__ = (
+        *("address", "counted", "decoder", "is_admitted", "is_writing", "nonce", "num_own"),
+        *("num_taken", "out", "since", "socket"),
+    )
+
+    def __init__(self, made: socket.socket, address: str, max_bytes: int) -> None:
+        self.socket = made
+        self.address = address
+        self.decoder = zmtp.Decoder(zmtp.ROUTER, max_bytes)
+        self.is_admitted = False
+        self.nonce: bytes | None = None
+        self.since = time.monotonic()
+        self.num_taken = 0
+        # What is still to be sent, how many bytes of it are nobody else's, whether the selector
+        # waits until more can be sent, and how many bytes are counted for this connection.
+        self.out: list[memoryview] = []
+        self.num_own = 0
+        self.is_writing = False
+        self.counted = 0
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether there is something that it has to do in time."""
+        return not self.is_admitted or bool(self.out) or self.decoder.num_held > 0
+
+
+class Listener:
+    """A bound port and its connections.  Owned by one thread but for `wake`.
+
+    Attributes:
+        num_refused: connections closed as they sent what is not allowed, or held too much.
+
+    Args:
+        bound: the socket.
+        max_bytes: of a message.
+        answer: what is done with a message; it may `send`.
+        forget: what is done about a connection that has closed.
+    """
+
+    def __init__(
+        self,
+        bound: socket.socket,
+        max_bytes: int,
+        answer: Callable[[Connection, bytes], None],
+        forget: Callable[[Connection], None],
+    ) -> None:
+        self._bound = bound
+        self._max_bytes = max_bytes
+        self._answer = answer
+        self._forget = forget
+        self._max_connections = _max_connections()
+        self._connections: dict[socket.socket, Connection] = {}
+        # Those that may hold another message which has come already.
+        self._unread: dict[Connection, None] = {}
+        self._num_held = 0
+        self.num_refused = 0
+        self._next_sweep = math.inf
+        self._log = RateLimitedLog()
+        self._bell = Bell()
+        self._selector = selectors.DefaultSelector()
+        bound.setblocking(False)
+        bound.listen(_BACKLOG)
+        self._selector.register(bound, selectors.EVENT_READ)
+        self._selector.register(self._bell, selectors.EVENT_READ)
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def wake(self) -> None:
+        """End the wait of a turn, from any thread."""
+        self._bell.ring()
+
+    def close(self) -> None:
+        """Close all connections, and the port."""
+        for connection in [*self._connections.values()]:
+            self._drop(connection)
+        self._selector.close()
+        self._bound.close()
+        self._bell.close()
+
+    def turn(self, seconds: float) -> None:
+        """Wait for at most so long, and answer one message of each that has sent some; those that
+        have sent the fewest first."""
+        wait = min(seconds, self._next_sweep - time.monotonic())
+        wait = 0.0 if self._unread else max(wait, 0.0)
+        events = self._selector.select(None if wait == math.inf else wait)
+        begun = time.monotonic()
+        ready = dict.fromkeys(self._unread)
+        for key, _ in events:
+            if key.data is not None:
+                ready[key.data] = None
+            elif key.fileobj is self._bound:
+                self._accept()
+            else:
+                self._bell.hear()
+        for connection in sorted(ready, key=lambda one: one.num_taken):
+            self._serve(connection)
+            if time.monotonic() - begun >= _TURN_SECONDS:
+                time.sleep(_TURN_SECONDS)
+                break
+        if begun >= self._next_sweep:
+            self._sweep(begun)
+        elif events:
+            self._next_sweep = min(self._next_sweep, begun + _SWEEP_SECONDS)
+
+    def send(self, connection: Connection, message: bytes, *, is_shared: bool = False) -> None:
+        """Send a message; what is *shared* is kept by somebody else anyway."""
+        if connection.socket not in self._connections:
+            return
+        enveloped = connection.decoder.is_enveloped
+        connection.out.append(memoryview(zmtp.header(len(message), is_enveloped=enveloped)))
+        connection.out.append(memoryview(message))
+        connection.num_own += 0 if is_shared else len(message)
+        self._flush(connection)
+        self._count(connection)
+
+    def _serve(self, connection: Connection) -> None:
+        """Go on with its answer, or take one message of it."""
+        self._unread.pop(connection, None)
+        message = None
+        try:
+            if connection.out:
+                self._flush(connection)
+            if not connection.out and connection.socket in self._connections:
+                message = self._take(connection)
+        except ProtocolError as error:
+            self.num_refused += 1
+            self._log.warning("closed", f"side channel: closed a connection: {error}")
+            self._drop(connection)
+        self._count(connection)
+        if message is None or connection.socket not in self._connections:
+            return
+        connection.num_taken += 1
+        connection.since = time.monotonic()
+        if connection.decoder.num_held:
+            self._unread[connection] = None
+        self._answer(connection, message)
+
+    def _take(self, connection: Connection) -> bytes | None:
+        """The next message of a connection, None where there is none yet or no more.
+
+        Raises:
+            ProtocolError: it sends what is not allowed.
+        """
+        message = connection.decoder.take()
+        if message is not None:
+            return message
+        had_begun = connection.is_unfinished
+        try:
+            data = connection.socket.recv(_CHUNK_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(connection)
+            return None
+        if not had_begun:
+            connection.since = time.monotonic()
+        connection.decoder.feed(data)
+        return connection.decoder.take()
+
+    def _flush(self, connection: Connection) -> None:
+        """Send what can be sent at once."""
+        out = connection.out
+        try:
+            while out:
+                num_sent = connection.socket.send(out[0])
+                connection.since = time.monotonic()
+                out[0] = out[0][num_sent:]
+                if not out[0]:
+                    del out[0]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(connection)
+            return
+        if not out:
+            connection.num_own = 0
+        if connection.is_writing != bool(out):
+            connection.is_writing = bool(out)
+            event = selectors.EVENT_WRITE if out else selectors.EVENT_READ
+            self._selector.modify(connection.socket, event, connection)
+            if not out and connection.decoder.num_held:
+                self._unread[connection] = None
+
+    def _accept(self) -> None:
+        for _ in range(_MAX_ACCEPTED):
+            if len(self._connections) >= self._max_connections:
+                self._make_room()
+            try:
+                made, address = self._bound.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._log.warning("accept", f"side channel: accepting failed: {error}")
+                self._make_room()
+                time.sleep(_TURN_SECONDS)
+                return
+            self._add(made, address[0])
+
+    def _add(self, made: socket.socket, host: str) -> None:
+        made.setblocking(False)
+        with contextlib.suppress(OSError):  # it may have gone
+            bound_waits(made)
+            made.send(zmtp.opening(zmtp.ROUTER))
+        connection = Connection(made, network_of(host), self._max_bytes)
+        self._connections[made] = connection
+        self._selector.register(made, selectors.EVENT_READ, connection)
+
+    def _drop(self, connection: Connection) -> None:
+        if self._connections.pop(connection.socket, None) is None:
+            return
+        self._num_held -= connection.counted
+        self._unread.pop(connection, None)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        connection.out.clear()
+        self._forget(connection)
+
+    def _count(self, connection: Connection) -> None:
+        """Hold no more for all connections than may be."""
+        if connection.socket not in self._connections:
+            return
+        held = connection.decoder.num_held + connection.num_own
+        self._num_held += held - connection.counted
+        connection.counted = held
+        while self._num_held > MAX_BYTES:
+            self.num_refused += 1
+            most = self._biggest_address(lambda one: one.counted)
+            self._log.warning("bytes", f"side channel: {most} holds too much; closed a connection")
+            ours = [one for one in self._connections.values() if one.address == most]
+            self._drop(max(ours, key=lambda one: one.counted))
+
+    def _make_room(self) -> None:
+        """Close some connections: those that have asked nothing good and came first, else those of
+        the address that has the most."""
+        ones = [one for one in self._connections.values() if not one.is_admitted]
+        if not ones and self._connections:
+            most = self._biggest_address(lambda one: 1)
+            ones = [one for one in self._connections.values() if one.address == most]
+        ones.sort(key=lambda one: one.since)
+        del ones[1 + len(ones) // 16 :]
+        self._log.warning(
+            "full",
+            f"side channel: {len(self._connections)} connections at once; closed {len(ones)}",
+        )
+        for one in ones:
+            self._drop(one)
+
+    def _biggest_address(self, size: Callable[[Connection], int]) -> str:
+        sizes = Counter[str]()
+        for one in self._connections.values():
+            sizes[one.address] += size(one)
+        return sizes.most_common(1)[0][0]
+
+    def _sweep(self, now: float) -> None:
+        """Close what has had its time."""
+        self._next_sweep = math.inf
+        for connection in [*self._connections.values()]:
+            connection.num_taken //= 2
+            if connection.is_unfinished and now - connection.since >= FINISH_SECONDS:
+                self._drop(connection)
+            elif connection.is_unfinished or connection.num_taken:
+                self._next_sweep = now + _SWEEP_SECONDS
+
+
+def network_of(host: str) -> str:
+    """What an asker's connections have in common: its address, or the network of an IPv6 one."""
+    if ":" not in host:
+        return host
+    return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
+
+
+def _max_connections() -> int:
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return min(MAX_CONNECTIONS, max(soft_limit // 2, 16))
