@@ -127,7 +127,7 @@ def test_it_really_sleeps(bell: Doorbell, monkeypatch: pytest.MonkeyPatch) -> No
     """One wait of half a minute, ended by a ring of the last step's."""
     monkeypatch.setattr(doorbell, "MAX_WAIT_SECONDS", 30.0)
     core = Core(bell, HELD)
-    ring = ringer(bell.address, "worker 0")
+    ring = ringer(bell.address, 0)
     core.on_step = lambda: ring() if core.num_steps == FLUSH_STEPS else None
     assert core.turn(2 * FLUSH_STEPS) == 2 * FLUSH_STEPS
 
@@ -138,7 +138,7 @@ def test_a_ring_is_followed_by_steps_without_waits_or_pauses(
     core = Core(bell, LOADING)
     core.turn(FLUSH_STEPS + 1)
     del pauses[:]
-    ring = ringer(bell.address, "worker 0")
+    ring = ringer(bell.address, 0)
     ring()
     while not waits[-1]:
         core.turn()

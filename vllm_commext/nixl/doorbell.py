@@ -2,16 +2,18 @@
 ended, so that an engine with nothing to compute can sleep until then.
 
 Each ring is one datagram to a Unix socket of the scheduler's process; it says that something has
-ended and nothing more, the outcomes themselves come with vLLM's next step.  Workers on other hosts
+ended and nothing more, the outcomes themselves come with vLLM's next step.  The socket is in a
+folder of this user's alone, which is gone once all workers have connected.  Workers on other hosts
 cannot ring, and then the scheduler looks often.
 """
 
 import contextlib
 import os
 import queue
+import shutil
 import socket
+import tempfile
 import threading
-import uuid
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,41 +23,47 @@ MAX_WAIT_SECONDS = 1.0
 LOOK_SECONDS = 0.005
 """Where a worker cannot."""
 _CLOSE_SECONDS = 1.0
-_CLOSE = b"close"
 _RING = b""
+_MAX_PATH_BYTES = 107
+_NAME = "doorbell"
 
 
 class Doorbell:
     """The scheduler's end.
 
     Attributes:
-        address: what workers need to know; a name in Linux' abstract namespace, which has no file.
+        address: what workers need to know; "" where there is no place for a socket.
 
     Args:
         num_workers: workers of this engine.
     """
 
     def __init__(self, num_workers: int) -> None:
-        self.address = f"\0commext-{os.getpid()}-{uuid.uuid4().hex}"
         self._num_workers = num_workers
-        self._workers: set[bytes] = set()
+        # Numbers of the workers that have not connected yet, as they say them.
+        self._missing = {str(number).encode() for number in range(num_workers)}
         self._num_rings = 0
         self._num_seen = 0
+        self._is_closed = False
         self._sleeper: threading.Condition | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.bind(self.address)
+        self._own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.address = ""
+        self._leave: Callable[[], object] = lambda: None
+        with contextlib.suppress(OSError):
+            self.address = self._bind()
         self._thread = threading.Thread(target=self._listen, name="commext-doorbell", daemon=True)
-        self._thread.start()
+        if self.address:
+            self._thread.start()
 
     def wait(self, arrivals: queue.Queue[Any]) -> bool:
         """Sleep until a worker rings, something arrives in the queue, or ``MAX_WAIT_SECONDS`` are
         over; whether a worker has rung since the last call."""
-        all_can_ring = len(self._workers) >= self._num_workers
         self._sleeper = arrivals.not_empty
         with arrivals.not_empty:
             arrivals.not_empty.wait_for(
                 lambda: self._num_rings != self._num_seen or bool(arrivals.queue),
-                MAX_WAIT_SECONDS if all_can_ring else LOOK_SECONDS,
+                LOOK_SECONDS if self._missing else MAX_WAIT_SECONDS,
             )
         num_seen, self._num_seen = self._num_seen, self._num_rings
         return self._num_seen != num_seen
@@ -70,27 +78,54 @@ class Doorbell:
 
     def close(self) -> None:
         """End the thread, bounded; may be called again."""
+        self._is_closed = True
         if self._thread.is_alive():
-            with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as own:
-                own.sendto(_CLOSE, self.address)
+            with contextlib.suppress(OSError):  # a full socket wakes it up as well
+                self._own.send(_RING)
             self._thread.join(_CLOSE_SECONDS)
+        self._leave()
+        self._own.close()
         self._socket.close()
 
+    def _bind(self) -> str:
+        """Listen in a new folder, which nobody else can enter."""
+        folder = tempfile.mkdtemp(prefix="commext-")
+        if len(os.fsencode(folder)) + 1 + len(_NAME) > _MAX_PATH_BYTES:
+            os.rmdir(folder)
+            folder = tempfile.mkdtemp(prefix="commext-", dir="/tmp")
+        self._leave = weakref.finalize(self, _remove, folder, os.getpid())
+        address = f"{folder}/{_NAME}"
+        self._socket.bind(address)
+        self._own.connect(address)
+        self._own.setblocking(False)
+        return address
+
     def _listen(self) -> None:
-        while (message := self._socket.recv(64)) != _CLOSE:
-            if message != _RING:
-                self._workers.add(message)
+        while True:
+            message = self._socket.recv(64)
+            if self._is_closed:
+                return
+            if message == _RING:
+                self.ring()
                 continue
-            self.ring()
+            self._missing.discard(message)
+            if not self._missing:
+                self._leave()
 
 
-def ringer(address: str, worker: str) -> Callable[[], None]:
+def _remove(folder: str, pid: int) -> None:
+    """Not by a process that was forked from the one that made it."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def ringer(address: str, worker: int) -> Callable[[], None]:
     """A worker's end: what rings a doorbell; it never waits.  Its socket closes when nobody has it
     any more.
 
     Args:
         address: the doorbell's, from another process.
-        worker: what tells this worker from others; said once, at once.
+        worker: the worker's number; said once, at once.
     """
     sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     sender.setblocking(False)
@@ -98,11 +133,13 @@ def ringer(address: str, worker: str) -> Callable[[], None]:
     def send(message: bytes) -> None:
         # There is none on another host, and a full socket holds rings that are not heard yet.
         with contextlib.suppress(OSError):
-            sender.sendto(message, address)
+            sender.send(message)
 
     def ring() -> None:
         send(_RING)
 
-    send(worker.encode())
+    with contextlib.suppress(OSError):
+        sender.connect(address)
+    send(str(worker).encode())
     weakref.finalize(ring, sender.close)
     return ring

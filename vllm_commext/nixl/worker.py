@@ -188,11 +188,8 @@ class WorkerSide:
         if step.fence_key:
             self._agent.fences.arm(step.fence_key)
         if step.doorbell:
-            thread.ring(
-                doorbell.ringer(
-                    step.doorbell, f"worker {worker_number(self._pipeline.index, self._model.rank)}"
-                )
-            )
+            number = worker_number(self._pipeline.index, self._model.rank)
+            thread.ring(doorbell.ringer(step.doorbell, number))
         for wait in step.waits:
             thread.submit(wait)
         for load in step.loads:
