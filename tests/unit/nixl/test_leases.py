@@ -1,5 +1,6 @@
 """The lease ledger against a plain model, through random histories."""
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -262,3 +263,32 @@ def test_of_the_early_releases_the_oldest_are_forgotten() -> None:
 
 TestLedger: Any = LedgerMachine.TestCase
 TestLedger.settings = settings(max_examples=40, stateful_step_count=25)
+
+
+def test_consumers_of_early_releases_are_bounded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "MAX_EARLY_CONSUMERS", 10)
+    ledger = LeaseLedger()
+    for number in range(30):
+        ledger.release("first", f"c{number % 8}", 1024, 0.0)
+    assert ledger._num_early_consumers == 8
+    for number in range(100):
+        ledger.release(f"r{number % 7}", f"c{number}", 1024, 0.0)
+        assert sum(len(one) for _, one, _ in ledger._early.values()) <= 10
+    assert ledger._num_early_consumers == sum(len(one) for _, one, _ in ledger._early.values())
+    last = next(reversed(ledger._early))
+    kept = ledger._num_early_consumers
+    assert not ledger.hold(last, 1.0, 60.0)
+    assert ledger._num_early_consumers < kept
+    ledger.expire(1000.0, 60.0)
+    assert (ledger._num_early_consumers, ledger._early) == (0, {})
+
+
+def test_what_releases_of_strangers_keep_is_bounded_in_bytes() -> None:
+    """As many as get through, with the longest names that the wire lets pass."""
+    ledger = LeaseLedger()
+    tracemalloc.start()
+    for number in range(40_000):
+        ledger.release(f"{number % 5000:>128}", f"{number:>128}", 1024, 0.0)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 16 << 20

@@ -22,6 +22,7 @@ from vllm_commext.nixl.wire.params import (
     is_for_decode,
     is_for_prefill,
     place_of_stream,
+    places_for_reuse,
     read_params,
     write_params,
     write_place,
@@ -299,3 +300,42 @@ def test_the_place_of_a_stream_is_read_as_it_was_written_and_proven() -> None:
     for missing in ({k: v for k, v in params.items() if k != "remote_place_seal"}, unsealed):
         with pytest.raises(ProtocolError, match="got no proof: let the router pass on"):
             place_of_stream(missing, SECRET)
+
+
+_NASTY = st.text(alphabet=st.characters(), max_size=6) | st.sampled_from(
+    ["half\ud800", "\udfff", "nul\0", "x" * 10_000, "1e999"]
+)
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | _NASTY | st.binary(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_NASTY, inner, max_size=3),
+    max_leaves=6,
+)
+_NAMES = sorted({*write_params(HANDLE, SECRET, chunk_tokens=9), "pp_size", "reuse_from"})
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+@given(st.dictionaries(st.sampled_from(_NAMES), _VALUES, max_size=4))
+@settings(max_examples=300)
+def test_no_value_brings_another_error_than_ours(
+    secret: bytes | None, changes: dict[str, Any]
+) -> None:
+    params = {**write_params(HANDLE, secret, chunk_tokens=9), **changes}
+    for read in (read_params, place_of_stream, places_for_reuse):
+        try:
+            read(params, secret)
+        except ProtocolError as error:
+            assert str(error)  # noqa: PT017 the message must be one
+
+
+@pytest.mark.parametrize("half", ["\ud800", "a\udfffb"])
+@pytest.mark.parametrize(
+    "name", ["remote_engine_id", "remote_request_id", "remote_host", "remote_sampling"]
+)
+def test_half_a_character_is_refused_with_a_secret(name: str, half: str) -> None:
+    params = {**write_params(HANDLE, SECRET, chunk_tokens=9), name: half}
+    with pytest.raises(ProtocolError, match="kv_transfer_params"):
+        read_params(params, SECRET)
+    with pytest.raises(ProtocolError, match="kv_transfer_params"):
+        place_of_stream({**params, "remote_host": half}, SECRET)
+    with pytest.raises(ProtocolError, match="kv_transfer_params"):
+        places_for_reuse({"reuse_from": [{"host": half, "port": 1, "seal": "0"}]}, SECRET)

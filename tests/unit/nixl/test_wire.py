@@ -176,3 +176,32 @@ def _decode_or_refuse(decode: Callable[[Any], Any], frame: Any) -> None:
         decode(frame)
     except ProtocolError:
         return
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        wire.Released(request_id="r" * 129, consumer="c", num_consumers=1),
+        wire.Released(request_id="r", consumer="c" * 60_000, num_consumers=1),
+        wire.Released(request_id="r", consumer="c", num_consumers=0),
+        wire.Released(request_id="r", consumer="c", num_consumers=-1),
+        wire.Released(request_id="r", consumer="c", num_consumers=1025),
+        wire.Released(request_id="r", consumer="c", num_consumers=1 << 60),
+        wire.KeepAlive(consumer="c" * 129, sender="s", sequence=1, request_ids=[]),
+        wire.KeepAlive(consumer="c", sender="s" * 129, sequence=1, request_ids=[]),
+        wire.KeepAlive(consumer="c", sender="s", sequence=1, request_ids=["r", "r" * 129]),
+    ],
+)
+def test_notifications_of_any_length_are_refused(told: wire.Released | wire.KeepAlive) -> None:
+    with pytest.raises(ProtocolError, match="notification: expected"):
+        wire.decode_notification(wire.encode(told))
+
+
+@given(st.text(max_size=300), st.text(max_size=300))
+def test_a_short_id_fits_and_is_one_ids_alone(one: str, other: str) -> None:
+    short = wire.short_id(one)
+    assert len(short) <= wire.MAX_ID_CHARACTERS
+    assert (short == wire.short_id(other)) == (one == other)
+    assert short == one or len(one) > wire.MAX_ID_CHARACTERS
+    told = wire.Released(request_id=short, consumer=short, num_consumers=wire.MAX_CONSUMERS)
+    assert wire.decode_notification(wire.encode(told)) == told

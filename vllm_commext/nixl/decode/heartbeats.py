@@ -114,7 +114,7 @@ class KeepAlive:
 
     def __init__(self, agent: NixlAgent, consumer: str, peers: PeerTable) -> None:
         self._agent = agent
-        self._consumer = consumer
+        self._consumer = wire.short_id(consumer)
         self._peers = peers
         self._watched = Heartbeats()
         self._sequence = itertools.count(1)
@@ -129,7 +129,7 @@ class KeepAlive:
         if not use.transfer.remote.is_kept:
             return
         now = time.monotonic()
-        remote_id = use.transfer.remote.request_id
+        remote_id = wire.short_id(use.transfer.remote.request_id)
         for worker in use.workers:
             key = use.transfer.sources[worker].key
             link = self._peers.find(key) if use.load is not None else None

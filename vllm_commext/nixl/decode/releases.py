@@ -21,7 +21,7 @@ class Teller:
         self, agent: NixlAgent, consumer: str, peers: PeerTable, log: RateLimitedLog
     ) -> None:
         self._agent = agent
-        self._consumer = consumer
+        self._consumer = wire.short_id(consumer)
         self._peers = peers
         self._log = log
 
@@ -35,7 +35,7 @@ class Teller:
             agent_name = self._agent_to_tell(transfer, source)
             if agent_name:
                 released = wire.Released(
-                    request_id=remote.request_id,
+                    request_id=wire.short_id(remote.request_id),
                     consumer=self._consumer,
                     num_consumers=source.num_consumers,
                 )

@@ -37,6 +37,7 @@ class Holder:
         self._config = config
         self._recorder = recorder
         self._outcomes = outcomes
+        # By what notifications call the requests.
         self._leases = LeaseLedger(config.kv_lease_max_duration)
         self._holds: dict[str, Hold] = {}
         self._expired: set[str] = set()
@@ -50,11 +51,12 @@ class Holder:
 
     def hold(self, hold: Hold) -> None:
         """Keep a finished prefill's blocks."""
-        self._holds[hold.request_id] = hold
+        name = wire.short_id(hold.request_id)
+        self._holds[name] = hold
         is_read = hold.lease_seconds > 0
         now = time.monotonic()
-        if not is_read or self._leases.hold(hold.request_id, now, hold.lease_seconds):
-            self._report_sent(hold.request_id)
+        if not is_read or self._leases.hold(name, now, hold.lease_seconds):
+            self._report_sent(name)
 
     def release(self, request_id: str) -> None:
         """Nobody will read a prefill: free its blocks, unless that is done."""
@@ -122,27 +124,25 @@ class Holder:
 
     def _report_unsent(self) -> None:
         """What fails here is tried again in the next turn."""
-        for request_id in list(self._unsent):
-            hold = self._holds[request_id]
+        for name in list(self._unsent):
+            hold = self._holds[name]
             try:
                 if hold.fence_slot >= 0:
                     self._agent.fences.end(hold.fence_slot, hold.fence_nonce)
                 if hold.stream_row >= 0 and self._agent.streams is not None:
                     self._agent.streams.end(hold.stream_row)
             except Exception:  # noqa: BLE001 one request's error is no other's
-                self._log.exception(
-                    "report", f"request {request_id}: its fence was not changed yet"
-                )
+                self._log.exception("report", f"request {name}: its fence was not changed yet")
                 continue
-            self._unsent.remove(request_id)
-            del self._holds[request_id]
-            if request_id in self._expired:
-                self._note_expired(request_id)
-            self._outcomes.sent(request_id)
+            self._unsent.remove(name)
+            del self._holds[name]
+            if name in self._expired:
+                self._expired.discard(name)
+                self._note_expired(hold.request_id)
+            self._outcomes.sent(hold.request_id)
 
     def _note_expired(self, request_id: str) -> None:
         """Before the outcome, with which the scheduler side asks for it."""
-        self._expired.discard(request_id)
         try:
             self._recorder.note_expired(request_id)
         except Exception:  # noqa: BLE001 nothing depends on it

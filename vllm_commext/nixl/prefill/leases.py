@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 MAX_EARLY_RELEASES = 4096
 """Releases kept that came before the scheduler said that the request had finished."""
+MAX_EARLY_CONSUMERS = 16384
+"""Consumers kept of all of them."""
 MAX_SENDERS = 64
 """Senders of heartbeats that are told apart for one request; those of further ones are ignored."""
 
@@ -76,6 +78,7 @@ class LeaseLedger:
         self._max_age = max_age
         self._leases: dict[str, _Lease] = {}
         self._early: OrderedDict[str, tuple[float, set[str], int]] = OrderedDict()
+        self._num_early_consumers = 0
         # No lease ends before this; the leases are looked through only then.
         self._next_end = math.inf
 
@@ -86,9 +89,8 @@ class LeaseLedger:
     def hold(self, request_id: str, now: float, duration: float) -> bool:
         """Start a lease; True where its readers were quicker and nothing is left to wait for."""
         lease = _Lease(now, duration, deadline=now + duration)
-        early = self._early.pop(request_id, None)
-        if early is not None:
-            _, lease.released_by, num_consumers = early
+        if request_id in self._early:
+            lease.released_by, num_consumers = self._take_early(request_id)
             if len(lease.released_by) >= num_consumers:
                 return True
         self._leases[request_id] = lease
@@ -142,8 +144,7 @@ class LeaseLedger:
         ended = self._take_ended(now) if self._next_end <= now else {}
         self.counts.expired += len(ended)
         while self._early and next(iter(self._early.values()))[0] + early_seconds <= now:
-            self._early.popitem(last=False)
-            self.counts.unmatched += 1
+            self._forget_early()
         return ended
 
     def _take_ended(self, now: float) -> dict[str, float]:
@@ -164,8 +165,20 @@ class LeaseLedger:
         since, consumers, _ = self._early.get(request_id, (now, set[str](), num_consumers))
         if consumer in consumers:
             self.counts.repeated += 1
-        consumers.add(consumer)
+        else:
+            self._num_early_consumers += 1
+            consumers.add(consumer)
         self._early[request_id] = (since, consumers, num_consumers)
-        if len(self._early) > MAX_EARLY_RELEASES:
-            self._early.popitem(last=False)
-            self.counts.unmatched += 1
+        while (
+            len(self._early) > MAX_EARLY_RELEASES or self._num_early_consumers > MAX_EARLY_CONSUMERS
+        ):
+            self._forget_early()
+
+    def _take_early(self, request_id: str) -> tuple[set[str], int]:
+        _, consumers, num_consumers = self._early.pop(request_id)
+        self._num_early_consumers -= len(consumers)
+        return consumers, num_consumers
+
+    def _forget_early(self) -> None:
+        self._take_early(next(iter(self._early)))
+        self.counts.unmatched += 1

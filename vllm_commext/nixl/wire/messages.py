@@ -1,7 +1,7 @@
 """What crosses the network between a prefill and a decode engine: msgpack frames with a magic and
 a version.
 
-Two channels carry them.  On the side channel (ZMQ) a decode worker asks a prefill engine for the
+Two channels carry them.  On the side channel a decode worker asks a prefill engine for the
 description of one of its workers.  Through NIXL a decode worker tells a prefill worker that it has
 read a request's blocks, or that it is going to.
 """
@@ -22,8 +22,12 @@ MAGIC = "commext-nixl"
 PROTOCOL_VERSION = 4
 
 MAX_REQUEST_BYTES = 4 * 1024
-MAX_REPLY_BYTES = 64 * 1024 * 1024
+MAX_REPLY_BYTES = 4 * 1024 * 1024
 MAX_NOTIFICATION_BYTES = 64 * 1024
+MAX_ID_CHARACTERS = 128
+"""Of a request or consumer in a notification, see `short_id`."""
+MAX_CONSUMERS = 1024
+"""Of one request."""
 MAX_DEVICES = 4096
 MAX_ROWS = 4096
 MAX_PIECES = 1 << 18
@@ -217,7 +221,7 @@ class Released(Frame, tag="released", frozen=True):
     """NIXL notification, decode to prefill: a consumer needs the request's blocks no longer.
 
     Attributes:
-        request_id: the request's id in the prefill engine.
+        request_id: the request's id in the prefill engine, as `short_id` gives it.
         consumer: engine id and worker number of the reader; the same consumer counts once.
         num_consumers: consumers that the prefill worker has to wait for.
     """
@@ -235,7 +239,7 @@ class KeepAlive(Frame, tag="keep_alive", frozen=True):
         consumer: engine id and worker number of the reader, as in ``Released``.
         sender: differs at every start of the reader.
         sequence: grows with each message of the sender.
-        request_ids: the requests' ids in the prefill engine.
+        request_ids: the requests' ids in the prefill engine, as `short_id` gives them.
     """
 
     consumer: str
@@ -349,7 +353,30 @@ def decode_news(frame: bytes) -> Draining:
 
 def decode_notification(frame: bytes) -> Released | KeepAlive:
     """Decode a NIXL notification; raises ProtocolError."""
-    return _checked(_decode(_NOTIFICATION, frame, MAX_NOTIFICATION_BYTES, "notification"))
+    told = _checked(_decode(_NOTIFICATION, frame, MAX_NOTIFICATION_BYTES, "notification"))
+    if isinstance(told, Released):
+        names = (told.request_id, told.consumer)
+        if not 0 < told.num_consumers <= MAX_CONSUMERS:
+            raise ProtocolError(
+                f"notification: expected 1 to {MAX_CONSUMERS} consumers, got {told.num_consumers}"
+            )
+    else:
+        names = (told.consumer, told.sender, *told.request_ids)
+    longest = max(map(len, names))
+    if longest > MAX_ID_CHARACTERS:
+        raise ProtocolError(
+            f"notification: expected ids of at most {MAX_ID_CHARACTERS} characters, got {longest}"
+        )
+    return told
+
+
+def short_id(name: str) -> str:
+    """What notifications call a request or consumer: its id, or as much of a long one as fits and a
+    digest."""
+    if len(name) <= MAX_ID_CHARACTERS:
+        return name
+    digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()
+    return f"{name[: MAX_ID_CHARACTERS - len(digest)]}{digest}"
 
 
 def encode_description(description: WorkerDescription) -> bytes:
