@@ -1,10 +1,10 @@
 """An engine that is to go: a file tells all of its processes to take no new work and to finish what
 there is.
 
-The file is the one that ``COMMEXT_DRAIN_FILE`` names; while it is there, the engine drains.  The
-gate in front of the HTTP server refuses new work, the connector tells the decode engines that read
-from it.  ``vllm-commext drain`` makes the file and waits; Kubernetes calls that before it stops a
-container.
+The file is the one that ``COMMEXT_DRAIN_FILE`` names; while it is there, the engine drains.  It
+counts only in a folder that nobody but the engine's user, or root, can write.  The gate in front of
+the HTTP server refuses new work, the connector tells the decode engines that read from it.
+``vllm-commext drain`` makes the file and waits; Kubernetes calls that before it stops a container.
 """
 
 import json
@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from vllm_commext import private_files
 from vllm_commext.errors import ConfigError
 
 VARIABLE = "COMMEXT_DRAIN_FILE"
@@ -47,7 +48,7 @@ class DrainFile:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
-            self._is_there = self.path.exists()
+            self._is_there = private_files.is_there(self.path)
         return self._is_there
 
 

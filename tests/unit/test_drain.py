@@ -3,6 +3,7 @@
 import asyncio
 import http.server
 import json
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +143,42 @@ def test_without_the_variable_there_is_no_gate(monkeypatch: pytest.MonkeyPatch) 
         Gate(app)
 
 
+def test_a_file_that_others_could_have_made_does_not_count(
+    tmp_path: Path, log_lines: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    path = folder / "drain"
+    path.touch()
+    assert DrainFile(str(path)).is_there()
+    folder.chmod(0o777)
+    assert not DrainFile(str(path)).is_there()
+    folder.chmod(0o1777)
+    assert not DrainFile(str(path)).is_there()
+    assert main.main(["drain", "--file", str(path)]) == 2
+    folder.chmod(0o755)
+    assert DrainFile(str(path)).is_there()
+    path.chmod(0o666)
+    assert not DrainFile(str(path)).is_there()
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+    assert not DrainFile(str(path)).is_there()
+    assert main.main(["drain", "--file", str(path)]) == 2
+    path.unlink()
+    path.mkdir()
+    assert not DrainFile(str(path)).is_there()
+    for options in ((), ("--undo",)):
+        assert main.main(["drain", "--file", str(path), *options]) == 2
+    assert any("not writable by others" in line for line in log_lines.messages)
+
+
+def test_the_command_makes_a_folder_of_its_own(engine: Any, tmp_path: Path) -> None:
+    engine.file = tmp_path / "run" / "commext" / "drain"
+    assert drain(engine, "--wait", "60", "--quiet", "0.1") == 0
+    assert stat.S_IMODE(engine.file.parent.stat().st_mode) == 0o700
+    assert drain(engine, "--undo") == 0
+
+
 class Engine(http.server.BaseHTTPRequestHandler):
     """Answers as an engine behind its gate: each look finds one thing less to do."""
 
@@ -210,9 +247,11 @@ def test_the_command_says_what_an_engine_lacks(
     engine.is_gated = False
     assert drain(engine) == 2
     assert "start the engine with --middleware vllm_commext.drain.Gate" in capsys.readouterr().err
-    engine.file = tmp_path / "no such folder" / "drain"
-    assert drain(engine) == 2
-    assert "expected a file that can be made" in capsys.readouterr().err
+    (tmp_path / "no folder").touch()
+    engine.file = tmp_path / "no folder" / "drain"
+    for options in ((), ("--undo",)):
+        assert drain(engine, *options) == 2
+        assert "expected a file that can be" in capsys.readouterr().err
     monkeypatch.delenv(VARIABLE, raising=False)
     assert main.main(["drain"]) == 2
     assert f"expected --file FILE, or {VARIABLE}" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from vllm_commext import private_files
 from vllm_commext.drain import HEADER, MIDDLEWARE, VARIABLE
 from vllm_commext.errors import CommextError, ConfigError
 
@@ -65,14 +66,17 @@ def run(args: argparse.Namespace) -> int:
     if not args.file:
         raise ConfigError(f"expected --file FILE, or {VARIABLE}, as the engine has it")
     file, url = Path(args.file), args.url.rstrip("/")
+    try:
+        if args.undo:
+            file.unlink(missing_ok=True)
+        else:
+            private_files.make(file)
+    except (OSError, ValueError) as error:
+        what = "removed" if args.undo else "made, in a folder that others cannot write"
+        raise ConfigError(f"{file}: expected a file that can be {what}, got {error}") from error
     if args.undo:
-        file.unlink(missing_ok=True)
         print(f"{url} takes work again")
         return 0
-    try:
-        file.touch()
-    except OSError as error:
-        raise ConfigError(f"{file}: expected a file that can be made, got {error}") from error
     return _wait(url, args.wait, args.quiet)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_commext import private_files
 from vllm_commext.errors import UnsupportedError
 
 OLDEST_ARCHITECTURE = 80
@@ -126,10 +127,9 @@ class Program:
         finally:
             bindings.nvrtcDestroyProgram(program)
 
-    def cache_folder(self) -> Path:
-        """``$XDG_CACHE_HOME/vllm_commext/NAME``."""
-        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return Path(root) / "vllm_commext" / self.name
+    def cache_folder(self) -> Path | None:
+        """``$XDG_CACHE_HOME/vllm_commext/NAME``, None where there is no such place."""
+        return private_files.cache_folder(self.name)
 
     def cache_key(self, macros: Mapping[str, int], architecture: int) -> str:
         """Digest of all that the machine code depends on."""
@@ -148,28 +148,29 @@ class Program:
         Raises:
             UnsupportedError: as `compile_cubin`.
         """
-        folder = self.cache_folder()
-        path = folder / f"{self.cache_key(macros, architecture)}.cubin"
+        where = self.cache_folder()
+        if where is None:
+            return self.compile_cubin(macros, architecture)
+        path = where / f"{self.cache_key(macros, architecture)}.cubin"
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with _locked(path.with_suffix(".lock")):
-                if not path.exists():
-                    _write(path, self.compile_cubin(macros, architecture))
-                return path.read_bytes()
-        except OSError:
+            with private_files.opened(where, make=True) as folder, _locked(folder, path.stem):
+                cubin = private_files.read(path)
+                if cubin is None:
+                    cubin = self.compile_cubin(macros, architecture)
+                    private_files.write(path, cubin)
+                return cubin
+        except OSError as error:
+            private_files.say(f"compiled kernels are not kept: {error}")
             return self.compile_cubin(macros, architecture)
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(folder: int, name: str) -> Iterator[None]:
     """One process at a time; the lock goes with the process, and a compilation takes a second."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(f"{name}.lock", flags, 0o600, dir_fd=folder)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
         yield
-
-
-def _write(path: Path, data: bytes) -> None:
-    """All of the file or nothing of it, also where the process ends midway."""
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_bytes(data)
-    unfinished.replace(path)
+    finally:
+        os.close(fd)

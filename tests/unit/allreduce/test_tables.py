@@ -317,9 +317,10 @@ class TestCache:
         assert cache.load(MACHINE, 4, environ=environ) is None
         other = Machine(**{**_fields(MACHINE), "driver": "581.0"})
         assert digest(other, 2) != digest(MACHINE, 2)
-        cache.path_of(other, 2, environ=environ).write_bytes(
-            cache.path_of(MACHINE, 2, environ=environ).read_bytes()
-        )
+        here = cache.save(MACHINE, self.table, environ=environ)
+        elsewhere = cache.path_of(other, 2, environ=environ)
+        assert elsewhere is not None
+        elsewhere.write_bytes(here.read_bytes())
         assert cache.load(other, 2, environ=environ) is None
 
     def test_rows_of_another_length_have_a_table_of_their_own(self, tmp_path: Path) -> None:
@@ -347,6 +348,18 @@ class TestCache:
 
     def test_without_the_variable_it_is_in_the_home_folder(self) -> None:
         assert cache.folder({}) == Path.home() / ".cache" / "vllm_commext" / "allreduce"
+
+    def test_without_a_home_there_is_none_and_no_error(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def none() -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.setattr(Path, "home", none)
+        assert cache.folder({}) is None
+        assert cache.load(MACHINE, 2, environ={}) is None
+        with pytest.raises(OSError, match="set HOME or XDG_CACHE_HOME"):
+            cache.save(MACHINE, self.table, environ={})
 
 
 def _fields(machine: Machine) -> dict[str, object]:

@@ -105,6 +105,35 @@ def test_many_at_once_compile_once(cache: Path, compilations: list[int]) -> None
     assert [path.suffix for path in sorted(cache.iterdir())] == [".cubin", ".lock"]
 
 
+def test_a_kernel_that_was_planted_or_cut_is_compiled_anew(
+    cache: Path, compilations: list[int], log_lines: pytest.LogCaptureFixture
+) -> None:
+    macros = variants.macros(MINIMAX, Tiling(1))
+    good = PROGRAM.load_or_compile(macros, 90)
+    (path,) = cache.glob("*.cubin")
+    whole = path.read_bytes()
+    for content in (b"", b"planted", whole[:-1], whole + b"x", whole.replace(b"90", b"91")):
+        path.write_bytes(content)
+        assert PROGRAM.load_or_compile(macros, 90) == good
+        assert path.read_bytes() == whole
+    cache.chmod(0o777)
+    assert PROGRAM.load_or_compile(macros, 90) == good
+    assert compilations == [90] * 7
+    assert len([line for line in log_lines.messages if "kernels are not kept" in line]) == 1
+
+
+def test_without_a_home_kernels_are_compiled_and_not_kept(
+    compilations: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", none)
+    PROGRAM.load_or_compile(variants.macros(MINIMAX, Tiling(1)), 90)
+    assert compilations == [90]
+
+
 def test_a_cache_that_cannot_be_written_is_done_without(
     tmp_path: Path, compilations: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,14 +2,13 @@
 and the elements of a row, with a table of every dtype that was measured.
 """
 
-import contextlib
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
+from vllm_commext import private_files
 from vllm_commext.allreduce.table import table as tables
 from vllm_commext.allreduce.table.machine import Machine, digest
 from vllm_commext.allreduce.table.table import Table
@@ -26,17 +25,18 @@ class Entry(msgspec.Struct, frozen=True):
     table: msgspec.Raw
 
 
-def folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the files are: the XDG cache folder, else the one in the home folder."""
-    base = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "vllm_commext" / "allreduce"
+def folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where the files are: the XDG cache folder, else the one in the home folder; None without."""
+    return private_files.cache_folder("allreduce", environ)
 
 
 def path_of(
     machine: Machine, world_size: int, hidden: int = HIDDEN, environ: Mapping[str, str] = os.environ
-) -> Path:
-    """The file of that machine, world size and row."""
-    return folder(environ) / f"tp{world_size}_{hidden}_{digest(machine, world_size)}.json"
+) -> Path | None:
+    """The file of that machine, world size and row; None where there is no folder."""
+    where = folder(environ)
+    name = f"tp{world_size}_{hidden}_{digest(machine, world_size)}.json"
+    return None if where is None else where / name
 
 
 def load(
@@ -44,10 +44,13 @@ def load(
 ) -> Table | None:
     """The table that was measured on that machine, or None; one that cannot be read is none."""
     path = path_of(machine, world_size, hidden, environ)
+    content = None if path is None else private_files.read(path)
+    if content is None:
+        return None
     try:
-        entry = msgspec.json.decode(path.read_bytes(), type=Entry)
+        entry = msgspec.json.decode(content, type=Entry)
         table = tables.decode(bytes(entry.table))
-    except (OSError, msgspec.DecodeError, ConfigError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError):
         return None
     known = (entry.machine, entry.hidden, table.world_size)
     return table if known == (machine, hidden, world_size) else None
@@ -64,19 +67,12 @@ def save(
         OSError: the folder cannot be written.
     """
     path = path_of(machine, table.world_size, hidden, environ)
+    if path is None:
+        raise FileNotFoundError("there is no cache folder: set HOME or XDG_CACHE_HOME")
     before = load(machine, table.world_size, hidden, environ)
     if before is not None:
         rows, fused = {**before.rows, **table.rows}, {**before.fused, **table.fused}
         table = Table(table.world_size, rows, table.origin, fused)
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = msgspec.json.encode(Entry(machine, hidden, msgspec.Raw(tables.encode(table))))
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".new")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        Path(temporary).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink()
-        raise
+    private_files.write(path, content)
     return path
