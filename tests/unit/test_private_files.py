@@ -78,19 +78,19 @@ def test_what_is_no_file_of_ours_is_none(path: Path, kind: str) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which root can")
-def test_what_another_user_has_planted_is_none(tmp_path: Path) -> None:
+def test_what_another_user_has_planted_is_none() -> None:
     """For a third user, as files of root count for everybody."""
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(0o777)
-    for one in (tmp_path, *tmp_path.parents[:2]):
-        one.chmod(0o755)
+    with tempfile.TemporaryDirectory(dir="/tmp") as shared:
+        Path(shared).chmod(0o777)
+        plant_and_look(shared)
 
+
+def plant_and_look(shared: str) -> None:
     def act(user: int, call: str) -> str:
         code = (
             f"import os; from pathlib import Path; from vllm_commext import private_files as own\n"
             f"os.setgroups([]); os.setgid({user}); os.setuid({user}); os.umask(0o022)\n"
-            f"path = Path({str(shared)!r}) / 'folder' / 'file'\nprint({call})"
+            f"path = Path({shared!r}) / 'folder' / 'file'\nprint({call})"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         return done.stdout.strip() or done.stderr.strip().splitlines()[-1]

@@ -31,10 +31,15 @@ FINISH_SECONDS = 5.0
 """For the first good message, for the rest of a message, and for reading an answer."""
 _SWEEP_SECONDS = 0.25
 _TURN_SECONDS = 0.005
-"""Of answers at a stretch; then as long for the other threads of the process."""
-_MAX_ACCEPTED = 64
-"""In one turn."""
-_BACKLOG = 1024
+"""Of answers at a stretch."""
+_PAUSE_SECONDS = 0.002
+"""After so many, for the other threads of the process."""
+_MAX_ACCEPTED = 256
+"""In one turn, and in one that has answered all it may."""
+_MIN_ACCEPTED = 64
+_BUFFER_BYTES = 128 * 1024
+"""Of the kernel, for each connection and direction."""
+_BACKLOG = 4096
 _CHUNK_BYTES = 16 * 1024
 
 
@@ -50,8 +55,8 @@ class Connection:
     """
 
     __slots__ = (
-        *("address", "counted", "decoder", "is_admitted", "is_writing", "nonce", "num_own"),
-        *("num_taken", "out", "since", "socket"),
+        *("address", "counted", "decoder", "is_admitted", "is_greeted", "is_writing", "nonce"),
+        *("num_own", "num_taken", "out", "since", "socket"),
     )
 
     def __init__(self, made: socket.socket, address: str, max_bytes: int) -> None:
@@ -59,6 +64,7 @@ class Connection:
         self.address = address
         self.decoder = zmtp.Decoder(zmtp.ROUTER, max_bytes)
         self.is_admitted = False
+        self.is_greeted = False
         self.nonce: bytes | None = None
         self.since = time.monotonic()
         self.num_taken = 0
@@ -110,6 +116,8 @@ class Listener:
         self._bell = Bell()
         self._selector = selectors.DefaultSelector()
         bound.setblocking(False)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # of each connection as well
+            bound.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
         bound.listen(_BACKLOG)
         self._selector.register(bound, selectors.EVENT_READ)
         self._selector.register(self._bell, selectors.EVENT_READ)
@@ -140,15 +148,17 @@ class Listener:
         for key, _ in events:
             if key.data is not None:
                 ready[key.data] = None
-            elif key.fileobj is self._bound:
-                self._accept()
-            else:
+            elif key.fileobj is self._bell:
                 self._bell.hear()
-        for connection in sorted(ready, key=lambda one: one.num_taken):
+        num_accepted = _MAX_ACCEPTED
+        for connection in sorted(ready, key=lambda one: (one.num_taken, one.since)):
             self._serve(connection)
             if time.monotonic() - begun >= _TURN_SECONDS:
-                time.sleep(_TURN_SECONDS)
+                time.sleep(_PAUSE_SECONDS)
+                num_accepted = _MIN_ACCEPTED
                 break
+        if any(key.fileobj is self._bound for key, _ in events):
+            self._accept(num_accepted)
         if begun >= self._next_sweep:
             self._sweep(begun)
         elif events:
@@ -208,8 +218,17 @@ class Listener:
             return None
         if not had_begun:
             connection.since = time.monotonic()
+        if not connection.is_greeted:
+            self._greet(connection)
         connection.decoder.feed(data)
         return connection.decoder.take()
+
+    def _greet(self, connection: Connection) -> None:
+        """Not before the other end has, so that one which is silent costs next to nothing."""
+        connection.is_greeted = True
+        with contextlib.suppress(OSError):  # it may have gone
+            bound_waits(connection.socket)
+            connection.socket.send(zmtp.opening(zmtp.ROUTER))
 
     def _flush(self, connection: Connection) -> None:
         """Send what can be sent at once."""
@@ -235,8 +254,8 @@ class Listener:
             if not out and connection.decoder.num_held:
                 self._unread[connection] = None
 
-    def _accept(self) -> None:
-        for _ in range(_MAX_ACCEPTED):
+    def _accept(self, most: int) -> None:
+        for _ in range(most):
             if len(self._connections) >= self._max_connections:
                 self._make_room()
             try:
@@ -246,15 +265,12 @@ class Listener:
             except OSError as error:
                 self._log.warning("accept", f"side channel: accepting failed: {error}")
                 self._make_room()
-                time.sleep(_TURN_SECONDS)
+                time.sleep(_PAUSE_SECONDS)
                 return
             self._add(made, address[0])
 
     def _add(self, made: socket.socket, host: str) -> None:
         made.setblocking(False)
-        with contextlib.suppress(OSError):  # it may have gone
-            bound_waits(made)
-            made.send(zmtp.opening(zmtp.ROUTER))
         connection = Connection(made, network_of(host), self._max_bytes)
         self._connections[made] = connection
         self._selector.register(made, selectors.EVENT_READ, connection)
@@ -284,13 +300,13 @@ class Listener:
             self._drop(max(ours, key=lambda one: one.counted))
 
     def _make_room(self) -> None:
-        """Close some connections: those that have asked nothing good and came first, else those of
-        the address that has the most."""
+        """Close some connections: those that have said or asked nothing good and came first, else
+        those of the address that has the most."""
         ones = [one for one in self._connections.values() if not one.is_admitted]
         if not ones and self._connections:
             most = self._biggest_address(lambda one: 1)
             ones = [one for one in self._connections.values() if one.address == most]
-        ones.sort(key=lambda one: one.since)
+        ones.sort(key=lambda one: (one.is_greeted, one.since))
         del ones[1 + len(ones) // 16 :]
         self._log.warning(
             "full",
