@@ -58,6 +58,7 @@ class Attack:
 
     name, kind: for the table. victim: starts it in a folder for its logs. assault: runs in a
     process of its own, returns when it has done its worst; it is killed after `bound_seconds`.
+    max_growth_mib: of the victim's memory.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Attack:
     victim: Callable[[Path], AbstractContextManager[Victim]]
     assault: Callable[[Victim], None]
     bound_seconds: float = 15.0
+    max_growth_mib: float = MAX_GROWTH_MIB
 
 
 @dataclass
@@ -118,7 +120,7 @@ class Verdict:
             found.append(f"{len(self.beside.failures)} failed, {self.beside.failures[0]}")
         if self.beside.longest_own > MAX_WAIT_SECONDS:
             found.append(f"others waited {self.beside.longest_own * 1e3:.0f} ms")
-        if self.growth_mib > MAX_GROWTH_MIB:
+        if self.growth_mib > self.attack.max_growth_mib:
             found.append(f"memory grew by {self.growth_mib:.0f} MiB")
         if self.free_seconds is None:
             found.append(f"not free after {FREE_SECONDS:g} s: {self.left}")

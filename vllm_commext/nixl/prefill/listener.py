@@ -116,7 +116,8 @@ class Listener:
         self._bell = Bell()
         self._selector = selectors.DefaultSelector()
         bound.setblocking(False)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # of each connection as well
+        bound_waits(bound)  # and with it each connection
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             bound.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
         bound.listen(_BACKLOG)
         self._selector.register(bound, selectors.EVENT_READ)
@@ -227,7 +228,6 @@ class Listener:
         """Not before the other end has, so that one which is silent costs next to nothing."""
         connection.is_greeted = True
         with contextlib.suppress(OSError):  # it may have gone
-            bound_waits(connection.socket)
             connection.socket.send(zmtp.opening(zmtp.ROUTER))
 
     def _flush(self, connection: Connection) -> None:

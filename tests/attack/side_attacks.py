@@ -1,0 +1,195 @@
+"""What strangers may send to a side channel, to a worker's NIXL agent, and to the doorbell."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterable
+
+from tests.attack.judge import Attack, Victim
+from tests.attack.side_victim import ENGINE, SideVictim, side_channel, with_secret
+from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire import zmtp
+from vllm_commext.testing.ports import LOOPBACK
+
+MAX_GROWTH_MIB = 16.0
+SECONDS = 4.0
+_PART = bytes([3]) + struct.pack(">Q", 4000) + b"x" * 4000
+_DESCRIBE = wire.encode(wire.DescribeRequest(engine_id=ENGINE, tp_rank=0))
+
+
+def _message(frame: bytes) -> bytes:
+    return zmtp.header(len(frame)) + frame
+
+
+def _find(number: int) -> bytes:
+    keys = [f"{number:016x}{key:016x}" for key in range(wire.MAX_KEYS)]
+    return _message(wire.encode(wire.FindStreams(keys=keys, wait_seconds=1.0)))
+
+
+def _connect(victim: Victim, *, opens: bool = True) -> socket.socket:
+    assert isinstance(victim, SideVictim)
+    made = socket.create_connection((LOOPBACK, victim.port), timeout=5.0)
+    if opens:
+        made.sendall(zmtp.opening(zmtp.DEALER))
+    made.setblocking(False)
+    return made
+
+
+def _connections(victim: Victim, number: int, *, opens: bool = True) -> list[socket.socket]:
+    made: list[socket.socket] = []
+    for _ in range(number):
+        with contextlib.suppress(OSError):
+            made.append(_connect(victim, opens=opens))
+    return made
+
+
+def _pour(victim: Victim, data: bytes, number: int, *, reads: bool = True) -> None:
+    """Send the same again and again on so many connections; those that are closed come anew."""
+    ones = _connections(victim, number)
+    poller = select.poll()
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        for place, one in enumerate(ones):
+            try:
+                one.send(data)
+                if reads:
+                    one.recv(1 << 16)
+            except BlockingIOError:
+                pass
+            except OSError:
+                one.close()
+                with contextlib.suppress(OSError):
+                    ones[place] = _connect(victim)
+        poller.poll(1)
+
+
+def _unfinished_messages(victim: Victim) -> None:
+    _pour(victim, _PART * 50, 8)
+
+
+def _envelopes(victim: Victim) -> None:
+    parts = b"\x01\x010" + _PART * 100 + _message(_DESCRIBE)
+    _pour(victim, parts, 8)
+
+
+def _unfinished_frames(victim: Victim) -> None:
+    """As many bytes as may come before a frame is whole, on as many connections as there can be."""
+    ones = _connections(victim, 3000)
+    part = bytes([2]) + struct.pack(">Q", wire.MAX_REQUEST_BYTES) + b"x" * 4000
+    _send_each(ones, [part])
+    time.sleep(SECONDS)
+
+
+def _silence(victim: Victim) -> None:
+    ones = _connections(victim, 3000, opens=False)
+    time.sleep(SECONDS)
+    del ones
+
+
+def _held_questions(victim: Victim) -> None:
+    """As many questions as may be held, and a flood of the shortest frames beside them."""
+    ones = _connections(victim, 500)
+    _send_each(ones, [_find(number) for number in range(len(ones))])
+    _pour(victim, _message(b"\xc0") * 200, 4)
+
+
+def _replaced_questions(victim: Victim) -> None:
+    ones = _connections(victim, 200)
+    end = time.monotonic() + SECONDS
+    number = 0
+    while time.monotonic() < end:
+        number += 1
+        _send_each(ones, [_find(number * 1000 + one) for one in range(len(ones))])
+
+
+def _unread_answers(victim: Victim) -> None:
+    _pour(victim, _message(_DESCRIBE) * 20, 300, reads=False)
+
+
+def _many_small_frames(victim: Victim) -> None:
+    _pour(victim, _message(b"\xc0") * 500, 100)
+
+
+def _reconnects(victim: Victim) -> None:
+    """Some two thousand connections a second that begin and end."""
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        for one in _connections(victim, 50):
+            one.close()
+        time.sleep(0.02)
+
+
+def _send_each(ones: list[socket.socket], messages: Iterable[bytes]) -> None:
+    wanted = list(messages)
+    for number, one in enumerate(ones):
+        with contextlib.suppress(OSError):
+            one.send(wanted[number % len(wanted)])
+
+
+def _notifications(victim: Victim) -> None:
+    """A foreign NIXL agent: long names, many consumers, many requests."""
+    from vllm_commext.nixl.config import ConnectorConfig
+    from vllm_commext.nixl.transport.agent import NixlAgent
+
+    assert isinstance(victim, SideVictim)
+    metadata = victim.ask().agent_metadata
+    agent = NixlAgent(ConnectorConfig(side_channel_host=LOOPBACK, side_channel_port=1))
+    name = agent.add_peer(metadata)
+    agent.connect(name)
+    end, number = time.monotonic() + SECONDS, 0
+    while time.monotonic() < end:
+        number += 1
+        for request, consumer, most in (
+            ("r", f"{number:060000}", 1 << 30),
+            ("r", f"{number:0128}", 1024),
+            (f"{number:0128}", f"{number:0128}", 1024),
+            (f"{number:030000}", "c", 1),
+        ):
+            told = wire.Released(request_id=request, consumer=consumer, num_consumers=most)
+            agent.notify(name, wire.encode(told))
+
+
+def _doorbell(victim: Victim) -> None:
+    """Another user of the host: finds it, closes it, fills it."""
+    assert isinstance(victim, SideVictim)
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    end = time.monotonic() + SECONDS
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as attacker:
+        names = [victim.doorbell]
+        for line in open("/proc/net/unix").read().splitlines():  # noqa: SIM115
+            names += [line.split()[-1].replace("@", "\0")] if "commext" in line else []
+        number = 0
+        while time.monotonic() < end:
+            number += 1
+            for name in names:
+                for said in (b"close", b"", str(number).encode()):
+                    with contextlib.suppress(OSError):
+                        attacker.sendto(said, name)
+
+
+_OPEN_ONLY = (_held_questions, _replaced_questions, _unread_answers)
+_BOTH = (
+    *(_unfinished_messages, _envelopes, _unfinished_frames, _silence, _many_small_frames),
+    _reconnects,
+)
+ATTACKS = (
+    *(
+        Attack(one.__name__[1:], "side channel", side_channel, one, max_growth_mib=MAX_GROWTH_MIB)
+        for one in (*_BOTH, *_OPEN_ONLY)
+    ),
+    *(Attack(one.__name__[1:], "host", side_channel, one) for one in (_notifications, _doorbell)),
+    *(
+        Attack(
+            *(f"{one.__name__[1:]}_secret", "side channel", with_secret, one),
+            max_growth_mib=MAX_GROWTH_MIB,
+        )
+        for one in _BOTH
+    ),
+)

@@ -1,0 +1,130 @@
+"""A prefill worker's parts that strangers reach, as a process: a real side channel, a real NIXL
+agent that takes notifications, and the doorbell."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tests.attack.judge import soft_limit
+from tests.kit.descriptions import description
+from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.inquiry import Inquiry
+from vllm_commext.testing.ports import LOOPBACK, free_port
+
+ENGINE = "prefill-0"
+_READY = "doorbell"
+BOUND_SECONDS = 30.0
+SECRET = b"a secret of sixteen bytes and more"
+PADDING = {"padding": "x" * 200_000}
+"""Makes a description as long as that of a large model."""
+
+
+@dataclass
+class SideVictim:
+    """The process, and what its attackers and its honest askers know."""
+
+    pid: int
+    port: int
+    secret: bytes | None
+    doorbell: str
+
+    @property
+    def pids(self) -> Sequence[int]:
+        return [self.pid]
+
+    @property
+    def serving(self) -> Sequence[int]:
+        return [self.pid]
+
+    def ask(self) -> wire.WorkerDescription:
+        """A handshake on a connection of its own."""
+        request = wire.DescribeRequest(engine_id=ENGINE, tp_rank=0)
+        inquiry = Inquiry(LOOPBACK, self.port, request, self.secret)
+        try:
+            end = time.monotonic() + BOUND_SECONDS
+            while time.monotonic() < end:
+                if (reply := inquiry.poll()) is not None:
+                    return wire.open_description(wire.as_description(reply))
+                time.sleep(0.0005)
+        finally:
+            inquiry.close()
+        raise TimeoutError(f"no answer within {BOUND_SECONDS:g} s")
+
+    def honest(self) -> None:
+        described = self.ask()
+        if described.engine_id != ENGINE:
+            raise ValueError(f"expected engine {ENGINE!r}, got {described.engine_id!r}")
+
+    def held(self) -> Mapping[str, float]:
+        """Descriptors; UCX keeps some of peers that have gone."""
+        return {"descriptors": float(max(len(os.listdir(f"/proc/{self.pid}/fd")) - 32, 0))}
+
+
+@contextmanager
+def side_channel(folder: Path, secret: bytes | None = None) -> Iterator[SideVictim]:
+    """The process at the usual soft limit of descriptors."""
+    port = free_port()
+    words = [sys.executable, "-m", __name__, str(port), (secret or b"").decode()]
+    with (folder / "side_channel.log").open("w") as log, soft_limit():
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        assert process.stdout is not None
+        # NIXL writes there, too.
+        ready = next((line for line in process.stdout if line.startswith(_READY)), "")
+        if not ready:
+            raise RuntimeError(f"the victim did not start: see {folder}")
+        yield SideVictim(process.pid, port, secret, ready.removeprefix(_READY).strip())
+        if process.poll() is not None:
+            raise RuntimeError(f"the victim has ended with {process.returncode}: see {folder}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def with_secret(folder: Path) -> Iterator[SideVictim]:
+    """The same with a secret, which attackers do not have."""
+    with side_channel(folder, SECRET) as victim:
+        yield victim
+
+
+def _serve(port: int, secret: bytes | None) -> None:
+    from vllm_commext.nixl.config import ConnectorConfig
+    from vllm_commext.nixl.doorbell import Doorbell
+    from vllm_commext.nixl.metrics.recorder import TransferRecorder
+    from vllm_commext.nixl.outcomes import OutcomeBox
+    from vllm_commext.nixl.prefill.holder import Holder
+    from vllm_commext.nixl.prefill.side_channel import SideChannelServer
+    from vllm_commext.nixl.stream.directory import StreamDirectory
+    from vllm_commext.nixl.transport.agent import NixlAgent
+
+    config = ConnectorConfig(side_channel_host=LOOPBACK, side_channel_port=port, num_threads=1)
+    agent, recorder = NixlAgent(config), TransferRecorder()
+    holder = Holder(agent, config, recorder, OutcomeBox())
+    short = wire.open_description(wire.describe(description(ENGINE, agent.metadata()), "start-1"))
+    described = wire.encode_description(msgspec.structs.replace(short, facts=PADDING))
+    server = SideChannelServer(
+        *(ENGINE, "start-1", LOOPBACK, port, {0: described}),
+        *(secret, lambda: False, StreamDirectory()),
+    )
+    doorbell = Doorbell(num_workers=2)
+    sys.stdout.write(f"{_READY} {doorbell.address}\n")
+    sys.stdout.flush()
+    while server.num_refused >= 0:
+        holder.take_notifications()
+        holder.end_leases()
+        recorder.take()
+        time.sleep(0.001)
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), sys.argv[2].encode() or None)
