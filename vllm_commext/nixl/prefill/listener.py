@@ -300,13 +300,13 @@ class Listener:
             self._drop(max(ours, key=lambda one: one.counted))
 
     def _make_room(self) -> None:
-        """Close some connections: those that have said or asked nothing good and came first, else
-        those of the address that has the most."""
+        """Close some connections: those that have asked nothing good and came first, else those of
+        the address that has the most."""
         ones = [one for one in self._connections.values() if not one.is_admitted]
         if not ones and self._connections:
             most = self._biggest_address(lambda one: 1)
             ones = [one for one in self._connections.values() if one.address == most]
-        ones.sort(key=lambda one: (one.is_greeted, one.since))
+        ones.sort(key=lambda one: one.since)
         del ones[1 + len(ones) // 16 :]
         self._log.warning(
             "full",
