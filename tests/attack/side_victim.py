@@ -33,6 +33,7 @@ class SideVictim:
     """The process, and what its attackers and its honest askers know."""
 
     pid: int
+    thread: int
     port: int
     secret: bytes | None
     doorbell: str
@@ -43,7 +44,8 @@ class SideVictim:
 
     @property
     def serving(self) -> Sequence[int]:
-        return [self.pid]
+        """The thread that answers, by its own number."""
+        return [self.thread]
 
     def ask(self) -> wire.WorkerDescription:
         """A handshake on a connection of its own."""
@@ -82,7 +84,8 @@ def side_channel(folder: Path, secret: bytes | None = None) -> Iterator[SideVict
         ready = next((line for line in process.stdout if line.startswith(_READY)), "")
         if not ready:
             raise RuntimeError(f"the victim did not start: see {folder}")
-        yield SideVictim(process.pid, port, secret, ready.removeprefix(_READY).strip())
+        thread, doorbell = ready.removeprefix(_READY).split()
+        yield SideVictim(process.pid, int(thread), port, secret, doorbell)
         if process.poll() is not None:
             raise RuntimeError(f"the victim has ended with {process.returncode}: see {folder}")
     finally:
@@ -117,7 +120,7 @@ def _serve(port: int, secret: bytes | None) -> None:
         *(secret, lambda: False, StreamDirectory()),
     )
     doorbell = Doorbell(num_workers=2)
-    sys.stdout.write(f"{_READY} {doorbell.address}\n")
+    sys.stdout.write(f"{_READY} {server._thread.native_id} {doorbell.address}\n")
     sys.stdout.flush()
     while server.num_refused >= 0:
         holder.take_notifications()
