@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .reducers import SHARED_DTYPES, check_stored, is_dense, is_of_numbers
+from .reducers import SHARED_DTYPES, is_of_numbers, numbers_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,14 +47,8 @@ class PlainEncoder:
         return self._record(ARRAY, array)
 
     def _of_tensor(self, tensor: "torch.Tensor") -> PlainRecord | None:
-        if not is_dense(tensor) or not tensor.is_contiguous():
-            return None
-        check_stored(tensor, tensor.numel())
-        try:
-            array = tensor.numpy()
-        except TypeError:  # of a dtype that numpy does not have
-            return None
-        return self._record(TENSOR, array)
+        array = numbers_of(tensor)
+        return None if array is None else self._record(TENSOR, array)
 
     def _record(self, kind: bytes, array: "np.ndarray[Any, Any]") -> PlainRecord | None:
         key = kind, array.dtype, array.shape

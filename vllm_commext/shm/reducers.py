@@ -71,21 +71,37 @@ def is_dense(tensor: "torch.Tensor") -> bool:
     return _keys(tensor) in _dense_keys() and not tensor.requires_grad and not tensor.__dict__
 
 
-def check_stored(tensor: "torch.Tensor", count: int) -> None:
-    """Raise ValueError where the storage has been shortened to less than `count` elements."""
-    storage = tensor.untyped_storage().nbytes() // tensor.itemsize
-    if storage < tensor.storage_offset() + count and count:
+def numbers_of(tensor: "torch.Tensor") -> "np.ndarray[Any, Any] | None":
+    """The memory of a contiguous tensor as the array that is all of it; None where it has more to
+    it, or a dtype that numpy does not have. numpy takes no special ones.
+
+    Raises ValueError where its storage has been shortened.
+    """
+    try:
+        if tensor.__dict__ or not tensor.is_contiguous():
+            return None
+        array = tensor.numpy()
+    except (RuntimeError, TypeError):
+        return None
+    _check_stored(tensor, array.nbytes, array.itemsize)
+    return array
+
+
+def _check_stored(tensor: "torch.Tensor", num_bytes: int, itemsize: int) -> None:
+    stored = tensor.untyped_storage().nbytes()
+    if stored < num_bytes + tensor.storage_offset() * itemsize and num_bytes:
         raise ValueError(
-            f"expected a tensor whose storage has the {count} elements from number "
-            f"{tensor.storage_offset()} on, got one of {storage}; it was resized"
+            f"expected a tensor whose storage has {num_bytes} bytes from element "
+            f"{tensor.storage_offset()} on, got one of {stored} bytes; it was resized"
         )
 
 
 def reduce_tensor(tensor: "torch.Tensor") -> Any:
     """Reduce a dense CPU tensor to its memory; any other as torch does."""
-    import torch
-
     dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype in SHARED_DTYPES and (memory := numbers_of(tensor)) is not None:
+        view: Any = memory
+        return rebuild_tensor, (pickle.PickleBuffer(view), memory.shape, dtype)
     if (dtype not in SHARED_DTYPES and dtype not in TORCH_DTYPES) or not is_dense(tensor):
         return tensor.__reduce_ex__(PROTOCOL)
     shape, strides, count = tuple(tensor.shape), tensor.stride(), tensor.numel()
@@ -93,10 +109,15 @@ def reduce_tensor(tensor: "torch.Tensor") -> Any:
     if not tensor.is_contiguous():
         words = (shape, dtype, strides)
         count = 1 + sum(stride * (n - 1) for stride, n in zip(strides, shape, strict=True))
-    check_stored(tensor, count)
-    flat = tensor.as_strided((count,), (1,))  # from the first element to the last
-    memory: Any = (flat if dtype in SHARED_DTYPES else flat.view(torch.uint8)).numpy()
-    return rebuild_tensor, (pickle.PickleBuffer(memory), *words)
+    _check_stored(tensor, count * tensor.itemsize, tensor.itemsize)
+    return rebuild_tensor, (pickle.PickleBuffer(_flat_bytes(tensor, count)), *words)
+
+
+def _flat_bytes(tensor: "torch.Tensor", count: int) -> Any:
+    """From the first element to the last."""
+    import torch
+
+    return tensor.as_strided((count,), (1,)).view(torch.uint8).numpy()
 
 
 def rebuild_tensor(

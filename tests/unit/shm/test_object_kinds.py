@@ -212,7 +212,7 @@ def test_what_torch_cannot_pickle_is_refused_by_enqueue(ends: Ends) -> None:
     zero = torch._efficientzerotensor(3)
     for sent in (shortened, gone):
         for message in (sent, [sent]):
-            with pytest.raises(ValueError, match="whose storage has the 9000 elements"):
+            with pytest.raises(ValueError, match="it was resized"):
                 writer.enqueue(message)
     for message in (zero, [zero]):
         with pytest.raises((RuntimeError, NotImplementedError)):
