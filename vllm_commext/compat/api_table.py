@@ -237,7 +237,8 @@ API_CHECKS: tuple[ApiCheck, ...] = (
         "a request that has its first token is computed here when its load fails",
         has_attributes(
             "vllm.v1.core.sched.scheduler:Scheduler",
-            *("failed_recving_kv_req_ids", "requests", "max_model_len", "log_stats"),
+            *("failed_recving_kv_req_ids", "recompute_kv_load_failures", "requests"),
+            *("max_model_len", "log_stats"),
         ),
     ),
     ApiCheck(
