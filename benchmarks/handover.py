@@ -4,8 +4,7 @@ first token, and what it is made of.
 A plain server, the same behind the proxy, vLLM's NixlConnector as it comes and with
 `VLLM_KV_CACHE_LAYOUT=BLHNC`, ours, ours with all first tokens sampled by the decode server, and
 ours behind the proxy, which asks one server after the other, or both at once, so that chunks are
-read while the prefill runs, each without and with first tokens that the proxy sends itself (early);
-where both are asked at once the decode server sends them else; on GPUs also ours in the old layout,
+read while the prefill runs and first tokens sent before that; on GPUs also ours in the old layout,
 and with the prefill server's memory mapped. All take turns, each while the others are stopped, in
 another order each round, and each after a short request that wakes its processes up. The read's
 share comes from the decode server's metrics; "rest" is the hand-over without it: HTTP, parsing,
@@ -13,16 +12,15 @@ scheduling, the last token. Where the first token comes from the prefill server 
 the read, and what the hand-over costs shows in the second one. "CPU" is the processor time of all
 of a variant's processes for an output token, from the second token (of the request that has it
 last) on. The same bytes in one large copy stand beside. Without the proxy the client does what a
-proxy does, one step after the other. "early" says how many first tokens were sent by the proxy
-itself.
+proxy does, one step after the other.
 
     python benchmarks/handover.py --out benchmarks/results/handover_cpu
     python benchmarks/handover.py --device cuda --lengths 1000 8000 32000 --out OUT
-    python benchmarks/handover.py --engines plain ours "ours, proxy" "ours, proxy, early" --out OUT
+    python benchmarks/handover.py --engines plain "ours, proxy" "ours, proxy, streamed" --out OUT
     python benchmarks/handover.py --device cuda --cells 8000x1 32000x1 8000x8 --seconds 200 \
         --out OUT
     python benchmarks/throttled.py --mbit 80 -- python benchmarks/handover.py --lengths 4096 \
-        --engines plain "ours, proxy, early" "ours, proxy, streamed" --at-once 1 --out OUT \
+        --engines plain "ours, proxy" "ours, proxy, streamed" --at-once 1 --out OUT \
         --server-args --max-num-batched-tokens 512
 """
 
@@ -65,7 +63,7 @@ from vllm_commext.testing.prompts import PRINTABLE
 
 COLUMNS = (
     *("prefill", "hand-over", "read", "post", "rest", "first token", "second token", "TPOT", "CPU"),
-    *("MB", "descriptors", "GB/s", "one copy GB/s", "mapped %", "first from P %", "early %"),
+    *("MB", "descriptors", "GB/s", "one copy GB/s", "mapped %", "first from P %"),
 )
 WAKING_TOKENS = 64
 REPORT_SECONDS = 0.5
@@ -126,7 +124,6 @@ def turn(
     each = [answer.figures() for answer in answers]
     figures = {key: statistics.median(row[key] for row in each) for key in each[0]}
     figures["CPU"] = seconds / (len(prompts) * (output_tokens - 2)) * 1e3
-    figures["early %"] = statistics.mean(row["early %"] for row in each)
     if decode is not None and before is not None:
         time.sleep(REPORT_SECONDS)
         figures |= read_figures(name, scrape(decode).minus(before))

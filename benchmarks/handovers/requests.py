@@ -15,7 +15,6 @@ from vllm_commext.testing.cluster import MODEL_NAME
 from vllm_commext.testing.parity import PREFILL_PARAMS
 
 REQUEST_SECONDS = 600.0
-EARLY = "X-Commext-First-Token"
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,11 @@ class Answer:
         prefilled: from sending it to the prefill server's answer; 0 where there is none.
         tokens: from sending it to each token.
         text: of all tokens.
-        is_early: a proxy has sent the first token.
     """
 
     prefilled: float
     tokens: tuple[float, ...]
     text: str
-    is_early: bool
 
     def figures(self) -> dict[str, float]:
         """Milliseconds, by name."""
@@ -43,7 +40,6 @@ class Answer:
             "first token": self.tokens[0] * 1e3,
             "second token": self.tokens[1] * 1e3,
             "TPOT": (self.tokens[-1] - self.tokens[1]) / gaps * 1e3,
-            "early %": 100.0 * self.is_early,
         }
 
 
@@ -105,7 +101,7 @@ async def _ask(
                 text += new
     if len(times) != output_tokens:
         raise RuntimeError(f"{decode_url}: expected {output_tokens} tokens, got {len(times)}")
-    return Answer(prefilled, tuple(times), text, EARLY in response.headers)
+    return Answer(prefilled, tuple(times), text)
 
 
 def _read(url: str, line: bytes) -> tuple[int, str]:

@@ -30,29 +30,22 @@ OURS_HND = "ours, HND"
 """Ours in the layout that it asked for before vLLM had others."""
 OURS_SAMPLING = "ours, D samples all"
 """Ours with every first token sampled by the decode server."""
-OURS_PROXY, OURS_EARLY = "ours, proxy", "ours, proxy, early"
-"""Ours behind the proxy, which waits for the decode server's first token, or sends it itself."""
-OURS_STREAMED, OURS_STREAMED_EARLY = "ours, proxy, streamed", "ours, proxy, streamed, early"
-"""The same with both servers asked at once."""
+OURS_PROXY, OURS_STREAMED = "ours, proxy", "ours, proxy, streamed"
+"""Ours behind the proxy, which asks one server after the other, or both at once."""
 OURS_MAPPED = "ours, mapped"
 """Ours with the prefill server's memory mapped, where NIXL reads it else; behind the proxy too."""
-OURS_EARLY_MAPPED, OURS_STREAMED_MAPPED = f"{OURS_EARLY}, mapped", f"{OURS_STREAMED}, mapped"
-OURS_STREAMED_EARLY_MAPPED = f"{OURS_STREAMED_EARLY}, mapped"
-_PROXIED_MAPPED = (OURS_EARLY_MAPPED, OURS_STREAMED_MAPPED, OURS_STREAMED_EARLY_MAPPED)
+OURS_PROXY_MAPPED, OURS_STREAMED_MAPPED = f"{OURS_PROXY}, mapped", f"{OURS_STREAMED}, mapped"
 PLAIN_PROXY = "plain, proxy"
 """The plain server behind the proxy, which takes it for a decode server and asks no other: what the
 proxy itself costs."""
 PROXIED: Mapping[str, Sequence[str]] = {
     PLAIN_PROXY: ["--min-prompt-tokens", str(1 << 30)],
     OURS_PROXY: ["--stream-chunks", "never"],
-    OURS_EARLY: ["--stream-chunks", "never", "--early-first-token"],
-    OURS_STREAMED: ["--stream-chunks", "always"],
-    OURS_STREAMED_EARLY: ["--stream-chunks", "always", "--early-first-token"],
-    OURS_EARLY_MAPPED: ["--stream-chunks", "never", "--early-first-token"],
-    OURS_STREAMED_MAPPED: ["--stream-chunks", "always"],
-    OURS_STREAMED_EARLY_MAPPED: ["--stream-chunks", "always", "--early-first-token"],
+    OURS_STREAMED: [],
+    OURS_PROXY_MAPPED: ["--stream-chunks", "never"],
+    OURS_STREAMED_MAPPED: [],
 }
-ON_GPUS_ONLY = (IN_TREE_LAYOUT, OURS_HND, OURS_MAPPED, *_PROXIED_MAPPED)
+ON_GPUS_ONLY = (IN_TREE_LAYOUT, OURS_HND, OURS_MAPPED, OURS_PROXY_MAPPED, OURS_STREAMED_MAPPED)
 """vLLM's attention on CPUs takes one layout, and host memory is not mapped."""
 PLAINS = (PLAIN, PLAIN_PROXY)
 _OURS_PROXIED = (one for one in PROXIED if one != PLAIN_PROXY)
@@ -115,7 +108,7 @@ def _servers_of(name: str) -> str:
     """Whose servers are behind the proxy of this name; its own without a proxy."""
     if name not in PROXIED or name == PLAIN_PROXY:
         return name.removesuffix(", proxy")
-    return OURS_MAPPED if name in _PROXIED_MAPPED else OURS
+    return OURS_MAPPED if name in (OURS_PROXY_MAPPED, OURS_STREAMED_MAPPED) else OURS
 
 
 def _server(setup: Setup, name: str, role: str, model: Path, options: Sequence[str]) -> VllmServer:

@@ -145,7 +145,7 @@ class Testbed:
             for role in ROLES
         }
         args = [*PROXY_ARGS, *(SPARE_PROXY_ARGS if self.with_spares else ())]
-        args += ["--stream-chunks", "always" if self.streams else "never"]
+        args += ["--stream-chunks", "auto" if self.streams else "never"]
         self.proxy = ProxyServer("proxy", urls[PREFILL], urls[DECODE], self.folder, args=args)
         self.proxy.start()
         self.proxy.wait_ready()

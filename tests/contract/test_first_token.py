@@ -268,45 +268,6 @@ def test_what_more_than_the_token_follows_from_goes_the_usual_way(
     assert first_token.offer(first_token.Sampler("d", 9, ""), request) == (-1, "")
 
 
-def test_an_answer_that_must_begin_with_a_token_ends_where_that_is_another(
-    pair: SimpleNamespace,
-) -> None:
-    """Its client has the token already."""
-    due = {"remote_first_token_due": True}
-    for name, temperature in (("r", 0.7), ("s", 0.8)):
-        params = {**prefilled(pair.prefill, PROMPT, temperature=0.7), **due}
-        got = answered(pair.decode, name, PROMPT, params, max_tokens=2, temperature=temperature)
-        if name == "r":
-            assert got.tokens[0] == FIRST
-            assert got.finish_reason == FinishReason.LENGTH
-        else:
-            assert (got.tokens, got.finish_reason) == ([], FinishReason.ERROR)
-    assert pair.decode.ways == {first_token.PREFILL: 1, first_token.DIFFERS: 1}
-    assert _runs_dry(pair.decode)
-    assert "s" in pair.decode.worker.released
-    assert pair.decode.scheduler.requests == {}
-
-
-def test_a_paused_engine_ends_an_answer_whose_client_has_its_first_token(make: MakeCore) -> None:
-    prefill, decode = make("kv_producer"), make("kv_consumer")
-    params = {**prefilled(prefill, PROMPT), "remote_first_token_due": True}
-    decode.add(request_of("r", PROMPT, params, max_tokens=4))
-    decode.scheduler.set_pause_state(PauseState.PAUSED_NEW)
-    decode.turn()
-    assert decode.answer("r").finish_reason == FinishReason.ERROR
-    assert decode.scheduler.requests == {}
-
-
-def test_the_prefill_engine_says_where_an_answer_ends_with_its_first_token(make: MakeCore) -> None:
-    prefill = make("kv_producer")
-    goes_on = "remote_first_token_goes_on"
-    assert prefilled(prefill, PROMPT)[goes_on] is True
-    # vLLM keeps the end of sequence among these tokens also where a request ignores it.
-    ends = prefilled(prefill, PROMPT, stop_token_ids=[next_token(PROMPT)])
-    assert ends[goes_on] is False
-    assert ends["remote_first_token"] == next_token(PROMPT)
-
-
 def test_sampling_must_be_the_same(make: MakeCore) -> None:
     prefill, decode = make("kv_producer"), make("kv_consumer")
     params = prefilled(prefill, PROMPT, temperature=0.7)

@@ -32,7 +32,7 @@ ODD: list[Any] = [
 FIELDS = (
     *("do_remote_prefill", "do_remote_decode", "remote_engine_id", "remote_request_id"),
     *("remote_host", "remote_port", "remote_block_ids", "remote_num_tokens", "tp_size", "pp_size"),
-    *("stream_key", "remote_place_seal", "reuse_from", "remote_first_token_due", "transfer_mode"),
+    *("stream_key", "remote_place_seal", "reuse_from", "transfer_mode"),
     *OWN_FIELDS,
 )
 NAMES = st.sampled_from(FIELDS) | st.text(max_size=4)
@@ -169,17 +169,6 @@ def test_parameters_of_another_prompt_lead_to_a_local_prefill(
     assert answer.tokens == [first, next_token([*PROMPT, first])]
     assert not core.worker.loads
     assert core.failures == {"request": 1}
-
-
-def test_a_client_that_has_another_prompts_token_is_told_of_the_error(
-    make_core: Callable[..., Core],
-) -> None:
-    core = make_core("kv_consumer")
-    request = request_with(offered(None, OTHER_PROMPT, remote_first_token_due=True))
-    core.add(request)
-    core.run(request.request_id)
-    answer = core.answer(request.request_id)
-    assert (answer.tokens, str(answer.finish_reason)) == ([], "error")
 
 
 def test_two_prompts_with_one_prompts_parameters(make_core: Callable[..., Core]) -> None:

@@ -225,10 +225,7 @@ ALTERED: dict[str, Any] = {
 }
 
 
-UNPROVEN = {
-    *("do_remote_prefill", "do_remote_decode", "transfer_mode"),
-    "remote_first_token_goes_on",  # for routers; no decode engine reads it
-}
+UNPROVEN = {"do_remote_prefill", "do_remote_decode", "transfer_mode"}
 
 
 def test_with_a_secret_no_parameter_can_be_altered(

@@ -23,7 +23,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{{ messages[-1]['content'].split()[-1] }}{% endif %}"
 )
 NUM_TRIES = 400
-EARLY = "X-Commext-First-Token"
 # What one event has of its tokens, of which it may hold one or several.
 _TEXTS = ("content", "reasoning", "text")
 _LISTS = ("token_ids", "tool_calls")
@@ -34,7 +33,6 @@ _number = iter(range(10_000))
 class Told:
     """A stream's events as they came."""
 
-    is_early: bool
     path: str
     raw: bytes
 
@@ -55,7 +53,7 @@ def told(server: Server, path: str, body: Mapping[str, Any], request_id: str = "
         assert answer.status_code == 200, answer.read()
         assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
         way = answer.headers.get("X-Commext-Path", "")
-        return Told(EARLY in answer.headers, way, answer.read())
+        return Told(way, answer.read())
 
 
 def canonical(stream: Told) -> dict[str, Any]:
@@ -92,8 +90,20 @@ def canonical(stream: Told) -> dict[str, Any]:
     return {"frames": frames, **said}
 
 
+def tokens_and_first(stream: Told) -> dict[str, Any]:
+    """What a chat tells whatever its parsers make of how tokens are cut into events: all but the
+    texts, and the first character of each field."""
+    whole = canonical(stream)
+    return {**whole, **{name: whole[name][:1] for name in _TEXTS}, "tool_calls": []}
+
+
 def _written(content: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _rounded(number: str) -> float:
+    """A log probability without what differs where a prompt is computed in other steps."""
+    return round(float(number), 2)
 
 
 def _take_apart(choice: dict[str, Any], said: dict[str, Any]) -> None:
@@ -107,7 +117,7 @@ def _take_apart(choice: dict[str, Any], said: dict[str, Any]) -> None:
             said[name] = said[name] + (place.pop(name, None) or [])
     for name, values in (choice.pop("logprobs", None) or {}).items():
         if isinstance(values, list):
-            said[f"logprobs.{name}"] += values
+            said[f"logprobs.{name}"] += json.loads(json.dumps(values), parse_float=_rounded)
 
 
 def body_of(path: str, changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,11 @@ fields."""
 import json
 import random
 import shutil
+import signal
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,28 @@ from tests.cpu.event_streams import (
     CHAT,
     CHAT_TEMPLATE,
     COMPLETIONS,
+    Told,
+    asked,
     body_of,
     canonical,
     first_word,
     spoken,
+    tokens_and_first,
     told,
 )
-from vllm_commext.testing import cluster
+from tests.cpu.test_speculation import NGRAM, speculation
+from tests.kit import late_connector
+from tests.kit.composed import OWN, Cluster, Pair, prompts
+from vllm_commext.testing import cluster, parity
 from vllm_commext.testing.metrics import scrape, wait_for_added
 from vllm_commext.testing.servers import ProxyServer, Server, VllmServer
+from vllm_commext.testing.tiny_lora import write_lora
 
 CHUNK_TOKENS = 128
 FIRST_TOKENS = "vllm:commext_nixl_first_tokens_total"
+HANDOVERS = "vllm:commext_nixl_handovers_total"
+FAILURES = "vllm:commext_nixl_failures_total"
+ATOL = 1e-4  # nats, at float32
 # Without the connector. vLLM's own queue keeps a core busy for a second after each answer.
 PLAIN_ENVIRON = {"VLLM_COMMEXT": "1", "VLLM_COMMEXT_NIXL": "0", **cluster.QUEUE_ENVIRON}
 USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
@@ -90,18 +101,19 @@ def servers(
             ("decode", "kv_consumer", args),
         )
     )
-    with cluster.all_ready([plain, prefill, decode]), ExitStack() as stack:
-        proxy = stack.enter_context(
-            ProxyServer(
-                "proxy",
-                prefill_urls=[prefill.url],
-                decode_urls=[decode.url],
-                folder=folder,
-                args=[*cluster.PATIENT_PROXY_ARGS],
-            )
-        )
+    with cluster.all_ready([plain, prefill, decode]), proxy_of(prefill, decode, folder) as proxy:
         told(proxy, COMPLETIONS, body_of(COMPLETIONS, {}))  # tells the proxy where to ask
         yield Servers(plain, prefill, decode, proxy)
+
+
+def proxy_of(prefill: Server, decode: Server, folder: Path) -> AbstractContextManager[Server]:
+    return ProxyServer(
+        f"proxy-{decode.name}",
+        prefill_urls=[prefill.url],
+        decode_urls=[decode.url],
+        folder=folder,
+        args=[*cluster.PATIENT_PROXY_ARGS],
+    )
 
 
 def check(servers: Servers, path: str, body: Mapping[str, Any], way: str = "prefill") -> None:
@@ -110,7 +122,8 @@ def check(servers: Servers, path: str, body: Mapping[str, Any], way: str = "pref
     before = scrape(servers.decode.url)
     found = told(servers.proxy, path, body, request_id)
     assert found.path == "streamed"
-    assert canonical(found) == canonical(told(servers.plain, path, body, request_id))
+    look = canonical if path == COMPLETIONS else tokens_and_first
+    assert look(found) == look(told(servers.plain, path, body, request_id))
     wait_for_added(servers.decode.url, before, FIRST_TOKENS, at_least=1)
     added = scrape(servers.decode.url).minus(before)
     assert added.total(FIRST_TOKENS, way=way) == added.total(FIRST_TOKENS) == 1
@@ -177,3 +190,133 @@ def test_a_prompt_of_any_length(servers: Servers, length: int) -> None:
 def test_a_drawn_first_token_is_the_prefill_servers(servers: Servers) -> None:
     """Of an answer that is drawn no two are equal, but where all but one token is ruled out."""
     check(servers, COMPLETIONS, body_of(COMPLETIONS, {"temperature": 0.8, "top_k": 1}))
+
+
+def test_log_probabilities_are_one_servers(servers: Servers) -> None:
+    """Of prompts of several chunks, and not those of a prompt that differs a little."""
+
+    def ask(server: Server, prompt: Sequence[int]) -> parity.Completion:
+        return parity.complete(server.url, cluster.MODEL_NAME, prompt)
+
+    dice = random.Random(29)
+    before = scrape(servers.decode.url)
+    for num_tokens in (5 * CHUNK_TOKENS, 5 * CHUNK_TOKENS + 77, CHUNK_TOKENS + 1):
+        prompt = [dice.randrange(32, 127) for _ in range(num_tokens)]
+        right, found = ask(servers.plain, prompt), ask(servers.proxy, prompt)
+        assert parity.compare(right, found, ATOL).position is None
+        altered = ask(servers.proxy, [33, *prompt[1:-1], 33])
+        altered = replace(altered, prompt=right.prompt)
+        assert parity.compare(right, altered, ATOL).position is not None
+    wait_for_added(servers.decode.url, before, HANDOVERS, at_least=6)
+    added = scrape(servers.decode.url).minus(before)
+    assert added.total(HANDOVERS, way="streamed") == 6
+    assert added.total("vllm:commext_nixl_failures_total") == 0
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_prefill_server_that_is_killed_before_its_blocks_are_read_changes_no_answer(
+    servers: Servers, model: Path, tmp_path: Path, policy: str
+) -> None:
+    """Nothing of the prompt has been read by then."""
+    file = tmp_path / "loads-begin"
+    mortal = cluster.engine_server(
+        "mortal", model, tmp_path, cluster.kv_transfer_config("kv_producer")
+    )
+    config = cluster.kv_transfer_config(
+        "kv_consumer",
+        connector="LateNixlConnector",
+        module_path="tests.kit.late_connector",
+        policy=policy,
+        extra={"transfer_timeout": 5},
+    )
+    late = cluster.engine_server(
+        "late", model, tmp_path, config, environ={late_connector.FILE: str(file)}
+    )
+    dice = random.Random(37)
+    prompt = [dice.randrange(32, 127) for _ in range(3 * CHUNK_TOKENS)]
+    body = body_of(COMPLETIONS, {"prompt": prompt, **CONTINUOUS, "return_token_ids": True})
+    with cluster.all_ready([mortal, late]), proxy_of(mortal, late, tmp_path) as proxy:
+        file.touch()
+        told(proxy, COMPLETIONS, body_of(COMPLETIONS, {}))
+        file.unlink()
+        request_id = uuid.uuid4().hex
+        whole = canonical(told(servers.plain, COMPLETIONS, body, request_id))
+        before = scrape(late.url)
+        with asked(proxy, COMPLETIONS, body, request_id) as answer:
+            pieces = answer.iter_raw()
+            raw = next(pieces)
+            mortal.signal_all(signal.SIGKILL)
+            file.touch()
+            raw += b"".join(pieces)
+        found = canonical(Told("", raw))
+        assert found == whole
+        wait_for_added(late.url, before, FAILURES, at_least=1)
+        added = scrape(late.url).minus(before)
+        assert added.total(FIRST_TOKENS, way="prefill") == added.total(FAILURES) == 1
+
+
+def test_a_decode_server_that_is_killed_after_the_first_token_ends_the_stream(
+    servers: Servers, model: Path, tmp_path: Path
+) -> None:
+    config = cluster.kv_transfer_config(
+        "kv_consumer", connector="LateNixlConnector", module_path="tests.kit.late_connector"
+    )
+    file = tmp_path / "loads-begin"
+    mortal = cluster.engine_server(
+        "mortal", model, tmp_path, config, environ={late_connector.FILE: str(file)}
+    )
+    with mortal, proxy_of(servers.prefill, mortal, tmp_path) as proxy:
+        file.touch()
+        told(proxy, COMPLETIONS, body_of(COMPLETIONS, {}))
+        file.unlink()
+        body, request_id = spoken(servers.plain, COMPLETIONS, {}), uuid.uuid4().hex
+        with asked(proxy, COMPLETIONS, body, request_id) as answer:
+            pieces = answer.iter_raw()
+            first = next(pieces)
+            mortal.signal_all(signal.SIGKILL)
+            rest = b"".join(pieces)
+        (choice,) = json.loads(first.removeprefix(b"data: "))["choices"]
+        assert choice["text"] == first_word(servers.plain, COMPLETIONS, body)
+        assert json.loads(rest.removeprefix(b"data: "))["error"]["side"] == "decode"
+
+
+@pytest.mark.long
+def test_adapters_have_first_tokens_of_their_own(composed: Cluster) -> None:
+    model, names = composed.model("llama"), ["first", "second"]
+    adapters = [
+        f"{name}={write_lora(composed.folder / name, model, seed)}"
+        for seed, name in enumerate(names)
+    ]
+    both = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"]
+    both += ["--lora-modules", *adapters]
+    pair = composed.pair(model, both, both, names=[cluster.MODEL_NAME, *names])
+    check_pair(composed, pair, "prefill")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sides", ["both", "decode"])
+def test_a_decode_server_that_speculates_samples_its_own_first_tokens(
+    composed: Cluster, sides: str
+) -> None:
+    ngram = speculation(**NGRAM)
+    pair = composed.pair(composed.model("llama"), ngram if sides == "both" else [], ngram)
+    check_pair(composed, pair, "engine")
+
+
+def check_pair(composed: Cluster, pair: Pair, way: str) -> None:
+    """Streams of both engines are the decode engine's own, with first tokens that came so."""
+    with proxy_of(pair.prefill, pair.decode, composed.folder) as proxy:
+        told(proxy, COMPLETIONS, body_of(COMPLETIONS, {}))
+        before = scrape(pair.decode.url)
+        for name in pair.names:
+            for prompt in prompts():
+                kind = {"model": name, "prompt": prompt, "return_token_ids": True, **CONTINUOUS}
+                body, request_id = body_of(COMPLETIONS, kind), uuid.uuid4().hex
+                found = told(proxy, COMPLETIONS, body, request_id)
+                own = told(pair.decode, COMPLETIONS, {**body, **OWN}, request_id)
+                assert found.path == "streamed"
+                assert canonical(found) == canonical(own)
+        count = len(pair.names) * len(prompts())
+        wait_for_added(pair.decode.url, before, FIRST_TOKENS, at_least=count)
+        added = scrape(pair.decode.url).minus(before)
+        assert added.total(FIRST_TOKENS, way=way) == added.total(FIRST_TOKENS) == count

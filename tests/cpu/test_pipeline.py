@@ -164,7 +164,7 @@ def test_what_is_read_while_the_stages_compute_is_the_decode_engines_own(
             prefill_urls=[engines.servers[source].url],
             decode_urls=[url],
             folder=tmp_path,
-            args=[*cluster.PATIENT_PROXY_ARGS, "--stream-chunks", "always"],
+            args=[*cluster.PATIENT_PROXY_ARGS],
         ) as proxy:
             # Tells the proxy where the prefill engine's side channel is.
             complete(proxy.url, cluster.MODEL_NAME, prompts()[0][:20])

@@ -79,7 +79,7 @@ def engines(
                     prefill_urls=[servers[source].url],
                     decode_urls=[servers[target].url],
                     folder=folder,
-                    args=[*cluster.PATIENT_PROXY_ARGS, "--stream-chunks", "always"],
+                    args=[*cluster.PATIENT_PROXY_ARGS],
                 )
             )
             for source, target in PAIRS

@@ -149,7 +149,7 @@ def start(kind: str, folder: Path, stack: ExitStack) -> Cluster:
     for server in servers.values():
         server.wait_ready()
     prefill, decode = ([servers[name].url] for name in ("prefill", "decode"))
-    front = ProxyServer("proxy", prefill, decode, model.parent, args=["--stream-chunks", "always"])
+    front = ProxyServer("proxy", prefill, decode, model.parent)
     servers["proxy"] = stack.enter_context(front)
     return Cluster(servers, ports)
 

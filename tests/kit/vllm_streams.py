@@ -52,8 +52,8 @@ class Stream:
         answer = {"id": "p", "model": self.model, "choices": [choice], "usage": self._counts(1)}
         if self.with_ids:
             (answer if self.is_chat else choice)["prompt_token_ids"] = list(self.prompt)
-        params = {"remote_first_token": token, "remote_first_token_goes_on": True}
-        return {**answer, "kv_transfer_params": {"do_remote_prefill": True, **params}}
+        params = {"do_remote_prefill": True, "remote_first_token": token}
+        return {**answer, "kv_transfer_params": params}
 
     def _role(self) -> bytes:
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None}

@@ -49,16 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="balance by load alone, whichever engine may hold the beginning of a prompt",
     )
     parser.add_argument(
-        "--early-first-token",
-        action="store_true",
-        help="send first tokens before the decode engine has answered with them",
-    )
-    parser.add_argument(
         "--stream-chunks",
         choices=MODES,
         default=ProxyConfig.stream_chunks,
         help="send prompts to both engines at once, so that D reads while P computes and sends the "
-        "first token when P has it: wherever the engines can (auto, always), or never; "
+        "first token when P has it: wherever the engines can, or never; "
         "default: %(default)s",
     )
     parser.add_argument(

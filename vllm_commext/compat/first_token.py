@@ -6,8 +6,7 @@ engine the token is therefore sent to the client as vLLM would send it, through 
 of outputs, and becomes the last token of the request's prompt with one token fewer to generate:
 the scheduler then asks the connector for the prompt, as always, and computes this token's position
 when the blocks are there.  Whether the token ends the answer (end of sequence, stop token, length)
-is decided by vLLM's own function, on the request as it would be after sampling that token.  A
-request whose client has the token already, where it cannot be used here, ends with an error.
+is decided by vLLM's own function, on the request as it would be after sampling that token.
 
 vLLM's policy for failed loads does not apply to a request whose client has its first token: it is
 computed here, like after a preemption.  The worker side keeps such a failure from vLLM, and the
@@ -33,12 +32,10 @@ from vllm_commext.compat.block_frees import defer_frees
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.first_token import (
     ENGINE,
-    NO_TOKEN,
     OFF,
     PREFILL,
     Sampler,
     facts_digest,
-    is_due,
 )
 
 if TYPE_CHECKING:
@@ -92,8 +89,8 @@ class Source(Protocol):
         ...
 
     def take_first_tokens(self, *, is_idle: bool) -> Iterable[tuple[Request, int]]:
-        """New requests whose first tokens are there, or must be and are not (``NO_TOKEN``); where
-        the engine *is idle* it may wait for one that is about to come."""
+        """Requests whose first tokens are there; where the engine *is idle* it may wait for one
+        that is about to come."""
         ...
 
     def note_first_token(self, request: Request, way: str) -> None:
@@ -123,13 +120,10 @@ class FirstTokens:
             _end_load(core, request_id, must_compute=must_compute)
         is_idle = not core.scheduler.running
         for request, token in self._source.take_first_tokens(is_idle=is_idle):
-            can_send = token != NO_TOKEN and _may_begin(core.scheduler, request)
-            if token != NO_TOKEN:
-                self._source.note_first_token(request, PREFILL if can_send else ENGINE)
+            can_send = _may_begin(core.scheduler, request)
+            self._source.note_first_token(request, PREFILL if can_send else ENGINE)
             if can_send:
                 _send(core, request, token)
-            elif is_due(request) and core.scheduler.requests.get(request.request_id) is request:
-                _refuse(core, request)
 
 
 def _may_begin(scheduler: Any, request: Request) -> bool:
@@ -178,8 +172,7 @@ def _send(core: Any, request: Request, token: int) -> None:
 
 
 def _refuse(core: Any, request: Request) -> None:
-    """End a request with an error: it is to begin with a token which is none here, or its load has
-    failed and the policy is to fail."""
+    """End a request with an error."""
     core.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
     _tell(core, request, [])
 

@@ -40,8 +40,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_commext.nixl.wire.params import params_of
-
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
@@ -148,15 +146,6 @@ def offer(own: Sampler, request: Request) -> tuple[int, str]:
     return tokens[0], _drawn_by(own, request.sampling_params)
 
 
-def goes_on(token: int, request: Request) -> bool:
-    """Whether an answer goes on after a token, unless its own request stops there.
-
-    The prefill engine's request ignores the end of sequence; its parameters name it nevertheless.
-    """
-    params: Any = request.sampling_params
-    return params is not None and token not in params.all_stop_token_ids
-
-
 def way_of(own: Sampler, handle: Handle, request: Request) -> str:
     """The way on which a request gets its first token, one of ``WAYS``.
 
@@ -174,13 +163,6 @@ def way_of(own: Sampler, handle: Handle, request: Request) -> str:
     is_same = handle.remote.num_tokens == request.num_prompt_tokens
     is_same = is_same and handle.sampling == _drawn_by(own, request.sampling_params)
     return PREFILL if is_same else DIFFERS
-
-
-def is_due(request: Request) -> bool:
-    """Whether the answer must begin with the prefill engine's token, as a router says whose client
-    has it already."""
-    params = params_of(request)
-    return bool(params and params.get("remote_first_token_due"))
 
 
 def _reason(request: Request) -> str:

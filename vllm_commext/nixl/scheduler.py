@@ -18,11 +18,9 @@ from vllm_commext.nixl.doorbell import Doorbell
 from vllm_commext.nixl.first_token import (
     DIFFERS,
     ENGINE,
-    NO_TOKEN,
     NOT_OFFERED,
     PREFILL,
     Sampler,
-    is_due,
     refusal_of,
     way_of,
 )
@@ -242,10 +240,10 @@ class SchedulerSide:
         """Have the blocks kept where they are until there is room for them here, and look whether
         the first token is there."""
         if asks_for_stream(params_of(request)):
-            refusal = self._refusal_of_token(request)
+            refusal = refusal_of(self._sampler, request)
             self._consumer.watch(request, awaits_token=not refusal)
             if refusal:
-                self._note_own_first_token(request, refusal)
+                self._recorder.first_token(refusal)
             else:
                 self._awaited[request.request_id] = request, None
             return
@@ -253,7 +251,7 @@ class SchedulerSide:
         try:
             handle = self._handles.of(request)
         except OtherPromptError:
-            self._note_own_first_token(request, DIFFERS)
+            self._recorder.first_token(DIFFERS)
             return
         except ProtocolError:
             return  # the load will fail with the reason
@@ -263,25 +261,13 @@ class SchedulerSide:
         if way == PREFILL:
             self._first_tokens[request.request_id] = request, handle.first_token
         else:
-            self._note_own_first_token(request, way)
-
-    def _refusal_of_token(self, request: Request) -> str:
-        """Why a request that is read while it is computed gets its first token here, "" where the
-        prefill engine's is awaited: it comes when the prompt is here, and cannot be due before."""
-        return refusal_of(self._sampler, request) or (NOT_OFFERED if is_due(request) else "")
-
-    def _note_own_first_token(self, request: Request, way: str) -> None:
-        """A request's first token is computed here, or it fails where that must not be."""
-        self._recorder.first_token(way)
-        if is_due(request):
-            self._first_tokens[request.request_id] = request, NO_TOKEN
+            self._recorder.first_token(way)
 
     def take_first_tokens(self, *, is_idle: bool = False) -> list[tuple[Request, int]]:
         """Requests that have come in since the last call, or that are read while they are computed
         and whose first tokens have come since then, and the first token of each that is there;
         ``note_first_token`` says what has become of it. An engine that *is idle* waits for those
-        that are about to come. ``NO_TOKEN`` where the answer must begin with one that cannot be
-        used here."""
+        that are about to come."""
         loaded, self._loaded = self._loaded, []
         for request_id in loaded:
             if request_id in self._awaited:
@@ -400,8 +386,7 @@ class SchedulerSide:
 
     def _send_no_token(self, request_id: str) -> None:
         """Nothing here sends a first token before the engine's steps."""
-        _, token = self._first_tokens.pop(request_id, (None, NO_TOKEN))
-        if token != NO_TOKEN:
+        if self._first_tokens.pop(request_id, None) is not None:
             self._recorder.first_token(ENGINE)
         self._await_no_token(request_id, ENGINE)
 

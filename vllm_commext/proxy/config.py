@@ -99,7 +99,6 @@ class ProxyConfig:
     engine_ca_file: str = _file("authorities in PEM that https engines are verified by")
     access_log: bool = False
     affinity: bool = True
-    early_first_token: bool = False
     stream_chunks: str = AUTO
     reuse_blocks: bool = False
     admin_token_file: str = _file("holds the admin port's token")

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from vllm_commext.proxy.affinity import NO_PREFIX, Memory, Prefix
-from vllm_commext.proxy.early.form import Forms
 from vllm_commext.proxy.reuse import Offers
 from vllm_commext.proxy.streams import Streams
 
@@ -29,10 +28,10 @@ class Engine:
     itself; until a check passes. leaving: it is to go when nothing runs.
     detail: the last reason why it is unhealthy, for people. on_lost: called when the engine has
     not been reachable for so long that nobody should wait for it any more. memory: what it was
-    asked last, forgotten when it becomes unhealthy, and so are forms: how its streams begin, and
-    streams: what it says of prompts that are read while they are computed, and offers: where it is
-    asked for blocks of what it has computed, and key_ranks: where prefills are known by keys, the
-    data-parallel ranks at which one may be.
+    asked last, forgotten when it becomes unhealthy, and so are streams: what it says of prompts
+    that are read while they are computed, and offers: where it is asked for blocks of what it has
+    computed, and key_ranks: where prefills are known by keys, the data-parallel ranks at which one
+    may be.
     """
 
     role: str
@@ -51,7 +50,6 @@ class Engine:
     on_lost: set[Callable[[], None]] = field(default_factory=set[Callable[[], None]])
     on_suspect: Callable[[], None] | None = None
     memory: Memory = field(default_factory=lambda: Memory(0))
-    forms: Forms = field(default_factory=Forms)
     streams: Streams = field(default_factory=Streams)
     offers: Offers = field(default_factory=Offers)
     key_ranks: tuple[str, ...] = ()
@@ -103,7 +101,6 @@ class Engine:
 
     def _forget(self) -> None:
         self.memory.clear()
-        self.forms.clear()
         self.streams.clear()
         self.offers.clear()
         self.key_ranks = ()

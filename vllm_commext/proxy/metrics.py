@@ -8,7 +8,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from vllm_commext.proxy import streams
-from vllm_commext.proxy.early.rule import WAYS
 from vllm_commext.proxy.engines import EnginePool
 from vllm_commext.proxy.two_step import LOCAL_PREFILL_REASONS
 
@@ -51,14 +50,6 @@ class ProxyMetrics:
             ("outcome",),
             registry=registry,
         )
-        self.first_tokens = Counter(
-            "commext_proxy_first_tokens",
-            "Requests by when their first token was sent: early, or later for another reason.",
-            ("way",),
-            registry=registry,
-        )
-        for way in WAYS:
-            self.first_tokens.labels(way)
         self.streams = Counter(
             "commext_proxy_streams",
             "Requests in two steps by whether both were taken at once, or why not.",

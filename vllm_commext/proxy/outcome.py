@@ -14,9 +14,9 @@ DIRECT = "direct"
 @dataclass
 class Outcome:
     """Filled in while the request is served. kind, side: labels of the count. path: how it went,
-    one of `TWO_STEP`, `STREAMED` (both steps at once), `LOCAL_PREFILL` and `DIRECT`. first_token:
-    when it was sent, one of `rule.WAYS`, "" where there is none. first_token_seconds: None before
-    it came. is_answered: the client has its whole stream, whatever comes after."""
+    one of `TWO_STEP`, `STREAMED` (both steps at once), `LOCAL_PREFILL` and `DIRECT`.
+    first_token_seconds: None before it came. is_answered: the client has its whole stream, whatever
+    comes after."""
 
     request_id: str
     kind: str = "ok"
@@ -25,7 +25,6 @@ class Outcome:
     prefill: str = ""
     decode: str = ""
     status: int = 0
-    first_token: str = ""
     began: float = field(default_factory=time.monotonic)
     first_token_seconds: float | None = None
     is_answered: bool = False

@@ -1,7 +1,4 @@
-"""Passing a decode engine's response to the client as it arrives.
-
-Where the client has had the first token already, the response goes on from there.
-"""
+"""Passing a decode engine's response to the client as it arrives."""
 
 import asyncio
 import logging
@@ -15,8 +12,6 @@ from vllm_commext.proxy.answers import bad_answer, failure_of
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.connections import cut
 from vllm_commext.proxy.deadline import ClientStalledError, Deadline, EngineLostError, StreamWatch
-from vllm_commext.proxy.early.lead import Lead
-from vllm_commext.proxy.early.splice import FirstTokenDiffersError
 from vllm_commext.proxy.failures import ClientGoneError, ProxyError
 from vllm_commext.proxy.opening import Opened
 from vllm_commext.proxy.sse import DONE, error_event, with_cached_tokens
@@ -64,13 +59,11 @@ class Relay:
         self,
         request: web.Request,
         opened: Opened,
-        lead: Lead,
         config: ProxyConfig,
         on_gap: Callable[[float], object],
     ) -> None:
         self._request = request
         self._opened = opened
-        self._lead = lead
         self._config = config
         self._on_gap = on_gap
         self._is_engines_turn = False
@@ -78,9 +71,7 @@ class Relay:
 
     async def run(self, extra_headers: Mapping[str, str]) -> Relayed:
         """Send everything. Raises `ClientGoneError`."""
-        response = self._lead.response
-        if response is None:
-            response = self._begin(extra_headers)
+        response = self._begin(extra_headers)
         idle_seconds = min(
             self._config.decode_idle_timeout_seconds, self._config.decode_timeout_seconds
         )
@@ -97,8 +88,6 @@ class Relay:
             failure = failure_of(self._opened.engine, error, idle_seconds)
         except _UnfinishedError:
             failure = bad_answer(self._opened.engine, "a stream without the event that ends it")
-        except FirstTokenDiffersError as error:
-            failure = self._other_token(error)
         except ClientStalledError as error:
             cut(self._request)
             seconds = self._config.client_timeout_seconds
@@ -113,15 +102,13 @@ class Relay:
 
     async def _pass_on(self, response: web.StreamResponse, watch: StreamWatch) -> None:
         read, cutter = self._opened.response.content.readany, self._opened.cutter
-        splice, cached_tokens = self._lead.splice, self._opened.cached_tokens
+        cached_tokens = self._opened.cached_tokens
         await response.prepare(self._request)
         piece = ready = self._opened.first
         arrived = watch.since
         while piece or ready:
             if cached_tokens is not None:
                 ready = with_cached_tokens(ready, cached_tokens)
-            if splice is not None:
-                ready = splice.feed(ready)
             if ready:
                 await response.write(ready)
                 self.has_sent_end = ready.rstrip().endswith(DONE)
@@ -141,17 +128,7 @@ class Relay:
                 is_end = self.has_sent_end or ready.rstrip().endswith(DONE)
                 if self._opened.has_end and not is_end:
                     raise _UnfinishedError
-        if splice is not None:
-            splice.end()
         await response.write_eof()
-
-    def _other_token(self, error: FirstTokenDiffersError) -> ProxyError:
-        """No later stream of an engine begins ahead of it that has first tokens of its own."""
-        engine = self._opened.engine
-        if self._lead.engine is engine:
-            engine.forms.refute()
-        message = f"{engine.name}'s stream does not go on from the token that was sent: {error}"
-        return ProxyError(502, "first_token_differs", message, side=engine.role, engine=engine.name)
 
     def _begin(self, extra_headers: Mapping[str, str]) -> web.StreamResponse:
         upstream = self._opened.response
@@ -170,18 +147,10 @@ class Relay:
         if self._opened.cutter is None:
             cut(self._request)  # a body shorter than announced is the only sign there is
             return
-        await end_stream(self._request, response, failure, self._config.client_timeout_seconds)
-
-
-async def end_stream(
-    request: web.Request, response: web.StreamResponse, failure: ProxyError, seconds: float
-) -> None:
-    """End a stream that has begun with an event that tells of *failure*. Raises
-    `ClientGoneError`."""
-    try:
-        with Deadline(seconds):
-            await response.write(error_event(failure.in_a_stream()))
-            await response.write_eof()
-    except (ConnectionError, asyncio.TimeoutError) as error:
-        cut(request)
-        raise ClientGoneError("the client closed its connection") from error
+        try:
+            with Deadline(self._config.client_timeout_seconds):
+                await response.write(error_event(failure.in_a_stream()))
+                await response.write_eof()
+        except (ConnectionError, asyncio.TimeoutError) as error:
+            cut(self._request)
+            raise ClientGoneError("the client closed its connection") from error

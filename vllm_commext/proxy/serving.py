@@ -1,7 +1,7 @@
 """One request's way through the engines: two steps, or a decode engine alone."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -10,8 +10,6 @@ from vllm_commext.proxy import streams, two_step
 from vllm_commext.proxy.affinity import NO_PREFIX, SESSION_HEADER, prefix_of
 from vllm_commext.proxy.body import num_tokens
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.early.lead import Lead
-from vllm_commext.proxy.early.rule import is_greedy
 from vllm_commext.proxy.engines import DECODE, Engine, EnginePool
 from vllm_commext.proxy.errors import SIDE
 from vllm_commext.proxy.failures import ENGINES_LOST, Losses, ProxyError
@@ -19,7 +17,7 @@ from vllm_commext.proxy.intake import Intake
 from vllm_commext.proxy.metrics import ProxyMetrics
 from vllm_commext.proxy.opening import Opened
 from vllm_commext.proxy.outcome import DIRECT, LOCAL_PREFILL, STREAMED, TWO_STEP, Outcome
-from vllm_commext.proxy.relay import Relay, end_stream
+from vllm_commext.proxy.relay import Relay
 from vllm_commext.proxy.reuse import Place, places_of
 from vllm_commext.proxy.streams import Stream
 from vllm_commext.proxy.two_step import ENDPOINTS
@@ -59,26 +57,9 @@ class Service:
         self, request: web.Request, intake: Intake, headers: Mapping[str, str], outcome: Outcome
     ) -> web.StreamResponse:
         """Answer *request*, which is whole. Raises `ProxyError` and `ClientGoneError`."""
-        config = self._config
-        lead = Lead(
-            request,
-            outcome,
-            is_on=config.early_first_token,
-            client_seconds=config.client_timeout_seconds,
-        )
+        opened = await self._open(request, intake, headers, outcome)
         try:
-            opened = await self._open(request, intake, headers, outcome, lead)
-        except ProxyError as error:
-            if lead.response is None:
-                raise
-            self._note_broken(error, outcome)
-            await end_stream(request, lead.response, error, config.client_timeout_seconds)
-            return lead.response
-        finally:
-            if outcome.first_token:
-                self._metrics.first_tokens.labels(outcome.first_token).inc()
-        try:
-            return await self._relay(request, opened, lead, outcome)
+            return await self._relay(request, opened, outcome)
         finally:
             opened.close()
 
@@ -88,13 +69,8 @@ class Service:
         intake: Intake,
         headers: Mapping[str, str],
         outcome: Outcome,
-        lead: Lead,
     ) -> Opened:
-        """An answer that has begun. The body is held no longer than until then.
-
-        Where the client has the first token already, only what any engine answers in the same way
-        is served anew.
-        """
+        """An answer that has begun. The body is held no longer than until then."""
         try:
             session = request.headers.get(SESSION_HEADER)
             attempts = _Attempts(request.path, intake.body, headers, self._pools[DECODE])
@@ -102,14 +78,13 @@ class Service:
                 attempts.remember(session)
             while True:
                 try:
-                    opened = await self._attempt(attempts, outcome, lead)
+                    opened = await self._attempt(attempts, outcome)
                     if opened.response.status < 400:
                         attempts.prefilled = None  # read, or on its way to be released by who reads
                     return opened
                 except ProxyError as error:
                     attempts.num_failed += 1
                     gave_up = attempts.num_failed >= self._config.request_attempts
-                    gave_up = gave_up or not (lead.response is None or is_greedy(attempts.body))
                     if gave_up or not error.can_restart or error.side != DECODE:
                         raise
                     attempts.note(error)
@@ -120,8 +95,8 @@ class Service:
         finally:
             intake.release()
 
-    async def _attempt(self, attempts: "_Attempts", outcome: Outcome, lead: Lead) -> Opened:
-        prefilled, body, due = None, attempts.body, attempts.body
+    async def _attempt(self, attempts: "_Attempts", outcome: Outcome) -> Opened:
+        prefilled, body = None, attempts.body
         if attempts.path in ENDPOINTS:
             stream = self._stream(attempts, outcome)
             try:
@@ -129,7 +104,7 @@ class Service:
                 if prefilled is not None:
                     await stream.check_place()
                 if prefilled is not None and stream.is_under_way:
-                    opened = await self._take_stream(attempts, stream, prefilled, outcome, lead)
+                    opened = await self._take_stream(stream, prefilled, outcome)
                     if opened is not None:
                         return opened
             finally:
@@ -137,29 +112,24 @@ class Service:
                 if prefilled is not None:
                     self._metrics.streams.labels(stream.way).inc()
             outcome.path = LOCAL_PREFILL
-            answer = prefilled.answer if prefilled else None
-            lead.offer(ENDPOINTS[attempts.path], body, answer)
         else:
             outcome.path = DIRECT
         if prefilled is not None and prefilled.kv_transfer_params is not None:
             outcome.path, outcome.prefill = TWO_STEP, prefilled.engine.name
-            params = prefilled.kv_transfer_params
-            body, due = two_step.decode_body(body, params), two_step.due_body(body, params)
+            body = two_step.decode_body(body, prefilled.kv_transfer_params)
             attempts.prefilled_by = prefilled.engine
-        payload, payload_due = attempts.payload(body), attempts.payload(due)
+        return await self._decode(attempts.payload(body), attempts.avoided(), outcome)
 
-        async def payload_for(engine: Engine) -> Payload:
-            await lead.begin(engine)
-            return payload_due if lead.is_due else payload
+    async def _decode(
+        self, payload: Payload, avoided: Sequence[Engine], outcome: Outcome
+    ) -> Opened:
+        """A decode engine's answer, which *outcome* names."""
 
-        try:
-            opened = await self._upstream.decode(payload, attempts.avoided(), payload_for)
-            if lead.response is not None:
-                await self._upstream.check_stream(opened)
-        except BaseException as error:
-            lead.note_failed(error)
-            raise
-        _note_opened(opened, lead, outcome)
+        def note_asked(engine: Engine) -> None:
+            outcome.decode = engine.name
+
+        opened = await self._upstream.decode(payload, avoided, note_asked)
+        outcome.first_token_seconds = opened.opened_at - outcome.began
         return opened
 
     def _release(self, attempts: "_Attempts", request_id: str) -> None:
@@ -180,11 +150,7 @@ class Service:
         """An attempt at both steps at once, where that may be."""
 
         async def ask(payload: Payload) -> Opened:
-            async def payload_for(engine: Engine) -> Payload:
-                outcome.decode = engine.name
-                return payload
-
-            return await self._upstream.decode(payload, attempts.failed_decode, payload_for)
+            return await self._decode(payload, attempts.failed_decode, outcome)
 
         config = self._config
         refusal = streams.refusal(
@@ -198,21 +164,11 @@ class Service:
         return Stream(attempts.body, attempts.payload, ask, refusal=refusal, places=places)
 
     async def _take_stream(
-        self,
-        attempts: "_Attempts",
-        stream: Stream,
-        prefilled: Prefilled,
-        outcome: Outcome,
-        lead: Lead,
+        self, stream: Stream, prefilled: Prefilled, outcome: Outcome
     ) -> Opened | None:
         """The decode engine's answer, where both were asked at once and the prefill engine has
         answered; None where it has failed, to be asked once more with that answer."""
         outcome.path, outcome.prefill = STREAMED, prefilled.engine.name
-        lead.offer(ENDPOINTS[attempts.path], attempts.body, prefilled.answer)
-        lead.keep_to_greedy()
-        asked = next((e for e in self._pools[DECODE].engines if e.name == outcome.decode), None)
-        if asked is not None:
-            await lead.begin(asked)
         opened = await stream.opened()
         if isinstance(opened, ProxyError):
             if not opened.can_restart:
@@ -220,9 +176,6 @@ class Service:
             logger.warning("request %s is not streamed: %s", outcome.request_id, opened)
             return None
         opened.cached_tokens = prefilled.cached_tokens
-        if lead.response is not None:
-            await self._upstream.check_stream(opened)
-        _note_opened(opened, lead, outcome)
         return opened
 
     async def _prefill(self, attempts: "_Attempts", stream: Stream) -> Prefilled | None:
@@ -255,7 +208,7 @@ class Service:
         return None
 
     async def _relay(
-        self, request: web.Request, opened: Opened, lead: Lead, outcome: Outcome
+        self, request: web.Request, opened: Opened, outcome: Outcome
     ) -> web.StreamResponse:
         metrics, engine = self._metrics, opened.engine.name
         told = outcome.headers()
@@ -266,7 +219,7 @@ class Service:
         elif opened.cutter is not None and outcome.first_token_seconds is not None:
             metrics.first_token_seconds.labels(engine).observe(outcome.first_token_seconds)
         on_gap = metrics.inter_token_seconds.labels(engine).observe
-        relay = Relay(request, opened, lead, self._config, on_gap)
+        relay = Relay(request, opened, self._config, on_gap)
         try:
             relayed = await relay.run(told)
         finally:
@@ -331,11 +284,3 @@ class _Attempts:
         if self.prefilled_by is not None:
             self.failed_prefill.append(self.prefilled_by)
             self.prefilled_by = None
-
-
-def _note_opened(opened: Opened, lead: Lead, outcome: Outcome) -> None:
-    """A decode engine's answer has begun."""
-    outcome.decode = opened.engine.name
-    if lead.response is None:
-        outcome.first_token_seconds = opened.opened_at - outcome.began
-        lead.learn(opened)

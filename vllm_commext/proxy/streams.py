@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.commext.proxy")
 
-AUTO, ALWAYS, NEVER = MODES = ("auto", "always", "never")
-"""Which requests go to both at once: all that can, the same, none."""
+AUTO, NEVER = MODES = ("auto", "never")
+"""Which requests go to both at once: all that can, none."""
 
 STREAMED = "streamed"
 OFF = "off"

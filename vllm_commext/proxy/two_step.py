@@ -194,8 +194,3 @@ def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any]) 
 def _own_params(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """The client's own; see `checked_body`."""
     return body.get("kv_transfer_params") or {}
-
-
-def due_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, for an answer that must begin with the prefill engine's token or fail."""
-    return decode_body(body, {**kv_transfer_params, "remote_first_token_due": True})

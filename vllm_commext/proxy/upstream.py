@@ -14,9 +14,7 @@ import aiohttp
 from vllm_commext.proxy.access import engine_tls
 from vllm_commext.proxy.affinity import NO_PREFIX, Prefix
 from vllm_commext.proxy.answers import (
-    bad_answer,
     check_not_draining,
-    engine_error,
     failures_of,
     no_engine,
     prefill_answer,
@@ -26,7 +24,7 @@ from vllm_commext.proxy.body import encode
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engines import Engine, EnginePool
-from vllm_commext.proxy.failures import EngineAnswer, Losses, ProxyError
+from vllm_commext.proxy.failures import Losses, ProxyError
 from vllm_commext.proxy.metrics import ProxyMetrics
 from vllm_commext.proxy.opening import Opened, read_opening
 from vllm_commext.proxy.releases import Key, Releases, new_key
@@ -171,17 +169,17 @@ class Upstream:
         self,
         payload: Payload,
         failed: Sequence[Engine],
-        payload_for: Callable[[Engine], Awaitable[Payload]],
+        on_ask: Callable[[Engine], None],
     ) -> Opened:
         """Step 2: an answer that has begun, to be closed by the caller. Raises `ProxyError`.
 
         Another engine is asked only while none could be connected to; one of *failed* only if
-        there is no other. *payload_for* says what an engine is asked, which may differ from
-        *payload* in its parameters.
+        there is no other. *on_ask* is told of each that is asked.
         """
 
         async def ask(engine: Engine, _: int) -> Opened:
-            return await self._open_decode(engine, await payload_for(engine))
+            on_ask(engine)
+            return await self._open_decode(engine, payload)
 
         pool, config = self._decode_pool, self._config
         others = [engine for engine in pool.engines if engine.usable and engine not in failed]
@@ -191,23 +189,6 @@ class Upstream:
         opened = await self._ask(pool, config.decode_attempts, payload, ask, tried, wait)
         self._metrics.decode_headers_seconds.observe(time.monotonic() - began)
         return opened
-
-    async def check_stream(self, opened: Opened) -> None:
-        """Raises `ProxyError`, as the engine tells it, for an answer that is no stream: the
-        client's stream has begun."""
-        if opened.cutter is not None:
-            return
-        engine, seconds = opened.engine, self._config.decode_timeout_seconds
-        try:
-            with failures_of(engine, seconds), Deadline(seconds, engine):
-                rest = await read_answer(engine, opened.response)
-        finally:
-            opened.close()
-        status = opened.response.status
-        if status < 400:
-            raise bad_answer(engine, f"status {status}, and no stream")
-        answer = EngineAnswer(opened.first + rest.body, rest.content_type)
-        raise engine_error(engine, status, answer)
 
     async def fetch(
         self, method: str, path: str, headers: Mapping[str, str]

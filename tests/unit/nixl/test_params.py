@@ -144,7 +144,7 @@ def test_the_number_of_stages_cannot_be_lost_or_changed(secret: bytes | None) ->
 def test_a_seal_of_one_stage_is_that_of_older_engines() -> None:
     """They encode the fields that they know, without the number of stages."""
     params = write_params(HANDLE, SECRET)
-    unknown = ("pp_size", "remote_first_token_goes_on", "do_remote_prefill", "do_remote_decode")
+    unknown = ("pp_size", "do_remote_prefill", "do_remote_decode")
     known = {name: one for name, one in params.items() if name not in (*unknown, "transfer_mode")}
     content = msgspec.msgpack.Encoder(order="sorted").encode({**known, "remote_seal": ""})
     assert params["remote_seal"] == prove_params(SECRET, content)

@@ -251,7 +251,7 @@ async def test_an_unexpected_error_ends_the_stream_and_does_not_begin_another_an
     def fail(*_: Any) -> None:
         raise KeyError("unexpected")
 
-    async with kit.cluster(early_first_token=False) as cluster:
+    async with kit.cluster() as cluster:
         cluster.decode[0].behave = behave
         content = json.dumps({**BODY, "stream": streams}).encode()
         if not streams:

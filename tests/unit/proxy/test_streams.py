@@ -17,7 +17,6 @@ from vllm_commext.proxy.streams import MAX_WAITING, Streams
 from vllm_commext.proxy.streams import Stream as OneStream
 
 BODY = {"model": "tiny", "prompt": "long " * 40, "max_tokens": 3, "temperature": 0, "stream": True}
-DRAWN = {**BODY, "temperature": 0.7}
 SHORT = {**BODY, "prompt": "short"}
 ANSWER = Stream(((7, "one"), (8, " two"), (9, " three")))
 SEAL = "5ea1" * 16
@@ -70,7 +69,7 @@ async def ask(cluster: Any, body: Any = BODY) -> tuple[str, bytes]:
 
 @asynccontextmanager
 async def running(kit: Any, **options: Any) -> AsyncIterator[Any]:
-    settings = {"affinity": False, "stream_chunks": "always", **options}
+    settings = {"affinity": False, **options}
     async with kit.cluster(**settings) as cluster:
         for engine in cluster.prefill:
             engine.behave = answering()
@@ -115,38 +114,11 @@ async def test_both_engines_are_asked_at_once_as_soon_as_it_is_known_where(kit: 
         assert await ways(cluster) == {"not_known": 1, "streamed": 2}
 
 
-async def test_the_first_token_is_sent_when_the_prefill_engine_has_it(kit: Any) -> None:
-    async with running(kit, early_first_token=True) as cluster:
-        prefill, decoding = cluster.prefill[0], cluster.decode[0]
-        for _ in range(2):
-            await ask(cluster)
-        may_answer = asyncio.Event()
-
-        async def waiting(call: Any) -> None:
-            await may_answer.wait()
-            await decode(call)
-
-        decoding.behave = waiting
-        async with cluster.post(BODY) as response:
-            assert response.headers["X-Commext-Path"] == "streamed"
-            assert response.headers["X-Commext-First-Token"] == "early"
-            assert b"one" in await response.content.readany()
-            may_answer.set()
-            assert (await response.read()).endswith(b"data: [DONE]\n\n")
-        async with cluster.post(DRAWN) as response:
-            assert "X-Commext-First-Token" not in response.headers
-            await response.read()
-        assert "remote_first_token_due" not in params_of(decoding.calls[-1])
-        assert len(prefill.calls) == 4
-
-
-@pytest.mark.parametrize(("body", "told"), [(BODY, "streamed"), (DRAWN, "two-step")])
 @pytest.mark.parametrize("status", [500, 503])
 async def test_a_decode_engine_that_cannot_is_asked_once_more_with_the_answer(
-    kit: Any, status: int, body: Any, told: str
+    kit: Any, status: int
 ) -> None:
-    """A client that has the first token early was told of the way before."""
-    async with running(kit, early_first_token=True) as cluster:
+    async with running(kit) as cluster:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
         await ask(cluster)
 
@@ -157,8 +129,8 @@ async def test_a_decode_engine_that_cannot_is_asked_once_more_with_the_answer(
                 await decode(call)
 
         decoding.behave = refusing
-        path, answer = await ask(cluster, body)
-        assert path == told
+        path, answer = await ask(cluster)
+        assert path == "two-step"
         assert answer.count(b"data: ") == 4
         assert answer.endswith(b"data: [DONE]\n\n")
         assert len(prefill.calls) == 2

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from vllm_commext.compat.kv_connector import drop_last_prompt_token, end_after_one_token
-from vllm_commext.nixl.first_token import Sampler, goes_on, offer
+from vllm_commext.nixl.first_token import Sampler, offer
 from vllm_commext.nixl.geometry.request_blocks import (
     blocks_to_offer,
     is_complete,
@@ -207,13 +207,7 @@ class Prefills:
         if token >= 0:
             self._producer.tell_token(request_id, token, sampling)
         handle = Handle(remote, digests(prompt_of(request), num_tokens), token, sampling)
-        params = write_params(
-            handle,
-            self._secret,
-            goes_on=goes_on(token, request),
-            chunk_tokens=self._streaming.chunk_tokens,
-        )
-        return True, params
+        return True, write_params(handle, self._secret, chunk_tokens=self._streaming.chunk_tokens)
 
     @property
     def has_news(self) -> bool:

@@ -278,17 +278,15 @@ def handle_of_stream(remote: RemoteRequest, prompt: Mapping[str, str]) -> Handle
 
 
 def write_params(
-    handle: Handle, secret: bytes | None = None, *, goes_on: bool = False, chunk_tokens: int = 0
+    handle: Handle, secret: bytes | None = None, *, chunk_tokens: int = 0
 ) -> dict[str, Any]:
     """The parameters that a prefill engine returns for a finished request.
 
     Args:
         handle: what it hands over.
         secret: what proves them, None where the side channel has no secret.
-        goes_on: no engine ends an answer with the first token by itself. That is for routers;
-            decode engines do not read it, and nothing proves it.
-        chunk_tokens: a longer prompt can be read while it is computed; 0 where none can. For
-            routers, too, with ``remote_place_seal``, which proves host and port to decode engines.
+        chunk_tokens: of a step at most, where prompts can be read while they are computed; else 0.
+            For routers, with ``remote_place_seal``, which proves host and port to decode engines.
     """
     remote = handle.remote
     written = _RemoteParams(
@@ -315,8 +313,6 @@ def write_params(
         del fields["pp_size"]
     if handle.first_token < 0:
         del fields["remote_first_token"], fields["remote_sampling"]
-    else:
-        fields["remote_first_token_goes_on"] = goes_on
     if chunk_tokens:
         fields["remote_chunk_tokens"] = chunk_tokens
         fields[_PLACE_SEAL] = _prove_place(secret, remote.host, remote.port)
