@@ -100,6 +100,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serving(config: ProxyConfig, log_level: str) -> None:
+    from vllm_commext.proxy.descriptors import fitted, raise_limit
+
+    config = fitted(config, raise_limit())
     if config.workers > 1:
         from vllm_commext.proxy.supervisor import serve_by_workers
 

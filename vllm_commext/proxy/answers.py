@@ -12,7 +12,9 @@ import aiohttp
 from vllm_commext.drain import HEADER
 from vllm_commext.proxy.body import decode
 from vllm_commext.proxy.config import MIB
+from vllm_commext.proxy.connections import complaints
 from vllm_commext.proxy.deadline import EngineLostError
+from vllm_commext.proxy.descriptors import lack
 from vllm_commext.proxy.engines import PREFILL, Engine, EnginePool
 from vllm_commext.proxy.failures import EngineAnswer, Losses, ProxyError
 
@@ -51,6 +53,10 @@ def failure_of(
     """What *error* means for a request; the engine is noted as suspect where it is, and not the
     request that has lost others before."""
     side, name = engine.role, engine.name
+    if lacked := lack(error):
+        message = f"this proxy could not connect to {name}: {lacked}"
+        complaints.warning("descriptors", message)
+        return ProxyError(503, "overloaded", message)
     if isinstance(error, _CANNOT_CONNECT):
         message = f"could not connect to {name}: {error}"
         if isinstance(error, aiohttp.ClientConnectorError) and error.errno == ECONNREFUSED:

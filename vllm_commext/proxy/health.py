@@ -9,7 +9,9 @@ import aiohttp
 
 from vllm_commext.drain import HEADER
 from vllm_commext.proxy.config import ProxyConfig
+from vllm_commext.proxy.connections import complaints
 from vllm_commext.proxy.deadline import Deadline
+from vllm_commext.proxy.descriptors import lack
 from vllm_commext.proxy.engines import DECODE, Engine
 from vllm_commext.proxy.releases import key_ranks_of
 from vllm_commext.proxy.tasks import end_tasks
@@ -18,6 +20,10 @@ logger = logging.getLogger("vllm.commext.proxy")
 
 # After a suspicion the engine is checked at once; so soon is it not checked for another one.
 _MIN_INTERVAL_SECONDS = 0.05
+
+
+class _LackError(Exception):
+    """The proxy could not ask."""
 
 
 class HealthMonitor:
@@ -79,7 +85,11 @@ class HealthMonitor:
     async def _check(self, engine: Engine) -> bool:
         """Whether *engine* answered, well or not."""
         was_healthy = engine.healthy
-        status, drains, failure = await self._ask(engine)
+        try:
+            status, drains, failure = await self._ask(engine)
+        except _LackError as error:  # nothing is known of the engine
+            complaints.warning("descriptors", f"{engine.name} could not be checked: {error}")
+            return True
         if drains:
             engine.note_drain()
         elif failure is None:
@@ -136,4 +146,6 @@ class HealthMonitor:
                 f"/health did not answer within {self._config.health_timeout_seconds} s",
             )
         except (aiohttp.ClientError, OSError) as error:
+            if lacked := lack(error):
+                raise _LackError(lacked) from error
             return None, False, f"/health failed: {error}"

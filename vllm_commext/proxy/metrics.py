@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.multiprocess import MultiProcessCollector
 
@@ -16,6 +17,23 @@ SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _GAP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 5, 30)
+
+
+_SHARED_BYTES = 1 << 20
+_SHARED_KINDS = ("counter", "histogram", "gauge_livesum", "gauge_livemin")
+
+
+def reserve_files(folder: str, idx: int) -> None:
+    """Have the files of worker *idx* on the disk before it maps them: a write to a mapped page
+    that the disk has no room for ends a process. Raises `OSError`."""
+    for kind in _SHARED_KINDS:
+        with (Path(folder) / f"{kind}_{idx}.db").open("ab") as file:
+            os.posix_fallocate(file.fileno(), 0, _SHARED_BYTES)
+
+
+def share_values(idx: int) -> None:
+    """Have this process keep its values in the files of worker *idx*."""
+    values.ValueClass = values.MultiProcessValue(lambda: idx)
 
 
 class ProxyMetrics:
@@ -78,6 +96,7 @@ class ProxyMetrics:
             multiprocess_mode="livesum",
             registry=registry,
         )
+        self.in_flight.set(0)  # a worker's file may have the number of the one before it
         self._describe_engines(registry)
         self._describe_times(registry)
 

@@ -191,7 +191,7 @@ class Service:
                     lambda engine, key: stream.prefill_payload(engine.streams, key),
                 )
             except ProxyError as error:
-                if error.status < 500 or error.kind == ENGINES_LOST:
+                if error.status < 500 or error.kind in (ENGINES_LOST, "overloaded"):
                     raise
                 away = error.kind in ("no_engine", "unreachable", "lost", "draining")
                 reason = two_step.PREFILL_AWAY if away else two_step.PREFILL_FAILED

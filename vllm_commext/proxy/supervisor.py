@@ -1,4 +1,5 @@
-"""Several worker processes on one port: started, started anew when one dies, and ended together.
+"""Several worker processes on one port: started, started anew when one dies or is stuck, and
+ended together.
 
 The kernel spreads connections over the workers (SO_REUSEPORT). Each worker has its own view of
 the engines' health and load; the supervisor passes on what the admin port asks for. Counters are
@@ -9,7 +10,9 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,14 +20,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from prometheus_client.multiprocess import mark_process_dead
-
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.admin import AdminState
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engines import ROLES, EnginePool
 from vllm_commext.proxy.metrics import SHARED_FOLDER as METRICS_FOLDER
+from vllm_commext.proxy.metrics import reserve_files
 from vllm_commext.proxy.registry import Registry
 from vllm_commext.proxy.server import admin_port, announce_engine, cannot_listen, on_signal, url_of
 from vllm_commext.proxy.sources import ADMIN, Sources
@@ -35,6 +37,10 @@ logger = logging.getLogger("vllm.commext.proxy")
 RESTART_SECONDS = 1.0
 START_SECONDS = 60.0
 REPORT_SECONDS = 5.0
+HEARTBEAT_SECONDS = 1.0
+MAX_MISSED = 6
+"""Heartbeats in a row that a worker may leave unanswered. They are counted and not timed, so that
+a host that stalls, this process too, does not end its workers."""
 _END_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 
@@ -43,10 +49,11 @@ _POLL_SECONDS = 0.02
 class _Worker:
     """One process that runs now."""
 
-    process: asyncio.subprocess.Process
+    process: subprocess.Popen[bytes]
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     ready: asyncio.Event = field(default_factory=asyncio.Event)
+    num_missed: int = 0
     reports: dict[int, asyncio.Future[dict[str, Any]]] = field(
         default_factory=dict[int, "asyncio.Future[dict[str, Any]]"]
     )
@@ -108,16 +115,17 @@ class Supervisor:
         """Have a worker run in place *idx*, again and again until `stop`."""
         while not self._stopping:
             try:
-                worker = await self._start()
-            except OSError as error:  # no memory or no process left for one more, now
+                worker = await self._start(idx)
+            except OSError as error:  # no memory, process or disk left for one more, now
                 logger.warning("worker %d cannot be started: %s", idx, error)
                 await asyncio.sleep(RESTART_SECONDS)
                 continue
             self._workers[idx] = worker
+            watching = asyncio.create_task(self._watch(idx, worker))
             await self._listen_to(worker)
-            status = await worker.process.wait()
+            watching.cancel()
+            status = await _ended(worker.process)
             del self._workers[idx]
-            mark_process_dead(worker.process.pid, self._metrics_folder)
             if not self._stopping:
                 logger.error("worker %d ended with status %d and is started anew", idx, status)
                 await asyncio.sleep(RESTART_SECONDS)
@@ -128,22 +136,40 @@ class Supervisor:
         workers = list(self._workers.values())
         for worker in workers:
             worker.writer.write(message(drain=True))
-        waits = [asyncio.ensure_future(worker.process.wait()) for worker in workers]
-        if waits:
-            await asyncio.wait(waits, timeout=self._config.drain_timeout_seconds + _END_SECONDS)
-        for worker in workers:
-            if worker.process.returncode is None:
-                worker.process.kill()
-                await worker.process.wait()
+        seconds = self._config.drain_timeout_seconds + _END_SECONDS
+        await asyncio.gather(*(_ended(worker.process, seconds) for worker in workers))
 
-    async def _start(self) -> _Worker:
+    async def _watch(self, idx: int, worker: _Worker) -> None:
+        """Kill *worker* when it answers no more."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            if not worker.ready.is_set():
+                continue
+            worker.num_missed += 1
+            if worker.num_missed > MAX_MISSED:
+                logger.error("worker %d has answered no heartbeat of %d", idx, MAX_MISSED)
+                worker.process.kill()
+                return
+            worker.writer.write(message(heartbeat=True))
+
+    async def _start(self, idx: int) -> _Worker:
+        reserve_files(self._metrics_folder, idx)
         ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "vllm_commext.proxy.worker", str(theirs.fileno())),
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, METRICS_FOLDER: self._metrics_folder},
-            )
+        # They end when this process says so: what a signal to the whole group means to them, it
+        # tells them. A mask is inherited, so none comes too early.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        try:
+            with theirs:
+                process = subprocess.Popen(
+                    [
+                        *(sys.executable, "-m", "vllm_commext.proxy.worker"),
+                        *(str(theirs.fileno()), str(idx)),
+                    ],
+                    pass_fds=[theirs.fileno()],
+                    env={**os.environ, METRICS_FOLDER: self._metrics_folder},
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
         config, admin = asdict(self._config), self._state.as_json()
         writer.write(message(config=config, admin=admin, log_level=self._log_level))
@@ -154,6 +180,9 @@ class Supervisor:
         with suppress(ConnectionError):
             while (line := await worker.reader.readline()).endswith(b"\n"):
                 told = json.loads(line)
+                worker.num_missed = 0
+                if "heartbeat" in told:
+                    continue
                 if "ready" in told:
                     worker.ready.set()
                     # What was asked for while it started.
@@ -178,6 +207,16 @@ class Supervisor:
         for worker in self._workers.values():
             worker.reports.pop(number, None)
         return [one.result() for one in done]
+
+
+async def _ended(process: subprocess.Popen[bytes], seconds: float = _END_SECONDS) -> int:
+    """The exit status of *process*, which is killed if it has none after that time."""
+    end = asyncio.get_running_loop().time() + seconds
+    while (status := process.poll()) is None:
+        if asyncio.get_running_loop().time() > end:
+            process.kill()
+        await asyncio.sleep(_POLL_SECONDS)
+    return status
 
 
 async def serve_by_workers(

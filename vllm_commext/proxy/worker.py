@@ -1,13 +1,15 @@
 """One of several worker processes: serves the port that all share, and does as it is told.
 
-`python -m vllm_commext.proxy.worker FD`: FD is a socket to the supervisor, over which each side
-sends JSON objects, one a line. The first one brings the configuration.
+`python -m vllm_commext.proxy.worker FD PLACE`: FD is a socket to the supervisor, over which each
+side sends JSON objects, one a line. The first one brings the configuration. PLACE is the worker's
+number, under which it counts on from where the one before it ended.
 """
 
 import asyncio
 import json
 import logging
-import signal
+import os
+import shutil
 import socket
 import sys
 from typing import Any
@@ -18,6 +20,7 @@ from vllm_commext.proxy.admin import AdminState
 from vllm_commext.proxy.app import ProxyApp
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.event_loop import run_loop
+from vllm_commext.proxy.metrics import SHARED_FOLDER, share_values
 from vllm_commext.proxy.server import connections_of, drained, make_runner, open_port
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -32,7 +35,8 @@ def message(**content: Any) -> bytes:
 
 
 async def serve_for(supervisor: socket.socket) -> None:
-    """Serve until the supervisor says so or has gone, then drain."""
+    """Serve until the supervisor says so or has gone, then drain. Signals are the supervisor's:
+    it starts its workers with them blocked."""
     reader, writer = await asyncio.open_connection(sock=supervisor, limit=MAX_LINE_BYTES)
     first = json.loads(await reader.readline())
     logging.basicConfig(
@@ -40,9 +44,6 @@ async def serve_for(supervisor: socket.socket) -> None:
         format="%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s",
     )
     config = ProxyConfig(**first["config"])
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, reader.feed_eof)
-    loop.add_signal_handler(signal.SIGINT, lambda: None)  # the supervisor gets it as well
     proxy = ProxyApp(config)
     runner = make_runner(proxy)
     await runner.setup()
@@ -52,9 +53,11 @@ async def serve_for(supervisor: socket.socket) -> None:
         tls, connections = server_tls(config), connections_of(config)
         port = await open_port(runner, connections, config.host, config.port, tls, reuse_port=True)
         writer.write(message(ready=True))
-        await _obey(proxy, reader, writer)
+        is_alone = not await _obey(proxy, reader, writer)
         port.close()
         await drained(proxy)
+        if is_alone:  # nobody else is left to remove it
+            shutil.rmtree(os.environ[SHARED_FOLDER], ignore_errors=True)
     finally:
         gauges.cancel()
         await runner.cleanup()
@@ -63,11 +66,14 @@ async def serve_for(supervisor: socket.socket) -> None:
 
 async def _obey(
     proxy: ProxyApp, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
+) -> bool:
+    """Until the supervisor ends it; False if the supervisor has gone without a word."""
     while line := await reader.readline():
         told = json.loads(line)
         if "drain" in told:
-            return
+            return True
+        if "heartbeat" in told:
+            writer.write(message(heartbeat=True))
         if "admin" in told:
             _apply(proxy, told["admin"])
         if "report" in told:
@@ -75,6 +81,8 @@ async def _obey(
             writer.write(
                 message(report=told["report"], engines=engines, in_flight=proxy.num_in_flight)
             )
+
+    return False
 
 
 def _apply(proxy: ProxyApp, state: dict[str, Any]) -> None:
@@ -92,4 +100,5 @@ async def _set_gauges(proxy: ProxyApp) -> None:
 
 
 if __name__ == "__main__":
+    share_values(int(sys.argv[2]))
     run_loop(serve_for(socket.socket(fileno=int(sys.argv[1]))))
