@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.attack.judge import soft_limit
-from tests.unit.proxy.conftest import Behaviour, EngineServer, decode_ok, hanging, prefill_ok
+from tests.unit.proxy.conftest import Behaviour, Call, EngineServer, decode_ok, hanging, prefill_ok
 from vllm_commext.testing.ports import LOOPBACK, free_port
 from vllm_commext.testing.servers import ProxyServer, Server
 
 BOUND_SECONDS = 30.0
 HONEST = json.dumps({"model": "m", "prompt": "hello", "max_tokens": 3}).encode()
-_BEHAVIOURS: dict[str, Behaviour] = {
-    "prefill": prefill_ok, "decode": decode_ok, "stuck": hanging
-}  # fmt: skip
+_BEHAVIOURS: dict[str, Behaviour] = {"prefill": prefill_ok, "decode": decode_ok}
+SILENT_MODELS = "silent-models"
 
 
 @dataclass
@@ -81,8 +80,18 @@ def _engine(folder: Path, behaviour: str) -> Server:
     return Server(behaviour, command, folder, port=port)
 
 
+class _SilentModels(EngineServer):
+    """It answers all but the list of models."""
+
+    async def _answer(self, call: Call) -> bool:
+        if call.path == "/v1/models":
+            await hanging(call)
+        return await super()._answer(call)
+
+
 async def _serve(behaviour: str, port: int) -> None:
-    async with EngineServer(_BEHAVIOURS[behaviour], port=port).running():
+    kind = _SilentModels if behaviour == SILENT_MODELS else EngineServer
+    async with kind(_BEHAVIOURS.get(behaviour, decode_ok), port=port).running():
         await asyncio.Event().wait()
 
 

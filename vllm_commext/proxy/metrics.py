@@ -1,6 +1,7 @@
 """The proxy's own Prometheus metrics. Every label comes from a fixed set of values."""
 
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _GAP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 5, 30)
 
 
+_PAGE_SHARE = 4
 _SHARED_BYTES = 1 << 20
 _SHARED_KINDS = ("counter", "histogram", "gauge_livesum", "gauge_livemin")
 
@@ -41,6 +43,7 @@ class ProxyMetrics:
 
     def __init__(self, pools: Iterable[EnginePool]) -> None:
         self._pools = tuple(pools)
+        self._page, self._page_until = b"", 0.0
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
             "commext_proxy_requests",
@@ -152,13 +155,20 @@ class ProxyMetrics:
         )
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format; those of all workers if there are several."""
-        self.set_gauges()
-        if SHARED_FOLDER not in os.environ:
-            return generate_latest(self._registry)
-        shared = CollectorRegistry()
-        MultiProcessCollector(shared)
-        return generate_latest(shared)
+        """All metrics in Prometheus' text format; those of all workers if there are several. A page
+        is given out again for a few times as long as it took to make, so that whoever asks for
+        many leaves most of the processor to others."""
+        began = time.monotonic()
+        if began >= self._page_until:
+            self.set_gauges()
+            registry = self._registry
+            if SHARED_FOLDER in os.environ:
+                registry = CollectorRegistry()
+                MultiProcessCollector(registry)
+            self._page = generate_latest(registry)
+            now = time.monotonic()
+            self._page_until = now + _PAGE_SHARE * (now - began)
+        return self._page
 
     def set_gauges(self) -> None:
         """Have the gauges of the engines say what is so now."""
