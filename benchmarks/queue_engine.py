@@ -102,7 +102,7 @@ class Served:
                     "cudagraph_capture_sizes": [1, 2, 4, 8, *range(16, max(args.requests) + 1, 16)],
                 },
                 "kernel_config": {"enable_flashinfer_autotune": False},
-                "gpu_memory_utilization": 0.3,
+                "gpu_memory_utilization": 0.1,  # of which so much must be free as it starts
                 "kv_cache_memory_bytes": KV_BYTES,
             }
         self._engine = LLM(
