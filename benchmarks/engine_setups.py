@@ -69,7 +69,7 @@ _MINIMAX = {
     "num_key_value_heads": 8,
     "head_dim": 128,
     "rotary_dim": 64,
-    "num_local_experts": 16,
+    "num_local_experts": 12,
     "num_experts_per_tok": 8,
     "scoring_func": "sigmoid",
     "use_routing_bias": True,
