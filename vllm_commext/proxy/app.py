@@ -171,7 +171,7 @@ class ProxyApp:
             outcome.set("internal", SIDE_PROXY)
             raise
         finally:
-            self.metrics.requests.labels(_COUNTED[request.path], outcome.kind, outcome.side).inc()
+            self.metrics.note_ended(_COUNTED[request.path], outcome.kind, outcome.side)
             if self.config.access_log:
                 log_access(request, outcome)
 

@@ -156,8 +156,8 @@ class ProxyMetrics:
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format; those of all workers if there are several. A page
-        is given out again for a few times as long as it took to make, so that whoever asks for
-        many leaves most of the processor to others."""
+        is given out again for a few times as long as it took to make, unless a request ends, so
+        that whoever asks for many leaves most of the processor to others."""
         began = time.monotonic()
         if began >= self._page_until:
             self.set_gauges()
@@ -169,6 +169,11 @@ class ProxyMetrics:
             now = time.monotonic()
             self._page_until = now + _PAGE_SHARE * (now - began)
         return self._page
+
+    def note_ended(self, endpoint: str, outcome: str, side: str) -> None:
+        """A request has ended."""
+        self.requests.labels(endpoint, outcome, side).inc()
+        self._page_until = 0.0
 
     def set_gauges(self) -> None:
         """Have the gauges of the engines say what is so now."""

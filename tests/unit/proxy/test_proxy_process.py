@@ -237,10 +237,10 @@ async def test_a_worker_that_cannot_be_started_is_tried_again(
     monkeypatch.setattr(supervisor, "RESTART_SECONDS", 0.01)
     start, failures = supervisor.Supervisor._start, [OSError("no process left")] * 3
 
-    async def starting(self: Any) -> Any:
+    async def starting(self: Any, idx: int) -> Any:
         if failures:
             raise failures.pop()
-        return await start(self)
+        return await start(self, idx)
 
     config = ProxyConfig(("http://127.0.0.1:1",), ("http://127.0.0.1:2",), port=0)
     one = supervisor.Supervisor(config, "WARNING", str(tmp_path))
