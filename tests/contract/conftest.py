@@ -43,12 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def restored_step() -> Iterator[None]:
     """The engine's step is as it was afterwards."""
-    from vllm_commext.compat import engine_wait, monkey_patch
+    from vllm_commext.compat import engine_wait, monkey_patch, resets
 
     yield
-    row = monkey_patch.row_of(engine_wait.SYMBOL)
-    if monkey_patch.is_patched(row):
-        monkey_patch.restore(row)
+    for symbol in (engine_wait.SYMBOL, resets.CACHE, resets.CALL):
+        row = monkey_patch.row_of(symbol)
+        if monkey_patch.is_patched(row):
+            monkey_patch.restore(row)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
@@ -59,12 +60,18 @@ class Worker:
     computed: of each request, the positions that were computed here, in order.
     fails: whether the load of a request fails.
     holds_loads: loads do not end while this is set.
+    keeps: prefills are kept until they are released, where this is set.
+    kept: those.
+    renews: whether leases are renewed.
     """
 
     def __init__(self) -> None:
         self.computed: dict[str, list[int]] = {}
         self.fails: Callable[[str], bool] = lambda request_id: False
         self.holds_loads = False
+        self.keeps = False
+        self.kept: set[str] = set()
+        self.renews = True
         self.loads: list[Any] = []
         self.released: list[str] = []
         self._tokens: dict[str, list[int]] = {}
@@ -109,17 +116,24 @@ class Worker:
             return None
         self.loads += [load for load in told.loads if load.awaited]
         self.released += [load.request_id for load in told.loads if not load.awaited]
-        sent = {hold.request_id for hold in told.holds}
+        self.kept |= {hold.request_id for hold in told.holds}
+        self.renews = self.renews if told.renews is None else told.renews
+        sent = self.kept & set(told.releases) if self.keeps else self.kept
+        self.kept = self.kept - sent
         if self.holds_loads:
             return KVConnectorOutput(finished_sending=sent)
         ended, self.loads = self.loads, []
         failed = {load.request_id for load in ended if self.fails(load.request_id)}
         unread = {load.request_id for load in ended if load.recomputes} & failed
+        told_failed: dict[str, Any] = {"failed_recving": failed - unread}
+        if transfer_results_class() is None:
+            loads = [load for load in ended if load.request_id in failed - unread]
+            told_failed = {"invalid_block_ids": {one for load in loads for one in load.block_ids}}
         return KVConnectorOutput(
             finished_sending=sent,
             finished_recving={load.request_id for load in ended},
-            failed_recving=failed - unread,
             kv_connector_worker_meta=WorkerMetadata(unread=unread) if unread else None,
+            **told_failed,
         )
 
 
@@ -206,6 +220,20 @@ class Core:
 
     def _has_more(self) -> bool:
         return self.scheduler.has_requests() and bool(self._under_way[-1][0].num_scheduled_tokens)
+
+    def pause(self, state: PauseState, *, clears: bool = True) -> None:
+        """As vLLM pauses: when there is nothing to step for, caches are reset."""
+        self.scheduler.set_pause_state(state)
+        for _ in range(MAX_STEPS):
+            if not self.scheduler.has_requests() and not self._under_way:
+                break
+            self.turn()
+        assert not self.scheduler.has_requests(), "the pause does not end"
+        if clears:
+            self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+    def resume(self) -> None:
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def turn(self) -> None:
         self._num_steps += 1

@@ -40,7 +40,11 @@ from vllm_commext.nixl.metrics.recorder import TransferRecorder, empty_data
 from vllm_commext.nixl.vllm_cache import groups_of
 
 VLLM = Version(vllm.__version__.split("+")[0])
-SINCE = {"get_transfer_results": Version("0.30"), "get_loaded_kv_cache_group_ids": Version("0.32")}
+SINCE = {
+    "get_transfer_results": Version("0.30"),
+    "get_loaded_kv_cache_group_ids": Version("0.32"),
+    "supports_sleep_mode": Version("0.33"),
+}
 """Methods that older versions neither have nor call."""
 OWN = {"scheduler_side", "worker_side"}
 

@@ -215,6 +215,7 @@ ALTERED: dict[str, Any] = {
     "remote_num_tokens": 13,
     "tp_size": 2,
     "remote_incarnation": "another",
+    "remote_computed_at": 1 << 50,
     "remote_fence_slot": 1,
     "remote_fence_nonce": "0" * 16,
     "remote_prompt": {"tokens": "0" * 64},

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_commext.compat import conv_state, engine_wait
+from vllm_commext.compat import conv_state, engine_wait, resets
 from vllm_commext.compat.first_token import FirstTokens, sampler_of
 from vllm_commext.compat.kv_connector import (
     peer_cache_hit_source,
@@ -34,7 +34,7 @@ from vllm_commext.nixl.worker import WorkerSide, metadata_of
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -99,6 +99,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         self.engine_wait: engine_wait.EngineWait | None = None
+        self.pauses: resets.Pauses | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler_side = SchedulerSide(
                 transfer.engine_id,
@@ -118,7 +119,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
                     is_on=config.first_token_from_prefill,
                 ),
             )
-            self.engine_wait = self._wait_of(self._scheduler_side)
+            self._hook_in(self._scheduler_side)
         else:
             from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
@@ -134,15 +135,23 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
                 max_reuse_blocks=reusing.max_blocks,
             )
 
-    @staticmethod
-    def _wait_of(side: SchedulerSide) -> engine_wait.EngineWait | None:
-        """What lets the engine sleep while it only waits for transfers, None where it cannot."""
+    def _hook_in(self, side: SchedulerSide) -> None:
+        """Let the engine sleep while it only waits for transfers, and hear of its pauses, where
+        that can be."""
         try:
             engine_wait.install()
+            resets.install()
         except UnsupportedError as error:
             logger.info("the engine goes on stepping while it waits for transfers: %s", error)
-            return None
-        return engine_wait.EngineWait(side.doorbell, side, FirstTokens(side).before_step)
+            return
+        self.pauses = pauses = resets.Pauses(side)
+        first_tokens = FirstTokens(side)
+
+        def before_step(core: Any) -> None:
+            pauses.before_step(core)
+            first_tokens.before_step(core)
+
+        self.engine_wait = engine_wait.EngineWait(side.doorbell, side, before_step)
 
     @property
     def scheduler_side(self) -> SchedulerSide:
@@ -160,6 +169,12 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """What lets a block be moved in the fewest runs of bytes."""
         return required_cache_layout(vllm_config)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """No: other memory takes the cache's place when the engine wakes up (vLLM 0.33 and
+        newer ask; ``check_supported`` tells older ones)."""
+        return False
 
     @classmethod
     def build_kv_connector_stats(
@@ -237,9 +252,14 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def reset_cache(self) -> bool:
-        """What was computed so far means nothing any more: offer nothing of it."""
-        self.scheduler_side.clear_offers()
+        """What was computed so far counts no more."""
+        self.scheduler_side.forget_computed()
         return True
+
+    def has_pending_push_work(self) -> bool:
+        """Whether a paused engine must go on stepping: its workers are to know of the pause, and
+        loads to end."""
+        return self.pauses is not None and self.pauses.has_work()
 
     def request_finished(
         self, request: Request, block_ids: list[int]

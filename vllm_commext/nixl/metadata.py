@@ -42,6 +42,7 @@ class StepMetadata(KVConnectorMetadata):
             workers have it before a prefill has finished; see ``fence``.
         doorbell: the address that workers ring when a transfer has ended, in the engine's first
             step only; see ``doorbell``.
+        renews: whether leases are renewed from now on, None for as before.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -54,6 +55,7 @@ class StepMetadata(KVConnectorMetadata):
     restarts: list[Restart] = field(default_factory=list)
     fence_key: bytes = b""
     doorbell: str = ""
+    renews: bool | None = None
 
 
 @dataclass

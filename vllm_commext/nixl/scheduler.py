@@ -14,6 +14,7 @@ from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.handles import Handles
 from vllm_commext.nixl.decode.quarantine import Quarantine
+from vllm_commext.nixl.decode.trust import Trust
 from vllm_commext.nixl.doorbell import Doorbell
 from vllm_commext.nixl.first_token import (
     DIFFERS,
@@ -121,6 +122,7 @@ class SchedulerSide:
         self._awaited: dict[str, tuple[Request, Handle | None]] = {}
         self._loaded: list[str] = []
         self._has_steps = False
+        self._trust = Trust(config.kv_lease_duration)
         self._groups = groups
         self._tp_size = tp_size
         self._port = port
@@ -256,6 +258,9 @@ class SchedulerSide:
         except ProtocolError:
             return  # the load will fail with the reason
         self._arrived[request.request_id] = time.monotonic()
+        if not self._trust.admit(request.request_id, handle.computed_at):
+            self._recorder.first_token(DIFFERS)
+            return
         self._pending.waits.append(Wait(request.request_id, handle.remote))
         way = way_of(self._sampler, handle, request)
         if way == PREFILL:
@@ -327,6 +332,8 @@ class SchedulerSide:
             return self._reuse.num_tokens(request.request_id, num_computed_tokens, most)
         if self._waits_for_stream(request):
             return None
+        if request.request_id not in self._trust:
+            return 0
         if request.skip_reading_prefix_cache:
             return 0  # the logprobs of the prompt's tokens come of computing them
         if not is_at_block_boundary(self._groups, num_computed_tokens):
@@ -375,6 +382,7 @@ class SchedulerSide:
             if isinstance(error, OtherPromptError):
                 self._note_other_prompt(request, error)
         self._take_load(request)
+        self._trust.forget(request.request_id)
         if not self._has_steps:
             self._send_no_token(request.request_id)
         is_awaited = request.request_id in self._awaited
@@ -415,6 +423,7 @@ class SchedulerSide:
         self._first_tokens.pop(request.request_id, None)
         self._recomputed.discard(request.request_id)
         self._arrived.pop(request.request_id, None)
+        self._trust.forget(request.request_id)
         self._reuse.forget(request.request_id)
         was_cut = self._prefills.forget(request.request_id)
         was_to_load = self._is_to_load(request)
@@ -429,9 +438,33 @@ class SchedulerSide:
             return False, None
         return self._prefills.finish(request, block_ids, was_cut=was_cut)
 
-    def clear_offers(self) -> None:
-        """What this engine has computed so far means nothing any more."""
+    def forget_computed(self) -> None:
+        """Weights or caches have changed: nothing counts that was computed before, here or for
+        requests that are here. These are computed here, also those whose loads are under way."""
+        loading = self._loading.keys() if self._has_steps else set[str]()
+        self._trust.renounce(self._handles.known | loading)
+        self._recomputed |= loading
+        self._prefills.release_all()
         self._reuse.clear()
+        while self._first_tokens:
+            self._first_tokens.popitem()
+            self._recorder.first_token(DIFFERS)
+        for request_id, (_, handle) in [*self._awaited.items()]:
+            if handle is not None:
+                self._await_no_token(request_id, DIFFERS)
+
+    def note_pause(self, *, is_paused: bool) -> None:
+        """Whether the engine is paused, told before each step: then it keeps nothing for others,
+        and has nothing kept. After a pause in which leases may have ended, requests are computed
+        here."""
+        if is_paused:
+            self._prefills.release_all()
+        if self._trust.note_pause(is_paused=is_paused, request_ids=self._handles.known):
+            self._pending.renews = not is_paused
+
+    def is_at_rest(self) -> bool:
+        """Whether the workers know that the engine is paused, and no load is under way."""
+        return self._trust.is_paused and not (self.has_news() or self._quarantine.has_loads)
 
     def take_stats(self) -> dict[str, Any] | None:
         """What was recorded here since the last call, see ``recorder.empty_data``; the gauges are
@@ -476,7 +509,7 @@ class SchedulerSide:
             self._failed_unread |= worker.unread
             for source, values in worker.gauges.items():
                 self._recorder.gauges(source, values)
-        unread = self._failed_unread & received
+        unread = self._failed_unread & received | self._trust.take_void(received)
         self._unread += ((one, one in self._recomputed) for one in unread)
         self._failed_unread -= received
         for request_id in received:

@@ -50,8 +50,15 @@ class Look:
     """Something was launched whose end is to be noticed soon: begin to look."""
 
 
+@dataclass(frozen=True)
+class Renew:
+    """Whether leases are renewed: a paused engine has nothing kept."""
+
+    is_on: bool
+
+
 T = TypeVar("T")
-Command = Load | Wait | Hold | Release | GiveUp | Look
+Command = Load | Wait | Hold | Release | GiveUp | Look | Renew
 
 
 class TransferThread:
@@ -208,6 +215,8 @@ class TransferThread:
             self._holder.hold(command)
         elif isinstance(command, Release):
             self._holder.release(command.request_id)
+        elif isinstance(command, Renew):
+            self._loader.renew(is_on=command.is_on)
 
     def _close(self) -> None:
         """No agent is taken down under a read: that could end the peer's process."""

@@ -26,7 +26,7 @@ from vllm_commext.nixl.requests import Load, Outcomes, Release
 from vllm_commext.nixl.reuse.generations import MIN_CELLS, GenerationTable
 from vllm_commext.nixl.stream.progress import ProgressTable
 from vllm_commext.nixl.stream.publisher import Publisher
-from vllm_commext.nixl.transfer_thread import GiveUp, Look, TransferThread
+from vllm_commext.nixl.transfer_thread import GiveUp, Look, Renew, TransferThread
 from vllm_commext.nixl.transport import probe
 from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
 from vllm_commext.nixl.vllm_cache import ModelFacts, cache_layout, groups_of, needs_zeroed_blocks
@@ -190,6 +190,8 @@ class WorkerSide:
         if step.doorbell:
             number = worker_number(self._pipeline.index, self._model.rank)
             thread.ring(doorbell.ringer(step.doorbell, number))
+        if step.renews is not None:
+            thread.submit(Renew(step.renews))
         for wait in step.waits:
             thread.submit(wait)
         for load in step.loads:

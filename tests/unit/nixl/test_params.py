@@ -42,7 +42,7 @@ REMOTE = RemoteRequest(
     fence_nonce=0xFEDCBA9876543210,
 )
 PROMPT = {"tokens": "ab" * 32, "cache_salt": "0" * 64}
-HANDLE = Handle(REMOTE, PROMPT, 77, "0123 greedy")
+HANDLE = Handle(REMOTE, PROMPT, 77, "0123 greedy", 1_764_000_000_000)
 SECRET = b"0123456789abcdef"
 REQUIRED = (
     "remote_engine_id",

@@ -61,6 +61,11 @@ class Handles:
             raise found
         return found
 
+    @property
+    def known(self) -> set[str]:
+        """Requests whose parameters were read, or of whose prompts a prefill engine has told."""
+        return set(self._known)
+
     def remote(self, request: Request) -> RemoteRequest:
         """Where the request's blocks are.
 

@@ -106,6 +106,9 @@ class Heartbeats:
 class KeepAlive:
     """Keeps requests alive at the prefill workers that hold them.  Owned by one thread.
 
+    Attributes:
+        is_on: whether heartbeats are sent.
+
     Args:
         agent: whose notifications are sent.
         consumer: this reader, as in its releases.
@@ -118,6 +121,7 @@ class KeepAlive:
         self._peers = peers
         self._watched = Heartbeats()
         self._sequence = itertools.count(1)
+        self.is_on = True
 
     def __len__(self) -> int:
         """Pairs of a request and a prefill worker that keeps blocks for it."""
@@ -146,6 +150,8 @@ class KeepAlive:
 
     def send_due(self) -> None:
         """Send what is due."""
+        if not self.is_on:
+            return
         now = time.monotonic()
         for key in self._watched.due(now):
             link = self._ready(key)

@@ -131,6 +131,10 @@ class Loader:
         peers = {f"peers/{state}": num for state, num in self._peers.count_states().items()}
         return {"transfers_in_flight": len(self._reads), **peers}
 
+    def renew(self, *, is_on: bool) -> None:
+        """Have the blocks of requests kept that wait or are read, or not."""
+        self._keep_alive.is_on = is_on
+
     def end_streams(self) -> None:
         """Read nothing more of prompts that are not computed yet."""
         self._streams.end_all()

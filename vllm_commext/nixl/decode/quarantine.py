@@ -55,6 +55,11 @@ class Quarantine:
         return request_id in self._loading
 
     @property
+    def has_loads(self) -> bool:
+        """Whether a load has begun that has neither ended nor been given up."""
+        return bool(self._loading)
+
+    @property
     def has_given_up(self) -> bool:
         """Whether there are loads for ``take_given_up``."""
         return bool(self._given_up)

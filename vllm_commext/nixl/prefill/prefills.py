@@ -206,7 +206,8 @@ class Prefills:
             token, sampling = offer(self._sampler, request)
         if token >= 0:
             self._producer.tell_token(request_id, token, sampling)
-        handle = Handle(remote, digests(prompt_of(request), num_tokens), token, sampling)
+        prompt, now = digests(prompt_of(request), num_tokens), int(1000 * time.time())
+        handle = Handle(remote, prompt, token, sampling, now)
         return True, write_params(handle, self._secret, chunk_tokens=self._streaming.chunk_tokens)
 
     @property
@@ -235,6 +236,12 @@ class Prefills:
             return hold
         _, nonce = self.fences.held_by(hold.request_id) or (-1, hold.fence_nonce)
         return replace(hold, fence_nonce=nonce)
+
+    def release_all(self) -> None:
+        """Nobody is to read what is kept."""
+        for request_id in self.held:
+            self._producer.withdraw(request_id)
+        self._releases += self.held
 
     def note_sent(self, request_id: str) -> float | None:
         """A prefill is kept no more: how many seconds it was, None where it was kept only until its

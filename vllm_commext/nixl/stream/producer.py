@@ -209,6 +209,11 @@ class StreamProducer:
             del self._streams[request_id]
             self._directory.open(stream.key, FoundStream(refusal="the prefill has ended"))
 
+    def withdraw(self, request_id: str) -> None:
+        """Who asks for the request is told from now on that it has ended."""
+        if self.row_of(request_id) >= 0:
+            self._directory.end(self._streams[request_id].key)
+
     def give_back(self, request_id: str) -> None:
         """All workers have replaced the nonce of the request's fence."""
         stream = self._streams.pop(request_id, None)

@@ -33,6 +33,7 @@ PIPELINE_PROTOCOL = 5
 """
 MAX_INT = (1 << 31) - 1
 MAX_SAMPLING_CHARACTERS = 256
+MAX_MILLISECONDS = (1 << 53) - 1  # as far as every router keeps numbers
 OWN_FIELDS = (
     "remote_protocol",
     "remote_incarnation",
@@ -41,6 +42,7 @@ OWN_FIELDS = (
     "remote_prompt",
     "remote_first_token",
     "remote_sampling",
+    "remote_computed_at",
     "remote_seal",
 )
 # ValueError: also text with lone surrogates, which JSON has.
@@ -59,12 +61,15 @@ class Handle:
         prompt: what they were computed from, see ``prompt.digests``.
         first_token: the token id that was sampled after the prompt, -1 where none is handed over.
         sampling: what it was drawn by, see ``first_token.offer``.
+        computed_at: when the prompt was computed, in milliseconds since 1970 of the prefill
+            engine's clock; 0 where the parameters do not say.
     """
 
     remote: RemoteRequest
     prompt: Mapping[str, str] = field(default_factory=dict[str, str])
     first_token: int = -1
     sampling: str = ""
+    computed_at: int = 0
 
 
 class OtherProtocolError(ProtocolError):
@@ -91,6 +96,7 @@ class _RemoteParams(msgspec.Struct, kw_only=True):
     remote_prompt: dict[str, str] = {}
     remote_first_token: int = -1
     remote_sampling: str = ""
+    remote_computed_at: int = 0
     remote_seal: str = ""
 
 
@@ -149,6 +155,7 @@ def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> Handl
         remote.remote_prompt,
         remote.remote_first_token,
         remote.remote_sampling,
+        remote.remote_computed_at,
     )
 
 
@@ -305,12 +312,15 @@ def write_params(
         remote_prompt=dict(handle.prompt),
         remote_first_token=handle.first_token,
         remote_sampling=handle.sampling,
+        remote_computed_at=handle.computed_at,
     )
     if secret is not None:
         written.remote_seal = prove_params(secret, _proven(written))
     fields = msgspec.to_builtins(written)
     if remote.pp_size == 1:
         del fields["pp_size"]
+    if not handle.computed_at:
+        del fields["remote_computed_at"]
     if handle.first_token < 0:
         del fields["remote_first_token"], fields["remote_sampling"]
     if chunk_tokens:
@@ -338,10 +348,12 @@ def _check_seal(remote: _RemoteParams, secret: bytes | None) -> None:
 
 
 def _proven(remote: _RemoteParams) -> bytes:
-    """What a seal proves: of engines without pipeline stages what it has always been."""
+    """What a seal proves: what it has always been where nothing of what was added later is said."""
     fields = msgspec.structs.asdict(remote)
     if remote.pp_size == 1:
         del fields["pp_size"]
+    if not remote.remote_computed_at:
+        del fields["remote_computed_at"]
     return _canonical(fields)
 
 
@@ -378,6 +390,7 @@ def _check_ranges(remote: _RemoteParams) -> None:
     _check_range("remote_fence_slot", remote.remote_fence_slot, -1, MAX_INT)
     _check_range("remote_num_tokens", remote.remote_num_tokens, 0, MAX_INT)
     _check_range("remote_first_token", remote.remote_first_token, -1, MAX_INT)
+    _check_range("remote_computed_at", remote.remote_computed_at, 0, MAX_MILLISECONDS)
     num_characters = len(remote.remote_sampling)
     _check_range("len(remote_sampling)", num_characters, 0, MAX_SAMPLING_CHARACTERS)
 

@@ -1,0 +1,257 @@
+"""Pauses and new weights in vLLM's own scheduler: nothing that was computed before counts after
+them, and a paused engine keeps nothing for others and has nothing kept."""
+
+import inspect
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCore
+
+from tests.contract.scheduled_core import (
+    SENDS_FIRST_TOKENS,
+    TO_PREFILL,
+    Core,
+    next_token,
+    prefilled,
+    request_of,
+    turn_until,
+)
+from vllm_commext.compat import monkey_patch, resets
+from vllm_commext.nixl.connector import CommextNixlConnector
+from vllm_commext.nixl.decode.trust import CLOCK_SECONDS
+
+pytestmark = pytest.mark.timeout(600)
+PROMPT = list(range(14))
+FIRST = next_token(PROMPT)
+ANSWER = [FIRST, next_token([*PROMPT, FIRST])]
+EVERY_POSITION = list(range(14))
+PAUSES = [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL]
+MakeCore = Callable[..., Core]
+
+
+def reload_weights(core: Core, method: Any = "reload_weights") -> None:
+    """As a client of vLLM's has its workers load weights."""
+    executor = SimpleNamespace(collective_rpc=lambda *args: [])
+    engine: Any = SimpleNamespace(scheduler=core.scheduler, model_executor=executor)
+    EngineCore.collective_rpc(engine, method)
+
+
+def reset_prefix_cache(core: Core) -> None:
+    core.scheduler.reset_prefix_cache()
+
+
+RESETS = [reload_weights, reset_prefix_cache, lambda core: core.scheduler.connector.reset_cache()]
+each_reset = pytest.mark.parametrize("reset", RESETS, ids=["weights", "prefix cache", "connector"])
+
+
+def kept(make_core: MakeCore, num: int = 1) -> Core:
+    """A prefill engine that keeps blocks for others."""
+    core = make_core("kv_producer")
+    core.worker.keeps = True
+    for name in map(str, range(num)):
+        core.add(request_of(name, [int(name), *PROMPT], TO_PREFILL, max_tokens=1))
+        core.run(name)
+    for _ in range(3):
+        core.turn()
+    assert len(core.worker.kept) == num
+    return core
+
+
+def free(core: Core) -> int:
+    return core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+@pytest.mark.parametrize("state", PAUSES)
+@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.parametrize("num", [1, 5])
+def test_a_pause_of_a_prefill_engine_ends_whatever_is_kept(
+    make_core: MakeCore, state: PauseState, clears: bool, num: int
+) -> None:
+    core = kept(make_core, num)
+    core.pause(state, clears=clears)
+    assert not core.worker.kept
+    assert free(core) == core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+    core.resume()
+    core.add(request_of("after", PROMPT, TO_PREFILL, max_tokens=1))
+    core.run("after")
+    turn_until(core, lambda: bool(core.worker.kept))
+
+
+def test_what_ends_while_the_engine_is_being_paused_is_not_kept(make_core: MakeCore) -> None:
+    core = make_core("kv_producer")
+    core.worker.keeps = True
+    core.add(request_of("p", list(range(40)), TO_PREFILL, max_tokens=1))
+    core.turn()
+    core.pause(PauseState.PAUSED_NEW)
+    assert core.answer("p").finish_reason is not None
+    assert not core.worker.kept
+
+
+@each_reset
+def test_new_weights_end_what_a_prefill_engine_keeps(
+    make_core: MakeCore, reset: Callable[[Core], None]
+) -> None:
+    core = kept(make_core, 3)
+    reset(core)
+    for _ in range(4):
+        core.turn()
+    assert not core.worker.kept
+    assert not core.scheduler.requests
+
+
+@each_reset
+@SENDS_FIRST_TOKENS
+@pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "async scheduling"])
+def test_a_token_that_came_before_new_weights_is_not_used(
+    make_core: MakeCore, reset: Callable[[Core], None], is_async: bool
+) -> None:
+    core = make_core("kv_consumer", is_async=is_async)
+    params = {**prefilled(make_core("kv_producer"), PROMPT), "remote_first_token": 3}
+    core.add(request_of("d", PROMPT, params, max_tokens=2))
+    reset(core)
+    core.run("d")
+    assert core.answer("d").tokens == ANSWER
+    assert core.worker.computed["d"][:14] == EVERY_POSITION
+    assert (core.worker.loads, core.worker.released) == ([], ["d"])
+    assert core.ways == {"differs": 1}
+
+
+@each_reset
+def test_parameters_from_before_new_weights_are_not_used(
+    make_core: MakeCore, reset: Callable[[Core], None]
+) -> None:
+    core = make_core("kv_consumer")
+    params = {**prefilled(make_core("kv_producer"), PROMPT), "remote_first_token": 3}
+    core.turn()
+    reset(core)
+    core.add(request_of("d", PROMPT, params, max_tokens=2))
+    core.run("d")
+    assert core.answer("d").tokens == ANSWER
+    assert core.worker.computed["d"][:14] == EVERY_POSITION
+    assert (core.worker.loads, core.worker.released) == ([], ["d"])
+
+
+def test_parameters_from_after_new_weights_are_used(
+    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core("kv_consumer")
+    reload_weights(core)
+    monkeypatch.setattr("time.time", lambda now=time.time: now() + CLOCK_SECONDS)
+    core.add(request_of("d", PROMPT, prefilled(make_core("kv_producer"), PROMPT), max_tokens=2))
+    core.run("d")
+    assert core.answer("d").tokens == ANSWER
+    assert core.worker.computed["d"][0] > 0
+
+
+@each_reset
+def test_blocks_whose_load_is_under_way_at_new_weights_are_not_used(
+    make_core: MakeCore, reset: Callable[[Core], None]
+) -> None:
+    core = make_core("kv_consumer")
+    core.worker.holds_loads = True
+    core.add(request_of("d", PROMPT, prefilled(make_core("kv_producer"), PROMPT), max_tokens=2))
+    turn_until(core, lambda: bool(core.worker.loads))
+    reset(core)
+    core.worker.holds_loads = False
+    core.run("d")
+    assert core.answer("d").tokens == ANSWER
+    assert core.worker.computed["d"][:14] == EVERY_POSITION
+
+
+@pytest.mark.parametrize("state", PAUSES)
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "async scheduling"])
+def test_caches_can_be_cleared_while_a_load_is_under_way(
+    make_core: MakeCore, state: PauseState, policy: str, is_async: bool
+) -> None:
+    core = make_core("kv_consumer", policy=policy, is_async=is_async)
+    core.worker.holds_loads = True
+    core.add(request_of("d", PROMPT, prefilled(make_core("kv_producer"), PROMPT), max_tokens=2))
+    core.add(request_of("waits", [1, *PROMPT], max_tokens=2))
+    turn_until(core, lambda: bool(core.worker.loads))
+    execute, turns = core.worker.execute, iter(range(100))
+
+    def end_later(step: Any) -> Any:
+        core.worker.holds_loads = next(turns) < 6
+        return execute(step)
+
+    core.worker.execute = end_later
+    core.pause(state)
+    core.resume()
+    core.run("d", "waits")
+    assert core.answer("d").tokens == ANSWER
+    assert core.answer("waits").finish_reason is not None
+    if state == PauseState.PAUSED_ALL:
+        assert core.worker.computed["d"][:14] == EVERY_POSITION
+
+
+def test_a_paused_engine_renews_no_lease_and_a_running_one_does(make_core: MakeCore) -> None:
+    core = make_core("kv_consumer")
+    core.add(request_of("d", PROMPT, prefilled(make_core("kv_producer"), PROMPT), max_tokens=2))
+    core.turn()
+    core.pause(PauseState.PAUSED_ALL, clears=False)
+    assert not core.worker.renews
+    core.resume()
+    core.run("d")
+    assert core.worker.renews
+    assert core.answer("d").tokens == ANSWER
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["short", "long"])
+def test_blocks_elsewhere_are_trusted_only_after_a_short_pause(
+    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    core = make_core("kv_consumer", kv_lease_duration=1.0)
+    core.turn()
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    core.add(request_of("d", PROMPT, prefilled(make_core("kv_producer"), PROMPT), max_tokens=2))
+    core.turn()
+    later = time.monotonic() + seconds
+    monkeypatch.setattr("vllm_commext.nixl.decode.trust.time.monotonic", lambda: later)
+    core.resume()
+    core.run("d")
+    assert core.answer("d").tokens == ANSWER
+    assert (core.worker.computed["d"][0] == 0) == (seconds > 0)
+
+
+def test_a_pause_without_anything_to_do_takes_no_steps(make_core: MakeCore) -> None:
+    core = make_core("kv_both")
+    core.add(request_of("r", PROMPT, max_tokens=2))
+    core.run("r")
+    core.pause(PauseState.PAUSED_ALL)
+    assert not core.scheduler.has_requests()
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        *((name, True) for name in ("reload_weights", "update_weights", "finish_weight_update")),
+        (lambda worker: None, True),
+        *((name, False) for name in ("profile", "update_max_model_len", "add_lora")),
+    ],
+)
+def test_calls_that_may_change_weights(method: Any, expected: bool) -> None:
+    assert resets.may_change_weights(method) == expected
+
+
+def test_clients_can_call_what_is_patched_as_before(make_core: MakeCore) -> None:
+    before = inspect.signature(monkey_patch.original_of(resets.CALL))
+    make_core("kv_both")
+    assert monkey_patch.is_patched(monkey_patch.row_of(resets.CALL))
+    assert inspect.signature(EngineCore.collective_rpc) == before
+
+
+def test_other_calls_end_nothing(make_core: MakeCore) -> None:
+    core = kept(make_core)
+    reload_weights(core, "profile")
+    for _ in range(4):
+        core.turn()
+    assert core.worker.kept
+
+
+def test_vllm_is_told_at_once_that_memory_cannot_be_swapped() -> None:
+    assert not CommextNixlConnector.supports_sleep_mode(SimpleNamespace())  # pyright: ignore

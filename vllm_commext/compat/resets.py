@@ -1,0 +1,128 @@
+"""What an engine has computed counts until its weights or its caches change, and an engine that is
+paused keeps nothing for others and has nothing kept.
+
+vLLM tells a connector only that a pause clears its caches, and that after it has reset its own,
+which fails where a block is in use: also one that is kept for another engine, or that a load has
+filled whose request cannot go on while the engine is paused.  A pause waits for what is kept.  That
+weights are loaded anew, or a prefix cache alone is reset, nobody is told.  `install` patches the
+two methods by which these things happen.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
+
+from vllm_commext.compat.monkey_patch import is_patched, patch_all, row_of
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+CACHE = "vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache"
+CALL = "vllm.v1.engine.core:EngineCore.collective_rpc"
+
+
+class Source(Protocol):
+    """The connector's scheduler side, as far as it is told here."""
+
+    def forget_computed(self) -> None:
+        """Nothing counts any more that was computed before, here or elsewhere."""
+        ...
+
+    def note_pause(self, *, is_paused: bool) -> None:
+        """Whether the engine is paused; told before each step."""
+        ...
+
+    def is_at_rest(self) -> bool:
+        """Whether a pause can end: the workers know of it, and no load is under way."""
+        ...
+
+
+class Pauses:
+    """One engine's pauses and resets.
+
+    Args:
+        source: what is told of them.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._scheduler: Any = None
+
+    def before_step(self, core: Any) -> None:
+        """Say whether the engine is paused; ``core`` is vLLM's ``EngineCoreProc``."""
+        self._scheduler = core.scheduler
+        self.source.note_pause(is_paused=self._is_paused())
+
+    def has_work(self) -> bool:
+        """Whether a paused engine must go on stepping, without computing anything."""
+        return self._is_paused() and not self.source.is_at_rest()
+
+    def _is_paused(self) -> bool:
+        state = PauseState.UNPAUSED if self._scheduler is None else self._scheduler.pause_state
+        return state != PauseState.UNPAUSED
+
+
+def install() -> None:
+    """Monkey-patch this process's engine; a second call changes nothing.
+
+    Raises:
+        UnsupportedError: this vLLM has no such names.
+    """
+    if is_patched(row_of(CACHE)):
+        return
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    reset, call = Scheduler.reset_prefix_cache, EngineCore.collective_rpc
+
+    @functools.wraps(reset)
+    def reset_prefix_cache(
+        scheduler: Any, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        pauses = _pauses_of(scheduler)
+        if pauses is not None:
+            pauses.source.forget_computed()
+            if reset_running_requests:
+                _free_loaded(scheduler)
+        return reset(scheduler, reset_running_requests, reset_connector)
+
+    @functools.wraps(call)  # vLLM reads the signature of what its clients call
+    def collective_rpc(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        pauses = _pauses_of(getattr(core, "scheduler", None))
+        if pauses is not None and may_change_weights(method):
+            pauses.source.forget_computed()
+        return call(core, method, *args, **kwargs)
+
+    patch_all({CACHE: reset_prefix_cache, CALL: collective_rpc})
+
+
+def may_change_weights(method: Any) -> bool:
+    """Whether workers that call a method may have other weights afterwards: what vLLM and training
+    frameworks call so, and functions, of which nothing is known."""
+    return not isinstance(method, str) or "weight" in method.lower()
+
+
+def _pauses_of(scheduler: Any) -> Pauses | None:
+    return getattr(getattr(scheduler, "connector", None), "pauses", None)
+
+
+def _free_loaded(scheduler: Any) -> None:
+    """Have requests computed whose loads have ended and that have not gone on, as vLLM has those
+    computed that run: their blocks are free again."""
+    for request_id in list(scheduler.finished_recving_kv_req_ids):
+        request: Request | None = scheduler.requests.get(request_id)
+        if request is None or request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
+            continue
+        request.num_computed_tokens = 0
+        scheduler.failed_recving_kv_req_ids.add(request_id)
+        scheduler._update_waiting_for_remote_kv(request)
+        preempted = request.num_preemptions > 0
+        request.status = RequestStatus.PREEMPTED if preempted else RequestStatus.WAITING
+        holding = getattr(scheduler, "kv_holding_waiting", None)  # vLLM 0.32 and newer
+        if holding is not None and request in holding:
+            holding.remove_requests([request])
+            scheduler.waiting.prepend_request(request)
