@@ -108,9 +108,10 @@ def test_a_question_is_held_until_a_prompt_begins(served: Served) -> None:
 @pytest.mark.parametrize("wait_seconds", [0.0, 0.05, -1.0, 1e9, float("nan")])
 def test_a_question_is_answered_when_its_time_is_over(served: Served, wait_seconds: float) -> None:
     question = wire.FindStreams(keys=[key(1)], wait_seconds=wait_seconds)
-    seconds, found = seconds_to_answer(ask(served, question))
+    begun = time.monotonic()
+    _, found = seconds_to_answer(ask(served, question))
     assert found == {}
-    assert seconds >= (wait_seconds if wait_seconds == 0.05 else 0.0)
+    assert time.monotonic() - begun >= (wait_seconds if wait_seconds == 0.05 else 0.0)
 
 
 def test_an_awaited_token_is_told_when_it_is_there(served: Served) -> None:
