@@ -3,7 +3,9 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +22,12 @@ from vllm_commext.errors import ConfigError
 bounded = settings(max_examples=60)
 MIB = 1 << 20
 MACHINE = Machine("NVIDIA H200", "NV18", "580.1", "2.11.0", "2.28.3", "0.7.0", "0.32.0")
+
+
+def with_other(**facts: Any) -> Machine:
+    return msgspec.structs.replace(MACHINE, **facts)
+
+
 SIZES = st.integers(1, 64 * MIB)
 TIMES = st.dictionaries(
     st.integers(0, 20).map(lambda exponent: 2048 << exponent),
@@ -315,13 +323,65 @@ class TestCache:
         environ = {"XDG_CACHE_HOME": str(tmp_path)}
         cache.save(MACHINE, self.table, environ=environ)
         assert cache.load(MACHINE, 4, environ=environ) is None
-        other = Machine(**{**_fields(MACHINE), "driver": "581.0"})
+        other = with_other(link="NV6")
         assert digest(other, 2) != digest(MACHINE, 2)
         here = cache.save(MACHINE, self.table, environ=environ)
         elsewhere = cache.path_of(other, 2, environ=environ)
         assert elsewhere is not None
         elsewhere.write_bytes(here.read_bytes())
         assert cache.load(other, 2, environ=environ) is None
+
+    @pytest.mark.parametrize("fact", ["gpu", "link", "multicast", "kernels"])
+    def test_another_machine_or_other_kernels_of_ours_begin_anew(
+        self, tmp_path: Path, fact: str
+    ) -> None:
+        environ = {"XDG_CACHE_HOME": str(tmp_path)}
+        cache.save(MACHINE, self.table, environ=environ)
+        other = with_other(**{fact: not MACHINE.multicast if fact == "multicast" else "other"})
+        assert cache.load(other, 2, environ=environ) is None
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{"vllm": "0.33.0"}, {"torch": "2.14.0"}, {"driver": "581"}, {"flashinfer": "0.7.2.post1"}],
+        ids=str,
+    )
+    def test_it_outlives_an_upgrade_and_says_what_it_was_measured_with(
+        self, tmp_path: Path, changes: dict[str, str]
+    ) -> None:
+        environ = {"XDG_CACHE_HOME": str(tmp_path)}
+        rows = (Row(64, (names.FLASHINFER_ONE_SHOT, names.PUSH)),)
+        cache.save(MACHINE, Table(2, {"bfloat16": rows}, "measured"), environ=environ)
+        found = cache.load(with_other(**changes), 2, environ=environ)
+        (name,) = changes
+        assert found is not None
+        assert found.rows == {"bfloat16": rows}
+        assert found.origin == f"measured, with {name} {getattr(MACHINE, name)}"
+
+    @pytest.mark.parametrize(
+        ("changes", "left", "fused"),
+        [
+            ({"flashinfer": "0.8.0"}, [(names.NCCL,), (names.VLLM,)], (names.APART,)),
+            ({"nccl": "2.29.1"}, [(names.FLASHINFER_ONE_SHOT,)] * 2, (names.FUSED_FLASHINFER,)),
+        ],
+    )
+    def test_columns_of_another_minor_release_of_their_library_are_void(
+        self,
+        tmp_path: Path,
+        changes: dict[str, str],
+        left: list[tuple[str, ...]],
+        fused: tuple[str, ...],
+    ) -> None:
+        environ = {"XDG_CACHE_HOME": str(tmp_path)}
+        rows = (
+            Row(64, (names.FLASHINFER_ONE_SHOT, names.NCCL)),
+            Row(128, (names.FLASHINFER_ONE_SHOT,)),
+        )
+        whole = {"bfloat16": (Row(64, (names.FUSED_FLASHINFER,)),)}
+        cache.save(MACHINE, Table(2, {"bfloat16": rows}, "", whole), environ=environ)
+        found = cache.load(with_other(**changes), 2, environ=environ)
+        assert found is not None
+        assert [row.ranking for row in found.rows["bfloat16"]] == left
+        assert [row.ranking for row in found.fused["bfloat16"]] == [fused]
 
     def test_rows_of_another_length_have_a_table_of_their_own(self, tmp_path: Path) -> None:
         environ = {"XDG_CACHE_HOME": str(tmp_path)}
@@ -360,10 +420,6 @@ class TestCache:
         assert cache.load(MACHINE, 2, environ={}) is None
         with pytest.raises(OSError, match="set HOME or XDG_CACHE_HOME"):
             cache.save(MACHINE, self.table, environ={})
-
-
-def _fields(machine: Machine) -> dict[str, object]:
-    return {name: getattr(machine, name) for name in machine.__struct_fields__}
 
 
 def test_regret_is_relative_to_the_best() -> None:

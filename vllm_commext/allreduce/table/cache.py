@@ -10,7 +10,7 @@ import msgspec
 
 from vllm_commext import private_files
 from vllm_commext.allreduce.table import table as tables
-from vllm_commext.allreduce.table.machine import Machine, digest
+from vllm_commext.allreduce.table.machine import Machine, carried_over, digest
 from vllm_commext.allreduce.table.table import Table
 from vllm_commext.errors import ConfigError
 
@@ -39,11 +39,7 @@ def path_of(
     return None if where is None else where / name
 
 
-def load(
-    machine: Machine, world_size: int, hidden: int = HIDDEN, environ: Mapping[str, str] = os.environ
-) -> Table | None:
-    """The table that was measured on that machine, or None; one that cannot be read is none."""
-    path = path_of(machine, world_size, hidden, environ)
+def _read(path: Path | None, hidden: int, world_size: int) -> tuple[Machine, Table] | None:
     content = None if path is None else private_files.read(path)
     if content is None:
         return None
@@ -52,8 +48,19 @@ def load(
         table = tables.decode(bytes(entry.table))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError):
         return None
-    known = (entry.machine, entry.hidden, table.world_size)
-    return table if known == (machine, hidden, world_size) else None
+    fits = (entry.hidden, table.world_size) == (hidden, world_size)
+    return (entry.machine, table) if fits else None
+
+
+def load(
+    machine: Machine, world_size: int, hidden: int = HIDDEN, environ: Mapping[str, str] = os.environ
+) -> Table | None:
+    """What was measured on that machine and still holds, or None; a file that cannot be read is
+    none."""
+    found = _read(path_of(machine, world_size, hidden, environ), hidden, world_size)
+    if found is None or not found[0].is_like(machine):
+        return None
+    return carried_over(found[1], found[0], machine)
 
 
 def save(
@@ -61,7 +68,7 @@ def save(
 ) -> Path:
     """Write the table, whole or not at all; returns the file.
 
-    Dtypes that the table does not have keep what was measured of them before.
+    Dtypes that the table does not have keep what was measured of them with the same libraries.
 
     Raises:
         OSError: the folder cannot be written.
@@ -69,8 +76,9 @@ def save(
     path = path_of(machine, table.world_size, hidden, environ)
     if path is None:
         raise FileNotFoundError("there is no cache folder: set HOME or XDG_CACHE_HOME")
-    before = load(machine, table.world_size, hidden, environ)
-    if before is not None:
+    found = _read(path, hidden, table.world_size)
+    if found is not None and found[0] == machine:
+        before = found[1]
         rows, fused = {**before.rows, **table.rows}, {**before.fused, **table.fused}
         table = Table(table.world_size, rows, table.origin, fused)
     content = msgspec.json.encode(Entry(machine, hidden, msgspec.Raw(tables.encode(table))))
