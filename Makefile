@@ -23,6 +23,7 @@ FAULTS ?= 114
 CHAOS_OUT ?= chaos-report
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+CANARY_ARGS ?=
 BIN := $(VENV)/bin
 # Where it is set, every process compiles all of torch and vLLM that it imports: ten seconds each.
 unexport PYTHONDONTWRITEBYTECODE
@@ -37,7 +38,7 @@ AFTER := nice -n 2
 DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
 	--requests $(REQUESTS) $(if $(filter-out 0,$(KEEP)),--keep)
 
-.PHONY: demo test servers pure checked nightly wheels unit contract cpu long chaos attack bench fuzz mutants lint docs env matrix mixed older rolling test-matrix stress-shm \
+.PHONY: demo test servers pure checked nightly wheels unit contract cpu long chaos attack bench fuzz mutants lint docs env matrix canary mixed older rolling test-matrix stress-shm \
 	qemu sanitize clean help
 
 help: ## List the targets
@@ -140,9 +141,13 @@ rolling: env ## Four engines under load upgraded one by one and rolled back: fro
 	COMMEXT_TEST_LONG=1 COMMEXT_TEST_OTHER_PYTHON=$(CURDIR)/.venv-$(OTHER)/bin/python \
 		COMMEXT_TEST_OLDER=$(CURDIR)/.older-$(OLDER) $(PYTEST) tests/cpu/test_rolling.py $(PYTEST_ARGS)
 
-matrix: env ## One table: every API check against every supported vLLM, also those that are not installed; the steps' codec too
+matrix: env ## One table: every API check against every supported vLLM, also those that are not installed; the steps' codec; digests of what parts depend on
 	$(BIN)/python tools/api_matrix.py
 	$(BIN)/python tools/step_matrix.py
+	$(BIN)/python tools/known_sources.py
+
+canary: env ## What the newest vLLM, NIXL, FlashInfer and torch on the index cost; CANARY_ARGS='--quick'
+	$(BIN)/python tools/canary.py $(CANARY_ARGS)
 
 stress-shm: env ## The message queue: 10 million messages, signals and stops, 500 deaths, damage; some minutes
 	$(BIN)/python tests/unit/shm/stress_traffic.py --messages 10000000

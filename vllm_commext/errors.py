@@ -21,6 +21,11 @@ class UnprovenHereError(UnsupportedError):
     """`auto` leaves this alone: nobody has proven it on such a machine or with such a vLLM."""
 
 
+class UntestedError(UnsupportedError):
+    """What was tested with other sources of vLLM's stays out: the user wants it, or its own test
+    fails here."""
+
+
 class ProtocolError(CommextError, RuntimeError):
     """Two processes that must agree do not, or a message is not what it should be."""
 

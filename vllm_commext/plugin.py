@@ -6,13 +6,14 @@ vLLM, with one exception that the user asks for: ``VLLM_COMMEXT_STRICT=1``.
 
 import importlib.util
 import logging
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_commext import status
-from vllm_commext.errors import ConfigError, UnprovenHereError, UnsupportedError
+from vllm_commext.errors import ConfigError, UnprovenHereError, UnsupportedError, UntestedError
 from vllm_commext.settings import MASTER, STRICT, TOGGLES, Settings, describe_unknown, read_settings
 from vllm_commext.status import CapabilityStatus, State
 
@@ -34,7 +35,6 @@ class Capability:
         activate: puts it in place, or raises `UnsupportedError` with the reason why it cannot.
         refuse: called where it is refused, so that asking for it by name tells why.
         fallback: what the user has instead where it is refused.
-        patches: it replaces names of vLLM's; else it uses hooks that vLLM offers.
         proof: `auto`, its default, is for machines on which it is proven, and this function of
             `compat.native` says where; elsewhere it is off, without a warning. Empty for all.
     """
@@ -43,7 +43,6 @@ class Capability:
     activate: Callable[[], None]
     refuse: Callable[[], None]
     fallback: str
-    patches: bool = True
     proof: str = ""
 
 
@@ -91,7 +90,7 @@ def _leave_as_it_is() -> None:
 
 
 CAPABILITIES: tuple[Capability, ...] = (
-    Capability("nixl", _activate_nixl, _refuse_nixl, "vLLM's own connectors remain", patches=False),
+    Capability("nixl", _activate_nixl, _refuse_nixl, "vLLM's own connectors remain"),
     Capability(
         *("shm_queue", _activate_shm_queue, _leave_as_it_is, "vLLM's own queue remains"),
         proof="require_proven_machine",
@@ -111,37 +110,6 @@ CAPABILITIES: tuple[Capability, ...] = (
 )
 
 
-def _check_vllm(capability: Capability) -> str:
-    """A remark where this vLLM is untested.
-
-    Raises:
-        UnsupportedError: it is too old, an API check of the capability fails, or nobody has
-            tested it and the capability is a monkey-patch.
-    """
-    from vllm_commext.compat import api_checks, hooks, versions
-
-    version = hooks.vllm_version()
-    judgement = versions.judge(version)
-    if judgement.verdict is versions.Verdict.OUTSIDE:
-        raise UnsupportedError(judgement.reason)
-    outcomes = api_checks.check_all(version, capability.name)
-    broken = [outcome for outcome in outcomes if outcome.state is api_checks.CheckState.BROKEN]
-    if broken:
-        found = "; ".join(f"{outcome.api.name}: {outcome.problem}" for outcome in broken)
-        raise UnsupportedError(f"vLLM {version} differs where we meet it: {found}")
-    if judgement.verdict is not versions.Verdict.UNVERIFIED:
-        return ""
-    if capability.patches:
-        raise UnsupportedError(f"unverified: {judgement.reason}; monkey-patches stay out")
-    return f"unverified: {judgement.reason}"
-
-
-def _require_proof(capability: Capability) -> None:
-    from vllm_commext.compat import hooks, native
-
-    getattr(native, capability.proof)(hooks.vllm_version())
-
-
 def _refused(capability: Capability, reason: str, required: bool) -> CapabilityStatus:
     try:
         capability.refuse()
@@ -159,17 +127,39 @@ def _decide(capability: Capability, settings: Settings) -> CapabilityStatus:
         return CapabilityStatus(capability.name, State.OFF, f"{toggle.name}=0")
     try:
         if choice == "auto" and capability.proof:
-            _require_proof(capability)
-        remark = _check_vllm(capability)
+            from vllm_commext.compat import native
+
+            getattr(native, capability.proof)(capability.name)
+        remark = _admit(capability)
         capability.activate()
     except UnprovenHereError as error:
         return CapabilityStatus(capability.name, State.OFF, f"{toggle.name}=auto: {error}")
     except UnsupportedError as error:
+        if isinstance(error, UntestedError) and choice == "auto" and capability.proof:
+            reason = f"{toggle.name}=auto: {error}"
+            return CapabilityStatus(capability.name, State.OFF, reason, is_wanted=True)
         return _refused(capability, str(error), required=choice == "1")
     except Exception as error:  # noqa: BLE001 - one capability's fault must not stop vLLM
         reason = f"{type(error).__name__}: {error}"
         return _refused(capability, reason, required=choice == "1")
     return CapabilityStatus(capability.name, State.ACTIVE, remark)
+
+
+def _admit(capability: Capability) -> str:
+    from vllm_commext.compat import evidence
+
+    return evidence.admit(capability.name)
+
+
+def _tell_untested() -> None:
+    """One line a server about a vLLM that no test was run on, part by part."""
+    if multiprocessing.parent_process() is not None:
+        return
+    from vllm_commext.compat import evidence
+
+    line, level = evidence.summary([one.name for one in status.recorded() if one.is_wanted])
+    if line:
+        status.tell(level, line)
 
 
 def _add_toggles() -> None:
@@ -208,6 +198,7 @@ def _register() -> list[str]:
         status.record(outcome)
         if outcome.state is State.REFUSED or (outcome.state is State.ACTIVE and outcome.reason):
             problems.append(outcome.line())
+    _tell_untested()
     return problems
 
 

@@ -15,6 +15,7 @@ from vllm_commext.errors import ConfigError
 PREFIX = "VLLM_COMMEXT"
 MASTER = "VLLM_COMMEXT"
 STRICT = "VLLM_COMMEXT_STRICT"
+UNTESTED = "VLLM_COMMEXT_UNTESTED"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,17 @@ TOGGLES: tuple[Toggle, ...] = (
         meaning=(
             "`1` turns a refused or unverified capability, a bad value or an unknown "
             "`VLLM_COMMEXT*` name into an error that stops vLLM."
+        ),
+    ),
+    Toggle(
+        name=UNTESTED,
+        field="untested",
+        choices=("self", "same", "off"),
+        default="self",
+        meaning=(
+            "What runs on a vLLM that no test was run on. `same`: parts whose functions of vLLM's "
+            "read as in a tested one. `self`: those, too, that differ and pass a test of their own "
+            "at the start. `off`: none."
         ),
     ),
     Toggle(

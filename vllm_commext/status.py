@@ -32,6 +32,7 @@ class CapabilityStatus:
         reason: why it is off or refused, or a remark on an active one; may be empty.
         fallback: what takes its place where it is refused; may be empty.
         required: the user asked for it by name, so a refusal is an error and not only a warning.
+        is_wanted: it is not off, or off for nothing but vLLM's version.
     """
 
     name: str
@@ -39,6 +40,11 @@ class CapabilityStatus:
     reason: str = ""
     fallback: str = ""
     required: bool = False
+    is_wanted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.state is not State.OFF:
+            object.__setattr__(self, "is_wanted", True)
 
     def line(self) -> str:
         """The one line that a process logs about this capability."""
@@ -57,7 +63,7 @@ class CapabilityStatus:
 _statuses: dict[str, CapabilityStatus] = {}
 
 
-def _tell(level: int, line: str) -> None:
+def tell(level: int, line: str) -> None:
     """Log the line, or write it to standard error while nothing would log it.
 
     vLLM 0.32, unlike 0.30, loads plugins before it configures its logging, so what is logged
@@ -74,7 +80,7 @@ def _tell(level: int, line: str) -> None:
 def record(status: CapabilityStatus) -> None:
     """Keep the outcome for this process, in place of an earlier one, and log its line."""
     if _statuses.get(status.name) != status:
-        _tell(status.level(), status.line())
+        tell(status.level(), status.line())
     _statuses[status.name] = status
 
 

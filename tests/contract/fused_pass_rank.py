@@ -196,7 +196,6 @@ def serve(way: str) -> Any:
     apart = fused_op.after_all_reduce(group.device_communicator.all_reduce)
     norm = fused_op.FusedNorm(apart, [], FusedPolicy(table))
     fused_op.register_group(group.unique_name, norm)
-    assert not fused_pass.why_not(), fused_pass.why_not()
     fused_pass.install()
     return norm
 

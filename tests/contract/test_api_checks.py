@@ -1,12 +1,16 @@
 """Every API check, probed on the installed vLLM."""
 
+import importlib
+
 import pytest
 import vllm
+from vllm.v1.core.block_pool import BlockPool
 
-from vllm_commext.compat import api_checks, versions
+from vllm_commext.compat import api_checks, evidence, hooks
 from vllm_commext.compat.api_checks import CheckState
 from vllm_commext.compat.api_signatures import ABSTRACT_METHODS, HOOKS
 from vllm_commext.compat.api_table import API_CHECKS, ApiCheck
+from vllm_commext.compat.parts import BY_NAME, PARTS, Part
 
 
 @pytest.mark.parametrize("api", API_CHECKS, ids=lambda api: api.name)
@@ -19,8 +23,25 @@ def test_an_api_check_holds_or_is_not_there_yet(api: ApiCheck) -> None:
         assert (outcome.state, outcome.problem) == (CheckState.HOLDS, "")
 
 
-def test_the_installed_version_is_one_that_we_say_is_tested() -> None:
-    assert versions.judge(vllm.__version__).verdict is versions.Verdict.INSIDE
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_the_installed_version_is_one_that_we_say_is_tested(part: Part) -> None:
+    assert evidence.evidence_for(part.name).verdict is evidence.Verdict.TESTED
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_its_source_is_what_the_table_says(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever Python reads it."""
+    monkeypatch.setattr(hooks, "vllm_version", lambda: f"{vllm.__version__.split('+')[0]}.post1")
+    found = evidence.evidence_for(part.name)
+    assert found.verdict is evidence.Verdict.SAME, found.reason
+
+
+@pytest.mark.parametrize("name", [part.name for part in PARTS if ":" in part.self_test])
+def test_a_part_passes_its_own_test(name: str) -> None:
+    module, _, function = BY_NAME[name].self_test.partition(":")
+    if name == "nixl reuse" and not hasattr(BlockPool, "unpin_blocks"):
+        pytest.skip("this vLLM has none of it")
+    getattr(importlib.import_module(module), function)()
 
 
 def test_the_abstract_methods_are_exactly_those_that_we_implement() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine import core as vllm_core
 
-from vllm_commext.compat import engine_wait, monkey_patch
+from vllm_commext.compat import engine_wait, evidence, hooks, monkey_patch
 from vllm_commext.compat.engine_wait import FLUSH_STEPS, EngineWait
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl import doorbell
@@ -191,11 +191,13 @@ def test_ranks_of_data_parallelism_keep_vllms_word_on_whether_the_model_ran(
     assert waits
 
 
-def test_a_vllm_that_nobody_has_tested_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_does_something_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkey_patch.restore(monkey_patch.row_of(engine_wait.SYMBOL))
     with monkeypatch.context() as patch:
-        patch.setattr(engine_wait, "vllm_version", lambda: "0.99.0")
-        with pytest.raises(UnsupportedError, match=r"0\.99\.0"):
+        patch.setattr(hooks, "vllm_version", lambda: "0.99.0")
+        patch.setattr(evidence, "compare", lambda *args: ("0.33", [engine_wait.SYMBOL]))
+        patch.setattr(vllm_core.EngineCoreProc, "_process_engine_step", lambda self: False)
+        with pytest.raises(UnsupportedError, match=r"_process_engine_step not as in vLLM 0\.33"):
             engine_wait.install()
         assert not monkey_patch.is_patched(monkey_patch.row_of(engine_wait.SYMBOL))
     engine_wait.install()

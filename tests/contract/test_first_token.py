@@ -33,6 +33,7 @@ from tests.contract.scheduled_core import (
 )
 from tests.contract.vllm_caches import make_caches
 from vllm_commext.compat import engine_wait
+from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl import first_token
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.plan import Blocks
@@ -343,10 +344,14 @@ def test_a_paused_engine_says_nothing(make: MakeCore) -> None:
     assert decode.ways == {first_token.ENGINE: 1}
 
 
+def refused() -> None:
+    raise UnsupportedError("this step does something else")
+
+
 def test_an_engine_whose_step_is_vllms_own_goes_the_usual_way(
     make: MakeCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_wait, "vllm_version", lambda: "0.99.0")
+    monkeypatch.setattr(engine_wait, "install", refused)
     prefill, decode = make("kv_producer"), make("kv_consumer")
     answered(decode, "r", PROMPT, prefilled(prefill, PROMPT), max_tokens=2)
     assert decode.worker.computed["r"] == [13, 14]

@@ -15,6 +15,7 @@ from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.utils import Range
 from vllm.ir import ops as ir_ops
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.platforms import current_platform
 
 from tests.contract.fused_pass_rank import APART, GEMMA, LAYERS, OFF, ON, QUANTISED
@@ -25,8 +26,9 @@ from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.graph import NEXT_WEIGHT
 from vllm_commext.allreduce.fused.prefetch import LEAST_WEIGHT_BYTES
 from vllm_commext.allreduce.table.table import Row, Table
-from vllm_commext.compat import api_checks, fused_pass
+from vllm_commext.compat import api_checks, evidence, fused_pass
 from vllm_commext.compat.monkey_patch import is_patched, restore, row_of
+from vllm_commext.errors import UnsupportedError
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
 pytestmark = pytest.mark.timeout(600)
@@ -236,7 +238,38 @@ def test_ours_comes_before_vllms_fusion(theirs: tuple[str, ...], place: int) -> 
 
 
 def test_where_vllm_differs_its_own_fusion_remains(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fused_pass.why_not() == ""
+    assert evidence.why_not(fused_pass.PART) == ""
     broken = SimpleNamespace(api=SimpleNamespace(name="pass_list"), problem="it is gone")
     monkeypatch.setattr(api_checks, "check_all", lambda *_: [broken])
-    assert fused_pass.why_not() == "pass_list: it is gone"
+    assert evidence.why_not(fused_pass.PART).endswith("pass_list: it is gone")
+
+
+def test_vllms_layer_and_ops_pass_our_test() -> None:
+    with set_current_vllm_config(VllmConfig()):
+        fused_pass.self_test(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm"])
+def test_a_norm_of_another_meaning_does_not(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """One that adds 1 to its weights, for an example: names and signatures are the same."""
+    stock = getattr(ir_ops, name).torch_op
+
+    def other(*args: Any) -> Any:
+        *tensors, weight, eps = args
+        return stock(*tensors, weight + 1, eps)
+
+    monkeypatch.setattr(ir_ops, name, SimpleNamespace(torch_op=other))
+    with (
+        set_current_vllm_config(VllmConfig()),
+        pytest.raises(UnsupportedError, match="other norms than RMSNorm"),
+    ):
+        fused_pass.self_test(torch.device("cpu"))
+
+
+def test_a_norm_that_its_layer_writes_otherwise_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RMSNorm, "forward", lambda self, x: x * self.weight)
+    with (
+        set_current_vllm_config(VllmConfig()),
+        pytest.raises(UnsupportedError, match="writes its norm otherwise: found 0"),
+    ):
+        fused_pass.self_test(torch.device("cpu"))

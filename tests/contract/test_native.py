@@ -5,11 +5,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import vllm
 import vllm.platforms
 
 from vllm_commext import plugin, status
-from vllm_commext.compat import hooks, native
+from vllm_commext.compat import evidence, hooks, native
 from vllm_commext.errors import UnprovenHereError
 from vllm_commext.status import State
 
@@ -31,14 +30,6 @@ def on_riscv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
 
 
-def with_an_untested_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.34.0")
-
-
-def with_an_older_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.27.0")
-
-
 def without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, native.RING, None)
 
@@ -46,14 +37,12 @@ def without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
 ELSEWHERE = [
     (on_a_gpu, "proven with vLLM for CPUs, and this is for cuda"),
     (on_riscv, "proven on x86_64, aarch64, and this is riscv64"),
-    (with_an_untested_vllm, "vLLM 0.34.0 is newer than the window"),
-    (with_an_older_vllm, "vLLM 0.27.0 is older than the window"),
     (without_the_extension, "the native extension is not built"),
 ]
 
 
 def test_the_machine_of_these_tests_is_a_proven_one() -> None:
-    native.require_proven_machine(vllm.__version__)
+    native.require_proven_machine("shm_queue")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +56,7 @@ def test_elsewhere_it_is_off_by_default_and_no_warning_is_given(
 ) -> None:
     elsewhere(monkeypatch)  # pyright: ignore[reportCallIssue]
     with pytest.raises(UnprovenHereError, match=reason):
-        native.require_proven_machine(hooks.vllm_version())
+        native.require_proven_machine("shm_queue")
     wanted = [one for one in plugin.CAPABILITIES if one.name in NAMES]
     monkeypatch.setattr(plugin, "CAPABILITIES", wanted)
     monkeypatch.setenv("VLLM_COMMEXT_STRICT", "1")
@@ -94,22 +83,27 @@ class Cuda:
 
 
 @pytest.mark.parametrize(
-    ("cuda", "version", "problem"),
+    ("cuda", "version", "differing", "problem"),
     [
-        (True, "0.32.0", ""),
-        (True, "0.30.0", "the GPU tests are not run on vLLM 0.30.0"),
-        (True, "0.99.0", "the GPU tests are not run on vLLM 0.99.0"),
-        (False, "0.32.0", "proven on NVIDIA GPUs"),
+        (True, "0.32.0", ["a:B.c"], ""),
+        (True, "0.30.0", [], ""),
+        (True, "0.30.0", ["a:B.c"], "the GPU tests are not run on vLLM 0.30.0: B.c not as in"),
+        (True, "0.99.0", ["a:B.c"], ""),  # it tests itself when a model starts
+        (False, "0.32.0", [], "proven on NVIDIA GPUs"),
     ],
 )
 def test_kernels_take_part_by_themselves_where_their_tests_run(
-    cuda: bool, version: str, problem: str, monkeypatch: pytest.MonkeyPatch
+    cuda: bool,
+    version: str,
+    differing: list[str],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import vllm.platforms
-
     monkeypatch.setattr(vllm.platforms, "_current_platform", Cuda(cuda))
+    monkeypatch.setattr(hooks, "vllm_version", lambda: version)
+    monkeypatch.setattr(evidence, "compare", lambda *args: ("0.32", differing))
     if not problem:
-        native.require_proven_gpus(version)
+        native.require_proven_gpus("allreduce")
         return
     with pytest.raises(UnprovenHereError, match=problem):
-        native.require_proven_gpus(version)
+        native.require_proven_gpus("allreduce")

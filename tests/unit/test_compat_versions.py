@@ -2,42 +2,45 @@
 
 import pytest
 
-from vllm_commext.compat.versions import WINDOW, Verdict, cache_meaning, is_at_least, judge
+from vllm_commext import UnsupportedError
+from vllm_commext.compat.versions import (
+    WINDOW,
+    cache_meaning,
+    is_at_least,
+    is_in_window,
+    is_release_of,
+    refuse_older,
+)
 
-TESTED = [release.minor for release in WINDOW if release.contract]
-UNTESTED = [release.minor for release in WINDOW if not release.contract]
-
-
-@pytest.mark.parametrize("minor", TESTED)
-@pytest.mark.parametrize("tail", [".0", ".1", ".0+cpu", ".1.dev12+gabc1234", ".0rc1", ".0.post1"])
-def test_builds_of_a_tested_release_are_inside(minor: str, tail: str) -> None:
-    assert judge(minor + tail).verdict is Verdict.INSIDE
-
-
-@pytest.mark.parametrize("minor", UNTESTED)
-def test_an_untested_release_of_the_window_is_unverified(minor: str) -> None:
-    judgement = judge(f"{minor}.0")
-    assert judgement.verdict is Verdict.UNVERIFIED
-    assert "not tested" in judgement.reason
+MINORS = [release.minor for release in WINDOW]
 
 
-@pytest.mark.parametrize("version", ["0.34.0", "0.34.0.dev1+g1", "1.0.0", "2"])
-def test_a_newer_version_is_unverified(version: str) -> None:
-    judgement = judge(version)
-    assert judgement.verdict is Verdict.UNVERIFIED
-    assert "newer than the window 0.28 to 0.33" in judgement.reason
+@pytest.mark.parametrize("tail", [".0", ".0+cpu", ".0+cpu.over.0.32.0", ""])
+def test_a_first_release_is_what_tests_were_run_on_whatever_its_label(tail: str) -> None:
+    assert all(is_release_of(minor + tail, MINORS) for minor in MINORS)
+    assert not is_release_of(f"{MINORS[0]}{tail}", MINORS[1:])
+
+
+@pytest.mark.parametrize("tail", [".1", ".1.dev12+gabc1234", ".0rc1", ".0.post1", ".0-my build"])
+def test_no_test_was_run_on_other_builds(tail: str) -> None:
+    assert not any(is_release_of(minor + tail, MINORS) for minor in MINORS)
 
 
 @pytest.mark.parametrize("version", ["0.27.9", "0.9.2", "0.2.8", "0"])
-def test_an_older_version_is_outside(version: str) -> None:
-    judgement = judge(version)
-    assert judgement.verdict is Verdict.OUTSIDE
-    assert version in judgement.reason
+def test_an_older_version_is_refused(version: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{version} is older than the window 0\.28 to"):
+        refuse_older(version)
 
 
-@pytest.mark.parametrize("version", ["dev", "", "0.32.0-cpu-custom build"])
-def test_what_is_no_version_is_unverified(version: str) -> None:
-    assert judge(version).verdict is Verdict.UNVERIFIED
+@pytest.mark.parametrize("version", ["0.28.0", "0.34.0", "1.0.0", "2", "dev", "", "0.32.0-x y"])
+def test_no_other_version_is_refused_by_its_number(version: str) -> None:
+    refuse_older(version)
+
+
+def test_the_window_has_its_minors_later_releases() -> None:
+    assert is_in_window("0.33.7+cpu")
+    assert not is_in_window("0.99.0")
+    assert not is_in_window("dev")
 
 
 def test_at_least_compares_numbers_not_text() -> None:

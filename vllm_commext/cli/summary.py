@@ -103,7 +103,7 @@ def _gpus(checks: Sequence[Check]) -> str:
 HEADLINES: dict[str, Callable[[Sequence[Check]], str]] = {
     "package": _values(**{"vllm_commext": "", "native queue": "native queue: "}),
     "toggles": _toggles,
-    "vllm": _values(vllm="", window=""),
+    "vllm": _values(vllm=""),
     "capabilities": _capabilities,
     "nixl": _values(**{"nixl": "", "backend UCX": "UCX "}),
     "gpu": _gpus,

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.compat import group_facts
+from vllm_commext.compat import evidence, group_facts
 from vllm_commext.compat.monkey_patch import is_patched, patch_all, row_of
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.settings import read_settings
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
     from vllm_commext.allreduce.dispatch.policy import FusedPolicy
     from vllm_commext.allreduce.dispatch.startup import Wishes
+    from vllm_commext.collective import Collective
     from vllm_commext.gpu.facts import Facts
 
 logger = logging.getLogger("vllm.commext.allreduce")
@@ -30,6 +31,12 @@ logger = logging.getLogger("vllm.commext.allreduce")
 COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator"
 ATTRIBUTE = "_commext_allreduce"
 AUTO = "auto"
+PART, FUSED_NORM, FUSED_EAGER = "allreduce", "fused_norm", "fused_eager"
+MODULES = {
+    FUSED_NORM: "vllm_commext.compat.fused_pass",
+    FUSED_EAGER: "vllm_commext.compat.fused_eager",
+}
+SELF_TEST_ITEMS = (1 << 10, 1 << 16, 1 << 21)  # about both ends of a table
 
 
 def dispatcher_of(communicator: Any) -> "Dispatcher | None":
@@ -74,7 +81,9 @@ def _usable(part: Any) -> Any:
     return part if part is not None and not part.disabled else None
 
 
-def _serve_fused_op(communicator: Any, made: "Dispatcher", wishes: "Wishes") -> None:
+def _serve_fused_op(
+    communicator: Any, made: "Dispatcher", wishes: "Wishes", steps: "Collective"
+) -> None:
     """Let the group's name serve our fused op, with kernels where it has memory for them, and let
     vLLM's compiled models use it where a table says that it is faster; in all where a row must have
     the same bits in any batch."""
@@ -94,28 +103,41 @@ def _serve_fused_op(communicator: Any, made: "Dispatcher", wishes: "Wishes") -> 
     apart = fused_op.after_all_reduce(communicator.all_reduce)
     policy = FusedPolicy(made.table, wishes.only, throughout=wishes.by_itself)
     fused_op.register_group(communicator.unique_name, fused_op.FusedNorm(apart, backends, policy))
-    if backends:
-        _use_in_models(policy, wishes.facts)
+    if not backends:
+        return
+    if _may(FUSED_NORM, steps, communicator.device):
+        _use_in_passes(policy, wishes.facts)
+    if _may(FUSED_EAGER, steps, communicator.device):
+        importlib.import_module(MODULES[FUSED_EAGER]).install()
 
 
-def _use_in_models(policy: "FusedPolicy", facts: "Facts") -> None:
+def _may(part: str, steps: "Collective", device: "torch.device") -> bool:
+    """Whether a part is put in place, on all ranks; else vLLM's own remains, with a line why."""
+    try:
+        evidence.admit(part)
+        module = importlib.import_module(MODULES[part])
+        if evidence.must_test_itself(part):
+            module.self_test(device)
+        problem = ""
+    except Exception as error:  # noqa: BLE001 - vLLM's own is there
+        problem = f"{type(error).__name__}: {error}"
+    problems = [found for found in steps.allgather(problem) if found]
+    if problems and steps.rank == 0:
+        logger.warning("commext: allreduce: %s is left to vLLM: %s", part, problems[0])
+    return not problems
+
+
+def _use_in_passes(policy: "FusedPolicy", facts: "Facts") -> None:
     from vllm.config import get_current_vllm_config_or_none
 
     from vllm_commext.allreduce.message import ITEM_BYTES
-    from vllm_commext.compat import fused_eager, fused_pass
+    from vllm_commext.compat import fused_pass
 
-    if problem := fused_pass.why_not():
-        logger.warning("commext: allreduce: vLLM's own fusion of norms remains: %s", problem)
-    else:
-        fused_pass.install()
-        config = get_current_vllm_config_or_none()
-        if config is not None:
-            row_bytes = facts.hidden * ITEM_BYTES[facts.dtype]
-            fused_pass.split_ranges(config, policy.changes(facts.dtype), row_bytes)
-    if problem := fused_eager.why_not():
-        logger.warning("commext: allreduce: vLLM's own eager helpers remain: %s", problem)
-    else:
-        fused_eager.install()
+    fused_pass.install()
+    config = get_current_vllm_config_or_none()
+    if config is not None:
+        row_bytes = facts.hidden * ITEM_BYTES[facts.dtype]
+        fused_pass.split_ranges(config, policy.changes(facts.dtype), row_bytes)
 
 
 def attach(communicator: Any, tcp_store_group: Any = None) -> None:
@@ -126,7 +148,7 @@ def attach(communicator: Any, tcp_store_group: Any = None) -> None:
         return
     try:
         _attach(communicator, name)
-    except UnsupportedError as error:
+    except evidence.DIFFERENCES as error:
         level = logging.INFO if is_by_itself() else logging.WARNING
         logger.log(
             level, "commext: allreduce: vLLM's default dispatch serves group %s: %s", name, error
@@ -153,13 +175,30 @@ def _attach(communicator: Any, name: str) -> None:
         return
     vars(communicator)[ATTRIBUTE] = made
     try:
-        Collective.over(parts.cpu_group).agree(lambda: _serve_fused_op(communicator, made, wishes))
+        steps = Collective.over(parts.cpu_group)
+        if evidence.must_test_itself(PART):
+            steps.agree(lambda: _self_test(communicator, made))
+        steps.agree(lambda: _serve_fused_op(communicator, made, wishes, steps))
     except UnsupportedError:
         _give_back(communicator)
         raise
     if communicator.rank == 0:
         for line in startup.lines(made, wishes):
             logger.info("commext: allreduce: group %s: %s", name, line)
+
+
+def _self_test(communicator: Any, made: "Dispatcher") -> None:
+    """Whether sums of all backends that are asked are those of the group."""
+    import torch
+    from torch import distributed
+
+    for num_items in SELF_TEST_ITEMS:
+        part = torch.randn(num_items, device=communicator.device, dtype=torch.bfloat16)
+        wanted = part.float()
+        distributed.all_reduce(wanted, group=communicator.device_group)
+        found = made.all_reduce(part)
+        if found is not None and not torch.allclose(found.float(), wanted, rtol=0.1, atol=0.1):
+            raise UnsupportedError(f"a sum of {num_items} numbers is not the group's")
 
 
 def _give_back(communicator: Any) -> tuple[Any, Any]:

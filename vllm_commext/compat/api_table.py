@@ -39,6 +39,8 @@ SPREAD_NORMS = {  # models whose attention gathers Q and K by itself
     "Molmo2": "vllm.model_executor.models.molmo2:Molmo2Attention",
 }
 MAMBA_UTILS = "vllm.model_executor.layers.mamba.mamba_utils"
+BLOCKS = "vllm.v1.core.block_pool"
+ENGINE = "vllm.v1.engine.core"
 SPECS = "vllm.v1.kv_cache_interface"
 COMMUNICATORS = "vllm.distributed.device_communicators"
 PASSES = "vllm.compilation.passes"
@@ -183,7 +185,7 @@ API_CHECKS: tuple[ApiCheck, ...] = (
     ),
     ApiCheck(
         "conv_state_layout",
-        "nixl",
+        "nixl states",
         "state-space layers take the order of their convolution state from the environment, once",
         exists(
             f"{MAMBA_UTILS}:get_conv_state_layout.cache_clear",
@@ -192,11 +194,9 @@ API_CHECKS: tuple[ApiCheck, ...] = (
     ),
     ApiCheck(
         "state_spec",
-        "nixl",
+        "nixl states",
         "a state's tensors follow one another in its block, in the order of their shapes",
-        has_fields(
-            f"{SPECS}:MambaSpec", "shapes", "dtypes", "mamba_type", "mamba_cache_mode", "block_size"
-        ),
+        has_fields(f"{SPECS}:MambaSpec", "shapes", "dtypes", "mamba_type", "block_size"),
     ),
     ApiCheck(
         "attention_spec",
@@ -211,35 +211,117 @@ API_CHECKS: tuple[ApiCheck, ...] = (
         has_attributes(
             "vllm.v1.request:Request",
             *("prompt_token_ids", "_all_token_ids", "num_prompt_tokens", "max_tokens"),
-            "_output_token_ids",
+        ),
+    ),
+    ApiCheck(
+        "first_token_request",
+        "nixl first token",
+        "the token becomes the last one of its request's prompt",
+        has_attributes(
+            "vllm.v1.request:Request",
+            *("_output_token_ids", "num_computed_tokens", "num_preemptions", "status"),
+            *("client_index", "stop_reason", "trace_headers", "request_id"),
+        ),
+    ),
+    ApiCheck(
+        "first_token_methods",
+        "nixl first token",
+        "and is told as vLLM tells its own, at the end of a request too",
+        exists(
+            *(
+                f"vllm.v1.request:Request.{name}"
+                for name in (
+                    *("append_output_token_ids", "num_output_tokens", "take_prefill_stats"),
+                    *("record_event", "take_events", "get_finished_reason", "is_finished"),
+                )
+            ),
+            "vllm.v1.core.sched.scheduler:Scheduler.finish_requests",
         ),
     ),
     ApiCheck(
         "first_token_end",
-        "nixl",
+        "nixl first token",
         "whether a first token from a prefill engine ends the answer is decided by vLLM itself",
         takes("vllm.v1.core.sched.utils:check_stop", "request", "max_model_len"),
     ),
     ApiCheck(
         "first_token_output",
-        "nixl",
+        "nixl first token",
         "such a token is sent as vLLM sends its own, and not while the engine is paused",
         exists(
             "vllm.v1.engine:EngineCoreOutput",
             "vllm.v1.engine:EngineCoreOutputs",
             "vllm.v1.engine:EngineCoreEventType.SCHEDULED",
             "vllm.v1.core.sched.interface:PauseState.UNPAUSED",
+            "vllm.v1.request:RequestStatus.WAITING_FOR_REMOTE_KVS",
+            "vllm.v1.request:RequestStatus.FINISHED_ERROR",
         ),
     ),
     ApiCheck(
         "failed_loads",
-        "nixl",
+        "nixl first token",
         "a request that has its first token is computed here when its load fails",
         has_attributes(
             "vllm.v1.core.sched.scheduler:Scheduler",
-            *("failed_recving_kv_req_ids", "recompute_kv_load_failures", "requests"),
-            *("max_model_len", "log_stats"),
+            *("failed_recving_kv_req_ids", "finished_recving_kv_req_ids", "requests"),
+            *("max_model_len", "log_stats", "connector", "running", "finished_req_ids"),
+            "recompute_kv_load_failures",
         ),
+    ),
+    ApiCheck(
+        "engine_step",
+        "engine step",
+        "an engine that only waits for the connector sleeps before its step",
+        has_methods(f"{ENGINE}:EngineCoreProc", {"_process_engine_step": ()}),
+    ),
+    ApiCheck(
+        "engine_queues",
+        "engine step",
+        "what arrives ends the sleep, and first tokens go out as vLLM's own do",
+        has_attributes(
+            f"{ENGINE}:EngineCoreProc", "input_queue", "output_queue", "engines_running"
+        ),
+    ),
+    ApiCheck(
+        "engine_step_function",
+        "engine step",
+        "a step is a function of the engine's, and how many are under way is known",
+        has_attributes(f"{ENGINE}:EngineCore", "step_fn", "scheduler", "batch_queue_size"),
+    ),
+    ApiCheck(
+        "prefix_cache_reset",
+        "pauses",
+        "what was computed counts until vLLM drops its caches",
+        has_methods(
+            "vllm.v1.core.sched.scheduler:Scheduler",
+            {"reset_prefix_cache": ("reset_running_requests", "reset_connector")},
+        ),
+    ),
+    ApiCheck(
+        "loaded_requests",
+        "pauses",
+        "requests whose loads have ended wait for nothing else",
+        exists("vllm.v1.core.sched.scheduler:Scheduler._update_waiting_for_remote_kv"),
+    ),
+    ApiCheck(
+        "waiting_requests",
+        "pauses",
+        "and are put where vLLM has those that wait",
+        has_attributes("vllm.v1.core.sched.scheduler:Scheduler", "waiting"),
+    ),
+    ApiCheck(
+        "calls_of_workers",
+        "pauses",
+        "or until its workers are called for other weights",
+        has_methods(
+            f"{ENGINE}:EngineCore", {"collective_rpc": ("method", "timeout", "args", "kwargs")}
+        ),
+    ),
+    ApiCheck(
+        "pause_state",
+        "pauses",
+        "an engine that is paused keeps nothing for others",
+        exists("vllm.v1.core.sched.interface:PauseState.UNPAUSED"),
     ),
     ApiCheck(
         "forward_context",
@@ -251,10 +333,14 @@ API_CHECKS: tuple[ApiCheck, ...] = (
         "block_pool",
         "nixl",
         "blocks that a peer reads are held, and freed afterwards",
-        exists(
-            "vllm.v1.core.block_pool:BlockPool.touch",
-            "vllm.v1.core.block_pool:BlockPool.free_blocks",
-        ),
+        exists(f"{BLOCKS}:BlockPool.touch", f"{BLOCKS}:BlockPool.free_blocks"),
+    ),
+    ApiCheck(
+        "block_reuse",
+        "nixl reuse",
+        "whoever gives up a block that others may still read is told when it is used again",
+        takes(f"{BLOCKS}:BlockPool.unpin_blocks", "blocks", "on_reuse"),
+        since="0.30",
     ),
     ApiCheck(
         "queue_constructor",
@@ -283,6 +369,15 @@ API_CHECKS: tuple[ApiCheck, ...] = (
         "shm_queue",
         "a queue's handle has the fields that vLLM's executor looks at",
         has_fields(f"{QUEUES}:Handle", "local_reader_ranks", "remote_subscribe_addr"),
+    ),
+    ApiCheck(
+        "queue_place",
+        "shm_queue",
+        "ranks of a host and its address are told as vLLM tells them",
+        exists(
+            "vllm.utils.network_utils:get_ip",
+            "vllm.platforms.interface:get_assigned_physical_gpu_ids",
+        ),
     ),
     ApiCheck(
         "queue_tensor_arena",
@@ -504,6 +599,10 @@ API_CHECKS: tuple[ApiCheck, ...] = (
             f"{PASSES}.fusion.matcher_utils:MatcherQuantFP8",
             f"{PASSES}.fusion.matcher_utils:QUANT_OPS",
             f"{PASSES}.inductor_pass:enable_fake_mode",
+            *(
+                f"vllm.model_executor.layers.quantization.utils.quant_utils:{name}"
+                for name in ("kFp8Dynamic128Sym", "kFp8DynamicTokenSym", "kFp8StaticTensorSym")
+            ),
         ),
     ),
 )

@@ -9,10 +9,12 @@ import importlib
 import os
 from typing import Any
 
+from vllm_commext.compat import evidence
 from vllm_commext.compat.versions import is_at_least
 
 ENVIRONMENT_NAME = "VLLM_SSM_CONV_STATE_LAYOUT"
 DIM_FIRST = "DS"
+PART = "nixl states"
 # Before, vLLM's kernels for CPUs with bfloat16 instructions took the other order only.
 _CPU_KERNELS_TAKE_BOTH_SINCE = "0.32"
 
@@ -29,15 +31,15 @@ def ask_for_dim_first() -> None:
     """Ask for channels first, in this process and in those that it starts, unless the user has
     chosen; what vLLM may have remembered of the layout is dropped."""
     chosen = _chosen_by_user[0] if _chosen_by_user else os.environ.get(ENVIRONMENT_NAME)
-    if chosen is not None or not _kernels_take_it():
+    if chosen is not None or evidence.why_broken(PART) or not _kernels_take_it():
         return
     os.environ[ENVIRONMENT_NAME] = DIM_FIRST
     _mamba_utils().get_conv_state_layout.cache_clear()
 
 
 def is_dim_first() -> bool:
-    """Whether convolution states have channels first in this process."""
-    return bool(_mamba_utils().is_conv_state_dim_first())
+    """Whether convolution states, where there are any, have channels first in this process."""
+    return not evidence.why_broken(PART) and bool(_mamba_utils().is_conv_state_dim_first())
 
 
 def _kernels_take_it() -> bool:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm_commext.compat import evidence
 from vllm_commext.compat.monkey_patch import is_patched, patch_all, row_of
 from vllm_commext.compat.native import needing_the_extension
 from vllm_commext.errors import CommextError, UnsupportedError
@@ -94,13 +95,31 @@ def attach(communicator: Any) -> None:
             logger.info("commext: cpu_collectives: not for group %s: %s", name, reason)
         return
     try:
-        rings = RingGroup.connect(Collective.over(communicator.cpu_group))
+        ranks = Collective.over(communicator.cpu_group)
+        rings = RingGroup.connect(ranks)
+        if evidence.must_test_itself("cpu_collectives"):
+            ranks.agree(lambda: _self_test(communicator, rings))
     except CommextError as error:
         logger.warning("commext: cpu_collectives: Gloo serves group %s: %s", name, error)
         return
     communicator.dist_module = RingModule(rings)
     if communicator.rank_in_group == 0:
         logger.info("commext: cpu_collectives: ring buffers serve group %s of %d ranks", name, size)
+
+
+def _self_test(communicator: Any, rings: "RingGroup") -> None:
+    """Whether sums and gathers of the rings are the group's."""
+    import torch
+    from torch import distributed
+
+    own = torch.full((256,), 1.0 + communicator.rank_in_group)
+    wanted, found = own.clone(), own.clone()
+    distributed.all_reduce(wanted, group=communicator.cpu_group)
+    rings.all_reduce(found)
+    gathered = torch.empty(communicator.world_size, 256)
+    rings.all_gather(gathered, own)
+    if not (torch.equal(wanted, found) and torch.equal(gathered.sum(0), wanted)):
+        raise UnsupportedError("a sum is not the group's")
 
 
 def _init(original: Callable[..., None]) -> Callable[..., None]:

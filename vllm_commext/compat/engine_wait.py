@@ -10,12 +10,11 @@ What the connector has to do before a step (`first_token`) is done there too.
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from vllm_commext.compat.hooks import vllm_version
-from vllm_commext.compat.monkey_patch import is_patched, patch, row_of
-from vllm_commext.compat.versions import Verdict, judge
-from vllm_commext.errors import UnsupportedError
+from vllm_commext.compat import evidence
+from vllm_commext.compat.monkey_patch import is_patched, original_of, patch, row_of
 from vllm_commext.nixl.doorbell import Doorbell
 
+PART = "engine step"
 SYMBOL = "vllm.v1.engine.core:EngineCoreProc._process_engine_step"
 FLUSH_STEPS = 3
 """Steps without tokens that bring the workers what the scheduler has to say and the scheduler what
@@ -37,21 +36,22 @@ class Waiter(Protocol):
         ...
 
 
+def stock_step() -> Step:
+    """vLLM's own step."""
+    return original_of(SYMBOL)
+
+
 def install() -> None:
     """Monkey-patch the step of this process's engine; a second call changes nothing.
 
     Raises:
-        UnsupportedError: this vLLM is not a tested one, or has no such name.
+        UnsupportedError: it is not what it was when this was tested, and does not do the same.
     """
     row = row_of(SYMBOL)
-    judgement = judge(vllm_version())
-    if judgement.verdict is not Verdict.INSIDE:
-        raise UnsupportedError(f"the engine's step is left as it is: {judgement.reason}")
     if is_patched(row):
         return
-    from vllm.v1.engine.core import EngineCoreProc
-
-    process = EngineCoreProc._process_engine_step  # pyright: ignore[reportPrivateUsage]
+    evidence.admit(PART)
+    process = stock_step()
 
     def process_engine_step(core: Any) -> bool:
         connector = getattr(core.scheduler, "connector", None)

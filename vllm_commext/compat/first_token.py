@@ -123,7 +123,7 @@ class FirstTokens:
             can_send = _may_begin(core.scheduler, request)
             self._source.note_first_token(request, PREFILL if can_send else ENGINE)
             if can_send:
-                _send(core, request, token)
+                send(core, request, token)
 
 
 def _may_begin(scheduler: Any, request: Request) -> bool:
@@ -152,7 +152,7 @@ def _is_loading(scheduler: Any, request: Request) -> bool:
     )
 
 
-def _send(core: Any, request: Request, token: int) -> None:
+def send(core: Any, request: Request, token: int) -> None:
     """Let a request that may begin have generated ``token``, and tell its client."""
     scheduler, before = core.scheduler, request.status
     if scheduler.log_stats:

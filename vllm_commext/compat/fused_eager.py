@@ -13,10 +13,9 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_commext.allreduce.fused import op as fused_op
-from vllm_commext.compat import api_checks, hooks
 from vllm_commext.compat.monkey_patch import is_patched, patch, row_of
 
-CAPABILITY = "fused_eager"  # of its API checks
+PART = "fused_eager"
 NORM = "vllm.models.common.ops.fused_allreduce_rms_norm:fused_allreduce_rms_norm"
 GEMMA = "vllm.model_executor.layers.fused_allreduce_gemma_rms_norm:fused_allreduce_gemma_rms_norm"
 BIASES = {NORM: 0, GEMMA: 1}  # what a norm of the helper adds to each weight
@@ -58,12 +57,6 @@ def _helper(original: Helper, weight_bias: int) -> Helper:
         return original(hidden_states, residual, norm) if ours is None else ours
 
     return helper
-
-
-def why_not() -> str:
-    """Why this vLLM's helpers stay as they are; empty where they need not."""
-    outcomes = api_checks.check_all(hooks.vllm_version(), CAPABILITY)
-    return "; ".join(f"{each.api.name}: {each.problem}" for each in outcomes if each.problem)
 
 
 def install() -> None:

@@ -16,21 +16,21 @@ import msgspec
 import torch
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 from vllm.config import set_current_vllm_config
-from vllm.ir import ops as ir_ops
 
 import vllm_commext
 from vllm_commext.allreduce.fused import graph as fused_graph
 from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.layout import FusedShape
 from vllm_commext.allreduce.message import ITEM_BYTES
-from vllm_commext.compat import api_checks, hooks
+from vllm_commext.compat import evidence, hooks
 from vllm_commext.compat.monkey_patch import is_patched, patch, row_of
+from vllm_commext.errors import UnsupportedError
 
 logger = logging.getLogger("vllm.commext.allreduce")
 
 CONFIGURE = "vllm.compilation.passes.pass_manager:PostGradPassManager.configure"
 IDENTITY = "VLLM_COMMEXT_FUSED_NORM"  # among the names that vLLM's cache key is made of
-CAPABILITY = "fused_norm"  # of its API checks
+PART = "fused_norm"
 # Ours needs what these make of a graph, and comes before all others.
 EARLIER = ("NoOpEliminationPass", "SequenceParallelismPass", "AsyncTPPass", "AddRMSNormFusionPass")
 # What FlashInfer's kernel takes in and ours does not; some builds of vLLM lack it.
@@ -66,14 +66,7 @@ class FusedNormPass(InductorPass):
     """
 
     def __init__(self, dtype: torch.dtype, device: Any) -> None:
-        self._ops = fused_graph.Ops(
-            torch.ops.vllm.all_reduce.default,
-            ir_ops.rms_norm.torch_op,
-            ir_ops.fused_add_rms_norm.torch_op,
-            torch.ops.vllm_commext.all_reduce_add_rms_norm.default,
-            tuple(getattr(torch.ops._C, name).default for name in QUANTISERS if _is_op(name)),
-            torch.ops.vllm_commext.quantised.default,
-        )
+        self._ops = _ops()
         self._quantisers = _quantisers(self._ops, dtype, device)
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -92,6 +85,50 @@ class FusedNormPass(InductorPass):
     def uuid(self) -> str:
         """What inductor's cache is told."""
         return identity()
+
+
+def _ops() -> fused_graph.Ops:
+    from vllm.ir import ops as ir_ops
+
+    return fused_graph.Ops(
+        torch.ops.vllm.all_reduce.default,
+        ir_ops.rms_norm.torch_op,
+        ir_ops.fused_add_rms_norm.torch_op,
+        torch.ops.vllm_commext.all_reduce_add_rms_norm.default,
+        tuple(getattr(torch.ops._C, name).default for name in QUANTISERS if _is_op(name)),
+        torch.ops.vllm_commext.quantised.default,
+    )
+
+
+def self_test(device: torch.device) -> None:
+    """Whether vLLM's ops are the norms that we take them for, and are what its layer writes.
+
+    Raises:
+        UnsupportedError: they are not.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    ops, eps = _ops(), 1e-5
+    x, residual = torch.randn(2, 3, 64, device=device)
+    weight = torch.rand(64, device=device)
+    for found, summed in (
+        ((ops.norm(x, weight, eps), x), x),
+        (ops.add_norm(x, residual, weight, eps), x + residual),
+    ):
+        wanted = torch.nn.functional.rms_norm(summed, (64,), weight, eps)
+        if not (torch.allclose(found[0], wanted, atol=1e-4) and torch.equal(found[1], summed)):
+            raise UnsupportedError("vLLM's norms in graphs are other norms than RMSNorm")
+    layer = RMSNorm(64, eps)
+
+    def norm_of_sum(part: torch.Tensor, weight: torch.Tensor) -> Any:
+        total = torch.ops.vllm.all_reduce(part, group_name="of a test")
+        return torch.func.functional_call(layer, {"weight": weight}, (total,))
+
+    graph = make_fx(norm_of_sum, tracing_mode="fake")(x.cpu(), weight.cpu()).graph
+    count = fused_graph.rewrite(graph, ops, lambda group, shape: True)
+    if count != 1:
+        raise UnsupportedError(f"vLLM's layer writes its norm otherwise: found {count} in {graph}")
 
 
 def _quantisers(ops: fused_graph.Ops, dtype: torch.dtype, device: Any) -> Any:
@@ -147,10 +184,14 @@ def _configure(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def configure(self: Any, config: Any) -> None:
         original(self, config)
-        if fused_op.served_groups():
+        if not fused_op.served_groups():
+            return
+        try:
             with set_current_vllm_config(config, check_compile=False):
                 made = FusedNormPass(_dtype(config), config.device_config.device)
             self.passes.insert(place(self.passes), made)
+        except evidence.DIFFERENCES as error:
+            logger.warning("commext: allreduce: vLLM's own fusion of norms remains: %r", error)
 
     return configure
 
@@ -176,12 +217,6 @@ def split_ranges(config: Any, most_bytes: Sequence[int], row_bytes: int) -> None
     wanted = {max(2, size // row_bytes) for size in most_bytes}
     more = {tokens for tokens in wanted if tokens < max(known)}
     compilation.compile_ranges_endpoints = sorted({*known, *more})
-
-
-def why_not() -> str:
-    """Why this vLLM cannot have the pass; empty where it can."""
-    outcomes = api_checks.check_all(hooks.vllm_version(), CAPABILITY)
-    return "; ".join(f"{each.api.name}: {each.problem}" for each in outcomes if each.problem)
 
 
 def install() -> None:

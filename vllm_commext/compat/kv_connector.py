@@ -57,9 +57,9 @@ def peer_cache_hit_source() -> Any:
 
 def asks_for_states_inside_prompts(spec: MambaSpec) -> bool:
     """Whether a step over a prompt is to give back the state at its last whole block as well as the
-    one at its end (Mamba2 with ``--mamba-cache-mode align`` on vLLM 0.32 and newer)."""
+    one at its end (Mamba2 with prefix caching on vLLM 0.32 and newer)."""
     num_blocks: int = getattr(spec, "num_prefill_checkpoint_blocks", 0)
-    return spec.mamba_cache_mode == "align" and num_blocks > 0
+    return getattr(spec, "mamba_cache_mode", "align") == "align" and num_blocks > 0
 
 
 def required_cache_layout(vllm_config: VllmConfig) -> str | None:

@@ -6,7 +6,8 @@ import importlib
 import platform
 from collections.abc import Iterator
 
-from vllm_commext.compat.versions import Verdict, judge, runs_gpu_tests
+from vllm_commext.compat import evidence, hooks
+from vllm_commext.compat.versions import is_in_window
 from vllm_commext.errors import UnprovenHereError, UnsupportedError
 
 RING = "vllm_commext.shm._shm_ring"
@@ -25,19 +26,17 @@ def needing_the_extension() -> Iterator[None]:
         ) from error
 
 
-def require_proven_machine(vllm_version: str) -> None:
+def require_proven_machine(capability: str) -> None:
     """What the native ring's capabilities are proven on, and `auto` therefore means for them: a
-    tested vLLM for CPUs, on a processor that the ring is tested on, with its extension built.
+    vLLM for CPUs, on a processor that the ring is tested on, with its extension built.
 
     Raises:
         UnprovenHereError: with what it is that differs here.
     """
+    del capability
     machine = platform.machine()
     if machine not in PROVEN_MACHINES:
         raise UnprovenHereError(f"proven on {', '.join(PROVEN_MACHINES)}, and this is {machine}")
-    judgement = judge(vllm_version)
-    if judgement.verdict is not Verdict.INSIDE:
-        raise UnprovenHereError(judgement.reason)
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -50,9 +49,10 @@ def require_proven_machine(vllm_version: str) -> None:
         raise UnprovenHereError(f"the native extension is not built ({error})") from error
 
 
-def require_proven_gpus(vllm_version: str) -> None:
-    """What the kernels are proven on, and `auto` therefore means for them: NVIDIA GPUs, and a vLLM
-    on which the GPU tests are run. What more it takes is seen when a group of ranks is made.
+def require_proven_gpus(capability: str) -> None:
+    """What the kernels are proven on, and `auto` therefore means for them: NVIDIA GPUs, and no vLLM
+    of which we know that it differs from those on which the GPU tests are run. What more it takes
+    is seen when a group of ranks is made.
 
     Raises:
         UnprovenHereError: with what it is that differs here.
@@ -63,5 +63,7 @@ def require_proven_gpus(vllm_version: str) -> None:
         raise UnprovenHereError(
             f"proven on NVIDIA GPUs, and this vLLM is for {current_platform.device_name}"
         )
-    if not runs_gpu_tests(vllm_version):
-        raise UnprovenHereError(f"the GPU tests are not run on vLLM {vllm_version}")
+    version = hooks.vllm_version()
+    found = evidence.evidence_for(capability, on_gpus=True)
+    if found.verdict is evidence.Verdict.DIFFERS and is_in_window(version):
+        raise UnprovenHereError(f"the GPU tests are not run on vLLM {version}: {found.reason}")

@@ -1,14 +1,15 @@
 """The window of vLLM versions, the only place where a version number is compared.
 
-A version is judged by its base release, so builds between two releases and builds with a local
-label (``0.32.0+cpu``) count as the release that they are named after. It is read from
-``vllm.__version__``: the distribution is not always called ``vllm``.
+What a number does not say, `evidence` looks up. It is read from ``vllm.__version__``: the
+distribution is not always called ``vllm``.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from enum import Enum
 
 from packaging.version import InvalidVersion, Version
+
+from vllm_commext.errors import UntestedError
 
 
 @dataclass(frozen=True)
@@ -42,22 +43,6 @@ OLDEST = WINDOW[0].minor
 NEWEST = WINDOW[-1].minor
 
 
-class Verdict(str, Enum):
-    """INSIDE: in the window and tested. UNVERIFIED: runs if API checks pass. OUTSIDE: refused."""
-
-    INSIDE = "inside"
-    UNVERIFIED = "unverified"
-    OUTSIDE = "outside"
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """A verdict and the sentence that explains it."""
-
-    verdict: Verdict
-    reason: str
-
-
 def parse_minor(version: str) -> tuple[int, int] | None:
     """First two numbers of a version's base release; None where it is no version."""
     try:
@@ -72,31 +57,31 @@ def _minor_of(row: Release) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def judge(version: str) -> Judgement:
-    """Judge ``vllm.__version__``.
+def refuse_older(version: str) -> None:
+    """Refuse what is older than the window: it lacks APIs that everything here relies on.
 
-    What is older than the window lacks APIs that we rely on and is outside. What is newer may
-    have kept them all, so the API checks decide, and the verdict says that nobody has
-    tested it; so also for a version that cannot be read, as an untagged build has.
+    Raises:
+        UntestedError: it is.
     """
-    window = f"the window {OLDEST} to {NEWEST}"
     minor = parse_minor(version)
-    if minor is None:
-        return Judgement(Verdict.UNVERIFIED, f"vLLM {version!r} names no release of {window}")
-    if minor < _minor_of(WINDOW[0]):
-        return Judgement(Verdict.OUTSIDE, f"vLLM {version} is older than {window}")
-    if minor > _minor_of(WINDOW[-1]):
-        return Judgement(Verdict.UNVERIFIED, f"vLLM {version} is newer than {window}")
-    row = next((row for row in WINDOW if _minor_of(row) == minor), None)
-    if row is None or not row.contract:
-        return Judgement(Verdict.UNVERIFIED, f"vLLM {version} is in {window} but not tested")
-    return Judgement(Verdict.INSIDE, f"vLLM {version} is in {window} and tested")
+    if minor is not None and minor < _minor_of(WINDOW[0]):
+        raise UntestedError(f"vLLM {version} is older than the window {OLDEST} to {NEWEST}")
 
 
-def runs_gpu_tests(version: str) -> bool:
-    """Whether the GPU tests are run on that version's release."""
+def is_release_of(version: str, minors: Collection[str]) -> bool:
+    """Whether it is the first release of one of these minors, whatever its local label: that is
+    what tests are run on."""
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        return False
+    return any(Version(found.public) == Version(f"{minor}.0") for minor in minors)
+
+
+def is_in_window(version: str) -> bool:
+    """Whether its minor release is one of the window's."""
     minor = parse_minor(version)
-    return any(row.gpus and _minor_of(row) == minor for row in WINDOW)
+    return any(_minor_of(row) == minor for row in WINDOW)
 
 
 def cache_meaning(version: str) -> str:
@@ -109,7 +94,7 @@ def cache_meaning(version: str) -> str:
     minor = parse_minor(version)
     if minor is None:
         return version
-    return "1" if any(_minor_of(row) == minor for row in WINDOW) else f"{minor[0]}.{minor[1]}"
+    return "1" if is_in_window(version) else f"{minor[0]}.{minor[1]}"
 
 
 def is_at_least(version: str, minor: str) -> bool:

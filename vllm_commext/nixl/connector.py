@@ -15,8 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_commext.compat import conv_state, engine_wait, resets
-from vllm_commext.compat.first_token import FirstTokens, sampler_of
+from vllm_commext.compat import conv_state, engine_wait, evidence
 from vllm_commext.compat.kv_connector import (
     peer_cache_hit_source,
     required_cache_layout,
@@ -24,7 +23,8 @@ from vllm_commext.compat.kv_connector import (
 )
 from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.nixl import engine_facts
-from vllm_commext.nixl.config import parse_config
+from vllm_commext.nixl.config import ConnectorConfig, parse_config
+from vllm_commext.nixl.first_token import ENGINE, Sampler
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.metrics.prometheus import CommextNixlPromMetrics, CommextNixlStats
 from vllm_commext.nixl.pipeline import ONE_STAGE, Pipeline, gather_bytes
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from vllm_commext.compat import resets
 
 _TransferResults = transfer_results_class()
 
@@ -113,11 +115,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
                 saves=engine_facts.keeps_host_copy(vllm_config, config),
                 streaming=streaming,
                 reusing=reusing,
-                sampler=sampler_of(
-                    vllm_config,
-                    lambda: engine_facts.engine_facts(vllm_config, kv_cache_config),
-                    is_on=config.first_token_from_prefill,
-                ),
+                sampler=self._sampler_of(vllm_config, kv_cache_config, config),
             )
             self._hook_in(self._scheduler_side)
         else:
@@ -135,14 +133,34 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
                 max_reuse_blocks=reusing.max_blocks,
             )
 
+    @staticmethod
+    def _sampler_of(
+        vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig
+    ) -> Sampler:
+        """What first tokens follow from; none are handed over where this vLLM cannot send them."""
+        if evidence.why_not("nixl first token"):
+            return Sampler(refusal=ENGINE)
+        from vllm_commext.compat.first_token import sampler_of
+
+        return sampler_of(
+            vllm_config,
+            lambda: engine_facts.engine_facts(vllm_config, kv_cache_config),
+            is_on=config.first_token_from_prefill,
+        )
+
     def _hook_in(self, side: SchedulerSide) -> None:
         """Let the engine sleep while it only waits for transfers, and hear of its pauses, where
         that can be."""
         try:
+            for part in ("engine step", "nixl first token", "pauses"):
+                evidence.admit(part)
+            from vllm_commext.compat import resets
+            from vllm_commext.compat.first_token import FirstTokens
+
             engine_wait.install()
             resets.install()
         except UnsupportedError as error:
-            logger.info("the engine goes on stepping while it waits for transfers: %s", error)
+            logger.warning("the engine goes on stepping while it waits for transfers: %s", error)
             return
         self.pauses = pauses = resets.Pauses(side)
         first_tokens = FirstTokens(side)

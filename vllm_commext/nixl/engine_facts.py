@@ -8,9 +8,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import vllm
-from vllm.v1.kv_cache_interface import MambaSpec
 
-from vllm_commext.compat import conv_state
+from vllm_commext.compat import conv_state, evidence
 from vllm_commext.compat.kv_connector import (
     asks_for_states_inside_prompts,
     attention_backends,
@@ -205,25 +204,29 @@ def _check_spec(spec: KVCacheSpec) -> None:
             f"CommextNixlConnector transfers caches of {served}; this model has a "
             f"{type(spec).__name__}: use vLLM's own NixlConnector for it"
         )
-    if getattr(spec, "tokens_per_state", 1) != 1 and not isinstance(spec, MambaSpec):
+    has_states = SERVED_SPECS[type(spec)] == STATE
+    if getattr(spec, "tokens_per_state", 1) != 1 and not has_states:
         raise UnsupportedError(
             "CommextNixlConnector transfers caches with an entry a token; this model compresses "
             "several tokens into one: use vLLM's own NixlConnector for it"
         )
-    if isinstance(spec, MambaSpec):
+    if has_states:
         _check_states(spec)
 
 
-def _check_states(spec: MambaSpec) -> None:
-    if spec.mamba_cache_mode not in ("none", "align"):
+def _check_states(spec: Any) -> None:
+    if reason := evidence.why_not(conv_state.PART):
+        raise UnsupportedError(f"CommextNixlConnector transfers no states here: {reason}")
+    mode = getattr(spec, "mamba_cache_mode", "none")
+    if mode not in ("none", "align"):
         raise UnsupportedError(
-            "CommextNixlConnector transfers the state after the last token: expected "
-            f"--mamba-cache-mode none or align, got {spec.mamba_cache_mode!r}"
+            "CommextNixlConnector transfers the state after the last token, and this engine keeps "
+            f"others, too (mode {mode!r}): start with --no-enable-prefix-caching"
         )
     if asks_for_states_inside_prompts(spec) and _device_type() == "cpu":
         raise UnsupportedError(
             f"vLLM {vllm.__version__} asks its Mamba2 kernels for a state inside of each prompt "
-            "where prefixes are cached (--mamba-cache-mode align), and those for CPUs give none, "
+            "where prefixes are cached, and those for CPUs give none, "
             "which ends the engine, with or without a connector: start with "
             "--no-enable-prefix-caching"
         )

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
     KVCacheSpec,
-    MambaSpec,
     MLAAttentionSpec,
-    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -47,12 +44,17 @@ from vllm_commext.nixl.geometry.topology import Rank, check_even
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+_KINDS = {
+    "FullAttentionSpec": FULL,
+    "MLAAttentionSpec": FULL,
+    "SlidingWindowSpec": WINDOW,
+    "ChunkedLocalAttentionSpec": WINDOW,
+    "MambaSpec": STATE,
+}
 SERVED_SPECS: Mapping[type[KVCacheSpec], str] = {
-    FullAttentionSpec: FULL,
-    MLAAttentionSpec: FULL,
-    SlidingWindowSpec: WINDOW,
-    ChunkedLocalAttentionSpec: WINDOW,
-    MambaSpec: STATE,
+    getattr(kv_cache_interface, name): kind
+    for name, kind in _KINDS.items()
+    if hasattr(kv_cache_interface, name)
 }
 _STATE_KINDS = {
     "MAMBA1": MAMBA1,
@@ -155,7 +157,7 @@ def _spec_of_layer(spec: KVCacheSpec, name: str) -> KVCacheSpec:
 def _geometry(
     name: str, cache: torch.Tensor, spec: KVCacheSpec, num_blocks: int, model: ModelFacts
 ) -> Geometry:
-    if isinstance(spec, MambaSpec):
+    if SERVED_SPECS.get(type(spec)) == STATE:
         return _describe_states(name, cache, spec, num_blocks, model)
     if isinstance(spec, AttentionSpec):
         return _attention_geometry(name, cache, spec, num_blocks, model)
@@ -220,7 +222,7 @@ def _content(name: str, spec: AttentionSpec, model: ModelFacts) -> str:
 
 
 def _describe_states(
-    name: str, cache: torch.Tensor, spec: MambaSpec, num_blocks: int, model: ModelFacts
+    name: str, cache: torch.Tensor, spec: Any, num_blocks: int, model: ModelFacts
 ) -> StateGeometry:
     """``cache`` is ``[blocks, 1, 1, bytes]``: the states of a block follow one another."""
     kind = getattr(spec.mamba_type, "name", str(spec.mamba_type))

@@ -32,6 +32,7 @@ COVERAGE: tuple[tuple[str, str], ...] = (
     (r"make attack$", "tests/unit/proxy/test_attacks.py"),
     (r"make mutants$", "tests/unit/test_mutants.py"),
     (r"make stress-shm / sanitize$", "tests/unit/shm/test_stress.py::test_in_short"),
+    (r"make canary$", "tests/unit/test_sources.py::test_the_canary_says_what_a_vllm_costs"),
     (r"make matrix$", "tests/contract/test_api_matrix.py::test_text_and_import_agree"),
     (r"make nightly$", f"{NOT_RUN}hours: the targets that it names, each of them below or above"),
     (r"make test-matrix$", f"{NOT_RUN}makes an environment of each vLLM, some GB"),

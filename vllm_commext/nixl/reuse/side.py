@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm_commext.compat import evidence
 from vllm_commext.errors import ProtocolError, UnsupportedError
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
@@ -69,7 +70,8 @@ class ReuseSide:
     def bind(self, pool: Any) -> None:
         """Learn of vLLM's block pool."""
         self._pool = pool
-        if self._is_on and not hasattr(pool, "unpin_blocks"):
+        is_told = hasattr(pool, "unpin_blocks") and not evidence.why_not("nixl reuse")
+        if self._is_on and not is_told:
             self._refuse(POOL)
 
     def open(self, tables: Sequence[Shared | None]) -> OfferTable | None:

@@ -17,7 +17,7 @@ REFUSALS = {
     ZEROED: "vLLM zeroes this model's blocks before it uses them",
     SPECULATION: "drafts have a KV cache of their own, which is not complete for the last tokens",
     DIFFUSION: "an answer may come of a last denoising step, whose KV no pass has computed anew",
-    POOL: "this vLLM's block pool does not tell when a block is used again: expected 0.32 or newer",
+    POOL: "this vLLM's block pool does not tell when a block is used again, as 0.32 and newer do",
     STEPS: "the engine's step is left as it is, so that failed reads could not be computed here",
     FREES: "this vLLM cannot be told to keep blocks that a step under way may still write to",
 }

@@ -1,0 +1,135 @@
+"""Digests of vLLM's source, the table of them, and the canary, on a package that is only here."""
+
+import sys
+from pathlib import Path
+
+import canary
+import known_sources
+import pytest
+from matrix.columns import MatrixError
+
+from vllm_commext.compat import evidence
+from vllm_commext.compat.parts import PARTS, Part
+from vllm_commext.compat.sources import NOT_THERE, digest
+from vllm_commext.compat.versions import NEWEST
+
+TEXT = '''
+"""A module."""
+import os
+
+if os.name:
+    class Engine:
+        """An engine."""
+
+        limit: int = 5
+
+        def step(self, count=1):
+            """Take a step."""
+            return f"{count:>3}"
+'''
+
+
+def write(folder: Path, text: str, name: str = "engine") -> Path:
+    path = folder / "vllm" / f"{name}.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"""Take a step."""', '"""Do something else."""'),
+        ('"""An engine."""', ""),
+        ("return", "# quick\n            return"),
+        ("count=1", "count = 1"),
+        ("limit: int = 5", "limit: int = 6"),
+    ],
+)
+def test_what_means_the_same_has_the_same_digest(tmp_path: Path, old: str, new: str) -> None:
+    assert old in TEXT
+    before = digest(write(tmp_path / "a", TEXT), "vllm.engine:Engine.step")
+    after = digest(write(tmp_path / "b", TEXT.replace(old, new)), "vllm.engine:Engine.step")
+    assert before == after != NOT_THERE
+
+
+@pytest.mark.parametrize(("old", "new"), [("count=1", "count=2"), (":>3", ":<3"), ("step", "stop")])
+def test_what_means_something_else_has_another(tmp_path: Path, old: str, new: str) -> None:
+    symbol = "vllm.engine:Engine.step"
+    before = digest(write(tmp_path / "a", TEXT), symbol)
+    assert digest(write(tmp_path / "b", TEXT.replace(old, new)), symbol) != before
+
+
+@pytest.mark.parametrize("symbol", ["vllm.gone:x", "vllm.engine:Gone", "vllm.engine:Engine.gone"])
+def test_what_is_not_there_is_told_apart(tmp_path: Path, symbol: str) -> None:
+    assert digest(write(tmp_path, TEXT), symbol) == NOT_THERE
+
+
+def test_a_digest_is_always_this_one(tmp_path: Path) -> None:
+    """Whichever Python reads it: the table that we ship is written by one and read by others."""
+    root = write(tmp_path, TEXT)
+    found = [digest(root, f"vllm.engine:{name}") for name in ("Engine.step", "Engine.limit")]
+    assert found == ["966a0cf28a0e", "4a486d291f96"]
+
+
+def test_the_table_has_every_function_of_every_part_in_every_release() -> None:
+    known = evidence.known_sources()
+    assert sorted(known) == known_sources.sources()
+    for symbol, digests in known.items():
+        minors = " ".join(digests.values()).split()
+        assert len(minors) == len(set(minors)), symbol
+        assert NEWEST in minors, symbol
+
+
+def test_a_release_read_anew_takes_the_place_of_what_was_known(tmp_path: Path) -> None:
+    symbol = PARTS[0].sources[0]
+    known = {symbol: {"aaa": "0.32 0.33", "bbb": "0.31"}}
+    made = known_sources.updated(known, "0.33", tmp_path)
+    assert made[symbol] == {"aaa": "0.32", "bbb": "0.31", NOT_THERE: "0.33"}
+
+
+def test_the_nearest_release_is_named_and_the_functions_that_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write(tmp_path, TEXT)
+    step, limit = "vllm.engine:Engine.step", "vllm.engine:Engine.limit"
+    known = {
+        step: {digest(root, step): "0.31 0.32"},
+        limit: {digest(root, limit): "0.31", "x": "0.32"},
+    }
+    monkeypatch.setattr(evidence, "known_sources", lambda: known)
+    part = Part("a part", "nixl", (step, limit))
+    assert evidence.compare(part, root, ["0.31", "0.32"]) == ("0.31", [])
+    assert evidence.compare(part, root, ["0.32"]) == ("0.32", [limit])
+    assert evidence.compare(part, tmp_path / "nowhere", ["0.31", "0.32"]) == ("0.32", [step, limit])
+
+
+def test_the_canary_says_what_a_vllm_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f'{TEXT}\nwarn("deprecated, and will be removed in v0.99.0")\n'
+    root = write(tmp_path, text)
+    metadata = root / "vllm-0.40.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Name: vllm\nVersion: 0.40.0\n")
+    monkeypatch.setattr(canary, "newest", lambda: dict.fromkeys(canary.RELEASES, "9.9"))
+    monkeypatch.setattr(canary.step_matrix, "look_at", lambda *_: "")
+    monkeypatch.setattr(sys, "argv", ["canary", "--source", str(root)])
+    assert canary.main() == 1
+    said = capsys.readouterr().out
+    assert "torch: 9.9 is the newest; tested:" in said
+    assert "API check 0.40.0: register_connector: ModuleNotFoundError" in said
+    assert "differs, engine step: EngineCoreProc._process_engine_step" in said
+    assert "engine.py:15: warn(" in said
+
+
+def test_an_index_that_cannot_be_asked_is_another_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nobody() -> dict[str, str]:
+        raise MatrixError("nobody answers")
+
+    monkeypatch.setattr(canary, "newest", nobody)
+    monkeypatch.setattr(sys, "argv", ["canary"])
+    assert canary.main() == 2
+    assert "canary: nobody answers" in capsys.readouterr().err

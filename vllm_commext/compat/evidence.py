@@ -1,0 +1,198 @@
+"""What speaks for a part of this package on this vLLM, part by part and not by a version's number.
+
+1. tested: this release's tests were run.
+2. same source: what the part replaces, calls or is called by reads as in a tested release.
+3. self-tested: something of it differs, the API checks hold, and the part's own test passes here.
+4. off: a check or that test fails, or the user wants no untested vLLM.
+"""
+
+import functools
+import importlib
+import importlib.util
+import json
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from vllm_commext.compat import api_checks, hooks, versions
+from vllm_commext.compat.parts import BY_NAME, IN_USE, PARTS, Part
+from vllm_commext.compat.sources import digest
+from vllm_commext.errors import CommextError, UnsupportedError, UntestedError
+from vllm_commext.settings import UNTESTED, read_settings
+
+KNOWN_SOURCES = Path(__file__).with_name("known_sources.json")
+DIFFERENCES = (CommextError, ImportError, AttributeError, TypeError, NotImplementedError)
+"""What a vLLM that differs raises, on all ranks alike: an optional part then leaves it alone."""
+Known = Mapping[str, Mapping[str, str]]
+"""Symbol to digest to the minor releases, with blanks between, whose definition has it."""
+
+
+class Verdict(str, Enum):
+    """See the module's docstring; DIFFERS: it is 3. or 4., as its test says."""
+
+    TESTED = "tested"
+    SAME = "same source"
+    DIFFERS = "differs"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What speaks for one part.
+
+    Attributes:
+        verdict: see `Verdict`.
+        reason: which release it was tested with, or which functions differ from that.
+    """
+
+    verdict: Verdict
+    reason: str
+
+
+@functools.cache
+def known_sources() -> Known:
+    return json.loads(KNOWN_SOURCES.read_text())
+
+
+def _root() -> Path:
+    """The folder that vLLM's package lies in."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise UnsupportedError("vLLM is not installed")
+    return Path(spec.origin).parent.parent
+
+
+def compare(part: Part, root: Path, tested: Sequence[str]) -> tuple[str, list[str]]:
+    """The tested release whose source is nearest, and the functions that differ from it.
+
+    Args:
+        part: which.
+        root: where the vLLM lies.
+        tested: minor releases, that which is preferred among equals last.
+    """
+    known = known_sources()
+    found = {
+        symbol: known.get(symbol, {}).get(digest(root, symbol), "").split()
+        for symbol in part.sources
+    }
+    differing = {
+        minor: [symbol for symbol, minors in found.items() if minor not in minors]
+        for minor in reversed(tested)
+    }
+    nearest = min(differing, key=lambda minor: len(differing[minor]))
+    return nearest, differing[nearest]
+
+
+def short(symbol: str) -> str:
+    """``Class.name`` of ``package.module:Class.name``."""
+    return symbol.partition(":")[2]
+
+
+def evidence_for(name: str, *, on_gpus: bool = False) -> Evidence:
+    """What speaks for a part.
+
+    Args:
+        name: of the part.
+        on_gpus: only releases count on which the GPU tests were run.
+
+    Raises:
+        UnsupportedError: there is no vLLM, or it is older than all that are supported.
+    """
+    version = hooks.vllm_version()
+    versions.refuse_older(version)
+    tested = [row.minor for row in versions.WINDOW if row.contract and (row.gpus or not on_gpus)]
+    if versions.is_release_of(version, tested):
+        return Evidence(Verdict.TESTED, f"vLLM {version}")
+    nearest, differing = compare(BY_NAME[name], _root(), tested)
+    if not differing:
+        return Evidence(Verdict.SAME, f"as in vLLM {nearest}")
+    listed = ", ".join(short(symbol) for symbol in differing)
+    return Evidence(Verdict.DIFFERS, f"{listed} not as in vLLM {nearest}")
+
+
+def why_broken(name: str) -> str:
+    """What of vLLM's is not as a part needs it; empty where all is."""
+    outcomes = api_checks.check_all(hooks.vllm_version(), name)
+    return "; ".join(f"{each.api.name}: {each.problem}" for each in outcomes if each.problem)
+
+
+def admit(name: str) -> str:
+    """Let a part in, on whatever evidence there is.
+
+    Returns:
+        What is to be said of it; empty where it is tested.
+
+    Raises:
+        UnsupportedError: it is not to run on this vLLM, and why.
+    """
+    found = evidence_for(name)
+    if broken := why_broken(name):
+        kind = UnsupportedError if found.verdict is Verdict.TESTED else UntestedError
+        raise kind(f"vLLM {hooks.vllm_version()} differs where we meet it: {broken}")
+    if found.verdict is Verdict.TESTED:
+        return ""
+    choice = read_settings()["untested"]
+    if choice == "off" or (choice == "same" and found.verdict is Verdict.DIFFERS):
+        raise UntestedError(f"{found.verdict.value}: {found.reason}; {UNTESTED}={choice}")
+    if found.verdict is Verdict.SAME:
+        return f"same source: {found.reason}"
+    if BY_NAME[name].self_test != IN_USE:
+        _run(BY_NAME[name], found.reason)
+    return f"self-tested: {found.reason}"
+
+
+def _run(part: Part, differs: str) -> None:
+    if not part.self_test:
+        raise UntestedError(f"{differs}, and it has no test of its own")
+    module, _, function = part.self_test.partition(":")
+    try:
+        getattr(importlib.import_module(module), function)()
+    except Exception as error:
+        raise UntestedError(
+            f"{differs}, and its test fails: {type(error).__name__}: {error}"
+        ) from error
+
+
+def summary(capabilities: Collection[str]) -> tuple[str, int]:
+    """What is to be said of a vLLM that no test was run on, and how loud; empty where one was."""
+    try:
+        found = {part.name: evidence_for(part.name) for part in PARTS if part.of in capabilities}
+    except UnsupportedError:
+        return "", logging.NOTSET
+    if all(each.verdict is Verdict.TESTED for each in found.values()):
+        return "", logging.NOTSET
+    broken = {name: problem for name in found if (problem := why_broken(name))}
+    differs = {
+        name: each.reason
+        for name, each in found.items()
+        if each.verdict is Verdict.DIFFERS and name not in broken
+    }
+    same = [name for name in found if name not in broken and name not in differs]
+    is_tried = read_settings()["untested"] == "self"
+    lines = [
+        f"commext: no test was run on vLLM {hooks.vllm_version()}",
+        *_listed("same source as in one that was tested", dict.fromkeys(same, "")),
+        *_listed("self-tested, as functions differ" if is_tried else "off, as", differs),
+        *_listed("off", broken),
+    ]
+    return "; ".join(lines), logging.WARNING if differs or broken else logging.INFO
+
+
+def _listed(what: str, parts: Mapping[str, str]) -> list[str]:
+    named = ", ".join(f"{name} ({why})" if why else name for name, why in parts.items())
+    return [f"{what}: {named}"] if named else []
+
+
+def must_test_itself(name: str) -> bool:
+    """Whether a part that has been let in has to try itself where it is used."""
+    return evidence_for(name).verdict is Verdict.DIFFERS
+
+
+def why_not(name: str) -> str:
+    """Why a part is not let in; empty where it is."""
+    try:
+        admit(name)
+    except UnsupportedError as error:
+        return str(error)
+    return ""

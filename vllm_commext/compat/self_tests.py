@@ -1,0 +1,200 @@
+"""Whether a part does on this vLLM what it should, where that reads otherwise than all that was
+tested.
+
+Each test takes a moment and needs no model, no GPU and no other process. It raises where anything
+is not as expected: the part is then left out.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import pickle
+import queue as queues
+import re
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+from vllm_commext.errors import UnsupportedError
+
+SECONDS = 5.0
+NUM_BLOCKS, BLOCK_TOKENS, HEADS, HEAD_SIZE = 3, 4, 2, 8
+PROMPT = (1, 2, 3, 4, 5)
+
+
+def _expect(what: str, expected: Any, found: Any) -> None:
+    if found != expected:
+        raise UnsupportedError(f"{what}: expected {expected!r}, got {found!r}")
+
+
+def queue() -> None:
+    """A call and an answer of vLLM's classes go through a queue, and there is no name of a queue
+    that its executor uses and ours lacks."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+    from vllm_commext.compat.queue_groups import GroupMessageQueue
+
+    executor = importlib.import_module("vllm.v1.executor.multiproc_executor")
+    used = set(re.findall(r"\b\w*mq\.(\w+)", inspect.getsource(executor)))
+    writer: Any = GroupMessageQueue(1, 1)
+    reader = GroupMessageQueue.create_from_handle(writer.export_handle(), 0)
+    _expect("names of queues", [], sorted(name for name in used if not hasattr(writer, name)))
+    answer = dataclasses.replace(
+        EMPTY_MODEL_RUNNER_OUTPUT,
+        req_ids=["a"],
+        req_id_to_index={"a": 0},
+        sampled_token_ids=[[7]],
+    )
+    status = executor.WorkerProc.ResponseStatus
+    for message in (
+        ("execute_model", (SchedulerOutput.make_empty(),), {}, None),
+        *((each, answer) for each in status),
+    ):
+        writer.enqueue(message, timeout=SECONDS)
+        expected = repr(pickle.loads(pickle.dumps(message)))
+        _expect("a message", expected, repr(reader.dequeue(timeout=SECONDS)))
+    writer.shutdown()
+    reader.shutdown()
+
+
+def engine_step() -> None:
+    """An engine takes one step, whose output comes out, and one in which nothing is computed."""
+    from vllm_commext.compat.engine_wait import stock_step
+
+    for is_computed in (True, False):
+        steps: list[bool] = []
+
+        def step(is_computed: bool = is_computed, steps: list[bool] = steps) -> Any:
+            steps.append(is_computed)
+            return ({0: "output"} if is_computed else {}), is_computed
+
+        core = MagicMock(step_fn=step, output_queue=queues.Queue(), input_queue=queues.Queue())
+        core.scheduler.has_requests.return_value = core.scheduler.has_unfinished_requests = True
+        _expect("whether the model ran", is_computed, bool(stock_step()(core)))
+        _expect("steps", [is_computed], steps)
+        _expect("outputs", int(is_computed), core.output_queue.qsize())
+
+
+def pauses() -> None:
+    """Caches are dropped and workers called by the two methods that are listened to."""
+    from vllm_commext.compat.monkey_patch import original_of
+    from vllm_commext.compat.resets import CACHE, CALL
+
+    scheduler, core = MagicMock(), MagicMock()
+    original_of(CACHE)(scheduler, False, False)
+    _expect("caches that are dropped", 1, scheduler.kv_cache_manager.reset_prefix_cache.call_count)
+    original_of(CALL)(core, "a method", None, (), {})
+    _expect("calls of workers", 1, core.model_executor.collective_rpc.call_count)
+
+
+def _request(**params: Any) -> Any:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=3, **params)
+    return Request("commext-self-test", list(PROMPT), sampling, None)
+
+
+def first_token() -> None:
+    """A token becomes the last one of a prompt, goes to the client, and ends an answer of one."""
+    from vllm_commext.compat import first_token
+
+    request = _request()
+    core = SimpleNamespace(
+        scheduler=MagicMock(log_stats=False, max_model_len=100), output_queue=queues.Queue()
+    )
+    first_token.send(core, request, 9)
+    client, outputs = core.output_queue.get_nowait()
+    _expect("the client", request.client_index, client)
+    _expect("what it gets", [9], outputs.outputs[0].new_token_ids)
+    _expect("the prompt", [*PROMPT, 9], request.prompt_token_ids)
+    _expect("its tokens", len(PROMPT) + 1, request.num_prompt_tokens)
+    _expect("all tokens", [*PROMPT, 9], list(request.all_token_ids))
+    _expect("tokens to generate", (2, 0), (request.max_tokens, request.num_output_tokens))
+    request = _request(stop_token_ids=[9])
+    first_token.send(core, request, 9)
+    _expect("requests that end", 1, core.scheduler.finish_requests.call_count)
+
+
+def _described(spec: Any, cache: Any) -> None:
+    """What peers are told of a cache is read by them as it was."""
+    import msgspec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    from vllm_commext.nixl.geometry.layout import CacheLayout, check_layout
+    from vllm_commext.nixl.geometry.topology import Rank
+    from vllm_commext.nixl.vllm_cache import ModelFacts, cache_layout
+
+    config = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
+    model = ModelFacts(Rank(1, 0), HEADS, 1, True, {"layer": "FLASH_ATTN"})
+    layout = cache_layout({"layer": cache}, config, model)
+    check_layout(layout)
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=CacheLayout)
+    _expect("a cache's layout", layout, read)
+    _expect("its address", [cache.data_ptr()], layout.families[0].base_addresses)
+
+
+def hand_over() -> None:
+    """A request's parameters and a cache's description arrive as they were written."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from vllm_commext.nixl.requests import RemoteRequest
+    from vllm_commext.nixl.wire.params import Handle, read_params, write_params
+    from vllm_commext.nixl.wire.prompt import check_prompt, digests, prompt_of
+
+    spec: Any = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32
+    )
+    _described(spec, torch.zeros(NUM_BLOCKS, HEADS, BLOCK_TOKENS, 2 * HEAD_SIZE))
+    prompt = digests(prompt_of(_request()), len(PROMPT))
+    remote = RemoteRequest(
+        engine_id="engine",
+        incarnation="0" * 16,
+        host="localhost",
+        port=1,
+        tp_size=1,
+        request_id="remote",
+        block_ids=((0, 1),),
+        num_tokens=len(PROMPT),
+        fence_slot=0,
+        fence_nonce=1,
+    )
+    params = write_params(Handle(remote, prompt))
+    request = _request(extra_args={"kv_transfer_params": params})
+    _expect("a request's parameters", params, request.kv_transfer_params)
+    _expect("its handle", Handle(remote, prompt), read_params(request.kv_transfer_params))
+    check_prompt(digests(prompt_of(request), len(PROMPT)), prompt, "the self-test")
+
+
+def states() -> None:
+    """The description of a state arrives as it was written."""
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    from vllm_commext.compat import conv_state
+
+    conv_state.is_dim_first()
+    spec: Any = MambaSpec(
+        block_size=BLOCK_TOKENS,
+        shapes=((16, 3), (2, 4, 4)),
+        dtypes=(torch.float32, torch.float32),
+    )
+    _described(spec, torch.zeros(NUM_BLOCKS, 1, 1, spec.page_size_bytes, dtype=torch.uint8))
+
+
+def reuse() -> None:
+    """A held block is not handed out, and whoever gave one up is told when it is."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    pool: Any = BlockPool(4, True, BLOCK_TOKENS)
+    held, offered = blocks = pool.get_new_blocks(2)
+    pool.touch(blocks)
+    pool.free_blocks(blocks)
+    _expect("references", [1, 1], [block.ref_cnt for block in blocks])
+    told: list[Any] = []
+    pool.unpin_blocks([offered], told.append)
+    handed_out = pool.get_new_blocks(pool.get_num_free_blocks())
+    _expect("a block that is given up", (True, [offered]), (offered in handed_out, told))
+    _expect("a block that is held", False, held in handed_out)
