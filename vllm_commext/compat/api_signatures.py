@@ -19,6 +19,7 @@ HOOKS: Mapping[str, tuple[str, ...]] = {
     "get_finished": ("finished_req_ids",),
     "get_block_ids_with_load_errors": (),
     "get_handshake_metadata": (),
+    "has_pending_push_work": (),
     "set_xfer_handshake_metadata": ("metadata",),
     "set_xfer_handshake_metadata_pp_aware": ("metadata",),
     "get_kv_connector_stats": (),
