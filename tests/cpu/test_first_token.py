@@ -64,6 +64,7 @@ MARKUP = ("Ġ</", "</", "think", "<think>", "</think>", "<ifm|think>", "</ifm|th
 
 @dataclass
 class Servers:
+    model: Path
     plain: Server
     prefill: VllmServer
     decode: VllmServer
@@ -103,7 +104,7 @@ def servers(
     )
     with cluster.all_ready([plain, prefill, decode]), proxy_of(prefill, decode, folder) as proxy:
         told(proxy, COMPLETIONS, body_of(COMPLETIONS, {}))  # tells the proxy where to ask
-        yield Servers(plain, prefill, decode, proxy)
+        yield Servers(model, plain, prefill, decode, proxy)
 
 
 def proxy_of(prefill: Server, decode: Server, folder: Path) -> AbstractContextManager[Server]:
@@ -258,14 +259,14 @@ def test_a_prefill_server_that_is_killed_before_its_blocks_are_read_changes_no_a
 
 
 def test_a_decode_server_that_is_killed_after_the_first_token_ends_the_stream(
-    servers: Servers, model: Path, tmp_path: Path
+    servers: Servers, tmp_path: Path
 ) -> None:
     config = cluster.kv_transfer_config(
         "kv_consumer", connector="LateNixlConnector", module_path="tests.kit.late_connector"
     )
     file = tmp_path / "loads-begin"
     mortal = cluster.engine_server(
-        "mortal", model, tmp_path, config, environ={late_connector.FILE: str(file)}
+        "mortal", servers.model, tmp_path, config, environ={late_connector.FILE: str(file)}
     )
     with mortal, proxy_of(servers.prefill, mortal, tmp_path) as proxy:
         file.touch()
