@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.kit.refused_bodies import CHAT_REFUSED, REFUSED, TOO_MANY
 from vllm_commext.testing import cluster
 from vllm_commext.testing.metrics import Metrics, scrape
 from vllm_commext.testing.parity import complete
@@ -27,7 +28,6 @@ NIXL = "vllm:commext_nixl_"
 FREE_SECONDS = 2.0
 KEEP = {"do_remote_decode": True, "do_remote_prefill": False}
 NUM_LEAVING = 200
-TOO_MANY = 100 * cluster.MAX_MODEL_LEN
 
 
 @dataclass
@@ -67,7 +67,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
             [engines[0].url],
             [engines[1].url],
             folder,
-            args=[*cluster.PATIENT_PROXY_ARGS, "--stream-chunks", "always"],
+            args=cluster.PATIENT_PROXY_ARGS,
         ) as proxy,
     ):
         yield Servers(plain, *engines, proxy)
@@ -81,32 +81,6 @@ def body_of(path: str, changes: Mapping[str, Any], num_words: int = 20) -> dict[
     return {**body, **prompt, **changes}
 
 
-REFUSED: dict[str, dict[str, Any]] = {
-    "below one": {"max_tokens": -1},
-    "beyond the context": {"max_tokens": TOO_MANY},
-    "no number": {"max_tokens": "many"},
-    "a fraction": {"max_tokens": 1.5},
-    "a list": {"max_tokens": [3]},
-    "beyond 64 bits": {"max_tokens": 1 << 70},
-    "options without a stream": {"stream_options": {"include_usage": True}},
-    "options of another type": {"stream_options": 3, "stream": True},
-    "stop tokens of another type": {"stop_token_ids": ["x"]},
-    "no list of stop tokens": {"stop_token_ids": "x"},
-    "more at least than at most": {"min_tokens": 9},
-    "at least a negative number": {"min_tokens": -2},
-    "at least a word": {"min_tokens": "few"},
-    "samples of another type": {"n": "x"},
-    "no sample": {"n": 0},
-    "a penalty out of range": {"presence_penalty": 9},
-    "a flag of another type": {"ignore_eos": "perhaps"},
-    "another model": {"model": "nobody's"},
-    "no flag whether to stream": {"stream": "perhaps"},
-}
-CHAT_REFUSED: dict[str, dict[str, Any]] = {
-    "the newer name, below one": {"max_completion_tokens": -1},
-    "the newer name, no number": {"max_completion_tokens": "many"},
-    "the newer name, beyond the context": {"max_completion_tokens": TOO_MANY},
-}
 CASES = [(path, name) for path in (COMPLETIONS, CHAT) for name in REFUSED]
 CASES += [(CHAT, name) for name in CHAT_REFUSED]
 
