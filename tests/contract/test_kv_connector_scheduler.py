@@ -1,6 +1,7 @@
 """The scheduler side with vLLM's own requests, cache manager and block pool."""
 
 import hashlib
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -48,6 +49,8 @@ def test_a_prefilled_request_is_kept_and_described(
     kept, params = engine.finish(request, status)
     assert kept
     nonce = int(first_nonces(engine.fence_key)[0])
+    assert params is not None
+    assert abs(params.pop("remote_computed_at") - time.time_ns() // 1_000_000) < 60_000
     assert params == {
         "do_remote_prefill": True,
         "do_remote_decode": False,

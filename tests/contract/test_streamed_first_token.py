@@ -24,7 +24,8 @@ from tests.contract.scheduled_core import (
     turn_until,
 )
 from tests.contract.test_streams import KEY, PROMPT, TO_STREAM, Channel
-from vllm_commext.compat import engine_wait
+from vllm_commext.compat import evidence
+from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl import scheduler
 from vllm_commext.nixl.first_token import DIFFERS, ENGINE, LOGPROBS, NOT_OFFERED, PREFILL
 
@@ -270,11 +271,15 @@ def test_a_load_that_fails_without_a_first_token_is_the_policys(
 def test_an_engine_whose_step_is_vllms_own_sends_no_token_and_leaves_failures_to_it(
     make_core: MakeCore, channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_wait, "vllm_version", lambda: "0.99.0")
+    def refuse(name: str) -> str:
+        raise UnsupportedError(f"{name} differs")
+
+    told = offered(make_core, max_tokens=3)
+    monkeypatch.setattr(evidence, "admit", refuse)
     decode = make_core("kv_consumer")
     decode.worker.fails = lambda request_id: True
     begin(decode, channel, max_tokens=3)
-    channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
+    channel.directory.tell(KEY, *told)
     end_load(decode)
     assert decode.answer("d").finish_reason == FinishReason.ERROR
     assert decode.ways == Counter({ENGINE: 1})
