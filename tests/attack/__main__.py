@@ -4,8 +4,7 @@
 
 Each victim starts at a soft limit of 1,024 descriptors. While an attack lasts, others are served
 within 100 ms, the victim's memory grows by at most 64 MiB, and everything is free again within 5 s
-of the attacker's end. `refused` is judged by what real engines keep of requests, and by
-honest answers. Exit status: 0 where all of that held, 1 where not.
+of the attacker's end. Exit status: 0 where all of that held, 1 where not.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.attack import proxy_attacks, queue_attacks, refused, side_attacks
+from tests.attack import proxy_attacks, queue_attacks, side_attacks
 from tests.attack.judge import Attack, Verdict, judge
 
 ATTACKS: tuple[Attack, ...] = (
@@ -31,35 +30,22 @@ _HEAD = (
 def main() -> int:
     """Run the attacks that are asked for and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    names = [*(attack.name for attack in ATTACKS), refused.NAME]
+    names = [attack.name for attack in ATTACKS]
     parser.add_argument("--only", action="append", choices=names, help="repeat it for several")
     parser.add_argument("--out", type=Path, help="folder for logs and the table")
-    parser.add_argument(
-        "--requests", type=int, default=refused.NUM_REQUESTS, help="of `refused` (%(default)s)"
-    )
     args = parser.parse_args()
     folder: Path = args.out or Path(tempfile.mkdtemp(prefix="commext-attack-"))
     folder.mkdir(parents=True, exist_ok=True)
-    rows: list[str] = []
-    num_failed = 0
-    for name in args.only or names:
-        row, problems = _judged(name, args.requests, folder)
-        rows.append(row)
-        num_failed += bool(problems)
-        print(row, flush=True)
-    table = "\n".join([_HEAD, "|" + "---|" * 8, *rows])
+    verdicts: list[Verdict] = []
+    for attack in ATTACKS:
+        if args.only and attack.name not in args.only:
+            continue
+        verdicts.append(judge(attack, folder))
+        print(_row(verdicts[-1]), flush=True)
+    table = "\n".join([_HEAD, "|" + "---|" * 8, *map(_row, verdicts)])
     (folder / "attacks.md").write_text(table + "\n")
     print(f"\n{table}\n\nlogs: {folder}")
-    return 1 if num_failed else 0
-
-
-def _judged(name: str, num_requests: int, folder: Path) -> tuple[str, list[str]]:
-    """The row of one attack, and what did not hold."""
-    if name == refused.NAME:
-        report = refused.run(num_requests, folder)
-        return report.row, report.problems
-    verdict = judge(next(attack for attack in ATTACKS if attack.name == name), folder)
-    return _row(verdict), verdict.problems
+    return 1 if any(verdict.problems for verdict in verdicts) else 0
 
 
 def _row(verdict: Verdict) -> str:

@@ -66,3 +66,10 @@ def test_a_verdict_says_what_others_noticed(
     problems = [line for line in judge(attack, tmp_path).problems if "waited" not in line]
     assert len(problems) == len(expected)
     assert all(map(str.startswith, problems, expected))
+
+
+def test_every_attack_has_a_name_of_its_own() -> None:
+    from tests.attack.__main__ import ATTACKS
+
+    names = [attack.name for attack in ATTACKS]
+    assert len(names) == len(set(names)) >= 32
