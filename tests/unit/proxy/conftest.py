@@ -113,6 +113,19 @@ async def dropping(call: Call) -> None:
     """Read the request, then close without a byte."""
 
 
+def held_stream(release: asyncio.Event) -> Behaviour:
+    """Begin a stream, and end it once it is let go."""
+
+    async def behave(call: Call) -> None:
+        await call.begin_stream()
+        await call.chunk(b"data: 1\n\n")
+        await release.wait()
+        await call.chunk(b"data: [DONE]\n\n")
+        await call.end_stream()
+
+    return behave
+
+
 async def hanging(call: Call) -> None:
     """Read the request, then keep the connection and say nothing."""
     await asyncio.Event().wait()
@@ -335,6 +348,7 @@ class Kit:
     held = staticmethod(held)
     dropping = staticmethod(dropping)
     hanging = staticmethod(hanging)
+    held_stream = staticmethod(held_stream)
     outcome = staticmethod(outcome)
     expect_error = staticmethod(expect_error)
     kv_params = KV_PARAMS

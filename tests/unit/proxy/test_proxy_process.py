@@ -73,15 +73,8 @@ async def test_sigterm_lets_a_running_stream_end_and_refuses_new_connections(kit
 
     release = asyncio.Event()
 
-    async def held(call: Any) -> None:
-        await call.begin_stream()
-        await call.chunk(b"data: 1\n\n")
-        await release.wait()
-        await call.chunk(b"data: [DONE]\n\n")
-        await call.end_stream()
-
     async with (
-        started(kit, decode=held) as proxy,
+        started(kit, decode=kit.held_stream(release)) as proxy,
         aiohttp.ClientSession() as session,
         aiohttp.ClientSession() as connected,
     ):

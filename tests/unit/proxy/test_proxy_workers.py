@@ -83,15 +83,8 @@ async def test_a_signal_to_the_group_ends_requests_whole(
 
     release = asyncio.Event()
 
-    async def held(call: Any) -> None:
-        await call.begin_stream()
-        await call.chunk(b"data: 1\n\n")
-        await release.wait()
-        await call.chunk(b"data: [DONE]\n\n")
-        await call.end_stream()
-
     async with (
-        started(kit, tmp_path, "--workers", workers, decode=held) as proxy,
+        started(kit, tmp_path, "--workers", workers, decode=kit.held_stream(release)) as proxy,
         aiohttp.ClientSession() as session,
     ):
         body = {"prompt": "x", "stream": True}
@@ -156,16 +149,9 @@ async def test_six_hundred_streams_at_the_usual_soft_limit(kit: Any, tmp_path: P
         pytest.skip(f"needs a hard limit of 4,096 descriptors, got {hard}")
     release = asyncio.Event()
 
-    async def held(call: Any) -> None:
-        await call.begin_stream()
-        await call.chunk(b"data: 1\n\n")
-        await release.wait()
-        await call.chunk(b"data: [DONE]\n\n")
-        await call.end_stream()
-
     connector = aiohttp.TCPConnector(limit=0)
     async with (
-        started(kit, tmp_path, decode=held, limits=(1024, hard)) as proxy,
+        started(kit, tmp_path, decode=kit.held_stream(release), limits=(1024, hard)) as proxy,
         aiohttp.ClientSession(connector=connector) as session,
     ):
 
