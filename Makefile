@@ -45,7 +45,7 @@ help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 demo: env ## Prefill and decode servers here, proven equal to one server; MODEL=granite P_TP=1 D_TP=2 TP=2 KEEP=1 REQUESTS=32
-	$(BIN)/vllm-commext demo $(DEMO_ARGS)
+	$(BIN)/python -m tests.kit.demo $(DEMO_ARGS)
 
 test: env ## Tests with real servers and a short chaos run; lint, unit and contract tests while those wait
 	$(MAKE) --jobs 3 servers pure checked

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import pages
+import repository  # noqa: F401
 from machine import installed
 
-from vllm_commext.testing.gpu_ranks import run_program
+from tests.kit.gpu_ranks import run_program
 
 OURS, VLLM = "ours", "vllm"
 HOST_CALLS = 1000

@@ -23,15 +23,16 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import repository  # noqa: F401
 import torch
 from machine import load_average, machine
 from torch import distributed as dist
 
+from tests.kit.gpu_ranks import add_rank_arguments, run_as_ranks
+from tests.kit.servers import LOOPBACK
 from vllm_commext.allreduce.table.selection import size_text
 from vllm_commext.collective import Collective
 from vllm_commext.shm.collectives import RingGroup, is_worth_it
-from vllm_commext.testing.gpu_ranks import add_rank_arguments, run_as_ranks
-from vllm_commext.testing.servers import LOOPBACK
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (512, 2 * KIB, 8 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, 2 * MIB, 8 * MIB, 32 * MIB)

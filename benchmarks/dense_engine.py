@@ -10,7 +10,7 @@ from typing import Any
 
 import engine_profile
 
-from vllm_commext.testing import gpu_ranks
+from tests.kit import gpu_ranks
 
 ENVIRON = {  # of its process
     **gpu_ranks.ENVIRON,

@@ -34,6 +34,7 @@ from typing import Any
 
 import engine_profile
 import pages
+import repository  # noqa: F401
 import turn
 from dense_engine import BATCHES, ENVIRON, FIRST, PROFILE, TOKENS, DenseEngine, write_model
 from engine_process import ANSWER, READY, EngineProcess, run_program, say

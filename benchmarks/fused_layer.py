@@ -19,9 +19,10 @@ from typing import Any
 
 import fused_norm
 import pages
+import repository  # noqa: F401
 
+from tests.kit.gpu_ranks import run_program
 from vllm_commext.allreduce.fused.layout import ONE_PHASE
-from vllm_commext.testing.gpu_ranks import run_program
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INTERMEDIATE = 8192, 64, 8, 128, 28672
 BATCHES = (1, 16, 64)

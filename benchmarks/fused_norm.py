@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import pages
+import repository  # noqa: F401
 
-from vllm_commext.testing.gpu_ranks import run_program
+from tests.kit.gpu_ranks import run_program
 
 STOCK = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_COMMEXT_ALLREDUCE": "0"}
 MIB = 1 << 20

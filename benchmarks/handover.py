@@ -42,6 +42,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import repository  # noqa: F401
 import torch
 import turn as turns
 import vllm
@@ -57,9 +58,9 @@ from handovers.variants import (
 )
 from serving.servers import Variant, alone
 
-from vllm_commext.testing.metrics import scrape
-from vllm_commext.testing.processes import cpu_seconds
-from vllm_commext.testing.prompts import PRINTABLE
+from tests.kit.metrics import scrape
+from tests.kit.processes import cpu_seconds
+from tests.kit.prompts import PRINTABLE
 
 COLUMNS = (
     *("prefill", "hand-over", "read", "post", "rest", "first token", "second token", "TPOT", "CPU"),

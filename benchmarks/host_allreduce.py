@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import pages
+import repository  # noqa: F401
 
-from vllm_commext.testing.gpu_ranks import ENVIRON, end_together
-from vllm_commext.testing.servers import free_port
+from tests.kit.gpu_ranks import ENVIRON, end_together
+from tests.kit.servers import free_port
 
 HERE = Path(__file__).parent
 KIB, MIB, MB = 1 << 10, 1 << 20, 1_000_000

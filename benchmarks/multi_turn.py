@@ -26,14 +26,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import repository  # noqa: F401
 from machine import load_average, machine
 
-from vllm_commext.testing import cluster, parity
-from vllm_commext.testing.metrics import Metrics, scrape, wait_for_added
-from vllm_commext.testing.prompts import PRINTABLE
-from vllm_commext.testing.servers import ProxyServer, Server, VllmServer
-from vllm_commext.testing.tiny_kinds import BOS_ID, EOS_ID
-from vllm_commext.testing.tiny_model import write_tokenizer
+from tests.kit import cluster, parity
+from tests.kit.metrics import Metrics, scrape, wait_for_added
+from tests.kit.prompts import PRINTABLE
+from tests.kit.servers import ProxyServer, Server, VllmServer
+from tests.kit.tiny_kinds import BOS_ID, EOS_ID
+from tests.kit.tiny_model import write_tokenizer
 
 CACHED, BARE = "P with its own cache", "P without"
 OFF, ON = "off", "on"

@@ -19,6 +19,7 @@ the parts:
 
 import sys
 
+import repository  # noqa: F401
 from kv_connector.command import run
 
 if __name__ == "__main__":

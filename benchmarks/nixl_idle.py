@@ -24,14 +24,15 @@ import tempfile
 import time
 from pathlib import Path
 
+import repository  # noqa: F401
 import vllm
 from kv_connector import releases
 
-from vllm_commext.testing import cluster
-from vllm_commext.testing.parity import complete, prefill
-from vllm_commext.testing.processes import cpu_seconds
-from vllm_commext.testing.servers import Server
-from vllm_commext.testing.tiny_model import write_tiny_model
+from tests.kit import cluster
+from tests.kit.parity import complete, prefill
+from tests.kit.processes import cpu_seconds
+from tests.kit.servers import Server
+from tests.kit.tiny_model import write_tiny_model
 
 PLAIN = "none, and this package off"
 CONNECTORS = ("CommextNixlConnector", "NixlConnector", PLAIN)

@@ -24,13 +24,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import repository  # noqa: F401
 from machine import load_average, machine
 from proxy_load.client import Samples, run_clients
 from proxy_load.processes import HERE, engine, running, wait_listening
 
-from vllm_commext.testing.ports import free_port
-from vllm_commext.testing.processes import cpu_seconds
-from vllm_commext.testing.supervisor import descendants
+from tests.kit.ports import free_port
+from tests.kit.processes import cpu_seconds
+from tests.kit.supervisor import descendants
 
 DIRECT, OURS, TOY = "direct", "vllm-commext", "FastAPI + httpx"
 WARM_UP_SECONDS = 1.0

@@ -21,10 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import repository  # noqa: F401
 from proxy import PROMPT, conditions, used
 from proxy_load.processes import HERE, engine, running, wait_listening
 
-from vllm_commext.testing.ports import free_port
+from tests.kit.ports import free_port
 
 INTERVAL_SECONDS = 0.01
 REQUESTS, TOKENS = "requests of one token", f"tokens of streams, {1e3 * INTERVAL_SECONDS:g} ms"

@@ -27,11 +27,12 @@ from typing import Any
 
 import engine_process
 import pages
+import repository  # noqa: F401
 import turn
 from engine_process import ANSWER, READY, EngineProcess, run_program, say
 from serving import models
 
-from vllm_commext.testing import gpu_ranks
+from tests.kit import gpu_ranks
 
 VLLM, OURS, OTHER = "vllm", "ours", "other"
 TITLES = {VLLM: "vLLM's", OURS: "ours", OTHER: "the other's"}

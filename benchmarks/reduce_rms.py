@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import pages
+import repository  # noqa: F401
 import torch
 from machine import installed
 from torch import distributed as dist
 
-from vllm_commext.testing.gpu_ranks import run_program
+from tests.kit.gpu_ranks import run_program
 
 EPS = 1e-6
 Q_SIZE, KV_SIZE = 6144, 1024  # MiniMax-M2's, all ranks together

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import repository  # noqa: F401
 from machine import load_average, machine
 from serving import cpu, figures, load, report
 from serving.figures import Sample

@@ -23,6 +23,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+import repository  # noqa: F401
 from message_queue.cases import (
     GAPS_SECONDS,
     SIZES,

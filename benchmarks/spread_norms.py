@@ -15,12 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import repository  # noqa: F401
 import torch
 from reduce_rms import EPS, Vllm, measure
 from torch import distributed as dist
 from turn import turn
 
-from vllm_commext.testing.gpu_ranks import run_program
+from tests.kit.gpu_ranks import run_program
 
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 SAMPLES = 9

@@ -83,7 +83,7 @@ def trial(version: str, nixl: str) -> Iterator[str]:
     environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for what, command in (
         ("the contract tests", ("-m", "pytest", "-q", "-n", "2", "tests/contract")),
-        ("the demo", ("-m", "vllm_commext", "demo", "--requests", "8")),
+        ("the demo", ("-m", "tests.kit.demo", "--requests", "8")),
     ):
         done = subprocess.run([python, *command], cwd=ROOT, env=environment, check=False)
         if done.returncode:

@@ -11,8 +11,8 @@ from typing import Any
 
 import aiohttp
 
-from vllm_commext.testing.cluster import MODEL_NAME
-from vllm_commext.testing.parity import PREFILL_PARAMS
+from tests.kit.cluster import MODEL_NAME
+from tests.kit.parity import PREFILL_PARAMS
 
 REQUEST_SECONDS = 600.0
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from serving.servers import Variant
 
-from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import Metrics
-from vllm_commext.testing.servers import (
+from tests.kit import cluster
+from tests.kit.metrics import Metrics
+from tests.kit.servers import (
     CUDA_ENVIRON,
     LOOPBACK,
     ProxyServer,
@@ -22,8 +22,8 @@ from vllm_commext.testing.servers import (
     VllmServer,
     free_port,
 )
-from vllm_commext.testing.tiny_kinds import BOS_ID, EOS_ID
-from vllm_commext.testing.tiny_model import write_tiny_model, write_tokenizer
+from tests.kit.tiny_kinds import BOS_ID, EOS_ID
+from tests.kit.tiny_model import write_tiny_model, write_tokenizer
 
 PLAIN, IN_TREE, IN_TREE_LAYOUT, OURS = "plain", "vLLM's", "vLLM's, BLHNC", "ours"
 OURS_HND = "ours, HND"

@@ -11,7 +11,7 @@ from kv_connector import blocks, fence, latency, report, setup, stall, states
 from kv_connector.report import Row, Target
 from kv_connector.samples import Sample, in_child
 from kv_connector.shapes import Shape
-from vllm_commext.testing.tiny_model import write_tiny_model
+from tests.kit.tiny_model import write_tiny_model
 
 PARTS = ("setup", "stall", "fence", "blocks", "states", "latency")
 TRANSPORTS = {"CMA": {}, "TCP": {"UCX_TLS": "tcp"}}

@@ -15,6 +15,7 @@ import numpy as np
 from kv_connector import peer
 from kv_connector.samples import OURS, VLLM, Sample
 from kv_connector.shapes import BLOCK_SIZE, Shape, make_caches, memory_ranges, our_layout
+from tests.kit.servers import LOOPBACK
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import LocalSide
 from vllm_commext.nixl.geometry.plan import Blocks
@@ -26,7 +27,6 @@ from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.posting import Posting
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.inquiry import Inquiry
-from vllm_commext.testing.servers import LOOPBACK
 
 COLUMNS = ("with", "without")
 WITH, WITHOUT = OURS, VLLM

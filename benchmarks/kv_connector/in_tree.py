@@ -23,7 +23,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kv_connector.shapes import CACHE_LAYOUT, Shape
-from vllm_commext.testing.servers import LOOPBACK, free_port
+from tests.kit.servers import LOOPBACK, free_port
 
 DECODE = "decode"
 PORT = 1

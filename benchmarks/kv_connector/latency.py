@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 
 from kv_connector.samples import OURS, VLLM, Sample
-from vllm_commext.testing import cluster
-from vllm_commext.testing.parity import complete, prefill
-from vllm_commext.testing.servers import VllmServer, free_port
+from tests.kit import cluster
+from tests.kit.parity import complete, prefill
+from tests.kit.servers import VllmServer, free_port
 
 PROMPT_TOKENS = 200
 ANSWER_TOKENS = 16

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_connector.samples import SPAWN
+from tests.kit.servers import LOOPBACK, free_port
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import LocalSide
 from vllm_commext.nixl.geometry.layout import CacheLayout
@@ -22,7 +23,6 @@ from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import NixlAgent, load_nixl
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.testing.servers import LOOPBACK, free_port
 
 PREFILL = "prefill"
 FACTS = {"model": "a tiny one"}

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from kv_connector.timed_connector import RECORD, TimedNixlConnector
+from tests.kit import cluster
+from tests.kit.parity import complete, prefill
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.inquiry import Inquiry
-from vllm_commext.testing import cluster
-from vllm_commext.testing.parity import complete, prefill
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 CONSUMER = "benchmark/0"

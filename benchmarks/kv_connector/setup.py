@@ -25,12 +25,12 @@ from kv_connector.shapes import (
     memory_ranges,
     our_layout,
 )
+from tests.kit.servers import LOOPBACK
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.plan import Blocks, ReadPlan, plan_read
 from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.prefill.fence import NUM_SLOTS
 from vllm_commext.nixl.transport.agent import DONE, NixlAgent
-from vllm_commext.testing.servers import LOOPBACK
 
 FIRST_PEER = "a new peer, local and remote list"
 NEXT_PEER = "each of three further peers, remote list"

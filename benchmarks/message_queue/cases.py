@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vllm_commext.testing.processes import cpu_seconds
+from tests.kit.processes import cpu_seconds
 
 from .links import Answers, Link
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from vllm_commext.testing.servers import GLOO_THREAD, Server
+from tests.kit.servers import GLOO_THREAD, Server
 
 API_SERVER, ENGINE, WORKER, PROXY = "API server", "engine", "worker", "proxy"
 # torch's own: each process group polls a hundred times a second, whatever uses it.

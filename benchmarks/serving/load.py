@@ -10,8 +10,8 @@ from typing import Any
 
 import aiohttp
 
-from vllm_commext.testing.cluster import MODEL_NAME
-from vllm_commext.testing.prompts import PRINTABLE
+from tests.kit.cluster import MODEL_NAME
+from tests.kit.prompts import PRINTABLE
 
 REQUEST_SECONDS = 600.0
 

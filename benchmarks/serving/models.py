@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_commext.testing.tiny_kinds import BOS_ID, EOS_ID, KINDS
-from vllm_commext.testing.tiny_model import write_tiny_model, write_tokenizer
+from tests.kit.tiny_kinds import BOS_ID, EOS_ID, KINDS
+from tests.kit.tiny_model import write_tiny_model, write_tokenizer
 
 NUM_TOKENS = 32000
 _COMMON: Mapping[str, Any] = {

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_commext.errors import CommextTimeoutError
-from vllm_commext.testing import cluster
-from vllm_commext.testing.servers import (
+from tests.kit import cluster
+from tests.kit.servers import (
     CUDA_ENVIRON,
     LOOPBACK,
     ProxyServer,
@@ -21,6 +20,7 @@ from vllm_commext.testing.servers import (
     VllmServer,
     free_port,
 )
+from vllm_commext.errors import CommextTimeoutError
 
 OFF, ON = "off", "on"
 VARIANTS = (OFF, ON)

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
-# The demo on CPUs; see README.md. Options are passed on to `vllm-commext demo`.
+# The demo on CPUs; see README.md. Options are passed on to `python -m tests.kit.demo`.
 set -euo pipefail
-exec vllm-commext demo "$@"
+cd "$(dirname "$0")/../.."
+exec python -m tests.kit.demo "$@"

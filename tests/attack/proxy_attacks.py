@@ -13,8 +13,8 @@ from typing import Any
 
 from tests.attack.judge import Attack, Victim
 from tests.attack.proxy_victim import ProxyVictim, proxy
+from tests.kit.ports import LOOPBACK
 from vllm_commext.proxy.descriptors import raise_limit
-from vllm_commext.testing.ports import LOOPBACK
 
 MIB = 1 << 20
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.attack.judge import soft_limit
+from tests.kit.ports import LOOPBACK, free_port
+from tests.kit.servers import ProxyServer, Server
 from tests.unit.proxy.conftest import Behaviour, Call, EngineServer, decode_ok, hanging, prefill_ok
-from vllm_commext.testing.ports import LOOPBACK, free_port
-from vllm_commext.testing.servers import ProxyServer, Server
 
 BOUND_SECONDS = 30.0
 HONEST = json.dumps({"model": "m", "prompt": "hello", "max_tokens": 3}).encode()

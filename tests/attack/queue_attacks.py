@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from tests.attack.judge import Attack, Victim
 from tests.attack.queue_victim import QueueVictim, queue
-from vllm_commext.testing.ports import LOOPBACK
+from tests.kit.ports import LOOPBACK
 
 SECONDS = 6.0
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)

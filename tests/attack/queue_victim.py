@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.attack.judge import soft_limit
+from tests.kit.ports import LOOPBACK
 from vllm_commext.shm.queue import MessageQueue
-from vllm_commext.testing.ports import LOOPBACK
 
 BOUND_SECONDS = 30.0
 

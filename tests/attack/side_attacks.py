@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 from tests.attack.judge import Attack, Victim
 from tests.attack.side_victim import ENGINE, SideVictim, side_channel, with_secret
+from tests.kit.ports import LOOPBACK
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire import zmtp
-from vllm_commext.testing.ports import LOOPBACK
 
 MAX_GROWTH_MIB = 16.0
 SECONDS = 4.0

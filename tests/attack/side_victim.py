@@ -16,9 +16,9 @@ import msgspec
 
 from tests.attack.judge import soft_limit
 from tests.kit.descriptions import description
+from tests.kit.ports import LOOPBACK, free_port
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.inquiry import Inquiry
-from vllm_commext.testing.ports import LOOPBACK, free_port
 
 ENGINE = "prefill-0"
 _READY = "doorbell"

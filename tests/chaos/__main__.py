@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.chaos.report import as_json, as_markdown, failures
 from tests.chaos.scenario import Scenario, run
 from tests.chaos.schedule import KINDS
-from vllm_commext.testing.tiny_model import write_tiny_model
+from tests.kit.tiny_model import write_tiny_model
 
 
 def main() -> int:

@@ -29,8 +29,8 @@ from tests.chaos.testbed import (
     TRANSFER_SECONDS,
     Testbed,
 )
-from vllm_commext.testing import cluster
-from vllm_commext.testing.parity import Completion, complete, prefill
+from tests.kit import cluster
+from tests.kit.parity import Completion, complete, prefill
 
 NUM_GARBAGE = 200
 NUM_ABORTS = 6

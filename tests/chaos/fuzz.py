@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from tests.chaos.fuzzing import Growth, fuzz_notifications, fuzz_side_channel, is_steady
-from vllm_commext.testing.servers import CPU_ENVIRON
+from tests.kit.servers import CPU_ENVIRON
 
 SECRET = b"a secret that is shared"
 

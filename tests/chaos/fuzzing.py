@@ -18,6 +18,7 @@ from tests.chaos.census import take_census
 from tests.chaos.garbage import mutations, notifications, requests
 from tests.kit.descriptions import description
 from tests.kit.memory import heap_bytes
+from tests.kit.servers import LOOPBACK, free_port
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.outcomes import OutcomeBox
@@ -28,7 +29,6 @@ from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import endpoint
 from vllm_commext.nixl.wire.seal import Caller
-from vllm_commext.testing.servers import LOOPBACK, free_port
 
 ENGINE = "prefill-0"
 WINDOW = 200

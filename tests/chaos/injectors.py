@@ -16,9 +16,9 @@ import zmq
 
 from tests.chaos.garbage import BODIES, HTTP, mutations, requests
 from tests.kit import ROOT
+from tests.kit.cluster import MODEL_NAME
+from tests.kit.servers import CPU_ENVIRON
 from vllm_commext.nixl.wire.connection import endpoint
-from vllm_commext.testing.cluster import MODEL_NAME
-from vllm_commext.testing.servers import CPU_ENVIRON
 
 SECONDS = 10.0
 ROGUE_SECONDS = 300.0

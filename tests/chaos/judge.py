@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_commext.testing.parity import Completion, compare, near_enough
+from tests.kit.parity import Completion, compare, near_enough
 
 RIGHT = "right"
 WRONG = "wrong"

@@ -14,10 +14,10 @@ import httpx
 
 from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Answer, judge
 from tests.chaos.testbed import BOUND_SECONDS
+from tests.kit.cluster import MODEL_NAME
+from tests.kit.parity import Completion, complete
+from tests.kit.prompts import PRINTABLE
 from vllm_commext.errors import CommextError
-from vllm_commext.testing.cluster import MODEL_NAME
-from vllm_commext.testing.parity import Completion, complete
-from vllm_commext.testing.prompts import PRINTABLE
 
 MAX_TOKENS = 8
 LENGTHS = range(40, 300)

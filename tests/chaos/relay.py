@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from vllm_commext.testing.servers import LOOPBACK
+from tests.kit.servers import LOOPBACK
 
 CHUNK_BYTES = 512
 CHUNK_SECONDS = 0.02

@@ -15,10 +15,10 @@ from tests.chaos.recovery import recover
 from tests.chaos.report import FaultRecord, RunRecord, describe
 from tests.chaos.schedule import DECODE, KINDS, PREFILL, Fault, plan_faults
 from tests.chaos.testbed import GPU_ARGS, Testbed, on_gpu
+from tests.kit import cluster
+from tests.kit.parity import Completion, complete
+from tests.kit.servers import ServerEndedError
 from vllm_commext.errors import CommextTimeoutError
-from vllm_commext.testing import cluster
-from vllm_commext.testing.parity import Completion, complete
-from vllm_commext.testing.servers import ServerEndedError
 
 WARM_UP_SECONDS = 2.0
 

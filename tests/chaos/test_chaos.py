@@ -8,7 +8,7 @@ import pytest
 from tests.chaos.judge import RIGHT, WRONG
 from tests.chaos.report import as_markdown, failures
 from tests.chaos.scenario import Scenario, run
-from vllm_commext.testing.tiny_model import write_tiny_model
+from tests.kit.tiny_model import write_tiny_model
 
 KINDS = (
     "side_channel_garbage",

@@ -31,7 +31,7 @@ from tests.chaos.load import make_prompts
 from tests.chaos.relay import relay_to
 from tests.chaos.report import FaultRecord, RunRecord, as_json, as_markdown, failures
 from tests.chaos.schedule import KINDS, plan_faults
-from vllm_commext.testing.parity import Completion
+from tests.kit.parity import Completion
 
 REFERENCE = Completion((1, 2), (5, 6), ({5: -0.1, 7: -3.0}, {6: -1.0, 8: -1.01}), "length")
 BOUND = 10.0

@@ -14,12 +14,10 @@ import httpx
 from tests.chaos.census import Census, growth, leak, settled, take_census
 from tests.chaos.network import Link
 from tests.chaos.schedule import DECODE, PREFILL
-from tests.kit import CORRUPTING, CORRUPTING_MODULE, ROOT, fixed_cache
-from vllm_commext.errors import CommextError
-from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import Metrics, scrape
-from vllm_commext.testing.parity import complete
-from vllm_commext.testing.servers import (
+from tests.kit import CORRUPTING, CORRUPTING_MODULE, ROOT, cluster, fixed_cache
+from tests.kit.metrics import Metrics, scrape
+from tests.kit.parity import complete
+from tests.kit.servers import (
     CPU_ENVIRON,
     CUDA_ENVIRON,
     LOOPBACK,
@@ -27,6 +25,7 @@ from vllm_commext.testing.servers import (
     VllmServer,
     free_port,
 )
+from vllm_commext.errors import CommextError
 
 HANDSHAKE_SECONDS = 3.0
 TRANSFER_SECONDS = 4.0

@@ -35,7 +35,7 @@ def make_engine() -> Iterator[Callable[..., Engine]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from vllm_commext.testing.tiny_model import write_tiny_model
+    from tests.kit.tiny_model import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("models") / "llama")
 

@@ -14,10 +14,10 @@ from vllm.v1.request import Request
 
 from tests.contract.scheduled_core import Core, has_ended, request_of, turn_until
 from tests.kit.descriptions import description
+from tests.kit.ports import free_port
 from vllm_commext.nixl.metadata import HandshakeMetadata
 from vllm_commext.nixl.reuse.generations import GenerationTable
 from vllm_commext.nixl.wire.params import write_place
-from vllm_commext.testing.ports import free_port
 
 HOST = "127.0.0.1"
 BOUND_SECONDS = 60.0

@@ -11,8 +11,8 @@ pytest.importorskip("torch")
 from torch import distributed
 
 from tests.contract.vllm_process import python, ranks
+from tests.kit.servers import free_port
 from vllm_commext.compat.cpu_collectives import is_meant, why_not
-from vllm_commext.testing.servers import free_port
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
 pytestmark = pytest.mark.timeout(600)

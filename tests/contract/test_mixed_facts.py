@@ -13,9 +13,9 @@ from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope impo
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+from tests.kit.tiny_model import write_tiny_model
 from vllm_commext.compat.kv_connector import config_file_of
 from vllm_commext.nixl.engine_facts import _config_digest, engine_facts
-from vllm_commext.testing.tiny_model import write_tiny_model
 
 CONFIG = {"model_type": "llama", "rope_theta": 1e4, "transformers_version": "5.1"}
 

@@ -14,7 +14,7 @@ import vllm
 from tests.contract.qk_norms_rank import CASES, EPS, KV, TOKENS, Q, numbers, weights
 from tests.contract.vllm_process import python, ranks
 from tests.kit.forked import SERVER_MODULES
-from vllm_commext.testing.ports import free_port
+from tests.kit.ports import free_port
 
 pytest.importorskip("cuda.bindings", reason="vLLM's own norm needs cuda-bindings to be imported")
 

@@ -10,7 +10,7 @@ import torch
 from tests.contract.reduce_rms_rank import EPS, Q, rows, weights
 from tests.contract.vllm_process import python, ranks
 from tests.kit.forked import SERVER_MODULES
-from vllm_commext.testing.ports import free_port
+from tests.kit.ports import free_port
 
 pytest.importorskip("cuda.bindings", reason="vLLM's own norm needs cuda-bindings to be imported")
 

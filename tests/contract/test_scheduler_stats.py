@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from tests.kit.descriptions import description
+from tests.kit.ports import free_port
 from vllm_commext.errors import ConfigError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.layout import (
@@ -26,7 +27,6 @@ from vllm_commext.nixl.metrics.recorder import Ends
 from vllm_commext.nixl.scheduler import SchedulerSide
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import endpoint
-from vllm_commext.testing.ports import free_port
 
 HOST = "127.0.0.1"
 BOUND_SECONDS = 60

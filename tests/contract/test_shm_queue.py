@@ -14,6 +14,7 @@ pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not b
 import torch
 
 from tests.contract.vllm_process import python, ranks
+from tests.kit.ports import free_port
 from vllm_commext.compat.monkey_patch import original_of
 from vllm_commext.compat.queue_groups import GroupMessageQueue
 from vllm_commext.compat.shm_queue import finding_itself
@@ -21,7 +22,6 @@ from vllm_commext.errors import ProtocolError
 from vllm_commext.shm.codec import Decoder, Encoder, decode
 from vllm_commext.shm.queue import MessageQueue
 from vllm_commext.shm.steps import MARK
-from vllm_commext.testing.ports import free_port
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
 pytestmark = pytest.mark.timeout(600)

@@ -18,6 +18,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.contract.scheduled_core import BLOCK, Core, has_ended, next_token, request_of, turn_until
 from tests.kit.descriptions import description
+from tests.kit.ports import free_port
 from vllm_commext.compat import engine_wait, monkey_patch
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.metadata import StepMetadata
@@ -28,7 +29,6 @@ from vllm_commext.nixl.stream.directory import StreamDirectory
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.params import write_place
 from vllm_commext.nixl.wire.prompt import digests, prompt_of
-from vllm_commext.testing.ports import free_port
 
 pytestmark = [
     pytest.mark.skipif(

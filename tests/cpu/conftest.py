@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.composed import Cluster
-from vllm_commext.testing.tiny_model import write_tiny_model
+from tests.kit.tiny_model import write_tiny_model
 
 NEEDED = ("vllm", "nixl", "httpx")
 SERVER_TIMEOUT = 900

@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
-from vllm_commext.testing import cluster, parity
-from vllm_commext.testing.servers import Server
+from tests.kit import cluster, parity
+from tests.kit.servers import Server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # What the tiny model says first follows from the last characters: a chat ends with its number, or

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_commext.testing import parity
+from tests.kit import parity
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 FIRST_TOKENS = "vllm:commext_nixl_first_tokens_total"

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from vllm_commext.testing.parity import PREFILL_PARAMS, tls
+from tests.kit.parity import PREFILL_PARAMS, tls
 
 Body = Mapping[str, Any]
 Router = Callable[[str, str, str, Body], list[Any]]

@@ -8,12 +8,11 @@ import pytest
 import vllm
 from packaging.version import Version
 
-from tests.kit import altered_vllm
+from tests.kit import altered_vllm, cluster
 from tests.kit.altered_vllm import COSTS, VERSION
+from tests.kit.parity import complete
+from tests.kit.prompts import equal_prompts
 from vllm_commext.compat.versions import NEWEST
-from vllm_commext.testing import cluster
-from vllm_commext.testing.parity import complete
-from vllm_commext.testing.prompts import equal_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [

@@ -10,10 +10,10 @@ import pytest
 import vllm
 from packaging.version import Version
 
+from tests.kit import cluster
 from tests.kit.composed import ATOL, NIXL, OWN, Cluster, check, prompts
-from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import scrape
-from vllm_commext.testing.parity import (
+from tests.kit.metrics import scrape
+from tests.kit.parity import (
     PREFILL_PARAMS,
     Completion,
     CompletionError,
@@ -21,9 +21,9 @@ from vllm_commext.testing.parity import (
     complete,
     post,
 )
-from vllm_commext.testing.servers import ServerEndedError
-from vllm_commext.testing.tiny_blip import image_url, write_tiny_blip
-from vllm_commext.testing.tiny_lora import write_lora
+from tests.kit.servers import ServerEndedError
+from tests.kit.tiny_blip import image_url, write_tiny_blip
+from tests.kit.tiny_lora import write_lora
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 # Nats: another prompt's answer is further away in bfloat16, the same one computed in other steps is

@@ -25,16 +25,16 @@ import msgspec
 import pytest
 import zmq
 
-from vllm_commext.nixl.wire.messages import PROTOCOL_VERSION
-from vllm_commext.testing import cluster
-from vllm_commext.testing.parity import Completion, CompletionError, complete, prefill
-from vllm_commext.testing.servers import (
+from tests.kit import cluster
+from tests.kit.parity import Completion, CompletionError, complete, prefill
+from tests.kit.servers import (
     CPU_ENVIRON,
     LOOPBACK,
     ServerEndedError,
     VllmServer,
     free_port,
 )
+from vllm_commext.nixl.wire.messages import PROTOCOL_VERSION
 
 KIND = os.environ.get("COMMEXT_TEST_CONNECTOR", "ours")
 ENGINE_ID = "prefill-engine"

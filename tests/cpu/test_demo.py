@@ -1,8 +1,7 @@
-"""`vllm-commext demo` itself: parity, prefix hits, streaming, concurrency, transferred bytes, and
+"""The demo itself: parity, prefix hits, streaming, concurrency, transferred bytes, and
 the negative control, for a dense model and for a hybrid one between two tensor-parallel sizes; and
 that nothing is left of it after an interrupt."""
 
-import argparse
 import re
 import signal
 import subprocess
@@ -12,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_commext.cli import demo
-from vllm_commext.testing.supervisor import descendants
+from tests.kit.demo import __main__ as demo
+from tests.kit.supervisor import descendants
 
-DEMO = [sys.executable, "-m", "vllm_commext", "demo"]
+DEMO = [sys.executable, "-m", "tests.kit.demo"]
 STOP_SECONDS = 90
 PASSES = ("one at a time", "repeated", "8 at once", "changed (control)")
 
@@ -43,9 +42,7 @@ def run_demo(folder: Path, *arguments: str) -> str:
 def test_all_claims_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In this process, whose servers are forked, and with fewer requests: `make nightly` runs the
     command itself, as it is."""
-    parser = argparse.ArgumentParser()
-    demo.add_arguments(parser)
-    held = demo.choose_scenario(parser.parse_args(["--requests", "12"]), tmp_path).run()
+    held = demo.choose_scenario(demo.parser().parse_args(["--requests", "12"]), tmp_path).run()
     output = capsys.readouterr().out
     assert held, output
     assert "VERDICT: all 8 held" in output

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_commext.testing.tiny_model import write_tiny_model
+from tests.kit.tiny_model import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

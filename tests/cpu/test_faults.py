@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import zmq
 
-from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import scrape, wait_for_added
-from vllm_commext.testing.parity import CompletionError, compare, complete, prefill
-from vllm_commext.testing.servers import LOOPBACK, VllmServer, free_port
+from tests.kit import cluster
+from tests.kit.metrics import scrape, wait_for_added
+from tests.kit.parity import CompletionError, compare, complete, prefill
+from tests.kit.servers import LOOPBACK, VllmServer, free_port
 
 LEASE_SECONDS = 20
 HANDSHAKE_SECONDS = 4

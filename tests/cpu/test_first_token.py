@@ -29,12 +29,11 @@ from tests.cpu.event_streams import (
     told,
 )
 from tests.cpu.test_speculation import NGRAM, speculation
-from tests.kit import late_connector
+from tests.kit import cluster, late_connector, parity
 from tests.kit.composed import OWN, Cluster, Pair, prompts
-from vllm_commext.testing import cluster, parity
-from vllm_commext.testing.metrics import scrape, wait_for_added
-from vllm_commext.testing.servers import ProxyServer, Server, VllmServer
-from vllm_commext.testing.tiny_lora import write_lora
+from tests.kit.metrics import scrape, wait_for_added
+from tests.kit.servers import ProxyServer, Server, VllmServer
+from tests.kit.tiny_lora import write_lora
 
 CHUNK_TOKENS = 128
 FIRST_TOKENS = "vllm:commext_nixl_first_tokens_total"

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit import fleet
-from vllm_commext.testing import cluster
-from vllm_commext.testing.parity import Completion, complete
-from vllm_commext.testing.prompts import prompt_set
-from vllm_commext.testing.servers import VllmServer
+from tests.kit import cluster, fleet
+from tests.kit.parity import Completion, complete
+from tests.kit.prompts import prompt_set
+from tests.kit.servers import VllmServer
 
 logger = logging.getLogger("vllm.commext.tests")
 

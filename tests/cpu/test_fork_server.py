@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit import forked
-from vllm_commext.testing import supervisor
+from tests.kit import forked, supervisor
 
 MODULES = ("msgspec",)
 ENVIRON = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}

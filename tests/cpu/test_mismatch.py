@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import scrape, wait_for_added
-from vllm_commext.testing.parity import CompletionError, compare, complete, prefill
-from vllm_commext.testing.servers import Server, ServerEndedError, VllmServer
+from tests.kit import cluster
+from tests.kit.metrics import scrape, wait_for_added
+from tests.kit.parity import CompletionError, compare, complete, prefill
+from tests.kit.servers import Server, ServerEndedError, VllmServer
 
 LOG_SECONDS = 30
 # What nobody reads is soon freed: an engine that holds blocks goes on stepping.

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kit import ROOT
-from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import scrape, wait_for_added
-from vllm_commext.testing.parity import compare, complete, near_enough
-from vllm_commext.testing.prompts import prompt_set
-from vllm_commext.testing.servers import VllmServer
-from vllm_commext.testing.tiny_kinds import KINDS
-from vllm_commext.testing.tiny_model import write_tiny_model
+from tests.kit import ROOT, cluster
+from tests.kit.metrics import scrape, wait_for_added
+from tests.kit.parity import compare, complete, near_enough
+from tests.kit.prompts import prompt_set
+from tests.kit.servers import VllmServer
+from tests.kit.tiny_kinds import KINDS
+from tests.kit.tiny_model import write_tiny_model
 
 OTHER = os.environ.get("COMMEXT_TEST_OTHER_PYTHON", "")
 pytestmark = [

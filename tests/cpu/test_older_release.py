@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit import ROOT
-from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import scrape, wait_for_added
-from vllm_commext.testing.parity import CompletionError, compare, complete
-from vllm_commext.testing.prompts import prompt_set
-from vllm_commext.testing.servers import VllmServer
+from tests.kit import ROOT, cluster
+from tests.kit.metrics import scrape, wait_for_added
+from tests.kit.parity import CompletionError, compare, complete
+from tests.kit.prompts import prompt_set
+from tests.kit.servers import VllmServer
 
 OLDER = os.environ.get("COMMEXT_TEST_OLDER", "")
 pytestmark = [

@@ -20,11 +20,11 @@ import pytest
 
 from tests.cpu import first_tokens
 from tests.cpu.router_requests import ROUTERS, text_of
+from tests.kit import cluster
+from tests.kit.metrics import Metrics, scrape, wait_for_added
+from tests.kit.parity import PREFILL_PARAMS, Completion, compare, complete, post, prefill
+from tests.kit.servers import ProxyServer, Server, VllmServer
 from vllm_commext.nixl.wire.params import read_params, write_params
-from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import Metrics, scrape, wait_for_added
-from vllm_commext.testing.parity import PREFILL_PARAMS, Completion, compare, complete, post, prefill
-from vllm_commext.testing.servers import ProxyServer, Server, VllmServer
 
 LOG_SECONDS = 30
 ATOL = 1e-4  # nats, at float32

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit import cluster
 from tests.kit.layouts import UNCOMPILED
-from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import scrape, wait_for_added
-from vllm_commext.testing.parity import Completion, compare, complete, near_enough, prefill
-from vllm_commext.testing.servers import ProxyServer, VllmServer
-from vllm_commext.testing.tiny_kinds import KINDS
-from vllm_commext.testing.tiny_model import write_tiny_model
+from tests.kit.metrics import scrape, wait_for_added
+from tests.kit.parity import Completion, compare, complete, near_enough, prefill
+from tests.kit.servers import ProxyServer, VllmServer
+from tests.kit.tiny_kinds import KINDS
+from tests.kit.tiny_model import write_tiny_model
 
 PROMPT_TOKENS = 130
 NUM_PROMPTS = 3

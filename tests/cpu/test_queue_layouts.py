@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit import cluster
 from tests.kit.layouts import UNCOMPILED
-from vllm_commext.testing import cluster
-from vllm_commext.testing.parity import complete
-from vllm_commext.testing.prompts import prompt_set
-from vllm_commext.testing.servers import VllmServer
+from tests.kit.parity import complete
+from tests.kit.prompts import prompt_set
+from tests.kit.servers import VllmServer
 
 pytestmark = pytest.mark.long  # four servers
 PROMPTS = prompt_set(6, seed=5, block_size=cluster.BLOCK_SIZE)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_commext.cli.demo_report import (
+from tests.kit.demo.report import (
     NOISE_MARGIN,
     Expected,
     Noise,
@@ -11,9 +11,9 @@ from vllm_commext.cli.demo_report import (
     table,
     verdict,
 )
+from tests.kit.metrics import parse
+from tests.kit.parity import Completion
 from vllm_commext.errors import ConfigError
-from vllm_commext.testing.metrics import parse
-from vllm_commext.testing.parity import Completion
 
 PAGE = """
 # HELP vllm:commext_nixl_bytes Bytes.

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
-from vllm_commext.testing import cluster, parity
-from vllm_commext.testing.cluster import BLOCK_SIZE
-from vllm_commext.testing.metrics import Metrics, scrape, wait_for_added
-from vllm_commext.testing.parity import Completion
-from vllm_commext.testing.prompts import PRINTABLE
-from vllm_commext.testing.servers import ProxyServer, Server, VllmServer
+from tests.kit import cluster, parity
+from tests.kit.cluster import BLOCK_SIZE
+from tests.kit.metrics import Metrics, scrape, wait_for_added
+from tests.kit.parity import Completion
+from tests.kit.prompts import PRINTABLE
+from tests.kit.servers import ProxyServer, Server, VllmServer
 
 pytestmark = pytest.mark.skipif(
     not hasattr(BlockPool, "unpin_blocks"), reason="vLLM before 0.32 tells of no block's reuse"

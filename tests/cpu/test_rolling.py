@@ -18,12 +18,11 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.judge import is_right
-from tests.kit import ROOT, fleet
-from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import scrape
-from vllm_commext.testing.parity import complete
-from vllm_commext.testing.prompts import prompt_set
-from vllm_commext.testing.servers import VllmServer
+from tests.kit import ROOT, cluster, fleet
+from tests.kit.metrics import scrape
+from tests.kit.parity import complete
+from tests.kit.prompts import prompt_set
+from tests.kit.servers import VllmServer
 
 logger = logging.getLogger("vllm.commext.tests")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.servers import LOOPBACK, Server, ServerEndedError, VllmServer, free_port
 from vllm_commext.errors import CommextTimeoutError
-from vllm_commext.testing.servers import LOOPBACK, Server, ServerEndedError, VllmServer, free_port
 
 STOP_SECONDS = 90
 # A server whose child ignores SIGTERM and outlives it, as an engine process can.
@@ -27,8 +27,8 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 # Starts a server and is killed: nobody is left to end it.
 ORPHANING = """
 import os, signal, sys
-from vllm_commext.testing import servers
-from vllm_commext.testing.servers import Server, free_port
+from tests.kit import servers
+from tests.kit.servers import Server, free_port
 port = free_port()
 servers.GRACE_SECONDS = 1.0
 server = Server("orphan", [sys.executable, "-c", sys.argv[1], str(port)], sys.argv[2], port=port)
@@ -51,7 +51,7 @@ def alive(pids: list[int]) -> list[int]:
 def test_a_child_that_ignores_sigterm_is_ended_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_commext.testing.servers.GRACE_SECONDS", 1.0)
+    monkeypatch.setattr("tests.kit.servers.GRACE_SECONDS", 1.0)
     with stubborn(tmp_path) as server:
         pids = server.pids()
         assert len(alive(pids)) == 2

@@ -20,12 +20,12 @@ pytest.importorskip("torch")
 
 import torch
 
-from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import scrape
-from vllm_commext.testing.parity import compare, complete
-from vllm_commext.testing.processes import cpu_seconds
-from vllm_commext.testing.prompts import equal_prompts
-from vllm_commext.testing.servers import Server
+from tests.kit import cluster
+from tests.kit.metrics import scrape
+from tests.kit.parity import compare, complete
+from tests.kit.processes import cpu_seconds
+from tests.kit.prompts import equal_prompts
+from tests.kit.servers import Server
 
 TP = int(os.environ.get("COMMEXT_TEST_TP", "2"))
 NUM_PROMPTS, PROMPT_TOKENS = 4, 130

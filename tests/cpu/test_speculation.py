@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.kit import cluster
 from tests.kit.composed import NIXL, Cluster, check, prompts
-from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import Metrics, scrape
-from vllm_commext.testing.parity import CompletionError
-from vllm_commext.testing.tiny_draft import add_mtp, favour, write_eagle
-from vllm_commext.testing.tiny_kinds import FULL, SLIDING
+from tests.kit.metrics import Metrics, scrape
+from tests.kit.parity import CompletionError
+from tests.kit.tiny_draft import add_mtp, favour, write_eagle
+from tests.kit.tiny_kinds import FULL, SLIDING
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 NUM_GUESSES = 3

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import scrape, wait_for_added
-from vllm_commext.testing.parity import Completion, compare, complete, near_enough
-from vllm_commext.testing.servers import ProxyServer, VllmServer
-from vllm_commext.testing.tiny_kinds import KINDS
-from vllm_commext.testing.tiny_model import write_tiny_model
+from tests.kit import cluster
+from tests.kit.metrics import scrape, wait_for_added
+from tests.kit.parity import Completion, compare, complete, near_enough
+from tests.kit.servers import ProxyServer, VllmServer
+from tests.kit.tiny_kinds import KINDS
+from tests.kit.tiny_model import write_tiny_model
 
 CHUNK_TOKENS = 129
 LENGTHS = (2 * CHUNK_TOKENS, 4 * CHUNK_TOKENS + 1, 3 * CHUNK_TOKENS + 64)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.kit import forked
-from vllm_commext.testing.cluster import BLOCK_SIZE
-from vllm_commext.testing.parity import logprob_difference
-from vllm_commext.testing.prompts import Prompt, almost_the_same, equal_prompts
-from vllm_commext.testing.servers import CPU_ENVIRON
-from vllm_commext.testing.tiny_kinds import KINDS
-from vllm_commext.testing.tiny_model import write_tiny_model
+from tests.kit.cluster import BLOCK_SIZE
+from tests.kit.parity import logprob_difference
+from tests.kit.prompts import Prompt, almost_the_same, equal_prompts
+from tests.kit.servers import CPU_ENVIRON
+from tests.kit.tiny_kinds import KINDS
+from tests.kit.tiny_model import write_tiny_model
 
 NUM_PROMPTS, NUM_PROMPT_TOKENS = 2, 200
 NUM_GENERATED = 16

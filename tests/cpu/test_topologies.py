@@ -15,13 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit import fleet
-from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import scrape, wait_for_added
-from vllm_commext.testing.parity import Completion, compare, complete, near_enough, prefill
-from vllm_commext.testing.servers import VllmServer
-from vllm_commext.testing.tiny_kinds import KINDS
-from vllm_commext.testing.tiny_model import write_tiny_model
+from tests.kit import cluster, fleet
+from tests.kit.metrics import scrape, wait_for_added
+from tests.kit.parity import Completion, compare, complete, near_enough, prefill
+from tests.kit.servers import VllmServer
+from tests.kit.tiny_kinds import KINDS
+from tests.kit.tiny_model import write_tiny_model
 
 PROMPT_TOKENS = 130
 NUM_PROMPTS = 3

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.network import Link, NetworkError, namespace_link
-from vllm_commext.testing import cluster
-from vllm_commext.testing.parity import complete
-from vllm_commext.testing.ports import free_port
-from vllm_commext.testing.prompts import prompt_set
-from vllm_commext.testing.servers import CPU_ENVIRON, Server, VllmServer
+from tests.kit import cluster
+from tests.kit.parity import complete
+from tests.kit.ports import free_port
+from tests.kit.prompts import prompt_set
+from tests.kit.servers import CPU_ENVIRON, Server, VllmServer
 
 pytestmark = pytest.mark.long  # four servers
 PROMPTS = prompt_set(4, seed=5, block_size=cluster.BLOCK_SIZE)

@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.kit import cluster
+from tests.kit.metrics import Metrics, scrape
+from tests.kit.parity import complete
 from tests.kit.refused_bodies import CHAT_REFUSED, REFUSED, TOO_MANY
-from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import Metrics, scrape
-from vllm_commext.testing.parity import complete
-from vllm_commext.testing.servers import ProxyServer, Server, VllmServer
+from tests.kit.servers import ProxyServer, Server, VllmServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"

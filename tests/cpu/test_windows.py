@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import scrape
-from vllm_commext.testing.parity import compare, complete
-from vllm_commext.testing.servers import VllmServer
-from vllm_commext.testing.tiny_model import write_tiny_model
+from tests.kit import cluster
+from tests.kit.metrics import scrape
+from tests.kit.parity import compare, complete
+from tests.kit.servers import VllmServer
+from tests.kit.tiny_model import write_tiny_model
 
 WINDOW = 64  # of the kind "swa"
 AT_A_BLOCKS_END = [

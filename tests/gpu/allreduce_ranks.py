@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tests.kit.gpu_ranks import checks_of, run_checks
 from vllm_commext.allreduce import multicast, names
 from vllm_commext.allreduce.backends import flashinfer
 from vllm_commext.allreduce.backends.flashinfer_workspaces import MEASURING_BYTES
@@ -33,7 +34,6 @@ from vllm_commext.collective import Collective
 from vllm_commext.compat import allreduce as compat
 from vllm_commext.compat.tp_group import tensor_parallel
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.testing.gpu_ranks import checks_of, run_checks
 
 MIB = 1 << 20
 # Half a unit in the last place of numbers from 1 to 2.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_commext.testing.gpu_ranks import Outcome, run_ranks
+from tests.kit.gpu_ranks import Outcome, run_ranks
 
 
 @pytest.fixture(scope="module", params=[2, 4])

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import distributed
 
+from tests.kit.gpu_ranks import checks_of, run_checks
 from vllm_commext.allreduce.backends.host import HostBackend
 from vllm_commext.allreduce.message import ITEM_BYTES, PACK_BYTES
 from vllm_commext.collective import Collective
-from vllm_commext.testing.gpu_ranks import checks_of, run_checks
 
 MIB = 1 << 20
 DTYPES = tuple(getattr(torch, name) for name in ITEM_BYTES)

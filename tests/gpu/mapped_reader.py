@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import torch
 
+from tests.kit.gpu_ranks import checks_of
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import AUTO, ConnectorConfig
 from vllm_commext.nixl.geometry.descriptors import expand_rows
@@ -37,7 +38,6 @@ from vllm_commext.nixl.mapped.reader import MappedReader, Mapper, place_of_proce
 from vllm_commext.nixl.mapped.sides import Mapped
 from vllm_commext.nixl.transport.posting import Posting
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.testing.gpu_ranks import checks_of
 
 SERVE = "serve"
 BOUND_SECONDS = 20.0

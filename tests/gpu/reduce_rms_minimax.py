@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_commext.testing.servers import NO_MULTICAST
-from vllm_commext.testing.tiny_minimax import VOCABULARY, write_minimax
+from tests.kit.servers import NO_MULTICAST
+from tests.kit.tiny_minimax import VOCABULARY, write_minimax
 
 ROOT = Path(__file__).parents[2]
 TOGGLE = "VLLM_COMMEXT_REDUCE_RMS"

@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
+from tests.kit.gpu_ranks import run_checks
 from vllm_commext.allreduce.backends.push import PushBackend
 from vllm_commext.allreduce.fused import layout as fused_layout
 from vllm_commext.allreduce.fused import op as fused_op
@@ -24,7 +25,6 @@ from vllm_commext.allreduce.fused.kernels import FusedKernels
 from vllm_commext.allreduce.fused.layout import EPILOGUES, NORM, STATIC_FP8, FusedShape
 from vllm_commext.allreduce.message import Message
 from vllm_commext.collective import Collective
-from vllm_commext.testing.gpu_ranks import run_checks
 
 MESSAGE_BYTES = 1 << 20
 GROUP_SECONDS = 120

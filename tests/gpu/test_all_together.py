@@ -26,11 +26,11 @@ from typing import Any
 import pytest
 
 from tests.kit import fixed_cache
+from tests.kit.cluster import MODEL_NAME, disaggregated
 from tests.kit.gpu_checks import NUM_GPUS, needs_gpus
-from vllm_commext.testing.cluster import MODEL_NAME, disaggregated
-from vllm_commext.testing.metrics import scrape
-from vllm_commext.testing.parity import Completion, compare, complete, near_enough
-from vllm_commext.testing.servers import (
+from tests.kit.metrics import scrape
+from tests.kit.parity import Completion, compare, complete, near_enough
+from tests.kit.servers import (
     CUDA_ENVIRON,
     LOOPBACK,
     ProxyServer,
@@ -38,8 +38,8 @@ from vllm_commext.testing.servers import (
     VllmServer,
     free_port,
 )
-from vllm_commext.testing.tiny_minimax import write_minimax
-from vllm_commext.testing.tiny_model import write_tiny_model
+from tests.kit.tiny_minimax import write_minimax
+from tests.kit.tiny_model import write_tiny_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 

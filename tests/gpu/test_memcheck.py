@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.gpu_checks import needs_gpus
-from vllm_commext.testing.gpu_ranks import run_ranks
+from tests.kit.gpu_ranks import run_ranks
 
 SANITIZER = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
 TIMEOUT_SECONDS = 240

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 
 from tests.kit import fixed_cache
+from tests.kit.cluster import disaggregated
 from tests.kit.gpu_checks import NUM_GPUS, needs_gpus
-from vllm_commext.testing.cluster import disaggregated
-from vllm_commext.testing.metrics import scrape
-from vllm_commext.testing.parity import Completion, compare, complete, near_enough
-from vllm_commext.testing.servers import LOOPBACK, VllmServer, free_port
-from vllm_commext.testing.tiny_model import write_tiny_model
+from tests.kit.metrics import scrape
+from tests.kit.parity import Completion, compare, complete, near_enough
+from tests.kit.servers import LOOPBACK, VllmServer, free_port
+from tests.kit.tiny_model import write_tiny_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 

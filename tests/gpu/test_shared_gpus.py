@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.gpu_checks import needs_gpus
-from vllm_commext.testing.gpu_ranks import run_ranks
+from tests.kit.gpu_ranks import run_ranks
 
 SCRIPT = Path(__file__).with_name("shared_gpu_ranks.py")
 SECONDS = 120

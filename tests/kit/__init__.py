@@ -1,4 +1,4 @@
-"""What tests of several folders share, and no user needs."""
+"""What tests, benchmarks and the demo share, and no user needs."""
 
 from pathlib import Path
 

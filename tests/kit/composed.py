@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import Metrics, scrape
-from vllm_commext.testing.parity import compare, complete
-from vllm_commext.testing.servers import VllmServer
-from vllm_commext.testing.tiny_kinds import KINDS
-from vllm_commext.testing.tiny_model import write_tiny_model
+from tests.kit import cluster
+from tests.kit.metrics import Metrics, scrape
+from tests.kit.parity import compare, complete
+from tests.kit.servers import VllmServer
+from tests.kit.tiny_kinds import KINDS
+from tests.kit.tiny_model import write_tiny_model
 
 ATOL = 1e-4
 NIXL = "vllm:commext_nixl_"

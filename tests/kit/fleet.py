@@ -18,12 +18,12 @@ from pathlib import Path
 import httpx
 
 from tests.chaos.judge import is_right
+from tests.kit import cluster
+from tests.kit.metrics import scrape
+from tests.kit.parity import Completion, complete, tls
+from tests.kit.servers import LOOPBACK, ProxyServer, Server, free_port
 from vllm_commext.drain import MIDDLEWARE, VARIABLE
 from vllm_commext.errors import CommextError
-from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import scrape
-from vllm_commext.testing.parity import Completion, complete, tls
-from vllm_commext.testing.servers import LOOPBACK, ProxyServer, Server, free_port
 
 # vLLM's own bound on what an engine has under way when it is told to end, leases among it.
 SHUTDOWN_SECONDS = "240"

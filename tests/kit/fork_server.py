@@ -31,7 +31,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vllm_commext.testing import supervisor
+from tests.kit import supervisor
 
 MAX_REQUEST_BYTES = 1 << 20
 MAX_DESCRIPTORS = 64

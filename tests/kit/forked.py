@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from tests.kit import ROOT, fork_server
-from vllm_commext.testing import servers
+from tests.kit import ROOT, fork_server, servers
 
 FOLDER = "COMMEXT_TEST_FORK_SERVERS"
 OWNER = "COMMEXT_TEST_OWNER"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_commext.testing.gpu_ranks import Outcome
+from tests.kit.gpu_ranks import Outcome
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 NUM_GPUS: int = torch.cuda.device_count()

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from vllm_commext.testing.cluster import MAX_MODEL_LEN
+from tests.kit.cluster import MAX_MODEL_LEN
 
 TOO_MANY = 100 * MAX_MODEL_LEN
 REFUSED: dict[str, dict[str, Any]] = {

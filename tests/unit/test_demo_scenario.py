@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from vllm_commext.cli import demo
+from tests.kit.demo import __main__ as demo
+from tests.kit.prompts import MIN_EQUAL_TOKENS, equal_prompts
 from vllm_commext.errors import ConfigError
-from vllm_commext.testing.prompts import MIN_EQUAL_TOKENS, equal_prompts
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    demo.add_arguments(parser)
-    return parser.parse_args(arguments)
+    return demo.parser().parse_args(arguments)
 
 
 def test_prompts_of_one_length_are_different_and_the_same_for_a_seed() -> None:
@@ -67,7 +65,7 @@ def test_ranks_that_share_a_head_hold_it_each(
     num_heads: int, decode_tp: int, expected: int, tmp_path: Path
 ) -> None:
     pytest.importorskip("httpx")
-    from vllm_commext.cli.demo_scenario import kv_bytes_per_block
+    from tests.kit.demo.scenario import kv_bytes_per_block
 
     fields = {"model_type": "llama", "num_key_value_heads": num_heads, "num_hidden_layers": 4}
     text = json.dumps({**fields, "head_dim": 32, "dtype": "float32"})

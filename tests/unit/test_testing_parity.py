@@ -4,15 +4,15 @@ from collections.abc import Mapping
 
 import pytest
 
-from vllm_commext.errors import ProtocolError
-from vllm_commext.testing.parity import Completion, compare, lines_of, logprob_difference
-from vllm_commext.testing.prompts import (
+from tests.kit.parity import Completion, compare, lines_of, logprob_difference
+from tests.kit.prompts import (
     SHARED_TOKENS,
     PrefixCache,
     blocks_one_at_a_time,
     num_blocks,
     prompt_set,
 )
+from vllm_commext.errors import ProtocolError
 
 BLOCK = 32
 
@@ -62,7 +62,7 @@ def test_a_token_that_only_one_list_has_counts_beyond_the_other_lists_end() -> N
 
 
 def test_an_answer_with_fewer_logprobs_than_tokens_is_refused() -> None:
-    from vllm_commext.testing import parity
+    from tests.kit import parity
 
     choice = {"token_ids": [1, 2], "finish_reason": "length", "logprobs": {"top_logprobs": [{}]}}
     with pytest.raises(ProtocolError, match="1 for 2 tokens"):

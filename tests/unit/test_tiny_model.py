@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.tiny_kinds import BOS_ID, COMMON_FIELDS, KINDS, NUM_BYTES, NUM_TOKENS
+from tests.kit.tiny_model import kv_bytes_per_token, write_tiny_model
 from vllm_commext.errors import ConfigError
-from vllm_commext.testing.tiny_kinds import BOS_ID, COMMON_FIELDS, KINDS, NUM_BYTES, NUM_TOKENS
-from vllm_commext.testing.tiny_model import kv_bytes_per_token, write_tiny_model
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

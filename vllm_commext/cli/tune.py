@@ -6,6 +6,7 @@ A process a GPU measures; this one shows how far they are, a table of microsecon
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,6 @@ from vllm_commext.allreduce.table.selection import describe, size_text
 from vllm_commext.cli import tune_report
 from vllm_commext.cli.tune_rank import PREFIX, RankOptions
 from vllm_commext.errors import CommextTimeoutError, UnsupportedError
-from vllm_commext.testing.ports import free_port
 
 HELP = "Measure the all-reduce backends on this machine; the engine uses what was found."
 START_SECONDS = 420.0  # importing vLLM, and FlashInfer compiling its kernels for the first time
@@ -73,7 +73,8 @@ def _start(args: argparse.Namespace, log: Path) -> list[subprocess.Popen[str]]:
     environ = {**os.environ, "VLLM_COMMEXT_ALLREDUCE": "0", "VLLM_HOST_IP": "127.0.0.1"}
     environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     multicast.keep_off(environ)
-    port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     processes: list[subprocess.Popen[str]] = []
     for rank in range(args.tp):
         options = RankOptions(

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.kit.servers import free_port
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import LocalSide
 from vllm_commext.nixl.geometry.layout import (
@@ -42,7 +43,6 @@ from vllm_commext.nixl.stream.publisher import Publisher
 from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS, NixlAgent
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.testing.servers import free_port
 
 HOST = "127.0.0.1"
 BOUND_SECONDS = 60.0

@@ -25,10 +25,10 @@ from tests.cpu.nixl_agents.harness import (
     wait_until,
 )
 from tests.kit import forked
+from tests.kit.servers import free_port
 from vllm_commext.nixl.geometry.topology import Rank, Split, interval
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Hold
-from vllm_commext.testing.servers import free_port
 
 PROGRAM = Path(__file__).with_name("harness.py")
 MODULES = ("torch", "numpy", "msgspec", "zmq")

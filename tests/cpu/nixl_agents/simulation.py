@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tests.cpu.nixl_agents.harness import BOUND_SECONDS, FACTS, HOST, Bytes, counted, wait_until
+from tests.kit.servers import free_port
 from tests.unit.nixl.cluster_cases import Case, Request
 from tests.unit.nixl.reference_cache import Cache
 from tests.unit.nixl.reference_layout import describe
@@ -32,7 +33,6 @@ from vllm_commext.nixl.stream.rows import regions_of
 from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.testing.servers import free_port
 
 LEASE_SECONDS = 600.0
 NO_STAGES: Stages = []

@@ -15,11 +15,11 @@ from tests.cpu.nixl_agents.harness import (
     load_of,
     wait_until,
 )
+from tests.kit.servers import free_port
 from vllm_commext.nixl.decode import introductions
 from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.transport import probe
-from vllm_commext.testing.servers import free_port
 
 MakeEngine = Callable[..., Any]
 Lines = pytest.LogCaptureFixture

@@ -11,13 +11,13 @@ import pytest
 from msgspec.structs import replace
 
 from tests.cpu.nixl_agents.harness import FACTS, assert_fails, assert_works, load_of
+from tests.kit.servers import free_port
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.requests import Hold, Load
 from vllm_commext.nixl.transfer_thread import GiveUp
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.testing.servers import free_port
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.demo import __main__ as demo
 from tests.unit.docs.document_commands import ROOT, Command, commands, documents
 from vllm_commext.cli import main
 from vllm_commext.nixl.config import KNOWN_KEYS
@@ -70,7 +71,7 @@ COVERAGE: tuple[tuple[str, str], ...] = (
     (r"python -m pytest tests/gpu", GPUS),
     (r"pytest tests/unit/shm/test_defects.py", "tests/unit/shm/test_defects.py"),
     (r"(make bench$|python benchmarks/)", MEASURES),
-    (r"python -m vllm_commext.testing.tiny_model ", "tests/unit/test_tiny_model.py"),
+    (r"python -m tests.kit.tiny_model ", "tests/unit/test_tiny_model.py"),
     (r"examples/(cpu_demo|hybrid_hetero_tp)/run.sh", DEMO),
     (r"docker build ", "tests/unit/test_deploy.py"),
     (r"kubectl apply ", "tests/unit/test_deploy.py::test_a_manifest_fits_the_schema_of_kubernetes"),
@@ -90,7 +91,7 @@ COVERAGE: tuple[tuple[str, str], ...] = (
     (r"examples/xpyd/run.sh ", f"{NOT_RUN}six servers; run by hand, see expected_output.txt"),
 )
 # Variables of other programs that the documents set.
-FOREIGN = {"CUDA_VISIBLE_DEVICES", "UCX_TLS", "VLLM_HOST_IP"}
+FOREIGN = {"CUDA_VISIBLE_DEVICES", "PYTHONPATH", "UCX_TLS", "VLLM_HOST_IP"}
 SIDE_CHANNEL = {"VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"}
 NAMED_VARIABLE = re.compile(r"\bVLLM_COMMEXT\w*|\bCOMMEXT_\w+")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
@@ -165,7 +166,7 @@ def test_our_own_commands_parse(command: Command) -> None:
     if words[0] == "vllm-commext":
         parse_with_the_real_parser(words[1:])
     if called(command).startswith(("examples/cpu_demo/", "examples/hybrid_hetero_tp/")):
-        parse_with_the_real_parser(["demo", *words[1:]])
+        demo.parser().parse_args(words[1:])
 
 
 @by_place

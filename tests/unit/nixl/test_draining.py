@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tests.kit.descriptions import description
+from tests.kit.ports import free_port
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.inquiry import Inquiry
-from vllm_commext.testing.ports import free_port
 
 HOST = "127.0.0.1"
 BOUND_SECONDS = 20.0

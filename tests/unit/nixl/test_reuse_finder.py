@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from tests.kit.descriptions import description
+from tests.kit.ports import free_port
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.reuse.finder import BlockFinder, checked
@@ -16,7 +17,6 @@ from vllm_commext.nixl.reuse.table import OfferTable
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import endpoint
 from vllm_commext.nixl.wire.params import places_for_reuse, write_place
-from vllm_commext.testing.ports import free_port
 
 BOUND_SECONDS = 60.0
 HOST = "127.0.0.1"

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.kit.ports import free_port
 from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire import seal
 from vllm_commext.nixl.wire.inquiry import Inquiry
 from vllm_commext.nixl.wire.seal import Caller, Gate, read_secret
-from vllm_commext.testing.ports import free_port
 
 SECRET = b"0123456789abcdef"
 OTHER = b"another secret of the same kind"

@@ -14,13 +14,13 @@ import zmq
 
 from tests.chaos.census import take_census
 from tests.kit.descriptions import description
+from tests.kit.ports import free_port
 from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer, resolve
 from vllm_commext.nixl.wire import connection
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import endpoint
 from vllm_commext.nixl.wire.inquiry import Inquiry
-from vllm_commext.testing.ports import free_port
 
 Served = tuple[SideChannelServer, int]
 BOUND_SECONDS = 20.0

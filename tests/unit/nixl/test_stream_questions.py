@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.kit.descriptions import description
+from tests.kit.ports import free_port
 from vllm_commext.errors import CommextError, ProtocolError
 from vllm_commext.nixl.prefill import side_channel
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
@@ -18,7 +19,6 @@ from vllm_commext.nixl.wire.inquiry import Inquiry
 from vllm_commext.nixl.wire.params import Handle
 from vllm_commext.nixl.wire.prompt import DIGEST_DIGITS
 from vllm_commext.nixl.wire.seal import OtherAnswerError
-from vllm_commext.testing.ports import free_port
 
 HOST = "127.0.0.1"
 BOUND_SECONDS = 20.0

@@ -4,8 +4,9 @@ of prefill and decode engines that keep their prefix caches."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_commext.cli.demo_report import Expected, Noise
-from vllm_commext.cli.demo_scenario import (
+from tests.kit import cluster
+from tests.kit.demo.report import Expected, Noise
+from tests.kit.demo.scenario import (
     CONCURRENCY,
     NUM_CONTROLS,
     Options,
@@ -14,15 +15,14 @@ from vllm_commext.cli.demo_scenario import (
     kv_bytes_per_block,
     one_at_a_time,
 )
-from vllm_commext.testing import cluster
-from vllm_commext.testing.parity import Completion
-from vllm_commext.testing.prompts import (
+from tests.kit.parity import Completion
+from tests.kit.prompts import (
     PrefixCache,
     almost_the_same,
     blocks_one_at_a_time,
     prompt_set,
 )
-from vllm_commext.testing.servers import Server
+from tests.kit.servers import Server
 
 NUM_REPEATED = 8
 

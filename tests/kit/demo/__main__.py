@@ -1,4 +1,4 @@
-"""`vllm-commext demo`: prefill/decode disaggregation on this machine, proven equal to one
+"""``python -m tests.kit.demo``: prefill/decode disaggregation on this machine, proven equal to one
 server."""
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from vllm_commext.errors import ConfigError, UnsupportedError
-from vllm_commext.testing.tiny_kinds import KINDS
+from tests.kit.tiny_kinds import KINDS
+from vllm_commext.errors import CommextError, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
-    from vllm_commext.cli.demo_scenario import Scenario
+    from tests.kit.demo.scenario import Scenario
 
 HELP = "run a prefill and a decode server here, and prove their answers equal to one server's"
 
@@ -31,8 +31,9 @@ MIN_REQUESTS = 8
 TP_SIZES = (1, 2, 4)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    parser = argparse.ArgumentParser(prog="python -m tests.kit.demo", description=HELP)
     parser.add_argument(
         "--model",
         choices=sorted(KINDS),
@@ -73,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="for the model and the servers' logs; default: a temporary one, kept on failure",
     )
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,9 +97,9 @@ def run(args: argparse.Namespace) -> int:
 
 def choose_scenario(args: argparse.Namespace, folder: Path) -> Scenario:
     """The scenario that suits the model and the sizes."""
-    from vllm_commext.cli.demo_equal_tp import EqualTpScenario
-    from vllm_commext.cli.demo_scenario import Options
-    from vllm_commext.cli.demo_split import SplitScenario
+    from tests.kit.demo.equal_tp import EqualTpScenario
+    from tests.kit.demo.scenario import Options
+    from tests.kit.demo.split import SplitScenario
 
     sizes = (args.p_tp or args.tp, args.d_tp or args.tp)
     options = Options(folder, args.model, *sizes, args.requests, args.port, args.keep)
@@ -115,3 +117,18 @@ def _leave(folder: Path, held: bool, temporary: bool) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     else:
         print(f"The servers' logs are in {folder}", file=sys.stderr)
+
+
+def main() -> int:
+    """Run the command; returns its exit status."""
+    try:
+        return run(parser().parse_args())
+    except CommextError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from tests.kit.servers import free_port
 from vllm_commext.allreduce import multicast
-from vllm_commext.testing.servers import free_port
 
 if TYPE_CHECKING:
     from vllm_commext.collective import Collective

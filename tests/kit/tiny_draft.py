@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_commext.testing.tiny_kinds import STD
+from tests.kit.tiny_kinds import STD
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_commext.errors import ConfigError
-from vllm_commext.testing.tiny_kinds import (
+from tests.kit.tiny_kinds import (
     COMMON_FIELDS,
     KINDS,
     MAX_POSITIONS,
@@ -23,6 +22,7 @@ from vllm_commext.testing.tiny_kinds import (
     STD,
     Kind,
 )
+from vllm_commext.errors import ConfigError
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MEMORY_TOKENS = (128, 2048)
@@ -147,7 +147,7 @@ def _slow_decay(num_heads: int) -> Any:
 
 
 def main() -> None:
-    """Write one tiny model: ``python -m vllm_commext.testing.tiny_model FOLDER [KIND]``."""
+    """Write one tiny model: ``python -m tests.kit.tiny_model FOLDER [KIND]``."""
     kinds = "\n".join(f"  {name:<10}{kind.meaning}" for name, kind in KINDS.items())
     parser = argparse.ArgumentParser(
         description=main.__doc__,

@@ -11,8 +11,9 @@ to the tokens that two prompts share.
 import time
 from collections.abc import Callable, Sequence
 
-from vllm_commext.cli.demo_report import Expected, Noise, Traffic
-from vllm_commext.cli.demo_scenario import (
+from tests.kit import cluster
+from tests.kit.demo.report import Expected, Noise, Traffic
+from tests.kit.demo.scenario import (
     CONCURRENCY,
     NUM_CONTROLS,
     Options,
@@ -21,12 +22,11 @@ from vllm_commext.cli.demo_scenario import (
     kv_bytes_per_block,
     one_at_a_time,
 )
-from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import scrape, wait_for_added
-from vllm_commext.testing.parity import Completion
-from vllm_commext.testing.prompts import Prompt, almost_the_same, equal_prompts, num_blocks
-from vllm_commext.testing.servers import Server, VllmServer
-from vllm_commext.testing.tiny_kinds import KINDS
+from tests.kit.metrics import scrape, wait_for_added
+from tests.kit.parity import Completion
+from tests.kit.prompts import Prompt, almost_the_same, equal_prompts, num_blocks
+from tests.kit.servers import Server, VllmServer
+from tests.kit.tiny_kinds import KINDS
 
 PROMPT_TOKENS = 130
 SETTLE_SECONDS = 1.0

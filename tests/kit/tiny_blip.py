@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_commext.testing.tiny_kinds import COMMON_FIELDS, NUM_TOKENS, STD
-from vllm_commext.testing.tiny_model import write_tokenizer
+from tests.kit.tiny_kinds import COMMON_FIELDS, NUM_TOKENS, STD
+from tests.kit.tiny_model import write_tokenizer
 
 IMAGE_SIZE = 32
 IMAGE_TOKEN = "<image>"

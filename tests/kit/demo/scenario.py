@@ -9,14 +9,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_commext.cli.demo_report import Claim, Expected, Noise, Pass, Traffic, table, verdict
-from vllm_commext.testing import cluster
-from vllm_commext.testing.metrics import scrape, wait_for_added
-from vllm_commext.testing.parity import Completion, complete
-from vllm_commext.testing.prompts import Prompt
-from vllm_commext.testing.servers import ProxyServer, Server, VllmServer, free_port
-from vllm_commext.testing.tiny_kinds import KINDS
-from vllm_commext.testing.tiny_model import kv_bytes_per_token, write_tiny_model
+from tests.kit import cluster
+from tests.kit.demo.report import Claim, Expected, Noise, Pass, Traffic, table, verdict
+from tests.kit.metrics import scrape, wait_for_added
+from tests.kit.parity import Completion, complete
+from tests.kit.prompts import Prompt
+from tests.kit.servers import ProxyServer, Server, VllmServer, free_port
+from tests.kit.tiny_kinds import KINDS
+from tests.kit.tiny_model import kv_bytes_per_token, write_tiny_model
 
 CONCURRENCY = 8
 NUM_CONTROLS = 4

@@ -6,9 +6,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.kit.parity import Completion, complete, prefill
+from tests.kit.servers import LOOPBACK, Server, VllmServer, free_port
 from vllm_commext.shm.segment import NAME as SEGMENT_NAME
-from vllm_commext.testing.parity import Completion, complete, prefill
-from vllm_commext.testing.servers import LOOPBACK, Server, VllmServer, free_port
 
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 1024

@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from vllm_commext.testing.tiny_kinds import BOS_ID, EOS_ID
-from vllm_commext.testing.tiny_model import write_tokenizer
+from tests.kit.tiny_kinds import BOS_ID, EOS_ID
+from tests.kit.tiny_model import write_tokenizer
 
 HIDDEN = 256
 HEADS, KV_HEADS, HEAD_DIM = 48, 8, 128  # the real model's: vLLM's own op is right for these alone

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from vllm_commext.testing.metrics import Metrics
-from vllm_commext.testing.parity import Completion, Difference, compare
+from tests.kit.metrics import Metrics
+from tests.kit.parity import Completion, Difference, compare
 
 PREFIX = "vllm:commext_nixl_"
 # The largest of a few hundred differences is itself a matter of chance, so twice the largest that

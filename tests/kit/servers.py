@@ -24,9 +24,9 @@ from typing import IO, Any, Protocol
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from tests.kit import supervisor
+from tests.kit.ports import LOOPBACK, free_port
 from vllm_commext.errors import CommextError, CommextTimeoutError
-from vllm_commext.testing import supervisor
-from vllm_commext.testing.ports import LOOPBACK, free_port
 
 READY_SECONDS = 300.0
 GRACE_SECONDS = 20.0

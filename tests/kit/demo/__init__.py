@@ -1,0 +1,1 @@
+"""Prefill and decode servers on this machine, proven equal to one server."""
