@@ -95,10 +95,11 @@ fuzz: env ## A million side-channel frames and 100,000 notifications of garbage;
 mutants: env ## Whether unit tests notice flipped operators and constants, 60 a target; SEED=1
 	$(BIN)/python tools/mutants.py --sample 60 --seed $(SEED)
 
-lint: env ## ruff and pyright
+lint: env ## ruff, pyright, and who may import whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-cache
 
 docs: env ## Write the generated pages under docs/, the README's tables and its picture
 	$(BIN)/python tools/generate_docs.py
