@@ -7,7 +7,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 VLLM ?= 0.32.0
 OLDER ?= 2f151d8
-PYTHONS ?= 3.10 3.12 3.13
+PYTHONS ?= 3.12 3.13
 MATRIX ?= 0.28.0 0.30.0 0.32.0 0.33.0
 OTHER ?= 0.30.0
 MODEL ?= llama
@@ -110,13 +110,12 @@ env: ## The environment for everything above, in .venv
 
 test-matrix: $(MATRIX:%=contract-%) ## Contract tests on each supported vLLM, one environment each
 
-pythons: env $(PYTHONS:%=python-%) ## Unit and contract tests on each of PYTHONS='3.10 3.12 3.13', one environment each; what the last has compiled on PYTHON, too
+pythons: env $(PYTHONS:%=python-%) ## Unit and contract tests on each of PYTHONS='3.12 3.13', one environment each; what the last has compiled on PYTHON, too
 	.venv-python$(lastword $(PYTHONS))/bin/python setup.py -q build_ext --inplace --force
 	$(PYTEST) $(NEIGHBOURS) tests/unit/shm $(PYTEST_ARGS)
 
-# vLLM 0.32 has no CPU wheel for 3.10.
 python-%:
-	@python$* tools/cpu_env.py .venv-python$* --vllm $(if $(filter 3.10,$*),0.30.0,$(VLLM))
+	@python$* tools/cpu_env.py .venv-python$* --vllm $(VLLM)
 	.venv-python$*/bin/python -m pytest -n 2 --dist worksteal tests/unit tests/contract $(PYTEST_ARGS)
 
 contract-%:

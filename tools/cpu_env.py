@@ -31,7 +31,7 @@ from installer import UV, InstallError, install, run, uv_environment
 from wheel_text import WheelError, fetch, url_of
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTHONS = ((3, 10), (3, 11), (3, 12), (3, 13))
+PYTHONS = ((3, 11), (3, 12), (3, 13))
 TORCH = "2.13.0"
 NIXL = "1.5.1"
 RECIPE = 2

@@ -55,8 +55,8 @@ OTHER_VARIABLES_ROWS = (
 COMPATIBILITY_INTRODUCTION = f"""
 # Compatibility
 
-The window of vLLM versions is {OLDEST} to {NEWEST}. vLLM {OLDEST} needs Python 3.10, and 0.32
-and later need 3.11; this package needs 3.10. A version older than the window is refused. For all
+The window of vLLM versions is {OLDEST} to {NEWEST}. This package needs Python 3.11, as vLLM 0.32
+and later do. A version older than the window is refused. For all
 others each part decides by what speaks for it, not by the version's number:
 
 1. **tested**: the first release of a minor version on which the contract tests were run.

@@ -3,7 +3,7 @@
 
 Two builds in different folders must give the same bytes (SOURCE_DATE_EPOCH is the last commit's
 time). What is in them is compared with the tree. Then both are installed in new environments of
-every Python from 3.10 to 3.13 that this machine has, with and without a C compiler, always without
+every Python from 3.11 to 3.13 that this machine has, with and without a C compiler, always without
 CUDA and vLLM: importing, the doctor, a round trip through the native queue, and uninstalling. A
 Python that is not here is skipped, and the table says so. Exit status: 0, or 1 for any problem.
 """

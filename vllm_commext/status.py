@@ -8,12 +8,12 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 logger = logging.getLogger("vllm.commext.status")
 
 
-class State(str, Enum):
+class State(StrEnum):
     """ACTIVE: ours is in place. OFF: the user said so, or left it to us and it is not proven here.
     REFUSED: it was wanted and cannot run."""
 

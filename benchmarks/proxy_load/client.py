@@ -45,7 +45,7 @@ class Client:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         try:
             await asyncio.wait_for(self._ask(raw), BOUND_SECONDS)
-        except (OSError, EOFError, ValueError, asyncio.TimeoutError):
+        except (TimeoutError, OSError, EOFError, ValueError):
             self._samples.num_failed += 1
             self.close()
 

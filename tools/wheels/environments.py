@@ -11,7 +11,7 @@ from pathlib import Path
 from .build import COMMAND_SECONDS, Artefacts, WheelError, clean_environment, make_venv, run
 
 INSTALLED = Path(__file__).with_name("installed.py")
-VERSIONS = ("3.10", "3.11", "3.12", "3.13")
+VERSIONS = ("3.11", "3.12", "3.13")
 # setup.py asks for cc by way of CC; nothing that installs may find another one.
 NO_COMPILER = {"CC": "/bin/false", "CXX": "/bin/false"}
 

@@ -8,7 +8,7 @@ with the strings ``section``, ``name``, ``value``, ``level`` and ``hint``.
 import json
 import textwrap
 from collections.abc import Iterable, Sequence
-from enum import Enum
+from enum import StrEnum
 
 import msgspec
 
@@ -19,7 +19,7 @@ NAME_COLUMNS = 30
 LINE_COLUMNS = 100
 
 
-class Level(str, Enum):
+class Level(StrEnum):
     """OK and INFO are well; WARNING: something is refused or missing; ERROR: it is broken."""
 
     OK = "ok"

@@ -1,14 +1,14 @@
 """Probes the API checks of `api_table`, in the installed vLLM or in another one's text."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from vllm_commext.compat.api_probes import INSTALLED, Probe, View
 from vllm_commext.compat.api_table import API_CHECKS, ApiCheck
 from vllm_commext.compat.versions import is_at_least
 
 
-class CheckState(str, Enum):
+class CheckState(StrEnum):
     """HOLDS: as we expect it. NOT_YET: this vLLM is older than the api. BROKEN: it differs."""
 
     HOLDS = "holds"

@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 
 from vllm_commext.compat import api_checks, hooks, versions
@@ -29,7 +29,7 @@ Known = Mapping[str, Mapping[str, str]]
 """Symbol to digest to the minor releases, with blanks between, whose definition has it."""
 
 
-class Verdict(str, Enum):
+class Verdict(StrEnum):
     """See the module's docstring; DIFFERS: it is 3. or 4., as its test says."""
 
     TESTED = "tested"

@@ -2,19 +2,14 @@
 
 import logging
 from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_commext import limited_log
 
 PREFIX = "commext nixl: "
 
-if TYPE_CHECKING:
-    _Adapter = logging.LoggerAdapter[logging.Logger]
-else:
-    _Adapter = logging.LoggerAdapter  # takes no parameter before Python 3.11
 
-
-class _Prefixed(_Adapter):
+class _Prefixed(logging.LoggerAdapter[logging.Logger]):
     """Begins each line with the connector's name: vLLM's format shows only file and line."""
 
     def process(

@@ -38,7 +38,7 @@ def failures_of(
     """
     try:
         yield
-    except (*_CANNOT_CONNECT, asyncio.TimeoutError, *_LOST) as error:
+    except (TimeoutError, *_CANNOT_CONNECT, *_LOST) as error:
         raise failure_of(engine, error, timeout_seconds, losses) from error
     except ProxyError as error:
         is_dead = error.answer is not None and any(told in error.answer.body for told in _DEAD)

@@ -14,7 +14,6 @@ from vllm_commext.proxy.access import ApiKeys, log_access
 from vllm_commext.proxy.admin import AdminState
 from vllm_commext.proxy.config import ProxyConfig, read_secret
 from vllm_commext.proxy.connections import serving
-from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engines import DECODE, PREFILL, EnginePool
 from vllm_commext.proxy.errors import answer_errors
 from vllm_commext.proxy.failures import SIDE_PROXY, ClientGoneError, ProxyError
@@ -101,9 +100,9 @@ class ProxyApp:
         """Refuse new requests and wait for the running ones; True if all have ended in time."""
         self._draining = True
         try:
-            with Deadline(self.config.drain_timeout_seconds):
+            async with asyncio.timeout(self.config.drain_timeout_seconds):
                 await self._idle.wait()
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return False
         return True
 

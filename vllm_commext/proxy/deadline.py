@@ -1,7 +1,6 @@
 """Bounds on waits, inside one task and with no task of their own."""
 
 import asyncio
-import sys
 from types import TracebackType
 
 from vllm_commext.proxy.engines import Engine
@@ -12,11 +11,8 @@ class EngineLostError(Exception):
 
 
 class Interruption:
-    """Cancels its task from outside and turns that cancellation into an exception of its own.
-
-    Python 3.10 has no `asyncio.timeout`, and its `wait_for` may swallow a cancellation, which
-    is how this proxy learns that a client has gone.
-    """
+    """Cancels its task from outside and turns that cancellation into an exception of its own, as
+    `asyncio.timeout` does with one exception and one time."""
 
     def __init__(self) -> None:
         self._raised: type[Exception] | None = None
@@ -26,7 +22,7 @@ class Interruption:
         if task is None:
             raise RuntimeError("a deadline needs a running asyncio task, and there is none")
         self._task = task
-        self._num_cancels_before = task.cancelling() if sys.version_info >= (3, 11) else 0
+        self._num_cancels_before = task.cancelling()
 
     def interrupt(self, kind: type[Exception]) -> None:
         if self._raised is None:
@@ -38,19 +34,16 @@ class Interruption:
         if self._raised is None or kind is None or not issubclass(kind, asyncio.CancelledError):
             return
         # A cancellation of someone else's that came as well must stay one.
-        if sys.version_info >= (3, 11) and self._task.uncancel() > self._num_cancels_before:
+        if self._task.uncancel() > self._num_cancels_before:
             return
         raise self._raised from error
 
 
 class Deadline:
-    """`with Deadline(seconds): await ...` raises `asyncio.TimeoutError` when time is up.
+    """`with Deadline(seconds, engine): await ...` raises `TimeoutError` when time is up, and
+    `EngineLostError` when *engine* is lost; *seconds* None: as long as it can be reached."""
 
-    With an *engine* it raises `EngineLostError` when that is lost; *seconds* may then be None:
-    as long as the engine can be reached.
-    """
-
-    def __init__(self, seconds: float | None, engine: Engine | None = None) -> None:
+    def __init__(self, seconds: float | None, engine: Engine) -> None:
         self._seconds = seconds
         self._engine = engine
         self._interruption = Interruption()
@@ -61,8 +54,7 @@ class Deadline:
         if self._seconds is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._seconds, self._expire)
-        if self._engine is not None:
-            self._engine.on_lost.add(self._lose)
+        self._engine.on_lost.add(self._lose)
 
     def _expire(self) -> None:
         self._interruption.interrupt(asyncio.TimeoutError)
@@ -78,8 +70,7 @@ class Deadline:
     ) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._engine is not None:
-            self._engine.on_lost.discard(self._lose)
+        self._engine.on_lost.discard(self._lose)
         self._interruption.end(kind, error)
 
 

@@ -10,7 +10,6 @@ import aiohttp
 from vllm_commext.drain import HEADER
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.connections import complaints
-from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.descriptors import lack
 from vllm_commext.proxy.engines import DECODE, Engine
 from vllm_commext.proxy.releases import key_ranks_of
@@ -68,9 +67,9 @@ class HealthMonitor:
             woken.set()
         while self._watches.get(engine) is asyncio.current_task():
             try:
-                with Deadline(self._config.health_interval_seconds):
+                async with asyncio.timeout(self._config.health_interval_seconds):
                     await woken.wait()
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 pass
             else:
                 await asyncio.sleep(
@@ -119,7 +118,7 @@ class HealthMonitor:
                 engine.offers.learn(page)
                 engine.streams.learn_page(page)
                 engine.key_ranks = key_ranks_of(page)
-        except (asyncio.TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             logger.info("%s (%s) does not say what it offers: %s", engine.name, engine.url, error)
             return
         if self._config.reuse_blocks and engine.role == DECODE and not engine.offers.places:
@@ -139,7 +138,7 @@ class HealthMonitor:
             ) as response:
                 failure = None if response.status == 200 else f"/health answered {response.status}"
                 return response.status, HEADER in response.headers, failure
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return (
                 None,
                 False,

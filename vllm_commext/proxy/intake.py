@@ -78,7 +78,7 @@ class Intake:
         try:
             with UploadWatch(seconds, rate) as watch:
                 raw = await self._read_raw(request, watch)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             message = (
                 f"the request's body did not arrive within {seconds} s and a second for each "
                 f"{rate} bytes: got {self.num_bytes} bytes"

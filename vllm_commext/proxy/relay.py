@@ -11,7 +11,7 @@ from aiohttp import web
 from vllm_commext.proxy.answers import bad_answer, failure_of
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.connections import cut
-from vllm_commext.proxy.deadline import ClientStalledError, Deadline, EngineLostError, StreamWatch
+from vllm_commext.proxy.deadline import ClientStalledError, EngineLostError, StreamWatch
 from vllm_commext.proxy.failures import ClientGoneError, ProxyError
 from vllm_commext.proxy.opening import Opened
 from vllm_commext.proxy.sse import DONE, error_event, with_cached_tokens
@@ -80,7 +80,7 @@ class Relay:
                 self._opened.engine, idle_seconds, self._config.client_timeout_seconds
             ) as watch:
                 await self._pass_on(response, watch)
-        except (ConnectionError, aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+        except (TimeoutError, ConnectionError, aiohttp.ClientError, OSError) as error:
             if not self._is_engines_turn:
                 raise ClientGoneError("the client closed its connection") from error
             failure = failure_of(self._opened.engine, error, idle_seconds)
@@ -148,9 +148,9 @@ class Relay:
             cut(self._request)  # a body shorter than announced is the only sign there is
             return
         try:
-            with Deadline(self._config.client_timeout_seconds):
+            async with asyncio.timeout(self._config.client_timeout_seconds):
                 await response.write(error_event(failure.in_a_stream()))
                 await response.write_eof()
-        except (ConnectionError, asyncio.TimeoutError) as error:
+        except (TimeoutError, ConnectionError) as error:
             cut(self._request)
             raise ClientGoneError("the client closed its connection") from error

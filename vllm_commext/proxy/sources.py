@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import DNS_SCHEME, ProxyConfig, engine_url
-from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engines import ROLES
 from vllm_commext.proxy.registry import Place, Registry
 
@@ -87,10 +86,10 @@ class Sources:
                 places = await asyncio.to_thread(read_places, Path(self._config.engines_file))
             else:
                 bound = self._config.health_timeout_seconds
-                with Deadline(bound):
+                async with asyncio.timeout(bound):
                     places = await resolve(self._names)
             self._registry.name(source, places)
-        except (ConfigError, OSError, asyncio.TimeoutError) as error:
+        except (TimeoutError, ConfigError, OSError) as error:
             complaint = f"{error!r}" if isinstance(error, asyncio.TimeoutError) else str(error)
             if self._complaints.get(source) != complaint:
                 logger.warning("engines from %s stay as they were: %s", source, complaint)

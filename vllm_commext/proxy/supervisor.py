@@ -23,7 +23,6 @@ from typing import Any
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.admin import AdminState
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engines import ROLES, EnginePool
 from vllm_commext.proxy.metrics import SHARED_FOLDER as METRICS_FOLDER
 from vllm_commext.proxy.metrics import reserve_files
@@ -100,12 +99,12 @@ class Supervisor:
     async def wait_ready(self) -> None:
         """Until all workers serve. Raises `ConfigError` if one does not in time."""
         try:
-            with Deadline(START_SECONDS):
+            async with asyncio.timeout(START_SECONDS):
                 while sum(one.ready.is_set() for one in self._workers.values()) < (
                     self._config.workers
                 ):
                     await asyncio.sleep(_POLL_SECONDS)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             number = self._config.workers
             raise ConfigError(
                 f"expected {number} workers within {START_SECONDS} s; the log says what ended them"

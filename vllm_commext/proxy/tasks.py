@@ -4,14 +4,10 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-# A task of Python 3.10 loses a cancellation that comes in the moment in which its `Deadline` ends.
-_CANCEL_AGAIN_SECONDS = 0.5
-
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel *tasks* until all have ended."""
-    left = set(tasks)
-    while left:
-        for task in left:
-            task.cancel()
-        _, left = await asyncio.wait(left, timeout=_CANCEL_AGAIN_SECONDS)
+    """Cancel *tasks* and wait until all have ended."""
+    ending = tuple(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)

@@ -14,10 +14,10 @@ Pure: whoever owns a peer brings the events and the random numbers, and acts on 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 
 
-class PeerState(str, Enum):
+class PeerState(StrEnum):
     """Where a peer is in its life."""
 
     UNKNOWN = "unknown"
