@@ -137,7 +137,7 @@ def inspect_models_here() -> None:
     """
     registry = sys.modules.get("vllm.model_executor.models.registry")
     if registry is not None:
-        registry._run_in_subprocess = lambda look: look()
+        setattr(registry, "_run_in_subprocess", lambda look: look())  # noqa: B010
 
 
 def serve_spawns() -> None:
@@ -232,8 +232,8 @@ def _end(run: Callable[..., int], *arguments: Any, as_program: bool = False) -> 
         traceback.print_exc()
     finally:
         if as_program:
-            threading._shutdown()
-            atexit._run_exitfuncs()
+            threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+            atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

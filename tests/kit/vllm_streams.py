@@ -49,7 +49,8 @@ class Stream:
             choice["message"] = {"role": "assistant", "content": text, "reasoning": None}
         else:
             choice["text"] = text
-        answer = {"id": "p", "model": self.model, "choices": [choice], "usage": self._counts(1)}
+        answer: dict[str, Any] = {"id": "p", "model": self.model}
+        answer |= {"choices": [choice], "usage": self._counts(1)}
         if self.with_ids:
             (answer if self.is_chat else choice)["prompt_token_ids"] = list(self.prompt)
         params = {"do_remote_prefill": True, "remote_first_token": token}
