@@ -39,6 +39,7 @@ from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.metadata import StepMetadata, WorkerMetadata
+from vllm_commext.nixl.reasons import FirstToken
 from vllm_commext.nixl.requests import Load
 from vllm_commext.nixl.vllm_cache import ModelFacts
 from vllm_commext.nixl.worker import WorkerSide
@@ -105,7 +106,7 @@ def test_the_answer_is_that_of_one_engine(pair: SimpleNamespace, case: str) -> N
     got, expected = both(pair, PROMPT, **sampling)
     assert got == expected
     assert got.finish_reason is not None
-    assert pair.decode.ways == {first_token.PREFILL: 1}
+    assert pair.decode.ways == {FirstToken.PREFILL: 1}
     assert not pair.decode.scheduler.has_requests() or _runs_dry(pair.decode)
 
 
@@ -191,7 +192,7 @@ def test_a_load_that_fails_after_the_first_token_is_computed_here(
     params = prefilled(pair.prefill, PROMPT[1:], seed=1)
     got = answered(decode, "s", PROMPT[1:], params, max_tokens=2, seed=1)
     assert (got.finish_reason == FinishReason.ERROR) == (policy == "fail")
-    assert decode.ways == {first_token.PREFILL: 1, first_token.SEEDED: 1}
+    assert decode.ways == {FirstToken.PREFILL: 1, FirstToken.SEEDED: 1}
 
 
 def test_a_preempted_request_goes_on_with_what_it_has_said(make: MakeCore) -> None:
@@ -238,16 +239,16 @@ def test_a_request_that_is_aborted_before_the_next_step_is_told_nothing(make: Ma
 
 
 USUAL: dict[str, tuple[dict[str, Any], str]] = {
-    "a seed": ({"seed": 3}, first_token.SEEDED),
-    "log probabilities": ({"logprobs": 2}, first_token.LOGPROBS),
+    "a seed": ({"seed": 3}, FirstToken.SEEDED),
+    "log probabilities": ({"logprobs": 2}, FirstToken.LOGPROBS),
     "a grammar": (
         {"structured_outputs": StructuredOutputsParams(choice=["a"])},
-        first_token.GRAMMAR,
+        FirstToken.GRAMMAR,
     ),
-    "a penalty": ({"presence_penalty": 0.5}, first_token.PENALTIES),
-    "a bias": ({"logit_bias": {3: 1.0}}, first_token.LOGIT_RULES),
-    "a bad word": ({"bad_words": ["x"]}, first_token.LOGIT_RULES),
-    "a least length": ({"min_tokens": 1}, first_token.MIN_TOKENS),
+    "a penalty": ({"presence_penalty": 0.5}, FirstToken.PENALTIES),
+    "a bias": ({"logit_bias": {3: 1.0}}, FirstToken.LOGIT_RULES),
+    "a bad word": ({"bad_words": ["x"]}, FirstToken.LOGIT_RULES),
+    "a least length": ({"min_tokens": 1}, FirstToken.MIN_TOKENS),
 }
 
 
@@ -266,14 +267,14 @@ def test_what_more_than_the_token_follows_from_goes_the_usual_way(
         assert decode.worker.computed["r"][0] == 13
         assert decode.ways == {way: 1}
     request = request_of("p", PROMPT, {"do_remote_decode": True}, max_tokens=1, **sampling)
-    assert first_token.offer(first_token.Sampler("d", 9, ""), request) == (-1, "")
+    assert first_token.offer(first_token.Sampler("d", 9, None), request) == (-1, "")
 
 
 def test_sampling_must_be_the_same(make: MakeCore) -> None:
     prefill, decode = make("kv_producer"), make("kv_consumer")
     params = prefilled(prefill, PROMPT, temperature=0.7)
     answered(decode, "r", PROMPT, params, max_tokens=2, temperature=0.8)
-    assert decode.ways == {first_token.DIFFERS: 1}
+    assert decode.ways == {FirstToken.DIFFERS: 1}
     assert decode.worker.computed["r"][0] == 13
 
 
@@ -282,7 +283,7 @@ def test_the_token_after_a_shorter_prompt_is_not_that_of_its_continuation(make: 
     prefill, decode = make("kv_producer"), make("kv_consumer")
     got = answered(decode, "r", [*PROMPT, 77], prefilled(prefill, PROMPT), max_tokens=2)
     assert got.tokens[0] == next_token([*PROMPT, 77])
-    assert decode.ways == {first_token.DIFFERS: 1}
+    assert decode.ways == {FirstToken.DIFFERS: 1}
 
 
 def test_samples_of_one_request_are_drawn_one_by_one(make: MakeCore) -> None:
@@ -290,11 +291,11 @@ def test_samples_of_one_request_are_drawn_one_by_one(make: MakeCore) -> None:
     params = prefilled(prefill, PROMPT, temperature=0.7)
     for name in ("0_r", "1_r"):
         answered(decode, name, PROMPT, params, max_tokens=2, temperature=0.7)
-    assert decode.ways == {first_token.SAMPLES: 2}
+    assert decode.ways == {FirstToken.SAMPLES: 2}
 
 
 def test_images_and_sessions_go_the_usual_way() -> None:
-    own = first_token.Sampler("d", 9, "")
+    own = first_token.Sampler("d", 9, None)
     item = MultiModalFeatureSpec(None, "image", "one", PlaceholderRange(2, 3))
     for change in ({"mm_features": [item]}, {"resumable": True}, {"prompt_token_ids": None}):
         request = request_of("r", PROMPT)
@@ -307,7 +308,7 @@ def test_images_and_sessions_go_the_usual_way() -> None:
 
 @pytest.mark.parametrize(
     ("there", "here", "way"),
-    [(False, True, first_token.NOT_OFFERED), (True, False, first_token.OFF)],
+    [(False, True, FirstToken.NOT_OFFERED), (True, False, FirstToken.OFF)],
 )
 def test_either_side_can_leave_it_off(make: MakeCore, there: bool, here: bool, way: str) -> None:
     prefill = make("kv_producer", first_token_from_prefill=there)
@@ -341,7 +342,7 @@ def test_a_paused_engine_says_nothing(make: MakeCore) -> None:
     decode.scheduler.set_pause_state(PauseState.UNPAUSED)
     decode.run("r")
     assert decode.worker.computed["r"] == [13, 14]
-    assert decode.ways == {first_token.ENGINE: 1}
+    assert decode.ways == {FirstToken.ENGINE: 1}
 
 
 def refused() -> None:
@@ -355,7 +356,7 @@ def test_an_engine_whose_step_is_vllms_own_goes_the_usual_way(
     prefill, decode = make("kv_producer"), make("kv_consumer")
     answered(decode, "r", PROMPT, prefilled(prefill, PROMPT), max_tokens=2)
     assert decode.worker.computed["r"] == [13, 14]
-    assert decode.ways == {first_token.ENGINE: 1}
+    assert decode.ways == {FirstToken.ENGINE: 1}
 
 
 def test_a_failure_that_is_not_vllms_is_told_apart() -> None:

@@ -31,7 +31,7 @@ from tests.contract.scheduled_core import BLOCK, Core, next_token, request_of
 from vllm_commext.compat.block_frees import defer_frees
 from vllm_commext.nixl.config import parse_config
 from vllm_commext.nixl.engine_facts import reusing_of
-from vllm_commext.nixl.reuse.ways import REFUSALS
+from vllm_commext.nixl.reasons import NoReuse
 
 pytestmark = [
     pytest.mark.skipif(
@@ -318,9 +318,9 @@ def test_tokens_that_were_guessed_are_not_on_offer(folder: Path, what: str) -> N
     spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
     cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec)])
     settings = parse_config({"reuse_blocks": True}, default_host=HOST, default_port=1)
-    assert reusing_of(config, cache, settings).refusal == ""
+    assert reusing_of(config, cache, settings).refusal is None
     setattr(config, what, SimpleNamespace())
-    assert reusing_of(config, cache, settings).refusal in REFUSALS
+    assert reusing_of(config, cache, settings).refusal in (NoReuse.SPECULATION, NoReuse.DIFFUSION)
 
 
 def test_a_reset_takes_everything_off_the_offer(make: MakeEngine) -> None:

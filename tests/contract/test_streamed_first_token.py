@@ -27,7 +27,7 @@ from tests.contract.test_streams import KEY, PROMPT, TO_STREAM, Channel
 from vllm_commext.compat import evidence
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl import scheduler
-from vllm_commext.nixl.first_token import DIFFERS, ENGINE, LOGPROBS, NOT_OFFERED, PREFILL
+from vllm_commext.nixl.reasons import FirstToken
 
 pytestmark = [SENDS_FIRST_TOKENS, pytest.mark.timeout(600)]
 FIRST = next_token(PROMPT)
@@ -108,7 +108,7 @@ def test_the_answer_is_that_of_one_engine(
         assert free(decode) < before  # they are being written to
     end_load(decode)
     assert decode.answer("d") == single_answer(make_core, **sampling)
-    assert decode.ways == Counter({PREFILL: 1})
+    assert decode.ways == Counter({FirstToken.PREFILL: 1})
     # Nothing of the prompt is computed, and each generated token but the last one once; it may be
     # under way already when the answer turns out to have ended before.
     computed = decode.worker.computed.get("d", [])
@@ -149,7 +149,7 @@ def test_a_token_that_comes_later_than_the_prompt_is_computed_here(
         decode.turn()
     assert decode.answer("d") == single_answer(make_core, max_tokens=3)
     assert decode.worker.computed["d"][0] == len(PROMPT) - 1
-    assert decode.ways == Counter({NOT_OFFERED: 1})
+    assert decode.ways == Counter({FirstToken.NOT_OFFERED: 1})
     assert side_of(decode)._consumer.take_tokens() == {}
 
 
@@ -163,7 +163,7 @@ def test_a_token_is_sent_when_its_prompt_was_computed_before_it_was_asked_for(
     turn_until(decode, lambda: decode.answer("d").tokens == [FIRST])
     end_load(decode)
     assert decode.answer("d") == single_answer(make_core, max_tokens=3)
-    assert decode.ways == Counter({PREFILL: 1})
+    assert decode.ways == Counter({FirstToken.PREFILL: 1})
 
 
 def test_a_token_is_sent_while_there_is_no_room_for_its_prompt(
@@ -198,7 +198,11 @@ def test_a_wrong_token_is_the_one_that_is_sent_and_gone_on_from(
 
 @pytest.mark.parametrize(
     ("token", "sampled", "way"),
-    [(FIRST, {"temperature": 0.5}, DIFFERS), (10**6, {}, DIFFERS), (-1, {}, NOT_OFFERED)],
+    [
+        (FIRST, {"temperature": 0.5}, FirstToken.DIFFERS),
+        (10**6, {}, FirstToken.DIFFERS),
+        (-1, {}, FirstToken.NOT_OFFERED),
+    ],
     ids=["drawn otherwise", "no token of the model's", "none"],
 )
 def test_what_cannot_be_used_is_computed_here(
@@ -228,7 +232,7 @@ def test_what_more_than_the_token_follows_from_is_not_asked_for(
         decode.turn()
     assert side_of(decode)._consumer._asker._tokens == {}
     end_load(decode)
-    assert decode.ways == Counter({LOGPROBS: 1})
+    assert decode.ways == Counter({FirstToken.LOGPROBS: 1})
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -242,7 +246,7 @@ def test_a_load_that_fails_after_its_first_token_is_computed_here(
     end_load(decode)
     assert decode.answer("d") == single_answer(make_core, max_tokens=5)
     assert decode.worker.computed["d"][: len(PROMPT) + 1] == [*range(len(PROMPT) + 1)]
-    assert decode.ways == Counter({PREFILL: 1})
+    assert decode.ways == Counter({FirstToken.PREFILL: 1})
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -263,7 +267,7 @@ def test_a_load_that_fails_without_a_first_token_is_the_policys(
         assert decode.answer("d").finish_reason == FinishReason.ERROR
     else:
         assert decode.answer("d") == single_answer(make_core, max_tokens=3)
-    assert decode.ways == Counter({NOT_OFFERED: 1})
+    assert decode.ways == Counter({FirstToken.NOT_OFFERED: 1})
     turn_until(decode, lambda: not decode.scheduler.has_requests())
     assert free(decode) == before
 
@@ -282,7 +286,7 @@ def test_an_engine_whose_step_is_vllms_own_sends_no_token_and_leaves_failures_to
     channel.directory.tell(KEY, *told)
     end_load(decode)
     assert decode.answer("d").finish_reason == FinishReason.ERROR
-    assert decode.ways == Counter({ENGINE: 1})
+    assert decode.ways == Counter({FirstToken.ENGINE: 1})
 
 
 def test_an_engine_that_is_paused_when_the_token_comes_computes_it(
@@ -295,7 +299,7 @@ def test_an_engine_that_is_paused_when_the_token_comes_computes_it(
     decode.scheduler.set_pause_state(PauseState.UNPAUSED)
     end_load(decode)
     assert decode.answer("d") == single_answer(make_core, max_tokens=3)
-    assert decode.ways == Counter({ENGINE: 1})
+    assert decode.ways == Counter({FirstToken.ENGINE: 1})
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -366,7 +370,7 @@ def test_an_engine_with_nothing_to_compute_waits_for_a_token_that_is_about_to_co
     later = threading.Timer(0.2, channel.directory.tell, (KEY, *token))
     later.start()
     turn_until(decode, lambda: has_ended(decode, "d"))
-    assert decode.ways == Counter({PREFILL: 1})
+    assert decode.ways == Counter({FirstToken.PREFILL: 1})
 
 
 def test_an_engine_that_computes_waits_for_no_token(

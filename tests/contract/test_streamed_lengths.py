@@ -38,12 +38,13 @@ from vllm_commext.nixl.geometry.request_blocks import blocks_to_fill
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.prefill.fence import FenceTable
 from vllm_commext.nixl.prefill.prefills import Place, Prefills
+from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.requests import Load, RemoteRequest
 from vllm_commext.nixl.stream.cursor import Cursor, cursor_of
 from vllm_commext.nixl.stream.progress import ProgressTable
 from vllm_commext.nixl.stream.publisher import Publisher
 from vllm_commext.nixl.stream.rows import PIECE_IDS
-from vllm_commext.nixl.stream.ways import PROMPT, Streaming
+from vllm_commext.nixl.stream.streaming import Streaming
 from vllm_commext.nixl.vllm_cache import groups_of
 
 FENCE_KEY = bytes(range(32))
@@ -95,7 +96,7 @@ class Source:
     def __init__(self, model: Model) -> None:
         self.engine = Engine(model, "kv_producer")
         self.groups = tuple(groups_of(model.cache()))
-        streaming = Streaming("", self.groups, MAX_TOKENS, BLOCK)
+        streaming = Streaming(None, self.groups, MAX_TOKENS, BLOCK)
         self.prefills = Prefills(
             Place("e", "1", "h", 7000, 1, 1),
             self.groups,
@@ -314,9 +315,9 @@ def test_a_prompt_whose_last_token_cannot_be_left_out_is_not_streamed(name: str)
     init_none_hash(sha256)
     source = Source(MODELS[name])
     one = request_of("one", 1, TO_STREAM)
-    assert source.prefills.add(one) == PROMPT
+    assert source.prefills.add(one) == Handover.PROMPT
     wants_all = request_of("all", 9, TO_STREAM)
     wants_all.sampling_params.prompt_logprobs = 1
     wants_all.kv_transfer_params["stream_key"] = KEY[::-1]
-    assert source.prefills.add(wants_all) == PROMPT
+    assert source.prefills.add(wants_all) == Handover.PROMPT
     source.engine.connector.shutdown()

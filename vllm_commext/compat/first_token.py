@@ -30,13 +30,8 @@ from vllm.v1.request import RequestStatus
 
 from vllm_commext.compat.block_frees import defer_frees
 from vllm_commext.compat.kv_connector import transfer_results_class
-from vllm_commext.nixl.first_token import (
-    ENGINE,
-    OFF,
-    PREFILL,
-    Sampler,
-    facts_digest,
-)
+from vllm_commext.nixl.first_token import Sampler, facts_digest
+from vllm_commext.nixl.reasons import FirstToken
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,11 +51,11 @@ def sampler_of(
         is_on: the user lets first tokens come from prefill engines.
     """
     if not is_on:
-        return Sampler(refusal=OFF)
+        return Sampler(refusal=FirstToken.OFF)
     if _samples_otherwise(vllm_config):
-        return Sampler(refusal=ENGINE)
+        return Sampler(refusal=FirstToken.ENGINE)
     num_tokens = vllm_config.model_config.get_vocab_size()
-    return Sampler(digest=facts_digest(facts()), num_tokens=num_tokens, refusal="")
+    return Sampler(digest=facts_digest(facts()), num_tokens=num_tokens, refusal=None)
 
 
 def _samples_otherwise(vllm_config: VllmConfig) -> bool:
@@ -121,7 +116,9 @@ class FirstTokens:
         is_idle = not core.scheduler.running
         for request, token in self._source.take_first_tokens(is_idle=is_idle):
             can_send = _may_begin(core.scheduler, request)
-            self._source.note_first_token(request, PREFILL if can_send else ENGINE)
+            self._source.note_first_token(
+                request, FirstToken.PREFILL if can_send else FirstToken.ENGINE
+            )
             if can_send:
                 send(core, request, token)
 

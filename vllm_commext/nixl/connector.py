@@ -24,10 +24,11 @@ from vllm_commext.compat.kv_connector import (
 from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.nixl import engine_facts
 from vllm_commext.nixl.config import ConnectorConfig, parse_config
-from vllm_commext.nixl.first_token import ENGINE, Sampler
+from vllm_commext.nixl.first_token import Sampler
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.metrics.prometheus import CommextNixlPromMetrics, CommextNixlStats
 from vllm_commext.nixl.pipeline import ONE_STAGE, Pipeline, gather_bytes
+from vllm_commext.nixl.reasons import FirstToken
 from vllm_commext.nixl.scheduler import SchedulerSide
 from vllm_commext.nixl.vllm_cache import groups_of
 from vllm_commext.nixl.worker import WorkerSide, metadata_of
@@ -139,7 +140,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> Sampler:
         """What first tokens follow from; none are handed over where this vLLM cannot send them."""
         if evidence.why_not("nixl first token"):
-            return Sampler(refusal=ENGINE)
+            return Sampler(refusal=FirstToken.ENGINE)
         from vllm_commext.compat.first_token import sampler_of
 
         return sampler_of(

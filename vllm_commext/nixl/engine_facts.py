@@ -24,9 +24,10 @@ from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.layout import STATE
 from vllm_commext.nixl.geometry.plan import num_blocks_for
 from vllm_commext.nixl.geometry.topology import Rank
-from vllm_commext.nixl.reuse import ways
-from vllm_commext.nixl.reuse.ways import Reusing
-from vllm_commext.nixl.stream.ways import Streaming, refusal_of
+from vllm_commext.nixl.reasons import NoReuse
+from vllm_commext.nixl.reuse import reusing
+from vllm_commext.nixl.reuse.reusing import Reusing
+from vllm_commext.nixl.stream.streaming import Streaming, refusal_of
 from vllm_commext.nixl.vllm_cache import (
     SERVED_SPECS,
     ModelFacts,
@@ -164,7 +165,7 @@ def streaming_of(
     if refusal:
         return Streaming(refusal)
     return Streaming(
-        "",
+        None,
         tuple(groups),
         vllm_config.model_config.max_model_len,
         vllm_config.scheduler_config.max_num_batched_tokens,
@@ -176,21 +177,21 @@ def reusing_of(
 ) -> Reusing:
     """What an engine does of reuse across engines."""
     groups = groups_of(kv_cache_config)
-    refusal = ways.refusal_of(
+    refusal = reusing.refusal_of(
         groups,
         is_on=config.reuse_blocks,
         keeps_host_copy=keeps_host_copy(vllm_config, config),
         zeroes_blocks=needs_zeroed_blocks(kv_cache_config),
     )
     if not refusal and vllm_config.speculative_config is not None:
-        refusal = ways.SPECULATION
+        refusal = NoReuse.SPECULATION
     if not refusal and getattr(vllm_config, "diffusion_config", None) is not None:
-        refusal = ways.DIFFUSION
+        refusal = NoReuse.DIFFUSION
     if refusal:
         return Reusing(refusal)
     block_size = groups[0].block_size
     return Reusing(
-        "",
+        None,
         block_size,
         num_blocks_for(vllm_config.model_config.max_model_len, block_size),
         lambda: digest(engine_facts(vllm_config, kv_cache_config)),

@@ -40,62 +40,32 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm_commext.nixl.reasons import FirstToken
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_commext.nixl.wire.params import Handle
 
-PREFILL = "prefill"
-OFF = "off"
-ENGINE = "engine"
-NOT_OFFERED = "not_offered"
-DIFFERS = "differs"
-SEEDED = "seeded"
-LOGPROBS = "logprobs"
-GRAMMAR = "grammar"
-PENALTIES = "penalties"
-LOGIT_RULES = "logit_rules"
-MIN_TOKENS = "min_tokens"
-SAMPLES = "samples"
-PROMPT = "prompt"
-OTHER = "other"
-WAYS = (
-    PREFILL,
-    OFF,
-    ENGINE,
-    NOT_OFFERED,
-    DIFFERS,
-    SEEDED,
-    LOGPROBS,
-    GRAMMAR,
-    PENALTIES,
-    LOGIT_RULES,
-    MIN_TOKENS,
-    SAMPLES,
-    PROMPT,
-    OTHER,
-)
-"""Where first tokens come from: the prefill engine, or this engine for one of the other reasons."""
-
 NO_TOKEN = -1
 GREEDY = "greedy"
 _DRAWN_BY = ("temperature", "top_p", "top_k", "min_p")
 _REASONS = {
-    "n": SAMPLES,
-    "seed": SEEDED,
-    "logprobs": LOGPROBS,
-    "prompt_logprobs": LOGPROBS,
-    "prompt_logprob_token_ids": LOGPROBS,
-    "logprob_token_ids": LOGPROBS,
-    "structured_outputs": GRAMMAR,
-    "presence_penalty": PENALTIES,
-    "frequency_penalty": PENALTIES,
-    "repetition_penalty": PENALTIES,
-    "repetition_detection": PENALTIES,
-    "logit_bias": LOGIT_RULES,
-    "allowed_token_ids": LOGIT_RULES,
-    "bad_words": LOGIT_RULES,
-    "min_tokens": MIN_TOKENS,
+    "n": FirstToken.SAMPLES,
+    "seed": FirstToken.SEEDED,
+    "logprobs": FirstToken.LOGPROBS,
+    "prompt_logprobs": FirstToken.LOGPROBS,
+    "prompt_logprob_token_ids": FirstToken.LOGPROBS,
+    "logprob_token_ids": FirstToken.LOGPROBS,
+    "structured_outputs": FirstToken.GRAMMAR,
+    "presence_penalty": FirstToken.PENALTIES,
+    "frequency_penalty": FirstToken.PENALTIES,
+    "repetition_penalty": FirstToken.PENALTIES,
+    "repetition_detection": FirstToken.PENALTIES,
+    "logit_bias": FirstToken.LOGIT_RULES,
+    "allowed_token_ids": FirstToken.LOGIT_RULES,
+    "bad_words": FirstToken.LOGIT_RULES,
+    "min_tokens": FirstToken.MIN_TOKENS,
 }
 """What a parameter that is not at its default means; any other one is ``OTHER``."""
 _WITHOUT_EFFECT = {
@@ -118,12 +88,12 @@ class Sampler:
     Attributes:
         digest: of the engine's facts, hexadecimal.
         num_tokens: tokens of the model's vocabulary.
-        refusal: the way on which all of this engine's first tokens go, "" to look at each request.
+        refusal: why this engine computes all first tokens, None to look at each request.
     """
 
     digest: str = ""
     num_tokens: int = 0
-    refusal: str = ENGINE
+    refusal: FirstToken | None = FirstToken.ENGINE
 
 
 def facts_digest(facts: Mapping[str, str]) -> str:
@@ -131,9 +101,9 @@ def facts_digest(facts: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def refusal_of(own: Sampler, request: Request) -> str:
-    """Why a request's first token is computed here, whatever a prefill engine hands over, one of
-    ``WAYS``; "" where that decides."""
+def refusal_of(own: Sampler, request: Request) -> FirstToken | None:
+    """Why a request's first token is computed here, whatever a prefill engine hands over; None
+    where that decides."""
     return own.refusal or _reason(request)
 
 
@@ -146,8 +116,8 @@ def offer(own: Sampler, request: Request) -> tuple[int, str]:
     return tokens[0], _drawn_by(own, request.sampling_params)
 
 
-def way_of(own: Sampler, handle: Handle, request: Request) -> str:
-    """The way on which a request gets its first token, one of ``WAYS``.
+def source_of(own: Sampler, handle: Handle, request: Request) -> FirstToken:
+    """Where a request's first token comes from.
 
     Args:
         own: the decode engine's.
@@ -158,26 +128,26 @@ def way_of(own: Sampler, handle: Handle, request: Request) -> str:
     if reason:
         return reason
     if handle.first_token < 0:
-        return NOT_OFFERED
+        return FirstToken.NOT_OFFERED
     # A shorter prompt, of which this one is a continuation, is followed by another token.
     is_same = handle.remote.num_tokens == request.num_prompt_tokens
     is_same = is_same and handle.sampling == _drawn_by(own, request.sampling_params)
-    return PREFILL if is_same else DIFFERS
+    return FirstToken.PREFILL if is_same else FirstToken.DIFFERS
 
 
-def _reason(request: Request) -> str:
-    """Why the request's first token follows from more than is compared, "" where it does not."""
+def _reason(request: Request) -> FirstToken | None:
+    """Why the request's first token follows from more than is compared, None where it does not."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
-        return PROMPT
+        return FirstToken.PROMPT
     if request.mm_features or request.resumable:
-        return PROMPT
+        return FirstToken.PROMPT
     if _SAMPLE.match(request.request_id):
-        return SAMPLES
+        return FirstToken.SAMPLES
     if request.sampling_params is None:
-        return OTHER
-    reasons = {_REASONS.get(name, OTHER) for name in _unusual(request.sampling_params)}
-    # The order of WAYS, so that the same parameters are always counted as the same.
-    return next((way for way in WAYS if way in reasons), "")
+        return FirstToken.OTHER
+    reasons = {_REASONS.get(name, FirstToken.OTHER) for name in _unusual(request.sampling_params)}
+    # In one order, so that the same parameters are always counted as the same.
+    return next((reason for reason in FirstToken if reason in reasons), None)
 
 
 def _unusual(params: Any) -> list[str]:

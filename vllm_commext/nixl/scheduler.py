@@ -16,15 +16,7 @@ from vllm_commext.nixl.decode.handles import Handles
 from vllm_commext.nixl.decode.quarantine import Quarantine
 from vllm_commext.nixl.decode.trust import Trust
 from vllm_commext.nixl.doorbell import Doorbell
-from vllm_commext.nixl.first_token import (
-    DIFFERS,
-    ENGINE,
-    NOT_OFFERED,
-    PREFILL,
-    Sampler,
-    refusal_of,
-    way_of,
-)
+from vllm_commext.nixl.first_token import Sampler, refusal_of, source_of
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.request_blocks import blocks_to_fill, is_at_block_boundary
 from vllm_commext.nixl.geometry.topology import Rank, worker_number
@@ -35,11 +27,12 @@ from vllm_commext.nixl.prefill.fence import new_key
 from vllm_commext.nixl.prefill.keys import releases_of
 from vllm_commext.nixl.prefill.prefills import FINISHED, Place, Prefills
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
+from vllm_commext.nixl.reasons import FirstToken, Handover
 from vllm_commext.nixl.requests import Load, Wait
+from vllm_commext.nixl.reuse.reusing import Reusing
 from vllm_commext.nixl.reuse.side import ReuseSide
-from vllm_commext.nixl.reuse.ways import Reusing
 from vllm_commext.nixl.stream.consumer import consumer_of
-from vllm_commext.nixl.stream.ways import NO_KEY, NOT_FOUND, STREAMED, Streaming
+from vllm_commext.nixl.stream.streaming import Streaming
 from vllm_commext.nixl.wire.params import (
     Handle,
     OtherProtocolError,
@@ -249,21 +242,21 @@ class SchedulerSide:
             else:
                 self._awaited[request.request_id] = request, None
             return
-        self._recorder.stream(NO_KEY)
+        self._recorder.stream(Handover.NO_KEY)
         try:
             handle = self._handles.of(request)
         except OtherPromptError:
-            self._recorder.first_token(DIFFERS)
+            self._recorder.first_token(FirstToken.DIFFERS)
             return
         except ProtocolError:
             return  # the load will fail with the reason
         self._arrived[request.request_id] = time.monotonic()
         if not self._trust.admit(request.request_id, handle.computed_at):
-            self._recorder.first_token(DIFFERS)
+            self._recorder.first_token(FirstToken.DIFFERS)
             return
         self._pending.waits.append(Wait(request.request_id, handle.remote))
-        way = way_of(self._sampler, handle, request)
-        if way == PREFILL:
+        way = source_of(self._sampler, handle, request)
+        if way == FirstToken.PREFILL:
             self._first_tokens[request.request_id] = request, handle.first_token
         else:
             self._recorder.first_token(way)
@@ -280,7 +273,7 @@ class SchedulerSide:
         for request_id, told in self._consumer.take_tokens().items():
             self._take_token(request_id, *told)
         for request_id in loaded:
-            self._await_no_token(request_id, NOT_OFFERED)
+            self._await_no_token(request_id, FirstToken.NOT_OFFERED)
         taken, self._first_tokens = list(self._first_tokens.values()), {}
         return taken
 
@@ -293,13 +286,17 @@ class SchedulerSide:
             _, handle = self._awaited.get(request_id, (None, None))
         if request is None or handle is None:
             return
-        way = way_of(self._sampler, replace(handle, first_token=token, sampling=sampling), request)
-        if way == PREFILL and token < self._sampler.num_tokens:
+        way = source_of(
+            self._sampler, replace(handle, first_token=token, sampling=sampling), request
+        )
+        if way == FirstToken.PREFILL and token < self._sampler.num_tokens:
             del self._awaited[request_id]
             self._consumer.forget(request_id)
             self._first_tokens[request_id] = request, token
         else:
-            self._await_no_token(request_id, DIFFERS if way == PREFILL else way)
+            self._await_no_token(
+                request_id, FirstToken.DIFFERS if way == FirstToken.PREFILL else way
+            )
 
     def _await_no_token(self, request_id: str, way: str) -> None:
         """A request's first token is computed here, if it has none yet."""
@@ -310,7 +307,7 @@ class SchedulerSide:
     def note_first_token(self, request: Request, way: str) -> None:
         """Count where a request's first token comes from."""
         self._recorder.first_token(way)
-        if way == PREFILL:
+        if way == FirstToken.PREFILL:
             self._recomputed.add(request.request_id)
 
     def note_step(self, defer_frees: Callable[[], bool]) -> None:
@@ -356,13 +353,13 @@ class SchedulerSide:
             return True
         handle = self._handles.take_stream(request)
         if handle is None:
-            self._await_no_token(request.request_id, NOT_OFFERED)
-            self._recorder.stream(self._streaming.refusal or NOT_FOUND)
+            self._await_no_token(request.request_id, FirstToken.NOT_OFFERED)
+            self._recorder.stream(self._streaming.refusal or Handover.NOT_FOUND)
             return False
         self._pending.waits.append(Wait(request.request_id, handle.remote))
         if request.request_id in self._awaited:
             self._awaited[request.request_id] = request, handle
-        self._recorder.stream(STREAMED)
+        self._recorder.stream(Handover.STREAMED)
         return False
 
     def plan_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -395,8 +392,8 @@ class SchedulerSide:
     def _send_no_token(self, request_id: str) -> None:
         """Nothing here sends a first token before the engine's steps."""
         if self._first_tokens.pop(request_id, None) is not None:
-            self._recorder.first_token(ENGINE)
-        self._await_no_token(request_id, ENGINE)
+            self._recorder.first_token(FirstToken.ENGINE)
+        self._await_no_token(request_id, FirstToken.ENGINE)
 
     def _plan_reuse(self, request_id: str, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The same for blocks that another engine has on offer."""
@@ -429,7 +426,7 @@ class SchedulerSide:
         was_to_load = self._is_to_load(request)
         if was_to_load:
             self._release_unread(request)
-        self._await_no_token(request.request_id, NOT_OFFERED)
+        self._await_no_token(request.request_id, FirstToken.NOT_OFFERED)
         if was_to_load:
             return False, None
         if request.status in FINISHED:
@@ -448,10 +445,10 @@ class SchedulerSide:
         self._reuse.clear()
         while self._first_tokens:
             self._first_tokens.popitem()
-            self._recorder.first_token(DIFFERS)
+            self._recorder.first_token(FirstToken.DIFFERS)
         for request_id, (_, handle) in [*self._awaited.items()]:
             if handle is not None:
-                self._await_no_token(request_id, DIFFERS)
+                self._await_no_token(request_id, FirstToken.DIFFERS)
 
     def note_pause(self, *, is_paused: bool) -> None:
         """Whether the engine is paused, told before each step: then it keeps nothing for others,
@@ -526,7 +523,7 @@ class SchedulerSide:
         reason = self._ends.failed.pop(request_id, "")
         self._reuse.note_end(request_id, failed=is_unread or bool(reason))
         if is_unread or reason:
-            self._await_no_token(request_id, NOT_OFFERED)
+            self._await_no_token(request_id, FirstToken.NOT_OFFERED)
         elif request_id in self._awaited:
             self._loaded.append(request_id)
         if reason:

@@ -9,9 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from vllm_commext.proxy import streams
 from vllm_commext.proxy.engines import EnginePool
-from vllm_commext.proxy.two_step import LOCAL_PREFILL_REASONS
+from vllm_commext.proxy.reasons import AtOnce, LocalPrefill
 
 # prometheus_client then keeps every process's values in files of this folder.
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
@@ -57,7 +56,7 @@ class ProxyMetrics:
             ("reason",),
             registry=registry,
         )
-        for reason in LOCAL_PREFILL_REASONS:
+        for reason in LocalPrefill:
             self.local_prefills.labels(reason)  # a rate needs the 0 before the first one
         self.retries = Counter(
             "commext_proxy_retries",
@@ -77,7 +76,7 @@ class ProxyMetrics:
             ("way",),
             registry=registry,
         )
-        for way in streams.WAYS:
+        for way in AtOnce:
             self.streams.labels(way)
         self.releases = Counter(
             "commext_proxy_releases",

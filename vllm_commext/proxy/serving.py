@@ -17,6 +17,7 @@ from vllm_commext.proxy.intake import Intake
 from vllm_commext.proxy.metrics import ProxyMetrics
 from vllm_commext.proxy.opening import Opened
 from vllm_commext.proxy.outcome import DIRECT, LOCAL_PREFILL, STREAMED, TWO_STEP, Outcome
+from vllm_commext.proxy.reasons import AtOnce, LocalPrefill
 from vllm_commext.proxy.relay import Relay
 from vllm_commext.proxy.reuse import Place, places_of
 from vllm_commext.proxy.streams import Stream
@@ -158,8 +159,8 @@ class Service:
             attempts.body,
             (engine.streams for engine in self._pools[DECODE].engines if engine.usable),
         )
-        if attempts.num_failed and refusal != streams.OFF:
-            refusal = streams.AGAIN
+        if attempts.num_failed and refusal != AtOnce.OFF:
+            refusal = AtOnce.AGAIN
         places = attempts.places() if self._config.reuse_blocks else []
         return Stream(attempts.body, attempts.payload, ask, refusal=refusal, places=places)
 
@@ -194,12 +195,12 @@ class Service:
                 if error.status < 500 or error.kind in (ENGINES_LOST, "overloaded"):
                     raise
                 away = error.kind in ("no_engine", "unreachable", "lost", "draining")
-                reason = two_step.PREFILL_AWAY if away else two_step.PREFILL_FAILED
-                reason = two_step.AFTER_FAILURE if attempts.failed_prefill else reason
+                reason = LocalPrefill.PREFILL_AWAY if away else LocalPrefill.PREFILL_FAILED
+                reason = LocalPrefill.AFTER_FAILURE if attempts.failed_prefill else reason
             else:
                 if prefilled.kv_transfer_params is not None:
                     return prefilled
-                reason = two_step.NO_PARAMETERS
+                reason = LocalPrefill.NO_PARAMETERS
                 logger.info(
                     "%s returned no kv_transfer_params; has it a KV connector as producer?",
                     prefilled.engine.name,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_commext.proxy import two_step
 from vllm_commext.proxy.failures import ProxyError
+from vllm_commext.proxy.reasons import AtOnce
 from vllm_commext.proxy.tasks import end_tasks
 
 if TYPE_CHECKING:
@@ -24,33 +25,6 @@ logger = logging.getLogger("vllm.commext.proxy")
 
 AUTO, NEVER = MODES = ("auto", "never")
 """Which requests go to both at once: all that can, none."""
-
-STREAMED = "streamed"
-OFF = "off"
-NOT_KNOWN = "not_known"
-DECODE = "decode"
-SEVERAL = "several"
-ONE_TOKEN = "one_token"
-BUSY = "busy"
-AGAIN = "again"
-FAILED = "failed"
-WAYS = (
-    STREAMED,
-    OFF,
-    NOT_KNOWN,
-    DECODE,
-    SEVERAL,
-    ONE_TOKEN,
-    BUSY,
-    AGAIN,
-    FAILED,
-)
-"""How a request that takes two steps takes them: both at once; or one after the other, as that is
-off, as the prefill engine has not said yet that it streams and where, as a decode engine does not
-say that it streams, as several side channels answer for the prefill engine, as its answer is one
-token, for which nothing need be read, as enough wait for the prefill engine already, as the request
-is served anew; or, after both at once, once more one after the other, as the decode engine has
-failed."""
 
 KEY_BYTES = 16
 METRIC = "vllm:commext_nixl_stream_chunks"
@@ -107,23 +81,23 @@ class Streams:
         self._is_one = True
         self.reads = False
 
-    def place_or_reason(self) -> Place | str:
-        """Where one more prompt is read while it is computed, or why it is not, one of `WAYS`."""
+    def place_or_reason(self) -> Place | AtOnce:
+        """Where one more prompt is read while it is computed, or why it is not."""
         if self.place is None:
-            return NOT_KNOWN
+            return AtOnce.NOT_KNOWN
         if not self._is_one:
-            return SEVERAL
-        return BUSY if self.num_waiting >= MAX_WAITING else self.place
+            return AtOnce.SEVERAL
+        return AtOnce.BUSY if self.num_waiting >= MAX_WAITING else self.place
 
 
-def refusal(mode: str, body: Mapping[str, Any], decode: Iterable[Streams]) -> str:
-    """Why such a request does not go to both engines at once, whichever prefill engine takes it,
-    one of `WAYS`; "" if it may. decode: of the engines that one may be chosen from."""
+def refusal(mode: str, body: Mapping[str, Any], decode: Iterable[Streams]) -> AtOnce | None:
+    """Why such a request does not go to both engines at once, whichever prefill engine takes it;
+    None if it may. decode: of the engines that one may be chosen from."""
     if mode == NEVER:
-        return OFF
+        return AtOnce.OFF
     if any(body.get(name) == 1 for name in ("max_tokens", "max_completion_tokens")):
-        return ONE_TOKEN
-    return "" if all(one.reads for one in decode) else DECODE
+        return AtOnce.ONE_TOKEN
+    return None if all(one.reads for one in decode) else AtOnce.DECODE
 
 
 def prefill_body(
@@ -158,7 +132,7 @@ class Payloads(Protocol):
 
 
 class Stream:
-    """One request's attempt at both steps at once. way: how it went, one of `WAYS`.
+    """One request's attempt at both steps at once. way: how it went.
 
     decode: the decode engine's answer, begun by *ask* with its payload once a prefill engine is
     known that streams; None before. places: side channels of engines that may have blocks of the
@@ -171,7 +145,7 @@ class Stream:
         payload: Payloads,
         ask: Callable[[Any], Any],
         *,
-        refusal: str = "",
+        refusal: AtOnce | None = None,
         places: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._places = places
@@ -193,9 +167,9 @@ class Stream:
         the same time."""
         await self.cancel()
         if self._place is not None:
-            self.way = AGAIN
+            self.way = AtOnce.AGAIN
         place = self.way or streams.place_or_reason()
-        if isinstance(place, str):
+        if isinstance(place, AtOnce):
             self.way = place
             body = two_step.prefill_body(self._body, self._places, key)
             return self._payload(body, is_stream=False)
@@ -212,7 +186,7 @@ class Stream:
         side channel than that one's."""
         if self._asked is not None and self._asked.place != self._place:
             await self.cancel()
-            self.way = SEVERAL
+            self.way = AtOnce.SEVERAL
 
     async def opened(self) -> "Opened | ProxyError":
         """The decode engine's answer, which is the caller's to close, or why there is none."""
@@ -220,10 +194,10 @@ class Stream:
         try:
             opened = await asyncio.shield(self._decode)
         except ProxyError as error:
-            self.way = FAILED
+            self.way = AtOnce.FAILED
             self._leave()
             return error
-        self.way = STREAMED
+        self.way = AtOnce.STREAMED
         self._leave()
         return opened
 

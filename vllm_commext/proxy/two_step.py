@@ -19,35 +19,11 @@ from typing import Any
 
 from vllm_commext.proxy.body import RawJson, decode, num_tokens
 from vllm_commext.proxy.failures import ProxyError
+from vllm_commext.proxy.reasons import LocalPrefill
 
 COMPLETIONS = "completions"
 CHAT = "chat"
 ENDPOINTS = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHAT}
-
-NO_PARAMETERS = "no_kv_transfer_params"
-PREFILL_AWAY = "prefill_away"
-PREFILL_FAILED = "prefill_failed"
-AFTER_FAILURE = "after_failure"
-SHORT_PROMPT = "short_prompt"
-SEVERAL_SAMPLES = "several_samples"
-BEAM_SEARCH = "beam_search"
-NOT_ONE_PROMPT = "not_one_prompt"
-PROMPT_LOGPROBS = "prompt_logprobs"
-TRUNCATION = "truncation"
-NO_GENERATION = "no_generation"
-LOCAL_PREFILL_REASONS = (
-    NO_PARAMETERS,
-    PREFILL_AWAY,
-    PREFILL_FAILED,
-    AFTER_FAILURE,
-    SHORT_PROMPT,
-    SEVERAL_SAMPLES,
-    BEAM_SEARCH,
-    NOT_ONE_PROMPT,
-    PROMPT_LOGPROBS,
-    TRUNCATION,
-    NO_GENERATION,
-)
 
 KEEP_FOR_DECODE: Mapping[str, Any] = {
     "do_remote_decode": True,
@@ -106,25 +82,25 @@ def bad_body(message: str) -> ProxyError:
 
 def local_prefill_reason(
     endpoint: str, body: Mapping[str, Any], min_prompt_tokens: int = 0
-) -> str | None:
-    """Why *body* cannot take the two steps (one of `LOCAL_PREFILL_REASONS`), or None if it can.
+) -> LocalPrefill | None:
+    """Why *body* cannot take the two steps, or None if it can.
 
     Values of an unexpected type count as a reason: the decode engine then judges them itself.
     """
     if not all(body.get(name) in (None, 1) for name in ("n", "best_of")):
-        return SEVERAL_SAMPLES
+        return LocalPrefill.SEVERAL_SAMPLES
     if body.get("use_beam_search"):
-        return BEAM_SEARCH
+        return LocalPrefill.BEAM_SEARCH
     if endpoint == COMPLETIONS and not _is_one_prompt(body):
-        return NOT_ONE_PROMPT
+        return LocalPrefill.NOT_ONE_PROMPT
     if _wants_prompt_logprobs(endpoint, body):
-        return PROMPT_LOGPROBS
+        return LocalPrefill.PROMPT_LOGPROBS
     if not _is_count(body.get("truncate_prompt_tokens")):
-        return TRUNCATION
+        return LocalPrefill.TRUNCATION
     if any(body.get(name) == 0 for name in ("max_tokens", "max_completion_tokens")):
-        return NO_GENERATION
+        return LocalPrefill.NO_GENERATION
     if num_tokens(prompt_of(endpoint, body)) < min_prompt_tokens:
-        return SHORT_PROMPT
+        return LocalPrefill.SHORT_PROMPT
     return None
 
 

@@ -24,7 +24,7 @@ from vllm_commext.nixl.requests import Hold, Load
 from vllm_commext.nixl.stream.asker import StreamAsker
 from vllm_commext.nixl.stream.directory import StreamDirectory
 from vllm_commext.nixl.stream.producer import StreamProducer
-from vllm_commext.nixl.stream.ways import Streaming
+from vllm_commext.nixl.stream.streaming import Streaming
 from vllm_commext.nixl.wire.params import Handle
 
 FENCE_KEY = bytes(32)
@@ -78,7 +78,7 @@ class Prefill:
         self.slots = FenceSlots(FENCE_KEY, 8)
         self.directory = StreamDirectory()
         groups = (Group(FULL, BLOCK_SIZE),)
-        streaming = Streaming("", groups, 24 * BLOCK_SIZE, 2 * BLOCK_SIZE)
+        streaming = Streaming(None, groups, 24 * BLOCK_SIZE, 2 * BLOCK_SIZE)
         self.producer = StreamProducer(self.slots, self.directory, streaming, num_rows)
         self.engine.server = SideChannelServer(
             "p",

@@ -24,7 +24,7 @@ from tests.cpu.nixl_agents.streams import BLOCKS, CHUNKS, Decode, Prefill
 from tests.unit.nixl.cluster_cases import Case, Model, Span, case_of
 from tests.unit.nixl.reference_cache import Attention, Engine, Group, State
 from vllm_commext.errors import CommextError
-from vllm_commext.nixl.stream.ways import NO_ROOM, REPEATED_KEY, STREAMED
+from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.transfer_thread import GiveUp
 
 pytestmark = pytest.mark.timeout(300)
@@ -66,7 +66,7 @@ def compute(prefill: Prefill, decode: Decode, begin: int, end: int) -> None:
 
 
 def test_each_chunk_is_read_when_it_is_computed(prefill: Prefill, decode: Decode) -> None:
-    assert prefill.add("r", 1) == STREAMED
+    assert prefill.add("r", 1) == Handover.STREAMED
     prefill.compute("r", 0)
     decode.load("d", 1)
     for number in range(NUM_CHUNKS):
@@ -82,7 +82,7 @@ def test_each_chunk_is_read_when_it_is_computed(prefill: Prefill, decode: Decode
     assert recorded["hidden_bytes"] * len(BLOCKS) == recorded["bytes"] * (len(BLOCKS) - 2)
     prefill.finish("r")
     prefill.wait_freed("r")
-    assert prefill.add("again", 1) == REPEATED_KEY
+    assert prefill.add("again", 1) == Handover.REPEATED_KEY
 
 
 def test_between_chunks_every_turn_looks_for_the_next_one(
@@ -225,9 +225,9 @@ def test_the_prefill_engine_says_no_for_a_reason(make_engine: Make) -> None:
     prefill = Prefill(make_engine, num_rows=1)
     decode = Decode(make_engine, prefill.engine.port)
     try:
-        assert prefill.add("long", 1, num_tokens=16 * 64 + 1) == NO_ROOM
-        assert prefill.add("r", 2) == STREAMED
-        assert prefill.add("more", 3) == NO_ROOM
+        assert prefill.add("long", 1, num_tokens=16 * 64 + 1) == Handover.NO_ROOM
+        assert prefill.add("r", 2) == Handover.STREAMED
+        assert prefill.add("more", 3) == Handover.NO_ROOM
         prefill.producer.note_finish("r")
         for name, number in (("d1", 1), ("d2", 2), ("d3", 3)):
             answer = decode.ask(name, number)

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_commext.nixl import first_token
-from vllm_commext.nixl.first_token import WAYS, Sampler, facts_digest, offer, way_of
+from vllm_commext.nixl.first_token import Sampler, facts_digest, offer, source_of
+from vllm_commext.nixl.reasons import FirstToken
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire.params import MAX_SAMPLING_CHARACTERS, Handle
 
-OWN = Sampler("0123456789abcdef", 100, "")
+OWN = Sampler("0123456789abcdef", 100, None)
 NUM_PROMPT = 7
 
 
@@ -63,20 +63,20 @@ DRAWN_BY: dict[str, st.SearchStrategy[Any]] = {
     "min_p": st.sampled_from([0.0, 0.1]),
 }
 UNUSUAL: dict[str, tuple[st.SearchStrategy[Any], str]] = {
-    "seed": (st.integers(0, 3), first_token.SEEDED),
-    "logprobs": (st.integers(0, 3), first_token.LOGPROBS),
-    "prompt_logprobs": (st.integers(0, 3), first_token.LOGPROBS),
-    "structured_outputs": (st.just(object()), first_token.GRAMMAR),
-    "presence_penalty": (st.floats(0.1, 2.0), first_token.PENALTIES),
-    "frequency_penalty": (st.floats(-2.0, -0.1), first_token.PENALTIES),
-    "repetition_penalty": (st.floats(1.1, 2.0), first_token.PENALTIES),
-    "logit_bias": (st.just({1: 2.0}), first_token.LOGIT_RULES),
-    "allowed_token_ids": (st.just([4]), first_token.LOGIT_RULES),
-    "bad_words": (st.just(["x"]), first_token.LOGIT_RULES),
-    "min_tokens": (st.integers(1, 3), first_token.MIN_TOKENS),
-    "n": (st.integers(2, 4), first_token.SAMPLES),
-    "of_a_later_vllm": (st.floats(3.0, 4.0) | st.just(True), first_token.OTHER),
-    "skip_reading_prefix_cache": (st.just(True), first_token.OTHER),
+    "seed": (st.integers(0, 3), FirstToken.SEEDED),
+    "logprobs": (st.integers(0, 3), FirstToken.LOGPROBS),
+    "prompt_logprobs": (st.integers(0, 3), FirstToken.LOGPROBS),
+    "structured_outputs": (st.just(object()), FirstToken.GRAMMAR),
+    "presence_penalty": (st.floats(0.1, 2.0), FirstToken.PENALTIES),
+    "frequency_penalty": (st.floats(-2.0, -0.1), FirstToken.PENALTIES),
+    "repetition_penalty": (st.floats(1.1, 2.0), FirstToken.PENALTIES),
+    "logit_bias": (st.just({1: 2.0}), FirstToken.LOGIT_RULES),
+    "allowed_token_ids": (st.just([4]), FirstToken.LOGIT_RULES),
+    "bad_words": (st.just(["x"]), FirstToken.LOGIT_RULES),
+    "min_tokens": (st.integers(1, 3), FirstToken.MIN_TOKENS),
+    "n": (st.integers(2, 4), FirstToken.SAMPLES),
+    "of_a_later_vllm": (st.floats(3.0, 4.0) | st.just(True), FirstToken.OTHER),
+    "skip_reading_prefix_cache": (st.just(True), FirstToken.OTHER),
 }
 
 
@@ -102,7 +102,7 @@ def handle_of(token: int, sampling: str, num_tokens: int = NUM_PROMPT) -> Handle
 
 def handed_over(there: Any, here: Any, own: Sampler = OWN, other: Sampler = OWN) -> str:
     """The way of ``here``'s first token, when its prompt was prefilled as ``there``."""
-    return way_of(other, handle_of(*offer(own, there)), here)
+    return source_of(other, handle_of(*offer(own, there)), here)
 
 
 effectless = st.fixed_dictionaries({}, optional=WITHOUT_EFFECT)
@@ -122,8 +122,8 @@ def test_a_token_is_used_exactly_where_it_was_drawn_alike(
     both = (Params(**by), Params(**other))
     greedy = [params.temperature == 0 for params in both]
     alike = all(greedy) or (not any(greedy) and both[0] == both[1])
-    way = way_of(OWN, handle_of(token, sampling), second)
-    assert way == (first_token.PREFILL if alike else first_token.DIFFERS)
+    way = source_of(OWN, handle_of(token, sampling), second)
+    assert way == (FirstToken.PREFILL if alike else FirstToken.DIFFERS)
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
@@ -137,53 +137,53 @@ def test_everything_else_goes_the_usual_way_on_either_side(
     usual = request_of(Params(**plain), (5,))
     assert handed_over(usual, request_of(unusual)) == way
     assert offer(OWN, request_of(unusual, (5,))) == (-1, "")
-    assert handed_over(request_of(unusual, (5,)), request_of(Params())) == first_token.NOT_OFFERED
+    assert handed_over(request_of(unusual, (5,)), request_of(Params())) == FirstToken.NOT_OFFERED
 
 
 def test_the_first_of_several_reasons_is_counted() -> None:
     params = Params(seed=1, logprobs=2, min_tokens=3)
-    assert handed_over(request_of(Params(), (5,)), request_of(params)) == first_token.SEEDED
+    assert handed_over(request_of(Params(), (5,)), request_of(params)) == FirstToken.SEEDED
 
 
 @pytest.mark.parametrize(
     ("changes", "way"),
     [
-        ({"prompt_embeds": object()}, first_token.PROMPT),
-        ({"prompt_token_ids": None}, first_token.PROMPT),
-        ({"mm_features": [object()]}, first_token.PROMPT),
-        ({"resumable": True}, first_token.PROMPT),
-        ({"request_id": "1_cmpl-1"}, first_token.SAMPLES),
-        ({"sampling_params": None}, first_token.OTHER),
+        ({"prompt_embeds": object()}, FirstToken.PROMPT),
+        ({"prompt_token_ids": None}, FirstToken.PROMPT),
+        ({"mm_features": [object()]}, FirstToken.PROMPT),
+        ({"resumable": True}, FirstToken.PROMPT),
+        ({"request_id": "1_cmpl-1"}, FirstToken.SAMPLES),
+        ({"sampling_params": None}, FirstToken.OTHER),
     ],
 )
 def test_requests_that_are_more_than_tokens_go_the_usual_way(
     changes: dict[str, Any], way: str
 ) -> None:
     there, here = request_of(Params(), (5,)), request_of(Params())
-    assert handed_over(there, here) == first_token.PREFILL
+    assert handed_over(there, here) == FirstToken.PREFILL
     for name, value in changes.items():
         setattr(here, name, value)
         setattr(there, name, value)
-    assert way_of(OWN, handle_of(5, "0123456789abcdef greedy"), here) == way
+    assert source_of(OWN, handle_of(5, "0123456789abcdef greedy"), here) == way
     assert offer(OWN, there) == (-1, "")
 
 
 @given(st.integers(0, 20))
 def test_a_token_follows_one_prompt(num_tokens: int) -> None:
     token, sampling = offer(OWN, request_of(Params(), (5,)))
-    way = way_of(OWN, handle_of(token, sampling, num_tokens), request_of(Params()))
-    assert (way == first_token.PREFILL) == (num_tokens == NUM_PROMPT)
+    way = source_of(OWN, handle_of(token, sampling, num_tokens), request_of(Params()))
+    assert (way == FirstToken.PREFILL) == (num_tokens == NUM_PROMPT)
 
 
 def test_engines_that_differ_or_refuse_do_not_exchange_tokens() -> None:
     there, here = request_of(Params(), (5,)), request_of(Params())
-    assert handed_over(there, here, other=Sampler("another", 100, "")) == first_token.DIFFERS
-    for refusal in (first_token.OFF, first_token.ENGINE):
+    assert handed_over(there, here, other=Sampler("another", 100, None)) == FirstToken.DIFFERS
+    for refusal in (FirstToken.OFF, FirstToken.ENGINE):
         refusing = Sampler(OWN.digest, 100, refusal)
         assert handed_over(there, here, other=refusing) == refusal
-        assert handed_over(there, here, own=refusing) == first_token.NOT_OFFERED
-    assert handed_over(there, here, other=Sampler()) == first_token.ENGINE
-    assert handed_over(request_of(Params()), here) == first_token.NOT_OFFERED
+        assert handed_over(there, here, own=refusing) == FirstToken.NOT_OFFERED
+    assert handed_over(there, here, other=Sampler()) == FirstToken.ENGINE
+    assert handed_over(request_of(Params()), here) == FirstToken.NOT_OFFERED
 
 
 @given(st.dictionaries(st.text(max_size=3), st.text(max_size=3)), st.randoms())
@@ -192,9 +192,3 @@ def test_facts_are_the_same_in_any_order(facts: dict[str, str], dice: Any) -> No
     dice.shuffle(pairs)
     assert facts_digest(dict(pairs)) == facts_digest(facts)
     assert facts_digest({**facts, "more": ""}) != facts_digest(facts) or "more" in facts
-
-
-def test_every_reason_is_a_way() -> None:
-    reasons = {*first_token._REASONS.values(), first_token.OTHER}
-    assert reasons < set(WAYS)
-    assert len(set(WAYS)) == len(WAYS)

@@ -6,7 +6,6 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_commext.nixl.first_token import WAYS
 from vllm_commext.nixl.metrics.recorder import (
     FAILURE_REASONS,
     Ends,
@@ -15,7 +14,7 @@ from vllm_commext.nixl.metrics.recorder import (
     is_empty,
     merge,
 )
-from vllm_commext.nixl.stream.ways import WAYS as HANDOVER_WAYS
+from vllm_commext.nixl.reasons import FirstToken, Handover
 
 RECORDS = st.fixed_dictionaries(
     {
@@ -53,8 +52,8 @@ RECORDS = st.fixed_dictionaries(
             )
         },
         "failures": st.dictionaries(st.sampled_from(FAILURE_REASONS), st.integers(1, 9)),
-        "first_tokens": st.dictionaries(st.sampled_from(WAYS), st.integers(1, 9)),
-        "handovers": st.dictionaries(st.sampled_from(HANDOVER_WAYS), st.integers(1, 9)),
+        "first_tokens": st.dictionaries(st.sampled_from(FirstToken), st.integers(1, 9)),
+        "handovers": st.dictionaries(st.sampled_from(Handover), st.integers(1, 9)),
         "gauges": st.dictionaries(
             st.sampled_from(["worker 0", "scheduler"]),
             st.dictionaries(st.sampled_from(["peers/ready", "held_requests"]), st.floats(0, 9)),
@@ -169,7 +168,7 @@ def test_merge_adds_key_by_key_and_leaves_the_second_alone(
         if key == "gauges":
             assert total[key] == {**first[key], **second[key]}
         elif key in ("failures", "first_tokens", "handovers"):
-            for reason in (*FAILURE_REASONS, *WAYS, *HANDOVER_WAYS):
+            for reason in (*FAILURE_REASONS, *FirstToken, *Handover):
                 expected = first[key].get(reason, 0) + second[key].get(reason, 0)
                 assert total[key].get(reason, 0) == expected
         else:

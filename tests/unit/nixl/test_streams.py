@@ -13,25 +13,14 @@ from tests.kit import stream_requests
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.geometry.layout import FULL, STATE, WINDOW, Group
 from vllm_commext.nixl.prefill.fence import FenceSlots, FenceTable
+from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.requests import Chunk, Hold, Restart
 from vllm_commext.nixl.stream import rows
 from vllm_commext.nixl.stream.directory import MAX_ENDED, StreamDirectory
 from vllm_commext.nixl.stream.producer import StreamProducer
 from vllm_commext.nixl.stream.progress import ENDED, Header, ProgressTable
 from vllm_commext.nixl.stream.publisher import Publisher
-from vllm_commext.nixl.stream.ways import (
-    HOST_COPY,
-    LAYERS,
-    NO_KEY,
-    NO_ROOM,
-    OFF,
-    PROMPT,
-    REPEATED_KEY,
-    STREAMED,
-    ZEROED,
-    Streaming,
-    refusal_of,
-)
+from vllm_commext.nixl.stream.streaming import Streaming, refusal_of
 from vllm_commext.nixl.wire.messages import FoundStream
 
 NONCES = st.integers(1, (1 << 64) - 1)
@@ -86,12 +75,12 @@ GROUPS = st.lists(
 def test_engines_of_very_long_prompts_stream_fewer_at_a_time(
     max_tokens: int, num_rows: int
 ) -> None:
-    streaming = Streaming("", (Group(FULL, 16),), max_tokens, 32)
+    streaming = Streaming(None, (Group(FULL, 16),), max_tokens, 32)
     pieces = streaming.pieces_per_row
     assert len(ProgressTable(pieces).headers) == num_rows
     producer = StreamProducer(FenceSlots(FENCE_KEY, 1), StreamDirectory(), streaming)
     ways = [producer.add(request(str(n), f"{n:032x}")) for n in range(num_rows + 1)]
-    assert ways == [STREAMED] * num_rows + [NO_ROOM]
+    assert ways == [Handover.STREAMED] * num_rows + [Handover.NO_ROOM]
 
 
 @given(GROUPS, st.integers(1, 5000))
@@ -256,7 +245,7 @@ class Side:
     ) -> None:
         self.fences = FenceSlots(FENCE_KEY, num_slots)
         self.directory = StreamDirectory()
-        streaming = Streaming("", tuple(groups), 64, 32)
+        streaming = Streaming(None, tuple(groups), 64, 32)
         self.producer = StreamProducer(self.fences, self.directory, streaming, num_rows)
 
     def found(self, key: str = "a" * 32) -> FoundStream | None:
@@ -265,7 +254,7 @@ class Side:
 
 def test_a_prompt_gets_its_row_with_its_first_step_and_tells_each_chunk() -> None:
     side = Side()
-    assert side.producer.add(request("r")) == STREAMED
+    assert side.producer.add(request("r")) == Handover.STREAMED
     assert side.found() is None
     (first,), restarts = side.producer.take_step(step(new={"r": (16, [3, 8], 16)}))
     assert restarts == []
@@ -283,7 +272,7 @@ def test_a_prompt_gets_its_row_with_its_first_step_and_tells_each_chunk() -> Non
     side.producer.give_back("r")
     assert side.producer.row_of("r") == -1
     assert side.found().refusal
-    assert side.producer.add(request("again")) == REPEATED_KEY
+    assert side.producer.add(request("again")) == Handover.REPEATED_KEY
 
 
 def test_a_preempted_prompt_goes_on_in_its_row_under_the_next_nonce() -> None:
@@ -304,28 +293,31 @@ def test_a_preempted_prompt_goes_on_in_its_row_under_the_next_nonce() -> None:
 
 def test_what_cannot_be_streamed_is_counted_and_told() -> None:
     side = Side(num_rows=1)
-    assert side.producer.add(request("r", kv_transfer_params={"do_remote_decode": True})) == NO_KEY
+    assert (
+        side.producer.add(request("r", kv_transfer_params={"do_remote_decode": True}))
+        == Handover.NO_KEY
+    )
     for key in ("A" * 32, "a" * 31, 5):
         params = {"do_remote_decode": True, "stream_key": key}
-        assert side.producer.add(request("r", kv_transfer_params=params)) == NO_KEY
+        assert side.producer.add(request("r", kv_transfer_params=params)) == Handover.NO_KEY
     keys = ["1" * 32, "2" * 32, "3" * 32, "4" * 32]
-    assert side.producer.add(request("long", keys[0], num_tokens=65)) == NO_ROOM
-    assert side.producer.add(request("embeds", keys[1], prompt_embeds=object())) == PROMPT
-    assert side.producer.add(request("one", keys[2], num_tokens=64)) == STREAMED
-    assert side.producer.add(request("two", keys[2])) == REPEATED_KEY
-    assert side.producer.add(request("two", keys[3])) == NO_ROOM
+    assert side.producer.add(request("long", keys[0], num_tokens=65)) == Handover.NO_ROOM
+    assert side.producer.add(request("embeds", keys[1], prompt_embeds=object())) == Handover.PROMPT
+    assert side.producer.add(request("one", keys[2], num_tokens=64)) == Handover.STREAMED
+    assert side.producer.add(request("two", keys[2])) == Handover.REPEATED_KEY
+    assert side.producer.add(request("two", keys[3])) == Handover.NO_ROOM
     assert side.found(keys[2]) is None
     for key in (keys[0], keys[1], keys[3]):
         assert side.found(key).refusal
     side.producer.note_finish("one")
-    assert side.producer.add(request("two", "5" * 32)) == STREAMED
+    assert side.producer.add(request("two", "5" * 32)) == Handover.STREAMED
 
 
 def test_groups_are_listed_in_their_regions_and_the_rest_at_the_end() -> None:
     groups = (Group(STATE, 64), Group(FULL, 16), Group(WINDOW, 16), Group(FULL, 32))
     side = Side(groups=groups)
     regions = rows.regions_of(groups, 64)
-    assert side.producer.add(request("r")) == STREAMED
+    assert side.producer.add(request("r")) == Handover.STREAMED
     made = step(new={"r": (0, [], 32)})
     made.scheduled_new_reqs[0].block_ids = [[1], [2, 3], [4, 5], [6]]
     (first,), _ = side.producer.take_step(made)
@@ -344,7 +336,7 @@ def test_groups_are_listed_in_their_regions_and_the_rest_at_the_end() -> None:
 
 def test_a_prompt_of_which_nothing_will_be_handed_over_is_not_streamed() -> None:
     side = Side()
-    assert side.producer.add(request("r"), ends_well=False) == PROMPT
+    assert side.producer.add(request("r"), ends_well=False) == Handover.PROMPT
     assert side.found().refusal
 
 
@@ -373,7 +365,7 @@ def test_the_rest_is_published_behind_the_last_chunk(made: list[Work]) -> None:
 def test_without_a_fence_a_prompt_is_not_streamed() -> None:
     side = Side(num_slots=1)
     side.fences.take("other")
-    assert side.producer.add(request("r")) == STREAMED
+    assert side.producer.add(request("r")) == Handover.STREAMED
     assert side.producer.take_step(step(new={"r": (0, [3], 16)})) == ([], [])
     assert side.found().refusal
 
@@ -381,19 +373,21 @@ def test_without_a_fence_a_prompt_is_not_streamed() -> None:
 def test_an_engine_that_streams_nothing_says_why() -> None:
     full, window, state = Group(FULL, 16), Group(WINDOW, 16), Group(STATE, 16)
     usual = {"is_on": True, "keeps_host_copy": False, "zeroes_blocks": False}
-    assert refusal_of([full], **usual) == ""
+    assert refusal_of([full], **usual) is None
     for groups in ([full, full], [full, window], [state, full, window]):
-        assert refusal_of(groups, **usual) == ""
+        assert refusal_of(groups, **usual) is None
     for groups in ([window], [state], [state, window]):
-        assert refusal_of(groups, **usual) == LAYERS
-    assert refusal_of([full], **{**usual, "is_on": False}) == OFF
-    assert refusal_of([full], **{**usual, "keeps_host_copy": True}) == HOST_COPY
+        assert refusal_of(groups, **usual) == Handover.LAYERS
+    assert refusal_of([full], **{**usual, "is_on": False}) == Handover.OFF
+    assert refusal_of([full], **{**usual, "keeps_host_copy": True}) == Handover.HOST_COPY
     zeroed = {**usual, "zeroes_blocks": True}
-    assert refusal_of([full], **zeroed) == ZEROED
-    assert refusal_of([full, full], **zeroed) == ZEROED
-    assert refusal_of([full, state], **zeroed) == ""
+    assert refusal_of([full], **zeroed) == Handover.ZEROED
+    assert refusal_of([full, full], **zeroed) == Handover.ZEROED
+    assert refusal_of([full, state], **zeroed) is None
     fences, directory = FenceSlots(FENCE_KEY, 1), StreamDirectory()
-    assert StreamProducer(fences, directory, Streaming(OFF)).add(request("r")) == OFF
+    assert (
+        StreamProducer(fences, directory, Streaming(Handover.OFF)).add(request("r")) == Handover.OFF
+    )
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from("oer")), max_size=20))

@@ -11,6 +11,7 @@ from tests.kit.request_bodies import arrived, run
 from vllm_commext.proxy import body as body_module
 from vllm_commext.proxy import two_step
 from vllm_commext.proxy.body import RawJson, decode, dumps, encode, members_of, num_tokens
+from vllm_commext.proxy.reasons import LocalPrefill
 from vllm_commext.proxy.two_step import COMPLETIONS
 
 awkward = st.text(alphabet='a"\\\n{[,:]}é\U0001f600', max_size=40)
@@ -94,8 +95,8 @@ LONG = 1 << 20
         ([[7] * LONG], None, None),
         (["x" * LONG], None, None),
         ("x" * LONG, LONG // 4, None),
-        (["x" * LONG, "y"], None, two_step.NOT_ONE_PROMPT),
-        ([[7] * LONG, [7]], None, two_step.NOT_ONE_PROMPT),
+        (["x" * LONG, "y"], None, LocalPrefill.NOT_ONE_PROMPT),
+        ([[7] * LONG, [7]], None, LocalPrefill.NOT_ONE_PROMPT),
     ],
     ids=["ids", "list of ids", "list of text", "text", "two texts", "two lists of ids"],
 )
@@ -140,4 +141,4 @@ def test_tokens_are_counted_or_estimated(prompt: Any, tokens: int) -> None:
 def test_a_short_prompt_is_not_worth_two_steps() -> None:
     body = arrived({"prompt": "x" * 80})
     assert two_step.local_prefill_reason(COMPLETIONS, body, 20) is None
-    assert two_step.local_prefill_reason(COMPLETIONS, body, 21) == two_step.SHORT_PROMPT
+    assert two_step.local_prefill_reason(COMPLETIONS, body, 21) == LocalPrefill.SHORT_PROMPT

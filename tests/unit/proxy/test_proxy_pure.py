@@ -16,6 +16,7 @@ from vllm_commext.proxy.body import encode, members_of
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines import Engine, EnginePool
 from vllm_commext.proxy.failures import ProxyError
+from vllm_commext.proxy.reasons import LocalPrefill
 from vllm_commext.proxy.sse import EventCutter
 from vllm_commext.proxy.two_step import CHAT, COMPLETIONS
 
@@ -106,20 +107,20 @@ def test_one_prompt_takes_two_steps(prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("endpoint", "body", "reason"),
     [
-        (COMPLETIONS, {"prompt": ["a", "b"]}, two_step.NOT_ONE_PROMPT),
-        (COMPLETIONS, {"prompt": [[1], [2]]}, two_step.NOT_ONE_PROMPT),
-        (COMPLETIONS, {"prompt": []}, two_step.NOT_ONE_PROMPT),
-        (COMPLETIONS, {}, two_step.NOT_ONE_PROMPT),
-        (COMPLETIONS, {"prompt": "a", "prompt_embeds": "AA=="}, two_step.NOT_ONE_PROMPT),
-        (COMPLETIONS, {"prompt": "a", "n": 2}, two_step.SEVERAL_SAMPLES),
-        (COMPLETIONS, {"prompt": "a", "best_of": 3}, two_step.SEVERAL_SAMPLES),
-        (COMPLETIONS, {"prompt": "a", "n": "2"}, two_step.SEVERAL_SAMPLES),
-        (CHAT, {"messages": [], "n": 4}, two_step.SEVERAL_SAMPLES),
-        (CHAT, {"messages": [], "use_beam_search": True}, two_step.BEAM_SEARCH),
-        (CHAT, {"messages": [], "prompt_logprobs": 0}, two_step.PROMPT_LOGPROBS),
-        (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1}, two_step.PROMPT_LOGPROBS),
-        (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": -1}, two_step.TRUNCATION),
-        (COMPLETIONS, {"prompt": "a", "echo": True, "max_tokens": 0}, two_step.NO_GENERATION),
+        (COMPLETIONS, {"prompt": ["a", "b"]}, LocalPrefill.NOT_ONE_PROMPT),
+        (COMPLETIONS, {"prompt": [[1], [2]]}, LocalPrefill.NOT_ONE_PROMPT),
+        (COMPLETIONS, {"prompt": []}, LocalPrefill.NOT_ONE_PROMPT),
+        (COMPLETIONS, {}, LocalPrefill.NOT_ONE_PROMPT),
+        (COMPLETIONS, {"prompt": "a", "prompt_embeds": "AA=="}, LocalPrefill.NOT_ONE_PROMPT),
+        (COMPLETIONS, {"prompt": "a", "n": 2}, LocalPrefill.SEVERAL_SAMPLES),
+        (COMPLETIONS, {"prompt": "a", "best_of": 3}, LocalPrefill.SEVERAL_SAMPLES),
+        (COMPLETIONS, {"prompt": "a", "n": "2"}, LocalPrefill.SEVERAL_SAMPLES),
+        (CHAT, {"messages": [], "n": 4}, LocalPrefill.SEVERAL_SAMPLES),
+        (CHAT, {"messages": [], "use_beam_search": True}, LocalPrefill.BEAM_SEARCH),
+        (CHAT, {"messages": [], "prompt_logprobs": 0}, LocalPrefill.PROMPT_LOGPROBS),
+        (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1}, LocalPrefill.PROMPT_LOGPROBS),
+        (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": -1}, LocalPrefill.TRUNCATION),
+        (COMPLETIONS, {"prompt": "a", "echo": True, "max_tokens": 0}, LocalPrefill.NO_GENERATION),
     ],
 )
 def test_what_is_not_one_sequence_is_prefilled_by_the_decode_engine(

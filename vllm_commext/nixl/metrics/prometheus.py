@@ -15,10 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from vllm_commext.nixl.config import parse_config
 from vllm_commext.nixl.engine_facts import keeps_host_copy
-from vllm_commext.nixl.first_token import WAYS
 from vllm_commext.nixl.metrics import recorder
 from vllm_commext.nixl.metrics.recorder import FAILURE_REASONS, empty_data, is_empty, merge
-from vllm_commext.nixl.stream.ways import WAYS as HANDOVER_WAYS
+from vllm_commext.nixl.reasons import FirstToken, Handover
 from vllm_commext.nixl.wire.params import write_place
 from vllm_commext.nixl.wire.seal import read_secret
 
@@ -248,9 +247,9 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
             metric.labels(*values)
         for reason in FAILURE_REASONS:
             self._failures.labels(*values, reason)
-        for way in WAYS:
+        for way in FirstToken:
             self._first_tokens.labels(*values, way)
-        for way in HANDOVER_WAYS:
+        for way in Handover:
             self._handovers.labels(*values, way)
 
 

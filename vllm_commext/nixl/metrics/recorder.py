@@ -51,10 +51,9 @@ def empty_data() -> dict[str, Any]:
     """What a recorder starts from; plain values, so that it can cross processes.
 
     Keys: those that end in ``_seconds``: one float an event; ``failures``: a sum a reason;
-    ``first_tokens``: a sum a way, see ``first_token.WAYS``; ``handovers``: a sum a way, see
-    ``stream.ways``; ``gauges``: the last values of every
-    source (the workers and the scheduler side), or nothing where none has changed; the others:
-    sums.
+    ``first_tokens``: a sum a ``FirstToken``; ``handovers``: a sum a ``Handover``; ``gauges``: the
+    last values of every source (the workers and the scheduler side), or nothing where none has
+    changed; the others: sums.
     """
     return {
         "transfer_seconds": [],
@@ -228,16 +227,16 @@ class TransferRecorder:
             failures[reason] = failures.get(reason, 0) + 1
 
     def first_token(self, way: str) -> None:
-        """A loading request gets its first token on one of ``first_token.WAYS``."""
+        """A loading request gets its first token from there, a ``FirstToken``."""
         with self._lock:
             ways = self._data[FIRST_TOKENS]
-            ways[way] = ways.get(way, 0) + 1
+            ways[str(way)] = ways.get(str(way), 0) + 1
 
     def stream(self, way: str) -> None:
-        """A request is handed over on one of ``stream.ways.WAYS``."""
+        """A request is handed over so, a ``Handover``."""
         with self._lock:
             ways = self._data[HANDOVERS]
-            ways[way] = ways.get(way, 0) + 1
+            ways[str(way)] = ways.get(str(way), 0) + 1
 
     def leases(
         self, *, unmatched: int = 0, heartbeats: int = 0, ignored_heartbeats: int = 0

@@ -25,7 +25,7 @@ from vllm_commext.nixl.prefill.prompt_tracker import PromptTracker
 from vllm_commext.nixl.requests import Hold, RemoteRequest, Restart
 from vllm_commext.nixl.stream.directory import StreamDirectory
 from vllm_commext.nixl.stream.producer import StreamProducer
-from vllm_commext.nixl.stream.ways import Streaming
+from vllm_commext.nixl.stream.streaming import Streaming
 from vllm_commext.nixl.wire.params import Handle, write_params
 from vllm_commext.nixl.wire.prompt import digests, prompt_of
 
@@ -101,7 +101,7 @@ class Prefills:
 
     def add(self, request: Request) -> str:
         """A prompt is to be computed for another engine: cut it where a state or a window is to be
-        handed over.  The way in which it goes, one of ``stream.ways.WAYS``.
+        handed over.  Returns how its KV cache is handed over, a ``Handover``.
 
         The decode engine has to compute the last token for its logits.  A state cannot be taken
         back by a token, and after the last token a window no longer holds all that this one attends

@@ -10,12 +10,13 @@ from vllm_commext.compat import evidence
 from vllm_commext.errors import ProtocolError, UnsupportedError
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
+from vllm_commext.nixl.reasons import NoReuse
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.reuse.finder import BlockFinder
 from vllm_commext.nixl.reuse.generations import Shared, open_shared
 from vllm_commext.nixl.reuse.offers import Names, Offers
+from vllm_commext.nixl.reuse.reusing import Reusing
 from vllm_commext.nixl.reuse.table import OfferTable
-from vllm_commext.nixl.reuse.ways import FREES, OFF, POOL, REFUSALS, STEPS, Reusing
 from vllm_commext.nixl.wire.params import params_of, places_for_reuse
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ class ReuseSide:
         self._loading: dict[str, int] = {}
         self._log = RateLimitedLog()
         self._is_on = not reusing.refusal
-        if reusing.refusal not in ("", OFF):
-            self._refuse(reusing.refusal)
+        if reusing.refusal not in (None, NoReuse.OFF):
+            self._refuse(reusing.refusal.meaning)
 
     @property
     def is_on(self) -> bool:
@@ -72,7 +73,7 @@ class ReuseSide:
         self._pool = pool
         is_told = hasattr(pool, "unpin_blocks") and not evidence.why_not("nixl reuse")
         if self._is_on and not is_told:
-            self._refuse(POOL)
+            self._refuse(NoReuse.POOL.meaning)
 
     def open(self, tables: Sequence[Shared | None]) -> OfferTable | None:
         """Learn of the workers' generations; what the side channel answers from, None where this
@@ -100,7 +101,7 @@ class ReuseSide:
                 is not ordered behind it; whether they are kept.
         """
         if not self._has_steps and self._is_on and not defer_frees():
-            self._refuse(FREES)
+            self._refuse(NoReuse.FREES.meaning)
         self._has_steps = True
 
     def clear(self) -> None:
@@ -148,7 +149,7 @@ class ReuseSide:
             most: tokens that may be here before it is computed.
         """
         if not self._has_steps and request_id in self._waiting:
-            self._refuse(STEPS)
+            self._refuse(NoReuse.STEPS.meaning)
         if not self._is_on:
             self.forget(request_id)
         if request_id in self._waiting:
@@ -199,4 +200,4 @@ class ReuseSide:
 
     def _refuse(self, why: str) -> None:
         self._is_on = False
-        logger.warning("reuse_blocks has no effect: %s", REFUSALS.get(why, why))
+        logger.warning("reuse_blocks has no effect: %s", why)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vllm_commext.errors import CommextError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.stream.asker import Answer, StreamAsker
-from vllm_commext.nixl.stream.ways import REFUSALS, Streaming
+from vllm_commext.nixl.stream.streaming import Streaming
 from vllm_commext.nixl.wire.params import Handle, key_of, params_of, place_of_stream
 
 if TYPE_CHECKING:
@@ -121,6 +121,6 @@ def consumer_of(
         ring: called when something has become known.
     """
     if streaming.refusal:
-        return StreamConsumer(None, REFUSALS[streaming.refusal])
+        return StreamConsumer(None, streaming.refusal.meaning)
     limits = config.stream_begin_timeout, config.handshake_timeout
     return StreamConsumer(StreamAsker(engine_id, secret, *limits, ring), secret=secret)

@@ -12,10 +12,11 @@ from vllm_commext.nixl.geometry.plan import num_blocks_for
 from vllm_commext.nixl.geometry.request_blocks import keeps_every_token
 from vllm_commext.nixl.prefill.fence import FenceSlots
 from vllm_commext.nixl.prefill.prompt_tracker import Progress, progress_in
+from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.requests import Chunk, Listed, Restart
 from vllm_commext.nixl.stream.directory import StreamDirectory
 from vllm_commext.nixl.stream.rows import num_rows_of
-from vllm_commext.nixl.stream.ways import NO_KEY, NO_ROOM, PROMPT, REPEATED_KEY, STREAMED, Streaming
+from vllm_commext.nixl.stream.streaming import Streaming
 from vllm_commext.nixl.wire.messages import FoundStream
 from vllm_commext.nixl.wire.params import key_of, params_of
 from vllm_commext.nixl.wire.prompt import digests, prompt_of
@@ -23,12 +24,6 @@ from vllm_commext.nixl.wire.prompt import digests, prompt_of
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-_REFUSALS = {
-    NO_ROOM: "all rows for streams are taken, or the prompt does not fit one",
-    REPEATED_KEY: "another request has the key",
-    PROMPT: "prompts of this kind are not streamed",
-}
 
 
 @dataclass
@@ -73,29 +68,29 @@ class StreamProducer:
         self._free_rows = list(range(num_rows or num_rows_of(streaming.pieces_per_row)))
         self._streams: dict[str, _Stream] = {}
 
-    def add(self, request: Request, *, ends_well: bool = True) -> str:
-        """A request has come in whose prompt another engine reads; the way it goes, one of
-        ``ways.WAYS``.  Unless it *ends well* nothing of it will be handed over."""
+    def add(self, request: Request, *, ends_well: bool = True) -> Handover:
+        """A request has come in whose prompt another engine reads; returns how it will be handed
+        over.  Unless it *ends well* nothing of it will be."""
         key = key_of(params_of(request))
         if not key:
-            return NO_KEY
+            return Handover.NO_KEY
         if self._streaming.refusal:
             return self._streaming.refusal
-        way = self._way_of(request, key) if ends_well else PROMPT
-        if way == STREAMED:
+        how = self._how(request, key) if ends_well else Handover.PROMPT
+        if how == Handover.STREAMED:
             self._streams[request.request_id] = _Stream(request, key)
-        elif way != REPEATED_KEY:
-            self._directory.open(key, FoundStream(refusal=_REFUSALS[way]))
-        return way
+        elif how != Handover.REPEATED_KEY:
+            self._directory.open(key, FoundStream(refusal=how.meaning))
+        return how
 
-    def _way_of(self, request: Request, key: str) -> str:
+    def _how(self, request: Request, key: str) -> Handover:
         if key in self._directory or any(one.key == key for one in self._streams.values()):
-            return REPEATED_KEY
+            return Handover.REPEATED_KEY
         if request.prompt_embeds is not None or request.resumable:
-            return PROMPT
+            return Handover.PROMPT
         has_room = len(self._streams) < len(self._free_rows) + self._num_begun
         fits = request.num_prompt_tokens <= self._streaming.max_tokens
-        return STREAMED if has_room and fits else NO_ROOM
+        return Handover.STREAMED if has_room and fits else Handover.NO_ROOM
 
     @property
     def _num_begun(self) -> int:
@@ -176,7 +171,7 @@ class StreamProducer:
         fence = self._fences.take(request_id)
         if fence is None:
             del self._streams[request_id]
-            self._directory.open(stream.key, FoundStream(refusal=_REFUSALS[NO_ROOM]))
+            self._directory.open(stream.key, FoundStream(refusal=Handover.NO_ROOM.meaning))
             return False
         stream.row = self._free_rows.pop()
         stream.slot, stream.nonce = fence
