@@ -43,6 +43,18 @@ def label(file: str) -> str:
     return file.split("_", 1)[1]
 
 
+def link(file: str) -> str:
+    """Where a result file's run is described: its section of its benchmark's page.
+
+    Raises:
+        SystemExit: no page has one.
+    """
+    for page in sorted(RESULTS.glob("*.md")):
+        if f'<a id="{file}"></a>' in page.read_text():
+            return f"{page.relative_to(ROOT)}#{file}"
+    raise SystemExit(f"readme_figures: expected a page with the section {file}, found none")
+
+
 def line(row: Row) -> str:
     baseline, ours, speedup = row.cells(load(row.file))
     return f"| {row.what} | {baseline} | {ours} | {speedup} | [run][{label(row.file)}] |"
@@ -56,7 +68,7 @@ def tables() -> str:
         head = f"| {where} | {baseline} | vllm_commext | speedup | |\n|---|---|---|---|---|"
         parts.append("\n".join([head, *map(line, rows)]))
     files = sorted({row.file for row in ROWS})
-    links = "\n".join(f"[{label(name)}]: benchmarks/results/{name}.md" for name in files)
+    links = "\n".join(f"[{label(name)}]: {link(name)}" for name in files)
     return "\n\n".join([*parts, links])
 
 

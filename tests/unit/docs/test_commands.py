@@ -94,6 +94,7 @@ COVERAGE: tuple[tuple[str, str], ...] = (
 FOREIGN = {"CUDA_VISIBLE_DEVICES", "PYTHONPATH", "UCX_TLS", "VLLM_HOST_IP"}
 SIDE_CHANNEL = {"VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"}
 NAMED_VARIABLE = re.compile(r"\bVLLM_COMMEXT\w*|\bCOMMEXT_\w+")
+RUN = re.compile(r"results/(\w+\.md)#([\w.-]+)")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 INLINE_MAKE = re.compile(r"`make ([a-z][a-z-]*)")
 INLINE_COMMEXT = re.compile(r"`vllm-commext ([a-z]+)")
@@ -238,5 +239,7 @@ def test_names_links_and_short_commands_in_the_prose(path: Path) -> None:
     assert named - known == set()
     for link in LINK.findall(text):
         assert (path.parent / link).exists(), f"{path.name} links to {link}, which is not there"
+    for page, run in RUN.findall(text):
+        assert f'<a id="{run}"></a>' in (ROOT / "benchmarks/results" / page).read_text()
     assert set(INLINE_MAKE.findall(text)) <= make_targets()
     assert set(INLINE_COMMEXT.findall(text)) <= set(main.COMMANDS)

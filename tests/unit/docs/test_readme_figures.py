@@ -87,12 +87,3 @@ def test_the_readme_counts_the_monkey_patched_symbols() -> None:
     assert f"monkey-patch {len(INVENTORY)} symbols of vLLM" in " ".join(
         (ROOT / "README.md").read_text().split()
     )
-
-
-def test_each_row_links_a_page_that_is_there(rows: ModuleType) -> None:
-    missing = [
-        row.file
-        for row in rows.ROWS
-        if not (ROOT / "benchmarks" / "results" / f"{row.file}.md").is_file()
-    ]
-    assert missing == []
