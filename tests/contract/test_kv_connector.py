@@ -339,18 +339,14 @@ def test_another_buffer_device_is_refused_with_both_named() -> None:
 
 def recorded() -> dict[str, Any]:
     recorder = TransferRecorder()
-    recorder.handshake(0.01)
+    recorder.observe(handshake_seconds=0.01)
     for _ in range(2):
-        recorder.transfer(
-            seconds=0.5, post_seconds=0.02, num_bytes=1000, num_descriptors=6, num_merged=2
-        )
-    recorder.queued(0.03)
-    recorder.retry()
-    recorder.loaded(6)
-    recorder.lease_ended(1.5, expired=True)
-    recorder.side_channel_rejects(7)
-    recorder.failure("timeout")
-    recorder.leases(unmatched=5)
+        recorder.observe(transfer_seconds=0.5, post_seconds=0.02)
+        recorder.count(bytes=1000, descriptors=6, merged_descriptors=2)
+    recorder.observe(queue_seconds=0.03, lease_age_seconds=1.5)
+    recorder.count(retries=1, blocks=6, expired_requests=1, side_channel_rejects=7)
+    recorder.count(unmatched_notifications=5)
+    recorder.count_reason("failures", "timeout")
     taken = recorder.take()
     assert taken is not None
     return taken

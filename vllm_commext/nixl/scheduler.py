@@ -22,7 +22,15 @@ from vllm_commext.nixl.geometry.request_blocks import blocks_to_fill, is_at_bloc
 from vllm_commext.nixl.geometry.topology import Rank, worker_number
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
-from vllm_commext.nixl.metrics.recorder import GAUGES, Ends, TransferRecorder, empty_data
+from vllm_commext.nixl.metrics.recorder import (
+    FAILURES,
+    FIRST_TOKENS,
+    GAUGES,
+    HANDOVERS,
+    Ends,
+    TransferRecorder,
+    empty_data,
+)
 from vllm_commext.nixl.prefill.fence import new_key
 from vllm_commext.nixl.prefill.keys import releases_of
 from vllm_commext.nixl.prefill.prefills import FINISHED, Place, Prefills
@@ -219,9 +227,10 @@ class SchedulerSide:
         # vLLM looks into them after this.
         request.kv_transfer_params = params = params_of(request)
         if is_for_prefill(params) and self._produces:
-            self._recorder.stream(self._prefills.add(request))
+            self._recorder.count_reason(HANDOVERS, self._prefills.add(request))
         if keys := releases_of(params):
-            self._recorder.released(self._prefills.release(keys), len(keys))
+            known = self._prefills.release(keys)
+            self._recorder.count(released_requests=known, unknown_releases=len(keys) - known)
         if self._is_to_load(request):
             self._welcome(request)
         else:
@@ -238,28 +247,28 @@ class SchedulerSide:
             refusal = refusal_of(self._sampler, request)
             self._consumer.watch(request, awaits_token=not refusal)
             if refusal:
-                self._recorder.first_token(refusal)
+                self._recorder.count_reason(FIRST_TOKENS, refusal)
             else:
                 self._awaited[request.request_id] = request, None
             return
-        self._recorder.stream(Handover.NO_KEY)
+        self._recorder.count_reason(HANDOVERS, Handover.NO_KEY)
         try:
             handle = self._handles.of(request)
         except OtherPromptError:
-            self._recorder.first_token(FirstToken.DIFFERS)
+            self._recorder.count_reason(FIRST_TOKENS, FirstToken.DIFFERS)
             return
         except ProtocolError:
             return  # the load will fail with the reason
         self._arrived[request.request_id] = time.monotonic()
         if not self._trust.admit(request.request_id, handle.computed_at):
-            self._recorder.first_token(FirstToken.DIFFERS)
+            self._recorder.count_reason(FIRST_TOKENS, FirstToken.DIFFERS)
             return
         self._pending.waits.append(Wait(request.request_id, handle.remote))
         way = source_of(self._sampler, handle, request)
         if way == FirstToken.PREFILL:
             self._first_tokens[request.request_id] = request, handle.first_token
         else:
-            self._recorder.first_token(way)
+            self._recorder.count_reason(FIRST_TOKENS, way)
 
     def take_first_tokens(self, *, is_idle: bool = False) -> list[tuple[Request, int]]:
         """Requests that have come in since the last call, or that are read while they are computed
@@ -302,11 +311,11 @@ class SchedulerSide:
         """A request's first token is computed here, if it has none yet."""
         if self._awaited.pop(request_id, None) is not None:
             self._consumer.forget(request_id)
-            self._recorder.first_token(way)
+            self._recorder.count_reason(FIRST_TOKENS, way)
 
     def note_first_token(self, request: Request, way: str) -> None:
         """Count where a request's first token comes from."""
-        self._recorder.first_token(way)
+        self._recorder.count_reason(FIRST_TOKENS, way)
         if way == FirstToken.PREFILL:
             self._recomputed.add(request.request_id)
 
@@ -354,12 +363,12 @@ class SchedulerSide:
         handle = self._handles.take_stream(request)
         if handle is None:
             self._await_no_token(request.request_id, FirstToken.NOT_OFFERED)
-            self._recorder.stream(self._streaming.refusal or Handover.NOT_FOUND)
+            self._recorder.count_reason(HANDOVERS, self._streaming.refusal or Handover.NOT_FOUND)
             return False
         self._pending.waits.append(Wait(request.request_id, handle.remote))
         if request.request_id in self._awaited:
             self._awaited[request.request_id] = request, handle
-        self._recorder.stream(Handover.STREAMED)
+        self._recorder.count_reason(HANDOVERS, Handover.STREAMED)
         return False
 
     def plan_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -392,7 +401,7 @@ class SchedulerSide:
     def _send_no_token(self, request_id: str) -> None:
         """Nothing here sends a first token before the engine's steps."""
         if self._first_tokens.pop(request_id, None) is not None:
-            self._recorder.first_token(FirstToken.ENGINE)
+            self._recorder.count_reason(FIRST_TOKENS, FirstToken.ENGINE)
         self._await_no_token(request_id, FirstToken.ENGINE)
 
     def _plan_reuse(self, request_id: str, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -445,7 +454,7 @@ class SchedulerSide:
         self._reuse.clear()
         while self._first_tokens:
             self._first_tokens.popitem()
-            self._recorder.first_token(FirstToken.DIFFERS)
+            self._recorder.count_reason(FIRST_TOKENS, FirstToken.DIFFERS)
         for request_id, (_, handle) in [*self._awaited.items()]:
             if handle is not None:
                 self._await_no_token(request_id, FirstToken.DIFFERS)
@@ -467,7 +476,7 @@ class SchedulerSide:
         """What was recorded here since the last call, see ``recorder.empty_data``; the gauges are
         those of the whole engine."""
         if self._server is not None:
-            self._recorder.side_channel_rejects(self._server.take_refused())
+            self._recorder.count(side_channel_rejects=self._server.take_refused())
         own: dict[str, float] = {
             "quarantined_blocks": len(self._quarantine),
             "held_requests": len(self._prefills.held),
@@ -527,11 +536,12 @@ class SchedulerSide:
         elif request_id in self._awaited:
             self._loaded.append(request_id)
         if reason:
-            self._recorder.failure(reason)
+            self._recorder.count_reason(FAILURES, reason)
         else:
-            self._recorder.loaded(num_blocks)
+            self._recorder.count(blocks=num_blocks)
             if request_id in self._arrived:
-                self._recorder.handed_over(time.monotonic() - self._arrived[request_id])
+                seconds = time.monotonic() - self._arrived[request_id]
+                self._recorder.observe(handover_seconds=seconds)
         self._arrived.pop(request_id, None)
 
     def _count_lease(self, request_id: str) -> None:
@@ -540,7 +550,8 @@ class SchedulerSide:
             return
         expired = request_id in self._ends.expired
         self._ends.expired.discard(request_id)
-        self._recorder.lease_ended(seconds, expired=expired)
+        self._recorder.observe(lease_age_seconds=seconds)
+        self._recorder.count(expired_requests=expired)
 
     def _is_to_load(self, request: Request) -> bool:
         return self._consumes and is_for_decode(params_of(request))
@@ -560,7 +571,7 @@ class SchedulerSide:
 
     def _note_other_prompt(self, request: Request, error: OtherPromptError) -> None:
         """A request is computed here whose parameters are those of another one."""
-        self._recorder.failure("request")
+        self._recorder.count_reason(FAILURES, "request")
         text = f"request {request.request_id}: KV cache not loaded, computed here: {error}"
         self._log.warning("prompt", text)
 

@@ -63,37 +63,36 @@ RECORDS = st.fixed_dictionaries(
 
 
 def transfer(recorder: TransferRecorder) -> None:
-    recorder.transfer(seconds=2.0, post_seconds=0.5, num_bytes=100, num_descriptors=6, num_merged=2)
+    recorder.observe(transfer_seconds=2.0, post_seconds=0.5)
+    recorder.count(bytes=100, descriptors=6, merged_descriptors=2)
 
 
 def test_everything_recorded_is_taken_once() -> None:
     recorder = TransferRecorder()
     assert recorder.take() is None
-    recorder.handshake(0.25)
+    recorder.observe(handshake_seconds=0.25)
     transfer(recorder)
     transfer(recorder)
-    recorder.failure("timeout")
-    recorder.failure("timeout")
-    recorder.first_token("prefill")
-    recorder.first_token("seeded")
-    recorder.first_token("prefill")
-    recorder.stream("streamed")
-    recorder.stream("no_key")
-    recorder.stream("streamed")
-    recorder.leases(unmatched=1)
-    recorder.leases(heartbeats=4, ignored_heartbeats=3)
-    recorder.queued(0.125)
-    recorder.retry()
-    recorder.lease_ended(3.0, expired=True)
-    recorder.lease_ended(1.0, expired=False)
-    recorder.handed_over(0.75)
-    recorder.loaded(6)
-    recorder.side_channel_rejects(4)
-    recorder.released(2, 5)
-    recorder.released(1, 1)
-    recorder.reuse(lookups=1)
-    recorder.reuse(blocks=7)
-    recorder.reuse(lookups=1, recomputed=2)
+    recorder.count_reason("failures", "timeout")
+    recorder.count_reason("failures", "timeout")
+    recorder.count_reason("first_tokens", "prefill")
+    recorder.count_reason("first_tokens", "seeded")
+    recorder.count_reason("first_tokens", "prefill")
+    recorder.count_reason("handovers", "streamed")
+    recorder.count_reason("handovers", "no_key")
+    recorder.count_reason("handovers", "streamed")
+    recorder.count(unmatched_notifications=1)
+    recorder.count(heartbeats=4, ignored_heartbeats=3)
+    recorder.observe(queue_seconds=0.125)
+    recorder.count(retries=1)
+    recorder.observe(lease_age_seconds=3.0, handover_seconds=0.75)
+    recorder.observe(lease_age_seconds=1.0)
+    recorder.count(expired_requests=True)
+    recorder.count(expired_requests=False)
+    recorder.count(blocks=6, side_channel_rejects=4, released_requests=3, unknown_releases=3)
+    recorder.count(reuse_lookups=1)
+    recorder.count(reuse_blocks=7)
+    recorder.count(reuse_lookups=1, reuse_recomputed_blocks=2)
     recorder.gauges("worker 0", {"held_requests": 1})
     assert recorder.take() == {
         "transfer_seconds": [2.0, 2.0],
@@ -207,4 +206,4 @@ def test_nothing_is_lost_between_threads() -> None:
 def _write(recorder: TransferRecorder) -> None:
     for _ in range(200):
         transfer(recorder)
-        recorder.failure("transfer")
+        recorder.count_reason("failures", "transfer")

@@ -351,7 +351,7 @@ class Loader:
             return
         part.retried = True
         logger.info("prefill engine %s: %s; connecting anew", link.key, error)
-        self._guard("retry", self._recorder.retry)
+        self._guard("retry", lambda: self._recorder.count(retries=1))
         self._start(part)
 
     def _check_size(self, part: Part, link: Link) -> None:

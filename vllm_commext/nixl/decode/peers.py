@@ -330,7 +330,7 @@ class PeerTable:
             self._drop(peer)
             self._links.mark_lost(key)
             self._connect(peer, described, reply.incarnation)
-        self._recorder.handshake(now - peer.asked)
+        self._recorder.observe(handshake_seconds=now - peer.asked)
         peer.apply(PeerEvent.ANSWERED)
         peer.num_failures = 0
         peer.drains = False  # it says so after each answer

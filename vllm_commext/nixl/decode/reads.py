@@ -171,7 +171,7 @@ class ReadSet:
         """
         started = time.perf_counter()
         if part.stream is None or not part.stream.has_read:
-            self._recorder.queued(started - part.begun)
+            self._recorder.observe(queue_seconds=started - part.begun)
         reader = link.reader_of(pairs)
         try:
             posting = reader.post(pairs)
@@ -217,14 +217,15 @@ class ReadSet:
 
     def record(self, read: Read) -> None:
         """Note the figures of a read that has ended well."""
-        self._recorder.transfer(
-            seconds=time.perf_counter() - read.posted,
-            post_seconds=read.post_seconds,
-            num_bytes=read.num_bytes,
-            num_descriptors=read.num_descriptors,
-            num_merged=read.num_merged,
-            is_hidden=read.is_hidden,
-            is_mapped=read.reader.is_mapped,
+        self._recorder.observe(
+            transfer_seconds=time.perf_counter() - read.posted, post_seconds=read.post_seconds
+        )
+        self._recorder.count(
+            bytes=read.num_bytes,
+            hidden_bytes=read.num_bytes * read.is_hidden,
+            mapped_bytes=read.num_bytes * read.reader.is_mapped,
+            descriptors=read.num_descriptors,
+            merged_descriptors=read.num_merged,
         )
 
     def take_late(self) -> list[Read]:

@@ -20,6 +20,7 @@ FAILURE_REASONS = (
     "transfer",
 )
 """Every reason a load or a release can fail for; the label of the failures metric."""
+FAILURES = "failures"
 FIRST_TOKENS = "first_tokens"
 HANDOVERS = "handovers"
 GAUGES = "gauges"
@@ -59,27 +60,27 @@ def empty_data() -> dict[str, Any]:
         "transfer_seconds": [],
         "post_seconds": [],
         "handshake_seconds": [],
-        "queue_seconds": [],
-        "handover_seconds": [],
+        "queue_seconds": [],  # from a load's begin to its read
+        "handover_seconds": [],  # from a request's arrival to its last block
         "lease_age_seconds": [],
         "bytes": 0,
-        "hidden_bytes": 0,
-        "mapped_bytes": 0,
-        "blocks": 0,
+        "hidden_bytes": 0,  # of reads that began before their prompts were computed
+        "mapped_bytes": 0,  # of reads through a mapping of the peer's memory
+        "blocks": 0,  # of loads that ended well on all ranks
         "descriptors": 0,
         "merged_descriptors": 0,
-        "retries": 0,
+        "retries": 0,  # reads over a new connection
         "expired_requests": 0,
         "released_requests": 0,
-        "unknown_releases": 0,
+        "unknown_releases": 0,  # that a router named
         "unmatched_notifications": 0,
         "heartbeats": 0,
         "ignored_heartbeats": 0,
         "side_channel_rejects": 0,
         "reuse_lookups": 0,
         "reuse_blocks": 0,
-        "reuse_recomputed_blocks": 0,
-        "failures": {},
+        "reuse_recomputed_blocks": 0,  # read in vain
+        FAILURES: {},
         FIRST_TOKENS: {},
         HANDOVERS: {},
         GAUGES: {},
@@ -132,77 +133,23 @@ class TransferRecorder:
             self._has_new_gauges = False
         return taken
 
-    def handshake(self, seconds: float) -> None:
-        """A peer became ready."""
+    def observe(self, **seconds: float) -> None:
+        """One event each of keys of ``empty_data`` that end in ``_seconds``."""
         with self._lock:
-            self._data["handshake_seconds"].append(seconds)
+            for name, value in seconds.items():
+                self._data[name].append(value)
 
-    def transfer(
-        self,
-        *,
-        seconds: float,
-        post_seconds: float,
-        num_bytes: int,
-        num_descriptors: int,
-        num_merged: int,
-        is_hidden: bool = False,
-        is_mapped: bool = False,
-    ) -> None:
-        """A read ended well; *hidden* where it began before its prompt was computed, *mapped* where
-        it went through a mapping of the peer's memory."""
+    def count(self, **numbers: int) -> None:
+        """So many more of keys of ``empty_data`` that are sums."""
         with self._lock:
-            self._data["transfer_seconds"].append(seconds)
-            self._data["post_seconds"].append(post_seconds)
-            self._data["bytes"] += num_bytes
-            self._data["hidden_bytes"] += num_bytes * is_hidden
-            self._data["mapped_bytes"] += num_bytes * is_mapped
-            self._data["descriptors"] += num_descriptors
-            self._data["merged_descriptors"] += num_merged
+            for name, number in numbers.items():
+                self._data[name] += number
 
-    def handed_over(self, seconds: float) -> None:
-        """A whole prompt's blocks are here, so long after its request has come in."""
+    def count_reason(self, name: str, reason: str) -> None:
+        """One more of a reason: under ``FAILURES``, ``FIRST_TOKENS`` or ``HANDOVERS``."""
         with self._lock:
-            self._data["handover_seconds"].append(seconds)
-
-    def loaded(self, num_blocks: int) -> None:
-        """A load ended well on all ranks."""
-        with self._lock:
-            self._data["blocks"] += num_blocks
-
-    def reuse(self, *, lookups: int = 0, blocks: int = 0, recomputed: int = 0) -> None:
-        """Other engines are asked for blocks, blocks of theirs were read and proven, or read in
-        vain."""
-        with self._lock:
-            self._data["reuse_lookups"] += lookups
-            self._data["reuse_blocks"] += blocks
-            self._data["reuse_recomputed_blocks"] += recomputed
-
-    def queued(self, seconds: float) -> None:
-        """A read is posted, so long after its load began."""
-        with self._lock:
-            self._data["queue_seconds"].append(seconds)
-
-    def retry(self) -> None:
-        """A read is tried again over a new connection."""
-        with self._lock:
-            self._data["retries"] += 1
-
-    def lease_ended(self, seconds: float, *, expired: bool) -> None:
-        """A request's blocks may be freed on all ranks, so long after its lease began."""
-        with self._lock:
-            self._data["lease_age_seconds"].append(seconds)
-            self._data["expired_requests"] += expired
-
-    def released(self, known: int, named: int) -> None:
-        """A router has released the prefills that are known of those that it has named."""
-        with self._lock:
-            self._data["released_requests"] += known
-            self._data["unknown_releases"] += named - known
-
-    def side_channel_rejects(self, count: int) -> None:
-        """The side channel refused frames."""
-        with self._lock:
-            self._data["side_channel_rejects"] += count
+            counts = self._data[name]
+            counts[str(reason)] = counts.get(str(reason), 0) + 1
 
     def note_failure(self, request_id: str, reason: str) -> None:
         """A load failed on this worker for one of ``FAILURE_REASONS``."""
@@ -219,33 +166,6 @@ class TransferRecorder:
         with self._lock:
             taken, self._ends = self._ends, Ends()
         return taken
-
-    def failure(self, reason: str) -> None:
-        """A load failed on some rank for one of ``FAILURE_REASONS``."""
-        with self._lock:
-            failures = self._data["failures"]
-            failures[reason] = failures.get(reason, 0) + 1
-
-    def first_token(self, way: str) -> None:
-        """A loading request gets its first token from there, a ``FirstToken``."""
-        with self._lock:
-            ways = self._data[FIRST_TOKENS]
-            ways[str(way)] = ways.get(str(way), 0) + 1
-
-    def stream(self, way: str) -> None:
-        """A request is handed over so, a ``Handover``."""
-        with self._lock:
-            ways = self._data[HANDOVERS]
-            ways[str(way)] = ways.get(str(way), 0) + 1
-
-    def leases(
-        self, *, unmatched: int = 0, heartbeats: int = 0, ignored_heartbeats: int = 0
-    ) -> None:
-        """Releases fitted no request, heartbeats extended leases or were ignored."""
-        with self._lock:
-            self._data["unmatched_notifications"] += unmatched
-            self._data["heartbeats"] += heartbeats
-            self._data["ignored_heartbeats"] += ignored_heartbeats
 
     def take(self) -> dict[str, Any] | None:
         """The record since the last call, None where it is empty."""

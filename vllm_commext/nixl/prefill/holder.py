@@ -79,7 +79,7 @@ class Holder:
         try:
             notification = wire.decode_notification(message)
         except ProtocolError as error:
-            self._recorder.leases(unmatched=1)
+            self._recorder.count(unmatched_notifications=1)
             self._log.warning("notification", f"ignored a NIXL notification: {error}")
             return
         if isinstance(notification, wire.Released):
@@ -111,8 +111,8 @@ class Holder:
             )
         counts = self._leases.take_counts()
         if counts:
-            self._recorder.leases(
-                unmatched=counts.unmatched,
+            self._recorder.count(
+                unmatched_notifications=counts.unmatched,
                 heartbeats=counts.extended,
                 ignored_heartbeats=counts.ignored_beats,
             )

@@ -132,7 +132,7 @@ class ReuseSide:
         if not hashes:
             return
         self._waiting.add(request.request_id)
-        self._recorder.reuse(lookups=1)
+        self._recorder.count(reuse_lookups=1)
         self._finder.search(request.request_id, hashes, places)
 
     def is_waiting(self, request_id: str) -> bool:
@@ -188,9 +188,9 @@ class ReuseSide:
         """A request's load has ended on all workers."""
         num_blocks = self._loading.pop(request_id, 0)
         if failed:
-            self._recorder.reuse(recomputed=num_blocks)
+            self._recorder.count(reuse_recomputed_blocks=num_blocks)
         else:
-            self._recorder.reuse(blocks=num_blocks)
+            self._recorder.count(reuse_blocks=num_blocks)
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""
