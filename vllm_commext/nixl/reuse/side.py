@@ -60,7 +60,7 @@ class ReuseSide:
         self._loading: dict[str, int] = {}
         self._log = RateLimitedLog()
         self._is_on = not reusing.refusal
-        if reusing.refusal not in (None, NoReuse.OFF):
+        if reusing.refusal is not None and reusing.refusal != NoReuse.OFF:
             self._refuse(reusing.refusal.meaning)
 
     @property
