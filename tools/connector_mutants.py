@@ -60,8 +60,8 @@ MUTANTS = (
     Mutant(
         "prompt",
         "parameters are not compared with the prompt",
-        "decode/handles.py",
-        "check_prompt(digests(prompt_of(request), remote.num_tokens), handle.prompt, source)",
+        "decode/params_cache.py",
+        "check_prompt(digests(prompt_of(request), remote.num_tokens), transfer_params.prompt, source)",
         "pass",
         f"{_CONTRACT}test_prompt_bound.py",
     ),

@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_commext.nixl.connector import CommextNixlConnector
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.requests import RemoteRequest
-from vllm_commext.nixl.wire.params import Handle, write_params
+from vllm_commext.nixl.wire.params import TransferParams, write_params
 from vllm_commext.nixl.wire.prompt import digests, prompt_of
 
 BLOCK = 4
@@ -159,4 +159,4 @@ def to_decode(num_tokens: int = 14, **changes: Any) -> dict[str, Any]:
         fence_nonce=255,
     )
     prompt = digests(prompt_of(request_of("there")), num_tokens)
-    return {**write_params(Handle(remote, prompt)), **changes}
+    return {**write_params(TransferParams(remote, prompt)), **changes}

@@ -13,7 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.contract.scheduled_core import BLOCK, TO_PREFILL, Core, next_token, request_of
 from vllm_commext.nixl.requests import RemoteRequest
-from vllm_commext.nixl.wire.params import OWN_FIELDS, Handle, params_of, write_params
+from vllm_commext.nixl.wire.params import OWN_FIELDS, TransferParams, params_of, write_params
 from vllm_commext.nixl.wire.prompt import Prompt, digests
 
 pytestmark = pytest.mark.timeout(600)
@@ -107,7 +107,7 @@ def offered(secret: bytes | None, prompt: list[int] = PROMPT, **fields: Any) -> 
         fence_nonce=5,
     )
     about = digests(Prompt(len(prompt), prompt), len(prompt))
-    return {**write_params(Handle(remote, about, 7, "s greedy"), secret), **fields}
+    return {**write_params(TransferParams(remote, about, 7, "s greedy"), secret), **fields}
 
 
 @SETTINGS

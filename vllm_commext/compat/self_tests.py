@@ -141,7 +141,7 @@ def hand_over() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from vllm_commext.nixl.requests import RemoteRequest
-    from vllm_commext.nixl.wire.params import Handle, read_params, write_params
+    from vllm_commext.nixl.wire.params import TransferParams, read_params, write_params
     from vllm_commext.nixl.wire.prompt import check_prompt, digests, prompt_of
 
     spec: Any = FullAttentionSpec(
@@ -161,10 +161,12 @@ def hand_over() -> None:
         fence_slot=0,
         fence_nonce=1,
     )
-    params = write_params(Handle(remote, prompt))
+    params = write_params(TransferParams(remote, prompt))
     request = _request(extra_args={"kv_transfer_params": params})
     _expect("a request's parameters", params, request.kv_transfer_params)
-    _expect("its handle", Handle(remote, prompt), read_params(request.kv_transfer_params))
+    _expect(
+        "its parameters", TransferParams(remote, prompt), read_params(request.kv_transfer_params)
+    )
     check_prompt(digests(prompt_of(request), len(PROMPT)), prompt, "the self-test")
 
 

@@ -45,7 +45,7 @@ from vllm_commext.nixl.reasons import FirstToken
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from vllm_commext.nixl.wire.params import Handle
+    from vllm_commext.nixl.wire.params import TransferParams
 
 NO_TOKEN = -1
 GREEDY = "greedy"
@@ -116,22 +116,22 @@ def offer(own: Sampler, request: Request) -> tuple[int, str]:
     return tokens[0], _drawn_by(own, request.sampling_params)
 
 
-def source_of(own: Sampler, handle: Handle, request: Request) -> FirstToken:
+def source_of(own: Sampler, transfer_params: TransferParams, request: Request) -> FirstToken:
     """Where a request's first token comes from.
 
     Args:
         own: the decode engine's.
-        handle: what the prefill engine hands over, compared with the request's prompt.
+        transfer_params: what the prefill engine hands over, compared with the request's prompt.
         request: the request.
     """
     reason = refusal_of(own, request)
     if reason:
         return reason
-    if handle.first_token < 0:
+    if transfer_params.first_token < 0:
         return FirstToken.NOT_OFFERED
     # A shorter prompt, of which this one is a continuation, is followed by another token.
-    is_same = handle.remote.num_tokens == request.num_prompt_tokens
-    is_same = is_same and handle.sampling == _drawn_by(own, request.sampling_params)
+    is_same = transfer_params.remote.num_tokens == request.num_prompt_tokens
+    is_same = is_same and transfer_params.sampling == _drawn_by(own, request.sampling_params)
     return FirstToken.PREFILL if is_same else FirstToken.DIFFERS
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_commext.drain import drain_file
 from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.decode.handles import Handles
+from vllm_commext.nixl.decode.params_cache import ParamsCache
 from vllm_commext.nixl.decode.quarantine import Quarantine
 from vllm_commext.nixl.decode.trust import Trust
 from vllm_commext.nixl.doorbell import Doorbell
@@ -42,8 +42,8 @@ from vllm_commext.nixl.reuse.side import ReuseSide
 from vllm_commext.nixl.stream.consumer import consumer_of
 from vllm_commext.nixl.stream.streaming import Streaming
 from vllm_commext.nixl.wire.params import (
-    Handle,
     OtherProtocolError,
+    TransferParams,
     asks_for_stream,
     is_for_decode,
     is_for_prefill,
@@ -120,7 +120,7 @@ class SchedulerSide:
         self._unread: list[tuple[str, bool]] = []
         # Requests that are read while they are computed and whose first tokens are awaited, each
         # with where it is read once that is known, and those of them whose prompts are here.
-        self._awaited: dict[str, tuple[Request, Handle | None]] = {}
+        self._awaited: dict[str, tuple[Request, TransferParams | None]] = {}
         self._loaded: list[str] = []
         self._has_steps = False
         self._trust = Trust(config.kv_lease_duration)
@@ -146,7 +146,7 @@ class SchedulerSide:
             streaming=streaming,
         )
         self._consumer = consumer_of(streaming, engine_id, self._secret, config, self.doorbell.ring)
-        self._handles = Handles(groups, self._secret, sampler, self._consumer)
+        self._params_cache = ParamsCache(groups, self._secret, sampler, self._consumer)
         self._server: SideChannelServer | None = None
         self._recorder = TransferRecorder()
         self._reuse = ReuseSide(
@@ -253,20 +253,20 @@ class SchedulerSide:
             return
         self._recorder.count_reason(HANDOVERS, Handover.NO_KEY)
         try:
-            handle = self._handles.of(request)
+            transfer_params = self._params_cache.of(request)
         except OtherPromptError:
             self._recorder.count_reason(FIRST_TOKENS, FirstToken.DIFFERS)
             return
         except ProtocolError:
             return  # the load will fail with the reason
         self._arrived[request.request_id] = time.monotonic()
-        if not self._trust.admit(request.request_id, handle.computed_at):
+        if not self._trust.admit(request.request_id, transfer_params.computed_at):
             self._recorder.count_reason(FIRST_TOKENS, FirstToken.DIFFERS)
             return
-        self._pending.waits.append(Wait(request.request_id, handle.remote))
-        way = source_of(self._sampler, handle, request)
+        self._pending.waits.append(Wait(request.request_id, transfer_params.remote))
+        way = source_of(self._sampler, transfer_params, request)
         if way == FirstToken.PREFILL:
-            self._first_tokens[request.request_id] = request, handle.first_token
+            self._first_tokens[request.request_id] = request, transfer_params.first_token
         else:
             self._recorder.count_reason(FIRST_TOKENS, way)
 
@@ -289,14 +289,14 @@ class SchedulerSide:
     def _take_token(self, request_id: str, token: int, sampling: str) -> None:
         """The prefill engine tells the token after a prompt: the answer begins with it if it is
         drawn as this engine would draw it, after the prompt that the request has here."""
-        request, handle = self._awaited.get(request_id, (None, None))
-        if request is not None and handle is None:
+        request, transfer_params = self._awaited.get(request_id, (None, None))
+        if request is not None and transfer_params is None:
             self._waits_for_stream(request)  # takes the answer, which is there before the token
-            _, handle = self._awaited.get(request_id, (None, None))
-        if request is None or handle is None:
+            _, transfer_params = self._awaited.get(request_id, (None, None))
+        if request is None or transfer_params is None:
             return
         way = source_of(
-            self._sampler, replace(handle, first_token=token, sampling=sampling), request
+            self._sampler, replace(transfer_params, first_token=token, sampling=sampling), request
         )
         if way == FirstToken.PREFILL and token < self._sampler.num_tokens:
             del self._awaited[request_id]
@@ -345,29 +345,29 @@ class SchedulerSide:
         if not is_at_block_boundary(self._groups, num_computed_tokens):
             return 0  # a shared block is being copied for this request: compute the rest here
         try:
-            num_tokens = self._handles.num_tokens(request)
+            num_tokens = self._params_cache.num_tokens(request)
         except OtherPromptError:
             return 0  # as routers do with the second of a request's prompts: compute it here
         except ProtocolError:
             # The load fails with the reason, so that vLLM's policy decides between error and
             # recomputation.
-            num_tokens = self._handles.most_tokens(request)
+            num_tokens = self._params_cache.most_tokens(request)
         return max(0, num_tokens - num_computed_tokens)
 
     def _waits_for_stream(self, request: Request) -> bool:
         """Whether a request's prefill engine has not begun, as far as is known."""
         if request.request_id not in self._consumer:
             return False
-        if self._handles.waits(request):
+        if self._params_cache.waits(request):
             return True
-        handle = self._handles.take_stream(request)
-        if handle is None:
+        transfer_params = self._params_cache.take_stream(request)
+        if transfer_params is None:
             self._await_no_token(request.request_id, FirstToken.NOT_OFFERED)
             self._recorder.count_reason(HANDOVERS, self._streaming.refusal or Handover.NOT_FOUND)
             return False
-        self._pending.waits.append(Wait(request.request_id, handle.remote))
+        self._pending.waits.append(Wait(request.request_id, transfer_params.remote))
         if request.request_id in self._awaited:
-            self._awaited[request.request_id] = request, handle
+            self._awaited[request.request_id] = request, transfer_params
         self._recorder.count_reason(HANDOVERS, Handover.STREAMED)
         return False
 
@@ -378,12 +378,12 @@ class SchedulerSide:
             return
         load = Load(request.request_id, None, awaited=num_external_tokens > 0)
         try:
-            load.remote = self._handles.remote(request)
-            load.num_tokens = self._handles.num_tokens(request)
+            load.remote = self._params_cache.remote(request)
+            load.num_tokens = self._params_cache.num_tokens(request)
         except ProtocolError as error:
             # Nothing is sent to a host that untrusted parameters name, nothing of theirs released.
             load.remote, load.refusal = None, str(error)
-            load.num_tokens = self._handles.most_tokens(request)
+            load.num_tokens = self._params_cache.most_tokens(request)
             self._tell_other_version(request.request_id, error)
             if isinstance(error, OtherPromptError):
                 self._note_other_prompt(request, error)
@@ -448,15 +448,15 @@ class SchedulerSide:
         """Weights or caches have changed: nothing counts that was computed before, here or for
         requests that are here. These are computed here, also those whose loads are under way."""
         loading = self._loading.keys() if self._has_steps else set[str]()
-        self._trust.renounce(self._handles.known | loading)
+        self._trust.renounce(self._params_cache.known | loading)
         self._recomputed |= loading
         self._prefills.release_all()
         self._reuse.clear()
         while self._first_tokens:
             self._first_tokens.popitem()
             self._recorder.count_reason(FIRST_TOKENS, FirstToken.DIFFERS)
-        for request_id, (_, handle) in [*self._awaited.items()]:
-            if handle is not None:
+        for request_id, (_, transfer_params) in [*self._awaited.items()]:
+            if transfer_params is not None:
                 self._await_no_token(request_id, FirstToken.DIFFERS)
 
     def note_pause(self, *, is_paused: bool) -> None:
@@ -465,7 +465,7 @@ class SchedulerSide:
         here."""
         if is_paused:
             self._prefills.release_all()
-        if self._trust.note_pause(is_paused=is_paused, request_ids=self._handles.known):
+        if self._trust.note_pause(is_paused=is_paused, request_ids=self._params_cache.known):
             self._pending.renews = not is_paused
 
     def is_at_rest(self) -> bool:
@@ -561,7 +561,7 @@ class SchedulerSide:
         params = params_of(request)
         assert params is not None  # only called where the parameters ask for a remote prefill
         params["do_remote_prefill"] = False
-        self._handles.forget(request.request_id)
+        self._params_cache.forget(request.request_id)
 
     def _tell_other_version(self, request_id: str, error: ProtocolError) -> None:
         """Ask a prefill engine of another version to free its blocks: both logs then say why that
@@ -591,7 +591,7 @@ class SchedulerSide:
             self._consumer.forget(request.request_id)
             return  # its lease frees them
         try:
-            remote = self._handles.remote(request)
+            remote = self._params_cache.remote(request)
         except ProtocolError as error:
             self._tell_other_version(request.request_id, error)
             return

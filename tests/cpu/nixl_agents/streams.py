@@ -25,7 +25,7 @@ from vllm_commext.nixl.stream.asker import StreamAsker
 from vllm_commext.nixl.stream.directory import StreamDirectory
 from vllm_commext.nixl.stream.producer import StreamProducer
 from vllm_commext.nixl.stream.streaming import Streaming
-from vllm_commext.nixl.wire.params import Handle
+from vllm_commext.nixl.wire.params import TransferParams
 
 FENCE_KEY = bytes(32)
 NUM_ROWS = 4
@@ -158,9 +158,9 @@ class Decode:
 
     def load(self, name: str, number: int, first: int = 0) -> Load:
         """Begin to load the prompt with a key, of which the first blocks are here."""
-        handle = self.ask(name, number)
-        assert isinstance(handle, Handle), handle
-        load = load_of(name, handle.remote, OWN_BLOCKS[first:], first)
+        transfer_params = self.ask(name, number)
+        assert isinstance(transfer_params, TransferParams), transfer_params
+        load = load_of(name, transfer_params.remote, OWN_BLOCKS[first:], first)
         load.num_tokens = NUM_TOKENS
         self.engine.thread.submit(load)
         return load

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm_commext.nixl.first_token import Sampler, facts_digest, offer, source_of
 from vllm_commext.nixl.reasons import FirstToken
 from vllm_commext.nixl.requests import RemoteRequest
-from vllm_commext.nixl.wire.params import MAX_SAMPLING_CHARACTERS, Handle
+from vllm_commext.nixl.wire.params import MAX_SAMPLING_CHARACTERS, TransferParams
 
 OWN = Sampler("0123456789abcdef", 100, None)
 NUM_PROMPT = 7
@@ -95,14 +95,14 @@ def request_of(params: Params | None, tokens: tuple[int, ...] = (), **changes: A
     return SimpleNamespace(**{**plain, **changes})
 
 
-def handle_of(token: int, sampling: str, num_tokens: int = NUM_PROMPT) -> Handle:
+def transfer_params_of(token: int, sampling: str, num_tokens: int = NUM_PROMPT) -> TransferParams:
     remote = RemoteRequest("p", "", "h", 1, 1, "r", ((1,),), num_tokens)
-    return Handle(remote, {}, token, sampling)
+    return TransferParams(remote, {}, token, sampling)
 
 
 def handed_over(there: Any, here: Any, own: Sampler = OWN, other: Sampler = OWN) -> str:
     """The way of ``here``'s first token, when its prompt was prefilled as ``there``."""
-    return source_of(other, handle_of(*offer(own, there)), here)
+    return source_of(other, transfer_params_of(*offer(own, there)), here)
 
 
 effectless = st.fixed_dictionaries({}, optional=WITHOUT_EFFECT)
@@ -122,7 +122,7 @@ def test_a_token_is_used_exactly_where_it_was_drawn_alike(
     both = (Params(**by), Params(**other))
     greedy = [params.temperature == 0 for params in both]
     alike = all(greedy) or (not any(greedy) and both[0] == both[1])
-    way = source_of(OWN, handle_of(token, sampling), second)
+    way = source_of(OWN, transfer_params_of(token, sampling), second)
     assert way == (FirstToken.PREFILL if alike else FirstToken.DIFFERS)
 
 
@@ -164,14 +164,14 @@ def test_requests_that_are_more_than_tokens_go_the_usual_way(
     for name, value in changes.items():
         setattr(here, name, value)
         setattr(there, name, value)
-    assert source_of(OWN, handle_of(5, "0123456789abcdef greedy"), here) == way
+    assert source_of(OWN, transfer_params_of(5, "0123456789abcdef greedy"), here) == way
     assert offer(OWN, there) == (-1, "")
 
 
 @given(st.integers(0, 20))
 def test_a_token_follows_one_prompt(num_tokens: int) -> None:
     token, sampling = offer(OWN, request_of(Params(), (5,)))
-    way = source_of(OWN, handle_of(token, sampling, num_tokens), request_of(Params()))
+    way = source_of(OWN, transfer_params_of(token, sampling, num_tokens), request_of(Params()))
     assert (way == FirstToken.PREFILL) == (num_tokens == NUM_PROMPT)
 
 

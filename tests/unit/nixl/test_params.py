@@ -17,8 +17,8 @@ from vllm_commext.nixl.wire.params import (
     MAX_SAMPLING_CHARACTERS,
     OWN_FIELDS,
     PIPELINE_PROTOCOL,
-    Handle,
     OtherProtocolError,
+    TransferParams,
     is_for_decode,
     is_for_prefill,
     place_of_stream,
@@ -42,7 +42,7 @@ REMOTE = RemoteRequest(
     fence_nonce=0xFEDCBA9876543210,
 )
 PROMPT = {"tokens": "ab" * 32, "cache_salt": "0" * 64}
-HANDLE = Handle(REMOTE, PROMPT, 77, "0123 greedy", 1_764_000_000_000)
+TRANSFER = TransferParams(REMOTE, PROMPT, 77, "0123 greedy", 1_764_000_000_000)
 SECRET = b"0123456789abcdef"
 REQUIRED = (
     "remote_engine_id",
@@ -57,7 +57,7 @@ REQUIRED = (
 
 def test_roles() -> None:
     to_prefill = {"do_remote_decode": True, "do_remote_prefill": False}
-    to_decode = write_params(HANDLE)
+    to_decode = write_params(TRANSFER)
     assert (is_for_prefill(to_prefill), is_for_decode(to_prefill)) == (True, False)
     assert (is_for_prefill(to_decode), is_for_decode(to_decode)) == (False, True)
     for nothing in (None, {}):
@@ -89,42 +89,44 @@ def test_roles() -> None:
 def test_round_trip_through_json(
     remote: RemoteRequest, secret: bytes | None, first: tuple[int, str]
 ) -> None:
-    handle = Handle(remote, PROMPT, *first)
-    carried = json.loads(json.dumps(write_params(handle, secret), allow_nan=False, sort_keys=True))
-    assert read_params(carried, secret) == handle
+    transfer_params = TransferParams(remote, PROMPT, *first)
+    carried = json.loads(
+        json.dumps(write_params(transfer_params, secret), allow_nan=False, sort_keys=True)
+    )
+    assert read_params(carried, secret) == transfer_params
 
 
 def test_the_parameters_of_vllms_own_connector_are_refused_as_such() -> None:
-    own = {key: value for key, value in write_params(HANDLE).items() if key not in OWN_FIELDS}
+    own = {key: value for key, value in write_params(TRANSFER).items() if key not in OWN_FIELDS}
     with pytest.raises(ProtocolError, match="no field of CommextNixlConnector"):
         read_params(own)
 
 
 def test_no_field_of_ours_can_be_dropped_unnoticed() -> None:
     for name in OWN_FIELDS:
-        params = write_params(HANDLE, SECRET)
+        params = write_params(TRANSFER, SECRET)
         del params[name]
         with pytest.raises(ProtocolError, match="altered|carry no proof"):
             read_params(params, SECRET)
 
 
 def test_another_version_is_named_and_can_be_told() -> None:
-    params = write_params(HANDLE)
+    params = write_params(TRANSFER)
     for version in (0, PROTOCOL_VERSION - 1, PIPELINE_PROTOCOL + 1):
         with pytest.raises(OtherProtocolError, match=f"remote_protocol {PROTOCOL_VERSION}") as told:
             read_params({**params, "remote_protocol": version})
         assert told.value.remote == REMOTE
 
 
-STAGED = Handle(replace(REMOTE, pp_size=3), PROMPT)
+STAGED = TransferParams(replace(REMOTE, pp_size=3), PROMPT)
 
 
 def test_stages_have_a_version_of_their_own() -> None:
     """An older engine takes ``PROTOCOL_VERSION`` alone, and knows of one stage."""
-    assert write_params(HANDLE)["remote_protocol"] == PROTOCOL_VERSION
+    assert write_params(TRANSFER)["remote_protocol"] == PROTOCOL_VERSION
     assert write_params(STAGED)["remote_protocol"] == PIPELINE_PROTOCOL > PROTOCOL_VERSION
-    assert "pp_size" not in write_params(HANDLE)
-    assert read_params({**write_params(HANDLE), "pp_size": 1}) == HANDLE
+    assert "pp_size" not in write_params(TRANSFER)
+    assert read_params({**write_params(TRANSFER), "pp_size": 1}) == TRANSFER
     with pytest.raises(OtherProtocolError, match=f"expected remote_protocol {PIPELINE_PROTOCOL}"):
         read_params({**write_params(STAGED), "remote_protocol": 3})
 
@@ -138,12 +140,12 @@ def test_the_number_of_stages_cannot_be_lost_or_changed(secret: bytes | None) ->
         read_params(lost, secret)
     expected = "altered" if secret else "remote_protocol 4 does not go with pp_size 2"
     with pytest.raises(ProtocolError, match=expected):
-        read_params({**write_params(HANDLE, secret), "pp_size": 2}, secret)
+        read_params({**write_params(TRANSFER, secret), "pp_size": 2}, secret)
 
 
 def test_a_seal_of_one_stage_is_that_of_older_engines() -> None:
     """They encode the fields that they know, without the number of stages."""
-    params = write_params(HANDLE, SECRET)
+    params = write_params(TRANSFER, SECRET)
     unknown = ("pp_size", "do_remote_prefill", "do_remote_decode")
     known = {name: one for name, one in params.items() if name not in (*unknown, "transfer_mode")}
     content = msgspec.msgpack.Encoder(order="sorted").encode({**known, "remote_seal": ""})
@@ -153,14 +155,16 @@ def test_a_seal_of_one_stage_is_that_of_older_engines() -> None:
 
 
 def test_a_proof_is_that_of_one_secret_and_of_all_values() -> None:
-    sealed = write_params(HANDLE, SECRET)
+    sealed = write_params(TRANSFER, SECRET)
     with pytest.raises(ProtocolError, match="another secret"):
         read_params(sealed, b"f" * 16)
     with pytest.raises(ProtocolError, match="this decode engine has none"):
         read_params(sealed)
     with pytest.raises(ProtocolError, match="carry no proof"):
-        read_params(write_params(HANDLE), SECRET)
-    other = write_params(Handle(replace(REMOTE, block_ids=((5, 3, 8), (4,))), PROMPT), SECRET)
+        read_params(write_params(TRANSFER), SECRET)
+    other = write_params(
+        TransferParams(replace(REMOTE, block_ids=((5, 3, 8), (4,))), PROMPT), SECRET
+    )
     with pytest.raises(ProtocolError, match="altered"):
         read_params({**other, "remote_seal": sealed["remote_seal"]}, SECRET)
     assert SECRET.decode() not in json.dumps(sealed)
@@ -168,7 +172,7 @@ def test_a_proof_is_that_of_one_secret_and_of_all_values() -> None:
 
 @pytest.mark.parametrize("name", REQUIRED)
 def test_a_missing_or_empty_field_is_named(name: str) -> None:
-    params = write_params(HANDLE)
+    params = write_params(TRANSFER)
     del params[name]
     with pytest.raises(ProtocolError, match=name):
         read_params(params)
@@ -224,26 +228,26 @@ def test_a_missing_or_empty_field_is_named(name: str) -> None:
 )
 def test_a_wrong_value_is_refused_with_its_field(name: str, value: Any) -> None:
     with pytest.raises(ProtocolError, match=name):
-        read_params({**write_params(HANDLE), name: value})
+        read_params({**write_params(TRANSFER), name: value})
 
 
 def test_groups_are_kept_apart_and_in_order() -> None:
     for groups in ([[1]], [[], [7]], [[3, 1, 2], [], [9]], [[n] for n in range(1024)]):
-        remote = read_params({**write_params(HANDLE), "remote_block_ids": groups}).remote
+        remote = read_params({**write_params(TRANSFER), "remote_block_ids": groups}).remote
         assert remote.block_ids == tuple(map(tuple, groups))
-        assert write_params(Handle(remote))["remote_block_ids"] == groups
+        assert write_params(TransferParams(remote))["remote_block_ids"] == groups
 
 
 def test_the_blocks_of_all_groups_count_towards_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_commext.nixl.wire.params.MAX_BLOCKS", 5)
-    most = {**write_params(HANDLE), "remote_block_ids": [[1, 2, 3], [4, 5]]}
+    most = {**write_params(TRANSFER), "remote_block_ids": [[1, 2, 3], [4, 5]]}
     assert read_params(most).remote.block_ids == ((1, 2, 3), (4, 5))
     with pytest.raises(ProtocolError, match="blocks in remote_block_ids from 0 to 5, got 6"):
         read_params({**most, "remote_block_ids": [[1, 2, 3], [4, 5, 6]]})
 
 
 def test_an_id_that_no_cache_has_is_left_to_whoever_knows_the_cache() -> None:
-    huge = {**write_params(HANDLE), "remote_block_ids": [[-1, 1 << 80], [1 << 31]]}
+    huge = {**write_params(TRANSFER), "remote_block_ids": [[-1, 1 << 80], [1 << 31]]}
     assert read_params(huge).remote.block_ids == ((-1, 1 << 80), (1 << 31,))
     with pytest.raises(ProtocolError, match="altered"):
         read_params({**huge, "remote_seal": "0" * 64}, SECRET)
@@ -257,13 +261,13 @@ ANYTHING: st.SearchStrategy[Any] = st.recursive(
 
 
 @given(
-    st.dictionaries(st.sampled_from(sorted(write_params(HANDLE))), ANYTHING, max_size=3),
+    st.dictionaries(st.sampled_from(sorted(write_params(TRANSFER))), ANYTHING, max_size=3),
     st.dictionaries(st.text(), ANYTHING, max_size=2),
 )
 @settings(max_examples=120)
 def test_anything_reads_or_is_refused(changes: dict[str, Any], more: dict[str, Any]) -> None:
     try:
-        remote = read_params({**write_params(HANDLE), **more, **changes}).remote
+        remote = read_params({**write_params(TRANSFER), **more, **changes}).remote
     except ProtocolError:
         return
     assert 0 <= remote.num_tokens < 1 << 31
@@ -276,18 +280,18 @@ def test_anything_reads_or_is_refused(changes: dict[str, Any], more: dict[str, A
 
 
 def test_the_place_of_a_stream_is_read_as_it_was_written_and_proven() -> None:
-    params = write_params(HANDLE, SECRET, chunk_tokens=64)
-    place = (HANDLE.remote.host, HANDLE.remote.port)
+    params = write_params(TRANSFER, SECRET, chunk_tokens=64)
+    place = (TRANSFER.remote.host, TRANSFER.remote.port)
     assert place_of_stream(params, SECRET) == place
     assert place_of_stream(params) == place  # who has no secret checks nothing
-    assert read_params(params, SECRET) == HANDLE
-    unsealed = write_params(HANDLE, chunk_tokens=64)
+    assert read_params(params, SECRET) == TRANSFER
+    unsealed = write_params(TRANSFER, chunk_tokens=64)
     assert unsealed["remote_place_seal"] == ""
     assert place_of_stream(unsealed) == place
     for wrong in (
         {"remote_host": "p1"},
-        {"remote_port": HANDLE.remote.port + 1},
-        {"remote_place_seal": write_place("p1", HANDLE.remote.port, SECRET)["seal"]},
+        {"remote_port": TRANSFER.remote.port + 1},
+        {"remote_place_seal": write_place("p1", TRANSFER.remote.port, SECRET)["seal"]},
         {"remote_place_seal": params["remote_seal"]},
         {"remote_place_seal": "\ud800"},
         {"remote_place_seal": ["0" * 64]},
@@ -310,7 +314,7 @@ _VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_NASTY, inner, max_size=3),
     max_leaves=6,
 )
-_NAMES = sorted({*write_params(HANDLE, SECRET, chunk_tokens=9), "pp_size", "reuse_from"})
+_NAMES = sorted({*write_params(TRANSFER, SECRET, chunk_tokens=9), "pp_size", "reuse_from"})
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
@@ -319,7 +323,7 @@ _NAMES = sorted({*write_params(HANDLE, SECRET, chunk_tokens=9), "pp_size", "reus
 def test_no_value_brings_another_error_than_ours(
     secret: bytes | None, changes: dict[str, Any]
 ) -> None:
-    params = {**write_params(HANDLE, secret, chunk_tokens=9), **changes}
+    params = {**write_params(TRANSFER, secret, chunk_tokens=9), **changes}
     for read in (read_params, place_of_stream, places_for_reuse):
         try:
             read(params, secret)
@@ -332,7 +336,7 @@ def test_no_value_brings_another_error_than_ours(
     "name", ["remote_engine_id", "remote_request_id", "remote_host", "remote_sampling"]
 )
 def test_half_a_character_is_refused_with_a_secret(name: str, half: str) -> None:
-    params = {**write_params(HANDLE, SECRET, chunk_tokens=9), name: half}
+    params = {**write_params(TRANSFER, SECRET, chunk_tokens=9), name: half}
     with pytest.raises(ProtocolError, match="kv_transfer_params"):
         read_params(params, SECRET)
     with pytest.raises(ProtocolError, match="kv_transfer_params"):

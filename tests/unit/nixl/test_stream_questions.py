@@ -16,7 +16,7 @@ from vllm_commext.nixl.stream.asker import StreamAsker
 from vllm_commext.nixl.stream.directory import StreamDirectory
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.inquiry import Inquiry
-from vllm_commext.nixl.wire.params import Handle
+from vllm_commext.nixl.wire.params import TransferParams
 from vllm_commext.nixl.wire.prompt import DIGEST_DIGITS
 from vllm_commext.nixl.wire.seal import OtherAnswerError
 
@@ -179,7 +179,7 @@ def test_begins_and_tokens_reach_the_requests_that_wait_for_them(
     for number in range(100):
         served.begin(number)
     for number in range(100):
-        assert isinstance(wait_until(lambda one=number: asker.answer(f"d{one}")), Handle)
+        assert isinstance(wait_until(lambda one=number: asker.answer(f"d{one}")), TransferParams)
     for number in range(100):
         served.directory.tell(key(number), number, "drawn")
     told: dict[str, tuple[int, str]] = {}
@@ -226,7 +226,7 @@ def test_a_side_channel_that_closes_fails_what_waits_and_leaves_what_has_its_ans
     wait_until(lambda: asker.answer("d1"))
     served.server.close()
     assert isinstance(wait_until(lambda: asker.answer("d2")), CommextError)
-    assert isinstance(asker.answer("d1"), Handle)
+    assert isinstance(asker.answer("d1"), TransferParams)
     wait_until(lambda: not asker._places)
 
 

@@ -26,7 +26,7 @@ from vllm_commext.nixl.requests import Hold, RemoteRequest, Restart
 from vllm_commext.nixl.stream.directory import StreamDirectory
 from vllm_commext.nixl.stream.producer import StreamProducer
 from vllm_commext.nixl.stream.streaming import Streaming
-from vllm_commext.nixl.wire.params import Handle, write_params
+from vllm_commext.nixl.wire.params import TransferParams, write_params
 from vllm_commext.nixl.wire.prompt import digests, prompt_of
 
 if TYPE_CHECKING:
@@ -207,8 +207,10 @@ class Prefills:
         if token >= 0:
             self._producer.tell_token(request_id, token, sampling)
         prompt, now = digests(prompt_of(request), num_tokens), int(1000 * time.time())
-        handle = Handle(remote, prompt, token, sampling, now)
-        return True, write_params(handle, self._secret, chunk_tokens=self._streaming.chunk_tokens)
+        transfer_params = TransferParams(remote, prompt, token, sampling, now)
+        return True, write_params(
+            transfer_params, self._secret, chunk_tokens=self._streaming.chunk_tokens
+        )
 
     @property
     def has_news(self) -> bool:

@@ -16,7 +16,7 @@ from vllm_commext.nixl.bell import Bell
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.inquiry import Inquiry
-from vllm_commext.nixl.wire.params import Handle, handle_of_stream
+from vllm_commext.nixl.wire.params import TransferParams, transfer_params_of_stream
 from vllm_commext.nixl.wire.seal import OtherAnswerError
 
 SHORT_WAIT_SECONDS = 0.02
@@ -27,7 +27,7 @@ _LOOK_SECONDS = 0.05
 _CLOSE_SECONDS = 1.0
 
 Place = tuple[str, int]
-Answer = Handle | CommextError
+Answer = TransferParams | CommextError
 
 
 @dataclass
@@ -227,7 +227,7 @@ class StreamAsker:
         with self._lock:
             waiting, awaited = dict(place.waiting), dict(place.awaited)
         found: dict[str, Answer] = {
-            request_id: _handle(reply, reply.found[one.key])
+            request_id: _transfer_params(reply, reply.found[one.key])
             for request_id, one in waiting.items()
             if one.key in reply.found
         }
@@ -275,7 +275,7 @@ class StreamAsker:
             self._answers.update(still)
             for request_id, answer in still.items():
                 one = place.waiting.pop(request_id)
-                if one.awaits_token and isinstance(answer, Handle):
+                if one.awaits_token and isinstance(answer, TransferParams):
                     place.awaited[request_id], place.is_changed = one, True
         if still:
             self._ring()
@@ -293,7 +293,7 @@ def _some(keys: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
     return [*keys[first:], *keys[:first]][: wire.MAX_KEYS]
 
 
-def _handle(reply: wire.FoundStreams, stream: wire.FoundStream) -> Answer:
+def _transfer_params(reply: wire.FoundStreams, stream: wire.FoundStream) -> Answer:
     if stream.refusal:
         return ProtocolError(f"prefill engine {reply.engine_id!r}: {stream.refusal}")
     remote = RemoteRequest(
@@ -313,7 +313,7 @@ def _handle(reply: wire.FoundStreams, stream: wire.FoundStream) -> Answer:
         stream_regions=tuple(stream.regions),
     )
     try:
-        return handle_of_stream(remote, stream.prompt)
+        return transfer_params_of_stream(remote, stream.prompt)
     except ProtocolError as error:
         return error
 

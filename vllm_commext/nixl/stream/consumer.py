@@ -10,7 +10,7 @@ from vllm_commext.errors import CommextError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.stream.asker import Answer, StreamAsker
 from vllm_commext.nixl.stream.streaming import Streaming
-from vllm_commext.nixl.wire.params import Handle, key_of, params_of, place_of_stream
+from vllm_commext.nixl.wire.params import TransferParams, key_of, params_of, place_of_stream
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -62,7 +62,7 @@ class StreamConsumer:
         except ProtocolError as error:
             self._failed[request_id] = error
 
-    def take(self, request_id: str) -> Handle | ProtocolError | None:
+    def take(self, request_id: str) -> TransferParams | ProtocolError | None:
         """Where a request's prompt is read, or why it cannot be; None while nothing is known."""
         answer = self._answer(request_id)
         if answer is None:

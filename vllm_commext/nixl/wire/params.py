@@ -53,7 +53,7 @@ _DIGEST = re.compile(f"[0-9a-f]{{{DIGEST_DIGITS}}}")
 
 
 @dataclass(frozen=True)
-class Handle:
+class TransferParams:
     """A finished prefill as a router carries it.
 
     Attributes:
@@ -121,7 +121,7 @@ def is_for_decode(params: Mapping[str, Any] | None) -> bool:
     return bool(params and params.get("do_remote_prefill"))
 
 
-def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> Handle:
+def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> TransferParams:
     """Read what a prefill engine returned.
 
     Args:
@@ -150,7 +150,7 @@ def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> Handl
     _check_ranges(remote)
     _check_protocol(remote)
     _check_prompt(remote.remote_prompt)
-    return Handle(
+    return TransferParams(
         _remote_of(remote),
         remote.remote_prompt,
         remote.remote_first_token,
@@ -262,7 +262,7 @@ def places_for_reuse(
     return list(dict.fromkeys((place.host, place.port) for place in places))
 
 
-def handle_of_stream(remote: RemoteRequest, prompt: Mapping[str, str]) -> Handle:
+def transfer_params_of_stream(remote: RemoteRequest, prompt: Mapping[str, str]) -> TransferParams:
     """What a side channel says of a stream, as the parameters would say it.
 
     Raises:
@@ -281,21 +281,21 @@ def handle_of_stream(remote: RemoteRequest, prompt: Mapping[str, str]) -> Handle
     ):
         _check_range(name, value, low, high, "the prefill engine's stream")
     _check_prompt(prompt)
-    return Handle(remote, prompt)
+    return TransferParams(remote, prompt)
 
 
 def write_params(
-    handle: Handle, secret: bytes | None = None, *, chunk_tokens: int = 0
+    transfer_params: TransferParams, secret: bytes | None = None, *, chunk_tokens: int = 0
 ) -> dict[str, Any]:
     """The parameters that a prefill engine returns for a finished request.
 
     Args:
-        handle: what it hands over.
+        transfer_params: what it hands over.
         secret: what proves them, None where the side channel has no secret.
         chunk_tokens: of a step at most, where prompts can be read while they are computed; else 0.
             For routers, with ``remote_place_seal``, which proves host and port to decode engines.
     """
-    remote = handle.remote
+    remote = transfer_params.remote
     written = _RemoteParams(
         remote_engine_id=remote.engine_id,
         remote_request_id=remote.request_id,
@@ -309,19 +309,19 @@ def write_params(
         remote_incarnation=remote.incarnation,
         remote_fence_slot=remote.fence_slot,
         remote_fence_nonce=f"{remote.fence_nonce:016x}",
-        remote_prompt=dict(handle.prompt),
-        remote_first_token=handle.first_token,
-        remote_sampling=handle.sampling,
-        remote_computed_at=handle.computed_at,
+        remote_prompt=dict(transfer_params.prompt),
+        remote_first_token=transfer_params.first_token,
+        remote_sampling=transfer_params.sampling,
+        remote_computed_at=transfer_params.computed_at,
     )
     if secret is not None:
         written.remote_seal = prove_params(secret, _proven(written))
     fields = msgspec.to_builtins(written)
     if remote.pp_size == 1:
         del fields["pp_size"]
-    if not handle.computed_at:
+    if not transfer_params.computed_at:
         del fields["remote_computed_at"]
-    if handle.first_token < 0:
+    if transfer_params.first_token < 0:
         del fields["remote_first_token"], fields["remote_sampling"]
     if chunk_tokens:
         fields["remote_chunk_tokens"] = chunk_tokens

@@ -11,7 +11,7 @@ from vllm_commext.nixl.first_token import Sampler
 from vllm_commext.nixl.geometry.request_blocks import has_state, keeps_every_token
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.stream.consumer import StreamConsumer
-from vllm_commext.nixl.wire.params import Handle, params_of, read_params
+from vllm_commext.nixl.wire.params import TransferParams, params_of, read_params
 from vllm_commext.nixl.wire.prompt import OtherPromptError, check_prompt, digests, prompt_of
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm_commext.nixl.geometry.layout import Group
 
 
-class Handles:
+class ParamsCache:
     """What is known of requests that are to be loaded, until their loads are planned.
 
     Args:
@@ -42,9 +42,9 @@ class Handles:
         self._secret = secret
         self._sampler = sampler
         self._consumer = consumer
-        self._known: dict[str, Handle | ProtocolError] = {}
+        self._known: dict[str, TransferParams | ProtocolError] = {}
 
-    def of(self, request: Request) -> Handle:
+    def of(self, request: Request) -> TransferParams:
         """What the request's parameters say, read and compared with its prompt once.
 
         Raises:
@@ -99,38 +99,38 @@ class Handles:
         """Whether a request's prefill engine has not begun, as far as is known."""
         return request.request_id in self._consumer and not self._consumer.has_answer(request)
 
-    def take_stream(self, request: Request) -> Handle | None:
+    def take_stream(self, request: Request) -> TransferParams | None:
         """What a prefill engine has said of a request that waited for it, from now on known here;
         None where it says that it cannot be read, or another prompt's."""
         answer = self._consumer.take(request.request_id)
         assert answer is not None  # asked for where ``waits`` says no
-        if isinstance(answer, Handle):
+        if isinstance(answer, TransferParams):
             try:
                 self._check(request, answer)
             except ProtocolError as error:
                 answer = error
         self._known[request.request_id] = answer
-        return answer if isinstance(answer, Handle) else None
+        return answer if isinstance(answer, TransferParams) else None
 
     def forget(self, request_id: str) -> None:
         """The load is planned, or will never be."""
         self._known.pop(request_id, None)
 
-    def _read(self, request: Request) -> Handle:
+    def _read(self, request: Request) -> TransferParams:
         params = params_of(request)
         assert params is not None  # only called where the parameters ask for a remote prefill
-        handle = read_params(params, self._secret)
-        self._check(request, handle)
-        return handle
+        transfer_params = read_params(params, self._secret)
+        self._check(request, transfer_params)
+        return transfer_params
 
-    def _check(self, request: Request, handle: Handle) -> None:
+    def _check(self, request: Request, transfer_params: TransferParams) -> None:
         """Refuse what is not this request's.
 
         Raises:
             OtherPromptError: it is another prompt's.
             ProtocolError: it is another model's.
         """
-        remote, num_prompt = handle.remote, request.num_prompt_tokens
+        remote, num_prompt = transfer_params.remote, request.num_prompt_tokens
         source = f"prefill engine {remote.engine_id!r} (request {remote.request_id!r} there)"
         if remote.num_tokens > num_prompt:
             raise OtherPromptError(
@@ -138,10 +138,10 @@ class Handles:
                 f"{remote.num_tokens} tokens, and the prompt here has {num_prompt}. Does the "
                 "router mix requests up, or do the engines tokenise differently?"
             )
-        check_prompt(digests(prompt_of(request), remote.num_tokens), handle.prompt, source)
-        if handle.first_token >= self._sampler.num_tokens > 0:
+        check_prompt(digests(prompt_of(request), remote.num_tokens), transfer_params.prompt, source)
+        if transfer_params.first_token >= self._sampler.num_tokens > 0:
             raise ProtocolError(
                 f"kv_transfer_params: expected remote_first_token below "
-                f"{self._sampler.num_tokens}, the model's tokens, got {handle.first_token}: do "
-                f"{source} and this engine serve the same model?"
+                f"{self._sampler.num_tokens}, the model's tokens, got "
+                f"{transfer_params.first_token}: do {source} and this engine serve the same model?"
             )
