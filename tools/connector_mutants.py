@@ -61,7 +61,8 @@ MUTANTS = (
         "prompt",
         "parameters are not compared with the prompt",
         "decode/params_cache.py",
-        "check_prompt(digests(prompt_of(request), remote.num_tokens), transfer_params.prompt, source)",
+        "check_prompt(digests(prompt_of(request), remote.num_tokens), transfer_params.prompt, "
+        "source)",
         "pass",
         f"{_CONTRACT}test_prompt_bound.py",
     ),

@@ -37,7 +37,7 @@ from vllm_commext.nixl.geometry.plan import plan_read
 from vllm_commext.nixl.geometry.request_blocks import blocks_to_fill
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.prefill.fence import FenceTable
-from vllm_commext.nixl.prefill.prefills import Place, Prefills
+from vllm_commext.nixl.prefill.prefills import EngineAddress, Prefills
 from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.requests import Load, RemoteRequest
 from vllm_commext.nixl.stream.cursor import Cursor, cursor_of
@@ -98,7 +98,7 @@ class Source:
         self.groups = tuple(groups_of(model.cache()))
         streaming = Streaming(None, self.groups, MAX_TOKENS, BLOCK)
         self.prefills = Prefills(
-            Place("e", "1", "h", 7000, 1, 1),
+            EngineAddress("e", "1", "h", 7000, 1, 1),
             self.groups,
             lease_seconds=60.0,
             secret=None,

@@ -88,7 +88,7 @@ class Source(Protocol):
         that is about to come."""
         ...
 
-    def note_first_token(self, request: Request, way: str) -> None:
+    def note_first_token(self, request: Request, way: FirstToken) -> None:
         """Where a request's first token comes from."""
         ...
 

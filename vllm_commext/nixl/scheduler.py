@@ -33,7 +33,7 @@ from vllm_commext.nixl.metrics.recorder import (
 )
 from vllm_commext.nixl.prefill.fence import new_key
 from vllm_commext.nixl.prefill.keys import releases_of
-from vllm_commext.nixl.prefill.prefills import FINISHED, Place, Prefills
+from vllm_commext.nixl.prefill.prefills import FINISHED, EngineAddress, Prefills
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.reasons import FirstToken, Handover
 from vllm_commext.nixl.requests import Load, Wait
@@ -136,7 +136,7 @@ class SchedulerSide:
         self._streaming = streaming
         host = config.side_channel_host
         self._prefills = Prefills(
-            Place(engine_id, self.incarnation, host, port, tp_size, pp_size),
+            EngineAddress(engine_id, self.incarnation, host, port, tp_size, pp_size),
             groups,
             lease_seconds=config.kv_lease_duration,
             secret=self._secret,
@@ -307,13 +307,13 @@ class SchedulerSide:
                 request_id, FirstToken.DIFFERS if way == FirstToken.PREFILL else way
             )
 
-    def _await_no_token(self, request_id: str, way: str) -> None:
+    def _await_no_token(self, request_id: str, way: FirstToken) -> None:
         """A request's first token is computed here, if it has none yet."""
         if self._awaited.pop(request_id, None) is not None:
             self._consumer.forget(request_id)
             self._recorder.count_reason(FIRST_TOKENS, way)
 
-    def note_first_token(self, request: Request, way: str) -> None:
+    def note_first_token(self, request: Request, way: FirstToken) -> None:
         """Count where a request's first token comes from."""
         self._recorder.count_reason(FIRST_TOKENS, way)
         if way == FirstToken.PREFILL:

@@ -15,7 +15,7 @@ from vllm_commext.proxy.config import engine_url
 from vllm_commext.proxy.engines import ROLES
 from vllm_commext.proxy.errors import answer_errors
 from vllm_commext.proxy.failures import ProxyError
-from vllm_commext.proxy.registry import Place
+from vllm_commext.proxy.registry import EngineEndpoint
 
 MAX_ADMIN_BODY_BYTES = 64 << 10
 MAX_WAIT_SECONDS = 3600
@@ -26,7 +26,7 @@ POLL_SECONDS = 0.1
 class AdminState:
     """What was asked for at the admin port so far: engines added there, and those drained."""
 
-    places: frozenset[Place] = field(default_factory=frozenset[Place])
+    places: frozenset[EngineEndpoint] = field(default_factory=frozenset[EngineEndpoint])
     drained: frozenset[str] = field(default_factory=frozenset[str])
 
     def as_json(self) -> dict[str, Any]:
@@ -35,7 +35,7 @@ class AdminState:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "AdminState":
-        places = frozenset(Place(role, url) for role, url in content["places"])
+        places = frozenset(EngineEndpoint(role, url) for role, url in content["places"])
         return cls(places, frozenset(content["drained"]))
 
 
@@ -91,7 +91,7 @@ class AdminApp:
         if fields["role"] not in ROLES:
             raise _refusal(f"role: expected one of {', '.join(ROLES)}, got {fields['role']!r}")
         others = frozenset(p for p in self._state.places if p.url != fields["url"])
-        return await self._change(places=others | {Place(fields["role"], fields["url"])})
+        return await self._change(places=others | {EngineEndpoint(fields["role"], fields["url"])})
 
     async def _remove(self, request: web.Request) -> web.Response:
         url = (await _fields(request, "url"))["url"]

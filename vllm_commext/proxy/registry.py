@@ -11,7 +11,7 @@ logger = logging.getLogger("vllm.commext.proxy")
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class EngineEndpoint:
     """One engine as a source names it."""
 
     role: str
@@ -28,7 +28,7 @@ class Registry:
 
     def __init__(self, pools: Mapping[str, EnginePool]) -> None:
         self._pools = pools
-        self._named: dict[str, tuple[Place, ...]] = {}
+        self._named: dict[str, tuple[EngineEndpoint, ...]] = {}
         self._drained: frozenset[str] = frozenset()
         self.on_added: Callable[[Engine], None] = lambda _: None
         self.on_removed: Callable[[Engine], None] = lambda _: None
@@ -37,7 +37,7 @@ class Registry:
     def engines(self) -> list[Engine]:
         return [engine for pool in self._pools.values() for engine in pool.engines]
 
-    def name(self, source: str, places: Iterable[Place]) -> None:
+    def name(self, source: str, places: Iterable[EngineEndpoint]) -> None:
         """*source* names *places*, in this order, and no others any more.
 
         Raises `ConfigError`, and changes nothing, if an engine would have two roles: it cannot
@@ -79,6 +79,6 @@ class Registry:
                     self.on_added(engine)
                     logger.info("%s (%s) is added", engine.name, engine.url)
             for engine in pool.engines:
-                engine.leaving = Place(pool.role, engine.url) not in wanted
+                engine.leaving = EngineEndpoint(pool.role, engine.url) not in wanted
                 engine.draining = engine.leaving or engine.url in self._drained
         self.sweep()

@@ -29,7 +29,7 @@ CLOSE_SECONDS = 2.0
 RANK = "X-data-parallel-rank"
 
 
-class Place(NamedTuple):
+class ReleaseTarget(NamedTuple):
     """An engine, and how it is asked."""
 
     engine: Engine
@@ -41,15 +41,17 @@ class Place(NamedTuple):
 class Key:
     """What a prefill is known by; value: "" where its engine takes no keys."""
 
-    place: Place
+    target: ReleaseTarget
     value: str
 
 
 def new_key(engine: Engine, headers: Mapping[str, str], body: Mapping[str, Any]) -> Key:
     """A key for the prefill of a request."""
     model = body.get("model")
-    place = Place(engine, headers.get("Authorization"), model if isinstance(model, str) else None)
-    return Key(place, secrets.token_hex(KEY_BYTES) if engine.key_ranks else "")
+    target = ReleaseTarget(
+        engine, headers.get("Authorization"), model if isinstance(model, str) else None
+    )
+    return Key(target, secrets.token_hex(KEY_BYTES) if engine.key_ranks else "")
 
 
 Post = Callable[[Engine, Mapping[str, str], Mapping[str, Any]], Awaitable[Any]]
@@ -62,18 +64,18 @@ class Releases:
     def __init__(self, post: Post, note: Callable[[str, int], None]) -> None:
         self._post = post
         self._note = note
-        self._waiting: dict[Place, list[str]] = {}
+        self._waiting: dict[ReleaseTarget, list[str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, key: Key) -> None:
         """Nobody will read this prefill."""
         if not key.value:
             return
-        if key.place in self._waiting:
-            self._waiting[key.place].append(key.value)
+        if key.target in self._waiting:
+            self._waiting[key.target].append(key.value)
         else:
-            self._waiting[key.place] = [key.value]
-            self._begin(self._send_all(key.place))
+            self._waiting[key.target] = [key.value]
+            self._begin(self._send_all(key.target))
 
     async def close(self) -> None:
         """Send what waits; bounded."""
@@ -86,31 +88,31 @@ class Releases:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _send_all(self, place: Place) -> None:
+    async def _send_all(self, target: ReleaseTarget) -> None:
         """As long as there are keys: one request after the other, without waiting for answers."""
-        while keys := self._waiting[place]:
-            self._waiting[place] = keys[MAX_KEYS:]
-            ranks = place.engine.key_ranks
+        while keys := self._waiting[target]:
+            self._waiting[target] = keys[MAX_KEYS:]
+            ranks = target.engine.key_ranks
             for rank in ranks:
                 headers = {RANK: rank} if len(ranks) > 1 else {}
-                self._begin(self._send(place, headers, keys[:MAX_KEYS]))
+                self._begin(self._send(target, headers, keys[:MAX_KEYS]))
             await asyncio.sleep(GATHER_SECONDS)
-        del self._waiting[place]
+        del self._waiting[target]
 
-    async def _send(self, place: Place, headers: dict[str, str], keys: list[str]) -> None:
+    async def _send(self, target: ReleaseTarget, headers: dict[str, str], keys: list[str]) -> None:
         headers["Content-Type"] = "application/json"
-        if place.authorization is not None:
-            headers["Authorization"] = place.authorization
+        if target.authorization is not None:
+            headers["Authorization"] = target.authorization
         params = {"release": keys}
         body: dict[str, Any] = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
-        if place.model is not None:
-            body["model"] = place.model
+        if target.model is not None:
+            body["model"] = target.model
         try:
-            await self._post(place.engine, headers, body)
+            await self._post(target.engine, headers, body)
         except ProxyError as error:
             self._note("failed", len(keys))
             text = "%s may keep %d prefills that nobody reads until their leases end: %s"
-            logger.warning(text, place.engine.name, len(keys), error)
+            logger.warning(text, target.engine.name, len(keys), error)
         else:
             self._note("sent", len(keys))
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 METRIC = "vllm:commext_nixl_reuse_place"
 MAX_PLACES = 16
 """Named for one request."""
-Place = Mapping[str, Any]
+SideChannelFields = Mapping[str, Any]
 
 
 class Offers:
@@ -30,7 +30,7 @@ class Offers:
     def learn(self, page: str) -> None:
         """Take the engine's metrics page. Raises `ValueError` where it is none."""
         lines = [line for line in page.splitlines() if line.startswith(METRIC + "{")]
-        found: list[Place] = []
+        found: list[SideChannelFields] = []
         for family in text_string_to_metric_families("".join(f"{line}\n" for line in lines)):
             for sample in family.samples:
                 if missing := {"host", "port", "seal"} - sample.labels.keys():
@@ -41,11 +41,11 @@ class Offers:
 
     def clear(self) -> None:
         """The engine may be another one from now on."""
-        self.places: tuple[Place, ...] = ()
+        self.places: tuple[SideChannelFields, ...] = ()
         self.is_known = False
 
 
-def places_of(engines: Iterable["Engine"], prefix: Prefix) -> list[Place]:
+def places_of(engines: Iterable["Engine"], prefix: Prefix) -> list[SideChannelFields]:
     """Side channels of the engines that may hold the prompt's beginning, who holds most first."""
     held = [(one.memory.held_tokens(prefix), one) for one in engines if one.healthy]
     held.sort(key=lambda pair: -pair[0])

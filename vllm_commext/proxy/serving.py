@@ -19,7 +19,7 @@ from vllm_commext.proxy.opening import Opened
 from vllm_commext.proxy.outcome import DIRECT, LOCAL_PREFILL, STREAMED, TWO_STEP, Outcome
 from vllm_commext.proxy.reasons import AtOnce, LocalPrefill
 from vllm_commext.proxy.relay import Relay
-from vllm_commext.proxy.reuse import Place, places_of
+from vllm_commext.proxy.reuse import SideChannelFields, places_of
 from vllm_commext.proxy.streams import Stream
 from vllm_commext.proxy.two_step import ENDPOINTS
 from vllm_commext.proxy.upstream import Payload, Prefilled, Upstream
@@ -268,7 +268,7 @@ class _Attempts:
             self.path, self._headers, body, self.tokens, streams, self._prefix, self._losses
         )
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[SideChannelFields]:
         """Where blocks of the prompt's beginning may be on offer."""
         return places_of(self._decode.engines, self._prefix)
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import DNS_SCHEME, ProxyConfig, engine_url
 from vllm_commext.proxy.engines import ROLES
-from vllm_commext.proxy.registry import Place, Registry
+from vllm_commext.proxy.registry import EngineEndpoint, Registry
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -20,7 +20,7 @@ COMMAND_LINE, FILE, DNS, ADMIN = "command line", "file", "DNS", "admin"
 MAX_FILE_BYTES = 1 << 20
 
 
-def read_places(path: Path) -> list[Place]:
+def read_places(path: Path) -> list[EngineEndpoint]:
     """The engines in a file ``{"prefill": [URL, ...], "decode": [URL, ...]}``.
 
     Raises `ConfigError` if it holds anything else.
@@ -33,24 +33,24 @@ def read_places(path: Path) -> list[Place]:
         raise ConfigError(f"{expected}, got {error}") from error
     if not isinstance(content, dict) or set(content) - set(ROLES):
         raise ConfigError(f"{expected}, got {str(content)[:80]}")
-    places: list[Place] = []
+    places: list[EngineEndpoint] = []
     for role, urls in content.items():
         if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
             raise ConfigError(f"{expected}, got {str(urls)[:80]} for {role}")
-        places += [Place(role, engine_url(role, url)) for url in urls]
+        places += [EngineEndpoint(role, engine_url(role, url)) for url in urls]
     return places
 
 
-async def resolve(names: Iterable[Place]) -> list[Place]:
+async def resolve(names: Iterable[EngineEndpoint]) -> list[EngineEndpoint]:
     """Every address of every name, as an engine. Raises `OSError` if one cannot be resolved."""
     loop = asyncio.get_running_loop()
-    places: set[Place] = set()
+    places: set[EngineEndpoint] = set()
     for name in names:
         parts = urlsplit(name.url.removeprefix(DNS_SCHEME))
         found = await loop.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
         for address in {str(info[4][0]) for info in found}:
             host = f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
-            places.add(Place(name.role, f"http://{host}:{parts.port or 80}{parts.path}"))
+            places.add(EngineEndpoint(name.role, f"http://{host}:{parts.port or 80}{parts.path}"))
     return sorted(places)
 
 
@@ -61,7 +61,7 @@ class Sources:
     def __init__(self, config: ProxyConfig, registry: Registry) -> None:
         self._config = config
         self._registry = registry
-        given = [Place(role, url) for role in ROLES for url in getattr(config, role)]
+        given = [EngineEndpoint(role, url) for role in ROLES for url in getattr(config, role)]
         self._names = [place for place in given if place.url.startswith(DNS_SCHEME)]
         self._complaints: dict[str, str] = {}
         registry.name(COMMAND_LINE, (place for place in given if place not in self._names))

@@ -34,7 +34,7 @@ and a prefill engine computes few prompts at a time."""
 
 
 @dataclass(frozen=True)
-class Place:
+class SideChannel:
     """A prefill engine's side channel, and what proves to decode engines that it is one, "" where
     they share no secret."""
 
@@ -64,7 +64,7 @@ class Streams:
                 "remote_place_seal": str(seal),
                 "remote_chunk_tokens": int(),
             }:
-                place = Place(host, port, seal)
+                place = SideChannel(host, port, seal)
             case _:
                 return
         self._is_one = self._is_one and self.place in (None, place)
@@ -77,11 +77,11 @@ class Streams:
 
     def clear(self) -> None:
         """The engine may be another one from now on."""
-        self.place: Place | None = None
+        self.place: SideChannel | None = None
         self._is_one = True
         self.reads = False
 
-    def place_or_reason(self) -> Place | AtOnce:
+    def place_or_reason(self) -> SideChannel | AtOnce:
         """Where one more prompt is read while it is computed, or why it is not."""
         if self.place is None:
             return AtOnce.NOT_KNOWN
@@ -112,7 +112,7 @@ def prefill_body(
     return step
 
 
-def decode_body(body: Mapping[str, Any], key: str, place: Place) -> dict[str, Any]:
+def decode_body(body: Mapping[str, Any], key: str, place: SideChannel) -> dict[str, Any]:
     """*body* for the decode engine, before the prefill engine has answered."""
     params = {
         "do_remote_prefill": True,
@@ -153,7 +153,7 @@ class Stream:
         self._payload = payload
         self._ask = ask
         self._asked: Streams | None = None
-        self._place: Place | None = None
+        self._place: SideChannel | None = None
         self.way = refusal
         self._decode: asyncio.Task[Opened] | None = None
 

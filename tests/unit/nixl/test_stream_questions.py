@@ -189,7 +189,7 @@ def test_begins_and_tokens_reach_the_requests_that_wait_for_them(
     assert told == {f"d{number}": (number, "drawn") for number in range(0, 100, 2)}
     for number in range(100):
         asker.forget(f"d{number}")
-    wait_until(lambda: not asker._places)
+    wait_until(lambda: not asker._channels)
     assert asker._tokens == asker._answers == {}
 
 
@@ -212,7 +212,7 @@ def test_a_prompt_that_ends_without_a_token_is_awaited_no_more(
     asker.watch("d1", key(1), (HOST, served.port), awaits_token=True)
     wait_until(lambda: asker.answer("d1"))
     served.directory.end(key(1))
-    wait_until(lambda: not asker._places)
+    wait_until(lambda: not asker._channels)
     asker.wait_for_token("d1", BOUND_SECONDS)
     assert asker.take_tokens() == {}
 
@@ -227,7 +227,7 @@ def test_a_side_channel_that_closes_fails_what_waits_and_leaves_what_has_its_ans
     served.server.close()
     assert isinstance(wait_until(lambda: asker.answer("d2")), CommextError)
     assert isinstance(asker.answer("d1"), TransferParams)
-    wait_until(lambda: not asker._places)
+    wait_until(lambda: not asker._channels)
 
 
 def test_an_asker_that_has_asked_nothing_closes_twice(served: Served, asker: StreamAsker) -> None:

@@ -11,14 +11,14 @@ import pytest
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines import EnginePool
-from vllm_commext.proxy.registry import Place, Registry
+from vllm_commext.proxy.registry import EngineEndpoint, Registry
 from vllm_commext.proxy.sources import Sources, read_places
 
 BODY = {"prompt": "hello", "max_tokens": 20}
 QUICK = {"health_interval_seconds": 0.05, "refresh_interval_seconds": 0.05}
 TOKEN = "secret-token"
-P1 = Place("prefill", "http://p:1")
-D1, D2 = Place("decode", "http://d:1"), Place("decode", "http://d:2")
+P1 = EngineEndpoint("prefill", "http://p:1")
+D1, D2 = EngineEndpoint("decode", "http://d:1"), EngineEndpoint("decode", "http://d:2")
 
 
 def registry() -> tuple[Registry, dict[str, EnginePool]]:
@@ -67,7 +67,7 @@ def test_an_engine_that_is_named_again_while_it_leaves_stays() -> None:
 
 def test_a_role_changes_while_the_old_ones_requests_run() -> None:
     one, pools = registry()
-    one.name("admin", [Place("prefill", D1.url)])
+    one.name("admin", [EngineEndpoint("prefill", D1.url)])
     (old,) = pools["prefill"].engines
     with old.working(1):
         one.name("admin", [D1])
@@ -80,7 +80,7 @@ def test_two_roles_at_once_are_refused_and_change_nothing() -> None:
     one, _ = registry()
     one.name("file", [D1])
     with pytest.raises(ConfigError, match="give each engine one role"):
-        one.name("admin", [Place("prefill", D1.url)])
+        one.name("admin", [EngineEndpoint("prefill", D1.url)])
     assert [engine.role for engine in one.engines] == ["decode"]
 
 

@@ -39,7 +39,7 @@ FINISHED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED
 
 
 @dataclass(frozen=True)
-class Place:
+class EngineAddress:
     """What parameters say of this engine; the names are those of ``RemoteRequest``."""
 
     engine_id: str
@@ -59,7 +59,7 @@ class Prefills:
         held: when the leases of finished prefills began, in monotonic seconds, by request.
 
     Args:
-        place: this engine.
+        address: this engine's.
         groups: the cache's groups, in the order of a request's lists of blocks.
         lease_seconds: how long blocks are kept without a sign of a reader.
         secret: what parameters are sealed with, None where there is none.
@@ -71,7 +71,7 @@ class Prefills:
 
     def __init__(
         self,
-        place: Place,
+        address: EngineAddress,
         groups: Sequence[Group],
         *,
         lease_seconds: float,
@@ -84,7 +84,7 @@ class Prefills:
         self.fences = FenceSlots(fence_key)
         self.directory = StreamDirectory()
         self.held: dict[str, float] = {}
-        self._place = place
+        self._address = address
         self._groups = groups
         self._leaves_last_token = not keeps_every_token(groups)
         self._lease_seconds = lease_seconds
@@ -189,12 +189,12 @@ class Prefills:
         rest = self._producer.rest_of(request_id, offered)
         self._holds.append(Hold(request_id, self._lease_seconds, *fence, row, rest))
         remote = RemoteRequest(
-            engine_id=self._place.engine_id,
-            incarnation=self._place.incarnation,
-            host=self._place.host,
-            port=self._place.port,
-            tp_size=self._place.tp_size,
-            pp_size=self._place.pp_size,
+            engine_id=self._address.engine_id,
+            incarnation=self._address.incarnation,
+            host=self._address.host,
+            port=self._address.port,
+            tp_size=self._address.tp_size,
+            pp_size=self._address.pp_size,
             request_id=request_id,
             block_ids=offered,
             num_tokens=num_tokens,

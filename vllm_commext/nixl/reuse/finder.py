@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
 from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.connection import SideChannelAddress
 from vllm_commext.nixl.wire.inquiry import Inquiry
 
 BACK_OFF_SECONDS = 5.0
@@ -24,8 +25,6 @@ MAX_CHANNELS = 128
 _LOOK_SECONDS = 0.001
 _CLOSE_SECONDS = 1.0
 _QUESTION_BYTES = 16
-
-Place = tuple[str, int]
 
 
 @dataclass(eq=False)
@@ -44,7 +43,7 @@ class _Search:
 class _Channel:
     """One side channel, with the searches that wait for it, the first of which is being asked."""
 
-    place: Place
+    place: SideChannelAddress
     searches: deque[_Search] = field(default_factory=deque[_Search])
     inquiry: Inquiry | None = None
     question: bytes = b""
@@ -69,7 +68,7 @@ class BlockFinder:
         self._limit_seconds = limit_seconds
         self._ring = ring
         # The one that was asked last comes last; those whose connections are to be closed.
-        self._channels: dict[Place, _Channel] = {}
+        self._channels: dict[SideChannelAddress, _Channel] = {}
         self._unused: list[_Channel] = []
         self._searches: dict[str, _Search] = {}
         self._wakes = threading.Condition()
@@ -77,7 +76,9 @@ class BlockFinder:
         self._thread: threading.Thread | None = None
         self._log = RateLimitedLog()
 
-    def search(self, request_id: str, hashes: Sequence[bytes], places: Sequence[Place]) -> None:
+    def search(
+        self, request_id: str, hashes: Sequence[bytes], places: Sequence[SideChannelAddress]
+    ) -> None:
         """Look for the blocks with these hashes at these side channels."""
         until = time.monotonic() + self._limit_seconds
         one = _Search(request_id, hashes[: wire.MAX_HASHES], until, len(places))

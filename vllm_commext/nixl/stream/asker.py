@@ -15,6 +15,7 @@ from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError
 from vllm_commext.nixl.bell import Bell
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.connection import SideChannelAddress
 from vllm_commext.nixl.wire.inquiry import Inquiry
 from vllm_commext.nixl.wire.params import TransferParams, transfer_params_of_stream
 from vllm_commext.nixl.wire.seal import OtherAnswerError
@@ -26,7 +27,6 @@ _LOOK_SECONDS = 0.05
 """Between two looks whether a connection has closed or a request has waited for too long."""
 _CLOSE_SECONDS = 1.0
 
-Place = tuple[str, int]
 Answer = TransferParams | CommextError
 
 
@@ -40,7 +40,7 @@ class _Waiting:
 
 
 @dataclass
-class _Place:
+class _Channel:
     """One side channel; times in seconds of ``time.monotonic``."""
 
     waiting: dict[str, _Waiting] = field(default_factory=dict[str, _Waiting])
@@ -76,7 +76,7 @@ class StreamAsker:
         self._limit_seconds = limit_seconds
         self._answer_seconds = answer_seconds
         self._ring = ring
-        self._places: dict[Place, _Place] = {}
+        self._channels: dict[SideChannelAddress, _Channel] = {}
         self._answers: dict[str, Answer] = {}
         self._tokens: dict[str, tuple[int, str]] = {}
         self._lock = threading.Lock()
@@ -85,11 +85,13 @@ class StreamAsker:
         self._thread: threading.Thread | None = None
         self._bell = Bell()
 
-    def watch(self, request_id: str, key: str, place: Place, *, awaits_token: bool = False) -> None:
+    def watch(
+        self, request_id: str, key: str, address: SideChannelAddress, *, awaits_token: bool = False
+    ) -> None:
         """Ask for a key at a side channel until there is an answer, and then, where it *awaits* it,
         for the first token after the prompt."""
         with self._lock:
-            known = self._places.setdefault(place, _Place())
+            known = self._channels.setdefault(address, _Channel())
             known.waiting[request_id] = _Waiting(key, time.monotonic(), awaits_token)
             known.is_changed = True
             if self._thread is None:
@@ -103,16 +105,16 @@ class StreamAsker:
         """The request has its answer."""
         with self._lock:
             self._answers.pop(request_id, None)
-            for place in self._places.values():
-                place.waiting.pop(request_id, None)
+            for channel in self._channels.values():
+                channel.waiting.pop(request_id, None)
 
     def forget(self, request_id: str) -> None:
         """The request has ended, or its first token is not awaited any more."""
         self.settle(request_id)
         with self._lock:
             self._tokens.pop(request_id, None)
-            for place in self._places.values():
-                place.awaited.pop(request_id, None)
+            for channel in self._channels.values():
+                channel.awaited.pop(request_id, None)
 
     def answer(self, request_id: str) -> Answer | None:
         """Where the request's prompt is read, or why it cannot be; None while nothing is known."""
@@ -135,7 +137,7 @@ class StreamAsker:
             return taken
 
     def _is_awaited(self, request_id: str) -> bool:
-        return any(request_id in place.awaited for place in self._places.values())
+        return any(request_id in channel.awaited for channel in self._channels.values())
 
     def close(self) -> None:
         """End the thread, bounded; may be called again."""
@@ -152,15 +154,15 @@ class StreamAsker:
             with self._lock:
                 if self._is_closed:
                     break
-                places = list(self._places.items())
-            for where, place in places:
+                channels = list(self._channels.items())
+            for address, channel in channels:
                 try:
-                    self._look(where, place)
+                    self._look(address, channel)
                 except Exception as error:  # noqa: BLE001 one prefill engine's error is no other's
-                    self._fail(place, _as_error(error, where))
-            self._sleep([place.inquiry for _, place in places if place.inquiry is not None])
-        for place in self._places.values():
-            _hang_up(place)
+                    self._fail(channel, _as_error(error, address))
+            self._sleep([channel.inquiry for _, channel in channels if channel.inquiry is not None])
+        for channel in self._channels.values():
+            _hang_up(channel)
         self._bell.close()
 
     def _sleep(self, inquiries: list[Inquiry]) -> None:
@@ -171,30 +173,35 @@ class StreamAsker:
             if one.socket.fileno() >= 0:
                 poller.register(one.socket, one.socket.events)
         with self._lock:
-            is_idle = not self._places
+            is_idle = not self._channels
         poller.poll(None if is_idle else int(1000 * _LOOK_SECONDS))
         self._bell.hear()
 
-    def _look(self, where: Place, place: _Place) -> None:
+    def _look(self, address: SideChannelAddress, channel: _Channel) -> None:
         now = time.monotonic()
-        self._give_up(place, now)
-        if place.inquiry is not None:
-            self._take(place.inquiry, place)
+        self._give_up(channel, now)
+        if channel.inquiry is not None:
+            self._take(channel.inquiry, channel)
         with self._lock:
-            keys = [one.key for one in place.waiting.values()]
-            awaited = [one.key for one in place.awaited.values()]
+            keys = [one.key for one in channel.waiting.values()]
+            awaited = [one.key for one in channel.awaited.values()]
             if not (keys or awaited):
-                del self._places[where]
-            is_changed, place.is_changed = place.is_changed, False
+                del self._channels[address]
+            is_changed, channel.is_changed = channel.is_changed, False
         if not (keys or awaited):
-            _hang_up(place)
-        elif is_changed or (not place.is_asking and now - place.asked >= SHORT_WAIT_SECONDS):
-            self._ask(where, place, keys, awaited)
-        elif place.is_asking and now - place.asked >= self._answer_seconds + wire.MAX_WAIT_SECONDS:
-            raise CommextTimeoutError(f"no answer within {now - place.asked:g} s")
+            _hang_up(channel)
+        elif is_changed or (not channel.is_asking and now - channel.asked >= SHORT_WAIT_SECONDS):
+            self._ask(address, channel, keys, awaited)
+        elif (
+            channel.is_asking
+            and now - channel.asked >= self._answer_seconds + wire.MAX_WAIT_SECONDS
+        ):
+            raise CommextTimeoutError(f"no answer within {now - channel.asked:g} s")
 
-    def _ask(self, where: Place, place: _Place, keys: list[str], awaited: list[str]) -> None:
-        place.asked, place.is_asking = time.monotonic(), True
+    def _ask(
+        self, address: SideChannelAddress, channel: _Channel, keys: list[str], awaited: list[str]
+    ) -> None:
+        channel.asked, channel.is_asking = time.monotonic(), True
         has_all = len(keys) + len(awaited) <= wire.MAX_KEYS
         chosen = _some([*((key, False) for key in keys), *((key, True) for key in awaited)])
         question = wire.FindStreams(
@@ -203,12 +210,12 @@ class StreamAsker:
             wait_seconds=wire.MAX_WAIT_SECONDS if has_all else SHORT_WAIT_SECONDS,
             consumer=self._consumer,
         )
-        if place.inquiry is None:
-            place.inquiry = Inquiry(*where, question, self._secret)
+        if channel.inquiry is None:
+            channel.inquiry = Inquiry(*address, question, self._secret)
         else:
-            place.inquiry.ask(question)
+            channel.inquiry.ask(question)
 
-    def _take(self, inquiry: Inquiry, place: _Place) -> None:
+    def _take(self, inquiry: Inquiry, channel: _Channel) -> None:
         """Take the answers that have arrived; one to a question before the last one says nothing
         that the last one's will not say."""
         while True:
@@ -220,37 +227,37 @@ class StreamAsker:
                 return
             if not isinstance(reply, wire.FoundStreams):
                 raise ProtocolError("expected an answer about streams, got another one")
-            place.is_asking = False
-            self._note_found(place, reply)
+            channel.is_asking = False
+            self._note_found(channel, reply)
 
-    def _note_found(self, place: _Place, reply: wire.FoundStreams) -> None:
+    def _note_found(self, channel: _Channel, reply: wire.FoundStreams) -> None:
         with self._lock:
-            waiting, awaited = dict(place.waiting), dict(place.awaited)
+            waiting, awaited = dict(channel.waiting), dict(channel.awaited)
         found: dict[str, Answer] = {
             request_id: _transfer_params(reply, reply.found[one.key])
             for request_id, one in waiting.items()
             if one.key in reply.found
         }
-        self._tell(place, found)
+        self._tell(channel, found)
         told = {**awaited, **{name: waiting[name] for name in found}}
         with self._lock:
             for request_id, one in told.items():
                 stream = reply.found.get(one.key)
-                if stream is not None and request_id in place.awaited:
+                if stream is not None and request_id in channel.awaited:
                     if stream.first_token >= 0:
                         self._tokens[request_id] = stream.first_token, stream.sampling
                     if stream.first_token >= 0 or stream.refusal:
-                        del place.awaited[request_id]
+                        del channel.awaited[request_id]
             self._told.notify_all()
             has_tokens = bool(self._tokens)
         if has_tokens:
             self._ring()
 
-    def _give_up(self, place: _Place, now: float) -> None:
+    def _give_up(self, channel: _Channel, now: float) -> None:
         with self._lock:
             late = [
                 request_id
-                for request_id, one in place.waiting.items()
+                for request_id, one in channel.waiting.items()
                 if now - one.since >= self._limit_seconds
             ]
         error = CommextTimeoutError(
@@ -258,31 +265,31 @@ class StreamAsker:
             f"{self._limit_seconds:g} s (stream_begin_timeout): does its router send the same key "
             "to both engines, at the same time?"
         )
-        self._tell(place, dict.fromkeys(late, error))
+        self._tell(channel, dict.fromkeys(late, error))
 
-    def _fail(self, place: _Place, error: CommextError) -> None:
+    def _fail(self, channel: _Channel, error: CommextError) -> None:
         """Nothing can be asked there: all that waits for it fails, and no token comes."""
-        _hang_up(place)
+        _hang_up(channel)
         with self._lock:
-            failed = list(place.waiting)
-            place.awaited.clear()
+            failed = list(channel.waiting)
+            channel.awaited.clear()
             self._told.notify_all()
-        self._tell(place, dict.fromkeys(failed, error))
+        self._tell(channel, dict.fromkeys(failed, error))
 
-    def _tell(self, place: _Place, answers: dict[str, Answer]) -> None:
+    def _tell(self, channel: _Channel, answers: dict[str, Answer]) -> None:
         with self._lock:
-            still = {name: one for name, one in answers.items() if name in place.waiting}
+            still = {name: one for name, one in answers.items() if name in channel.waiting}
             self._answers.update(still)
             for request_id, answer in still.items():
-                one = place.waiting.pop(request_id)
+                one = channel.waiting.pop(request_id)
                 if one.awaits_token and isinstance(answer, TransferParams):
-                    place.awaited[request_id], place.is_changed = one, True
+                    channel.awaited[request_id], channel.is_changed = one, True
         if still:
             self._ring()
 
 
-def _hang_up(place: _Place) -> None:
-    inquiry, place.inquiry, place.is_asking = place.inquiry, None, False
+def _hang_up(channel: _Channel) -> None:
+    inquiry, channel.inquiry, channel.is_asking = channel.inquiry, None, False
     if inquiry is not None:
         inquiry.close()
 
@@ -318,7 +325,7 @@ def _transfer_params(reply: wire.FoundStreams, stream: wire.FoundStream) -> Answ
         return error
 
 
-def _as_error(error: Exception, where: Place) -> CommextError:
+def _as_error(error: Exception, address: SideChannelAddress) -> CommextError:
     if isinstance(error, CommextError):
         return error
-    return ProtocolError(f"the side channel {where} cannot be asked for streams: {error!r}")
+    return ProtocolError(f"the side channel {address} cannot be asked for streams: {error!r}")

@@ -20,6 +20,8 @@ from typing import Any
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.wire import zmtp
 
+SideChannelAddress = tuple[str, int]
+"""Host and port."""
 CONNECT_SECONDS = 2.0
 """A connection that is not made by then, its address looked up included, counts as refused."""
 UNACKNOWLEDGED_MS = 5000

@@ -204,7 +204,7 @@ def _canonical(value: Any) -> bytes:
         raise ProtocolError(f"kv_transfer_params were altered: {error}") from error
 
 
-class _Place(msgspec.Struct, forbid_unknown_fields=True):
+class _SideChannel(msgspec.Struct, forbid_unknown_fields=True):
     host: str
     port: int
     seal: str = ""
@@ -218,12 +218,12 @@ MAX_PLACES = 16
 def write_place(host: str, port: int, secret: bytes | None = None) -> dict[str, Any]:
     """How a router names an engine that has blocks on offer, one of a list under ``reuse_from``;
     the secret proves that it is one."""
-    return msgspec.to_builtins(_Place(host, port, _prove_place(secret, host, port)))
+    return msgspec.to_builtins(_SideChannel(host, port, _prove_place(secret, host, port)))
 
 
 def _prove_place(secret: bytes | None, host: str, port: int) -> str:
     """What proves that an engine's side channel is there; empty without a secret."""
-    return "" if secret is None else prove_params(secret, _canonical(_Place(host, port)))
+    return "" if secret is None else prove_params(secret, _canonical(_SideChannel(host, port)))
 
 
 def _check_place(secret: bytes | None, host: str, port: int, proof: Any, name: str) -> None:
@@ -250,7 +250,7 @@ def places_for_reuse(
     if named is None:
         return []
     try:
-        places = msgspec.convert(named, list[_Place])
+        places = msgspec.convert(named, list[_SideChannel])
     except _NOT_CONVERTED as error:
         raise ProtocolError(
             f"kv_transfer_params: expected {_PLACES} as a list of host, port and seal: {error}"
