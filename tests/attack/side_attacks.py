@@ -1,4 +1,4 @@
-"""What strangers may send to a side channel, to a worker's NIXL agent, and to the doorbell."""
+"""What strangers may send to a side channel, to a worker's NIXL agent, and to the wakeup socket."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _doorbell(victim: Victim) -> None:
     os.setuid(65534)
     end = time.monotonic() + SECONDS
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as attacker:
-        names = [victim.doorbell]
+        names = [victim.wakeup]
         for line in open("/proc/net/unix").read().splitlines():  # noqa: SIM115
             names += [line.split()[-1].replace("@", "\0")] if "commext" in line else []
         number = 0

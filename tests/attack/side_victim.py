@@ -1,5 +1,5 @@
 """A prefill worker's parts that strangers reach, as a process: a real side channel, a real NIXL
-agent that takes notifications, and the doorbell."""
+agent that takes notifications, and the wakeup socket."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.inquiry import Inquiry
 
 ENGINE = "prefill-0"
-_READY = "doorbell"
+_READY = "wakeup"
 BOUND_SECONDS = 30.0
 SECRET = b"a secret of sixteen bytes and more"
 PADDING = {"padding": "x" * 200_000}
@@ -36,7 +36,7 @@ class SideVictim:
     thread: int
     port: int
     secret: bytes | None
-    doorbell: str
+    wakeup: str
 
     @property
     def pids(self) -> Sequence[int]:
@@ -84,8 +84,8 @@ def side_channel(folder: Path, secret: bytes | None = None) -> Iterator[SideVict
         ready = next((line for line in process.stdout if line.startswith(_READY)), "")
         if not ready:
             raise RuntimeError(f"the victim did not start: see {folder}")
-        thread, doorbell = ready.removeprefix(_READY).split()
-        yield SideVictim(process.pid, int(thread), port, secret, doorbell)
+        thread, wakeup = ready.removeprefix(_READY).split()
+        yield SideVictim(process.pid, int(thread), port, secret, wakeup)
         if process.poll() is not None:
             raise RuntimeError(f"the victim has ended with {process.returncode}: see {folder}")
     finally:
@@ -102,13 +102,13 @@ def with_secret(folder: Path) -> Iterator[SideVictim]:
 
 def _serve(port: int, secret: bytes | None) -> None:
     from vllm_commext.nixl.config import ConnectorConfig
-    from vllm_commext.nixl.doorbell import Doorbell
     from vllm_commext.nixl.metrics.recorder import TransferRecorder
     from vllm_commext.nixl.outcomes import OutcomeBox
     from vllm_commext.nixl.prefill.holder import Holder
     from vllm_commext.nixl.prefill.side_channel import SideChannelServer
     from vllm_commext.nixl.stream.directory import StreamDirectory
     from vllm_commext.nixl.transport.agent import NixlAgent
+    from vllm_commext.nixl.wakeup_socket import WakeupSocket
 
     config = ConnectorConfig(side_channel_host=LOOPBACK, side_channel_port=port, num_threads=1)
     agent, recorder = NixlAgent(config), TransferRecorder()
@@ -119,8 +119,8 @@ def _serve(port: int, secret: bytes | None) -> None:
         *(ENGINE, "start-1", LOOPBACK, port, {0: described}),
         *(secret, lambda: False, StreamDirectory()),
     )
-    doorbell = Doorbell(num_workers=2)
-    sys.stdout.write(f"{_READY} {server._thread.native_id} {doorbell.address}\n")
+    wakeup = WakeupSocket(num_workers=2)
+    sys.stdout.write(f"{_READY} {server._thread.native_id} {wakeup.address}\n")
     sys.stdout.flush()
     while server.num_refused >= 0:
         holder.take_notifications()

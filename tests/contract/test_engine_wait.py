@@ -11,8 +11,8 @@ from vllm.v1.engine import core as vllm_core
 from vllm_commext.compat import engine_wait, evidence, hooks, monkey_patch
 from vllm_commext.compat.engine_wait import FLUSH_STEPS, EngineWait
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl import doorbell
-from vllm_commext.nixl.doorbell import Doorbell, ringer
+from vllm_commext.nixl import wakeup_socket
+from vllm_commext.nixl.wakeup_socket import WakeupSocket, notifier
 
 HELD = SimpleNamespace(request_id="held", is_finished=lambda: True)
 LOADING = SimpleNamespace(request_id="loading", is_finished=lambda: False)
@@ -22,7 +22,7 @@ NEW = SimpleNamespace(request_id="new", is_finished=lambda: False)
 class Core:
     """An engine of vLLM's, whose scheduler has what a test gives it and whose steps are counted."""
 
-    def __init__(self, bell: Doorbell, *requests: Any) -> None:
+    def __init__(self, wakeup: WakeupSocket, *requests: Any) -> None:
         self.news = False
         self.num_steps = 0
         self.input_queue: queue.Queue[Any] = queue.Queue()
@@ -35,7 +35,7 @@ class Core:
             finished_req_ids=set(),
             requests={one.request_id: one for one in requests},
             has_requests=lambda: True,
-            connector=SimpleNamespace(engine_wait=EngineWait(bell, self)),
+            connector=SimpleNamespace(engine_wait=EngineWait(wakeup, self)),
         )
 
     def _count(self) -> tuple[dict[int, Any], bool]:
@@ -68,26 +68,26 @@ def _patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkey_patch.restore(monkey_patch.row_of(engine_wait.SYMBOL))
 
 
-@pytest.fixture(name="bell")
-def _bell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Doorbell]:
-    bell = Doorbell(num_workers=1)
-    yield bell
-    bell.close()
+@pytest.fixture(name="wakeup")
+def _wakeup(monkeypatch: pytest.MonkeyPatch) -> Iterator[WakeupSocket]:
+    wakeup = WakeupSocket(num_workers=1)
+    yield wakeup
+    wakeup.close()
 
 
 @pytest.fixture(name="waits")
-def _waits(bell: Doorbell, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def _waits(wakeup: WakeupSocket, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Every wait that is made, with its outcome; none of them sleeps."""
     made: list[bool] = []
-    real = bell.wait
-    monkeypatch.setattr(doorbell, "MAX_WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(doorbell, "LOOK_SECONDS", 0.0)
+    real = wakeup.wait
+    monkeypatch.setattr(wakeup_socket, "MAX_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(wakeup_socket, "LOOK_SECONDS", 0.0)
 
     def wait(arrivals: queue.Queue[Any]) -> bool:
         made.append(real(arrivals))
         return made[-1]
 
-    monkeypatch.setattr(bell, "wait", wait)
+    monkeypatch.setattr(wakeup, "wait", wait)
     return made
 
 
@@ -101,9 +101,9 @@ def _pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.parametrize("requests", [[HELD], [LOADING], [HELD, LOADING]])
 def test_an_engine_that_only_holds_or_loads_waits_before_each_step(
-    requests: list[Any], bell: Doorbell, waits: list[bool]
+    requests: list[Any], wakeup: WakeupSocket, waits: list[bool]
 ) -> None:
-    core = Core(bell, *requests)
+    core = Core(wakeup, *requests)
     assert core.turn(FLUSH_STEPS) == FLUSH_STEPS
     assert waits == []
     assert core.turn(10) == 10
@@ -112,10 +112,10 @@ def test_an_engine_that_only_holds_or_loads_waits_before_each_step(
 
 @pytest.mark.parametrize(("under_way", "num_steps"), [(1, 3), (2, 3), (3, 4), (5, 6)])
 def test_what_is_under_way_is_flushed_before_the_first_wait(
-    under_way: int, num_steps: int, bell: Doorbell, waits: list[bool]
+    under_way: int, num_steps: int, wakeup: WakeupSocket, waits: list[bool]
 ) -> None:
     """vLLM keeps a step for each pipeline stage, and one more, under way."""
-    core = Core(bell, HELD)
+    core = Core(wakeup, HELD)
     core.batch_queue_size = under_way  # pyright: ignore
     assert core.turn(num_steps) == num_steps
     assert waits == []
@@ -123,23 +123,23 @@ def test_what_is_under_way_is_flushed_before_the_first_wait(
     assert len(waits) == 1
 
 
-def test_it_really_sleeps(bell: Doorbell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One wait of half a minute, ended by a ring of the last step's."""
-    monkeypatch.setattr(doorbell, "MAX_WAIT_SECONDS", 30.0)
-    core = Core(bell, HELD)
-    ring = ringer(bell.address, 0)
-    core.on_step = lambda: ring() if core.num_steps == FLUSH_STEPS else None
+def test_it_really_sleeps(wakeup: WakeupSocket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wait of half a minute, ended by a notification of the last step's."""
+    monkeypatch.setattr(wakeup_socket, "MAX_WAIT_SECONDS", 30.0)
+    core = Core(wakeup, HELD)
+    notify = notifier(wakeup.address, 0)
+    core.on_step = lambda: notify() if core.num_steps == FLUSH_STEPS else None
     assert core.turn(2 * FLUSH_STEPS) == 2 * FLUSH_STEPS
 
 
 def test_a_ring_is_followed_by_steps_without_waits_or_pauses(
-    bell: Doorbell, waits: list[bool], pauses: list[float]
+    wakeup: WakeupSocket, waits: list[bool], pauses: list[float]
 ) -> None:
-    core = Core(bell, LOADING)
+    core = Core(wakeup, LOADING)
     core.turn(FLUSH_STEPS + 1)
     del pauses[:]
-    ring = ringer(bell.address, 0)
-    ring()
+    notify = notifier(wakeup.address, 0)
+    notify()
     while not waits[-1]:
         core.turn()
     num_waits = len(waits)
@@ -151,8 +151,8 @@ def test_a_ring_is_followed_by_steps_without_waits_or_pauses(
     assert len(waits) == num_waits + 1
 
 
-def test_what_arrives_is_looked_at_before_the_step(bell: Doorbell, waits: list[bool]) -> None:
-    core = Core(bell, HELD)
+def test_what_arrives_is_looked_at_before_the_step(wakeup: WakeupSocket, waits: list[bool]) -> None:
+    core = Core(wakeup, HELD)
     core.turn(FLUSH_STEPS)
     core.input_queue.put("request")
     assert core.turn(3) == 0
@@ -161,9 +161,9 @@ def test_what_arrives_is_looked_at_before_the_step(bell: Doorbell, waits: list[b
 
 
 def test_nothing_is_waited_for_while_there_is_something_to_do(
-    bell: Doorbell, waits: list[bool], pauses: list[float]
+    wakeup: WakeupSocket, waits: list[bool], pauses: list[float]
 ) -> None:
-    core = Core(bell, HELD)
+    core = Core(wakeup, HELD)
     reasons: list[tuple[Any, str, Any, Any]] = [
         (core.scheduler, "running", [NEW], []),
         (core.scheduler, "finished_req_ids", {"a"}, set()),
@@ -181,9 +181,9 @@ def test_nothing_is_waited_for_while_there_is_something_to_do(
 
 
 def test_ranks_of_data_parallelism_keep_vllms_word_on_whether_the_model_ran(
-    bell: Doorbell, waits: list[bool]
+    wakeup: WakeupSocket, waits: list[bool]
 ) -> None:
-    core = Core(bell, HELD)
+    core = Core(wakeup, HELD)
     core.dp_group = None  # pyright: ignore
     process = vllm_core.EngineCoreProc._process_engine_step  # pyright: ignore
     ran = [process(core) for _ in range(2 * FLUSH_STEPS)]  # pyright: ignore
@@ -203,8 +203,8 @@ def test_a_step_that_does_something_else_is_left_alone(monkeypatch: pytest.Monke
     engine_wait.install()
 
 
-def test_another_connectors_engine_is_left_alone(bell: Doorbell, waits: list[bool]) -> None:
-    core = Core(bell, HELD)
+def test_another_connectors_engine_is_left_alone(wakeup: WakeupSocket, waits: list[bool]) -> None:
+    core = Core(wakeup, HELD)
     core.scheduler.connector = object()
     core.turn(3 * FLUSH_STEPS)
     core.scheduler.connector = None

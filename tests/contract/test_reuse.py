@@ -295,7 +295,7 @@ def test_an_idle_engine_answers_without_stepping(make: MakeEngine) -> None:
 def test_an_engine_does_not_sleep_over_a_request_that_waits_for_its_grammar(
     make: MakeEngine,
 ) -> None:
-    """Nobody rings when a grammar is there: only until the answer does the engine sleep."""
+    """Nobody notifies when a grammar is there: only until the answer does the engine sleep."""
     owner, reader = make("kv_consumer"), make("kv_producer")
     history = PROMPT + owner.ask("turn-1", PROMPT, max_tokens=10)
     params = {"do_remote_decode": True, "reuse_from": [owner.place]}
@@ -305,7 +305,7 @@ def test_an_engine_does_not_sleep_over_a_request_that_waits_for_its_grammar(
     reader.core.add(request)
     assert request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     turn_until(reader.core, lambda: reader.side._reuse._finder.is_done("turn-2"))
-    reader.side.doorbell.wait = lambda arrivals: pytest.fail("it sleeps")
+    reader.side.wakeup.wait = lambda arrivals: pytest.fail("it sleeps")
     for _ in range(10):
         reader.core.turn()
     reader.core.scheduler.finish_requests("turn-2", RequestStatus.FINISHED_ABORTED)

@@ -138,7 +138,7 @@ def test_blocks_of_a_late_load_wait_for_the_workers_of_all_stages() -> None:
     assert freed == []
     side.note_outcomes(set(), set(), WorkerMetadata(settled={"r": 1}))
     assert freed == ["block"]
-    assert side.doorbell._num_workers == 6
+    assert side.wakeup._num_workers == 6
     side.close()
 
 

@@ -261,7 +261,7 @@ def test_a_request_waits_without_blocks_and_without_steps_until_its_prompt_has_b
 def test_an_engine_does_not_sleep_over_a_request_that_waits_for_its_grammar(
     make_core: MakeCore, channel: Channel
 ) -> None:
-    """Nobody rings when a grammar is there: only until the answer does the engine sleep."""
+    """Nobody notifies when a grammar is there: only until the answer does the engine sleep."""
     core = make_core("kv_consumer")
     side = core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
     choice = StructuredOutputsParams(choice=["a"])
@@ -271,7 +271,7 @@ def test_an_engine_does_not_sleep_over_a_request_that_waits_for_its_grammar(
     assert side.is_loading("d")
     channel.begin(PROMPT)
     turn_until(core, lambda: side._consumer._asker.answer("d") is not None)
-    side.doorbell.wait = lambda arrivals: pytest.fail("it sleeps")
+    side.wakeup.wait = lambda arrivals: pytest.fail("it sleeps")
     for _ in range(10):
         core.turn()
     core.scheduler.finish_requests("d", RequestStatus.FINISHED_ABORTED)

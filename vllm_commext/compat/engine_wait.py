@@ -3,7 +3,7 @@
 vLLM goes on stepping, a thousand times a second, while a connector keeps the blocks of finished
 requests or loads those of waiting ones: it costs two thirds of a core, and what has ended is found
 a step and a pause later.  There is no hook for it.  `install` patches the engine's step: where no
-request can be computed, it first waits for the connector's doorbell or the engine's own queue.
+request can be computed, it first waits for the connector's wakeup socket or the engine's own queue.
 What the connector has to do before a step (`first_token`) is done there too.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from vllm_commext.compat import evidence
 from vllm_commext.compat.monkey_patch import is_patched, original_of, patch, row_of
-from vllm_commext.nixl.doorbell import Doorbell
+from vllm_commext.nixl.wakeup_socket import WakeupSocket
 
 PART = "engine step"
 SYMBOL = "vllm.v1.engine.core:EngineCoreProc._process_engine_step"
@@ -70,18 +70,18 @@ class EngineWait:
     """What one engine's thread does before its steps.
 
     Args:
-        doorbell: rung by the workers.
+        wakeup: notified by the workers.
         waiter: the connector's scheduler side.
-        before_step: called first and after each ring, with the engine.
+        before_step: called first and after each notification, with the engine.
     """
 
     def __init__(
         self,
-        doorbell: Doorbell,
+        wakeup: WakeupSocket,
         waiter: Waiter,
         before_step: Callable[[Any], None] = lambda core: None,
     ) -> None:
-        self._doorbell = doorbell
+        self._wakeup = wakeup
         self._waiter = waiter
         self._before_step = before_step
         self._num_quiet_steps = 0
@@ -100,7 +100,7 @@ class EngineWait:
             return process(core)
         num_flushing = flush_steps(core)
         if self._num_quiet_steps >= num_flushing:
-            if self._doorbell.wait(core.input_queue):
+            if self._wakeup.wait(core.input_queue):
                 self._num_quiet_steps = 0
                 self._before_step(core)
             if not core.input_queue.empty():

@@ -170,7 +170,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
             pauses.before_step(core)
             first_tokens.before_step(core)
 
-        self.engine_wait = engine_wait.EngineWait(side.doorbell, side, before_step)
+        self.engine_wait = engine_wait.EngineWait(side.wakeup, side, before_step)
 
     @property
     def scheduler_side(self) -> SchedulerSide:

@@ -40,8 +40,8 @@ class StepMetadata(KVConnectorMetadata):
         restarts: such prompts whose blocks were taken away before the step.
         fence_key: what the fences' nonces follow from, in the engine's first step only, so that all
             workers have it before a prefill has finished; see ``fence``.
-        doorbell: the address that workers ring when a transfer has ended, in the engine's first
-            step only; see ``doorbell``.
+        wakeup: the address that workers notify when a transfer has ended, in the engine's first
+            step only; see ``wakeup_socket``.
         renews: whether leases are renewed from now on, None for as before.
     """
 
@@ -54,7 +54,7 @@ class StepMetadata(KVConnectorMetadata):
     chunks: list[Chunk] = field(default_factory=list)
     restarts: list[Restart] = field(default_factory=list)
     fence_key: bytes = b""
-    doorbell: str = ""
+    wakeup: str = ""
     renews: bool | None = None
 
 

@@ -15,7 +15,6 @@ from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.params_cache import ParamsCache
 from vllm_commext.nixl.decode.quarantine import Quarantine
 from vllm_commext.nixl.decode.trust import Trust
-from vllm_commext.nixl.doorbell import Doorbell
 from vllm_commext.nixl.first_token import Sampler, refusal_of, source_of
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.request_blocks import blocks_to_fill, is_at_block_boundary
@@ -41,6 +40,7 @@ from vllm_commext.nixl.reuse.reusing import Reusing
 from vllm_commext.nixl.reuse.side import ReuseSide
 from vllm_commext.nixl.stream.consumer import consumer_of
 from vllm_commext.nixl.stream.streaming import Streaming
+from vllm_commext.nixl.wakeup_socket import WakeupSocket
 from vllm_commext.nixl.wire.params import (
     OtherProtocolError,
     TransferParams,
@@ -130,8 +130,8 @@ class SchedulerSide:
         self._produces = produces
         self._consumes = consumes
         fence_key = new_key()
-        self.doorbell = Doorbell(tp_size * pp_size)
-        self._pending = StepMetadata(fence_key=fence_key, doorbell=self.doorbell.address)
+        self.wakeup = WakeupSocket(tp_size * pp_size)
+        self._pending = StepMetadata(fence_key=fence_key, wakeup=self.wakeup.address)
         self._quarantine = Quarantine(tp_size * pp_size)
         self._streaming = streaming
         host = config.side_channel_host
@@ -145,7 +145,7 @@ class SchedulerSide:
             sampler=sampler,
             streaming=streaming,
         )
-        self._consumer = consumer_of(streaming, engine_id, self._secret, config, self.doorbell.ring)
+        self._consumer = consumer_of(streaming, engine_id, self._secret, config, self.wakeup.notify)
         self._params_cache = ParamsCache(groups, self._secret, sampler, self._consumer)
         self._server: SideChannelServer | None = None
         self._recorder = TransferRecorder()
@@ -155,7 +155,7 @@ class SchedulerSide:
             self._secret,
             config.reuse_lookup_timeout,
             self._recorder,
-            self.doorbell.ring,
+            self.wakeup.notify,
         )
         # Blocks of the loads under way; when requests came in that are read whole, in monotonic
         # seconds; what of loads and of held requests has gone wrong on the
@@ -216,7 +216,7 @@ class SchedulerSide:
         """Stop serving."""
         self._consumer.close()
         self._reuse.close()
-        self.doorbell.close()
+        self.wakeup.close()
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -501,7 +501,7 @@ class SchedulerSide:
 
     def is_loading(self, request_id: str) -> bool:
         """Whether a request waits for blocks that the workers load, for a prefill engine to
-        begin, or for what other engines have of it; the last two end with a ring."""
+        begin, or for what other engines have of it; the last two end with a notification."""
         waits = self._consumer.is_waiting(request_id) or self._reuse.is_waiting(request_id)
         return waits or self._quarantine.is_loading(request_id)
 

@@ -110,9 +110,9 @@ class TransferThread:
         """Hand over a command; returns at once."""
         self._commands.put(command)
 
-    def ring(self, ringer: Callable[[], None]) -> None:
+    def notify_by(self, notifier: Callable[[], None]) -> None:
         """Call this from now on when there is an outcome to take and there was none."""
-        self._outcomes.on_first = ringer
+        self._outcomes.on_first = notifier
 
     def take_outcomes(self) -> Outcomes:
         """What ended since the last call."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl import doorbell
+from vllm_commext.nixl import wakeup_socket
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.last_blocks import LastBlocks
 from vllm_commext.nixl.decode.links import Link, LocalSide
@@ -187,9 +187,9 @@ class WorkerSide:
         thread = self._require_thread()
         if step.fence_key:
             self._agent.fences.arm(step.fence_key)
-        if step.doorbell:
+        if step.wakeup:
             number = worker_number(self._pipeline.index, self._model.rank)
-            thread.ring(doorbell.ringer(step.doorbell, number))
+            thread.notify_by(wakeup_socket.notifier(step.wakeup, number))
         if step.renews is not None:
             thread.submit(Renew(step.renews))
         for wait in step.waits:

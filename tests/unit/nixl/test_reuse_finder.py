@@ -32,7 +32,7 @@ def start(port: int, *, offers: bool = True, secret: bytes | None = None) -> tup
 
 
 class Finder:
-    """A finder whose rings are counted."""
+    """A finder whose notifications are counted."""
 
     def __init__(self, limit_seconds: float, secret: bytes | None = None) -> None:
         self.num_rings = 0

@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.bell import Bell
 from vllm_commext.nixl.log import RateLimitedLog
+from vllm_commext.nixl.wakeup import Wakeup
 from vllm_commext.nixl.wire import zmtp
 from vllm_commext.nixl.wire.connection import bound_waits
 
@@ -113,7 +113,7 @@ class Listener:
         self.num_refused = 0
         self._next_sweep = math.inf
         self._log = RateLimitedLog()
-        self._bell = Bell()
+        self._wakeup = Wakeup()
         self._selector = selectors.DefaultSelector()
         bound.setblocking(False)
         bound_waits(bound)  # and with it each connection
@@ -121,14 +121,14 @@ class Listener:
             bound.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
         bound.listen(_BACKLOG)
         self._selector.register(bound, selectors.EVENT_READ)
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
 
     def __len__(self) -> int:
         return len(self._connections)
 
     def wake(self) -> None:
         """End the wait of a turn, from any thread."""
-        self._bell.ring()
+        self._wakeup.notify()
 
     def close(self) -> None:
         """Close all connections, and the port."""
@@ -136,7 +136,7 @@ class Listener:
             self._drop(connection)
         self._selector.close()
         self._bound.close()
-        self._bell.close()
+        self._wakeup.close()
 
     def turn(self, seconds: float) -> None:
         """Wait for at most so long, and answer one message of each that has sent some; those that
@@ -149,8 +149,8 @@ class Listener:
         for key, _ in events:
             if key.data is not None:
                 ready[key.data] = None
-            elif key.fileobj is self._bell:
-                self._bell.hear()
+            elif key.fileobj is self._wakeup:
+                self._wakeup.clear()
         num_accepted = _MAX_ACCEPTED
         for connection in sorted(ready, key=lambda one: (one.num_taken, one.since)):
             self._serve(connection)

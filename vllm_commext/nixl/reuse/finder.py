@@ -57,16 +57,16 @@ class BlockFinder:
         consumer: this engine's id.
         secret: the side channels' secret, None where there is none.
         limit_seconds: how long one request waits.
-        ring: called when an answer can be taken.
+        notify: called when an answer can be taken.
     """
 
     def __init__(
-        self, consumer: str, secret: bytes | None, limit_seconds: float, ring: Callable[[], None]
+        self, consumer: str, secret: bytes | None, limit_seconds: float, notify: Callable[[], None]
     ) -> None:
         self._consumer = consumer
         self._secret = secret
         self._limit_seconds = limit_seconds
-        self._ring = ring
+        self._notify = notify
         # The one that was asked last comes last; those whose connections are to be closed.
         self._channels: dict[SideChannelAddress, _Channel] = {}
         self._unused: list[_Channel] = []
@@ -189,7 +189,7 @@ class BlockFinder:
                 search.best = found
             is_done = search.num_open <= 0 and search.request_id in self._searches
         if is_done:
-            self._ring()
+            self._notify()
 
     def _fail(self, channel: _Channel, error: Exception) -> None:
         """Nothing can be asked there for a while."""

@@ -34,7 +34,7 @@ class ReuseSide:
         secret: the side channels' secret, None where there is none.
         limit_seconds: how long a request waits for what others have.
         recorder: where counts go.
-        ring: called when a request need not wait any more.
+        notify: called when a request need not wait any more.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class ReuseSide:
         secret: bytes | None,
         limit_seconds: float,
         recorder: TransferRecorder,
-        ring: Callable[[], None],
+        notify: Callable[[], None],
     ) -> None:
         self._names = Names(reusing.configuration, reusing.block_size)
         self._secret = secret
         self._recorder = recorder
-        self._finder = BlockFinder(consumer, secret, limit_seconds, ring)
+        self._finder = BlockFinder(consumer, secret, limit_seconds, notify)
         self._pool: Any = None
         self._offers: Offers | None = None
         self._has_steps = False

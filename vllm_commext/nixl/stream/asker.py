@@ -2,7 +2,7 @@
 requests whose keys are known here, and which tokens follow these prompts.
 
 One thread has a question open at each side channel, which is answered as soon as something new is
-known there; it rings when there is an answer for a request.
+known there; it notifies when there is an answer for a request.
 """
 
 import select
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError
-from vllm_commext.nixl.bell import Bell
 from vllm_commext.nixl.requests import RemoteRequest
+from vllm_commext.nixl.wakeup import Wakeup
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import SideChannelAddress
 from vllm_commext.nixl.wire.inquiry import Inquiry
@@ -60,7 +60,7 @@ class StreamAsker:
         limit_seconds: how long one request waits.
         answer_seconds: how long one question waits for its answer, beyond the time for which the
             prefill engine may keep it.
-        ring: called when an answer or a token can be taken.
+        notify: called when an answer or a token can be taken.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class StreamAsker:
         secret: bytes | None,
         limit_seconds: float,
         answer_seconds: float,
-        ring: Callable[[], None],
+        notify: Callable[[], None],
     ) -> None:
         self._consumer = consumer
         self._secret = secret
         self._limit_seconds = limit_seconds
         self._answer_seconds = answer_seconds
-        self._ring = ring
+        self._notify = notify
         self._channels: dict[SideChannelAddress, _Channel] = {}
         self._answers: dict[str, Answer] = {}
         self._tokens: dict[str, tuple[int, str]] = {}
@@ -83,7 +83,7 @@ class StreamAsker:
         self._told = threading.Condition(self._lock)
         self._is_closed = False
         self._thread: threading.Thread | None = None
-        self._bell = Bell()
+        self._wakeup = Wakeup()
 
     def watch(
         self, request_id: str, key: str, address: SideChannelAddress, *, awaits_token: bool = False
@@ -99,7 +99,7 @@ class StreamAsker:
                     target=self._run, name="commext-streams", daemon=True
                 )
                 self._thread.start()
-            self._bell.ring()
+            self._wakeup.notify()
 
     def settle(self, request_id: str) -> None:
         """The request has its answer."""
@@ -143,11 +143,11 @@ class StreamAsker:
         """End the thread, bounded; may be called again."""
         with self._lock:
             self._is_closed = True
-            self._bell.ring()
+            self._wakeup.notify()
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)
         else:
-            self._bell.close()
+            self._wakeup.close()
 
     def _run(self) -> None:
         while True:
@@ -163,19 +163,19 @@ class StreamAsker:
             self._sleep([channel.inquiry for _, channel in channels if channel.inquiry is not None])
         for channel in self._channels.values():
             _hang_up(channel)
-        self._bell.close()
+        self._wakeup.close()
 
     def _sleep(self, inquiries: list[Inquiry]) -> None:
         """Until something arrives or is to be asked, or it is time to look."""
         poller = select.poll()
-        poller.register(self._bell, select.POLLIN)
+        poller.register(self._wakeup, select.POLLIN)
         for one in inquiries:
             if one.socket.fileno() >= 0:
                 poller.register(one.socket, one.socket.events)
         with self._lock:
             is_idle = not self._channels
         poller.poll(None if is_idle else int(1000 * _LOOK_SECONDS))
-        self._bell.hear()
+        self._wakeup.clear()
 
     def _look(self, address: SideChannelAddress, channel: _Channel) -> None:
         now = time.monotonic()
@@ -251,7 +251,7 @@ class StreamAsker:
             self._told.notify_all()
             has_tokens = bool(self._tokens)
         if has_tokens:
-            self._ring()
+            self._notify()
 
     def _give_up(self, channel: _Channel, now: float) -> None:
         with self._lock:
@@ -285,7 +285,7 @@ class StreamAsker:
                 if one.awaits_token and isinstance(answer, TransferParams):
                     channel.awaited[request_id], channel.is_changed = one, True
         if still:
-            self._ring()
+            self._notify()
 
 
 def _hang_up(channel: _Channel) -> None:

@@ -109,7 +109,7 @@ def consumer_of(
     engine_id: str,
     secret: bytes | None,
     config: ConnectorConfig,
-    ring: Callable[[], None],
+    notify: Callable[[], None],
 ) -> StreamConsumer:
     """What an engine does with requests whose prompts are to be read while they are computed.
 
@@ -118,9 +118,9 @@ def consumer_of(
         engine_id: its id.
         secret: the side channels' secret, None where there is none.
         config: the connector's settings.
-        ring: called when something has become known.
+        notify: called when something has become known.
     """
     if streaming.refusal:
         return StreamConsumer(None, streaming.refusal.meaning)
     limits = config.stream_begin_timeout, config.handshake_timeout
-    return StreamConsumer(StreamAsker(engine_id, secret, *limits, ring), secret=secret)
+    return StreamConsumer(StreamAsker(engine_id, secret, *limits, notify), secret=secret)

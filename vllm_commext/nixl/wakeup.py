@@ -5,8 +5,8 @@ import os
 import threading
 
 
-class Bell:
-    """Rung by any thread, heard by one that waits for its file descriptor to be readable."""
+class Wakeup:
+    """Any thread notifies one that waits for the file descriptor to be readable."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -16,14 +16,14 @@ class Bell:
         """What a selector takes."""
         return self._fd
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wake the thread up; after `close` there is nobody to wake."""
         with self._lock:
             if self._fd >= 0:
                 os.eventfd_write(self._fd, 1)
 
-    def hear(self) -> None:
-        """Forget the rings so far."""
+    def clear(self) -> None:
+        """Forget the notifications so far."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
 

@@ -1,10 +1,10 @@
-"""A doorbell between an engine's workers and its scheduler: a worker rings when a transfer has
-ended, so that an engine with nothing to compute can sleep until then.
+"""A wakeup socket between an engine's workers and its scheduler: a worker notifies when a transfer
+has ended, so that an engine with nothing to compute can sleep until then.
 
-Each ring is one datagram to a Unix socket of the scheduler's process; it says that something has
-ended and nothing more, the outcomes themselves come with vLLM's next step.  The socket is in a
-folder of this user's alone, which is gone once all workers have connected.  Workers on other hosts
-cannot ring, and then the scheduler looks often.
+Each notification is one datagram to a Unix socket of the scheduler's process; it says that
+something has ended and nothing more, the outcomes themselves come with vLLM's next step.  The
+socket is in a folder of this user's alone, which is gone once all workers have connected.  Workers
+on other hosts cannot notify, and then the scheduler looks often.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_WAIT_SECONDS = 1.0
-"""Where all workers can ring; a look that no ring asks for is for statistics."""
+"""Where all workers can notify; a look that no notification asks for is for statistics."""
 LOOK_SECONDS = 0.005
 """Where a worker cannot."""
 _CLOSE_SECONDS = 1.0
-_RING = b""
+_NOTIFICATION = b""
 _MAX_PATH_BYTES = 107
-_NAME = "doorbell"
+_NAME = "wakeup"
 
 
-class Doorbell:
+class WakeupSocket:
     """The scheduler's end.
 
     Attributes:
@@ -42,7 +42,7 @@ class Doorbell:
         self._num_workers = num_workers
         # Numbers of the workers that have not connected yet, as they say them.
         self._missing = {str(number).encode() for number in range(num_workers)}
-        self._num_rings = 0
+        self._num_notifications = 0
         self._num_seen = 0
         self._is_closed = False
         self._sleeper: threading.Condition | None = None
@@ -52,25 +52,25 @@ class Doorbell:
         self._leave: Callable[[], object] = lambda: None
         with contextlib.suppress(OSError):
             self.address = self._bind()
-        self._thread = threading.Thread(target=self._listen, name="commext-doorbell", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="commext-wakeup", daemon=True)
         if self.address:
             self._thread.start()
 
     def wait(self, arrivals: queue.Queue[Any]) -> bool:
-        """Sleep until a worker rings, something arrives in the queue, or ``MAX_WAIT_SECONDS`` are
-        over; whether a worker has rung since the last call."""
+        """Sleep until a worker notifies, something arrives in the queue, or ``MAX_WAIT_SECONDS``
+        are over; whether a worker has notified since the last call."""
         self._sleeper = arrivals.not_empty
         with arrivals.not_empty:
             arrivals.not_empty.wait_for(
-                lambda: self._num_rings != self._num_seen or bool(arrivals.queue),
+                lambda: self._num_notifications != self._num_seen or bool(arrivals.queue),
                 LOOK_SECONDS if self._missing else MAX_WAIT_SECONDS,
             )
-        num_seen, self._num_seen = self._num_seen, self._num_rings
+        num_seen, self._num_seen = self._num_seen, self._num_notifications
         return self._num_seen != num_seen
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wake the engine up from a thread of this process."""
-        self._num_rings += 1
+        self._num_notifications += 1
         sleeper = self._sleeper
         if sleeper is not None:
             with sleeper:
@@ -81,7 +81,7 @@ class Doorbell:
         self._is_closed = True
         if self._thread.is_alive():
             with contextlib.suppress(OSError):  # a full socket wakes it up as well
-                self._own.send(_RING)
+                self._own.send(_NOTIFICATION)
             self._thread.join(_CLOSE_SECONDS)
         self._leave()
         self._own.close()
@@ -105,8 +105,8 @@ class Doorbell:
             message = self._socket.recv(64)
             if self._is_closed:
                 return
-            if message == _RING:
-                self.ring()
+            if message == _NOTIFICATION:
+                self.notify()
                 continue
             self._missing.discard(message)
             if not self._missing:
@@ -119,27 +119,27 @@ def _remove(folder: str, pid: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def ringer(address: str, worker: int) -> Callable[[], None]:
-    """A worker's end: what rings a doorbell; it never waits.  Its socket closes when nobody has it
-    any more.
+def notifier(address: str, worker: int) -> Callable[[], None]:
+    """A worker's end: what notifies a wakeup socket; it never waits.  Its socket closes when
+    nobody has it any more.
 
     Args:
-        address: the doorbell's, from another process.
+        address: the wakeup socket's, from another process.
         worker: the worker's number; said once, at once.
     """
     sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     sender.setblocking(False)
 
     def send(message: bytes) -> None:
-        # There is none on another host, and a full socket holds rings that are not heard yet.
+        # There is none on another host, and a full socket holds some that are not read yet.
         with contextlib.suppress(OSError):
             sender.send(message)
 
-    def ring() -> None:
-        send(_RING)
+    def notify() -> None:
+        send(_NOTIFICATION)
 
     with contextlib.suppress(OSError):
         sender.connect(address)
     send(str(worker).encode())
-    weakref.finalize(ring, sender.close)
-    return ring
+    weakref.finalize(notify, sender.close)
+    return notify
