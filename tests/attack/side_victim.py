@@ -103,7 +103,7 @@ def with_secret(folder: Path) -> Iterator[SideVictim]:
 def _serve(port: int, secret: bytes | None) -> None:
     from vllm_commext.nixl.config import ConnectorConfig
     from vllm_commext.nixl.metrics.recorder import TransferRecorder
-    from vllm_commext.nixl.outcomes import OutcomeBox
+    from vllm_commext.nixl.outcomes import CompletionQueue
     from vllm_commext.nixl.prefill.holder import Holder
     from vllm_commext.nixl.prefill.side_channel import SideChannelServer
     from vllm_commext.nixl.stream.directory import StreamDirectory
@@ -112,7 +112,7 @@ def _serve(port: int, secret: bytes | None) -> None:
 
     config = ConnectorConfig(side_channel_host=LOOPBACK, side_channel_port=port, num_threads=1)
     agent, recorder = NixlAgent(config), TransferRecorder()
-    holder = Holder(agent, config, recorder, OutcomeBox())
+    holder = Holder(agent, config, recorder, CompletionQueue())
     short = wire.open_description(wire.describe(description(ENGINE, agent.metadata()), "start-1"))
     described = wire.encode_description(msgspec.structs.replace(short, facts=PADDING))
     server = SideChannelServer(

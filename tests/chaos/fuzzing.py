@@ -21,7 +21,7 @@ from tests.kit.memory import heap_bytes
 from tests.kit.servers import LOOPBACK, free_port
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
-from vllm_commext.nixl.outcomes import OutcomeBox
+from vllm_commext.nixl.outcomes import CompletionQueue
 from vllm_commext.nixl.prefill.holder import Holder
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Hold
@@ -135,7 +135,7 @@ def fuzz_notifications(num_notifications: int, seed: int) -> Growth:
     Raises:
         TimeoutError: the holder did not get through.
     """
-    recorder, outcomes = TransferRecorder(), OutcomeBox()
+    recorder, outcomes = TransferRecorder(), CompletionQueue()
     owner, sender = NixlAgent(CONFIG), NixlAgent(CONFIG)
     holder = Holder(owner, CONFIG, recorder, outcomes)
     peer = sender.add_peer(owner.metadata())
@@ -168,7 +168,7 @@ def _exchange(dealer: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
 
 
 def _deliver(
-    sender: NixlAgent, peer: str, holder: Holder, outcomes: OutcomeBox, batch: Sequence[bytes]
+    sender: NixlAgent, peer: str, holder: Holder, outcomes: CompletionQueue, batch: Sequence[bytes]
 ) -> None:
     """Send notifications, then the release of a request that is held; wait for its end."""
     name = f"held-{next(_numbers)}"

@@ -7,7 +7,7 @@ from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.requests import Outcomes
 
 
-class OutcomeBox:
+class CompletionQueue:
     """Collects outcomes until they are taken; safe for threads.
 
     Attributes: ``on_first``: called when there is something to take and there was nothing before;

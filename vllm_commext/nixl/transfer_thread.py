@@ -16,7 +16,7 @@ from vllm_commext.nixl.decode.links import Link, LocalSide
 from vllm_commext.nixl.decode.loader import Loader
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
-from vllm_commext.nixl.outcomes import OutcomeBox
+from vllm_commext.nixl.outcomes import CompletionQueue
 from vllm_commext.nixl.prefill.holder import Holder
 from vllm_commext.nixl.requests import Hold, Load, Outcomes, Release, Wait
 from vllm_commext.nixl.stream.publisher import Publisher
@@ -91,7 +91,7 @@ class TransferThread:
         self._mapper = local.mapper
         self._on_start = on_start
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._outcomes = OutcomeBox()
+        self._outcomes = CompletionQueue()
         self._loader = Loader(agent, config, local, recorder, self._outcomes, probe)
         self._holder = Holder(agent, config, recorder, self._outcomes)
         self._wait_seconds = IDLE_WAIT_SECONDS

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from vllm_commext.nixl import wakeup_socket as module
-from vllm_commext.nixl.outcomes import OutcomeBox
+from vllm_commext.nixl.outcomes import CompletionQueue
 from vllm_commext.nixl.wakeup_socket import WakeupSocket, notifier
 
 BOUND_SECONDS = 30.0
@@ -221,26 +221,26 @@ def test_a_long_temporary_folder_is_no_reason_to_have_none(
 
 def test_the_box_rings_once_until_it_is_emptied() -> None:
     notifications: list[int] = []
-    box = OutcomeBox()
-    box.on_first = lambda: notifications.append(1)
-    box.sent("a")
-    box.received("b", failed=True)
+    completions = CompletionQueue()
+    completions.on_first = lambda: notifications.append(1)
+    completions.sent("a")
+    completions.received("b", failed=True)
     assert len(notifications) == 1
-    assert box.take().failed == {"b"}
-    box.late("c")
+    assert completions.take().failed == {"b"}
+    completions.late("c")
     assert len(notifications) == 2
-    assert box.take().late == {"c"}
+    assert completions.take().late == {"c"}
 
 
 def test_an_outcome_is_there_although_its_ring_failed(log_lines: pytest.LogCaptureFixture) -> None:
     def broken() -> None:
         raise RuntimeError("no wakeup")
 
-    box = OutcomeBox()
-    box.on_first = broken
-    box.sent("a")
-    box.sent("b")
-    assert box.take().sent == {"a", "b"}
+    completions = CompletionQueue()
+    completions.on_first = broken
+    completions.sent("a")
+    completions.sent("b")
+    assert completions.take().sent == {"a", "b"}
     assert [line for line in log_lines.messages if "no wakeup" in line]
 
 

@@ -35,7 +35,7 @@ from vllm_commext.nixl.decode.transfers import (
 )
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
-from vllm_commext.nixl.outcomes import OutcomeBox
+from vllm_commext.nixl.outcomes import CompletionQueue
 from vllm_commext.nixl.requests import Load, RemoteRequest, Wait
 from vllm_commext.nixl.stream.reader import StreamReader, failure_of_stream
 from vllm_commext.nixl.transport.agent import NixlAgent
@@ -59,7 +59,7 @@ class Loader:
         config: ConnectorConfig,
         local: LocalSide,
         recorder: TransferRecorder,
-        outcomes: OutcomeBox,
+        outcomes: CompletionQueue,
         probe: Callable[[Link], Generator[None]] | None,
     ) -> None:
         self._agent = agent

@@ -6,7 +6,7 @@ from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
-from vllm_commext.nixl.outcomes import OutcomeBox
+from vllm_commext.nixl.outcomes import CompletionQueue
 from vllm_commext.nixl.prefill.leases import Beat, LeaseLedger
 from vllm_commext.nixl.requests import Hold
 from vllm_commext.nixl.transport.agent import NixlAgent
@@ -31,7 +31,7 @@ class Holder:
         agent: NixlAgent,
         config: ConnectorConfig,
         recorder: TransferRecorder,
-        outcomes: OutcomeBox,
+        outcomes: CompletionQueue,
     ) -> None:
         self._agent = agent
         self._config = config
