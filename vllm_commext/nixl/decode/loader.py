@@ -19,7 +19,7 @@ from vllm_commext.nixl.decode.introductions import Introduced, Introductions
 from vllm_commext.nixl.decode.links import Link, LocalSide
 from vllm_commext.nixl.decode.peers import Peer, PeerTable
 from vllm_commext.nixl.decode.reads import End, Read, ReadSet, prepare
-from vllm_commext.nixl.decode.releases import Teller
+from vllm_commext.nixl.decode.releases import ReleaseSender
 from vllm_commext.nixl.decode.source_plan import SourcePlan
 from vllm_commext.nixl.decode.transfers import (
     Failure,
@@ -80,7 +80,7 @@ class Loader:
         self._uses: dict[str, Use] = {}
         self._sources = SourcePlan(local)
         self._log = RateLimitedLog()
-        self._teller = Teller(agent, local.consumer, self._peers, self._log)
+        self._release_sender = ReleaseSender(agent, local.consumer, self._peers, self._log)
         self._refusal: Exception | None = None
 
     @property
@@ -236,7 +236,7 @@ class Loader:
             self._fail_waiting(peer, failure_of(peer.error, "handshake"))
         releases, peer.releases = peer.releases, []
         for transfer, source in releases:
-            self._teller.tell(transfer, source)
+            self._release_sender.send(transfer, source)
 
     def _fail_waiting(self, peer: Peer, failure: Failure) -> None:
         while peer.waiting:
@@ -467,7 +467,7 @@ class Loader:
     def _release(self, transfer: Transfer, now: float) -> None:
         """Tell the sources that are due that they are not needed, and forget what is over."""
         for source in transfer.take_due(now):
-            self._teller.tell(transfer, source)
+            self._release_sender.send(transfer, source)
         if transfer.next_release < math.inf:
             self._closing.append((transfer.next_release, transfer))
         if transfer.is_over:

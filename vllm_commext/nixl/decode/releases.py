@@ -7,7 +7,7 @@ from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
 
 
-class Teller:
+class ReleaseSender:
     """Sends one decode worker's releases.
 
     Args:
@@ -25,14 +25,14 @@ class Teller:
         self._peers = peers
         self._log = log
 
-    def tell(self, transfer: Transfer, source: Source) -> None:
+    def send(self, transfer: Transfer, source: Source) -> None:
         """Tell a prefill worker that this one needs the request's blocks no longer, now or as soon
         as it is ready."""
         if not transfer.remote.is_kept:
             return
         remote, agent_name = transfer.remote, ""
         try:
-            agent_name = self._agent_to_tell(transfer, source)
+            agent_name = self._agent_of(transfer, source)
             if agent_name:
                 released = wire.Released(
                     request_id=wire.short_id(remote.request_id),
@@ -46,12 +46,12 @@ class Teller:
                 self._peers.doubt(link, broken=True)
             if agent_name and not source.is_retried:
                 source.is_retried = True
-                self.tell(transfer, source)
+                self.send(transfer, source)
                 return
             text = f"{describe_source(remote)} was not told that its blocks are not needed: {error}"
             self._log.warning("release", text)
 
-    def _agent_to_tell(self, transfer: Transfer, source: Source) -> str:
+    def _agent_of(self, transfer: Transfer, source: Source) -> str:
         """The agent to notify, "" where there is none, or none yet."""
         peer = self._peers.get(source.key)
         if peer is not None and peer.reach is not None:
