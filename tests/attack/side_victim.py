@@ -104,7 +104,7 @@ def _serve(port: int, secret: bytes | None) -> None:
     from vllm_commext.nixl.config import ConnectorConfig
     from vllm_commext.nixl.metrics.recorder import TransferRecorder
     from vllm_commext.nixl.outcomes import CompletionQueue
-    from vllm_commext.nixl.prefill.holder import Holder
+    from vllm_commext.nixl.prefill.lease_manager import LeaseManager
     from vllm_commext.nixl.prefill.side_channel import SideChannelServer
     from vllm_commext.nixl.stream.directory import StreamDirectory
     from vllm_commext.nixl.transport.agent import NixlAgent
@@ -112,7 +112,7 @@ def _serve(port: int, secret: bytes | None) -> None:
 
     config = ConnectorConfig(side_channel_host=LOOPBACK, side_channel_port=port, num_threads=1)
     agent, recorder = NixlAgent(config), TransferRecorder()
-    holder = Holder(agent, config, recorder, CompletionQueue())
+    manager = LeaseManager(agent, config, recorder, CompletionQueue())
     short = wire.open_description(wire.describe(description(ENGINE, agent.metadata()), "start-1"))
     described = wire.encode_description(msgspec.structs.replace(short, facts=PADDING))
     server = SideChannelServer(
@@ -123,8 +123,8 @@ def _serve(port: int, secret: bytes | None) -> None:
     sys.stdout.write(f"{_READY} {server._thread.native_id} {wakeup.address}\n")
     sys.stdout.flush()
     while server.num_refused >= 0:
-        holder.take_notifications()
-        holder.end_leases()
+        manager.take_notifications()
+        manager.end_leases()
         recorder.take()
         time.sleep(0.001)
 

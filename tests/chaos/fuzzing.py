@@ -22,7 +22,7 @@ from tests.kit.servers import LOOPBACK, free_port
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.outcomes import CompletionQueue
-from vllm_commext.nixl.prefill.holder import Holder
+from vllm_commext.nixl.prefill.lease_manager import LeaseManager
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Hold
 from vllm_commext.nixl.transport.agent import NixlAgent
@@ -129,26 +129,26 @@ def fuzz_side_channel(num_frames: int, seed: int, secret: bytes | None = None) -
 
 
 def fuzz_notifications(num_notifications: int, seed: int) -> Growth:
-    """Send garbage from one real agent to another, whose holder takes it in; a request that it
+    """Send garbage from one real agent to another, whose manager takes it in; a request that it
     holds must be released rightly at the end.
 
     Raises:
-        TimeoutError: the holder did not get through.
+        TimeoutError: the manager did not get through.
     """
     recorder, outcomes = TransferRecorder(), CompletionQueue()
     owner, sender = NixlAgent(CONFIG), NixlAgent(CONFIG)
-    holder = Holder(owner, CONFIG, recorder, outcomes)
+    manager = LeaseManager(owner, CONFIG, recorder, outcomes)
     peer = sender.add_peer(owner.metadata())
     sender.connect(peer)
     messages = mutations(random.Random(seed), notifications(), num_notifications)
     before, num_sent = held(), 0
     while batch := list(islice(messages, WINDOW)):
-        _deliver(sender, peer, holder, outcomes, batch)
+        _deliver(sender, peer, manager, outcomes, batch)
         num_sent += len(batch)
         if num_sent <= num_notifications // 10:
             before = held()
     after = held()
-    holder.end_leases()
+    manager.end_leases()
     recorded = recorder.take() or {}
     sender.remove_peer(peer)
     sender.close()
@@ -168,11 +168,15 @@ def _exchange(dealer: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
 
 
 def _deliver(
-    sender: NixlAgent, peer: str, holder: Holder, outcomes: CompletionQueue, batch: Sequence[bytes]
+    sender: NixlAgent,
+    peer: str,
+    manager: LeaseManager,
+    outcomes: CompletionQueue,
+    batch: Sequence[bytes],
 ) -> None:
     """Send notifications, then the release of a request that is held; wait for its end."""
     name = f"held-{next(_numbers)}"
-    holder.hold(Hold(name, 600.0, -1, 0))
+    manager.hold(Hold(name, 600.0, -1, 0))
     for message in batch:
         sender.notify(peer, message)
     sender.notify(
@@ -180,6 +184,6 @@ def _deliver(
     )
     deadline = time.monotonic() + SECONDS
     while name not in outcomes.take().sent:
-        holder.take_notifications()
+        manager.take_notifications()
         if time.monotonic() > deadline:
             raise TimeoutError(f"{name} was not released")

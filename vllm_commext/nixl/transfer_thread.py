@@ -17,7 +17,7 @@ from vllm_commext.nixl.decode.loader import Loader
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.outcomes import CompletionQueue
-from vllm_commext.nixl.prefill.holder import Holder
+from vllm_commext.nixl.prefill.lease_manager import LeaseManager
 from vllm_commext.nixl.requests import Hold, Load, Outcomes, Release, Wait
 from vllm_commext.nixl.stream.publisher import Publisher
 from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
@@ -93,7 +93,7 @@ class TransferThread:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._outcomes = CompletionQueue()
         self._loader = Loader(agent, config, local, recorder, self._outcomes, probe)
-        self._holder = Holder(agent, config, recorder, self._outcomes)
+        self._lease_manager = LeaseManager(agent, config, recorder, self._outcomes)
         self._wait_seconds = IDLE_WAIT_SECONDS
         self._next_turn = 0.0
         self._recorder = recorder
@@ -137,7 +137,7 @@ class TransferThread:
             if time.monotonic() >= self._next_turn:
                 self._turn()
             else:
-                self._guard("notifications", self._holder.take_notifications, lost=None)
+                self._guard("notifications", self._lease_manager.take_notifications, lost=None)
         self._guard("close", self._close, lost=None)
 
     def _turn(self) -> None:
@@ -145,11 +145,11 @@ class TransferThread:
         if self._publisher is not None:
             self._guard("chunks", self._publisher.poll, lost=None)
         progressed = self._guard("loads", self._loader.poll, lost=False)
-        self._guard("notifications", self._holder.take_notifications, lost=None)
-        self._guard("leases", self._holder.end_leases, lost=None)
+        self._guard("notifications", self._lease_manager.take_notifications, lost=None)
+        self._guard("leases", self._lease_manager.end_leases, lost=None)
         under_way = self._wait_under_way(progressed)
         # Releases are to be heard of at once; all else has time where blocks are only held.
-        only_holds = under_way is None and len(self._holder) > 0
+        only_holds = under_way is None and len(self._lease_manager) > 0
         at_rest = self._wait_at_rest()
         self._wait_seconds = at_rest if under_way is None else min(under_way, at_rest)
         self._next_turn = time.monotonic() + DUTY_WAIT_SECONDS if only_holds else 0.0
@@ -184,7 +184,7 @@ class TransferThread:
 
     def _wait_at_rest(self) -> float:
         """The same for what others may ask for."""
-        if len(self._holder):
+        if len(self._lease_manager):
             return LEASED_WAIT_SECONDS
         return DUTY_WAIT_SECONDS if self._loader.has_duties else IDLE_WAIT_SECONDS
 
@@ -212,9 +212,9 @@ class TransferThread:
         elif isinstance(command, GiveUp):
             self._loader.give_up(command.request_id)
         elif isinstance(command, Hold):
-            self._holder.hold(command)
+            self._lease_manager.hold(command)
         elif isinstance(command, Release):
-            self._holder.release(command.request_id)
+            self._lease_manager.release(command.request_id)
         elif isinstance(command, Renew):
             self._loader.renew(is_on=command.is_on)
 

@@ -77,7 +77,7 @@ def test_heartbeats_that_fit_nothing_are_counted_and_ignored(make_engine: MakeEn
     told = wire.KeepAlive(consumer="c/0", sender="s", sequence=1, request_ids=["x", "x", "other"])
     probe = wire.Released(request_id="x", consumer="c/0", num_consumers=1)
     name = prefill.agent.name
-    wait_until(lambda: len(prefill.thread._holder) == 1, "the hold")
+    wait_until(lambda: len(prefill.thread._lease_manager) == 1, "the hold")
     for message in (told, told, probe, told):
         decode.agent.notify(name, wire.encode(message))
     prefill.wait(lambda: prefill.collect().sent == {"x"})

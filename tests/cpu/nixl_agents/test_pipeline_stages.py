@@ -112,7 +112,7 @@ def test_the_comparison_notices_one_altered_byte_of_the_second_stage() -> None:
 
 def consumers_of(prefill: Prefill, name: str) -> list[int]:
     """How many decode workers have released a request, for each prefill worker."""
-    ledgers = [worker.thread._holder._leases._leases for worker in prefill.workers]
+    ledgers = [worker.thread._lease_manager._leases._leases for worker in prefill.workers]
     return [len(ledger[name].released_by) if name in ledger else -1 for ledger in ledgers]
 
 

@@ -230,9 +230,9 @@ def test_every_request_ends_whatever_raises(
     wait_until(lambda: requests.collect() or not requests.kept, "D's blocks kept out of use")
     assert sorted(requests.free_blocks) == list(range(NUM_BLOCKS))
     assert not loader.num_reads
-    assert not decode.thread._holder._holds
-    assert not prefill.thread._holder._holds
-    assert not prefill.thread._holder._expired
+    assert not decode.thread._lease_manager._holds
+    assert not prefill.thread._lease_manager._holds
+    assert not prefill.thread._lease_manager._expired
     assert set(injector.raised) == set(injector.calls) or num_requests < 10_000
     failures = decode.collect() and decode.recorded["failures"]
     assert set(failures) <= set(FAILURE_REASONS)

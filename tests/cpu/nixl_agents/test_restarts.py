@@ -136,7 +136,8 @@ def held(survivor: Any) -> dict[str, int]:
         "connections": len(links._existing()),
         "agents": len(links._agents),
         "descriptor lists": len(links._local_lists),
-        "leases": len(survivor.thread._holder._leases) + len(survivor.thread._holder._holds),
+        "leases": len(survivor.thread._lease_manager._leases)
+        + len(survivor.thread._lease_manager._holds),
         "threads": len(os.listdir("/proc/self/task")),
         "file descriptors": len(os.listdir("/proc/self/fd")),
     }

@@ -16,7 +16,7 @@ EARLY_RELEASE_SECONDS = 60.0
 """How long a release may come before the scheduler's word that the request has finished."""
 
 
-class Holder:
+class LeaseManager:
     """Keeps one worker's finished prefills.  Owned by one thread.
 
     Args:
