@@ -14,7 +14,7 @@ from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.decode.transfers import Part
 from vllm_commext.nixl.geometry.layout import FULL, Group
 from vllm_commext.nixl.geometry.plan import Blocks, Pairs, num_blocks_for
-from vllm_commext.nixl.stream.pace import Pace
+from vllm_commext.nixl.stream.poll_schedule import PollSchedule
 from vllm_commext.nixl.stream.progress import ENDED, Header
 from vllm_commext.nixl.stream.rows import (
     MAX_PIECES,
@@ -74,7 +74,7 @@ class Cursor:
         has_rest: they have been read, or there is no such group.
         look: under way, None between two.
         next_look: when the row is looked at again.
-        pace: how fast the prompt is computed.
+        schedule: how fast the prompt is computed.
         pairs: what the next chunk copies, once it is known.
         is_reading: a chunk is being read.
         has_read: one has been posted.
@@ -115,7 +115,7 @@ class Cursor:
         self.done = self.target = self.first
         self.ids = [no_ids() for _ in self.groups]
         self.is_computed = self.is_whole = False
-        self.pace = Pace(time.perf_counter())
+        self.schedule = PollSchedule(time.perf_counter())
 
     @property
     def groups(self) -> list[Group]:
@@ -155,7 +155,7 @@ class Cursor:
         self.target = next_chunk(self.done, header.num_tokens, self.num_tokens, self.step)
         self.is_computed = header.num_tokens >= self.num_tokens
         self.is_whole = header.is_whole
-        self.pace.note(header.num_tokens, time.perf_counter())
+        self.schedule.note(header.num_tokens, time.perf_counter())
 
     def note_read(self) -> None:
         """The next chunk is here."""
@@ -176,7 +176,7 @@ class Cursor:
         """
         if self.has_more:
             return self._unknown(self.target, takes_rest=self.takes_rest)
-        target = min(self.done + self.pace.next_tokens(self.num_tokens), self.num_tokens)
+        target = min(self.done + self.schedule.next_tokens(self.num_tokens), self.num_tokens)
         return self._unknown(target, takes_rest=self.is_computed)
 
     def _unknown(self, target: int, *, takes_rest: bool) -> list[Wanted]:

@@ -17,7 +17,7 @@ from vllm_commext.nixl.decode.transfers import Failure, Part, Use
 from vllm_commext.nixl.geometry.descriptors import Int32Array
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.stream.cursor import Cursor, Look, Wanted, cursor_of
-from vllm_commext.nixl.stream.pace import LONGEST_SECONDS
+from vllm_commext.nixl.stream.poll_schedule import LONGEST_SECONDS
 from vllm_commext.nixl.stream.progress import ENDED, Header, ProgressTable
 from vllm_commext.nixl.stream.rows import pieces
 from vllm_commext.nixl.transport.agent import NixlAgent
@@ -218,7 +218,7 @@ class StreamReader:
         now = time.perf_counter()
         remote, candidate = cursor.part.remote, cursor.candidate
         cursor.candidate = ENDED
-        cursor.next_look = now + cursor.pace.wait(cursor.num_tokens, now)
+        cursor.next_look = now + cursor.schedule.wait(cursor.num_tokens, now)
         if header.tag != remote.stream_tag:
             if cursor.has_begun:
                 raise _EndedError
@@ -228,7 +228,7 @@ class StreamReader:
             raise _EndedError
         if header.nonce == cursor.nonce:
             cursor.note_progress(header)
-            cursor.next_look = now + cursor.pace.wait(cursor.num_tokens, now)
+            cursor.next_look = now + cursor.schedule.wait(cursor.num_tokens, now)
         elif header.nonce != candidate:
             cursor.candidate = header.nonce  # counts when it is there at the next look, too
         elif cursor.num_restarts == MAX_RESTARTS:

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.nixl.stream.pace import (
+from vllm_commext.nixl.stream.poll_schedule import (
     EARLY,
     FINE,
     FINEST_SECONDS,
     FIRST,
     LATE,
     LONGEST_SECONDS,
-    Pace,
+    PollSchedule,
     wait_seconds,
 )
 
@@ -60,18 +60,18 @@ def test_what_comes_as_expected_takes_fewer_looks_than_one_each_5_ms(
 
 
 def test_a_chunk_is_expected_after_as_long_as_its_tokens_take() -> None:
-    pace = Pace(since=10.0)
-    assert pace.wait(5000, 10.1) == pytest.approx(0.1 / FIRST)
-    assert pace.next_tokens(5000) == 1
-    pace.note(0, 10.05)
-    assert pace.since == 10.0
-    pace.note(4000, 10.4)
-    pace.note(4000, 10.45)
-    assert (pace.since, pace.chunk_tokens) == (10.4, 4000)
-    assert pace.next_tokens(5000) == 1000
-    assert pace.next_tokens(9000) == 4000
-    assert pace.wait(5000, 10.4) == pytest.approx(wait_seconds(0.0, 0.1))
-    assert pace.wait(9000, 10.5) == pytest.approx(wait_seconds(0.1, 0.4))
-    pace.note(5000, 10.5)
-    assert pace.next_tokens(5000) == 1
-    assert pace.wait(5000, 10.5) == FINEST_SECONDS
+    schedule = PollSchedule(since=10.0)
+    assert schedule.wait(5000, 10.1) == pytest.approx(0.1 / FIRST)
+    assert schedule.next_tokens(5000) == 1
+    schedule.note(0, 10.05)
+    assert schedule.since == 10.0
+    schedule.note(4000, 10.4)
+    schedule.note(4000, 10.45)
+    assert (schedule.since, schedule.chunk_tokens) == (10.4, 4000)
+    assert schedule.next_tokens(5000) == 1000
+    assert schedule.next_tokens(9000) == 4000
+    assert schedule.wait(5000, 10.4) == pytest.approx(wait_seconds(0.0, 0.1))
+    assert schedule.wait(9000, 10.5) == pytest.approx(wait_seconds(0.1, 0.4))
+    schedule.note(5000, 10.5)
+    assert schedule.next_tokens(5000) == 1
+    assert schedule.wait(5000, 10.5) == FINEST_SECONDS

@@ -39,7 +39,7 @@ def wait_seconds(passed: float, expected: float | None) -> float:
 
 
 @dataclass
-class Pace:
+class PollSchedule:
     """How fast one prompt is computed, as far as its row has shown.
 
     Attributes:
