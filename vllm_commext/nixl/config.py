@@ -38,7 +38,7 @@ class ConnectorConfig:
         handshake_timeout: bound on the exchange with a peer that is new to this worker.
         peer_idle_timeout: a prefill worker that no request has needed for as long is forgotten.
         peers: side channels of prefill engines to connect to before the first request, as
-            ``host:port``; see ``introductions``.
+            ``host:port``; see ``preconnect``.
         max_peers: prefill workers that one worker knows at a time; the one that was needed least
             recently makes room.
         transfer_timeout: a load fails when nothing of it has arrived for as long, although it was

@@ -16,7 +16,7 @@ from tests.cpu.nixl_agents.harness import (
     wait_until,
 )
 from tests.kit.servers import free_port
-from vllm_commext.nixl.decode import introductions
+from vllm_commext.nixl.decode import preconnect
 from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.transport import probe
@@ -66,14 +66,14 @@ def test_an_engine_that_starts_later_is_found(
 def test_an_engine_that_never_answers_is_given_up_and_harms_nobody(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, log_lines: Lines
 ) -> None:
-    monkeypatch.setattr(introductions, "BACK_OFF", introductions.BackOff(0.01, 0.01))
-    monkeypatch.setattr(introductions, "MAX_FAILURES", 3)
+    monkeypatch.setattr(preconnect, "BACK_OFF", preconnect.BackOff(0.01, 0.01))
+    monkeypatch.setattr(preconnect, "MAX_FAILURES", 3)
     gone = free_port()
     prefill = make_engine("p", seed=1, serve=True)
     decode = make_engine("d", seed=2, peers=[f"{HOST}:{gone}", f"{HOST}:{prefill.port}"])
     wait_until(lambda: "has not answered 3 times" in log_lines.text, "the end of asking")
     wait_until(lambda: states(decode) == {"ready": 1}, "the named peer")
-    assert not len(decode.thread._loader._introductions)
+    assert not len(decode.thread._loader._preconnect)
     assert_works(decode, prefill)
 
 

@@ -15,9 +15,9 @@ from dataclasses import replace
 from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError, UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.heartbeats import KeepAlive
-from vllm_commext.nixl.decode.introductions import Introduced, Introductions
 from vllm_commext.nixl.decode.links import Link, LocalSide
 from vllm_commext.nixl.decode.peers import Peer, PeerTable
+from vllm_commext.nixl.decode.preconnect import Discovered, Preconnect
 from vllm_commext.nixl.decode.reads import End, Read, ReadSet, prepare
 from vllm_commext.nixl.decode.releases import ReleaseSender
 from vllm_commext.nixl.decode.source_plan import SourcePlan
@@ -70,7 +70,7 @@ class Loader:
         self._probe = probe
         self._probing: tuple[Link, Generator[None]] | None = None
         self._peers = PeerTable(agent, config, local, recorder)
-        self._introductions = Introductions(self._peers, config)
+        self._preconnect = Preconnect(self._peers, config)
         self._keep_alive = KeepAlive(agent, local.consumer, self._peers)
         self._reads = ReadSet(agent, recorder, config.max_bytes_in_flight, config.transfer_timeout)
         self._streams = StreamReader(agent, config.transfer_timeout)
@@ -100,23 +100,23 @@ class Loader:
     @property
     def num_handshakes(self) -> int:
         """Peers that have been asked and have not answered yet."""
-        return self._peers.num_pending + self._introductions.num_pending
+        return self._peers.num_pending + self._preconnect.num_pending
 
     @property
     def has_duties(self) -> bool:
         """Whether releases, heartbeats or sweeps will be due although nothing is under way."""
         is_kept = bool(self._transfers) or len(self._keep_alive) > 0
-        is_known = not len(self._introductions) and self._probing is None
+        is_known = not len(self._preconnect) and self._probing is None
         return is_kept or not is_known or self._peers.has_sweeps_due
 
     def poll(self) -> bool:
         """One look at everything under way; whether anything has moved on."""
         num_moves = self._streams.num_moves
-        for introduced in self._introductions.poll():
-            self._connect(introduced)
+        for discovered in self._preconnect.poll():
+            self._connect(discovered)
         ended = self._peers.poll()
         for peer in ended:
-            self._greet(peer)
+            self._on_handshake_done(peer)
         self._read_streams()
         self._serve_waiting()
         self._keep_alive.send_due()
@@ -145,7 +145,7 @@ class Loader:
 
     def close(self) -> None:
         """Release what was read, and forget all peers; no read may be under way."""
-        self._introductions.close()
+        self._preconnect.close()
         self._end_probing()
         for transfer in list(self._transfers.values()):
             self._release(transfer, sys.float_info.max)
@@ -224,7 +224,7 @@ class Loader:
             except Exception as error:  # noqa: BLE001 one peer's error is no other's
                 self._fail_waiting(peer, failure_of(error, "handshake"))
 
-    def _greet(self, peer: Peer) -> None:
+    def _on_handshake_done(self, peer: Peer) -> None:
         """A handshake has ended: go on with what waited for it."""
         link = peer.ready_link
         if link is not None:
@@ -242,13 +242,13 @@ class Loader:
         while peer.waiting:
             self._close_part(peer.waiting.popleft(), failure)
 
-    def _connect(self, introduced: Introduced) -> None:
+    def _connect(self, discovered: Discovered) -> None:
         """Connect to the workers of an engine that this one will read from."""
-        workers = self._sources.of(introduced.tp_size, introduced.pp_size).num_consumers
+        workers = self._sources.of(discovered.tp_size, discovered.pp_size).num_consumers
         for worker in workers:
-            key = (introduced.engine_id, introduced.host, introduced.port, worker)
+            key = (discovered.engine_id, discovered.host, discovered.port, worker)
             try:
-                self._peers.prepare(key, introduced.incarnation)
+                self._peers.prepare(key, discovered.incarnation)
             except CommextError as error:
                 logger.info("prefill engine %s is asked with its first request: %s", key, error)
 

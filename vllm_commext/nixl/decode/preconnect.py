@@ -32,7 +32,7 @@ class Asker(Protocol):
 
 
 @dataclass(frozen=True)
-class Introduced:
+class Discovered:
     """A prefill engine that has answered; ``host`` and ``port`` as its requests will name them."""
 
     engine_id: str
@@ -55,7 +55,7 @@ class _Entry:
     retry_at: float = 0.0
 
 
-class Introductions:
+class Preconnect:
     """Side channels that have not answered yet.  Owned by one thread.
 
     Args:
@@ -78,18 +78,18 @@ class Introductions:
         """Questions under way."""
         return sum(entry.inquiry is not None for entry in self._entries)
 
-    def poll(self) -> list[Introduced]:
+    def poll(self) -> list[Discovered]:
         """Engines that have answered since the last call; each does once."""
-        found: list[Introduced] = []
+        found: list[Discovered] = []
         for entry in list(self._entries):
             try:
-                introduced = self._look(entry, time.monotonic())
+                discovered = self._look(entry, time.monotonic())
             except Exception as error:  # noqa: BLE001 one engine's error is no other's
                 self._fail(entry, error)
             else:
-                if introduced is not None:
+                if discovered is not None:
                     self._forget(entry)
-                    found.append(introduced)
+                    found.append(discovered)
         return found
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class Introductions:
         for entry in list(self._entries):
             self._forget(entry)
 
-    def _look(self, entry: _Entry, now: float) -> Introduced | None:
+    def _look(self, entry: _Entry, now: float) -> Discovered | None:
         if entry.inquiry is None:
             if now >= entry.retry_at:
                 entry.asked = now
@@ -109,7 +109,7 @@ class Introductions:
             described = wire.open_description(reply)
             host, port = reply.host or entry.host, reply.port or entry.port
             size = described.layout.tp_size, described.layout.pp_size
-            return Introduced(described.engine_id, reply.incarnation, host, port, *size)
+            return Discovered(described.engine_id, reply.incarnation, host, port, *size)
         if now - entry.asked >= self._limit_seconds:
             raise CommextTimeoutError(f"no answer within {self._limit_seconds:g} s")
         return None
