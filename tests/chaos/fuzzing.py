@@ -28,7 +28,7 @@ from vllm_commext.nixl.requests import Hold
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import endpoint
-from vllm_commext.nixl.wire.seal import Caller
+from vllm_commext.nixl.wire.seal import FrameSigner
 
 ENGINE = "prefill-0"
 WINDOW = 200
@@ -99,7 +99,7 @@ def fuzz_side_channel(num_frames: int, seed: int, secret: bytes | None = None) -
         TimeoutError: an answer did not come.
         AssertionError: the valid request was not served at the end.
     """
-    valid = [*requests(), *(Caller(secret).prove(frame) for frame in requests() if secret)]
+    valid = [*requests(), *(FrameSigner(secret).prove(frame) for frame in requests() if secret)]
     frames = mutations(random.Random(seed), valid, num_frames)
     port = free_port()
     server = SideChannelServer(
@@ -117,11 +117,11 @@ def fuzz_side_channel(num_frames: int, seed: int, secret: bytes | None = None) -
                 if num_sent <= num_frames // 10:
                     before = held()
             after = held()
-            caller = Caller(secret)
+            signer = FrameSigner(secret)
             dealer.send(
-                caller.prove(wire.encode(wire.DescribeRequest(engine_id=ENGINE, tp_rank=0)))
+                signer.prove(wire.encode(wire.DescribeRequest(engine_id=ENGINE, tp_rank=0)))
             )
-            reply = wire.decode_reply(caller.check(dealer.recv_multipart()[-1]))
+            reply = wire.decode_reply(signer.check(dealer.recv_multipart()[-1]))
             assert isinstance(reply, wire.Described), reply
     finally:
         server.close()

@@ -17,7 +17,7 @@ from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire import seal
 from vllm_commext.nixl.wire.inquiry import Inquiry
-from vllm_commext.nixl.wire.seal import Caller, Gate, read_secret
+from vllm_commext.nixl.wire.seal import FrameSigner, FrameVerifier, read_secret
 
 SECRET = b"0123456789abcdef"
 OTHER = b"another secret of the same kind"
@@ -38,18 +38,18 @@ def sealed(**changes: Any) -> bytes:
 
 
 def test_a_proven_request_passes_and_its_answer_is_proven() -> None:
-    caller, gate = Caller(SECRET), Gate(SECRET)
-    request, nonce = gate.admit(caller.prove(FRAME), time.time())
+    signer, verifier = FrameSigner(SECRET), FrameVerifier(SECRET)
+    request, nonce = verifier.admit(signer.prove(FRAME), time.time())
     assert request == FRAME
-    assert caller.check(gate.prove(DESCRIBED, nonce, time.time())) == DESCRIBED
+    assert signer.check(verifier.prove(DESCRIBED, nonce, time.time())) == DESCRIBED
 
 
 def test_without_a_secret_frames_pass_as_they_are() -> None:
-    caller, gate = Caller(None), Gate(None)
-    assert caller.prove(FRAME) == FRAME
-    assert gate.admit(FRAME, NOW) == (FRAME, b"")
-    assert gate.prove(DESCRIBED, b"", NOW) == DESCRIBED
-    assert caller.check(DESCRIBED) == DESCRIBED
+    signer, verifier = FrameSigner(None), FrameVerifier(None)
+    assert signer.prove(FRAME) == FRAME
+    assert verifier.admit(FRAME, NOW) == (FRAME, b"")
+    assert verifier.prove(DESCRIBED, b"", NOW) == DESCRIBED
+    assert signer.check(DESCRIBED) == DESCRIBED
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_what_is_not_proven_is_refused_with_the_reason(
     secret: bytes | None, frame: bytes, now: float, words: str
 ) -> None:
     with pytest.raises(ProtocolError) as raised:
-        Gate(secret).admit(frame, now)
+        FrameVerifier(secret).admit(frame, now)
     assert words in str(raised.value)
     for held in (SECRET, OTHER):
         assert held.decode() not in str(raised.value)
@@ -99,58 +99,58 @@ def numbered(asker: int, number: int, sent: float) -> bytes:
 @pytest.mark.parametrize("step", [0.0, 1.0, 125.0, 3600.0, -3600.0, -125.0, 1e9, -1e9])
 def test_no_step_of_the_clock_lets_a_repetition_in_or_an_asker_out(step: float) -> None:
     clock = Clock()
-    gate = Gate(SECRET, clock)
+    verifier = FrameVerifier(SECRET, clock)
     first = [numbered(1, number, NOW) for number in (1, 2)]
     for frame in first:
-        gate.admit(frame, NOW)
+        verifier.admit(frame, NOW)
     clock.now += 500.0
     for wall in (NOW + step, NOW, NOW + 30.0):
         for frame in first:
             with pytest.raises(ProtocolError, match="repetition"):
-                gate.admit(frame, wall)
+                verifier.admit(frame, wall)
     for number in range(3, 2000, 2):
-        gate.admit(numbered(1, number + 1, NOW + step), NOW + 500.0)
-        gate.admit(numbered(1, number, NOW), NOW + step)
+        verifier.admit(numbered(1, number + 1, NOW + step), NOW + 500.0)
+        verifier.admit(numbered(1, number, NOW), NOW + step)
 
 
 def test_who_asks_for_the_first_time_needs_one_of_two_clocks() -> None:
     """That of the wall, which may have been set right, or that of the start, carried on."""
     clock = Clock()
-    gate = Gate(SECRET, clock)
+    verifier = FrameVerifier(SECRET, clock)
     begun = time.time()
     clock.now += 300.0
-    gate.admit(numbered(1, 1, begun + 300.0), begun + 300.0 + 3600.0)  # stepped forwards
-    gate.admit(numbered(2, 1, begun + 300.0), begun + 300.0 - 3600.0)  # and backwards
-    gate.admit(numbered(3, 1, begun + 7200.0), begun + 7200.0)  # set right
+    verifier.admit(numbered(1, 1, begun + 300.0), begun + 300.0 + 3600.0)  # stepped forwards
+    verifier.admit(numbered(2, 1, begun + 300.0), begun + 300.0 - 3600.0)  # and backwards
+    verifier.admit(numbered(3, 1, begun + 7200.0), begun + 7200.0)  # set right
     with pytest.raises(ProtocolError, match="clocks"):
-        gate.admit(numbered(4, 1, begun + 300.0 - 3600.0), begun + 300.0)
+        verifier.admit(numbered(4, 1, begun + 300.0 - 3600.0), begun + 300.0)
 
 
 def test_a_process_asks_as_often_as_it_likes_and_in_any_order() -> None:
-    gate = Gate(SECRET, Clock())
-    callers = [Caller(SECRET) for _ in range(4)]
-    frames = [callers[number % 4].prove(FRAME) for number in range(2000)]
+    verifier = FrameVerifier(SECRET, Clock())
+    signers = [FrameSigner(SECRET) for _ in range(4)]
+    frames = [signers[number % 4].prove(FRAME) for number in range(2000)]
     for begin in range(0, 2000, 200):
         for frame in reversed(frames[begin : begin + 200]):
-            gate.admit(frame, time.time())
+            verifier.admit(frame, time.time())
     for frame in frames:
         with pytest.raises(ProtocolError, match="repetition"):
-            gate.admit(frame, time.time())
-    assert len(gate._askers._known) == 1
+            verifier.admit(frame, time.time())
+    assert len(verifier._askers._known) == 1
 
 
 def test_a_forked_process_is_another_asker() -> None:
-    gate, clock = Gate(SECRET), time.time()
-    parent = Caller(SECRET).prove(FRAME)
+    verifier, clock = FrameVerifier(SECRET), time.time()
+    parent = FrameSigner(SECRET).prove(FRAME)
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
-        os.write(writer, Caller(SECRET).prove(FRAME))
+        os.write(writer, FrameSigner(SECRET).prove(FRAME))
         os._exit(0)
     os.waitpid(pid, 0)
-    gate.admit(parent, clock)
-    gate.admit(os.read(reader, 4096), clock)
-    gate.admit(Caller(SECRET).prove(FRAME), clock)
-    assert len(gate._askers._known) == 2
+    verifier.admit(parent, clock)
+    verifier.admit(os.read(reader, 4096), clock)
+    verifier.admit(FrameSigner(SECRET).prove(FRAME), clock)
+    assert len(verifier._askers._known) == 2
     os.close(reader)
     os.close(writer)
 
@@ -158,11 +158,11 @@ def test_a_forked_process_is_another_asker() -> None:
 @given(st.lists(st.integers(0, 3 * seal.REORDERED), max_size=200))
 @settings(max_examples=200)
 def test_each_number_passes_at_most_once(numbers: list[int]) -> None:
-    gate = Gate(SECRET, Clock())
+    verifier = FrameVerifier(SECRET, Clock())
     passed: list[int] = []
     for number in numbers:
         try:
-            gate.admit(numbered(1, number, NOW), NOW)
+            verifier.admit(numbered(1, number, NOW), NOW)
         except ProtocolError:
             assert number in passed or number <= max(passed) - seal.REORDERED
         else:
@@ -175,33 +175,33 @@ def test_new_askers_are_limited_by_address_and_the_others_served(
 ) -> None:
     monkeypatch.setattr(seal, "MAX_NEW_ASKERS", 10)
     clock = Clock()
-    gate = Gate(SECRET, clock)
+    verifier = FrameVerifier(SECRET, clock)
     for asker in range(10):
-        gate.admit(numbered(asker, 1, NOW), NOW, "flooder")
+        verifier.admit(numbered(asker, 1, NOW), NOW, "flooder")
     for asker in range(10, 700):
         with pytest.raises(ProtocolError, match="retry later"):
-            gate.admit(numbered(asker, 1, NOW), NOW, "flooder")
-        gate.admit(numbered(5, asker, NOW), NOW, "flooder")  # it is known
-        gate.admit(numbered(9999, asker, NOW), NOW, "honest")
+            verifier.admit(numbered(asker, 1, NOW), NOW, "flooder")
+        verifier.admit(numbered(5, asker, NOW), NOW, "flooder")  # it is known
+        verifier.admit(numbered(9999, asker, NOW), NOW, "honest")
     clock.now += 2 * seal.WINDOW_SECONDS + 1
-    gate.admit(numbered(10, 1, NOW), NOW, "flooder")
+    verifier.admit(numbered(10, 1, NOW), NOW, "flooder")
 
 
 def test_memory_for_askers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seal, "MAX_ASKERS", 3)
     clock = Clock()
-    gate = Gate(SECRET, clock)
+    verifier = FrameVerifier(SECRET, clock)
     frames = [numbered(asker, 1, NOW) for asker in range(3)]
     for frame in frames:
-        gate.admit(frame, NOW)
+        verifier.admit(frame, NOW)
     with pytest.raises(ProtocolError, match="retry later"):
-        gate.admit(numbered(7, 1, NOW), NOW)
+        verifier.admit(numbered(7, 1, NOW), NOW)
     clock.now += 2 * seal.WINDOW_SECONDS + 1
-    gate.admit(numbered(7, 1, NOW + 121), NOW + 121)
-    assert len(gate._askers._known) == 3
+    verifier.admit(numbered(7, 1, NOW + 121), NOW + 121)
+    assert len(verifier._askers._known) == 3
     for frame in frames:  # also of the one that was forgotten, whatever the clock says
         with pytest.raises(ProtocolError, match="repetition"):
-            gate.admit(frame, NOW)
+            verifier.admit(frame, NOW)
 
 
 @pytest.mark.parametrize(
@@ -214,14 +214,14 @@ def test_memory_for_askers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_an_answer_that_is_not_proven_is_refused(answer: bytes, words: str) -> None:
-    caller = Caller(SECRET)
-    caller.prove(FRAME)
+    signer = FrameSigner(SECRET)
+    signer.prove(FRAME)
     with pytest.raises(ProtocolError, match=words):
-        caller.check(answer)
+        signer.check(answer)
 
 
 def test_a_refusal_need_not_be_proven() -> None:
-    assert Caller(SECRET).check(REFUSED) == REFUSED
+    assert FrameSigner(SECRET).check(REFUSED) == REFUSED
 
 
 @given(st.binary(max_size=300), st.integers(0, 400), st.integers(0, 255))
@@ -231,7 +231,7 @@ def test_no_altered_frame_passes(noise: bytes, place: int, byte: int) -> None:
     frame[place % len(frame)] = byte
     for changed in (noise, bytes(frame)):
         try:
-            admitted, _ = Gate(SECRET).admit(changed, NOW)
+            admitted, _ = FrameVerifier(SECRET).admit(changed, NOW)
         except ProtocolError:
             continue
         assert admitted == FRAME

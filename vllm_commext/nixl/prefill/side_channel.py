@@ -25,7 +25,7 @@ from vllm_commext.nixl.stream.directory import StreamDirectory
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.compatibility import digest
 from vllm_commext.nixl.wire.connection import addresses
-from vllm_commext.nixl.wire.seal import Gate
+from vllm_commext.nixl.wire.seal import FrameVerifier
 
 _RETRY_SECONDS = 0.2
 DRAIN_LOOK_SECONDS = 0.5
@@ -113,7 +113,7 @@ class SideChannelServer:
         self._blocks = blocks
         self._max_bytes = wire.MAX_REQUEST_BYTES if blocks is None else wire.MAX_QUESTION_BYTES
         self._num_refused = self._num_taken = 0
-        self._gate = Gate(secret)
+        self._verifier = FrameVerifier(secret)
         self._drains = drains
         self._told = False
         # By connection; who has asked for a key; how many each address has, and keys of all; keys
@@ -204,7 +204,7 @@ class SideChannelServer:
         if (found := self._streams_found(asked)) or is_late:
             self._forget_question(connection, question)
             frame = wire.encode(self._found_streams(found))
-            self._listener.send(connection, self._gate.prove(frame, nonce, time.time()))
+            self._listener.send(connection, self._verifier.prove(frame, nonce, time.time()))
 
     def _forget(self, connection: Connection) -> None:
         """A connection has closed."""
@@ -234,14 +234,14 @@ class SideChannelServer:
         """Answer one frame."""
         now = time.time()
         try:
-            body, nonce = self._gate.admit(frame, now, connection.address)
+            body, nonce = self._verifier.admit(frame, now, connection.address)
             request = wire.decode_request(body, self._max_bytes)
             connection.is_admitted = True
             if isinstance(request, wire.FindStreams):
                 self._hold(request, connection, nonce)
             elif isinstance(request, wire.FindBlocks):
                 found = wire.encode(self._find_blocks(request))
-                self._listener.send(connection, self._gate.prove(found, nonce, now))
+                self._listener.send(connection, self._verifier.prove(found, nonce, now))
             else:
                 self._describe(connection, self._worker_asked_for(request), nonce, now)
         except ProtocolError as error:
@@ -252,7 +252,7 @@ class SideChannelServer:
     def _describe(self, connection: Connection, worker: int, nonce: bytes, now: float) -> None:
         """Describe a worker, and tell the asker from now on of drains."""
         described = self._answers[worker]
-        answer = self._gate.prove(described, nonce, now)
+        answer = self._verifier.prove(described, nonce, now)
         connection.nonce = nonce
         self._asking.add(connection)
         self._listener.send(connection, answer, is_shared=answer is described)
@@ -272,7 +272,7 @@ class SideChannelServer:
     def _send_draining(self, connection: Connection) -> None:
         assert connection.nonce is not None  # it has asked
         frame = wire.encode(wire.Draining(drains=self._told))
-        self._listener.send(connection, self._gate.prove(frame, connection.nonce, time.time()))
+        self._listener.send(connection, self._verifier.prove(frame, connection.nonce, time.time()))
 
     def _hold(self, asked: wire.FindStreams, connection: Connection, nonce: bytes) -> None:
         """Keep a question about streams until something of it is known."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import SideChannelSocket, endpoint
-from vllm_commext.nixl.wire.seal import Caller
+from vllm_commext.nixl.wire.seal import FrameSigner
 
 Request = wire.AnyRequest
 Reply = wire.AnyReply
@@ -28,7 +28,7 @@ class Inquiry:
 
     def __init__(self, host: str, port: int, request: Request, secret: bytes | None = None) -> None:
         self.address = endpoint(host, port)
-        self._caller = Caller(secret)
+        self._signer = FrameSigner(secret)
         try:
             self.socket = SideChannelSocket(host, port, wire.MAX_REPLY_BYTES)
         except ProtocolError as error:
@@ -40,7 +40,7 @@ class Inquiry:
     def ask(self, request: Request) -> None:
         """Ask one more question over the same connection.  The one before is answered, or its
         answer is told apart by who reads it."""
-        self.socket.send(self._caller.prove(wire.encode(request)))
+        self.socket.send(self._signer.prove(wire.encode(request)))
 
     def poll(self) -> Reply | None:
         """The answer, or None where there is none yet.
@@ -60,7 +60,7 @@ class Inquiry:
                 "does this host reach the address, which VLLM_NIXL_SIDE_CHANNEL_HOST names on the "
                 "prefill host?"
             )
-        reply = wire.decode_reply(self._caller.check(frame))
+        reply = wire.decode_reply(self._signer.check(frame))
         if isinstance(reply, wire.Refused):
             raise ProtocolError(f"the prefill engine refused the handshake: {reply.reason[:1000]}")
         return reply
@@ -72,7 +72,7 @@ class Inquiry:
             ProtocolError: it is not valid.
         """
         frame = self.socket.receive()
-        return None if frame is None else wire.decode_news(self._caller.check(frame))
+        return None if frame is None else wire.decode_news(self._signer.check(frame))
 
     def is_connected(self) -> bool:
         """False once the connection was refused or has closed."""

@@ -36,7 +36,7 @@ MAX_SECRET_BYTES = 4096
 WINDOW_SECONDS = 60.0
 """How far the clocks of two hosts may be apart, the way between them included."""
 MAX_ASKERS = 1 << 16
-"""Whose numbers a gate remembers; an asker is a process that asks."""
+"""Whose numbers a verifier remembers; an asker is a process that asks."""
 MAX_NEW_ASKERS = 1 << 12
 """From one address within twice the window."""
 NONCE_BYTES = 16
@@ -245,7 +245,7 @@ def _with_number(highest: int, seen: int, number: int) -> tuple[int, int]:
     return highest, seen | 1 << (highest - number)
 
 
-class Gate:
+class FrameVerifier:
     """The answering side: lets requests in and proves the answers.
 
     Args:
@@ -310,7 +310,7 @@ class _Numbers:
 _NUMBERS = _Numbers()
 
 
-class Caller:
+class FrameSigner:
     """The asking side: proves requests and checks the answer to the last one.
 
     Args:
