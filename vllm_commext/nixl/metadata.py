@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_commext.nixl.metrics.recorder import Ends
 from vllm_commext.nixl.requests import Chunk, Hold, Load, Restart, Wait
-from vllm_commext.nixl.reuse.generations import Shared
+from vllm_commext.nixl.reuse.generations import SharedGenerations
 
 
 @dataclass
@@ -21,7 +21,7 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
     blocks' generations are, None where it offers no blocks."""
 
     description: bytes
-    generations: Shared | None = None
+    generations: SharedGenerations | None = None
 
 
 @dataclass

@@ -108,7 +108,7 @@ def test_the_scheduler_writes_where_the_worker_reads() -> None:
 def test_another_process_writes_there_too() -> None:
     table = GenerationTable(NUM_BLOCKS, 4)
     code = (
-        "from vllm_commext.nixl.reuse.generations import Shared, open_shared\n"
+        "from vllm_commext.nixl.reuse.generations import SharedGenerations, open_shared\n"
         "from vllm_commext.nixl.reuse.table import OfferTable\n"
         f"OfferTable([open_shared({table.shared!r})]).drop(5)"
     )

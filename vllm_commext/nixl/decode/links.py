@@ -58,7 +58,7 @@ class LocalSide:
         return self.layout.splits() | self.other_splits
 
 
-class Shared:
+class RefCounted:
     """Something with several users, given back after the last one; made with one user."""
 
     def __init__(self, value: Any, give_back: Callable[[], None]) -> None:
@@ -66,7 +66,7 @@ class Shared:
         self._give_back = give_back
         self._num_users = 1
 
-    def hold(self) -> Shared:
+    def hold(self) -> RefCounted:
         """One more user."""
         self._num_users += 1
         return self
@@ -131,7 +131,7 @@ class Link:
     generation_list: Any = None
     lease_seconds: float = 0.0
     mapped: MappedReader | None = None
-    held: list[Shared] = field(default_factory=list[Shared])
+    held: list[RefCounted] = field(default_factory=list[RefCounted])
     num_users: int = 1
     retired: bool = False
     lost: bool = False
@@ -170,9 +170,9 @@ class Links:
         self._sweeper = Sweeper(agent, num_descriptors(config))
         self._all: list[Link] = []
         # A retired link whose reads go on, and the same peer connected anew, share NIXL's agent.
-        self._agents: dict[str, Shared] = {}
+        self._agents: dict[str, RefCounted] = {}
         # Peers of one tensor-parallel size share this worker's side of their plans.
-        self._local_lists: dict[bytes, Shared] = {}
+        self._local_lists: dict[bytes, RefCounted] = {}
 
     @property
     def num_retired(self) -> int:
@@ -189,7 +189,7 @@ class Links:
         """Whether the sweeper is to read, from a peer that there is."""
         return self._sweeper.is_due and bool(self._live())
 
-    def reach(self, described: wire.WorkerDescription) -> Shared:
+    def reach(self, described: wire.WorkerDescription) -> RefCounted:
         """The name of a worker's agent, for notifications; its user has to drop it.
 
         Raises:
@@ -198,7 +198,7 @@ class Links:
         name = self._agent.add_peer(described.agent_metadata)
         known = self._agents.get(name)
         if known is None:
-            shared = self._agents[name] = Shared(name, lambda: self._forget_agent(name))
+            shared = self._agents[name] = RefCounted(name, lambda: self._forget_agent(name))
         else:
             shared = known.hold()
         try:
@@ -286,7 +286,11 @@ class Links:
         return [link for link in self._all if not link.retired]
 
     def _map(
-        self, key: PeerKey, described: wire.WorkerDescription, plan: ReadPlan, held: list[Shared]
+        self,
+        key: PeerKey,
+        described: wire.WorkerDescription,
+        plan: ReadPlan,
+        held: list[RefCounted],
     ) -> MappedReader | None:
         """Map a worker's memory, where that is wanted and can be done."""
         mapper = self._local.mapper
@@ -297,11 +301,11 @@ class Links:
         except Exception as error:  # noqa: BLE001 whatever it is, there is NIXL
             logger.info("prefill engine %s is read by NIXL and not mapped: %s", key, error)
             return None
-        held.append(Shared(mapped, mapped.close))
+        held.append(RefCounted(mapped, mapped.close))
         return mapped
 
     def _reader(
-        self, described: wire.WorkerDescription, plan: ReadPlan, held: list[Shared]
+        self, described: wire.WorkerDescription, plan: ReadPlan, held: list[RefCounted]
     ) -> NixlReader:
         """What reads a worker by NIXL; the first of what is held is the name of its agent."""
         local = self._local_list(plan.local_rows, held)
@@ -311,7 +315,7 @@ class Links:
             remote = self._keep(self._agent.prepare(name, plan.remote_rows, kind), held)
         return NixlReader(self._agent, local, remote)
 
-    def _local_list(self, rows: UInt64Array, held: list[Shared]) -> Any:
+    def _local_list(self, rows: UInt64Array, held: list[RefCounted]) -> Any:
         key = rows.tobytes()
         if not len(rows):
             return None
@@ -319,12 +323,12 @@ class Links:
             held.append(self._local_lists[key].hold())
         else:
             prepared = self._agent.prepare("", rows, self._local.memory_type)
-            self._local_lists[key] = Shared(prepared, lambda: self._forget_local_list(key))
+            self._local_lists[key] = RefCounted(prepared, lambda: self._forget_local_list(key))
             held.append(self._local_lists[key])
         return held[-1].value
 
-    def _keep(self, prepared: Any, held: list[Shared]) -> Any:
-        held.append(Shared(prepared, lambda: self._agent.release_list(prepared)))
+    def _keep(self, prepared: Any, held: list[RefCounted]) -> Any:
+        held.append(RefCounted(prepared, lambda: self._agent.release_list(prepared)))
         return prepared
 
     def _forget_local_list(self, key: bytes) -> None:

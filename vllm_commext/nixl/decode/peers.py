@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.heartbeats import PeerKey
-from vllm_commext.nixl.decode.links import Link, Links, LocalSide, Shared
+from vllm_commext.nixl.decode.links import Link, Links, LocalSide, RefCounted
 from vllm_commext.nixl.decode.peer_states import BackOff, PeerEvent, PeerState, next_state
 from vllm_commext.nixl.decode.transfers import Part, Source, Transfer, Use
 from vllm_commext.nixl.geometry.layout import describe_place
@@ -57,7 +57,7 @@ class Peer:
     key: PeerKey
     state: PeerState = PeerState.UNKNOWN
     link: Link | None = None
-    reach: Shared | None = None
+    reach: RefCounted | None = None
     inquiry: Inquiry | None = None
     asked: float = 0.0
     waiting: deque[Part] = field(default_factory=deque[Part])
@@ -358,7 +358,7 @@ class PeerTable:
             ) from error
         _log_ready(peer.link, described, str(tolerated) if tolerated else "")
 
-    def _reach(self, described: wire.WorkerDescription) -> Shared | None:
+    def _reach(self, described: wire.WorkerDescription) -> RefCounted | None:
         """The agent of a worker that does not fit; why it does not matters more than that it cannot
         be told."""
         try:

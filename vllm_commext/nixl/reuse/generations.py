@@ -35,7 +35,7 @@ _GENERATION_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedGenerations:
     """Where a worker's generations are: a path that a process of the same host and user can open,
     the bytes that stand at its beginning, and the number of blocks."""
 
@@ -59,7 +59,7 @@ class GenerationTable:
         memory = mmap.mmap(self._fd, _num_bytes(num_blocks))
         token = secrets.token_bytes(TOKEN_BYTES)
         memory[:TOKEN_BYTES] = token
-        self.shared = Shared(f"/proc/{os.getpid()}/fd/{self._fd}", token, num_blocks)
+        self.shared = SharedGenerations(f"/proc/{os.getpid()}/fd/{self._fd}", token, num_blocks)
         self.generations = _array(memory, num_blocks)
         self.cells: Generations = np.zeros(num_cells, dtype=np.uint64)
         self._free_cells = list(range(num_cells))
@@ -94,7 +94,7 @@ class GenerationTable:
             self._fd = -1
 
 
-def open_shared(shared: Shared) -> Generations:
+def open_shared(shared: SharedGenerations) -> Generations:
     """A worker's generations, in the scheduler's process.
 
     Raises:
@@ -114,7 +114,7 @@ def open_shared(shared: Shared) -> Generations:
     return _array(memory, shared.num_blocks)
 
 
-def _elsewhere(shared: Shared, why: str) -> str:
+def _elsewhere(shared: SharedGenerations, why: str) -> str:
     return (
         f"a worker's memory {shared.path} cannot be opened by the scheduler ({why}): expected all "
         "workers of the engine on one host, in one container, under one user"

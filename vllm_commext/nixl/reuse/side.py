@@ -13,7 +13,7 @@ from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.reasons import NoReuse
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.reuse.finder import BlockFinder
-from vllm_commext.nixl.reuse.generations import Shared, open_shared
+from vllm_commext.nixl.reuse.generations import SharedGenerations, open_shared
 from vllm_commext.nixl.reuse.offers import Names, Offers
 from vllm_commext.nixl.reuse.reusing import Reusing
 from vllm_commext.nixl.reuse.table import OfferTable
@@ -75,7 +75,7 @@ class ReuseSide:
         if self._is_on and not is_told:
             self._refuse(NoReuse.POOL.meaning)
 
-    def open(self, tables: Sequence[Shared | None]) -> OfferTable | None:
+    def open(self, tables: Sequence[SharedGenerations | None]) -> OfferTable | None:
         """Learn of the workers' generations; what the side channel answers from, None where this
         engine offers nothing."""
         if not self._is_on or self._pool is None:
