@@ -99,7 +99,7 @@ def test_who_was_refused_is_not_told(context: Any) -> None:
 def test_news_with_another_secret_or_of_another_kind_are_none(context: Any) -> None:
     drains = threading.Event()
     with serving(drains, SECRET) as port, asking(context, port, SECRET) as inquiry:
-        inquiry._caller._secret = OTHER
+        inquiry._signer._secret = OTHER
         drains.set()
         with pytest.raises(ProtocolError, match="another secret"):
             wait_for(inquiry.take_news)
