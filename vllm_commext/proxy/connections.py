@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from aiohttp import web
@@ -24,6 +25,7 @@ _HTTP: dict[str, Any] = {
     "access_log": None,
     "auto_decompress": False,
     "keepalive_timeout": 75.0,
+    "tcp_keepalive": False,  # the port's, see `Connections.bound_waits`
     "lingering_time": 5.0,
     "max_line_size": 64 << 10,
     "max_field_size": 64 << 10,
@@ -62,6 +64,15 @@ class Connections:
         self._num_head_bytes = 0
         self.num_open = 0
 
+    def bound_waits(self, port: asyncio.Server) -> None:
+        """Have the kernel end connections that *port* is going to accept, which take its options:
+        when the client's host has gone, or the client takes nothing for so long."""
+        for bound in port.sockets:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if _USER_TIMEOUT is not None:
+                milliseconds = max(int(self._client_seconds * 1000), 1)
+                bound.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, milliseconds)
+
     def make(self, manager: web.Server) -> "Connection":
         """One that is about to open, for requests that *manager* knows how to handle."""
         return Connection(manager, self, asyncio.get_running_loop())
@@ -84,7 +95,6 @@ class Connections:
         self._peers.setdefault(one.peer, _Peer()).num_open += 1
         self.num_open += 1
         self.wait(one)
-        one.limit_writes(self._client_seconds)
         return True
 
     def leave(self, one: "Connection") -> None:
@@ -132,7 +142,8 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: Any) -> None:
         self._client: asyncio.Transport = transport
-        self.peer = _peer_of(transport.get_extra_info("peername"))
+        name = transport.get_extra_info("peername")
+        self.peer = _network_of(str(name[0])) if isinstance(name, tuple) else str(name)
         self.is_open = self._all.enter(self)
         if not self.is_open:
             transport.write(_REFUSAL)
@@ -155,12 +166,6 @@ class Connection(web.RequestHandler):
             self.cut()
             return
         super().data_received(data)
-
-    def limit_writes(self, seconds: float) -> None:
-        """Have the kernel end the connection when the client takes nothing for so long."""
-        client = self._client.get_extra_info("socket")
-        if client is not None and _USER_TIMEOUT is not None:
-            client.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, max(int(seconds * 1000), 1))
 
     def begin(self, request: web.BaseRequest) -> None:
         """The head of *request* is whole."""
@@ -238,11 +243,10 @@ def cut(request: web.BaseRequest) -> None:
         request.transport.abort()
 
 
-def _peer_of(name: Any) -> str:
-    """Who *name* stands for: an address; of IPv6, the network that one customer has."""
-    if not isinstance(name, tuple):
-        return str(name)
-    address = ipaddress.ip_address(str(name[0]).partition("%")[0])
+@lru_cache(maxsize=4096)
+def _network_of(host: str) -> str:
+    """Who an address stands for: itself; of IPv6, the network that one customer has."""
+    address = ipaddress.ip_address(host.partition("%")[0])
     if address.version == 4:
         return str(address)
     if address.ipv4_mapped is not None:

@@ -122,7 +122,7 @@ async def open_port(
     manager = runner.server
     if manager is None:
         raise RuntimeError("a port needs a runner that has been set up")
-    return await asyncio.get_running_loop().create_server(
+    opened = await asyncio.get_running_loop().create_server(
         lambda: connections.make(manager),
         host,
         port,
@@ -130,7 +130,11 @@ async def open_port(
         ssl_handshake_timeout=_TLS_SECONDS if tls else None,
         backlog=_BACKLOG,
         reuse_port=reuse_port,
+        start_serving=False,
     )
+    connections.bound_waits(opened)
+    await opened.start_serving()
+    return opened
 
 
 async def _listen(
