@@ -15,7 +15,7 @@ import selectors
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.log import RateLimitedLog
@@ -35,8 +35,7 @@ _TURN_SECONDS = 0.005
 _PAUSE_SECONDS = 0.002
 """After so many, for the other threads of the process."""
 _MAX_ACCEPTED = 256
-"""In one turn, and in one that has answered all it may."""
-_MIN_ACCEPTED = 64
+"""In one turn."""
 _BUFFER_BYTES = 128 * 1024
 """Of the kernel, for each connection and direction."""
 _BACKLOG = 4096
@@ -151,15 +150,15 @@ class Listener:
                 ready[key.data] = None
             elif key.fileobj is self._wakeup:
                 self._wakeup.clear()
-        num_accepted = _MAX_ACCEPTED
+        has_served_all = True
         for connection in sorted(ready, key=lambda one: (one.num_taken, one.since)):
             self._serve(connection)
             if time.monotonic() - begun >= _TURN_SECONDS:
                 time.sleep(_PAUSE_SECONDS)
-                num_accepted = _MIN_ACCEPTED
+                has_served_all = False
                 break
         if any(key.fileobj is self._bound for key, _ in events):
-            self._accept(num_accepted)
+            self._accept(may_make_room=has_served_all)
         if begun >= self._next_sweep:
             self._sweep(begun)
         elif events:
@@ -254,9 +253,13 @@ class Listener:
             if not out and connection.decoder.num_held:
                 self._unread[connection] = None
 
-    def _accept(self, most: int) -> None:
-        for _ in range(most):
+    def _accept(self, *, may_make_room: bool) -> None:
+        """Take in who has come. Nobody goes in their place before all that have sent something had
+        their turn."""
+        for _ in range(_MAX_ACCEPTED):
             if len(self._connections) >= self._max_connections:
+                if not may_make_room:
+                    return
                 self._make_room()
             try:
                 made, address = self._bound.accept()
@@ -294,18 +297,17 @@ class Listener:
         connection.counted = held
         while self._num_held > MAX_BYTES:
             self.num_refused += 1
-            most = self._biggest_address(lambda one: one.counted)
-            self._log.warning("bytes", f"side channel: {most} holds too much; closed a connection")
-            ours = [one for one in self._connections.values() if one.address == most]
+            ours = _of_one_address(self._connections.values(), lambda one: one.counted)
+            message = f"side channel: {ours[0].address} holds too much; closed a connection"
+            self._log.warning("bytes", message)
             self._drop(max(ours, key=lambda one: one.counted))
 
     def _make_room(self) -> None:
-        """Close some connections: those that have asked nothing good and came first, else those of
-        the address that has the most."""
-        ones = [one for one in self._connections.values() if not one.is_admitted]
-        if not ones and self._connections:
-            most = self._biggest_address(lambda one: 1)
-            ones = [one for one in self._connections.values() if one.address == most]
+        """Close some connections of the address that has the most: those that came first, of those
+        that have asked nothing good if there are any."""
+        everyone = self._connections.values()
+        ones = [one for one in everyone if not one.is_admitted] or everyone
+        ones = _of_one_address(ones, lambda _: 1)
         ones.sort(key=lambda one: one.since)
         del ones[1 + len(ones) // 16 :]
         self._log.warning(
@@ -314,12 +316,6 @@ class Listener:
         )
         for one in ones:
             self._drop(one)
-
-    def _biggest_address(self, size: Callable[[Connection], int]) -> str:
-        sizes = Counter[str]()
-        for one in self._connections.values():
-            sizes[one.address] += size(one)
-        return sizes.most_common(1)[0][0]
 
     def _sweep(self, now: float) -> None:
         """Close what has had its time."""
@@ -330,6 +326,17 @@ class Listener:
                 self._drop(connection)
             elif connection.is_unfinished or connection.num_taken:
                 self._next_sweep = now + _SWEEP_SECONDS
+
+
+def _of_one_address(
+    ones: Collection[Connection], size: Callable[[Connection], int]
+) -> list[Connection]:
+    """Those of the address that has the most; none where there are none."""
+    sizes = Counter[str]()
+    for one in ones:
+        sizes[one.address] += size(one)
+    most = max(sizes, key=sizes.__getitem__, default="")
+    return [one for one in ones if one.address == most]
 
 
 def network_of(host: str) -> str:
