@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import logging
+import socket
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -179,6 +180,29 @@ async def test_connections_that_are_served_are_kept_and_others_refused(kit: Any)
         assert (await (await Stranger.of(cluster)).answer())[0] == 503
         release.set()
         assert [one.status for one in await asyncio.gather(*asked)] == [200] * 3
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/live", "/v1/models", "/none"])
+async def test_answers_that_nobody_reads_are_closed(kit: Any, path: str) -> None:
+    """However many are asked for at once; by the kernel, as no task waits for such a client."""
+    asked = f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode() * 100
+
+    async def until_cut(client: socket.socket) -> None:
+        while True:
+            try:
+                client.send(asked)
+            except BlockingIOError:
+                await asyncio.sleep(0.02)
+
+    async with kit.cluster(client_timeout_seconds=0.3) as cluster:
+        host, port = cluster.url.removeprefix("http://").split(":")
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((host, int(port)))
+            client.setblocking(False)
+            with pytest.raises(OSError, match="reset|pipe"):
+                await asyncio.wait_for(until_cut(client), 60)
+        await served(cluster)
 
 
 async def test_a_head_may_be_as_large_as_a_vllm_server_takes_it(kit: Any) -> None:
