@@ -211,6 +211,7 @@ def test_many_at_a_time(cluster: Cluster, record_property: Callable[[str, object
         "ours_with_decode": ours,
         "decode_with_itself_nats": nats,
         "unlikely": unlikely(own, got, nats),
+        "unlikely_with_itself": unlikely(own, own_again, nats),
         "with_another_prompts_answer": shifted,
         "bytes": moved.total(f"{PREFIX}bytes_total"),
         "transfers": moved.total(f"{PREFIX}transfer_seconds_count"),
@@ -224,7 +225,7 @@ def test_many_at_a_time(cluster: Cluster, record_property: Callable[[str, object
     assert shifted["first tokens"] < 0.2 < noise["first tokens"]
     assert with_plain["first tokens"] > plain_noise["first tokens"] - 0.05
     assert unlikely(own, others, nats) > NUM_REQUESTS // 2
-    assert unlikely(own, got, nats) == 0
+    assert unlikely(own, got, nats) <= unlikely(own, own_again, nats) + NUM_REQUESTS // 50
     for name, share in noise.items():
         assert ours[name] > share - 0.05, name
 
