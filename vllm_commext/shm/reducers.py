@@ -87,6 +87,24 @@ def numbers_of(tensor: "torch.Tensor") -> "np.ndarray[Any, Any] | None":
     return array
 
 
+def _bytes_of(tensor: "torch.Tensor") -> "np.ndarray[Any, Any] | None":
+    """The same of a tensor of one of TORCH_DTYPES, as bytes; None also for a number without a
+    shape."""
+    import torch
+
+    is_wrapper: Any = torch._is_functional_tensor  # pyright: ignore
+    if tensor.requires_grad or tensor.__dict__ or is_wrapper(tensor):
+        return None
+    if not (tensor.ndim and tensor.is_contiguous()):
+        return None
+    try:
+        array = tensor.view(torch.uint8).numpy()
+    except (RuntimeError, TypeError):
+        return None
+    _check_stored(tensor, array.nbytes, tensor.itemsize)
+    return array
+
+
 def _check_stored(tensor: "torch.Tensor", num_bytes: int, itemsize: int) -> None:
     stored = tensor.untyped_storage().nbytes()
     if stored < num_bytes + tensor.storage_offset() * itemsize and num_bytes:
@@ -102,6 +120,9 @@ def reduce_tensor(tensor: "torch.Tensor") -> Any:
     if dtype in SHARED_DTYPES and (memory := numbers_of(tensor)) is not None:
         view: Any = memory
         return rebuild_tensor, (pickle.PickleBuffer(view), memory.shape, dtype)
+    if dtype in TORCH_DTYPES and (memory := _bytes_of(tensor)) is not None:  # the faster way
+        view = memory
+        return rebuild_tensor, (pickle.PickleBuffer(view), tuple(tensor.shape), dtype)
     if (dtype not in SHARED_DTYPES and dtype not in TORCH_DTYPES) or not is_dense(tensor):
         return tensor.__reduce_ex__(PROTOCOL)
     shape, strides, count = tuple(tensor.shape), tensor.stride(), tensor.numel()
