@@ -48,6 +48,7 @@ LONGEST = (
     "cpu/test_shm_queue.py",
     "cpu/test_faults.py",
     "cpu/test_first_token.py",
+    "cpu/test_resets.py",
     "cpu/test_defects.py",
     "cpu/nixl_agents/test_restarts.py",
     "cpu/test_windows.py",

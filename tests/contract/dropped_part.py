@@ -38,8 +38,8 @@ def prefill_engine(model: Path) -> Any:
     """vLLM's scheduler, whose connector keeps a prompt for others and serves its side channel."""
     from tests.contract.scheduled_core import TO_PREFILL, Core, request_of
     from tests.kit.descriptions import description
+    from tests.kit.ports import free_port
     from vllm_commext.nixl.metadata import HandshakeMetadata
-    from vllm_commext.testing.ports import free_port
 
     core = Core(model, "kv_producer", side_channel_host=HOST, side_channel_port=free_port())
     connector: Any = core.scheduler.get_kv_connector()

@@ -1,0 +1,364 @@
+"""New weights, cleared caches, pauses and sleep of real servers: an answer afterwards is that of a
+server that has had these weights all the time, and a paused server keeps nothing."""
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.kit import cluster, late_connector, parity, undated_connector
+from tests.kit.metrics import Metrics, scrape, wait_for_added
+from tests.kit.parity import Completion
+from tests.kit.servers import ProxyServer, Server, VllmServer
+
+ATOL = 1e-4  # nats, at float32
+CHUNK_TOKENS = 128
+LEASE_SECONDS = 4.0
+PAUSE_SECONDS = 1.0
+NIXL = "vllm:commext_nixl_"
+COMPUTED = "vllm:prompt_tokens_by_source_total"
+REUSED = f"{NIXL}reuse_blocks_total"
+SECRET = "0123456789abcdef" * 2
+DEVELOPER = {"VLLM_SERVER_DEV_MODE": "1", "COMMEXT_NIXL_SECRET": SECRET}
+# Without the connector. vLLM's own queue keeps a core busy for a second after each answer.
+PLAIN_ENVIRON = {"VLLM_COMMEXT": "1", "VLLM_COMMEXT_NIXL": "0", **cluster.QUEUE_ENVIRON}
+LENGTHS = (100, 3 * CHUNK_TOKENS + 5)
+_dice = random.Random(7)
+
+
+def new_prompt(num_tokens: int = LENGTHS[0]) -> list[int]:
+    """A prompt that no server has seen."""
+    return [_dice.randrange(32, 127) for _ in range(num_tokens)]
+
+
+def call(server: Server, name: str, body: Any = None, **params: Any) -> Any:
+    """What one of vLLM's calls for developers answers."""
+    answer = httpx.post(f"{server.url}/{name}", params=params, json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer.json() if answer.content else None
+
+
+@dataclass
+class Servers:
+    """``plain``: one server for each of the models. ``now``: the model that P and D have."""
+
+    models: Sequence[Path]
+    plain: Sequence[Server]
+    prefill: VllmServer
+    decode: VllmServer
+    proxy: Server
+    loads_begin: Path
+    forgets_nothing: Path
+    now: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0})
+
+    @property
+    def engines(self) -> Sequence[Server]:
+        return (self.prefill, self.decode)
+
+    def load_other(self, *engines: Server) -> None:
+        """Load the other model's weights."""
+        for engine in engines:
+            self.now[engine.name] = number = 1 - self.now[engine.name]
+            path = str(self.models[number])
+            body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+            call(engine, "collective_rpc", body)
+
+    def renew(self, *engines: Server, mode: str = "abort") -> None:
+        """Pause, load the other model's weights, resume."""
+        for engine in engines:
+            call(engine, "pause", mode=mode)
+        self.load_other(*engines)
+        for engine in engines:
+            call(engine, "resume")
+
+    @contextmanager
+    def asking(self, server: Server, *args: Any, **options: Any) -> Iterator[Future[Completion]]:
+        """An answer that is awaited at the end, when nothing keeps it back any more."""
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                yield pool.submit(self.asked, server, *args, **options)
+            finally:
+                self.loads_begin.touch()
+                for engine in self.engines:
+                    call(engine, "resume")
+
+    def asked(
+        self, server: Server, prompt: Sequence[int], params: Any = None, **options: Any
+    ) -> Completion:
+        extra = {} if params is None else {"kv_transfer_params": params}
+        return parity.complete(server.url, cluster.MODEL_NAME, prompt, extra=extra, **options)
+
+    def first_of(self, server: Server, prompt: Sequence[int], params: Any = None) -> list[int]:
+        """The token ids of an answer without log probabilities, whose first one P may tell."""
+        extra = {} if params is None else {"kv_transfer_params": params}
+        body = {"model": cluster.MODEL_NAME, "prompt": list(prompt), "max_tokens": 4}
+        body |= {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True, **extra}
+        answer = parity.post(f"{server.url}/v1/completions", body)
+        return answer.json()["choices"][0]["token_ids"]
+
+    def prefilled(self, prompt: Sequence[int]) -> dict[str, Any]:
+        return parity.prefill(self.prefill.url, cluster.MODEL_NAME, prompt)
+
+    def expected(self, prompt: Sequence[int]) -> Completion:
+        """The answer of the weights that D has, which those of the others do not give."""
+        own, other = (self.asked(one, prompt) for one in self.plain)
+        assert own.token_ids[:1] != other.token_ids[:1], "take another prompt"
+        return (own, other)[self.now["decode"]]
+
+    def telling_prompt(self, num_tokens: int) -> list[int]:
+        """A prompt after which both models say something else."""
+        while True:
+            prompt = new_prompt(num_tokens)
+            first, other = (self.first_of(server, prompt)[0] for server in self.plain)
+            if first != other:
+                return prompt
+
+    def held(self) -> float:
+        return scrape(self.prefill.url).total(f"{NIXL}held_requests")
+
+    def wait_for_held(self, number: int, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while (held := self.held()) != number:
+            assert time.monotonic() < deadline, f"{held:g} are held, not {number}"
+            time.sleep(0.05)
+
+    def check_new(self) -> None:
+        """P and D serve, and D reads what P computes."""
+        before = scrape(self.decode.url)
+        prompt = self.telling_prompt(LENGTHS[0])
+        assert_same(self.expected(prompt), self.asked(self.proxy, prompt))
+        added(self.decode, before, f"{NIXL}blocks_total")
+
+
+def assert_same(expected: Completion, got: Completion) -> None:
+    difference = parity.compare(expected, got, ATOL)
+    assert difference.equal, difference
+
+
+def added(server: Server, before: Metrics, name: str, at_least: float = 1) -> Metrics:
+    return wait_for_added(server.url, before, name, at_least=at_least)
+
+
+@pytest.fixture(scope="module")
+def servers(
+    model: Path, other_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Servers]:
+    folder = tmp_path_factory.mktemp("resets")
+    files = folder / "loads-begin", folder / "forgets-nothing"
+    environ = {late_connector.FILE: str(files[0]), undated_connector.FILE: str(files[1])}
+    files[0].touch()
+    models = (model, other_model)
+    plain = [
+        cluster.plain_server(f"plain{number}", path, folder, environ=PLAIN_ENVIRON)
+        for number, path in enumerate(models)
+    ]
+    extra = {"reuse_blocks": True, "reuse_lookup_timeout": 60.0}
+    extra["kv_lease_duration"] = LEASE_SECONDS
+    prefill, decode = (
+        cluster.engine_server(
+            name,
+            model,
+            folder,
+            cluster.kv_transfer_config(role, extra=extra, **options),
+            args=args,
+            environ={**DEVELOPER, **environ},
+        )
+        for name, role, args, options in (
+            ("prefill", "kv_producer", ["--max-num-batched-tokens", str(CHUNK_TOKENS)], {}),
+            (
+                "decode",
+                "kv_consumer",
+                [],
+                {
+                    "connector": "UndatedNixlConnector",
+                    "module_path": "tests.kit.undated_connector",
+                },
+            ),
+        )
+    )
+    proxy = ProxyServer(
+        "proxy",
+        [prefill.url],
+        [decode.url],
+        folder,
+        args=[*cluster.PATIENT_PROXY_ARGS, "--reuse-blocks"],
+    )
+    with cluster.all_ready([*plain, prefill, decode]), proxy:
+        made = Servers(models, plain, prefill, decode, proxy, *files)
+        made.asked(proxy, new_prompt())  # tells the proxy where to ask
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _equal_weights(servers: Servers) -> None:
+    """Each test begins with P and D of the same weights, whatever the last one has left."""
+    servers.loads_begin.touch()
+    servers.forgets_nothing.unlink(missing_ok=True)
+    for engine in servers.engines:
+        call(engine, "resume")
+    if servers.now["prefill"] != servers.now["decode"]:
+        servers.renew(servers.prefill)
+
+
+@pytest.mark.parametrize("length", LENGTHS, ids=["one chunk", "several chunks"])
+@pytest.mark.parametrize("mode", ["abort", pytest.param("keep", marks=pytest.mark.long)])
+def test_a_prompt_that_is_held_while_weights_change_is_answered_by_the_new_ones(
+    servers: Servers, mode: str, length: int
+) -> None:
+    prompts = [servers.telling_prompt(length) for _ in range(2)]
+    params = [servers.prefilled(prompt) for prompt in prompts]
+    before = scrape(servers.decode.url)
+    servers.renew(*servers.engines, mode=mode)
+    assert servers.held() == 0
+    assert_same(servers.expected(prompts[0]), servers.asked(servers.decode, prompts[0], params[0]))
+    own = servers.first_of(servers.plain[servers.now["decode"]], prompts[1])
+    assert servers.first_of(servers.decode, prompts[1], params[1]) == own
+    moved = added(servers.decode, before, f"{NIXL}first_tokens_total", at_least=2)
+    assert moved.total(f"{NIXL}first_tokens_total", way="differs") == 2
+    assert moved.total(f"{NIXL}blocks_total") == moved.total(f"{NIXL}failures_total") == 0
+    servers.check_new()
+
+
+@pytest.mark.parametrize("forgets", [True, False], ids=["as it is", "control"])
+def test_new_weights_of_d_alone_end_what_p_holds_for_it(servers: Servers, forgets: bool) -> None:
+    """And where D does not mind how old something is, this test's comparisons notice both a token
+    and blocks."""
+    prompts = [servers.telling_prompt(LENGTHS[1]) for _ in range(2)]
+    params = [servers.prefilled(prompt) for prompt in prompts]
+    if not forgets:
+        servers.forgets_nothing.touch()
+    servers.renew(servers.decode)
+    got = servers.asked(servers.decode, prompts[0], params[0])
+    assert parity.compare(servers.expected(prompts[0]), got, ATOL).equal == forgets
+    own = servers.first_of(servers.plain[servers.now["decode"]], prompts[1])
+    assert (servers.first_of(servers.decode, prompts[1], params[1])[0] == own[0]) == forgets
+    servers.wait_for_held(0, PAUSE_SECONDS)
+
+
+def test_new_weights_of_p_alone_end_what_it_holds(servers: Servers) -> None:
+    """D cannot know, and fails the load, which is vLLM's default; it does not answer wrongly."""
+    prompt = servers.telling_prompt(LENGTHS[1])
+    params = servers.prefilled(prompt)
+    servers.renew(servers.prefill)
+    assert servers.held() == 0
+    with pytest.raises(parity.CompletionError):
+        servers.asked(servers.decode, prompt, params)
+
+
+@pytest.mark.parametrize("mode", ["keep", pytest.param("wait", marks=pytest.mark.long)])
+def test_a_load_that_is_under_way_while_weights_change_is_not_used(
+    servers: Servers, mode: str
+) -> None:
+    """Of a request that the proxy streams from P to D: D has been told of all of its blocks."""
+    prompt = servers.telling_prompt(LENGTHS[1])
+    servers.loads_begin.unlink()
+    with (
+        servers.asking(servers.proxy, prompt, stream=True) as asking,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        servers.wait_for_held(1, 30)
+        time.sleep(0.2)  # D has planned its load
+        call(servers.prefill, "pause", mode=mode)
+        pausing = pool.submit(call, servers.decode, "pause", mode="keep")
+        time.sleep(0.2)
+        assert not asking.done()
+        servers.loads_begin.touch()
+        pausing.result()
+        servers.load_other(*servers.engines)
+    assert_same(servers.expected(prompt), asking.result())
+    servers.check_new()
+
+
+def test_blocks_that_another_engine_has_on_offer_end_with_its_weights(servers: Servers) -> None:
+    prompt = servers.telling_prompt(LENGTHS[1])
+
+    def turn(engines: Sequence[Server]) -> Metrics:
+        """What P reads of a second turn after these engines have new weights."""
+        nonlocal prompt
+        prompt += servers.asked(servers.proxy, prompt, max_tokens=40).token_ids
+        prompt += new_prompt(LENGTHS[0])
+        if engines:
+            servers.renew(*engines)
+        call(servers.prefill, "reset_prefix_cache")  # or it needs nothing of D's
+        before = scrape(servers.prefill.url)
+        assert_same(servers.expected(prompt), servers.asked(servers.proxy, prompt))
+        return added(servers.prefill, before, COMPUTED, at_least=len(prompt))
+
+    assert turn(()).total(REUSED) > 0
+    assert turn(servers.engines).total(REUSED) == 0
+
+
+def test_what_d_has_cached_is_computed_anew_after_its_caches_are_cleared(servers: Servers) -> None:
+    prompt = servers.telling_prompt(LENGTHS[1])
+    expected = servers.expected(prompt)
+    assert_same(expected, servers.asked(servers.decode, prompt))
+    for again in (False, True):
+        if again:
+            call(servers.decode, "pause")
+            call(servers.decode, "resume")
+        before = scrape(servers.decode.url)
+        assert_same(expected, servers.asked(servers.decode, prompt))
+        moved = added(servers.decode, before, COMPUTED, at_least=len(prompt))
+        cached = moved.total(COMPUTED, source="local_cache_hit")
+        assert (cached == 0) == again, moved
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
+@pytest.mark.parametrize("clears", [True, False], ids=["clears", "clears nothing"])
+def test_a_pause_of_p_ends_at_once_whatever_it_holds(
+    servers: Servers, mode: str, clears: bool
+) -> None:
+    for length in LENGTHS:
+        servers.prefilled(new_prompt(length))
+    assert servers.held() == 2
+    start = time.monotonic()
+    call(servers.prefill, "pause", mode=mode, clear_cache=clears)
+    assert time.monotonic() - start < PAUSE_SECONDS
+    assert servers.held() == 0
+    call(servers.prefill, "resume")
+    servers.check_new()
+
+
+@pytest.mark.parametrize("pauses", [True, False], ids=["paused", "control"])
+def test_a_paused_d_renews_no_lease(servers: Servers, pauses: bool) -> None:
+    """And one that is not paused does, as long as its load has not begun."""
+    prompt = servers.telling_prompt(LENGTHS[0])
+    expected, params = servers.expected(prompt), servers.prefilled(prompt)
+    start = time.monotonic()
+    if pauses:
+        call(servers.decode, "pause", mode="keep")
+    else:
+        servers.loads_begin.unlink()
+    with servers.asking(servers.decode, prompt, params) as asking:
+        if pauses:
+            servers.wait_for_held(0, 2 * LEASE_SECONDS)
+        else:
+            time.sleep(1.5 * LEASE_SECONDS)
+            assert servers.held() == 1
+    assert_same(expected, asking.result())
+    assert time.monotonic() - start > LEASE_SECONDS
+    servers.wait_for_held(0, PAUSE_SECONDS)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_server_that_slept_uses_nothing_of_before_and_serves(
+    servers: Servers, level: int
+) -> None:
+    """vLLM lets any server be asked to sleep; without --enable-sleep-mode its memory stays."""
+    prompt = servers.telling_prompt(LENGTHS[1])
+    expected, params = servers.expected(prompt), servers.prefilled(prompt)
+    for engine in servers.engines:
+        call(engine, "sleep", level=level)
+    assert servers.held() == 0
+    for engine in servers.engines:
+        call(engine, "wake_up")
+    if level:
+        assert_same(expected, servers.asked(servers.decode, prompt, params))
+    servers.check_new()
