@@ -17,7 +17,7 @@ from kv_connector.samples import OURS, VLLM, Sample
 from kv_connector.shapes import BLOCK_SIZE, Shape, make_caches, memory_ranges, our_layout
 from tests.kit.servers import LOOPBACK
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.decode.links import LocalSide
+from vllm_commext.nixl.decode.links import LocalWorker
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
@@ -54,7 +54,7 @@ class Reader:
         config = ConnectorConfig(LOOPBACK, 1, require_fence=False, transport_probe=False)
         agent = NixlAgent(config)
         agent.register(memory_ranges(self._caches), "DRAM", 0)
-        local = LocalSide("decode", peer.FACTS, our_layout(SHAPE, self._caches, Rank(1, 0)))
+        local = LocalWorker("decode", peer.FACTS, our_layout(SHAPE, self._caches, Rank(1, 0)))
         self._recorder = TransferRecorder()
         self._thread = TransferThread(agent, config, local, self._recorder)
         self._thread.start()

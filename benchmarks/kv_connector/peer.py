@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kv_connector.samples import SPAWN
 from tests.kit.servers import LOOPBACK, free_port
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.decode.links import LocalSide
+from vllm_commext.nixl.decode.links import LocalWorker
 from vllm_commext.nixl.geometry.layout import CacheLayout
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.prefill.fence import NUM_SLOTS
@@ -94,7 +94,7 @@ def serve_ours(there: Connection, num_blocks: int, block_bytes: int, layout: byt
     agent = NixlAgent(config(port))
     agent.register([(memory.ctypes.data, memory.nbytes)], "DRAM", 0)
     moved = _moved(msgspec.msgpack.decode(layout, type=CacheLayout), memory.ctypes.data)
-    local = LocalSide(PREFILL, FACTS, moved)
+    local = LocalWorker(PREFILL, FACTS, moved)
     description = wire.encode_description(_describe(agent, local))
     thread = TransferThread(agent, config(port), local, TransferRecorder())
     thread.start()
@@ -111,7 +111,7 @@ def _moved(layout: CacheLayout, address: int) -> CacheLayout:
     return msgspec.structs.replace(layout, families=[family])
 
 
-def _describe(agent: NixlAgent, local: LocalSide) -> wire.WorkerDescription:
+def _describe(agent: NixlAgent, local: LocalWorker) -> wire.WorkerDescription:
     return wire.WorkerDescription(
         engine_id=local.engine_id,
         facts=local.facts,

@@ -29,7 +29,7 @@ from kv_connector.shapes import (
     memory_ranges,
     our_layout,
 )
-from vllm_commext.nixl.decode.links import LocalSide
+from vllm_commext.nixl.decode.links import LocalWorker
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
@@ -112,7 +112,7 @@ class OurReader:
         self._source, self._received = source, set[str]()
         agent, settings = NixlAgent(peer.config(1)), peer.config(1)
         agent.register(memory_ranges(caches), "DRAM", 0)
-        local = LocalSide(in_tree.DECODE, peer.FACTS, our_layout(shape, caches, Rank(1, 0)))
+        local = LocalWorker(in_tree.DECODE, peer.FACTS, our_layout(shape, caches, Rank(1, 0)))
         self._thread = TransferThread(agent, settings, local, TransferRecorder())
         self._thread.start()
 

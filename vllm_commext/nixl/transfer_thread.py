@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.decode.links import Link, LocalSide
+from vllm_commext.nixl.decode.links import Link, LocalWorker
 from vllm_commext.nixl.decode.loader import Loader
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
@@ -80,7 +80,7 @@ class TransferThread:
         self,
         agent: NixlAgent,
         config: ConnectorConfig,
-        local: LocalSide,
+        local: LocalWorker,
         recorder: TransferRecorder,
         on_start: Callable[[], None] = lambda: None,
         probe: Callable[[Link], Generator[None]] | None = None,

@@ -12,7 +12,7 @@ from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl import wakeup_socket
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.last_blocks import LastBlocks
-from vllm_commext.nixl.decode.links import Link, LocalSide
+from vllm_commext.nixl.decode.links import Link, LocalWorker
 from vllm_commext.nixl.geometry.layout import block_bytes, describe_place
 from vllm_commext.nixl.geometry.topology import worker_number
 from vllm_commext.nixl.log import logger
@@ -133,7 +133,7 @@ class WorkerSide:
         layout, splits = self._pipeline.place(layout)
         ranges = allocations(caches.values())
         self._mapped.prepare(ranges, is_on_gpu=device.type == "cuda")
-        local = LocalSide(
+        local = LocalWorker(
             self._engine_id,
             self._facts,
             layout,
@@ -162,7 +162,7 @@ class WorkerSide:
         self._thread.start()
         self._log_registered(local)
 
-    def _log_registered(self, local: LocalSide) -> None:
+    def _log_registered(self, local: LocalWorker) -> None:
         layout = local.layout
         logger.info(
             "engine %s, %s: %d layers in %d groups, %d blocks, registered, %d bytes a block "
@@ -259,7 +259,7 @@ class WorkerSide:
             self._generations.close()
         self._mapped.close()
 
-    def _describe(self, local: LocalSide) -> wire.WorkerDescription:
+    def _describe(self, local: LocalWorker) -> wire.WorkerDescription:
         return wire.WorkerDescription(
             engine_id=self._engine_id,
             facts=self._facts,
@@ -303,7 +303,7 @@ class WorkerSide:
         return self._thread
 
     @staticmethod
-    def _select_device(local: LocalSide) -> None:
+    def _select_device(local: LocalWorker) -> None:
         if local.memory_type == "VRAM":
             torch.accelerator.set_device_index(local.device_id)
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from tests.kit.servers import free_port
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.decode.links import LocalSide
+from vllm_commext.nixl.decode.links import LocalWorker
 from vllm_commext.nixl.geometry.layout import (
     FULL,
     TOKENS,
@@ -159,7 +159,7 @@ class Engine:
         self.recorder = TransferRecorder()
         self.recorded = empty_data()
         self.outcomes = Outcomes()
-        local = LocalSide(engine_id, facts, self.layout, mapper=mapper)
+        local = LocalWorker(engine_id, facts, self.layout, mapper=mapper)
         self.publisher = (
             Publisher(progress, self.agent.fences, is_on_device=False) if progress else None
         )

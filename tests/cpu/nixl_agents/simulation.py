@@ -20,7 +20,7 @@ from tests.unit.nixl.reference_layout import describe
 from tests.unit.nixl.reference_meaning import Int64Array, as_bytes, differences
 from tests.unit.nixl.reference_stages import Stages, described, names_of, stage_of
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.decode.links import LocalSide
+from vllm_commext.nixl.decode.links import LocalWorker
 from vllm_commext.nixl.geometry.layout import FULL
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.metrics.recorder import TransferRecorder, empty_data, merge
@@ -84,7 +84,7 @@ class Worker:
         self.recorder = TransferRecorder()
         self.recorded = empty_data()
         self.outcomes = Outcomes()
-        local = LocalSide(engine_id, FACTS, self.layout, other_splits=splits)
+        local = LocalWorker(engine_id, FACTS, self.layout, other_splits=splits)
         self.thread = TransferThread(self.agent, config, local, self.recorder)
         self.description = wire.encode_description(
             wire.WorkerDescription(

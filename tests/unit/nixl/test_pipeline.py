@@ -13,7 +13,7 @@ from tests.unit.nixl.cluster_cases import named_case
 from tests.unit.nixl.reference_layout import describe
 from tests.unit.nixl.reference_stages import cut, names_of, stage_of
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.decode.links import LocalSide
+from vllm_commext.nixl.decode.links import LocalWorker
 from vllm_commext.nixl.decode.source_plan import SourcePlan
 from vllm_commext.nixl.geometry.layout import CacheLayout, check_layout, describe_place
 from vllm_commext.nixl.geometry.topology import Split
@@ -81,8 +81,8 @@ def test_the_only_stage_asks_nobody_and_says_what_it_has_always_said() -> None:
 def test_workers_of_all_stages_agree_on_who_reads_from_whom() -> None:
     """From its own layers alone a stage would leave out ranks that another stage reads from."""
     found = placed([1, 3])
-    plans = [SourcePlan(LocalSide("d", {}, one, other_splits=splits)) for one, splits in found]
-    alone = [SourcePlan(LocalSide("d", {}, one)) for one, _ in found]
+    plans = [SourcePlan(LocalWorker("d", {}, one, other_splits=splits)) for one, splits in found]
+    alone = [SourcePlan(LocalWorker("d", {}, one)) for one, _ in found]
     for tp_size in (1, 2, 4):
         assert len({plan.of(tp_size, 2).read for plan in plans}) == 1
         counts = plans[0].of(tp_size, 2).num_consumers

@@ -25,7 +25,7 @@ _log = RateLimitedLog()
 
 
 @dataclass(frozen=True)
-class LocalSide:
+class LocalWorker:
     """This worker, as far as a handshake compares it with a peer.
 
     Attributes:
@@ -164,7 +164,7 @@ class Link:
 class Links:
     """Makes the connections to peers.  Owned by one thread."""
 
-    def __init__(self, agent: NixlAgent, config: ConnectorConfig, local: LocalSide) -> None:
+    def __init__(self, agent: NixlAgent, config: ConnectorConfig, local: LocalWorker) -> None:
         self._agent = agent
         self._local = local
         self._sweeper = Sweeper(agent, num_descriptors(config))

@@ -15,7 +15,7 @@ from dataclasses import replace
 from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError, UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.heartbeats import KeepAlive
-from vllm_commext.nixl.decode.links import Link, LocalSide
+from vllm_commext.nixl.decode.links import Link, LocalWorker
 from vllm_commext.nixl.decode.peers import Peer, PeerTable
 from vllm_commext.nixl.decode.preconnect import Discovered, Preconnect
 from vllm_commext.nixl.decode.reads import End, Read, ReadSet, prepare
@@ -57,7 +57,7 @@ class Loader:
         self,
         agent: NixlAgent,
         config: ConnectorConfig,
-        local: LocalSide,
+        local: LocalWorker,
         recorder: TransferRecorder,
         outcomes: CompletionQueue,
         probe: Callable[[Link], Generator[None]] | None,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.heartbeats import PeerKey
-from vllm_commext.nixl.decode.links import Link, Links, LocalSide, RefCounted
+from vllm_commext.nixl.decode.links import Link, Links, LocalWorker, RefCounted
 from vllm_commext.nixl.decode.peer_states import BackOff, PeerEvent, PeerState, next_state
 from vllm_commext.nixl.decode.transfers import Part, Source, Transfer, Use
 from vllm_commext.nixl.geometry.layout import describe_place
@@ -118,7 +118,7 @@ class PeerTable:
         self,
         agent: NixlAgent,
         config: ConnectorConfig,
-        local: LocalSide,
+        local: LocalWorker,
         recorder: TransferRecorder,
     ) -> None:
         self._config = config

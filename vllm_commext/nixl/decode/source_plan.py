@@ -1,7 +1,7 @@
 """Which workers of a prefill engine this decode worker has to do with, for each size of engine."""
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.decode.links import LocalSide
+from vllm_commext.nixl.decode.links import LocalWorker
 from vllm_commext.nixl.geometry.topology import Sources, check_even, over_stages, sources
 
 
@@ -12,7 +12,7 @@ class SourcePlan:
         local: this worker, and what the other stages of its engine deal out.
     """
 
-    def __init__(self, local: LocalSide) -> None:
+    def __init__(self, local: LocalWorker) -> None:
         self._layout = local.layout
         self._splits = local.splits
         self._known: dict[tuple[int, int], Sources] = {}
