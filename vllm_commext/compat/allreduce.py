@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
     from vllm_commext.allreduce.dispatch.policy import FusedPolicy
-    from vllm_commext.allreduce.dispatch.startup import Wishes
+    from vllm_commext.allreduce.dispatch.startup import Requirements
     from vllm_commext.collective import Collective
     from vllm_commext.gpu.facts import Facts
 
@@ -61,12 +61,12 @@ def why_not(communicator: Any, tcp_store_group: Any, by_itself: bool = False) ->
     return ""
 
 
-def _wishes(facts: "Facts") -> "Wishes":
-    from vllm_commext.allreduce.dispatch.startup import Wishes
+def _requirements(facts: "Facts") -> "Requirements":
+    from vllm_commext.allreduce.dispatch.startup import Requirements
 
     settings = read_settings()
     forced = settings["allreduce_backend"]
-    return Wishes(
+    return Requirements(
         None if forced == AUTO else forced, settings["allreduce_tune"], is_by_itself(), facts
     )
 
@@ -82,7 +82,7 @@ def _usable(part: Any) -> Any:
 
 
 def _serve_fused_op(
-    communicator: Any, made: "Dispatcher", wishes: "Wishes", steps: "Collective"
+    communicator: Any, made: "Dispatcher", required: "Requirements", steps: "Collective"
 ) -> None:
     """Let the group's name serve our fused op, with kernels where it has memory for them, and let
     vLLM's compiled models use it where a table says that it is faster; in all where a row must have
@@ -101,12 +101,12 @@ def _serve_fused_op(
         kernels = FusedKernels(push.memory, Collective.over(communicator.cpu_group))
         backends.append(PushFused(kernels, communicator.world_size))
     apart = fused_op.after_all_reduce(communicator.all_reduce)
-    policy = FusedPolicy(made.table, wishes.only, throughout=wishes.by_itself)
+    policy = FusedPolicy(made.table, required.only, throughout=required.by_itself)
     fused_op.register_group(communicator.unique_name, fused_op.FusedNorm(apart, backends, policy))
     if not backends:
         return
     if _may(FUSED_NORM, steps, communicator.device):
-        _use_in_passes(policy, wishes.facts)
+        _use_in_passes(policy, required.facts)
     if _may(FUSED_EAGER, steps, communicator.device):
         importlib.import_module(MODULES[FUSED_EAGER]).install()
 
@@ -169,8 +169,8 @@ def _attach(communicator: Any, name: str) -> None:
         _usable(communicator.ca_comm),
         communicator.pynccl_comm,
     )
-    wishes = _wishes(facts)
-    made = startup.start_dispatcher(parts, wishes, lambda: read_machine(parts.device))
+    required = _requirements(facts)
+    made = startup.start_dispatcher(parts, required, lambda: read_machine(parts.device))
     if made is None:
         return
     vars(communicator)[ATTRIBUTE] = made
@@ -178,12 +178,12 @@ def _attach(communicator: Any, name: str) -> None:
         steps = Collective.over(parts.cpu_group)
         if evidence.must_test_itself(PART):
             steps.agree(lambda: _self_test(communicator, made))
-        steps.agree(lambda: _serve_fused_op(communicator, made, wishes, steps))
+        steps.agree(lambda: _serve_fused_op(communicator, made, required, steps))
     except UnsupportedError:
         _give_back(communicator)
         raise
     if communicator.rank == 0:
-        for line in startup.lines(made, wishes):
+        for line in startup.lines(made, required):
             logger.info("commext: allreduce: group %s: %s", name, line)
 
 

@@ -27,7 +27,7 @@ from vllm_commext.allreduce.backends.flashinfer_workspaces import WorkspaceKey, 
 from vllm_commext.allreduce.dispatch import creation
 from vllm_commext.allreduce.dispatch.creation import Parts, create_dispatcher
 from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
-from vllm_commext.allreduce.dispatch.startup import Wishes, lines, start_dispatcher
+from vllm_commext.allreduce.dispatch.startup import Requirements, lines, start_dispatcher
 from vllm_commext.allreduce.message import Message
 from vllm_commext.allreduce.table import builtin, cache, measure
 from vllm_commext.allreduce.table.machine import Machine
@@ -251,17 +251,17 @@ def by_itself_where(parts: Parts, unknown: Machine, sizes: list[int]) -> dict[st
     """What takes part where nobody has asked for it, and with how much memory."""
     start, few = start_dispatcher, Facts(hidden=4096, max_tokens=1024)
     known = Machine("NVIDIA H200", "", "", "", "", "", "")
-    without_gain = start(parts, Wishes(by_itself=True, facts=few), lambda: known)
+    without_gain = start(parts, Requirements(by_itself=True, facts=few), lambda: known)
     real, builtin.IN_ENGINES = builtin.IN_ENGINES, frozenset({("NVIDIA H200", 2)})
     sizes.clear()
-    made = start(parts, Wishes(by_itself=True, facts=few), lambda: known)
+    made = start(parts, Requirements(by_itself=True, facts=few), lambda: known)
     assert made is not None
     rows = [torch.ones(count, 4096, dtype=torch.bfloat16) for count in (1, 64, 512, 1024)]
     found: dict[str, Any] = {
         "by itself": [made.choice(each) for each in (*rows, rows[3].float())],
         "by itself, backends": sorted(made.backends),
         "by itself, bytes": list(sizes),
-        "by itself, lines": lines(made, Wishes(by_itself=True, facts=few)),
+        "by itself, lines": lines(made, Requirements(by_itself=True, facts=few)),
     }
     allowed = msgspec.structs.replace(known, multicast=True)
     for what, facts, machine in (
@@ -273,9 +273,11 @@ def by_itself_where(parts: Parts, unknown: Machine, sizes: list[int]) -> dict[st
         ("microbatches", Facts(microbatches=True), known),
         ("invariance", Facts(invariant=True), known),
     ):
-        wishes = Wishes(by_itself=True, facts=facts)
-        found[f"by itself, {what}"] = start(parts, wishes, lambda machine=machine: machine) is None
-    cached = Wishes(by_itself=True, facts=Facts(hidden=64))
+        required = Requirements(by_itself=True, facts=facts)
+        found[f"by itself, {what}"] = (
+            start(parts, required, lambda machine=machine: machine) is None
+        )
+    cached = Requirements(by_itself=True, facts=Facts(hidden=64))
     elsewhere = Table(2, {"bfloat16": (Row(1 << 20, (names.NCCL, names.PUSH)),)}, "tuned")
     if distributed.get_rank() == 0:
         cache.save(unknown, elsewhere, 64)
@@ -292,13 +294,15 @@ def check_start(rank: int, world: int) -> Any:
     parts = Parts(group, group, CPU)
     unknown = Machine("another GPU", "", "", "", "", "", "")
     known = Machine("NVIDIA H200", "", "", "", "", "", "")
-    found: dict[str, Any] = {"unknown": start_dispatcher(parts, Wishes(), lambda: unknown) is None}
-    made = start_dispatcher(parts, Wishes(), lambda: known if rank == 0 else unknown)
+    found: dict[str, Any] = {
+        "unknown": start_dispatcher(parts, Requirements(), lambda: unknown) is None
+    }
+    made = start_dispatcher(parts, Requirements(), lambda: known if rank == 0 else unknown)
     assert made.table is not None
     out = made.all_reduce(torch.ones(8, dtype=torch.bfloat16))
     found["built in"] = [list(made.backends), made.table.origin, out is not None and out.tolist()]
-    found["lines"] = lines(made, Wishes())
-    forced = start_dispatcher(parts, Wishes(forced=names.NCCL), lambda: unknown)
+    found["lines"] = lines(made, Requirements())
+    forced = start_dispatcher(parts, Requirements(forced=names.NCCL), lambda: unknown)
     found["forced"] = forced.all_reduce(torch.ones(2)) is not None
 
     def broken() -> Machine:
@@ -307,15 +311,17 @@ def check_start(rank: int, world: int) -> Any:
         return known
 
     eager, split = Facts(eager=True), Facts(microbatches=True)
-    found["eager"] = start_dispatcher(parts, Wishes(facts=eager), lambda: known) is None
+    found["eager"] = start_dispatcher(parts, Requirements(facts=eager), lambda: known) is None
     found["eager, forced"] = (
-        start_dispatcher(parts, Wishes(names.NCCL, facts=eager), lambda: known) is not None
+        start_dispatcher(parts, Requirements(names.NCCL, facts=eager), lambda: known) is not None
     )
-    found["microbatches"] = start_dispatcher(parts, Wishes(facts=split), lambda: known) is None
+    found["microbatches"] = (
+        start_dispatcher(parts, Requirements(facts=split), lambda: known) is None
+    )
     same = Facts(invariant=True)
-    invariant = Wishes(facts=same)
+    invariant = Requirements(facts=same)
     found["invariant, without our kernel"] = start_dispatcher(parts, invariant, lambda: known)
-    by_itself = Wishes(by_itself=True)
+    by_itself = Requirements(by_itself=True)
     found["by itself, without our kernel"] = start_dispatcher(parts, by_itself, lambda: known)
     real, sizes = creation.push.PushBackend, []
 
@@ -328,17 +334,17 @@ def check_start(rank: int, world: int) -> Any:
     assert ours is not None
     found["invariant"] = sorted({ours.choice(torch.ones(rows, 8)) for rows in (1, 2, 9, 1 << 15)})
     found["invariant, unknown"] = start_dispatcher(parts, invariant, lambda: unknown)
-    other = Wishes(names.NCCL, facts=same)
+    other = Requirements(names.NCCL, facts=same)
     found["invariant, forced"] = start_dispatcher(parts, other, lambda: known)
     found.update(by_itself_where(parts, unknown, sizes))
     creation.push.PushBackend = real
-    found["broken"] = raised(lambda: start_dispatcher(parts, Wishes(), broken))
+    found["broken"] = raised(lambda: start_dispatcher(parts, Requirements(), broken))
     measure.measure_backends = lambda *_: {"bfloat16": {1024: {"nccl": 1.0}}}
     measure.give_back_memory = lambda: None
-    wishes = Wishes(tune="startup")
+    required = Requirements(tune="startup")
     origins: list[str] = []
     for _ in range(2):
-        measured = start_dispatcher(parts, wishes, lambda: known)
+        measured = start_dispatcher(parts, required, lambda: known)
         origins.append(measured.table.origin)
         distributed.barrier()
         measure.measure_backends = None  # the second time there is a file

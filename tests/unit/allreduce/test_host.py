@@ -157,11 +157,11 @@ class TestWhoIsAsked:
         ("forced", "only"), [(None, "push"), ("host", "host"), ("push", "push")]
     )
     def test_one_order_of_sums_may_be_this_ones(self, forced: str | None, only: str) -> None:
-        wishes = startup.Wishes(forced, facts=Facts(invariant=True))
-        assert wishes.only == only
-        assert startup.why_none(wishes) == ""
+        required = startup.Requirements(forced, facts=Facts(invariant=True))
+        assert required.only == only
+        assert startup.why_none(required) == ""
         assert "for which nccl is none" in startup.why_none(
-            startup.Wishes("nccl", facts=Facts(invariant=True))
+            startup.Requirements("nccl", facts=Facts(invariant=True))
         )
 
     def test_no_table_of_machines_with_peer_access_serves_without(self) -> None:

@@ -123,7 +123,7 @@ def _make_together(what: str, maker: Maker, collective: Collective) -> Sequence[
 
 
 @dataclass(frozen=True)
-class _Wish:
+class _Required:
     """What one rank wants, and what it has; the first three must be the same on all ranks."""
 
     forced: str | None
@@ -159,17 +159,17 @@ def create_dispatcher(
     """
     collective = Collective.over(parts.cpu_group)
     named = None if wanted is None else tuple(wanted)
-    mine = _Wish(forced, named, multicast.is_allowed(), parts.custom is not None, table)
-    wishes = collective.run(lambda: mine)
-    settings = [wish.settings for wish in wishes]
+    mine = _Required(forced, named, multicast.is_allowed(), parts.custom is not None, table)
+    of_ranks = collective.run(lambda: mine)
+    settings = [one.settings for one in of_ranks]
     if len(set(settings)) != 1:
         raise UnsupportedError(
             f"expected the same settings on all ranks, got {settings} (forced backend, "
             "backends to measure, multicast); set the toggles alike"
         )
-    table = wishes[0].table
+    table = of_ranks[0].table
     without: set[str] = set()
-    if not all(wish.has_custom for wish in wishes):
+    if not all(one.has_custom for one in of_ranks):
         without.add(names.CUSTOM)
     if not mine.multicast:
         without.add(names.FLASHINFER_MNNVL)

@@ -27,7 +27,7 @@ IN_ORDER = (names.PUSH, names.HOST)  # they add in the order of ranks, whatever 
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Requirements:
     """What is wanted of a group's all-reduce, the same on all ranks.
 
     Attributes:
@@ -57,26 +57,28 @@ class Wishes:
         return self.facts.max_tokens * self.facts.hidden * ITEM_BYTES[self.facts.dtype]
 
 
-def why_none(wishes: Wishes) -> str:
+def why_none(required: Requirements) -> str:
     """Why a group gets no dispatcher; empty where it gets one."""
-    facts = wishes.facts
+    facts = required.facts
     if facts.microbatches:
         return "microbatches run on two streams, and a workspace serves one"
-    if facts.eager and wishes.forced is None:
+    if facts.eager and required.forced is None:
         return "the engine is eager, and a call would cost the host more than the GPU gains"
-    if facts.invariant and wishes.forced not in (None, *IN_ORDER):
-        return f"VLLM_BATCH_INVARIANT asks for one order of sums, for which {wishes.forced} is none"
+    if facts.invariant and required.forced not in (None, *IN_ORDER):
+        return (
+            f"VLLM_BATCH_INVARIANT asks for one order of sums, for which {required.forced} is none"
+        )
     return ""
 
 
-def _holds(table: Table, machine: Machine, wishes: Wishes) -> bool:
+def _holds(table: Table, machine: Machine, required: Requirements) -> bool:
     """Whether a table compares ours with all that vLLM has here: those without multicast do not
     where vLLM may use it, as it does not where a row must have the same bits in any batch."""
-    return machine.multicast or wishes.facts.invariant or not wishes.facts.multicast
+    return machine.multicast or required.facts.invariant or not required.facts.multicast
 
 
 def start_dispatcher(
-    parts: Parts, wishes: Wishes, read_machine: Callable[[], Machine]
+    parts: Parts, required: Requirements, read_machine: Callable[[], Machine]
 ) -> Dispatcher | None:
     """The group's dispatcher, or None where vLLM's default dispatch should serve; collective.
 
@@ -84,17 +86,17 @@ def start_dispatcher(
         UnsupportedError: a step failed on some rank; all of them raise it.
     """
     collective = Collective.over(parts.cpu_group)
-    if reason := why_none(wishes):
+    if reason := why_none(required):
         return _none(reason, collective)
-    hidden = wishes.facts.hidden
-    startup = wishes.tune == STARTUP and wishes.only is None and not wishes.by_itself
+    hidden = required.facts.hidden
+    startup = required.tune == STARTUP and required.only is None and not required.by_itself
 
     def look() -> tuple[Machine, Table | None]:
         machine = read_machine()
         if startup:
             return machine, cache.load(machine, collective.world_size, hidden)
-        use_cache = wishes.tune != BUILT_IN
-        in_engines = wishes.by_itself and not wishes.facts.invariant
+        use_cache = required.tune != BUILT_IN
+        in_engines = required.by_itself and not required.facts.invariant
         found = find_table(
             machine, collective.world_size, hidden, use_cache=use_cache, in_engines=in_engines
         )
@@ -102,27 +104,27 @@ def start_dispatcher(
 
     machine, table = collective.run(look)[0]
     if startup and table is None:
-        return _measured(parts, wishes, machine)
-    if wishes.by_itself:
+        return _measured(parts, required, machine)
+    if required.by_itself:
         if table is None:
             return _none(
                 "engines were not measured on these GPUs, and no `vllm-commext tune` was",
                 collective,
             )
-        if not _holds(table, machine, wishes):
+        if not _holds(table, machine, required):
             return _none(
                 "vLLM may use NVLink multicast here, and the table was measured without it",
                 collective,
             )
-        table = table.of_ours(wishes.facts.dtype)
+        table = table.of_ours(required.facts.dtype)
         if table is None:
             return _none("no table has a kernel of ours first here", collective)
-    dispatcher = create_dispatcher(parts, table, wishes.only, most_bytes=wishes.most_bytes)
-    if dispatcher.table is None and wishes.forced is None:
+    dispatcher = create_dispatcher(parts, table, required.only, most_bytes=required.most_bytes)
+    if dispatcher.table is None and required.forced is None:
         reason = "this machine is not known"
-    elif wishes.facts.invariant and wishes.only not in dispatcher.backends:
+    elif required.facts.invariant and required.only not in dispatcher.backends:
         reason = "VLLM_BATCH_INVARIANT asks for one order of sums, and our kernel cannot be had"
-    elif names.PUSH not in dispatcher.backends and wishes.by_itself:
+    elif names.PUSH not in dispatcher.backends and required.by_itself:
         reason = "our kernel cannot be had"
     else:
         return dispatcher
@@ -135,14 +137,14 @@ def _none(reason: str, collective: Collective) -> None:
         logger.info("commext: allreduce: vLLM's default dispatch serves: %s", reason)
 
 
-def _measured(parts: Parts, wishes: Wishes, machine: Machine) -> Dispatcher:
+def _measured(parts: Parts, required: Requirements, machine: Machine) -> Dispatcher:
     collective = Collective.over(parts.cpu_group)
     # Compiling takes minutes; `vllm-commext tune` does it, and vLLM's fusion pass.
     compiled = all(collective.run(is_compiled))
     measurable = peers.measurable(machine.link != NO_ACCESS)
     wanted = [name for name in measurable if compiled or name not in names.FLASHINFER]
     dispatcher = create_dispatcher(parts, None, wanted=wanted)
-    facts = wishes.facts
+    facts = required.facts
     options = Options(
         STARTUP_SIZES, (facts.dtype,), facts.hidden, samples=5, seconds=STARTUP_SECONDS
     )
@@ -159,12 +161,12 @@ def _measured(parts: Parts, wishes: Wishes, machine: Machine) -> Dispatcher:
     return dispatcher
 
 
-def lines(dispatcher: Dispatcher, wishes: Wishes) -> list[str]:
+def lines(dispatcher: Dispatcher, required: Requirements) -> list[str]:
     """What the log says of it: the backends, and which of them serves which sizes."""
     made = ", ".join(dispatcher.backends)
-    if wishes.only is not None:
-        why = "forced" if wishes.forced else "all that VLLM_BATCH_INVARIANT allows"
-        return [f"{wishes.only} is {why}; made on all ranks: {made}"]
-    if wishes.by_itself:
+    if required.only is not None:
+        why = "forced" if required.forced else "all that VLLM_BATCH_INVARIANT allows"
+        return [f"{required.only} is {why}; made on all ranks: {made}"]
+    if required.by_itself:
         return [f"takes part by itself: {'; '.join(describe(dispatcher.table))}"]
     return [f"made on all ranks: {made}", *describe(dispatcher.table)]
