@@ -174,7 +174,7 @@ def crossing_table() -> Any:
     from vllm_commext.allreduce import names
     from vllm_commext.allreduce.table.table import Row, Table
 
-    rows = (Row(2 << 20, (names.APART, names.FUSED_PUSH)), Row(1 << 26, (names.FUSED_PUSH,)))
+    rows = (Row(2 << 20, (names.UNFUSED, names.FUSED_PUSH)), Row(1 << 26, (names.FUSED_PUSH,)))
     return Table(2, {}, "of the test", {"bfloat16": rows})
 
 

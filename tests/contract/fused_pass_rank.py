@@ -191,7 +191,7 @@ def serve(way: str) -> Any:
     fused_op.forget_group(group.unique_name)
     if way == OFF:
         return None
-    first = names.APART if way == APART else names.FUSED_PUSH
+    first = names.UNFUSED if way == APART else names.FUSED_PUSH
     table = Table(2, {}, "test", {"float32": (Row(1 << 30, (first,)),)})
     apart = fused_op.after_all_reduce(group.device_communicator.all_reduce)
     norm = fused_op.FusedNorm(apart, [], FusedPolicy(table))

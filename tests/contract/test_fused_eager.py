@@ -52,7 +52,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Twofold]:
     made = Twofold()
     group = SimpleNamespace(unique_name=GROUP)
     monkeypatch.setattr(fused_eager, "get_tp_group", lambda: group)
-    rows = (Row(2 * MOST * HIDDEN * 4, (names.FUSED_PUSH,)), Row(1 << 30, (names.APART,)))
+    rows = (Row(2 * MOST * HIDDEN * 4, (names.FUSED_PUSH,)), Row(1 << 30, (names.UNFUSED,)))
     policy = FusedPolicy(Table(2, {}, "test", {"float32": rows}))
     apart = fused_op.after_all_reduce(lambda x: x + x)
     fused_op.register_group(GROUP, fused_op.FusedNorm(apart, [made], policy))

@@ -132,7 +132,7 @@ def test_vllms_pass_manager_runs_ours(served: Callable[[str], None]) -> None:
     module, without = run_passes()
     assert (count(module, fused), count(module, summed)) == (0, LAYERS)
     factors = envs.compile_factors()
-    served(names.APART)
+    served(names.UNFUSED)
     module, unwanted = run_passes()
     assert (count(module, fused), count(module, summed)) == (0, LAYERS)
     served(names.FUSED_PUSH)

@@ -266,8 +266,8 @@ class TestNeighbours:
         calls = around.calls(
             {"twice": lambda x: 2 * x}, {"fused": lambda x, residual, *_: (3 * x, residual)}
         )
-        assert list(calls) == [neighbours.ALONE, "twice", "fused"]
-        products = [calls[neighbours.ALONE](tensor) for _ in range(2 * neighbours.COPIES)]
+        assert list(calls) == [neighbours.BASELINE, "twice", "fused"]
+        products = [calls[neighbours.BASELINE](tensor) for _ in range(2 * neighbours.COPIES)]
         assert len({product.sum().item() for product in products}) == neighbours.COPIES
         assert torch.equal(calls["twice"](tensor), 2 * products[0])
         assert torch.equal(normed[0], 2 * products[0])
@@ -275,7 +275,7 @@ class TestNeighbours:
         assert len(normed) == 1
 
     def test_what_the_product_takes_is_taken_off(self) -> None:
-        times = {neighbours.ALONE: 5.0, "a": 7.5, "b": 4.9}
+        times = {neighbours.BASELINE: 5.0, "a": 7.5, "b": 4.9}
         assert neighbours.without_product(times) == {"a": 2.5, "b": neighbours.SMALLEST}
 
     def test_a_table_has_who_serves_both_beside_the_fastest_of_the_others(self) -> None:
@@ -286,8 +286,8 @@ class TestNeighbours:
         }
         table = tuning.build_table({"bfloat16": times}, 2, "a test")
         assert table.ranking(1024, "bfloat16") == ("push", "nccl")
-        first = (names.FUSED_PUSH, names.FUSED_FLASHINFER, names.APART)
+        first = (names.FUSED_PUSH, names.FUSED_FLASHINFER, names.UNFUSED)
         assert table.fused_ranking(1024, "bfloat16") == first
-        assert table.fused_ranking(4096, "bfloat16") == (names.APART, names.FUSED_PUSH)
+        assert table.fused_ranking(4096, "bfloat16") == (names.UNFUSED, names.FUSED_PUSH)
         plain = tuning.build_table({"bfloat16": {8192: times[8192]}}, 2, "a test")
         assert plain.fused == {}

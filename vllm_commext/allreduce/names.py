@@ -18,5 +18,5 @@ FLASHINFER = (FLASHINFER_ONE_SHOT, FLASHINFER_TWO_SHOT, FLASHINFER_MNNVL)
 # Who serves all-reduce, residual and norm together.
 FUSED_PUSH = "fused_push"  # our own kernels, in one launch
 FUSED_FLASHINFER = "fused_flashinfer"  # FlashInfer's kernel, which vLLM's own pass puts there
-APART = "apart"  # the all-reduce, and then a kernel for the rest
-FUSED = (FUSED_PUSH, FUSED_FLASHINFER, APART)
+UNFUSED = "apart"  # the all-reduce, and then a kernel for the rest
+FUSED = (FUSED_PUSH, FUSED_FLASHINFER, UNFUSED)

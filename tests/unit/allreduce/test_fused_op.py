@@ -136,8 +136,8 @@ MEASURED = Table(
     *(2, {}, "test"),
     {
         "bfloat16": (
-            Row(2 * ROW_BYTES, (names.APART, names.FUSED_PUSH)),
-            Row(4 * ROW_BYTES, (names.FUSED_PUSH, names.APART)),
+            Row(2 * ROW_BYTES, (names.UNFUSED, names.FUSED_PUSH)),
+            Row(4 * ROW_BYTES, (names.FUSED_PUSH, names.UNFUSED)),
         )
     },
 )
@@ -156,7 +156,7 @@ def test_the_fastest_serves_that_all_ranks_have(problem: str, forced: str | None
     assert backend.prepared == 1  # at the first call, though it may not be the one to serve it
     expected_runs = 0 if problem else len(by_kernel)
     assert backend.runs == norm.calls[names.FUSED_PUSH] == expected_runs
-    assert norm.calls[names.APART] == 5 - expected_runs
+    assert norm.calls[names.UNFUSED] == 5 - expected_runs
 
 
 def test_what_nobody_measured_is_not_led() -> None:

@@ -134,10 +134,10 @@ def test_a_field_that_is_not_known_is_refused_and_a_table_stays_as_it_is() -> No
 
 
 def test_beyond_the_last_range_of_a_fused_norm_its_ranking_goes_on() -> None:
-    rows = (Row(8, (names.APART, names.FUSED_PUSH)), Row(16, (names.FUSED_PUSH,)))
+    rows = (Row(8, (names.UNFUSED, names.FUSED_PUSH)), Row(16, (names.FUSED_PUSH,)))
     table = Table(2, {}, "here", {"float16": rows})
     found = [table.fused_ranking(size, "float16")[0] for size in (8, 9, 16, 1 << 40)]
-    assert found == [names.APART, *[names.FUSED_PUSH] * 3]
+    assert found == [names.UNFUSED, *[names.FUSED_PUSH] * 3]
     assert table.fused_ranking(8, "bfloat16") == ()
     assert tables.decode(tables.encode(table)) == table
 
@@ -158,7 +158,7 @@ class TestOfOurs:
     """What takes part where nobody has asked for it."""
 
     ROWS = (Row(64, ("nccl", "push")), Row(128, ("push", "nccl")), Row(256, ("nccl",)))
-    FUSED = (Row(1 << 16, (names.APART,)), Row(1 << 24, (names.FUSED_PUSH, names.APART)))
+    FUSED = (Row(1 << 16, (names.UNFUSED,)), Row(1 << 24, (names.FUSED_PUSH, names.UNFUSED)))
 
     def test_only_ranges_that_ours_leads_are_left(self) -> None:
         ours = Table(2, {"float16": self.ROWS, "float32": self.ROWS}, "here").of_ours("float16")
@@ -173,7 +173,7 @@ class TestOfOurs:
         assert ours is not None
         edge = 1 << 16
         first = [ours.fused_ranking(size, "float16")[0] for size in (1, edge, edge + 1)]
-        assert first == [names.APART, names.APART, names.FUSED_PUSH]
+        assert first == [names.UNFUSED, names.UNFUSED, names.FUSED_PUSH]
         policy = FusedPolicy(ours, throughout=True)
         assert policy.changes("float16") == [edge]
         assert not policy.is_led("float16", 1, 1 << 24)
@@ -183,7 +183,7 @@ class TestOfOurs:
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_nothing_is_left_where_ours_never_leads(self, dtype: str) -> None:
         rows = {"float32": (Row(64, ("nccl", "push")),)}
-        fused = {"float32": (Row(1 << 30, (names.APART, names.FUSED_PUSH)),)}
+        fused = {"float32": (Row(1 << 30, (names.UNFUSED, names.FUSED_PUSH)),)}
         assert Table(2, rows, "here", fused).of_ours(dtype) is None
 
 
@@ -215,10 +215,10 @@ class TestFusedPolicy:
     """One launch is fastest from 101 to 200 bytes alone."""
 
     ROWS = (
-        Row(100, (names.APART,)),
-        Row(200, (names.FUSED_PUSH, names.APART)),
+        Row(100, (names.UNFUSED,)),
+        Row(200, (names.FUSED_PUSH, names.UNFUSED)),
         Row(300, (names.FUSED_FLASHINFER, names.FUSED_PUSH)),
-        Row(400, (names.APART,)),
+        Row(400, (names.UNFUSED,)),
     )
     TABLE = Table(2, {}, "a test", fused={"float16": ROWS})
 
@@ -240,7 +240,7 @@ class TestFusedPolicy:
         assert FusedPolicy(self.TABLE).is_led("float16", low, high) == led
 
     def test_a_forced_backend_is_followed_and_the_unknown_is_not_fused(self) -> None:
-        assert FusedPolicy(self.TABLE).ranking(150, "float16") == (names.FUSED_PUSH, names.APART)
+        assert FusedPolicy(self.TABLE).ranking(150, "float16") == (names.FUSED_PUSH, names.UNFUSED)
         assert FusedPolicy(self.TABLE).ranking(150, "bfloat16") == ()
         assert FusedPolicy(None).ranking(150, "float16") == ()
         for size in (50, 150):
@@ -251,13 +251,13 @@ class TestFusedPolicy:
         assert not FusedPolicy(self.TABLE).is_forced
 
     def test_the_last_range_goes_on(self) -> None:
-        assert FusedPolicy(self.TABLE).ranking(401, "float16") == (names.APART,)
+        assert FusedPolicy(self.TABLE).ranking(401, "float16") == (names.UNFUSED,)
 
     def test_graphs_are_cut_where_one_launch_begins_or_ends_to_come_first(self) -> None:
         assert FusedPolicy(self.TABLE, throughout=True).changes("float16") == [100, 200]
         assert FusedPolicy(self.TABLE).changes("float16") == []
         narrow = tuple(
-            Row(100 + place, (names.FUSED_PUSH if place == 1 else names.APART,))
+            Row(100 + place, (names.FUSED_PUSH if place == 1 else names.UNFUSED,))
             for place in range(3)
         )
         table = Table(2, {}, "a test", fused={"float16": narrow})
@@ -267,7 +267,7 @@ class TestFusedPolicy:
         assert {name: self.TABLE.leads_fused(name) for name in (*names.FUSED, "nobody")} == {
             names.FUSED_PUSH: 200,
             names.FUSED_FLASHINFER: 300,
-            names.APART: 400,
+            names.UNFUSED: 400,
             "nobody": 0,
         }
 
@@ -286,7 +286,7 @@ class TestBuiltin:
         for size in (16384, MIB, 8 * MIB, 128 * MIB):
             assert table.fused_ranking(size, "bfloat16")[0] == names.FUSED_PUSH
         apart = table.fused_ranking(8 * MIB, "bfloat16")[1:]
-        assert apart == (names.APART, names.FUSED_FLASHINFER)
+        assert apart == (names.UNFUSED, names.FUSED_FLASHINFER)
 
     def test_in_place_our_kernel_comes_first_at_every_size_on_h100s(self) -> None:
         table = builtin.builtin_table("NVIDIA H100 80GB HBM3", 2)
@@ -360,7 +360,7 @@ class TestCache:
     @pytest.mark.parametrize(
         ("changes", "left", "fused"),
         [
-            ({"flashinfer": "0.8.0"}, [(names.NCCL,), (names.VLLM,)], (names.APART,)),
+            ({"flashinfer": "0.8.0"}, [(names.NCCL,), (names.VLLM,)], (names.UNFUSED,)),
             ({"nccl": "2.29.1"}, [(names.FLASHINFER_ONE_SHOT,)] * 2, (names.FUSED_FLASHINFER,)),
         ],
     )

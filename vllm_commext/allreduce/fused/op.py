@@ -116,13 +116,13 @@ class FusedNorm:
         """By the fastest that can serve so many rows."""
         usable = self._prepared(shape, x) if len(x) else ()
         for name in self.policy.ranking(x.numel() * x.itemsize, shape.dtype):
-            if name == names.APART:
+            if name == names.UNFUSED:
                 break
             if name in usable and self._backends[name].takes(shape, len(x)):
                 self.calls[name] += 1
                 operands = (shape, x, residual, weight, eps, scale, next_weight)
                 return self._backends[name].run(*operands)
-        self.calls[names.APART] += 1
+        self.calls[names.UNFUSED] += 1
         return self._apart(shape, x, residual, weight, eps, scale)
 
     def leads(

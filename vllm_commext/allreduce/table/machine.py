@@ -93,5 +93,5 @@ def carried_over(table: Table, then: Machine, now: Machine) -> Table:
         if getattr(then, name) != getattr(now, name)
     )
     origin = f"{table.origin}, with {before}" if before else table.origin
-    rows, fused = kept(table.rows, names.VLLM), kept(table.fused, names.APART)
+    rows, fused = kept(table.rows, names.VLLM), kept(table.fused, names.UNFUSED)
     return Table(table.world_size, rows, origin, fused)

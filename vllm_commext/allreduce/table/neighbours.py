@@ -22,7 +22,7 @@ Norm = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", float], None]
 Fused = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", float], Any]
 """Takes this rank's part of the sum, residual, weight and epsilon; returns new tensors."""
 
-ALONE = "matrix product alone"
+BASELINE = "matrix product alone"
 COPIES = 4  # of the matrix, so that none is in the cache when its turn comes
 EPS = 1e-5
 SMALLEST = 0.1  # microseconds, of a difference of two medians
@@ -72,16 +72,16 @@ class Neighbours:
         return lambda tensor: fused(self.product(tensor), self._residual, self._weight, EPS)
 
     def calls(self, backends: Mapping[str, Call], fused: Mapping[str, Fused]) -> dict[str, Call]:
-        """All of them by name, and the product `ALONE`."""
+        """All of them by name, and the product `BASELINE`."""
         made = {name: self.apart(call) for name, call in backends.items()}
         made |= {name: self.together(call) for name, call in fused.items()}
-        return {ALONE: self.product, **made}
+        return {BASELINE: self.product, **made}
 
 
 def without_product(times: Mapping[str, float]) -> dict[str, float]:
     """What each takes beyond the product."""
-    alone = times.get(ALONE, 0.0)
-    return {name: max(of - alone, SMALLEST) for name, of in times.items() if name != ALONE}
+    alone = times.get(BASELINE, 0.0)
+    return {name: max(of - alone, SMALLEST) for name, of in times.items() if name != BASELINE}
 
 
 def fused_calls(

@@ -117,7 +117,7 @@ def apart_and_fused(
     }
     for size, of in fused.items():
         if plain[size]:
-            of[names.APART] = min(plain[size].values())
+            of[names.UNFUSED] = min(plain[size].values())
     return plain, fused
 
 
