@@ -22,11 +22,19 @@ MODELS = "vllm.model_executor.models"
 
 
 def numbers(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return made.to(torch.get_default_device(), torch.bfloat16)
 
 
 def weights() -> tuple[torch.Tensor, torch.Tensor]:
     return numbers(77, 2 * Q), numbers(78, 2 * KV)
+
+
+def wanted() -> tuple[torch.Tensor, ...]:
+    """Each rank's Q, [tokens, Q] in float64, of the norm of the whole rows."""
+    rows = [numbers(rank, TOKENS, Q + 2 * KV) for rank in range(2)]
+    whole = torch.cat([row[:, :Q] for row in rows], dim=1).double()
+    return torch.nn.functional.rms_norm(whole, (2 * Q,), weights()[0].double(), EPS).chunk(2, 1)
 
 
 def config() -> Any:

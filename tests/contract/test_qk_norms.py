@@ -11,7 +11,7 @@ import pytest
 import torch
 import vllm
 
-from tests.contract.qk_norms_rank import CASES, EPS, KV, TOKENS, Q, numbers, weights
+from tests.contract.qk_norms_rank import CASES, TOKENS, Q, wanted
 from tests.contract.vllm_process import python, ranks
 from tests.kit.forked import SERVER_MODULES
 from tests.kit.ports import free_port
@@ -58,10 +58,7 @@ def test_the_log_and_the_key_of_compiled_graphs_say_which_models_have_it(found: 
 
 
 def test_the_norm_is_that_of_the_whole_row(found: Found) -> None:
-    rows = [numbers(rank, TOKENS, Q + 2 * KV) for rank in range(2)]
-    whole = torch.cat([row[:, :Q] for row in rows], dim=1).double()
-    wanted = torch.nn.functional.rms_norm(whole, (2 * Q,), weights()[0].double(), EPS)
-    for rank, part in enumerate(wanted.chunk(2, dim=1)):
+    for rank, part in enumerate(wanted()):
         for model in OURS - {"Mamba2"}:
             got = torch.tensor(found["1"][rank][model]["outs"][0]).view(TOKENS, Q).double()
             torch.testing.assert_close(got, part, rtol=2**-7, atol=1e-6)

@@ -40,11 +40,18 @@ def python_at_once(
 
 
 def ranks(
-    script: Path, num_ranks: int, *args: str, modules: Sequence[str] = IMPORTS, **environ: str
+    script: Path,
+    num_ranks: int,
+    *args: str,
+    modules: Sequence[str] = IMPORTS,
+    first: str = "",
+    **environ: str,
 ) -> list[Any]:
-    """Run ``script RANK args`` as processes of their own; what each prints as JSON at its end."""
+    """Run ``script RANK args``, behind what is to be ``first`` there, as processes of their own;
+    what each prints as JSON at its end."""
     all_args = [(str(rank), *args) for rank in range(num_ranks)]
-    done = python_at_once(script.read_text(), all_args, modules, **{**ON_CPUS, **environ})
+    code = first + script.read_text()
+    done = python_at_once(code, all_args, modules, **{**ON_CPUS, **environ})
     assert [one.returncode for one in done] == [0] * num_ranks, done
     return [json.loads(one.stdout.splitlines()[-1]) for one in done]
 

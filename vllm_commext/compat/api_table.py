@@ -393,7 +393,7 @@ API_CHECKS: tuple[ApiCheck, ...] = (
     ),
     ApiCheck(
         "minimax_fused_norm",
-        "reduce_rms",
+        "norm of MiniMax-M2",
         "MiniMax-M2's norm looks up its fused op and that op's bound when it is called",
         exists(
             f"{MINIMAX_NORM}.rms_norm_tp:_MINIMAX_FUSED_AR_RMS_QK",
@@ -402,7 +402,7 @@ API_CHECKS: tuple[ApiCheck, ...] = (
     ),
     ApiCheck(
         "minimax_norm_arguments",
-        "reduce_rms",
+        "norm of MiniMax-M2",
         "the fused op is called with the packed row, both weights and a workspace",
         takes(
             f"{MINIMAX_NORM}.rms_norm_tp:_minimax_qk_norm_fusion",
@@ -412,7 +412,7 @@ API_CHECKS: tuple[ApiCheck, ...] = (
     ),
     ApiCheck(
         "minimax_workspace",
-        "reduce_rms",
+        "norm of MiniMax-M2",
         "the norm asks for its workspace with the arguments that ours takes",
         where_installed(
             "cuda",

@@ -19,6 +19,7 @@ from vllm_commext.errors import CommextError, UnsupportedError
 if TYPE_CHECKING:
     import torch
 
+    from vllm_commext.collective import Collective
     from vllm_commext.shm.collectives import RingGroup
 
 logger = logging.getLogger("vllm.commext.cpu_collectives")
@@ -85,7 +86,6 @@ def attach(communicator: Any) -> None:
     """Give a communicator its rings where it is meant to have them, or say in one line why not;
     collective."""
     from vllm_commext.collective import Collective
-    from vllm_commext.shm.collectives import RingGroup
 
     if not is_meant(communicator):
         return
@@ -95,16 +95,28 @@ def attach(communicator: Any) -> None:
             logger.info("commext: cpu_collectives: not for group %s: %s", name, reason)
         return
     try:
-        ranks = Collective.over(communicator.cpu_group)
-        rings = RingGroup.connect(ranks)
-        if evidence.must_test_itself("cpu_collectives"):
-            ranks.agree(lambda: _self_test(communicator, rings))
+        rings = _tried(communicator, Collective.over(communicator.cpu_group))
     except CommextError as error:
-        logger.warning("commext: cpu_collectives: Gloo serves group %s: %s", name, error)
+        if communicator.rank_in_group == 0:
+            logger.warning("commext: cpu_collectives: Gloo serves group %s: %s", name, error)
         return
     communicator.dist_module = RingModule(rings)
     if communicator.rank_in_group == 0:
         logger.info("commext: cpu_collectives: ring buffers serve group %s of %d ranks", name, size)
+
+
+def _tried(communicator: Any, ranks: "Collective") -> "RingGroup":
+    """Rings among all ranks, which have passed their test where this vLLM needs one; collective."""
+    from vllm_commext.shm.collectives import RingGroup
+
+    rings = RingGroup.connect(ranks)
+    if evidence.must_test_itself("cpu_collectives"):
+        try:
+            ranks.agree(lambda: _self_test(communicator, rings))
+        except CommextError:
+            rings.close()
+            raise
+    return rings
 
 
 def _self_test(communicator: Any, rings: "RingGroup") -> None:

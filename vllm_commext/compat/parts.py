@@ -42,7 +42,7 @@ class Part:
     Attributes:
         name: as of its API checks.
         of: the capability of `plugin` that it belongs to.
-        sources: the functions of vLLM's.
+        sources: the functions of vLLM's; none where its own parts say it all.
         self_test: ``module:function``, which raises where the part does not do on this vLLM what it
             should. `IN_USE`: it takes the ranks of a group, and the part runs it when these are
             there. Empty: there is none.
@@ -163,8 +163,9 @@ PARTS: tuple[Part, ...] = (
             "fused_allreduce_gemma_rms_norm",
         ),
     ),
+    Part("reduce_rms", "reduce_rms", ()),
     Part(
-        *("reduce_rms", "reduce_rms"),
+        *("norm of MiniMax-M2", "reduce_rms"),
         (
             f"{MINIMAX_NORM}.lamport_workspace:get_allreduce_workspace",
             *(

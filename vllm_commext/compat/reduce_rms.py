@@ -5,6 +5,7 @@ got our workspace, and the shape of the compiled graph stays as it is. Other mod
 by `reduce_rms_models`, when they are imported.
 """
 
+import functools
 import importlib
 import json
 import logging
@@ -200,21 +201,24 @@ def fused_qk(
     return ops.qk_rms_norm(qkv, q_weight, k_weight, handle, eps)
 
 
+@functools.cache
 def install() -> None:
     """Monkey-patch vLLM in this process; a second call changes nothing.
 
     Raises:
         UnsupportedError: what the op needs is not there.
     """
-    if is_patched(row_of(WORKSPACE)):
-        return
     _check_needs()
     importlib.import_module("vllm_commext.reduce_rms.ops")  # registers the ops
+    hooks.add_factor(IDENTITY, identity)
+    reduce_rms_models.put(MODEL, _install_minimax)
+    reduce_rms_models.install(take_part, tell_once)
+
+
+def _install_minimax() -> None:
     patch_all({WORKSPACE: get_allreduce_workspace})
     if original_of(FUSED_OP) is None:
         _take_the_op()  # else vLLM would ask for no workspace
-    hooks.add_factor(IDENTITY, identity)
-    reduce_rms_models.install(take_part, tell_once)
 
 
 def _check_needs() -> None:

@@ -10,7 +10,7 @@ A layer's `commext_handle` is that of its workspace, and 0 where vLLM's own way 
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.collective import Collective
@@ -30,47 +30,70 @@ logger = logging.getLogger("vllm.commext.reduce_rms")
 QK_NORMS = ("q_norm", "k_norm")
 TakePart = Callable[..., "Workspace | None"]
 Tell = Callable[[str], None]
+Give = tuple[TakePart, Tell]
 Norm = Callable[..., Any]
 TRANSFORMERS, MAMBA2 = "the Transformers backend", "Mamba2"
+_failures: dict[str, str] = {}
+"""By model, what its first layer's trial found; empty where that was all well."""
 
 
-def _handle(model: str, kind: str, take_part: TakePart, tell: Tell) -> int:
-    """The handle of the tensor-parallel group's workspace for a model, which is told of then, or 0;
-    collective."""
+def _serve(
+    model: str, kind: str, layer: Any, norms: tuple[Norm, Norm], widths: Sequence[int], give: Give
+) -> None:
+    """Let a layer use the op where its group has a workspace and the op gives what vLLM's norm
+    does; collective.
+
+    Args:
+        model: its name, for the log.
+        kind: see `reduce_rms.take_part`.
+        layer: whose attribute it sets.
+        norms: vLLM's and ours.
+        widths: of the rows that these take.
+        give: see `install`.
+    """
     from vllm.distributed.parallel_state import get_tp_group
 
+    take_part, tell = give
     group = get_tp_group()
     made = take_part(model, kind, group.rank_in_group, group.world_size, group.cpu_group)
+    layer.commext_handle = made.handle if made is not None else 0
     if made is None:
-        return 0
-    tell(model)
-    return made.handle
-
-
-def _try_out(model: str, layer: Any, stock: Norm, ours: Norm, *widths: int) -> None:
-    """Where vLLM's norm reads otherwise than all that were tested, take ours back from a layer in
-    which both differ on random rows; collective."""
-    if not layer.commext_handle or not evidence.must_test_itself(f"norm of {model}"):
         return
-    import torch
-    from vllm.distributed.parallel_state import get_tp_group
+    if evidence.must_test_itself(f"norm of {model}") and model not in _failures:
+        _failures[model] = _try_out(layer, norms, widths, Collective.over(group.cpu_group))
+        if _failures[model] and group.rank_in_group == 0:
+            logger.warning("commext: reduce_rms leaves %s to vLLM: %s", model, _failures[model])
+    if _failures.get(model):
+        layer.commext_handle = 0
+    else:
+        tell(model)
 
-    group = get_tp_group()
-    weight = next(layer.parameters())
+
+def _try_out(layer: Any, norms: tuple[Norm, Norm], widths: Sequence[int], ranks: Collective) -> str:
+    """What is wrong with ours on random rows and weights; empty where nothing is. Collective."""
+    import torch
+
+    parts = [getattr(layer, name) for name in QK_NORMS if hasattr(layer, name)] or [layer]
+    weights = [part.weight.data for part in parts]
 
     def compare() -> None:
-        rows = [torch.randn(5, width).to(weight) for width in widths]
-        wanted, found = stock(layer, *rows), ours(layer, *rows)
+        rows = [torch.randn(5, width).to(weights[0]) for width in widths]
+        for part, kept in zip(parts, weights, strict=True):
+            part.weight.data = torch.rand_like(kept)
+        try:
+            wanted, found = (norm(layer, *rows) for norm in norms)
+        finally:
+            for part, kept in zip(parts, weights, strict=True):
+                part.weight.data = kept
         pairs = [(wanted, found)] if torch.is_tensor(wanted) else zip(wanted, found, strict=True)
         if not all(torch.allclose(one, other, 1e-2, 1e-2) for one, other in pairs):
             raise UnsupportedError("it differs from vLLM's own on random rows")
 
     try:
-        Collective.over(group.cpu_group).agree(compare)
+        ranks.agree(compare)
     except UnsupportedError as error:
-        layer.commext_handle = 0
-        if group.rank_in_group == 0:
-            logger.warning("commext: reduce_rms leaves %s to vLLM: %s", model, error)
+        return str(error)
+    return ""
 
 
 def _shard(weight: "torch.Tensor", rank: int, size: int) -> "torch.Tensor":
@@ -86,16 +109,17 @@ def _spreads_whole_rows(attention: Any) -> bool:
     return [norm.weight.numel() for norm in norms if norm is not None] == wanted
 
 
-def _install_attention(model: str, symbol: str, take_part: TakePart, tell: Tell) -> None:
+def _install_attention(model: str, symbol: str, give: Give) -> None:
     stock_init = original_of(f"{symbol}.__init__")
     stock_norm = original_of(f"{symbol}._apply_qk_norm")
 
     @functools.wraps(stock_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - vLLM's name
         stock_init(self, *args, **kwargs)
-        is_spread = _spreads_whole_rows(self)
-        self.commext_handle = _handle(model, measured.GATHERED, take_part, tell) if is_spread else 0
-        _try_out(model, self, stock_norm, _apply_qk_norm, self.q_size, self.kv_size)
+        self.commext_handle = 0
+        if _spreads_whole_rows(self):
+            norms, widths = (stock_norm, _apply_qk_norm), (self.q_size, self.kv_size)
+            _serve(model, measured.GATHERED, self, norms, widths, give)
 
     @functools.wraps(stock_norm)
     def _apply_qk_norm(self: Any, q: "torch.Tensor", k: "torch.Tensor") -> Any:
@@ -115,7 +139,7 @@ def _install_attention(model: str, symbol: str, take_part: TakePart, tell: Tell)
     patch_all({f"{symbol}.__init__": __init__, f"{symbol}._apply_qk_norm": _apply_qk_norm})
 
 
-def _install_transformers(take_part: TakePart, tell: Tell) -> None:
+def _install_transformers(give: Give) -> None:
     stock_fuse = original_of(f"{FUSERS}:RMSNormFuser.fuse")
     stock_forward = original_of(f"{FUSERS}:TPAwareNormMixin.forward")
 
@@ -124,9 +148,8 @@ def _install_transformers(take_part: TakePart, tell: Tell) -> None:
         made = stock_fuse(self, module, prefix, vllm_config)
         width = vllm_config.model_config.get_head_size()
         if _is_spread(made, prefix, width):
-            made.commext_handle = _handle(TRANSFORMERS, measured.GATHERED, take_part, tell)
-            local = made.weight.shape[0] // made.tp_size
-            _try_out(TRANSFORMERS, made, stock_forward, forward, local)
+            norms, widths = (stock_forward, forward), (made.weight.shape[0] // made.tp_size,)
+            _serve(TRANSFORMERS, measured.GATHERED, made, norms, widths, give)
         return made
 
     @functools.wraps(stock_forward)
@@ -153,7 +176,7 @@ def _is_spread(norm: Any, prefix: str, head_size: int) -> bool:
     return prefix.rpartition(".")[2] in QK_NORMS and norm.weight.numel() > head_size
 
 
-def _install_mamba2(take_part: TakePart, tell: Tell) -> None:
+def _install_mamba2(give: Give) -> None:
     symbol = f"{MIXER}:Mixer2RMSNormGated"
     stock_init = original_of(f"{symbol}.__init__")
     stock_forward = original_of(f"{symbol}.forward_native")
@@ -161,10 +184,10 @@ def _install_mamba2(take_part: TakePart, tell: Tell) -> None:
     @functools.wraps(stock_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - vLLM's name
         stock_init(self, *args, **kwargs)
-        is_spread = self.tp_size > 1 and self.n_groups == 1 and self.use_rms_norm
-        self.commext_handle = _handle(MAMBA2, measured.GATED, take_part, tell) if is_spread else 0
-        local = self.weight.numel()
-        _try_out(MAMBA2, self, stock_forward, forward_native, local, local)
+        self.commext_handle = 0
+        if self.tp_size > 1 and self.n_groups == 1 and self.use_rms_norm:
+            norms, widths = (stock_forward, forward_native), [self.weight.numel()] * 2
+            _serve(MAMBA2, measured.GATED, self, norms, widths, give)
 
     @functools.wraps(stock_forward)
     def forward_native(self: Any, x: "torch.Tensor", gate: "torch.Tensor") -> Any:
@@ -182,16 +205,16 @@ def _install_mamba2(take_part: TakePart, tell: Tell) -> None:
     patch_all({f"{symbol}.__init__": __init__, f"{symbol}.forward_native": forward_native})
 
 
-def _when_imported(module: str, model: str, action: Callable[[], None]) -> None:
-    """Act where that model's API checks hold; else vLLM's own remains, with a line why."""
-
-    def act() -> None:
-        if reason := evidence.why_not(f"norm of {model}"):
-            logger.warning("commext: reduce_rms leaves %s to vLLM: %s", model, reason)
-        else:
-            action()
-
-    imports.when_imported(module, act)
+def put(model: str, action: Callable[[], None]) -> None:
+    """Act where there is evidence for that model's norm; else vLLM's own remains, with a line why:
+    no warning where the server has told already that no test was run on this vLLM."""
+    part = f"norm of {model}"
+    if reason := evidence.why_not(part):
+        is_told = evidence.evidence_for(part).verdict is not evidence.Verdict.TESTED
+        level = logging.INFO if is_told else logging.WARNING
+        logger.log(level, "commext: reduce_rms leaves %s to vLLM: %s", model, reason)
+    else:
+        action()
 
 
 def install(take_part: TakePart, tell: Tell) -> None:
@@ -201,11 +224,13 @@ def install(take_part: TakePart, tell: Tell) -> None:
         take_part: see `reduce_rms.take_part`.
         tell: logs once that the op serves a model.
     """
-    for model, symbol in SPREAD_NORMS.items():
-        action = functools.partial(_install_attention, model, symbol, take_part, tell)
-        _when_imported(symbol.partition(":")[0], model, action)
-    for module, model, put in (
-        (FUSERS, TRANSFORMERS, _install_transformers),
-        (MIXER, MAMBA2, _install_mamba2),
-    ):
-        _when_imported(module, model, functools.partial(put, take_part, tell))
+    give = (take_part, tell)
+    models: dict[str, tuple[str, Callable[[Give], None]]] = {
+        model: (symbol.partition(":")[0], functools.partial(_install_attention, model, symbol))
+        for model, symbol in SPREAD_NORMS.items()
+    }
+    models[TRANSFORMERS] = (FUSERS, _install_transformers)
+    models[MAMBA2] = (MIXER, _install_mamba2)
+    for model, (module, install_in) in models.items():
+        action = functools.partial(put, model, functools.partial(install_in, give))
+        imports.when_imported(module, action)

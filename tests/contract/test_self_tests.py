@@ -1,0 +1,79 @@
+"""Parts that test themselves among ranks, where vLLM reads otherwise than all that were tested:
+they serve where their test holds, and are left out on all ranks where it fails on one of them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contract.qk_norms_rank import wanted
+from tests.contract.test_qk_norms import OURS
+from tests.contract.vllm_process import ranks
+from tests.kit.forked import SERVER_MODULES
+from tests.kit.ports import free_port
+from tests.kit.untested import ENVIRON, WITHHOLD
+from vllm_commext.allreduce import names
+
+# A process that imports vLLM takes seconds, and much longer on a busy machine.
+pytestmark = pytest.mark.timeout(600)
+HERE = Path(__file__).parent
+BROKEN = """
+import sys
+from {module} import {owner}
+def twice_too_much(original):
+    def method(self, tensor):
+        out = original(self, tensor)
+        if sys.argv[1] == "1":
+            (tensor if out is None else out).mul_(2)
+        return out
+    return method
+{owner}.{name} = twice_too_much({owner}.{name})
+"""
+RINGS = BROKEN.format(module="vllm_commext.shm.collectives", owner="RingGroup", name="all_reduce")
+NCCL = BROKEN.format(
+    module="vllm_commext.allreduce.backends.backend", owner="NcclBackend", name="all_reduce"
+)
+OP = BROKEN.format(
+    module="vllm_commext.reduce_rms.handles", owner="GroupWorkspace", name="sum_over_ranks"
+)
+
+
+def found(script: str, *args: str, first: str = "", **environ: str) -> list[dict[str, Any]]:
+    """What two ranks of such a vLLM print."""
+    return ranks(
+        HERE / script,
+        2,
+        *args,
+        modules=SERVER_MODULES,
+        first=WITHHOLD + first,
+        **{**ENVIRON, **environ},
+    )
+
+
+@pytest.mark.parametrize(("first", "served_by"), [("", "RingModule"), (RINGS, "module")])
+def test_cpu_collectives(first: str, served_by: str) -> None:
+    environ = {"VLLM_COMMEXT_CPU_COLLECTIVES": "1"}
+    for each in found("cpu_collectives_rank.py", str(free_port()), first=first, **environ):
+        assert each["served_by"] == served_by
+        assert all(each["sums"] + each["gathers"])
+
+
+@pytest.mark.parametrize(("first", "attached"), [("", True), (NCCL, False)])
+def test_all_reduce(tmp_path: Path, first: str, attached: bool) -> None:
+    environ = {"VLLM_COMMEXT_ALLREDUCE": "1", "VLLM_COMMEXT_ALLREDUCE_BACKEND": names.NCCL}
+    args = ("2", str(tmp_path / "store"))
+    for each in found("allreduce_ranks.py", *args, first=first, **environ):
+        assert each["attached"] == [attached, False]
+        assert each["sums"][0][0] == [[1.0, 3.0, 5.0], [7.0, 9.0, 11.0]]
+
+
+@pytest.mark.parametrize(("first", "told"), [("", OURS), (OP, set())])
+def test_norms(first: str, told: set[str]) -> None:
+    environ = {"VLLM_COMMEXT_REDUCE_RMS": "1"}
+    both = found("qk_norms_rank.py", str(free_port()), first=first, **environ)
+    for each, part in zip(both, wanted(), strict=True):
+        assert set(each["told"]) == told
+        for model in OURS - {"Mamba2"}:
+            got = torch.tensor(each[model]["outs"][0]).view(part.shape).double()
+            torch.testing.assert_close(got, part, rtol=2**-6, atol=1e-6)

@@ -1,0 +1,16 @@
+"""Takes from a process what it knows of vLLM's source, so that every part has to test itself."""
+
+WITHHOLD = "from tests.kit.untested import withhold_evidence; withhold_evidence()\n"
+ENVIRON = {"VLLM_COMMEXT_UNTESTED": "self"}
+
+
+def withhold_evidence() -> None:
+    """From now on this vLLM is a version that nobody has tested, and reads unlike all others.
+    Before parts are let in."""
+    import vllm
+
+    from tests.kit.altered_vllm import VERSION
+    from vllm_commext.compat import evidence
+
+    vllm.__version__ = VERSION
+    evidence.known_sources = dict
