@@ -30,6 +30,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_commext import plugin
+from vllm_commext.compat import conv_state
 from vllm_commext.compat import kv_connector as compat
 from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.nixl import engine_facts
@@ -233,6 +234,11 @@ def test_states_are_not_copied_to_the_host() -> None:
         )
 
 
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="of vLLM for CPUs")
+def test_channels_come_first_where_vllms_kernels_for_cpus_take_that_order() -> None:
+    assert conv_state._kernels_take_it() == (Version("0.32") <= VLLM)
+
+
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_other_parallelism_is_refused_by_name(name: str) -> None:
     config = vllm_config()
@@ -251,12 +257,12 @@ def staged(**extra: Any) -> VllmConfig:
 def test_pipeline_stages_are_served_where_vllm_names_their_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert compat.tells_stages_apart() == (Version("0.32") <= VLLM)
+    assert compat.tells_stages_apart()
     monkeypatch.setattr(engine_facts, "tells_stages_apart", lambda: True)
     engine_facts.check_supported(staged(), cache_config(FULL), settings())
     monkeypatch.setattr(engine_facts, "tells_stages_apart", lambda: False)
     engine_facts.check_supported(vllm_config(), cache_config(FULL), settings())
-    with pytest.raises(UnsupportedError, match=r"-size 2: vLLM .* alone, expected vLLM >= 0\.32"):
+    with pytest.raises(UnsupportedError, match=r"-size 2: vLLM .* alone: start without it"):
         engine_facts.check_supported(staged(), cache_config(FULL), settings())
 
 

@@ -149,7 +149,8 @@ def _part(part: parts.Part) -> Check:
         return Check("parts", part.name, f"off: {error}", Level.WARNING)
     if remark and part.self_test == parts.IN_USE and remark.startswith("self"):
         remark = f"tests itself where it is used: {remark.partition(': ')[2]}"
-    return Check("parts", part.name, remark or "tested", Level.OK)
+    remark = remark or f"tested: {evidence.evidence_for(part.name).reason}"
+    return Check("parts", part.name, remark, Level.OK)
 
 
 def probe_vllm() -> Iterable[Check]:

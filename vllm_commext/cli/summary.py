@@ -1,6 +1,7 @@
 """The short form of the doctor's report: the verdict, what is amiss, a line a group, and what could
 be switched on.  Pure."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
@@ -85,6 +86,12 @@ def _toggles(checks: Sequence[Check]) -> str:
     return f"set: {', '.join(chosen)}" if chosen else "all at their defaults"
 
 
+def _parts(checks: Sequence[Check]) -> str:
+    """How many parts have which verdict, which stands before each one's reason."""
+    verdicts = Counter(check.value.partition(":")[0] for check in checks)
+    return ", ".join(f"{number} {verdict}" for verdict, number in verdicts.items())
+
+
 def _capabilities(checks: Sequence[Check]) -> str:
     active = [check.name for check in checks if check.value.startswith("active")]
     others = [check.name for check in checks if check.name not in active]
@@ -104,6 +111,7 @@ HEADLINES: dict[str, Callable[[Sequence[Check]], str]] = {
     "package": _values(**{"vllm_commext": "", "native queue": "native queue: "}),
     "toggles": _toggles,
     "vllm": _values(vllm=""),
+    "parts": _parts,
     "capabilities": _capabilities,
     "nixl": _values(**{"nixl": "", "backend UCX": "UCX "}),
     "gpu": _gpus,

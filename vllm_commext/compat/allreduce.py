@@ -113,17 +113,17 @@ def _serve_fused_op(
 
 def _may(part: str, steps: "Collective", device: "torch.device") -> bool:
     """Whether a part is put in place, on all ranks; else vLLM's own remains, with a line why."""
+    problem, level = "", logging.WARNING
     try:
         evidence.admit(part)
         module = importlib.import_module(MODULES[part])
         if evidence.must_test_itself(part):
             module.self_test(device)
-        problem = ""
     except Exception as error:  # noqa: BLE001 - vLLM's own is there
-        problem = f"{type(error).__name__}: {error}"
+        problem, level = f"{type(error).__name__}: {error}", evidence.level_of(error)
     problems = [found for found in steps.allgather(problem) if found]
     if problems and steps.rank == 0:
-        logger.warning("commext: allreduce: %s is left to vLLM: %s", part, problems[0])
+        logger.log(level, "commext: allreduce: %s is left to vLLM: %s", part, problems[0])
     return not problems
 
 

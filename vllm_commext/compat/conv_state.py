@@ -6,17 +6,15 @@ first where it is in use and the user has not said otherwise; a server without i
 """
 
 import importlib
+import inspect
 import os
 from typing import Any
 
 from vllm_commext.compat import evidence
-from vllm_commext.compat.versions import is_at_least
 
 ENVIRONMENT_NAME = "VLLM_SSM_CONV_STATE_LAYOUT"
 DIM_FIRST = "DS"
 PART = "nixl states"
-# Before, vLLM's kernels for CPUs with bfloat16 instructions took the other order only.
-_CPU_KERNELS_TAKE_BOTH_SINCE = "0.32"
 
 _chosen_by_user: list[str | None] = []
 
@@ -43,11 +41,14 @@ def is_dim_first() -> bool:
 
 
 def _kernels_take_it() -> bool:
-    import vllm
+    """Not those for CPUs with bfloat16 instructions of a vLLM whose platform sets the other order
+    whatever was chosen."""
     from vllm.platforms import current_platform
 
-    takes_both = is_at_least(vllm.__version__, _CPU_KERNELS_TAKE_BOTH_SINCE)
-    return takes_both or not current_platform.is_cpu()
+    if not current_platform.is_cpu():
+        return True
+    choosing = inspect.getsource(type(current_platform).check_and_update_config)
+    return f'os.environ["{ENVIRONMENT_NAME}"] = ' not in choosing
 
 
 def _mamba_utils() -> Any:

@@ -142,6 +142,13 @@ def admit(name: str) -> str:
     return f"self-tested: {found.reason}"
 
 
+def level_of(error: Exception) -> int:
+    """How loud a process tells that it leaves a part out: where no test was run on this vLLM, the
+    server's first process has warned already, but not of a part's own test that fails."""
+    is_told = isinstance(error, UntestedError) and error.__cause__ is None
+    return logging.INFO if is_told else logging.WARNING
+
+
 def _run(part: Part, differs: str) -> None:
     if not part.self_test:
         raise UntestedError(f"{differs}, and it has no test of its own")
@@ -169,12 +176,14 @@ def summary(capabilities: Collection[str]) -> tuple[str, int]:
         if each.verdict is Verdict.DIFFERS and name not in broken
     }
     same = [name for name in found if name not in broken and name not in differs]
-    is_tried = read_settings()["untested"] == "self"
+    is_self = read_settings()["untested"] == "self"
+    tried = {name: why for name, why in differs.items() if is_self and BY_NAME[name].self_test}
+    left = {name: why for name, why in differs.items() if name not in tried}
     lines = [
         f"commext: no test was run on vLLM {hooks.vllm_version()}",
         *_listed("same source as in one that was tested", dict.fromkeys(same, "")),
-        *_listed("self-tested, as functions differ" if is_tried else "off, as", differs),
-        *_listed("off", broken),
+        *_listed("self-tested where they are used, as functions differ", tried),
+        *_listed("off", {**left, **broken}),
     ]
     return "; ".join(lines), logging.WARNING if differs or broken else logging.INFO
 

@@ -11,15 +11,11 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.compat import hooks
-from vllm_commext.compat.versions import parse_minor
-
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import MambaSpec
     from vllm.v1.request import Request
 
-_STAGED_SINCE = (0, 32)
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 _MAX_UNSPLIT_TOKENS = 64
@@ -124,12 +120,9 @@ def end_after_one_token(request: Request) -> None:
 
 
 def tells_stages_apart() -> bool:
-    """Whether vLLM hands over the workers of every pipeline stage, and servers have run so: older
-    ones than 0.32 have the method too, but nothing was ever read between stages of theirs."""
+    """Whether vLLM hands over the workers of every pipeline stage."""
     base = importlib.import_module(_BASE).KVConnectorBase_V1
-    minor = parse_minor(hooks.vllm_version())
-    is_tested = minor is not None and minor >= _STAGED_SINCE
-    return is_tested and hasattr(base, "set_xfer_handshake_metadata_pp_aware")
+    return hasattr(base, "set_xfer_handshake_metadata_pp_aware")
 
 
 def context_parallel_sizes(vllm_config: VllmConfig) -> dict[str, int]:

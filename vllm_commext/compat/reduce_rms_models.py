@@ -206,13 +206,12 @@ def _install_mamba2(give: Give) -> None:
 
 
 def put(model: str, action: Callable[[], None]) -> None:
-    """Act where there is evidence for that model's norm; else vLLM's own remains, with a line why:
-    no warning where the server has told already that no test was run on this vLLM."""
-    part = f"norm of {model}"
-    if reason := evidence.why_not(part):
-        is_told = evidence.evidence_for(part).verdict is not evidence.Verdict.TESTED
-        level = logging.INFO if is_told else logging.WARNING
-        logger.log(level, "commext: reduce_rms leaves %s to vLLM: %s", model, reason)
+    """Act where there is evidence for that model's norm; else vLLM's own remains, with a line."""
+    try:
+        evidence.admit(f"norm of {model}")
+    except UnsupportedError as error:
+        level = evidence.level_of(error)
+        logger.log(level, "commext: reduce_rms leaves %s to vLLM: %s", model, error)
     else:
         action()
 

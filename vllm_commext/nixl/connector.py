@@ -161,7 +161,8 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
             engine_wait.install()
             resets.install()
         except UnsupportedError as error:
-            logger.warning("the engine goes on stepping while it waits for transfers: %s", error)
+            level = evidence.level_of(error)
+            logger.log(level, "the engine goes on stepping while it waits for transfers: %s", error)
             return
         self.pauses = pauses = resets.Pauses(side)
         first_tokens = FirstTokens(side)

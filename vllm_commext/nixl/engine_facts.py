@@ -98,8 +98,8 @@ def _check_stages(vllm_config: VllmConfig, config: ConnectorConfig) -> None:
         return
     if not tells_stages_apart():
         raise UnsupportedError(
-            f"{what}: vLLM {vllm.__version__} hands over the first stage's workers alone, expected "
-            "vLLM >= 0.32: start without it"
+            f"{what}: vLLM {vllm.__version__} hands over the first stage's workers alone: "
+            "start without it"
         )
     backend = parallel.distributed_executor_backend
     if backend != "mp":
