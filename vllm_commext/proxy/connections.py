@@ -2,13 +2,16 @@
 
 One on which the proxy waits for its client (for a request's head, or the rest of its body) has to
 go where there are too many; the one that has waited longest goes first. So strangers that only
-hold connections keep nobody out.
+hold connections keep nobody out. What has begun and is not whole is looked at for a part of the
+time alone, so that it holds up nobody whose request is.
 """
 
 import asyncio
 import ipaddress
 import logging
+import re
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,12 +34,18 @@ _HTTP: dict[str, Any] = {
     "max_field_size": 64 << 10,
     "max_headers": 256,
 }
-MAX_HEAD_BYTES = 256 << 10
+MAX_HEAD_BYTES = 512 << 10
+"""Of a connection: a head, and the one read of its body that may come before it is handled."""
 MAX_HEADS_BYTES = 16 << 20
 """Of all heads that are not whole, or wait for the answer before them: beyond that, one may have
 `_SMALL_HEAD_BYTES`."""
 _SMALL_HEAD_BYTES = 8 << 10
 _FIRST_REQUEST_SECONDS = 10.0
+_BEGINNING_BYTES = 16 << 10
+"""Of a request that is not whole: beyond that it is under way, and costs what bytes cost."""
+_STEP_SECONDS, _PAUSE_SECONDS = 0.002, 0.006
+"""For looking at requests that are not whole, and before the next such step."""
+_BODY = re.compile(rb"\r\n(?:content-length:[ \t]*(\d{1,12})|transfer-encoding:)", re.IGNORECASE)
 _REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
 # Where there is one, a client that takes nothing for so long has gone, says the kernel.
 _USER_TIMEOUT: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)
@@ -62,6 +71,10 @@ class Connections:
         self._peers: dict[str, _Peer] = {}
         self._waiting: dict[Connection, None] = {}
         self._num_head_bytes = 0
+        # Those with the beginning of a request, and when the next step may look at some of them.
+        self._begun: dict[Connection, None] = {}
+        self._step: asyncio.TimerHandle | None = None
+        self._next_step = 0.0
         self.num_open = 0
 
     def bound_waits(self, port: asyncio.Server) -> None:
@@ -99,6 +112,7 @@ class Connections:
 
     def leave(self, one: "Connection") -> None:
         self.serve(one)
+        self._begun.pop(one, None)
         self.num_open -= 1
         self._num_head_bytes -= one.num_head_bytes
         self._peers[one.peer].num_open -= 1
@@ -113,6 +127,26 @@ class Connections:
         """The client of *one* waits for the proxy."""
         self._waiting.pop(one, None)
         self._peers[one.peer].waiting.pop(one, None)
+
+    def look_later(self, one: "Connection") -> None:
+        """*one* has the beginning of a request, or more of it."""
+        self._begun[one] = None
+        self._plan_step()
+
+    def _plan_step(self) -> None:
+        if self._begun and self._step is None:
+            loop = asyncio.get_running_loop()
+            self._step = loop.call_at(self._next_step, self._look)
+
+    def _look(self) -> None:
+        self._step = None
+        end = time.perf_counter() + _STEP_SECONDS
+        while self._begun and time.perf_counter() < end:
+            one = next(iter(self._begun))
+            del self._begun[one]
+            one.take_up()
+        self._next_step = asyncio.get_running_loop().time() + _STEP_SECONDS + _PAUSE_SECONDS
+        self._plan_step()
 
     def take_head(self, one: "Connection", num_bytes: int) -> bool:
         """So many bytes more have come of heads; False if *one* has sent too many."""
@@ -135,6 +169,7 @@ class Connection(web.RequestHandler):
         super().__init__(manager, loop=loop, **_HTTP)
         self._all = of_all
         self._reads_body = False
+        self._beginning = b""
         self._first: asyncio.TimerHandle | None = None
         self.peer = ""
         self.is_open = False
@@ -160,12 +195,32 @@ class Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         if not self.is_open:
             return
-        if not self._reads_body and not self._all.take_head(self, len(data)):
+        if not data:  # aiohttp says so to go on with what it has
+            super().data_received(data)
+            return
+        num_before = len(self._beginning)
+        self._beginning += data
+        if not self._reads_body and not self._count_head(num_before):
             message = f"{self.peer} is cut off after {self.num_head_bytes} bytes of a head"
             complaints.warning("head", message)
             self.cut()
             return
-        super().data_received(data)
+        is_large = self._reads_body or len(self._beginning) > _BEGINNING_BYTES
+        if is_large or _is_whole(self._beginning):
+            self.take_up()
+        else:
+            self._all.look_later(self)
+
+    def _count_head(self, num_before: int) -> bool:
+        """False if what has come of heads, after so many bytes, is too much."""
+        num_bytes = _end_of_heads(self._beginning) - num_before
+        return self._all.take_head(self, max(num_bytes, 0))
+
+    def take_up(self) -> None:
+        """Have what has come of a request parsed, and the request handled if its head is whole."""
+        data, self._beginning = self._beginning, b""
+        if data:
+            super().data_received(data)
 
     def begin(self, request: web.BaseRequest) -> None:
         """The head of *request* is whole."""
@@ -241,6 +296,25 @@ def cut(request: web.BaseRequest) -> None:
     """Close the connection of *request* now."""
     if request.transport is not None:
         request.transport.abort()
+
+
+def _end_of_heads(data: bytes) -> int:
+    """How much of *data* may belong to heads: up to the end of the last one, or all of it."""
+    end = data.rfind(b"\r\n\r\n")
+    return len(data) if end < 0 else end + 4
+
+
+def _is_whole(data: bytes) -> bool:
+    """Whether a request ends in *data*, as far as one can tell without parsing it."""
+    end = data.find(b"\r\n\r\n")
+    if end < 0:
+        return False
+    found = _BODY.search(data, 0, end + 2)
+    if found is None:
+        return True
+    if found[1] is None:
+        return data.endswith(b"0\r\n\r\n")
+    return len(data) - end - 4 >= int(found[1])
 
 
 @lru_cache(maxsize=4096)

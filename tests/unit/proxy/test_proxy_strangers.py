@@ -4,8 +4,10 @@ import asyncio
 import gzip
 import json
 import logging
+import secrets
 import socket
 from contextlib import AsyncExitStack, suppress
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from tests.kit.request_bodies import run
 from vllm_commext.limited_log import RateLimitedLog
 from vllm_commext.proxy import body as body_module
+from vllm_commext.proxy import connections
 from vllm_commext.proxy.body import members_of
 
 BODY = {"prompt": "hello", "max_tokens": 3}
@@ -32,9 +35,11 @@ class Stranger:
         stranger._writer.write(data)
         return stranger
 
-    async def answer(self) -> tuple[int, bytes]:
-        """The status and the body of what it is told, until the proxy closes."""
-        head, _, content = (await self.rest()).partition(b"\r\n\r\n")
+    async def answer(self, *, keeps: bool = False) -> tuple[int, bytes]:
+        """The status and the body of what it is told, until the proxy closes; without the body
+        where it *keeps* the connection."""
+        told = self._reader.readuntil(b"\r\n\r\n") if keeps else self.rest()
+        head, _, content = (await asyncio.wait_for(told, 30)).partition(b"\r\n\r\n")
         return int(head.split()[1]), content
 
     async def rest(self) -> bytes:
@@ -124,6 +129,59 @@ async def test_large_bodies_leave_room_for_small_ones(kit: Any) -> None:
         large.append(await Stranger.of(cluster, part))
         assert (await large[2].answer())[0] == 503
         await served(cluster)
+
+
+@pytest.mark.parametrize("size", [100, 20_000, 300_000])
+@pytest.mark.parametrize("cuts", [(1, 30), (-101, -100), (-60, -1), (20, -50), (-100, -99)])
+async def test_a_request_may_come_in_pieces(kit: Any, size: int, cuts: tuple[int, int]) -> None:
+    """Whatever is looked at later, its bytes keep their order; two requests on one connection."""
+    async with kit.cluster() as cluster:
+        content = json.dumps({"prompt": secrets.token_hex(size // 2)}).encode()
+        data = head(len(content)) + content
+        places = [0, *(cut if cut > 0 else len(data) + cut for cut in cuts), len(data)]
+        client = await Stranger.of(cluster)
+        for number in range(2):
+            for begin, end in pairwise(places):
+                client.send(data[begin:end])
+                await asyncio.sleep(0.005)
+            await kit.until(lambda n=number: len(cluster.decode[0].calls) > n, "the request")
+        prompts = [json.loads(call.raw)["prompt"] for call in cluster.decode[0].calls]
+        assert prompts == [json.loads(content)["prompt"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", True),
+        (b"GET / HTTP/1.1\r\n\r", False),
+        (head(3) + b"12", False),
+        (head(3) + b"123", True),
+        (head(3).lower() + b"12", False),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc", False),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", True),
+        (b"", False),
+    ],
+)
+def test_whether_a_request_is_whole(raw: bytes, expected: bool) -> None:
+    assert connections._is_whole(raw) is expected
+
+
+async def test_requests_that_are_not_whole_are_looked_at_for_a_part_of_the_time(
+    kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole one is answered before those that came earlier and are not."""
+    monkeypatch.setattr(connections, "_PAUSE_SECONDS", 60.0)
+    async with kit.cluster() as cluster:
+        first = await Stranger.of(cluster, head(10))  # it is looked at, and no other for a minute
+        await asyncio.sleep(0.1)
+        later = [await Stranger.of(cluster, head(10)) for _ in range(20)]
+        await served(cluster)
+        assert cluster.proxy._num_begun == 1
+        for one in later:
+            one.send(b'"a string"')
+            assert (await one.answer(keeps=True))[0] == 400
+        first.send(b'"a string"')
+        assert (await first.answer(keeps=True))[0] == 400
 
 
 @pytest.mark.parametrize("sent", [0, 1, 40_000])
