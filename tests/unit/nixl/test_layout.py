@@ -209,6 +209,10 @@ def test_the_most_that_may_be_is_accepted(change: Change) -> None:
     check_layout(change(layout_of()))
 
 
+def test_a_cache_of_one_block_is_accepted() -> None:
+    check_layout(describe(Cache(MODEL, Engine(2, 1, (8, 8, 3), (2, 1, 1))), 1))
+
+
 def test_the_altered_families_are_those_that_the_table_means() -> None:
     kinds = [type(family.geometry) for family in layout_of().families]
     assert kinds == [AttentionGeometry, AttentionGeometry, StateGeometry]

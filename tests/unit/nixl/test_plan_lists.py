@@ -144,6 +144,7 @@ def test_what_fits_is_accepted() -> None:
     pairs([[5, 6], [7]], local=[2, 3], first=1)
     pairs([[4, 5, 6, 7], [7]], num_remote_tokens=13)
     pairs([[], [7]], local=[], first=3)
+    pairs([[4, 5, 6, 8], [7]], local=[], first=3)  # of which nothing is read
     pairs([[NUM_REMOTE - 1, 0, 5], [7]], local=[NUM_LOCAL - 1, 0, 5])
 
 
