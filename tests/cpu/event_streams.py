@@ -111,7 +111,7 @@ def _take_apart(choice: dict[str, Any], said: dict[str, Any]) -> None:
     holder = choice.get("delta", choice)
     for name in _TEXTS:
         # A parser leaves out an empty text that comes by itself.
-        said[name] = [*(said[name] or [""])][0] + (holder.pop(name, None) or "")
+        said[name] = "".join(said[name]) + (holder.pop(name, None) or "")
     for name in _LISTS:
         for place in (holder, choice):
             said[name] = said[name] + (place.pop(name, None) or [])
