@@ -48,16 +48,7 @@ AGENT = [
 SELDOM = ("add_peer", "connect", "remove_peer", "release_list", "prepare")
 """Called only for each connection."""
 FENCE_CALLS = ["take_cell", "nonce_in", "end"]
-RECORDER = [
-    "handshake",
-    "transfer",
-    "queued",
-    "retry",
-    "note_failure",
-    "note_expired",
-    "leases",
-    "gauges",
-]
+RECORDER = ["count", "observe", "note_failure", "note_expired", "gauges"]
 INQUIRY = ["poll", "is_connected"]
 
 
