@@ -55,7 +55,7 @@ def test_the_api_checks_cover_every_method_that_the_connector_overrides() -> Non
 
     from vllm_commext.nixl.connector import CommextNixlConnector
 
-    later = {"get_transfer_results", "get_loaded_kv_cache_group_ids"}
+    later = {"get_transfer_results", "get_loaded_kv_cache_group_ids", "supports_sleep_mode"}
     probed = {*ABSTRACT_METHODS, *HOOKS, *later, "request_finished_all_groups"}
     inherited = {*vars(base.KVConnectorBase_V1), *vars(base.SupportsHMA), *later}
     ours = {name for name in vars(CommextNixlConnector) if not name.startswith("_")}
