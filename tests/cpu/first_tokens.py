@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.kit import parity
+from tests.kit.metrics import Metrics
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 FIRST_TOKENS = "vllm:commext_nixl_first_tokens_total"
@@ -28,6 +29,13 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
 _END_TO_END = ("text", "content", "token_ids", "text_offset")
 # The fingerprint is that of a server's configuration.
 _NAMES = ("id", "created", "system_fingerprint")
+
+
+def check_source(added: Metrics, way: str, count: int = 1) -> None:
+    """So many first tokens came in a way; one that comes later than its prompt, as on a busy
+    machine, is the decode server's own."""
+    late = added.total(FIRST_TOKENS, way="not_offered") if way == "prefill" else 0
+    assert added.total(FIRST_TOKENS, way=way) + late == added.total(FIRST_TOKENS) == count
 
 
 def told(url: str, path: str, body: Mapping[str, Any], *, stream: bool) -> Any:

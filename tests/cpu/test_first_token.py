@@ -28,6 +28,7 @@ from tests.cpu.event_streams import (
     tokens_and_first,
     told,
 )
+from tests.cpu.first_tokens import FIRST_TOKENS, check_source
 from tests.cpu.test_speculation import NGRAM, speculation
 from tests.kit import cluster, late_connector, parity
 from tests.kit.composed import OWN, Cluster, Pair, prompts
@@ -36,7 +37,6 @@ from tests.kit.servers import ProxyServer, Server, VllmServer
 from tests.kit.tiny_lora import write_lora
 
 CHUNK_TOKENS = 128
-FIRST_TOKENS = "vllm:commext_nixl_first_tokens_total"
 HANDOVERS = "vllm:commext_nixl_handovers_total"
 FAILURES = "vllm:commext_nixl_failures_total"
 ATOL = 1e-4  # nats, at float32
@@ -127,8 +127,7 @@ def check(servers: Servers, path: str, body: Mapping[str, Any], way: str = "pref
     assert look(found) == look(told(servers.plain, path, body, request_id))
     wait_for_added(servers.decode.url, before, FIRST_TOKENS, at_least=1)
     added = scrape(servers.decode.url).minus(before)
-    late = added.total(FIRST_TOKENS, way="not_offered") if way == "prefill" else 0
-    assert added.total(FIRST_TOKENS, way=way) + late == added.total(FIRST_TOKENS) == 1
+    check_source(added, way)
 
 
 def test_each_answer_begins_with_its_own_word_in_one_servers_field(servers: Servers) -> None:
@@ -321,5 +320,4 @@ def check_pair(composed: Cluster, pair: Pair, way: str) -> None:
         count = len(pair.names) * len(prompts())
         wait_for_added(pair.decode.url, before, FIRST_TOKENS, at_least=count)
         added = scrape(pair.decode.url).minus(before)
-        late = added.total(FIRST_TOKENS, way="not_offered") if way == "prefill" else 0
-        assert added.total(FIRST_TOKENS, way=way) + late == added.total(FIRST_TOKENS) == count
+        check_source(added, way, count)
