@@ -118,7 +118,7 @@ class HealthMonitor:
                 engine.offers.learn(page)
                 engine.streams.learn_page(page)
                 engine.key_ranks = key_ranks_of(page)
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             logger.info("%s (%s) does not say what it offers: %s", engine.name, engine.url, error)
             return
         if self._config.reuse_blocks and engine.role == DECODE and not engine.offers.places:

@@ -89,8 +89,8 @@ class Sources:
                 async with asyncio.timeout(bound):
                     places = await resolve(self._names)
             self._registry.name(source, places)
-        except (TimeoutError, ConfigError, OSError) as error:
-            complaint = f"{error!r}" if isinstance(error, asyncio.TimeoutError) else str(error)
+        except (ConfigError, OSError) as error:
+            complaint = f"{error!r}" if isinstance(error, TimeoutError) else str(error)
             if self._complaints.get(source) != complaint:
                 logger.warning("engines from %s stay as they were: %s", source, complaint)
             self._complaints[source] = complaint
