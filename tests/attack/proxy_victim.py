@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.attack.judge import soft_limit
 from tests.kit.ports import LOOPBACK, free_port
 from tests.kit.servers import ProxyServer, Server
-from tests.unit.proxy.conftest import Behaviour, Call, EngineServer, decode_ok, hanging, prefill_ok
+from tests.unit.proxy.conftest import Behaviour, EngineServer, decode_ok, hanging, prefill_ok
 
 BOUND_SECONDS = 30.0
 HONEST = json.dumps({"model": "m", "prompt": "hello", "max_tokens": 3}).encode()
@@ -82,18 +82,11 @@ def _engine(folder: Path, behaviour: str) -> Server:
     return Server(behaviour, command, folder, port=port)
 
 
-class _SilentModels(EngineServer):
-    """It answers all but the list of models."""
-
-    async def _answer(self, call: Call) -> bool:
-        if call.path == "/v1/models":
-            await hanging(call)
-        return await super()._answer(call)
-
-
 async def _serve(behaviour: str, port: int) -> None:
-    kind = _SilentModels if behaviour == SILENT_MODELS else EngineServer
-    async with kind(_BEHAVIOURS.get(behaviour, decode_ok), port=port).running():
+    engine = EngineServer(_BEHAVIOURS.get(behaviour, decode_ok), port=port)
+    if behaviour == SILENT_MODELS:
+        engine.models = hanging
+    async with engine.running():
         await asyncio.Event().wait()
 
 

@@ -35,6 +35,8 @@ logger = logging.getLogger("vllm.commext.proxy")
 T = TypeVar("T")
 PICK_INTERVAL_SECONDS = 0.05
 _CORS = ("access-control-", "vary")
+_MAX_FETCHES = 8
+"""Questions about engines themselves that are asked at a time; others wait for their turn."""
 MAX_JOINED_BYTES = 256 << 10
 _WINDOW_BYTES = 128 << 10
 
@@ -134,6 +136,7 @@ class Upstream:
             metrics.releases.labels(outcome).inc(num_keys)
 
         self.releases = Releases(self._post_release, note)
+        self._fetches = asyncio.Semaphore(_MAX_FETCHES)
 
     async def prefill(
         self,
@@ -195,10 +198,24 @@ class Upstream:
     ) -> tuple[int, Mapping[str, str], bytes]:
         """What a decode engine answers, or a prefill engine if none is healthy: status, those
         headers that clients look at, and body."""
+        seconds = self._config.health_timeout_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._fetches.acquire()
+        except TimeoutError:
+            message = f"{_MAX_FETCHES} such requests wait for their engines; retry later"
+            raise ProxyError(503, "overloaded", message) from None
+        try:
+            return await self._fetch(method, path, headers, seconds)
+        finally:
+            self._fetches.release()
+
+    async def _fetch(
+        self, method: str, path: str, headers: Mapping[str, str], seconds: float
+    ) -> tuple[int, Mapping[str, str], bytes]:
         engine = self._decode_pool.pick() or self._prefill_pool.pick()
         if engine is None:
             raise no_engine(self._decode_pool)
-        seconds = self._config.health_timeout_seconds
         timeout = aiohttp.ClientTimeout(total=seconds)
         with failures_of(engine, seconds):
             async with self._session.request(

@@ -140,9 +140,10 @@ async def _left(reader: asyncio.StreamReader) -> None:
 class EngineServer:
     """One engine. `behave` answers what is posted; drains: it refuses that, as the engines' gate
     does; num_left: connections the proxy closed; streams, keys: its metrics say that it streams,
-    and that it knows prefills by keys."""
+    and that it knows prefills by keys. `models` answers for the list of models."""
 
     behave: Behaviour
+    models: Behaviour = answering(200, b'{"object": "list", "data": []}')
     health_status: int = 200
     drains: bool = False
     calls: list[Call] = field(default_factory=list)
@@ -225,7 +226,7 @@ class EngineServer:
             self.num_scrapes += 1
             await call.answer(self.metrics_status, self.page.encode())
         elif call.path == "/v1/models":
-            await call.answer(200, b'{"object": "list", "data": []}')
+            await self.models(call)
         else:
             self.calls.append(call)
             await self._until_left(call)

@@ -363,3 +363,30 @@ async def test_the_list_of_models_is_under_the_limits(kit: Any) -> None:
         assert (await asking).status == 200
         async with cluster.session.get(cluster.url + "/v1/models") as response:
             assert response.status == 200
+
+
+async def test_of_lists_of_models_few_are_asked_for_at_a_time(kit: Any) -> None:
+    """Each costs a connection to an engine, which others' requests need too."""
+    async with kit.cluster(health_timeout_seconds=1.0) as cluster:
+        release, asked = asyncio.Event(), 0
+
+        async def models(call: Any) -> None:
+            nonlocal asked
+            asked += 1
+            await release.wait()
+            asked -= 1
+            await call.answer(200, b"{}")
+
+        async def ask() -> int:
+            async with cluster.session.get(cluster.url + "/v1/models") as response:
+                return response.status
+
+        cluster.decode[0].models = models
+        asking = [asyncio.ensure_future(ask()) for _ in range(40)]
+        await kit.until(lambda: asked == 8, "questions")
+        await served(cluster)
+        assert asked == 8
+        assert set(await asyncio.gather(*asking)) == {503, 504}
+        release.set()
+        await kit.until(lambda: asked == 0, "an idle engine")
+        assert await asyncio.gather(*(ask() for _ in range(40))) == [200] * 40

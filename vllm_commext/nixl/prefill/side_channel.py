@@ -203,8 +203,13 @@ class SideChannelServer:
         is_late = time.monotonic() >= until
         if (found := self._streams_found(asked)) or is_late:
             self._forget_question(connection, question)
-            frame = wire.encode(self._found_streams(found))
-            self._listener.send(connection, self._verifier.prove(frame, nonce, time.time()))
+            self._send_found(connection, found, nonce)
+
+    def _send_found(
+        self, connection: Connection, found: dict[str, wire.FoundStream], nonce: bytes
+    ) -> None:
+        frame = wire.encode(self._found_streams(found))
+        self._listener.send(connection, self._verifier.prove(frame, nonce, time.time()))
 
     def _forget(self, connection: Connection) -> None:
         """A connection has closed."""
@@ -292,7 +297,8 @@ class SideChannelServer:
         if (before := self._held.get(connection)) is not None:
             self._forget_question(connection, before)
         if not self._has_room(connection, len(keys)):
-            question = question._replace(until=0.0)
+            self._send_found(connection, self._streams_found(asked), nonce)
+            return
         self._keep_question(connection, question)
         # Only now, so that nothing is missed that becomes known meanwhile.
         self._answer_question(connection)
