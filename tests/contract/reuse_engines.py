@@ -87,7 +87,7 @@ def start(folder: Path, role: str, **settings: Any) -> Engine:
     core = Core(folder, role, side_channel_port=port, **values)
     num_blocks = core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
     one = Engine(core, GenerationTable(num_blocks, 4), port)
-    metadata = HandshakeMetadata(description("o"), one.table.shared)
+    metadata = HandshakeMetadata(description("o"), one.table.offer)
     one.side.serve({(0, 0): metadata})
     execute = core.worker.execute
 

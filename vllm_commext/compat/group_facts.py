@@ -76,7 +76,7 @@ def read(config: Any, device: "torch.device") -> Facts:
     import torch
     from vllm import envs
 
-    from vllm_commext.gpu.ipc import host_identity
+    from vllm_commext.anonymous_memory import host_identity
 
     on_gpu = device.type == "cuda"
     facts = Facts(

@@ -1,19 +1,15 @@
-"""Host memory that all ranks of one host have mapped, and that each rank's GPU reads and writes.
-
-It is anonymous: nothing has its name, no limit of ``/dev/shm`` holds for it, and it goes with the
-last process that has it.
-"""
+"""Host memory that all ranks of one host have mapped, and that each rank's GPU reads and writes."""
 
 import contextlib
 import ctypes
-import mmap
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from vllm_commext.anonymous_memory import AnonymousMemory, Offer
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu.ipc import check, cuda_runtime, host_identity
+from vllm_commext.gpu.ipc import check, cuda_runtime
 
 if TYPE_CHECKING:
     from vllm_commext.collective import Collective
@@ -21,21 +17,6 @@ if TYPE_CHECKING:
 NAME = "vllm-commext-allreduce"
 BUS_ID_BYTES = 16
 PCI_DEVICES, NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/node")
-
-
-class Offer(NamedTuple):
-    """Where another process finds a rank's memory.
-
-    Attributes:
-        host: the running kernel's identity.
-        process: its number, and `descriptor` that of the memory's file in it.
-        file: device, inode and size of the file, by which it is known again.
-    """
-
-    host: str
-    process: int
-    descriptor: int
-    file: tuple[int, int, int]
 
 
 def parse_cpus(text: str) -> set[int]:
@@ -86,22 +67,17 @@ def running_on(cpus: Collection[int]) -> Iterator[None]:
             os.sched_setaffinity(0, before)
 
 
-class Segment:
+class Segment(AnonymousMemory):
     """One rank's piece, mapped into this process and into its GPU's address space.
-
-    Args:
-        descriptor: of the file; it stays open until `forget_file`.
-        num_bytes: of the file.
 
     Attributes:
         address: in this process; `device` is the GPU's address, 0 before `register`.
     """
 
-    def __init__(self, descriptor: int, num_bytes: int) -> None:
-        self.num_bytes, self.device = num_bytes, 0
-        self._descriptor = descriptor
-        self._map = mmap.mmap(descriptor, num_bytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor)
+        self.num_bytes, self.device = len(self.map), 0
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
 
     def fill(self, byte: int, num_bytes: int, cpus: Collection[int]) -> None:
         """Fill the beginning, the rest with zeros, on one of these CPUs, whose node has it then."""
@@ -134,64 +110,12 @@ class Segment:
         with contextlib.suppress(UnsupportedError):
             check(cuda_runtime().cudaHostUnregister(self.address), "unregistering host memory")
 
-    def forget_file(self) -> None:
-        """Close the file; what is mapped stays."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
     def close(self) -> None:
         """Give it back; a second call changes nothing."""
         if self.device:
             self._unregister()
         self.forget_file()
-        self._map.close()
-
-
-def create(num_bytes: int) -> tuple[Segment, Offer]:
-    """A new segment, and how others find it.
-
-    Raises:
-        OSError: there is no memory for it.
-    """
-    descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
-    try:
-        os.truncate(descriptor, num_bytes)
-        segment = Segment(descriptor, num_bytes)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return segment, Offer(host_identity(), os.getpid(), descriptor, _identity(descriptor))
-
-
-def _identity(descriptor: int) -> tuple[int, int, int]:
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino, status.st_size
-
-
-def open_offer(offer: Offer) -> Segment:
-    """The segment of another process.
-
-    Raises:
-        UnsupportedError: it is on another host, or cannot be reached from here.
-    """
-    if offer.host != host_identity():
-        raise UnsupportedError("expected all ranks on one host, got several hosts")
-    path = f"/proc/{offer.process}/fd/{offer.descriptor}"
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise UnsupportedError(
-            f"expected to open the memory of another rank at {path}, got {error}; the ranks need "
-            "one user and one process namespace"
-        ) from error
-    if _identity(descriptor) != offer.file:
-        os.close(descriptor)
-        raise UnsupportedError(
-            f"expected the memory of another rank at {path}, got another file; the ranks need one "
-            "process namespace"
-        )
-    return Segment(descriptor, offer.file[2])
+        self.map.close()
 
 
 class HostMemory:
@@ -221,17 +145,17 @@ class HostMemory:
 
     def _offer(self, num_bytes: int, marked: int) -> Offer:
         cpus = cpus_near(bus_id_of_current_gpu())
-        segment, offer = create(num_bytes)
+        segment = Segment.create(NAME, num_bytes)
         self._segments.append(segment)
         segment.fill(0xFF, marked, cpus)
-        return offer
+        return segment.offer
 
     def _map(self, offers: list[Offer], mine: int) -> None:
         (own,) = self._segments
         self._segments = []
         try:
             for rank, offer in enumerate(offers):
-                self._segments.append(own if rank == mine else open_offer(offer))
+                self._segments.append(own if rank == mine else Segment.open(offer))
         except UnsupportedError:
             if own not in self._segments:
                 self._segments.append(own)

@@ -3,14 +3,11 @@
 import contextlib
 import ctypes
 import importlib
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm_commext.anonymous_memory import host_identity
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    pass
 
 HANDLE_BYTES = 64
 FILL_BYTES = 8 << 20
@@ -53,11 +50,6 @@ def forget_error() -> None:
     """Let nobody else find the error that a refused call of this thread has left with CUDA."""
     with contextlib.suppress(UnsupportedError):
         cuda_runtime().cudaGetLastError()
-
-
-def host_identity() -> str:
-    """The same for all processes on one running kernel, and for no others."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def export_handle(address: int) -> bytes:

@@ -10,9 +10,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from vllm_commext.anonymous_memory import Offer
 from vllm_commext.nixl.metrics.recorder import Ends
 from vllm_commext.nixl.requests import Chunk, Hold, Load, Restart, Wait
-from vllm_commext.nixl.reuse.generations import SharedGenerations
 
 
 @dataclass
@@ -21,7 +21,7 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
     blocks' generations are, None where it offers no blocks."""
 
     description: bytes
-    generations: SharedGenerations | None = None
+    generations: Offer | None = None
 
 
 @dataclass

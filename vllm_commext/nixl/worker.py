@@ -148,7 +148,7 @@ class WorkerSide:
         self._agent.register(ranges, local.memory_type, local.device_id)
         self.handshake = HandshakeMetadata(
             wire.encode_description(self._describe(local)),
-            None if self._generations is None else self._generations.shared,
+            None if self._generations is None else self._generations.offer,
         )
         self._thread = TransferThread(
             self._agent,

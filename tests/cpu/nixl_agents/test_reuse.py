@@ -20,7 +20,7 @@ from tests.cpu.nixl_agents.harness import (
     wait_until,
 )
 from vllm_commext.nixl.requests import RemoteRequest
-from vllm_commext.nixl.reuse.generations import open_shared
+from vllm_commext.nixl.reuse.generations import open_generations
 from vllm_commext.nixl.reuse.table import OfferTable
 from vllm_commext.nixl.transfer_thread import GiveUp
 
@@ -33,7 +33,7 @@ class Owner:
 
     def __init__(self, make_engine: MakeEngine, **settings: Any) -> None:
         self.engine = make_engine("o", seed=1, serve=True, reuse_blocks=True, **settings)
-        self.table = OfferTable([open_shared(self.engine.agent.generations.shared)])
+        self.table = OfferTable([open_generations(self.engine.agent.generations.offer)])
         self.num_writes = 0
 
     def offer(self, block_ids: list[int]) -> list[bytes]:

@@ -29,6 +29,7 @@ from vllm_commext.allreduce.table import machine_facts, selection
 from vllm_commext.allreduce.table.machine import NO_ACCESS, Machine
 from vllm_commext.gpu import host_memory
 from vllm_commext.gpu.facts import Facts
+from vllm_commext.gpu.host_memory import Segment
 from vllm_commext.gpu.launch import ELEMENT_CODES, WARP
 from vllm_commext.gpu.nvrtc import Program
 
@@ -216,17 +217,17 @@ class TestHostMemory:
             assert os.sched_getaffinity(0) == before
 
     def test_another_file_or_host_is_refused(self) -> None:
-        segment, offer = host_memory.create(8192)
-        other, _ = host_memory.create(8192)
+        segment, other = (Segment.create(host_memory.NAME, 8192) for _ in range(2))
+        offer = segment.offer
         try:
             with pytest.raises(host_memory.UnsupportedError, match="on one host"):
-                host_memory.open_offer(offer._replace(host="another"))
-            moved = offer._replace(descriptor=other._descriptor)
+                Segment.open(offer._replace(host="another"))
+            moved = offer._replace(descriptor=other.offer.descriptor)
             with pytest.raises(host_memory.UnsupportedError, match="got another file"):
-                host_memory.open_offer(moved)
+                Segment.open(moved)
             with pytest.raises(host_memory.UnsupportedError, match="one user and one process"):
-                host_memory.open_offer(offer._replace(descriptor=10**6))
-            opened = host_memory.open_offer(offer)
+                Segment.open(offer._replace(descriptor=10**6))
+            opened = Segment.open(offer)
             segment.fill(0xFF, 16, set())
             assert ctypes.string_at(opened.address, 17) == b"\xff" * 16 + b"\0"
             opened.close()
@@ -256,7 +257,7 @@ class TestHostMemory:
 
         runtime: Any = Runtime()
         monkeypatch.setattr(host_memory, "cuda_runtime", lambda: runtime)
-        segment, _ = host_memory.create(4096)
+        segment = Segment.create(host_memory.NAME, 4096)
         with pytest.raises(host_memory.UnsupportedError, match="mapping host memory"):
             segment.register()
         segment.close()

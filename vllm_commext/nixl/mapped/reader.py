@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from vllm_commext.anonymous_memory import host_identity
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu.ipc import host_identity
 from vllm_commext.nixl.geometry.descriptors import strided_row
 from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan
 from vllm_commext.nixl.mapped.gather import PLACES_BYTES, Device, Gatherer

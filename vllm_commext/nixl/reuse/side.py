@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm_commext.anonymous_memory import Offer
 from vllm_commext.compat import evidence
 from vllm_commext.errors import ProtocolError, UnsupportedError
 from vllm_commext.nixl.log import RateLimitedLog, logger
@@ -13,7 +14,7 @@ from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.reasons import NoReuse
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.reuse.finder import BlockFinder
-from vllm_commext.nixl.reuse.generations import SharedGenerations, open_shared
+from vllm_commext.nixl.reuse.generations import open_generations
 from vllm_commext.nixl.reuse.offers import Names, Offers
 from vllm_commext.nixl.reuse.reusing import Reusing
 from vllm_commext.nixl.reuse.table import OfferTable
@@ -75,13 +76,13 @@ class ReuseSide:
         if self._is_on and not is_told:
             self._refuse(NoReuse.POOL.meaning)
 
-    def open(self, tables: Sequence[SharedGenerations | None]) -> OfferTable | None:
+    def open(self, tables: Sequence[Offer | None]) -> OfferTable | None:
         """Learn of the workers' generations; what the side channel answers from, None where this
         engine offers nothing."""
         if not self._is_on or self._pool is None:
             return None
         try:
-            shared = [open_shared(one) for one in tables if one is not None]
+            shared = [open_generations(one) for one in tables if one is not None]
         except UnsupportedError as error:
             self._refuse(str(error))
             return None
