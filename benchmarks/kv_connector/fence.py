@@ -21,12 +21,14 @@ from vllm_commext.nixl.decode.links import LocalWorker
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
+from vllm_commext.nixl.prefill.fence import FenceTable
 from vllm_commext.nixl.requests import Load
 from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.posting import Posting
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.inquiry import Inquiry
+from vllm_commext.nixl.wire.tables import FENCES, tables_in
 
 COLUMNS = ("with", "without")
 WITH, WITHOUT = OURS, VLLM
@@ -52,9 +54,10 @@ class Reader:
         self._caches = make_caches(SHAPE)
         (self._cache,) = self._caches.values()
         config = ConnectorConfig(LOOPBACK, 1, require_fence=False, transport_probe=False)
-        agent = NixlAgent(config)
+        agent, layout = NixlAgent(config), our_layout(SHAPE, self._caches, Rank(1, 0))
         agent.register(memory_ranges(self._caches), "DRAM", 0)
-        local = LocalWorker("decode", peer.FACTS, our_layout(SHAPE, self._caches, Rank(1, 0)))
+        local = LocalWorker("decode", peer.FACTS, layout)
+        local.tables.register(agent)
         self._recorder = TransferRecorder()
         self._thread = TransferThread(agent, config, local, self._recorder)
         self._thread.start()
@@ -118,22 +121,23 @@ def _alone(source: peer.Source, transport: str, count: int) -> Iterator[Sample]:
     agent.register([(scratch.ctypes.data, scratch.nbytes)], "DRAM", 0)
     name = agent.add_peer(described.agent_metadata)
     agent.connect(name)
-    num_slots = described.num_fence_slots
-    fences = agent.prepare_fences(name, described.fence_address, num_slots)
+    own = FenceTable().table
+    own.register(agent)
+    fences = own.of_peer(agent, name, tables_in(described)[FENCES])
     for number in range(-2, count):
         started = time.perf_counter()
-        cell = agent.fences.take_cell()
-        assert cell is not None
-        posting = Posting(agent, [agent.make_fence_read(fences, cell, number % num_slots)])
+        cells = own.take()
+        assert cells is not None
+        posting = Posting(agent, [fences.make_read(cells, [number % fences.num_records])])
         while (error := posting.look()) is None:
             pass
-        agent.fences.give_back_cell(cell)
+        own.give_back(cells)
         seconds = time.perf_counter() - started
         if error:
             raise RuntimeError(f"a fence was not read: {error}")
         if number >= 0:
             yield Sample(case(transport, ALONE), "us", WITH, 1e6 * seconds)
-    agent.release_list(fences)
+    agent.release_list(fences.prepared)
     agent.remove_peer(name)
     agent.close()
 

@@ -17,7 +17,6 @@ from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import LocalWorker
 from vllm_commext.nixl.geometry.layout import CacheLayout
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
-from vllm_commext.nixl.prefill.fence import NUM_SLOTS
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.transfer_thread import TransferThread
@@ -95,6 +94,7 @@ def serve_ours(there: Connection, num_blocks: int, block_bytes: int, layout: byt
     agent.register([(memory.ctypes.data, memory.nbytes)], "DRAM", 0)
     moved = _moved(msgspec.msgpack.decode(layout, type=CacheLayout), memory.ctypes.data)
     local = LocalWorker(PREFILL, FACTS, moved)
+    local.tables.register(agent)
     description = wire.encode_description(_describe(agent, local))
     thread = TransferThread(agent, config(port), local, TransferRecorder())
     thread.start()
@@ -119,8 +119,7 @@ def _describe(agent: NixlAgent, local: LocalWorker) -> wire.WorkerDescription:
         memory_type="DRAM",
         device_id=0,
         layout=local.layout,
-        fence_address=agent.fences.nonces.ctypes.data,
-        num_fence_slots=NUM_SLOTS,
+        **local.tables.described(),
     )
 
 

@@ -29,7 +29,7 @@ from tests.kit.servers import LOOPBACK
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.plan import Blocks, ReadPlan, plan_read
 from vllm_commext.nixl.geometry.topology import Rank
-from vllm_commext.nixl.prefill.fence import NUM_SLOTS
+from vllm_commext.nixl.prefill.fence import FenceTable
 from vllm_commext.nixl.transport.agent import DONE, NixlAgent
 
 FIRST_PEER = "a new peer, local and remote list"
@@ -55,6 +55,10 @@ class Bench:
         everything = [one for group in self.sources.values() for one in group]
         self.prefill.register([r for one in everything for r in memory_ranges(one)], "DRAM", 0)
         self.agent.register(memory_ranges(self.caches), "DRAM", 0)
+        self.fences, theirs = FenceTable().table, FenceTable().table
+        self.fences.register(self.agent)
+        theirs.register(self.prefill)
+        self.place = theirs.place
         self.name = self.agent.add_peer(self.prefill.metadata())
         self.agent.connect(self.name)
         self.layout = our_layout(shape, self.caches, Rank(1, 0))
@@ -83,11 +87,11 @@ def _new_agent() -> NixlAgent:
 
 def our_peer(bench: Bench, *, is_first: bool) -> list[Any]:
     """The lists of a peer: local, remote, fences."""
-    agent, address = bench.agent, bench.prefill.fences.nonces.ctypes.data
+    agent = bench.agent
     plan = bench.plan(1, 0)
     lists = [agent.prepare("", plan.local_rows, "DRAM")] if is_first else []
     lists += [agent.prepare(bench.name, plan.remote_rows, "DRAM")]
-    return [*lists, agent.prepare_fences(bench.name, address, NUM_SLOTS)]
+    return [*lists, bench.fences.of_peer(agent, bench.name, bench.place).prepared]
 
 
 def vllm_peer(worker: Any, metadata: Any, *, is_first: bool) -> list[Any]:

@@ -113,6 +113,7 @@ class OurReader:
         agent, settings = NixlAgent(peer.config(1)), peer.config(1)
         agent.register(memory_ranges(caches), "DRAM", 0)
         local = LocalWorker(in_tree.DECODE, peer.FACTS, our_layout(shape, caches, Rank(1, 0)))
+        local.tables.register(agent)
         self._thread = TransferThread(agent, settings, local, TransferRecorder())
         self._thread.start()
 

@@ -107,12 +107,13 @@ def _serve(port: int, secret: bytes | None) -> None:
     from vllm_commext.nixl.prefill.lease_manager import LeaseManager
     from vllm_commext.nixl.prefill.side_channel import SideChannelServer
     from vllm_commext.nixl.stream.directory import StreamDirectory
+    from vllm_commext.nixl.tables import WorkerTables
     from vllm_commext.nixl.transport.agent import NixlAgent
     from vllm_commext.nixl.wakeup_socket import WakeupSocket
 
     config = ConnectorConfig(side_channel_host=LOOPBACK, side_channel_port=port, num_threads=1)
     agent, recorder = NixlAgent(config), TransferRecorder()
-    manager = LeaseManager(agent, config, recorder, CompletionQueue())
+    manager = LeaseManager(agent, WorkerTables(), config, recorder, CompletionQueue())
     short = wire.open_description(wire.describe(description(ENGINE, agent.metadata()), "start-1"))
     described = wire.encode_description(msgspec.structs.replace(short, facts=PADDING))
     server = SideChannelServer(

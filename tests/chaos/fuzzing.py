@@ -25,6 +25,7 @@ from vllm_commext.nixl.outcomes import CompletionQueue
 from vllm_commext.nixl.prefill.lease_manager import LeaseManager
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Hold
+from vllm_commext.nixl.tables import WorkerTables
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import endpoint
@@ -137,7 +138,7 @@ def fuzz_notifications(num_notifications: int, seed: int) -> Growth:
     """
     recorder, outcomes = TransferRecorder(), CompletionQueue()
     owner, sender = NixlAgent(CONFIG), NixlAgent(CONFIG)
-    manager = LeaseManager(owner, CONFIG, recorder, outcomes)
+    manager = LeaseManager(owner, WorkerTables(), CONFIG, recorder, outcomes)
     peer = sender.add_peer(owner.metadata())
     sender.connect(peer)
     messages = mutations(random.Random(seed), notifications(), num_notifications)

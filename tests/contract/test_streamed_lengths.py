@@ -41,11 +41,12 @@ from vllm_commext.nixl.prefill.prefills import EngineAddress, Prefills
 from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.requests import Load, RemoteRequest
 from vllm_commext.nixl.stream.cursor import Cursor, cursor_of
-from vllm_commext.nixl.stream.progress import ProgressTable
+from vllm_commext.nixl.stream.progress import ProgressTable, header_of
 from vllm_commext.nixl.stream.publisher import Publisher
 from vllm_commext.nixl.stream.rows import PIECE_IDS
 from vllm_commext.nixl.stream.streaming import Streaming
 from vllm_commext.nixl.vllm_cache import groups_of
+from vllm_commext.nixl.wire.tables import FENCES, STREAM_HEADERS, STREAM_PIECES
 
 FENCE_KEY = bytes(range(32))
 KEY = "0123456789abcdef" * 2
@@ -202,10 +203,9 @@ class Reader:
         layouts = decode.model.layout(), source.engine.model.layout()
         link = SimpleNamespace(
             plan=plan_read(*layouts, local_device=0, remote_device=0),
-            stream_headers="list",
-            fence_list="list",
-            num_stream_rows=256,
-            num_fence_slots=256,
+            tables=dict.fromkeys(
+                (FENCES, STREAM_HEADERS, STREAM_PIECES), SimpleNamespace(num_records=256)
+            ),
             pieces_per_row=source.pieces_per_row,
         )
         link.hold = lambda: link
@@ -218,8 +218,7 @@ class Reader:
     def look(self) -> None:
         table, cursor = self._source.table, self.cursor
         row = cursor.part.remote.stream_row
-        table.header_cells[0] = table.headers[row]
-        header = table.header_in(0)
+        header = header_of(table.headers[row])
         assert header.tag == cursor.part.remote.stream_tag
         if header.nonce != cursor.nonce:
             cursor.start_again(header.nonce)

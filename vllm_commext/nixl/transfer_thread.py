@@ -93,7 +93,7 @@ class TransferThread:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._outcomes = CompletionQueue()
         self._loader = Loader(agent, config, local, recorder, self._outcomes, probe)
-        self._lease_manager = LeaseManager(agent, config, recorder, self._outcomes)
+        self._lease_manager = LeaseManager(agent, local.tables, config, recorder, self._outcomes)
         self._wait_seconds = IDLE_WAIT_SECONDS
         self._next_turn = 0.0
         self._recorder = recorder

@@ -20,12 +20,12 @@ from vllm_commext.nixl.mapped.sides import Mapped
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.pipeline import ONE_STAGE, Pipeline
-from vllm_commext.nixl.prefill.fence import NUM_SLOTS
 from vllm_commext.nixl.prefill.host_buffer import HostBuffer
 from vllm_commext.nixl.requests import Load, Outcomes, Release
 from vllm_commext.nixl.reuse.generations import MIN_CELLS, GenerationTable
 from vllm_commext.nixl.stream.progress import ProgressTable
 from vllm_commext.nixl.stream.publisher import Publisher
+from vllm_commext.nixl.tables import WorkerTables
 from vllm_commext.nixl.transfer_thread import GiveUp, Look, Renew, TransferThread
 from vllm_commext.nixl.transport import probe
 from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
@@ -100,13 +100,14 @@ class WorkerSide:
         self._facts = facts
         self._kv_cache_config = kv_cache_config
         self._model = model
-        self._streams = ProgressTable(stream_pieces) if stream_pieces else None
         self._publisher: Publisher | None = None
-        self._generations: GenerationTable | None = None
+        generations: GenerationTable | None = None
         if max_reuse_blocks:
             num_cells = max(MIN_CELLS, max_reuse_blocks)
-            self._generations = GenerationTable(kv_cache_config.num_blocks, num_cells)
-        self._agent = NixlAgent(config, self._streams, self._generations)
+            generations = GenerationTable(kv_cache_config.num_blocks, num_cells)
+        progress = ProgressTable(stream_pieces) if stream_pieces else None
+        self._tables = WorkerTables(progress, generations)
+        self._agent = NixlAgent(config)
         self._mapped = Mapped(config)
         self._thread: TransferThread | None = None
         self._keeps_host_copy = keeps_host_copy
@@ -141,14 +142,17 @@ class WorkerSide:
             device_id=device.index or 0,
             other_splits=splits,
             mapper=self._mapped.mapper,
+            tables=self._tables,
         )
-        if self._streams is not None:
+        progress, fences = self._tables.progress, self._tables.fences
+        if progress is not None:
             on_device = local.memory_type != "DRAM"
-            self._publisher = Publisher(self._streams, self._agent.fences, is_on_device=on_device)
+            self._publisher = Publisher(progress, fences, is_on_device=on_device)
         self._agent.register(ranges, local.memory_type, local.device_id)
+        self._tables.register(self._agent)
         self.handshake = HandshakeMetadata(
             wire.encode_description(self._describe(local)),
-            None if self._generations is None else self._generations.offer,
+            None if self._tables.generations is None else self._tables.generations.offer,
         )
         self._thread = TransferThread(
             self._agent,
@@ -186,7 +190,7 @@ class WorkerSide:
         """Pass on what the scheduler side asks for in this step."""
         thread = self._require_thread()
         if step.fence_key:
-            self._agent.fences.arm(step.fence_key)
+            self._tables.fences.arm(step.fence_key)
         if step.wakeup:
             number = worker_number(self._pipeline.index, self._model.rank)
             thread.notify_by(wakeup_socket.notifier(step.wakeup, number))
@@ -255,8 +259,8 @@ class WorkerSide:
         """End the transfer thread; bounded."""
         if self._thread is not None:
             self._thread.stop()
-        if self._generations is not None:
-            self._generations.close()
+        if self._tables.generations is not None:
+            self._tables.generations.close()
         self._mapped.close()
 
     def _describe(self, local: LocalWorker) -> wire.WorkerDescription:
@@ -267,12 +271,9 @@ class WorkerSide:
             memory_type=local.memory_type,
             device_id=local.device_id,
             layout=local.layout,
-            fence_address=self._agent.fences.nonces.ctypes.data,
-            num_fence_slots=NUM_SLOTS,
             lease_seconds=self._config.kv_lease_duration,
             mapped=self._mapped.offer,
-            **(self._streams.described() if self._streams is not None else {}),
-            **(self._generations.described() if self._generations is not None else {}),
+            **self._tables.described(),
         )
 
     def _probe(self, device: torch.device, peer: Link) -> Generator[None]:

@@ -34,12 +34,12 @@ from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.mapped.reader import Mapper
 from vllm_commext.nixl.metrics.recorder import Ends, TransferRecorder, empty_data, merge
-from vllm_commext.nixl.prefill.fence import NUM_SLOTS
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Chunk, Load, Outcomes, RemoteRequest
 from vllm_commext.nixl.reuse.generations import GenerationTable
 from vllm_commext.nixl.stream.progress import ProgressTable
 from vllm_commext.nixl.stream.publisher import Publisher
+from vllm_commext.nixl.tables import WorkerTables
 from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS, NixlAgent
 from vllm_commext.nixl.wire import messages as wire
@@ -150,18 +150,20 @@ class Engine:
         )
         progress = ProgressTable(1, num_rows=4) if self.config.stream_chunks else None
         generations = GenerationTable(num_blocks, 64) if self.config.reuse_blocks else None
-        self.agent = NixlAgent(self.config, progress, generations)
+        self.agent = NixlAgent(self.config)
+        self.tables = WorkerTables(progress, generations)
         ranges = [(row.ctypes.data, row.nbytes) for row in self.memory]
         self.agent.register(ranges, "DRAM", 0)
+        self.tables.register(self.agent)
         facts = FACTS if facts is None else facts
         self.offer = None if offer is None else offer(self.memory)
         self.description = wire.encode_description(self._describe(facts))
         self.recorder = TransferRecorder()
         self.recorded = empty_data()
         self.outcomes = Outcomes()
-        local = LocalWorker(engine_id, facts, self.layout, mapper=mapper)
+        local = LocalWorker(engine_id, facts, self.layout, mapper=mapper, tables=self.tables)
         self.publisher = (
-            Publisher(progress, self.agent.fences, is_on_device=False) if progress else None
+            Publisher(progress, self.tables.fences, is_on_device=False) if progress else None
         )
         self.thread = TransferThread(
             self.agent, self.config, local, self.recorder, publisher=self.publisher
@@ -237,12 +239,9 @@ class Engine:
             memory_type="DRAM",
             device_id=0,
             layout=self.layout,
-            fence_address=self.agent.fences.nonces.ctypes.data,
-            num_fence_slots=NUM_SLOTS,
             lease_seconds=self.config.kv_lease_duration,
             mapped=self.offer,
-            **(self.agent.streams.described() if self.agent.streams is not None else {}),
-            **(self.agent.generations.described() if self.agent.generations is not None else {}),
+            **self.tables.described(),
         )
 
 
@@ -353,7 +352,7 @@ class SlowReads:
 def begin_prompt(engine: Engine, num_blocks: int) -> None:
     """Publish the first blocks of a prompt, which are those from 1 on."""
     assert engine.publisher is not None
-    engine.agent.fences.nonces[STREAM["fence_slot"]] = STREAM["fence_nonce"]
+    engine.tables.fences.nonces[STREAM["fence_slot"]] = STREAM["fence_nonce"]
     row, nonce = STREAM["stream_row"], STREAM["stream_tag"]
     block_ids = tuple(range(1, 1 + num_blocks))
     chunk = Chunk(row, nonce, ((0, block_ids),), BLOCK_SIZE * num_blocks, begins=True)

@@ -24,12 +24,12 @@ from vllm_commext.nixl.decode.links import LocalWorker
 from vllm_commext.nixl.geometry.layout import FULL
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.metrics.recorder import TransferRecorder, empty_data, merge
-from vllm_commext.nixl.prefill.fence import NUM_SLOTS
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Chunk, Hold, Listed, Load, Outcomes, RemoteRequest
 from vllm_commext.nixl.stream.progress import ProgressTable
 from vllm_commext.nixl.stream.publisher import Publisher
 from vllm_commext.nixl.stream.rows import regions_of
+from vllm_commext.nixl.tables import WorkerTables
 from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
@@ -76,15 +76,16 @@ class Worker:
         self.regions = regions_of(self.layout.groups, stream_tokens)
         num_pieces = sum(region.num_pieces for region in self.regions)
         progress = ProgressTable(num_pieces) if stream_tokens else None
-        self.agent = NixlAgent(config, progress)
+        self.agent, self.tables = NixlAgent(config), WorkerTables(progress)
         self.publisher = (
-            Publisher(progress, self.agent.fences, is_on_device=False) if progress else None
+            Publisher(progress, self.tables.fences, is_on_device=False) if progress else None
         )
         self.agent.register([(address, self.memory.nbytes)], "DRAM", 0)
+        self.tables.register(self.agent)
         self.recorder = TransferRecorder()
         self.recorded = empty_data()
         self.outcomes = Outcomes()
-        local = LocalWorker(engine_id, FACTS, self.layout, other_splits=splits)
+        local = LocalWorker(engine_id, FACTS, self.layout, other_splits=splits, tables=self.tables)
         self.thread = TransferThread(self.agent, config, local, self.recorder)
         self.description = wire.encode_description(
             wire.WorkerDescription(
@@ -94,10 +95,8 @@ class Worker:
                 memory_type="DRAM",
                 device_id=0,
                 layout=self.layout,
-                fence_address=self.agent.fences.nonces.ctypes.data,
-                num_fence_slots=NUM_SLOTS,
                 lease_seconds=config.kv_lease_duration,
-                **(progress.described() if progress is not None else {}),
+                **self.tables.described(),
             )
         )
         self.thread.start()
@@ -186,7 +185,7 @@ class Prefill:
     def begin(self, request: Request) -> None:
         """The request gets its row, whose number is the request's; nothing is computed yet."""
         for worker in self.workers:
-            worker.agent.fences.nonces[request.number] = request.number
+            worker.tables.fences.nonces[request.number] = request.number
             self._tell(worker, Chunk(request.number, request.number, (), 0, begins=True))
 
     def preempt(self, request: Request) -> None:
@@ -194,9 +193,9 @@ class Prefill:
         number = request.number
         self._nonces[number] += PREEMPTION
         for worker in self.workers:
-            assert worker.agent.streams is not None
-            worker.agent.fences.nonces[number] = self._nonces[number]
-            worker.agent.streams.restart(number, self._nonces[number])
+            assert worker.tables.progress is not None
+            worker.tables.fences.nonces[number] = self._nonces[number]
+            worker.tables.progress.restart(number, self._nonces[number])
 
     def abort(self, request: Request) -> None:
         """Nothing is handed over: readers are told, then its blocks are free."""

@@ -74,7 +74,7 @@ class Prefill:
         self.right = [row.copy() for row in self.engine.memory]
         for row in self.engine.memory:
             row[:] = 0
-        self.engine.agent.fences.arm(FENCE_KEY)
+        self.engine.tables.fences.arm(FENCE_KEY)
         self.slots = FenceSlots(FENCE_KEY, 8)
         self.directory = StreamDirectory()
         groups = (Group(FULL, BLOCK_SIZE),)

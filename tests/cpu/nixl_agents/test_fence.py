@@ -24,7 +24,7 @@ class Pair:
         self.prefill = make_engine("p", serve=True)
         self.decode = make_engine("d", seed=2, require_fence=True)
         self.slots = FenceSlots(key, num_slots)
-        self.prefill.agent.fences.arm(key)
+        self.prefill.tables.fences.arm(key)
 
     def remote(self, name: str, lease_seconds: float = 600.0, **changes: Any) -> Any:
         """A finished prefill of block 9, which is held."""
@@ -68,9 +68,9 @@ def assert_refused(pair: Pair, name: str, remote: Any, lines: Lines, *words: str
 
 def test_a_held_request_is_read_and_then_released(pair: Pair) -> None:
     remote = pair.remote("x")
-    assert pair.prefill.agent.fences.nonces[remote.fence_slot] == remote.fence_nonce
+    assert pair.prefill.tables.fences.nonces[remote.fence_slot] == remote.fence_nonce
     assert_reads(pair, "x", remote)
-    assert pair.prefill.agent.fences.nonces[remote.fence_slot] != remote.fence_nonce
+    assert pair.prefill.tables.fences.nonces[remote.fence_slot] != remote.fence_nonce
 
 
 def test_parameters_used_twice_fail_the_second_time(pair: Pair, log_lines: Lines) -> None:
@@ -119,7 +119,7 @@ def test_parameters_from_before_a_restart_of_the_same_engine(
     old = pair.remote("x") if tells else pair.remote("x", incarnation="")
     pair.prefill.close()
     later = make_engine("p", serve=True, port=pair.prefill.port)
-    later.agent.fences.arm(LATER_KEY)
+    later.tables.fences.arm(LATER_KEY)
     pair.prefill, pair.slots = later, FenceSlots(LATER_KEY, 4)
     new = pair.remote("x")
     assert_refused(pair, "replay", old, log_lines, "restarted" if tells else "used twice")
@@ -152,7 +152,7 @@ def test_a_read_before_the_worker_hears_of_the_hold_is_right(pair: Pair) -> None
     assert pair.decode.outcomes.failed == set()
     pair.prefill.thread.submit(Hold("x", 600.0, slot, nonce))
     pair.wait_freed("x")
-    assert pair.prefill.agent.fences.nonces[slot] != nonce
+    assert pair.prefill.tables.fences.nonces[slot] != nonce
 
 
 def test_a_slot_that_the_peer_does_not_have(pair: Pair, log_lines: Lines) -> None:

@@ -45,7 +45,7 @@ class Pair:
         settings |= {"mapper": Mapper(self.device, PLACE), "stride_bytes": stride_bytes}
         self.decode = make_engine("d", seed=2, **settings)
         self.slots = FenceSlots(bytes(KEY_BYTES), 4)
-        self.prefill.agent.fences.arm(bytes(KEY_BYTES))
+        self.prefill.tables.fences.arm(bytes(KEY_BYTES))
 
     def offering(self, engine_id: str, place: str = PLACE, **settings: Any) -> Any:
         """A prefill worker with an offer, which is kept as ``offered``."""
@@ -68,9 +68,9 @@ class Pair:
         return sum(self.device.opened.values())
 
     @property
-    def num_fences(self) -> int:
+    def num_proofs(self) -> int:
         """Fences that the decode worker has read."""
-        return self.decode.thread._loader._reads.num_fences
+        return self.decode.thread._loader._reads.num_proofs
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_the_fence_is_read_when_the_bytes_are_there(
 ) -> None:
     """What was freed while it was read is not used, however late the freeing is."""
     assert_works(pair.decode, pair.prefill, "first")
-    before = pair.num_fences
+    before = pair.num_proofs
     pair.device.is_held = True
     remote = pair.remote("x", [9], 0.3 if frees else 600.0)
     expected = expected_after(pair.decode.memory, pair.prefill.memory, [(7, 9)])
@@ -136,10 +136,10 @@ def test_the_fence_is_read_when_the_bytes_are_there(
     wait_until(lambda: pair.decode.thread._loader.num_reads > 0, "the read to begin")
     if frees:
         pair.prefill.wait(lambda: "x" in pair.prefill.collect().sent)
-    assert pair.num_fences == before
+    assert pair.num_proofs == before
     pair.device.is_held = False
     pair.decode.wait(lambda: "r" in pair.decode.collect().received)
-    assert pair.num_fences == before + 1
+    assert pair.num_proofs == before + 1
     assert pair.decode.outcomes.failed == ({"r"} if frees else set())
     assert frees or same(pair.decode.memory, expected)
     refusals = [line for line in log_lines.messages if "KV cache not loaded" in line]
@@ -161,7 +161,7 @@ def test_a_late_read_keeps_its_mapping_until_it_has_ended(make_engine: MakeEngin
     pair.prefill.server.close()  # to the decode engine it is gone
     pair.prefill.server = None
     links = pair.decode.thread._loader._peers._links
-    wait_until(lambda: not links._live() and links.num_retired == 1, "the peer to be given up")
+    wait_until(lambda: not links.live() and links.num_retired == 1, "the peer to be given up")
     assert pair.decode.collect().settled == set()
     assert pair.num_open == num_open
     pair.device.is_held = False

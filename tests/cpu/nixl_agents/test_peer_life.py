@@ -10,8 +10,8 @@ import pytest
 
 from tests.cpu.nixl_agents.harness import SlowReads, assert_fails, assert_works, load_of, wait_until
 from tests.cpu.nixl_agents.ranks import PeerProcess
+from vllm_commext.nixl.decode.sweep import NUM_ROUNDS
 from vllm_commext.nixl.transfer_thread import GiveUp
-from vllm_commext.nixl.transport.sweep import NUM_ROUNDS
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -103,9 +103,9 @@ def test_peers_that_die_together_are_removed_and_swept_away(make_engine: MakeEng
         second.kill()
         wait_until(lambda: states(decode) == {"suspect": 2}, "the closed connections")
         wait_until(lambda: not peers._links._agents, "NIXL to forget both")
-    assert not peers._links._live()
+    assert not peers._links.live()
     assert_works(decode, make_engine("r", seed=4, serve=True), "third")
-    wait_until(lambda: peers._links._sweeper._num_due <= NUM_ROUNDS - 3, "rounds of reads")
+    wait_until(lambda: peers._sweeper._num_due <= NUM_ROUNDS - 3, "rounds of reads")
     assert_works(decode, make_engine("s", seed=5, serve=True), "fourth")
 
 

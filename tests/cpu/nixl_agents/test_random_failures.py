@@ -19,6 +19,7 @@ from tests.cpu.nixl_agents.harness import (
     wait_for_back_off,
     wait_until,
 )
+from vllm_commext.nixl.decode.reads import Proof
 from vllm_commext.nixl.geometry.plan import ReadPlan
 from vllm_commext.nixl.metrics.recorder import FAILURE_REASONS
 from vllm_commext.nixl.requests import Hold, Wait
@@ -35,10 +36,8 @@ AGENT = [
     "connect",
     "remove_peer",
     "prepare",
-    "prepare_fences",
     "release_list",
     "make_read",
-    "make_fence_read",
     "post",
     "num_merged",
     "release_read",
@@ -47,7 +46,6 @@ AGENT = [
 ]
 SELDOM = ("add_peer", "connect", "remove_peer", "release_list", "prepare")
 """Called only for each connection."""
-FENCE_CALLS = ["take_cell", "nonce_in", "end"]
 RECORDER = ["count", "observe", "note_failure", "note_expired", "gauges"]
 INQUIRY = ["poll", "is_connected"]
 
@@ -118,14 +116,15 @@ def inject(prefill: Any, decode: Any, patch: pytest.MonkeyPatch, dice: random.Ra
         for name in AGENT:
             mean = 20 if name in SELDOM else 300
             injector.wrap(engine.agent, name, mean=mean)
-        for name in FENCE_CALLS:
-            injector.wrap(engine.agent.fences, name, mean=200)
+        injector.wrap(engine.tables.fences, "end", mean=200)
+        injector.wrap(engine.tables.fences.table, "take", mean=200)
         for name in RECORDER:
             injector.wrap(engine.recorder, name, mean=100, after=dice.random() < 0.5)
     injector.wrap_state(decode.agent, 300)
     for name in INQUIRY:
         injector.wrap(Inquiry, name, mean=200)
     injector.wrap(ReadPlan, "pairs", mean=200)
+    injector.wrap(Proof, "holds", mean=200)
     return injector
 
 
@@ -147,7 +146,7 @@ class Requests:
         name = f"x{number}"
         slot = number % 4096
         remote_block = self.dice.randrange(NUM_BLOCKS)
-        nonce = int(self.prefill.agent.fences.nonces[slot])
+        nonce = int(self.prefill.tables.fences.nonces[slot])
         self.prefill.thread.submit(Hold(name, LEASE_SECONDS, slot, nonce))
         self.held[name] = number
         remote = self.prefill.remote(name, [remote_block], fence_slot=slot, fence_nonce=nonce)

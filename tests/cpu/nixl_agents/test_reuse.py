@@ -33,7 +33,7 @@ class Owner:
 
     def __init__(self, make_engine: MakeEngine, **settings: Any) -> None:
         self.engine = make_engine("o", seed=1, serve=True, reuse_blocks=True, **settings)
-        self.table = OfferTable([open_generations(self.engine.agent.generations.offer)])
+        self.table = OfferTable([open_generations(self.engine.tables.generations.offer)])
         self.num_writes = 0
 
     def offer(self, block_ids: list[int]) -> list[bytes]:
@@ -158,9 +158,9 @@ def test_more_blocks_than_cells_wait_for_their_turn(owner: Owner, reader: Any) -
     loads = [load_of(f"r{n}", owner.remote(f"o{n}", names), range(20)) for n in range(6)]
     reader.load(*loads)
     assert not reader.outcomes.failed
-    generations = reader.agent.generations
+    generations = reader.tables.generations.table
     wait_until(
-        lambda: len(generations._free_cells) == len(generations.cells), "the cells to be given back"
+        lambda: len(generations._free) == len(generations.cells), "the cells to be given back"
     )
 
 
@@ -169,8 +169,8 @@ def test_a_load_does_not_wait_for_cells_that_never_come_back(
 ) -> None:
     """A read from an engine that is stopped keeps its cells until NIXL reports its end."""
     reader = make_engine("d", seed=2, reuse_blocks=True, transfer_timeout=0.5)
-    generations = reader.agent.generations
-    kept = generations.take_cells(len(generations.cells))
+    generations = reader.tables.generations.table
+    kept = generations.take(len(generations.cells))
     remote = owner.remote("once", owner.offer([9, 2, 5]))
     reader.thread.submit(load_of("r", remote, [0, 4, 1]))
     reader.wait(lambda: "r" in reader.collect().late)
@@ -178,7 +178,7 @@ def test_a_load_does_not_wait_for_cells_that_never_come_back(
     reader.wait(lambda: "r" in reader.collect().settled)
     assert "r" in reader.outcomes.failed
     assert reader.recorded["failures"] == {"timeout": 1}
-    generations.give_back_cells(kept)
+    generations.give_back(kept)
     reader.load(load_of("again", owner.remote("twice", owner.offer([9, 2, 5])), [0, 4, 1]))
     assert "again" not in reader.outcomes.failed
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from vllm_commext.nixl.prefill.fence import (
     KEY_BYTES,
-    NUM_CELLS,
     NUM_SLOTS,
     FenceSlots,
     FenceTable,
@@ -41,17 +40,6 @@ def test_a_request_that_keeps_its_slot_has_the_next_nonce() -> None:
     assert slots.held_by("a") == (slot, next_nonce(KEY, slot, nonce))
     slots.give_back("a")
     assert slots.held_by("a") is None
-
-
-def test_cells_run_out_and_come_back() -> None:
-    table = FenceTable()
-    cells = [table.take_cell() for _ in range(NUM_CELLS)]
-    assert sorted(cell for cell in cells if cell is not None) == list(range(NUM_CELLS))
-    assert table.take_cell() is None
-    table.cells[5] = 77
-    assert table.nonce_in(5) == 77
-    table.give_back_cell(5)
-    assert table.take_cell() == 5
 
 
 def test_nonces_differ_between_slots_uses_and_starts() -> None:

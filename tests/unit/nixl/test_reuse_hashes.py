@@ -4,7 +4,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from vllm_commext.nixl.reuse.hashes import HASH_BYTES, chain, root_of
+from vllm_commext.nixl.reuse.hashes import chain, root_of
+from vllm_commext.nixl.wire.messages import HASH_BYTES
 
 FACTS = "0" * 64
 NAMES = st.sampled_from(["", "a", "b", "ab", "\0", "a\0b"])

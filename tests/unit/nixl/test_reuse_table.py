@@ -112,17 +112,3 @@ def test_another_process_writes_there_too() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert table.generations[5] == table.generations[4] + np.uint64(1)
     assert table.generations[4] != 0
-
-
-def test_cells_are_taken_whole_or_not_at_all() -> None:
-    table = GenerationTable(NUM_BLOCKS, 4)
-    taken = table.take_cells(3)
-    assert taken is not None
-    assert taken == sorted(taken)
-    assert table.take_cells(2) is None
-    table.cells[taken] = [7, 8, 9]
-    assert table.have(taken, [7, 8, 9])
-    assert not table.have(taken, [7, 8, 10])
-    assert not table.have(taken, [7, 8])
-    table.give_back_cells(taken)
-    assert table.take_cells(4) == [0, 1, 2, 3]

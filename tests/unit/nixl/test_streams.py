@@ -18,7 +18,7 @@ from vllm_commext.nixl.requests import Chunk, Hold, Restart
 from vllm_commext.nixl.stream import rows
 from vllm_commext.nixl.stream.directory import MAX_ENDED, StreamDirectory
 from vllm_commext.nixl.stream.producer import StreamProducer
-from vllm_commext.nixl.stream.progress import ENDED, Header, ProgressTable
+from vllm_commext.nixl.stream.progress import ENDED, Header, ProgressTable, header_of
 from vllm_commext.nixl.stream.publisher import Publisher
 from vllm_commext.nixl.stream.streaming import Streaming, refusal_of
 from vllm_commext.nixl.wire.messages import FoundStream
@@ -120,8 +120,7 @@ def test_chunks_grow_by_whole_steps_up_to_the_end(
 
 
 def read(progress: ProgressTable, row: int) -> Header:
-    progress.header_cells[0] = progress.headers[row]
-    return progress.header_in(0)
+    return header_of(progress.headers[row])
 
 
 def test_a_row_through_the_life_of_a_request() -> None:
@@ -145,19 +144,6 @@ def test_a_row_through_the_life_of_a_request() -> None:
     progress.begin(1, 99)
     assert read(progress, 1) == Header(99, 99, 0)
     assert not progress.headers[[0, 2]].any()
-
-
-def test_cells_run_out_and_come_back() -> None:
-    progress = ProgressTable(1)
-    cells = [progress.take_cell() for _ in range(rows.NUM_CELLS)]
-    assert sorted(filter(None, cells)) == list(range(1, rows.NUM_CELLS))
-    assert progress.take_cell() is None
-    progress.entry_cells[3, :64] = np.arange(64)
-    entries = progress.entries_in(3, 1)
-    progress.give_back_cell(3)
-    progress.entry_cells[3] = 0
-    assert entries.tolist() == list(range(64))
-    assert progress.take_cell() == 3
 
 
 class Work:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.transport.sweep import num_descriptors
+from vllm_commext.nixl.decode.sweep import num_descriptors
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,10 @@ and given back after the last one, so that nothing that can still be reached is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.heartbeats import PeerKey
 from vllm_commext.nixl.geometry.descriptors import UInt64Array
 from vllm_commext.nixl.geometry.layout import CacheLayout
@@ -16,10 +15,12 @@ from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan
 from vllm_commext.nixl.geometry.topology import Split
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.mapped.reader import MappedReader, Mapper
+from vllm_commext.nixl.tables import WorkerTables
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.posting import NixlReader, Reader
-from vllm_commext.nixl.transport.sweep import Sweeper, num_descriptors
+from vllm_commext.nixl.transport.tables import RemoteTable
 from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.tables import STREAM_HEADERS, STREAM_PIECES, tables_in
 
 _log = RateLimitedLog()
 
@@ -36,6 +37,7 @@ class LocalWorker:
         device_id: device of the cache.
         other_splits: ways in which something is dealt out to the ranks of other pipeline stages.
         mapper: opens the memory of workers on this host, None where everything is read by NIXL.
+        tables: what it has beside its cache that peers read, registered.
     """
 
     engine_id: str
@@ -45,6 +47,7 @@ class LocalWorker:
     device_id: int = 0
     other_splits: frozenset[Split] = frozenset()
     mapper: Mapper | None = None
+    tables: WorkerTables = field(default_factory=WorkerTables)
 
     @property
     def consumer(self) -> str:
@@ -95,15 +98,7 @@ class Link:
         mapped: reads it through a mapping, None where it has none; see ``reader_of``.
         memory_type: NIXL memory type of its cache.
         device_id: device of its cache.
-        fence_list: prepared list of its fences' nonces, None where it has none.
-        num_fence_slots: how many there are.
-        stream_headers: prepared list of the headers of its progress table, None where it has
-            none, or this worker streams nothing.
-        stream_pieces: prepared list of the progress table's pieces of block ids.
-        num_stream_rows: rows of the progress table.
-        pieces_per_row: pieces in each.
-        generation_list: prepared list of its blocks' generations, None where it offers none, or
-            this worker asks for none.
+        tables: those of its tables that this worker has, too, by name.
         lease_seconds: how long it keeps blocks after the last sign of a reader, 0 where it takes no
             heartbeats.
         held: what of NIXL's it uses, in the order in which it was made.
@@ -122,13 +117,7 @@ class Link:
     reader: Reader
     memory_type: str
     device_id: int
-    fence_list: Any = None
-    num_fence_slots: int = 0
-    stream_headers: Any = None
-    stream_pieces: Any = None
-    num_stream_rows: int = 0
-    pieces_per_row: int = 0
-    generation_list: Any = None
+    tables: Mapping[str, RemoteTable] = field(default_factory=dict[str, RemoteTable])
     lease_seconds: float = 0.0
     mapped: MappedReader | None = None
     held: list[RefCounted] = field(default_factory=list[RefCounted])
@@ -138,6 +127,11 @@ class Link:
     num_bytes: int = 0
     num_bytes_done: int = 0
     progressed: float = field(default_factory=time.perf_counter)
+
+    @property
+    def pieces_per_row(self) -> int:
+        """Pieces of block ids in a row of its progress table."""
+        return self.tables[STREAM_PIECES].num_records // self.tables[STREAM_HEADERS].num_records
 
     def serves(self, incarnation: str) -> bool:
         """Whether a request of this start of the engine, "" for any, is one of its own."""
@@ -162,12 +156,20 @@ class Link:
 
 
 class Links:
-    """Makes the connections to peers.  Owned by one thread."""
+    """Makes the connections to peers.  Owned by one thread.
 
-    def __init__(self, agent: NixlAgent, config: ConnectorConfig, local: LocalWorker) -> None:
+    Args:
+        agent: this worker's.
+        local: this worker.
+        on_removal: called when NIXL was told to forget a peer.
+    """
+
+    def __init__(
+        self, agent: NixlAgent, local: LocalWorker, on_removal: Callable[[], None]
+    ) -> None:
         self._agent = agent
         self._local = local
-        self._sweeper = Sweeper(agent, num_descriptors(config))
+        self._on_removal = on_removal
         self._all: list[Link] = []
         # A retired link whose reads go on, and the same peer connected anew, share NIXL's agent.
         self._agents: dict[str, RefCounted] = {}
@@ -177,17 +179,7 @@ class Links:
     @property
     def num_retired(self) -> int:
         """Retired links whose reads go on."""
-        return len(self._existing()) - len(self._live())
-
-    @property
-    def is_sweeping(self) -> bool:
-        """Whether a read of the sweeper's is under way."""
-        return self._sweeper.is_reading
-
-    @property
-    def has_sweeps_due(self) -> bool:
-        """Whether the sweeper is to read, from a peer that there is."""
-        return self._sweeper.is_due and bool(self._live())
+        return len(self._existing()) - len(self.live())
 
     def reach(self, described: wire.WorkerDescription) -> RefCounted:
         """The name of a worker's agent, for notifications; its user has to drop it.
@@ -217,25 +209,10 @@ class Links:
             Exception: NIXL cannot use the description; nothing of it is kept then.
         """
         held = [self.reach(described)]
-        name: str = held[0].value
-        fences = headers = pieces = generations = None
-        num_slots = described.num_fence_slots
         try:
             reader = self._reader(described, plan, held)
             mapped = self._map(key, described, plan, held)
-            if num_slots:
-                prepared = self._agent.prepare_fences(name, described.fence_address, num_slots)
-                fences = self._keep(prepared, held)
-            if described.num_stream_rows and self._agent.streams is not None:
-                rows, per_row = described.num_stream_rows, described.pieces_per_row
-                prepared = self._agent.prepare_headers(name, described.stream_headers, rows)
-                headers = self._keep(prepared, held)
-                address = described.stream_entries
-                prepared = self._agent.prepare_pieces(name, address, rows * per_row)
-                pieces = self._keep(prepared, held)
-            if described.num_generations and self._agent.generations is not None:
-                place = described.generations, described.num_generations
-                generations = self._keep(self._agent.prepare_fences(name, *place), held)
+            tables = self._tables(described, held)
         except Exception:
             while held:
                 held.pop().drop()
@@ -243,19 +220,13 @@ class Links:
         link = Link(
             key=key,
             incarnation=incarnation,
-            agent_name=name,
+            agent_name=held[0].value,
             plan=plan,
             reader=reader,
             mapped=mapped,
             memory_type=described.memory_type,
             device_id=described.device_id,
-            fence_list=fences,
-            num_fence_slots=num_slots,
-            stream_headers=headers,
-            stream_pieces=pieces,
-            num_stream_rows=described.num_stream_rows,
-            pieces_per_row=described.pieces_per_row,
-            generation_list=generations,
+            tables=tables,
             lease_seconds=described.lease_seconds,
             held=held,
         )
@@ -268,11 +239,6 @@ class Links:
             link.retired = True
             link.drop()
 
-    def sweep(self) -> Link | None:
-        """Let NIXL go on with what removals have begun; a link that could not be read for that."""
-        ended = self._sweeper.poll(self._live())
-        return ended[0] if ended is not None and ended[1] else None
-
     def mark_lost(self, key: PeerKey) -> None:
         """The engine behind a key is gone: what is read from it has no prospect."""
         for link in self._existing():
@@ -282,7 +248,8 @@ class Links:
         self._all = [link for link in self._all if link.num_users]
         return self._all
 
-    def _live(self) -> list[Link]:
+    def live(self) -> list[Link]:
+        """Links that can be read, the youngest last."""
         return [link for link in self._all if not link.retired]
 
     def _map(
@@ -315,6 +282,18 @@ class Links:
             remote = self._keep(self._agent.prepare(name, plan.remote_rows, kind), held)
         return NixlReader(self._agent, local, remote)
 
+    def _tables(
+        self, described: wire.WorkerDescription, held: list[RefCounted]
+    ) -> dict[str, RemoteTable]:
+        """The worker's tables of the kinds that this one has, too."""
+        found: dict[str, RemoteTable] = {}
+        for name, place in tables_in(described).items():
+            own = self._local.tables.by_name.get(name)
+            if own is not None:
+                found[name] = own.of_peer(self._agent, held[0].value, place)
+                self._keep(found[name].prepared, held)
+        return found
+
     def _local_list(self, rows: UInt64Array, held: list[RefCounted]) -> Any:
         key = rows.tobytes()
         if not len(rows):
@@ -337,4 +316,4 @@ class Links:
     def _forget_agent(self, name: str) -> None:
         del self._agents[name]
         self._agent.remove_peer(name)
-        self._sweeper.note_removal()
+        self._on_removal()

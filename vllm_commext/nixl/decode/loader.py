@@ -383,7 +383,7 @@ class Loader:
 
     def poll_reads(self) -> bool:
         """One look at the reads under way; whether any has moved on."""
-        num_fences, num_ended = self._reads.num_fences, 0
+        num_proofs, num_ended = self._reads.num_proofs, 0
         for read in self._reads.under_way():
             end = self._reads.look(read)
             if end is not None:
@@ -392,7 +392,7 @@ class Loader:
         self._streams.poll_left()
         self._note_late()
         self._peers.sweep()
-        return num_ended > 0 or self._reads.num_fences > num_fences
+        return num_ended > 0 or self._reads.num_proofs > num_proofs
 
     def _end_read(self, read: Read, end: End) -> None:
         if end.failure is None and not read.part.use.is_given_up:

@@ -12,6 +12,7 @@ from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.heartbeats import PeerKey
 from vllm_commext.nixl.decode.links import Link, Links, LocalWorker, RefCounted
 from vllm_commext.nixl.decode.peer_states import BackOff, PeerEvent, PeerState, next_state
+from vllm_commext.nixl.decode.sweep import Sweeper, num_descriptors
 from vllm_commext.nixl.decode.transfers import Part, Source, Transfer, Use
 from vllm_commext.nixl.geometry.layout import describe_place
 from vllm_commext.nixl.geometry.plan import plan_read
@@ -125,7 +126,8 @@ class PeerTable:
         self._local = local
         self._recorder = recorder
         self._secret = read_secret(config.side_channel_secret_file)
-        self._links = Links(agent, config, local)
+        self._sweeper = Sweeper(agent, num_descriptors(config))
+        self._links = Links(agent, local, self._sweeper.note_removal)
         self._peers: dict[PeerKey, Peer] = {}
         self._next_check = 0.0
         self._log = RateLimitedLog()
@@ -220,16 +222,16 @@ class PeerTable:
     @property
     def is_sweeping(self) -> bool:
         """Whether a peer is read on behalf of removed ones."""
-        return self._links.is_sweeping
+        return self._sweeper.is_reading
 
     @property
     def has_sweeps_due(self) -> bool:
         """Whether a peer is to be read on behalf of removed ones."""
-        return self._links.has_sweeps_due
+        return self._sweeper.is_due and bool(self._links.live())
 
     def sweep(self) -> None:
         """Let NIXL go on with what removals of peers have begun."""
-        broken = self._links.sweep()
+        broken = self._sweeper.poll(self._links.live())
         if broken is not None:
             self.doubt(broken, broken=True)
 

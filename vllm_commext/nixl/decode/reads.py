@@ -1,10 +1,10 @@
-"""Reads under way: blocks first, then the fence that proves them, until they end or are late.
-
-Blocks that are kept for nobody are proven by their generations in the fence's place.
-"""
+"""Reads under way: blocks first, then what proves them, until they end or are late."""
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.decode.links import Link
@@ -12,18 +12,88 @@ from vllm_commext.nixl.decode.transfers import Failure, Part
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.requests import RemoteRequest
-from vllm_commext.nixl.reuse.generations import GenerationTable
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.pauses import pause
 from vllm_commext.nixl.transport.posting import Posting, Reader
+from vllm_commext.nixl.transport.tables import RemoteTable
+from vllm_commext.nixl.wire.tables import FENCES, GENERATIONS
 
 PATIENCE = 4
 """A read counts as moving along with the others of its link until these have moved so many times
 ``max_bytes_in_flight`` since it moved itself."""
+FREED = (
+    "the prefill engine had freed the blocks before they were read: the request came later than "
+    "kv_lease_duration, or its parameters were used twice or altered"
+)
+USED_AGAIN = (
+    "the engine has used some of the blocks again before they were read: they were kept for nobody"
+)
 
 
 class PostingError(Exception):
     """The peer cannot be read now, over this link; says by what and why."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Records of a prefill worker's that change before the blocks do, and are read after them: if
+    they are as expected, the blocks were the request's all the while.
+
+    Attributes:
+        table: the table that they are in.
+        records: their numbers.
+        expected: a word for each.
+        refutation: what others mean.
+    """
+
+    table: RemoteTable
+    records: Sequence[int]
+    expected: Sequence[int]
+    refutation: str
+
+    def holds(self, cells: Sequence[int]) -> bool:
+        """Whether the expected words have arrived in these cells."""
+        found = self.table.own.cells[list(cells)]
+        return np.array_equal(found, np.array(self.expected, dtype=np.uint64))
+
+
+def proof_of(part: Part, link: Link) -> Proof | None:
+    """What proves a part's blocks: the nonce of the request's fence, or the generations of blocks
+    that are kept for nobody; None where the fence is not known.
+
+    Raises:
+        ProtocolError: the fence's slot is none of the peer's, its worker has no generations, or
+            they are not one a block.
+    """
+    remote, table = part.remote, link.tables.get(FENCES if part.remote.is_kept else GENERATIONS)
+    if not remote.is_kept:
+        return _proof_by_generations(remote, table)
+    if remote.fence_slot < 0 or table is None:
+        return None
+    if remote.fence_slot >= table.num_records:
+        raise ProtocolError(
+            f"kv_transfer_params: expected remote_fence_slot below {table.num_records}, got "
+            f"{remote.fence_slot}"
+        )
+    nonce = remote.fence_nonce if part.stream is None else part.stream.nonce
+    return Proof(table, [remote.fence_slot], [nonce], FREED)
+
+
+def _proof_by_generations(remote: RemoteRequest, table: RemoteTable | None) -> Proof:
+    if table is None:
+        raise ProtocolError(
+            f"engine {remote.engine_id!r} offers blocks whose generations cannot be read: set "
+            "reuse_blocks in the kv_connector_extra_config of both engines"
+        )
+    block_ids = [block for group in remote.block_ids for block in group]
+    if len(remote.generations) != len(block_ids):
+        raise ProtocolError(
+            f"expected a generation for each of {len(block_ids)} blocks, got "
+            f"{len(remote.generations)}"
+        )
+    pairs = sorted(zip(block_ids, remote.generations, strict=True))  # neighbours are merged
+    records, expected = zip(*pairs, strict=True)
+    return Proof(table, records, expected, USED_AGAIN)
 
 
 @dataclass(eq=False)
@@ -33,8 +103,8 @@ class Read:
     Attributes:
         part: what is being loaded.
         link: where from; held until the read has ended.
-        reader: what reads the blocks; the fence is read by NIXL.
-        posting: what is done for it, None between the blocks' end and the fence.
+        reader: what reads the blocks; their proof is read by NIXL.
+        posting: what is done for it, None between the blocks' end and the proof.
         posted: when it was posted.
         post_seconds: how long posting took.
         num_bytes: bytes that it copies.
@@ -42,8 +112,8 @@ class Read:
         progressed: when a piece of it last ended.
         mark: ``link.num_bytes_done`` at that time.
         num_merged: descriptors after merging, known at the blocks' end.
-        cell: where the fence is read into, None before that.
-        cells: where generations are read into, rather.
+        proof: what is read after the blocks, None for blocks without any.
+        cells: where it is read into, None before that.
         is_late: it has not moved on for too long.
         is_hidden: it began before the prompt was computed, as far as was known.
     """
@@ -58,22 +128,11 @@ class Read:
     num_descriptors: int
     progressed: float
     mark: int
+    proof: Proof | None
     num_merged: int = 0
-    cell: int | None = None
-    cells: list[int] = field(default_factory=list[int])
+    cells: list[int] | None = None
     is_late: bool = False
     is_hidden: bool = False
-
-    @property
-    def is_fenced(self) -> bool:
-        """Whether the request's fence is known, so that it can be checked."""
-        remote = self.part.remote
-        return not remote.is_kept or (remote.fence_slot >= 0 and self.link.fence_list is not None)
-
-    @property
-    def is_being_proven(self) -> bool:
-        """Whether the fence or the generations are being read, or have been."""
-        return self.cell is not None or bool(self.cells)
 
 
 @dataclass(frozen=True)
@@ -87,17 +146,11 @@ def prepare(part: Part, link: Link) -> Pairs:
     """What a part copies.
 
     Raises:
-        ProtocolError: the block lists do not fit each other or the caches, or the fence's slot is
-            none of the peer's.
+        ProtocolError: the block lists do not fit each other or the caches, or what is read could
+            not be proven.
     """
     load, remote = part.load, part.remote
-    if link.fence_list is not None and remote.fence_slot >= link.num_fence_slots:
-        raise ProtocolError(
-            f"kv_transfer_params: expected remote_fence_slot below {link.num_fence_slots}, got "
-            f"{remote.fence_slot}"
-        )
-    if not remote.is_kept:
-        _check_generations(remote, link)
+    proof_of(part, link)
     return link.plan.pairs(
         load.blocks,
         remote.block_ids,
@@ -111,28 +164,10 @@ def _num_open(posting: Posting | None) -> int:
     return posting.num_open if posting is not None else 0
 
 
-def _check_generations(remote: RemoteRequest, link: Link) -> None:
-    """Refuse what could not be proven.
-
-    Raises:
-        ProtocolError: the peer's worker has no generations, or they are not one a block.
-    """
-    if link.generation_list is None:
-        raise ProtocolError(
-            f"engine {remote.engine_id!r} offers blocks whose generations cannot be read: set "
-            "reuse_blocks in the kv_connector_extra_config of both engines"
-        )
-    num_blocks = sum(map(len, remote.block_ids))
-    if len(remote.generations) != num_blocks:
-        raise ProtocolError(
-            f"expected a generation for each of {num_blocks} blocks, got {len(remote.generations)}"
-        )
-
-
 class ReadSet:
     """The reads under way on one worker.  Owned by one thread.
 
-    Attributes: ``num_fences``: fences that were posted so far.
+    Attributes: ``num_proofs``: proofs that were posted so far.
 
     Args:
         agent: whose reads they are.
@@ -149,7 +184,7 @@ class ReadSet:
         self._max_bytes = max_bytes
         self._limit_seconds = limit_seconds
         self._reads: list[Read] = []
-        self.num_fences = 0
+        self.num_proofs = 0
 
     def __len__(self) -> int:
         """Reads under way."""
@@ -189,6 +224,7 @@ class ReadSet:
             num_descriptors=len(pairs.local),
             progressed=now,
             mark=link.num_bytes_done,
+            proof=proof_of(part, link),
             is_hidden=part.stream is not None and not part.stream.is_computed,
         )
         if not link.num_bytes:
@@ -197,7 +233,7 @@ class ReadSet:
         self._reads.append(read)
 
     def look(self, read: Read) -> End | None:
-        """One step of blocks, then fence, then end; None while under way.  What goes wrong ends
+        """One step of blocks, then proof, then end; None while under way.  What goes wrong ends
         this read, as soon as nothing of it is under way."""
         posting = read.posting
         num_open = _num_open(posting)
@@ -207,7 +243,7 @@ class ReadSet:
             if read.posting is not None and read.posting.num_open:
                 return None  # looked at again, until it ends or is late
             end = End(Failure("internal", error))
-        # Without a posting it waits for a cell, which others may never give back.
+        # Without a posting it waits for cells, which others may never give back.
         has_moved = read.posting is not posting or _num_open(posting) < num_open
         if end is not None or has_moved:
             self._note_progress(read)
@@ -255,12 +291,9 @@ class ReadSet:
         link.num_bytes_done += read.num_bytes
         if not read.is_late:
             link.num_bytes -= read.num_bytes
-        if read.cell is not None:
-            self._agent.fences.give_back_cell(read.cell)
-            read.cell = None
-        if read.cells:
-            self._generations.give_back_cells(read.cells)
-            read.cells = []
+        if read.proof is not None and read.cells is not None:
+            read.proof.table.own.give_back(read.cells)
+            read.cells = None
         link.drop()
 
     def _advance(self, read: Read) -> End | None:
@@ -269,77 +302,28 @@ class ReadSet:
             if error is None:
                 return None
             name = "NIXL"
-            if not read.is_being_proven:
+            if read.cells is None:
                 read.num_merged, name = read.posting.num_merged, read.reader.name
             read.posting = None
             if error:
                 return End(Failure("transfer", ProtocolError(f"{name}: {error}")))
-        if read.cell is not None:
-            return self._judge(read, self._agent.fences.nonce_in(read.cell))
-        if read.cells:
-            return self._judge_generations(read)
-        if read.part.use.is_given_up or not read.is_fenced:
+        proof = read.proof
+        if proof is None:
             return End()
-        return self._post_fence(read)
+        if read.cells is not None:
+            expired = Failure("expired", ProtocolError(proof.refutation))
+            return End(None if proof.holds(read.cells) else expired)
+        return End() if read.part.use.is_given_up else self._post_proof(read, proof)
 
-    def _post_fence(self, read: Read) -> End | None:
-        """The blocks have arrived: read the fence, now or as soon as a cell is free."""
-        if not read.part.remote.is_kept:
-            return self._post_generations(read)
-        cell = self._agent.fences.take_cell()
-        if cell is None:
-            return None
-        read.cell = cell
-        try:
-            fence = self._agent.make_fence_read(
-                read.link.fence_list, cell, read.part.remote.fence_slot
-            )
-            read.posting = Posting(self._agent, [fence])
-        except Exception as error:  # noqa: BLE001 NIXL raises many types; the read has failed
-            return End(Failure("transfer", ProtocolError(f"NIXL: {error}")))
-        self.num_fences += 1
-        return self._advance(read)  # within a host it has arrived by now
-
-    def _post_generations(self, read: Read) -> End | None:
-        """The same for blocks that are kept for nobody."""
-        block_ids = sorted(block for group in read.part.remote.block_ids for block in group)
-        cells = self._generations.take_cells(len(block_ids))
+    def _post_proof(self, read: Read, proof: Proof) -> End | None:
+        """The blocks have arrived: read what proves them, now or as soon as cells are free."""
+        cells = proof.table.own.take(len(proof.records))
         if cells is None:
             return None
         read.cells = cells
         try:
-            generations = self._agent.make_generations_read(
-                read.link.generation_list, cells, block_ids
-            )
-            read.posting = Posting(self._agent, [generations])
+            read.posting = Posting(self._agent, [proof.table.make_read(cells, proof.records)])
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the read has failed
             return End(Failure("transfer", ProtocolError(f"NIXL: {error}")))
-        self.num_fences += 1
-        return self._advance(read)
-
-    def _judge_generations(self, read: Read) -> End:
-        remote = read.part.remote
-        ids = [block for group in remote.block_ids for block in group]
-        pairs = sorted(zip(ids, remote.generations, strict=True))
-        if self._generations.have(read.cells, [generation for _, generation in pairs]):
-            return End()
-        text = (
-            "the engine has used some of the blocks again before they were read: they were kept "
-            "for nobody"
-        )
-        return End(Failure("expired", ProtocolError(text)))
-
-    @property
-    def _generations(self) -> GenerationTable:
-        assert self._agent.generations is not None  # links have lists of generations only with one
-        return self._agent.generations
-
-    @staticmethod
-    def _judge(read: Read, nonce: int) -> End:
-        if nonce == read.part.nonce:
-            return End()
-        text = (
-            "the prefill engine had freed the blocks before they were read: the request came later "
-            "than kv_lease_duration, or its parameters were used twice or altered"
-        )
-        return End(Failure("expired", ProtocolError(text)))
+        self.num_proofs += 1
+        return self._advance(read)  # within a host it has arrived by now

@@ -162,11 +162,6 @@ class Part:
     stream: Cursor | None = None
 
     @property
-    def nonce(self) -> int:
-        """What its fence must have."""
-        return self.remote.fence_nonce if self.stream is None else self.stream.nonce
-
-    @property
     def remote(self) -> RemoteRequest:
         """What is read from."""
         return self.load.remote or self.use.transfer.remote

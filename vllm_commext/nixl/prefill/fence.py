@@ -20,6 +20,9 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from vllm_commext.nixl.transport.tables import Table
+from vllm_commext.nixl.wire.tables import FENCES
+
 NUM_SLOTS = 65536
 """Finished prefills that one engine can hold at a time."""
 NUM_CELLS = 1024
@@ -94,18 +97,17 @@ class FenceSlots:
 
 
 class FenceTable:
-    """One worker's nonces, which peers read, and cells, into which it reads those of peers.
+    """One worker's nonces.
 
     Attributes:
         nonces: ``[NUM_SLOTS]`` uint64; zeros until ``arm``.
-        cells: ``[NUM_CELLS]`` uint64.
+        table: the same, for peers.
     """
 
     def __init__(self) -> None:
         self.nonces = np.zeros(NUM_SLOTS, dtype=np.uint64)
-        self.cells = np.zeros(NUM_CELLS, dtype=np.uint64)
+        self.table = Table(FENCES, self.nonces, NUM_CELLS)
         self._key = b""
-        self._free_cells = list(range(NUM_CELLS))
 
     def arm(self, key: bytes) -> None:
         """Put the first nonces in place, once, before any request of this engine has finished."""
@@ -116,15 +118,3 @@ class FenceTable:
         """A request's blocks are about to be freed; the nonce that stands there now."""
         self.nonces[slot] = new = next_nonce(self._key, slot, nonce)
         return new
-
-    def take_cell(self) -> int | None:
-        """A cell to read a peer's nonce into, None where all are in use."""
-        return self._free_cells.pop() if self._free_cells else None
-
-    def nonce_in(self, cell: int) -> int:
-        """The nonce that has arrived in a cell."""
-        return int(self.cells[cell])
-
-    def give_back_cell(self, cell: int) -> None:
-        """A cell is free again: nothing is read into it any more."""
-        self._free_cells.append(cell)

@@ -9,6 +9,7 @@ from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.outcomes import CompletionQueue
 from vllm_commext.nixl.prefill.leases import Beat, LeaseLedger
 from vllm_commext.nixl.requests import Hold
+from vllm_commext.nixl.tables import WorkerTables
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
 
@@ -21,6 +22,7 @@ class LeaseManager:
 
     Args:
         agent: the agent that readers notify.
+        tables: where readers see that blocks are not kept any more.
         config: the connector's settings.
         recorder: where counts go.
         outcomes: where the ends of holds are reported.
@@ -29,11 +31,13 @@ class LeaseManager:
     def __init__(
         self,
         agent: NixlAgent,
+        tables: WorkerTables,
         config: ConnectorConfig,
         recorder: TransferRecorder,
         outcomes: CompletionQueue,
     ) -> None:
         self._agent = agent
+        self._tables = tables
         self._config = config
         self._recorder = recorder
         self._outcomes = outcomes
@@ -127,10 +131,7 @@ class LeaseManager:
         for name in list(self._unsent):
             hold = self._holds[name]
             try:
-                if hold.fence_slot >= 0:
-                    self._agent.fences.end(hold.fence_slot, hold.fence_nonce)
-                if hold.stream_row >= 0 and self._agent.streams is not None:
-                    self._agent.streams.end(hold.stream_row)
+                self._tables.end(hold)
             except Exception:  # noqa: BLE001 one request's error is no other's
                 self._log.exception("report", f"request {name}: its fence was not changed yet")
                 continue

@@ -19,7 +19,6 @@ from typing import NamedTuple
 from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.prefill.listener import Connection, Listener
-from vllm_commext.nixl.reuse.hashes import HASH_BYTES
 from vllm_commext.nixl.reuse.table import OfferTable
 from vllm_commext.nixl.stream.directory import StreamDirectory
 from vllm_commext.nixl.wire import messages as wire
@@ -332,17 +331,17 @@ class SideChannelServer:
                 f"engine {self.engine_id!r} offers no blocks for reuse: set reuse_blocks in its "
                 "kv_connector_extra_config, and see what its log says of it"
             )
-        num_hashes, rest = divmod(len(request.hashes), HASH_BYTES)
+        num_hashes, rest = divmod(len(request.hashes), wire.HASH_BYTES)
         if rest or num_hashes > wire.MAX_HASHES:
             raise ProtocolError(
-                f"expected at most {wire.MAX_HASHES} hashes of {HASH_BYTES} bytes, got "
+                f"expected at most {wire.MAX_HASHES} hashes of {wire.HASH_BYTES} bytes, got "
                 f"{len(request.hashes)} bytes"
             )
-        begins = range(0, len(request.hashes), HASH_BYTES)
-        run = self._blocks.find(request.hashes[one : one + HASH_BYTES] for one in begins)
+        begins = range(0, len(request.hashes), wire.HASH_BYTES)
+        run = self._blocks.find(request.hashes[one : one + wire.HASH_BYTES] for one in begins)
         incarnation, host, port = self._place
         return wire.FoundBlocks(
-            question=request.question[:HASH_BYTES],
+            question=request.question[: wire.HASH_BYTES],
             engine_id=self.engine_id,
             incarnation=incarnation,
             host=host,

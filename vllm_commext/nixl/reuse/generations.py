@@ -12,12 +12,12 @@ R comes before W, since W is caused by a message that is sent after R; B ends be
 does not see R, G comes before R, so B before W.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
 from vllm_commext.anonymous_memory import AnonymousMemory, Offer
+from vllm_commext.nixl.transport.tables import Table
+from vllm_commext.nixl.wire.tables import GENERATIONS
 
 Generations = npt.NDArray[np.uint64]
 MIN_CELLS = 4096
@@ -26,11 +26,11 @@ _GENERATION_BYTES = 8
 
 
 class GenerationTable:
-    """One worker's generations, which peers read, and cells, into which it reads those of peers.
+    """One worker's generations.
 
     Attributes:
         generations: ``[num_blocks]`` uint64; written by the scheduler side alone.
-        cells: ``[num_cells]`` uint64.
+        table: the same, for peers.
         offer: how the scheduler side finds them.
     """
 
@@ -38,31 +38,7 @@ class GenerationTable:
         self._memory = AnonymousMemory.create("commext-generations", _GENERATION_BYTES * num_blocks)
         self.offer = self._memory.offer
         self.generations: Generations = np.frombuffer(self._memory.map, dtype=np.uint64)
-        self.cells: Generations = np.zeros(num_cells, dtype=np.uint64)
-        self._free_cells = list(range(num_cells))
-
-    def described(self) -> dict[str, int]:
-        """What a worker's description says of it, by field of ``WorkerDescription``."""
-        return {
-            "generations": self.generations.ctypes.data,
-            "num_generations": len(self.generations),
-        }
-
-    def take_cells(self, count: int) -> list[int] | None:
-        """Cells to read so many generations into, in rising order; None while too few are free."""
-        if count > len(self._free_cells):
-            return None
-        taken = sorted(self._free_cells[-count:])
-        del self._free_cells[-count:]
-        return taken
-
-    def have(self, cells: Sequence[int], generations: Sequence[int]) -> bool:
-        """Whether these generations have arrived in these cells."""
-        return np.array_equal(self.cells[cells], np.array(generations, dtype=np.uint64))
-
-    def give_back_cells(self, cells: Sequence[int]) -> None:
-        """Cells are free again: nothing is read into them any more."""
-        self._free_cells += cells
+        self.table = Table(GENERATIONS, self.generations, num_cells)
 
     def close(self) -> None:
         """Let go of the memory's name; the scheduler side has opened it, or never will."""

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-HASH_BYTES = 32
+from vllm_commext.nixl.wire.messages import HASH_BYTES
+
 _ROOT = b"commext reuse"
 _BLOCK = b"commext block"
 

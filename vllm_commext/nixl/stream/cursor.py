@@ -29,6 +29,7 @@ from vllm_commext.nixl.stream.rows import (
 )
 from vllm_commext.nixl.transport.pauses import pause
 from vllm_commext.nixl.transport.posting import Posting
+from vllm_commext.nixl.wire.tables import FENCES, STREAM_HEADERS, STREAM_PIECES
 
 
 def no_ids() -> Ids:
@@ -255,15 +256,16 @@ def cursor_of(part: Part, link: Link) -> Cursor:
         ProtocolError: the peer streams nothing, or its row, regions or fence are none.
     """
     remote, plan = part.remote, link.plan
-    if link.stream_headers is None or link.fence_list is None:
+    if not {FENCES, STREAM_HEADERS, STREAM_PIECES} <= link.tables.keys():
         raise ProtocolError(
             "the request is to be read while it is computed, and one of the engines streams "
             "nothing: set stream_chunks in kv_connector_extra_config of both"
         )
-    if remote.stream_row >= link.num_stream_rows or remote.fence_slot >= link.num_fence_slots:
+    num_rows, num_slots = (link.tables[name].num_records for name in (STREAM_HEADERS, FENCES))
+    if remote.stream_row >= num_rows or remote.fence_slot >= num_slots:
         raise ProtocolError(
-            f"expected a row below {link.num_stream_rows} and a fence below "
-            f"{link.num_fence_slots}, got {remote.stream_row} and {remote.fence_slot}"
+            f"expected a row below {num_rows} and a fence below {num_slots}, got "
+            f"{remote.stream_row} and {remote.fence_slot}"
         )
     regions = regions_at(remote.stream_regions, link.pieces_per_row)
     theirs, own = plan.remote.groups, plan.local.groups

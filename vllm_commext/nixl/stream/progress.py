@@ -1,4 +1,4 @@
-"""One worker's memory for chunk streaming: rows that peers read, and cells to read theirs into."""
+"""One worker's memory for chunk streaming: rows that peers read."""
 
 import threading
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ import numpy as np
 
 from vllm_commext.nixl.requests import Listed
 from vllm_commext.nixl.stream.rows import (
+    HEADER_BYTES,
     HEADER_WORDS,
     MAX_PIECES,
     NUM_CELLS,
@@ -19,6 +20,8 @@ from vllm_commext.nixl.stream.rows import (
     num_rows_of,
     tokens_in,
 )
+from vllm_commext.nixl.transport.tables import Table
+from vllm_commext.nixl.wire.tables import STREAM_HEADERS, STREAM_PIECES
 
 ENDED = 0
 """In the nonce's place: the request's blocks are free, or going to be."""
@@ -35,15 +38,19 @@ class Header:
     is_whole: bool = False
 
 
+def header_of(words: Entries) -> Header:
+    """What a header's words say."""
+    tag, nonce, mark = map(int, words[:3])
+    return Header(tag, nonce, tokens_in(mark, nonce), is_whole(mark, nonce))
+
+
 class ProgressTable:
-    """Rows and cells; safe for threads.
+    """Rows; safe for threads.
 
     Attributes:
         headers: ``[num_rows, HEADER_WORDS]`` uint64, see ``rows``.
         entries: ``[num_rows, pieces_per_row * PIECE_IDS]`` uint64, block ids.
-        header_cells: ``[NUM_CELLS, HEADER_WORDS]`` uint64, peers' headers.
-        entry_cells: ``[NUM_CELLS, MAX_PIECES * PIECE_IDS]`` uint64, peers' entries.
-        pieces_per_row: pieces of block ids in a row.
+        tables: the same, for peers; a cell for a header goes with ``MAX_PIECES`` cells for pieces.
 
     Args:
         pieces_per_row: what the longest prompt takes, see ``rows.regions_of``.
@@ -51,24 +58,15 @@ class ProgressTable:
     """
 
     def __init__(self, pieces_per_row: int, num_rows: int | None = None) -> None:
-        self.pieces_per_row = pieces_per_row
         num_rows = num_rows or num_rows_of(pieces_per_row)
-        num_ids = self.pieces_per_row * PIECE_IDS
         self.headers = np.zeros((num_rows, HEADER_WORDS), dtype=np.uint64)
-        self.entries = np.zeros((num_rows, num_ids), dtype=np.uint64)
-        self.header_cells = np.zeros((NUM_CELLS, HEADER_WORDS), dtype=np.uint64)
-        self.entry_cells = np.zeros((NUM_CELLS, MAX_PIECES * PIECE_IDS), dtype=np.uint64)
-        self._free_cells = list(range(NUM_CELLS))
+        self.entries = np.zeros((num_rows, pieces_per_row * PIECE_IDS), dtype=np.uint64)
+        pieces = self.entries.reshape(-1, PIECE_IDS)
+        self.tables = (
+            Table(STREAM_HEADERS, self.headers, NUM_CELLS, HEADER_BYTES),
+            Table(STREAM_PIECES, pieces, NUM_CELLS * MAX_PIECES),
+        )
         self._lock = threading.Lock()
-
-    def described(self) -> dict[str, int]:
-        """What a worker's description says of it, by field of `WorkerDescription`."""
-        return {
-            "stream_headers": self.headers.ctypes.data,
-            "stream_entries": self.entries.ctypes.data,
-            "num_stream_rows": len(self.headers),
-            "pieces_per_row": self.pieces_per_row,
-        }
 
     def begin(self, row: int, nonce: int) -> None:
         """A request gets a row: its tag is its first nonce.  Safe to repeat."""
@@ -113,20 +111,3 @@ class ProgressTable:
             for place, block_ids in listed:
                 self.entries[row, place : place + len(block_ids)] = entries_of(nonce, block_ids)
         return True
-
-    def take_cell(self) -> int | None:
-        """A cell to read a peer's row into, None where all are in use."""
-        return self._free_cells.pop() if self._free_cells else None
-
-    def header_in(self, cell: int) -> Header:
-        """The header that has arrived in a cell."""
-        tag, nonce, mark = map(int, self.header_cells[cell, :3])
-        return Header(tag, nonce, tokens_in(mark, nonce), is_whole(mark, nonce))
-
-    def entries_in(self, cell: int, num_pieces: int) -> Entries:
-        """The entries that have arrived in a cell's first pieces."""
-        return self.entry_cells[cell, : num_pieces * PIECE_IDS].copy()
-
-    def give_back_cell(self, cell: int) -> None:
-        """A cell is free again: nothing is read into it any more."""
-        self._free_cells.append(cell)

@@ -18,10 +18,11 @@ from vllm_commext.nixl.geometry.descriptors import Int32Array
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.stream.cursor import Cursor, Look, Wanted, cursor_of
 from vllm_commext.nixl.stream.poll_schedule import LONGEST_SECONDS
-from vllm_commext.nixl.stream.progress import ENDED, Header, ProgressTable
-from vllm_commext.nixl.stream.rows import pieces
+from vllm_commext.nixl.stream.progress import ENDED, Header, header_of
+from vllm_commext.nixl.stream.rows import MAX_PIECES, pieces
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.posting import Posting
+from vllm_commext.nixl.wire.tables import STREAM_HEADERS, STREAM_PIECES
 
 RETRY_SECONDS = 0.005
 """From a refused chunk to the next look."""
@@ -179,28 +180,31 @@ class StreamReader:
             if not self._advance(look):
                 return
             self.num_moves += 1
-            self._judge(cursor, self._progress.header_in(look.cell))
-            num_pieces = sum(one.num_pieces for one in look.wanted)
-            cursor.take(look.wanted, self._progress.entries_in(look.cell, num_pieces))
+            tables, first = look.link.tables, look.cell * MAX_PIECES
+            self._judge(cursor, header_of(tables[STREAM_HEADERS].own.cells[look.cell]))
+            end = first + sum(one.num_pieces for one in look.wanted)
+            cursor.take(look.wanted, tables[STREAM_PIECES].own.cells[first:end].flatten())
         except Exception:
             self._end_look(cursor)
             raise
         self._end_look(cursor)
 
     def _post_look(self, cursor: Cursor) -> Look | None:
-        cell = self._progress.take_cell()
-        if cell is None:
+        link, row, wanted = cursor.link, cursor.part.remote.stream_row, cursor.wanted()
+        headers, ids = link.tables[STREAM_HEADERS], link.tables[STREAM_PIECES]
+        cells = headers.own.take()
+        if cells is None:
             return None
-        link, row = cursor.link, cursor.part.remote.stream_row
-        wanted = cursor.wanted()
+        (cell,) = cells
         try:
-            reads = [self._agent.make_header_read(link.stream_headers, cell, row)]
+            reads = [headers.make_read(cells, [row])]
             if wanted:
                 places = np.concatenate([self._places(cursor, one) for one in wanted])
-                reads.append(self._agent.make_pieces_read(link.stream_pieces, cell, places))
+                first = cell * MAX_PIECES
+                reads.append(ids.make_read(range(first, first + len(places)), places))
             posting = Posting(self._agent, reads)
         except Exception:
-            self._progress.give_back_cell(cell)
+            headers.own.give_back(cells)
             raise
         look = Look(link.hold(), cell, posting, wanted)
         self._looks.append(look)
@@ -263,13 +267,8 @@ class StreamReader:
 
     def _forget(self, look: Look) -> None:
         self._looks.remove(look)
-        self._progress.give_back_cell(look.cell)
+        look.link.tables[STREAM_HEADERS].own.give_back([look.cell])
         look.link.drop()
-
-    @property
-    def _progress(self) -> ProgressTable:
-        assert self._agent.streams is not None  # links have lists of headers only with a table
-        return self._agent.streams
 
 
 class _EndedError(ProtocolError):

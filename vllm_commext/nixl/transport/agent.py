@@ -9,24 +9,17 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from packaging.version import Version
 
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.geometry.descriptors import Int32Array, UInt64Array, expand_rows, strided_row
-from vllm_commext.nixl.prefill.fence import NONCE_BYTES, NUM_CELLS, FenceTable
-from vllm_commext.nixl.reuse.generations import GenerationTable
-from vllm_commext.nixl.stream import rows as stream_rows
-from vllm_commext.nixl.stream.progress import ProgressTable
+from vllm_commext.nixl.geometry.descriptors import Int32Array, UInt64Array, expand_rows
 from vllm_commext.nixl.transport.ucx_log import UcxLog
 
 STRIDED_SINCE = (1, 5)
 MAX_EXPANDED = 1 << 26
 """Descriptors in a list where each takes a row: 1.5 GiB of them."""
 ucx_log = UcxLog()
-_CELL_PIECES = stream_rows.NUM_CELLS * stream_rows.MAX_PIECES
 DONE = "DONE"
 IN_PROGRESS = "PROC"
 
@@ -86,36 +79,10 @@ def progress_every(api: Any, seconds: float) -> Iterator[None]:
         module.nixlBind.nixlAgentConfig = original
 
 
-def nonce_rows(address: int, num_slots: int) -> UInt64Array:
-    """Nonces as strided descriptors."""
-    return strided_row(address=address, num_bytes=NONCE_BYTES, count=num_slots)
-
-
-def header_rows(address: int, num_rows: int) -> UInt64Array:
-    """Headers of a progress table as strided descriptors."""
-    values = [[address, stream_rows.HEADER_BYTES, 0, 8 * stream_rows.HEADER_WORDS, num_rows]]
-    return np.array(values, dtype=np.uint64)
-
-
-def piece_rows(address: int, num_pieces: int) -> UInt64Array:
-    """Pieces of block ids as strided descriptors."""
-    return strided_row(address=address, num_bytes=stream_rows.PIECE_BYTES, count=num_pieces)
-
-
-def _same(index: int, times: int) -> Int32Array:
-    return np.full(times, index, dtype=np.int32)
-
-
 class NixlAgent:
-    """One NIXL agent with this worker's cache registered.  Not safe for threads: one thread owns
-    it."""
+    """One NIXL agent.  Not safe for threads: one thread owns it."""
 
-    def __init__(
-        self,
-        config: ConnectorConfig,
-        streams: ProgressTable | None = None,
-        generations: GenerationTable | None = None,
-    ) -> None:
+    def __init__(self, config: ConnectorConfig) -> None:
         api = load_nixl()
         self.name = str(uuid.uuid4())
         self._strided = takes_strided_lists()
@@ -124,13 +91,8 @@ class NixlAgent:
             self._agent = api.nixl_agent(self.name, settings)
         self._create_backends(config)
         ucx_log.detach()
-        self.fences = FenceTable()
-        self.streams = streams
-        self.generations = generations
         self._registered: list[Any] = []
-        self._cell_list: Any = None
-        self._generation_cells: Any = None
-        self._stream_cells: tuple[Any, Any] | None = None
+        self._own_lists: list[Any] = []
 
     def _create_backends(self, config: ConnectorConfig) -> None:
         plugins = self._agent.get_plugin_list()
@@ -142,7 +104,7 @@ class NixlAgent:
             self._agent.create_backend(name, {**threads, **config.backend_params})
 
     def register(self, ranges: Sequence[tuple[int, int]], memory_type: str, device_id: int) -> None:
-        """Make memory and the fences' nonces readable by peers, and prepare the cells' list.
+        """Make memory readable by peers.
 
         Args:
             ranges: ``(address, num_bytes)`` of each allocation.
@@ -151,26 +113,6 @@ class NixlAgent:
         """
         rows = [(address, num_bytes, device_id, "") for address, num_bytes in ranges]
         self._registered.append(self._agent.register_memory(rows, memory_type))
-        arrays: list[npt.NDArray[Any]] = [self.fences.nonces, self.fences.cells]
-        streams = self.streams
-        if streams is not None:
-            arrays += [streams.headers, streams.entries, streams.header_cells, streams.entry_cells]
-        generations = self.generations
-        if generations is not None:
-            arrays += [generations.generations, generations.cells]
-        rows = [(array.ctypes.data, array.nbytes, 0, "") for array in arrays]
-        self._registered.append(self._agent.register_memory(rows, "DRAM"))
-        cells = nonce_rows(self.fences.cells.ctypes.data, NUM_CELLS)
-        self._cell_list = self.prepare("", cells, "DRAM")
-        if generations is not None:
-            cells = nonce_rows(generations.cells.ctypes.data, len(generations.cells))
-            self._generation_cells = self.prepare("", cells, "DRAM")
-        if streams is not None:
-            headers, entries = streams.header_cells.ctypes.data, streams.entry_cells.ctypes.data
-            self._stream_cells = (
-                self.prepare("", header_rows(headers, stream_rows.NUM_CELLS), "DRAM"),
-                self.prepare("", piece_rows(entries, _CELL_PIECES), "DRAM"),
-            )
 
     @contextlib.contextmanager
     def registered(self, memory: tuple[int, int, int], memory_type: str) -> Iterator[None]:
@@ -215,29 +157,10 @@ class NixlAgent:
             rows = expand_rows(rows)
         return self._agent.prep_xfer_dlist(name, rows, memory_type)
 
-    def prepare_fences(self, name: str, address: int, num_slots: int) -> Any:
-        """Prepare the list of a peer's nonces, or of its blocks' generations."""
-        return self.prepare(name, nonce_rows(address, num_slots), "DRAM")
-
-    def prepare_headers(self, name: str, address: int, num_rows: int) -> Any:
-        """Prepare the list of the headers of a peer's progress table."""
-        return self.prepare(name, header_rows(address, num_rows), "DRAM")
-
-    def prepare_pieces(self, name: str, address: int, num_pieces: int) -> Any:
-        """Prepare the list of the pieces of block ids of a peer's progress table."""
-        return self.prepare(name, piece_rows(address, num_pieces), "DRAM")
-
-    def make_header_read(self, headers: Any, cell: int, row: int) -> Any:
-        """Describe a read of a header of a peer's table into a cell."""
-        assert self._stream_cells is not None  # links have lists of headers only with cells
-        return self.make_read(self._stream_cells[0], _same(cell, 1), headers, _same(row, 1))
-
-    def make_pieces_read(self, pieces: Any, cell: int, indices: Int32Array) -> Any:
-        """Describe a read of pieces of a peer's block ids into the first ones of a cell."""
-        assert self._stream_cells is not None  # links have lists of pieces only with cells
-        first = cell * stream_rows.MAX_PIECES
-        own = np.arange(first, first + len(indices), dtype=np.int32)
-        return self.make_read(self._stream_cells[1], own, pieces, indices)
+    def prepare_own(self, rows: UInt64Array) -> Any:
+        """Prepare a list of registered host memory of this worker, kept until ``close``."""
+        self._own_lists.append(self.prepare("", rows, "DRAM"))
+        return self._own_lists[-1]
 
     def release_list(self, prepared: Any) -> None:
         """Give a prepared list back."""
@@ -254,20 +177,6 @@ class NixlAgent:
         return self._agent.make_prepped_xfer(
             "READ", local_list, local_indices, remote_list, remote_indices
         )
-
-    def make_fence_read(self, fence_list: Any, cell: int, slot: int, times: int = 1) -> Any:
-        """Describe a read of a peer's nonce into a cell of the fence table, so many times over."""
-        return self._agent.make_prepped_xfer(
-            "READ", self._cell_list, _same(cell, times), fence_list, _same(slot, times)
-        )
-
-    def make_generations_read(
-        self, generations: Any, cells: Sequence[int], block_ids: Sequence[int]
-    ) -> Any:
-        """Describe a read of the generations of a peer's blocks into as many cells."""
-        assert self._generation_cells is not None  # links have lists of generations only with cells
-        own, theirs = (np.array(one, dtype=np.int32) for one in (cells, block_ids))
-        return self.make_read(self._generation_cells, own, generations, theirs)
 
     def post(self, read: Any) -> str:
         """Start a read; returns its state."""
@@ -301,10 +210,7 @@ class NixlAgent:
 
     def close(self) -> None:
         """Give back the lists and the registrations; no read may be in flight."""
-        lists = (self._cell_list, self._generation_cells, *(self._stream_cells or ()))
-        for prepared in lists:
-            if prepared is not None:
-                self._agent.release_dlist_handle(prepared)
-        self._cell_list = self._generation_cells = self._stream_cells = None
+        while self._own_lists:
+            self._agent.release_dlist_handle(self._own_lists.pop())
         while self._registered:
             self._agent.deregister_memory(self._registered.pop())

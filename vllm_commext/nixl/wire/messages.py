@@ -16,7 +16,6 @@ import msgspec
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.geometry.layout import CacheLayout, check_layout
-from vllm_commext.nixl.reuse.hashes import HASH_BYTES
 
 MAGIC = "commext-nixl"
 PROTOCOL_VERSION = 4
@@ -36,6 +35,7 @@ MAX_WAIT_SECONDS = 1.0
 MAX_KEYS = 64
 """Streams in one question."""
 KEY_DIGITS = 32
+HASH_BYTES = 32
 MAX_HASHES = 1 << 15
 """Blocks in one question: half a million tokens in blocks of 16."""
 MAX_MAPPED_REGIONS = 4096

@@ -7,19 +7,15 @@ stay open.  So after a removal another peer's first nonce is read so many times 
 worker gets a share.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.posting import Posting
-
-if TYPE_CHECKING:
-    from vllm_commext.nixl.decode.links import Link
+from vllm_commext.nixl.wire.tables import FENCES
 
 SPLIT_DESCRIPTORS = 1024
 """Descriptors of a read from which on NIXL shares it out, where ``split_batch_size`` is not set."""
@@ -55,7 +51,7 @@ class Sweeper:
         self._link: Link | None = None
         self._posting: Posting | None = None
         # A cell of its own for good: reads that have failed may write late.
-        self._cell: int | None = None
+        self._cell: list[int] | None = None
 
     @property
     def is_reading(self) -> bool:
@@ -75,14 +71,14 @@ class Sweeper:
         """A peer was removed."""
         self._num_due = NUM_ROUNDS if self._count else 0
 
-    def poll(self, links: Sequence[Link]) -> tuple[Link, str] | None:
+    def poll(self, links: Sequence[Link]) -> Link | None:
         """Look at the read under way, or begin one where it is due.
 
         Args:
             links: those that can be read, the youngest last.
 
         Returns:
-            The link of a read that has ended, and what went wrong with it, "" where nothing did.
+            A link that could not be read.
         """
         now = time.monotonic()
         if self._link is None and self._num_due and now >= self._next_round:
@@ -96,13 +92,14 @@ class Sweeper:
         link, self._link, self._posting = self._link, None, None
         link.drop()
         self._num_due -= not error
-        return link, error
+        return link if error else None
 
     def _begin(self, links: Sequence[Link]) -> None:
-        link = next((one for one in reversed(links) if one.fence_list is not None), None)
-        if link is not None and self._cell is None:
-            self._cell = self._agent.fences.take_cell()
-        if link is not None and self._cell is not None:
+        link = next((one for one in reversed(links) if FENCES in one.tables), None)
+        if link is None:
+            return
+        self._cell = self._cell or link.tables[FENCES].own.take()
+        if self._cell is not None:
             self._link = link.hold()
 
     def _look(self) -> str | None:
@@ -110,8 +107,8 @@ class Sweeper:
         assert self._cell is not None
         try:
             if self._posting is None:
-                fence_list = self._link.fence_list
-                read = self._agent.make_fence_read(fence_list, self._cell, 0, self._count)
+                fences, times = self._link.tables[FENCES], self._count
+                read = fences.make_read(times * self._cell, times * [0])
                 self._posting = Posting(self._agent, [read])
             return self._posting.look()
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the peer cannot be read
