@@ -216,7 +216,7 @@ def test_every_request_ends_whatever_raises(
     wait_until(lambda: requests.collect() or not requests.loading, "the last loads")
     wait_until(lambda: requests.collect() or not requests.held, "P's blocks")
     loader = decode.thread._loader
-    wait_until(lambda: not loader._transfers and not loader._uses, "D's transfers")
+    wait_until(lambda: not loader._uses and not loader._uses._uses, "D's transfers")
     wait_until(lambda: requests.collect() or not requests.kept, "D's blocks kept out of use")
     assert sorted(requests.free_blocks) == list(range(NUM_BLOCKS))
     assert not loader.num_reads

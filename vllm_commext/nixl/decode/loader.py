@@ -5,38 +5,26 @@ them runs in a guard of its own: an error ends that part of that load, with its 
 other.
 """
 
-import math
-import sys
 import time
-from collections import deque
 from collections.abc import Callable, Generator
-from dataclasses import replace
 
-from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError, UnsupportedError
+from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.decode.heartbeats import KeepAlive
 from vllm_commext.nixl.decode.links import Link, LocalWorker
 from vllm_commext.nixl.decode.peers import Peer, PeerTable
 from vllm_commext.nixl.decode.preconnect import Discovered, Preconnect
 from vllm_commext.nixl.decode.reads import End, Read, ReadSet, prepare
-from vllm_commext.nixl.decode.releases import ReleaseSender
-from vllm_commext.nixl.decode.source_plan import SourcePlan
 from vllm_commext.nixl.decode.transfers import (
     Failure,
-    Identity,
     Part,
-    Transfer,
-    Use,
-    describe_source,
     failure_of,
-    identity,
-    remote_of,
     restarted,
 )
+from vllm_commext.nixl.decode.uses import Uses
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.outcomes import CompletionQueue
-from vllm_commext.nixl.requests import Load, RemoteRequest, Wait
+from vllm_commext.nixl.requests import Load, Wait
 from vllm_commext.nixl.stream.reader import StreamReader, failure_of_stream
 from vllm_commext.nixl.transport.agent import NixlAgent
 
@@ -62,26 +50,17 @@ class Loader:
         outcomes: CompletionQueue,
         probe: Callable[[Link], Generator[None]] | None,
     ) -> None:
-        self._agent = agent
         self._config = config
-        self._local = local
         self._recorder = recorder
         self._outcomes = outcomes
         self._probe = probe
         self._probing: tuple[Link, Generator[None]] | None = None
         self._peers = PeerTable(agent, config, local, recorder)
         self._preconnect = Preconnect(self._peers, config)
-        self._keep_alive = KeepAlive(agent, local.consumer, self._peers)
         self._reads = ReadSet(agent, recorder, config.max_bytes_in_flight, config.transfer_timeout)
         self._streams = StreamReader(agent, config.transfer_timeout)
-        self._transfers: dict[Identity, Transfer] = {}
-        # Transfers to be released, by the time when they are.
-        self._closing: deque[tuple[float, Transfer]] = deque()
-        self._uses: dict[str, Use] = {}
-        self._sources = SourcePlan(local)
         self._log = RateLimitedLog()
-        self._release_sender = ReleaseSender(agent, local.consumer, self._peers, self._log)
-        self._refusal: Exception | None = None
+        self._uses = Uses(agent, local, self._peers, recorder, outcomes)
 
     @property
     def num_reads(self) -> int:
@@ -105,7 +84,7 @@ class Loader:
     @property
     def has_duties(self) -> bool:
         """Whether releases, heartbeats or sweeps will be due although nothing is under way."""
-        is_kept = bool(self._transfers) or len(self._keep_alive) > 0
+        is_kept = len(self._uses) > 0 or len(self._uses.keep_alive) > 0
         is_known = not len(self._preconnect) and self._probing is None
         return is_kept or not is_known or self._peers.has_sweeps_due
 
@@ -119,8 +98,8 @@ class Loader:
             self._on_handshake_done(peer)
         self._read_streams()
         self._serve_waiting()
-        self._keep_alive.send_due()
-        self._release_due()
+        self._uses.keep_alive.send_due()
+        self._uses.release_due()
         has_progressed = self.poll_reads() or bool(ended)
         has_progressed = has_progressed or self._streams.num_moves > num_moves
         self._go_on_probing()
@@ -133,7 +112,7 @@ class Loader:
 
     def renew(self, *, is_on: bool) -> None:
         """Have the blocks of requests kept that wait or are read, or not."""
-        self._keep_alive.is_on = is_on
+        self._uses.keep_alive.is_on = is_on
 
     def end_streams(self) -> None:
         """Read nothing more of prompts that are not computed yet."""
@@ -141,75 +120,29 @@ class Loader:
 
     def refuse_all(self, error: Exception) -> None:
         """Nothing can be read on this worker: let each load fail with the reason."""
-        self._refusal = error
+        self._uses.refuse_all(error)
 
     def close(self) -> None:
         """Release what was read, and forget all peers; no read may be under way."""
         self._preconnect.close()
         self._end_probing()
-        for transfer in list(self._transfers.values()):
-            self._release(transfer, sys.float_info.max)
+        self._uses.release_all()
         self._peers.close()
 
     def wait(self, wait: Wait) -> None:
         """Have a request's blocks kept until its load begins, and its peers made ready."""
-        if wait.request_id in self._uses:
-            return
-        transfer = self._transfer_of(wait.remote)
-        self._keep_alive.watch(self._use(transfer, wait.request_id))
+        self._uses.wait(wait)
 
     def begin(self, load: Load) -> None:
         """Start a load: a part for each prefill worker that it reads from."""
-        parts: list[Part] = []
-        self._keep_alive.end_all(load.request_id)
-        known = self._uses.get(load.request_id)
-        try:
-            transfer = known.transfer if known is not None else self._transfer_of(remote_of(load))
-            use = self._use(transfer, load.request_id)
-            use.failure = self._refused(load, transfer.remote)
-            parts = transfer.begin(load)
-        except Exception as error:  # noqa: BLE001 one load's error is no other's
-            self._report(load, failure_of(error, "request"))
-            return
-        self._keep_alive.watch(use)
-        for part in parts:
-            self._start(part)
-        if not parts and transfer.end(use):
-            self._end(use, load)
-        self._release(transfer, time.perf_counter())
-
-    def _use(self, transfer: Transfer, request_id: str) -> Use:
-        known = self._uses.get(request_id)
-        if known is None:
-            known = self._uses[request_id] = transfer.wait(request_id)
-        return known
-
-    def _transfer_of(self, remote: RemoteRequest) -> Transfer:
-        key = identity(remote)
-        if key not in self._transfers:
-            self._transfers[key] = Transfer(
-                remote, self._sources.of(remote.tp_size, remote.pp_size)
-            )
-        return self._transfers[key]
-
-    def _refused(self, load: Load, remote: RemoteRequest) -> Failure | None:
-        """Why a load must fail without being tried; the prefill engine is told all the same."""
-        if self._refusal is not None:
-            return failure_of(self._refusal, "internal")
-        if load.refusal:
-            return Failure("request", ProtocolError(load.refusal))
-        try:
-            self._sources.check(remote.tp_size)
-        except UnsupportedError as error:
-            return Failure("configuration", error)
-        return None
+        self._uses.begin(load, self._start)
 
     def _start(self, part: Part) -> None:
         """Queue a part at its peer, and go on with what is queued there."""
         try:
             peer = self._peers.prepare(part.key, part.remote.incarnation)
         except Exception as error:  # noqa: BLE001 one part's error is no other's
-            self._close_part(part, failure_of(error, "handshake"))
+            self._uses.close(part, failure_of(error, "handshake"))
             return
         peer.waiting.append(part)
         self._serve(peer)
@@ -236,16 +169,15 @@ class Loader:
             self._fail_waiting(peer, failure_of(peer.error, "handshake"))
         releases, peer.releases = peer.releases, []
         for transfer, source in releases:
-            self._release_sender.send(transfer, source)
+            self._uses.send_release(transfer, source)
 
     def _fail_waiting(self, peer: Peer, failure: Failure) -> None:
         while peer.waiting:
-            self._close_part(peer.waiting.popleft(), failure)
+            self._uses.close(peer.waiting.popleft(), failure)
 
     def _connect(self, discovered: Discovered) -> None:
         """Connect to the workers of an engine that this one will read from."""
-        workers = self._sources.of(discovered.tp_size, discovered.pp_size).num_consumers
-        for worker in workers:
+        for worker in self._uses.workers(discovered.tp_size, discovered.pp_size):
             key = (discovered.engine_id, discovered.host, discovered.port, worker)
             try:
                 self._peers.prepare(key, discovered.incarnation)
@@ -282,7 +214,7 @@ class Loader:
             try:
                 has_begun = self._read(part, link)
             except CommextError as error:
-                self._close_part(part, failure_of(error, "request"))
+                self._uses.close(part, failure_of(error, "request"))
             except Exception as error:  # noqa: BLE001 NIXL raises many types; only this part failed
                 self._retry(part, link, error)
             else:
@@ -293,22 +225,22 @@ class Loader:
     def _read(self, part: Part, link: Link) -> bool:
         """Start reading, or end where nothing is to be read; False where there is no room."""
         if part.use.failure is not None:
-            self._close_part(part)
+            self._uses.close(part)
             return True
         if not link.serves(part.remote.incarnation):
-            self._close_part(part, restarted(part.remote))
+            self._uses.close(part, restarted(part.remote))
             return True
         if part.remote.stream_row >= 0:
-            self._check_size(part, link)
+            self._uses.check_size(part, link)
             self._streams.begin(part, link)
             return True
         if part.pairs is None or part.pairs[0] is not link:
-            self._check_size(part, link)
+            self._uses.check_size(part, link)
             self._check_fence(part)
             part.pairs = link, prepare(part, link)
         pairs = part.pairs[1]
         if not len(pairs.local):
-            self._close_part(part)
+            self._uses.close(part)
         elif not self._reads.has_room(pairs, link):
             return False
         else:
@@ -329,7 +261,7 @@ class Loader:
                 if not len(pairs.local):  # a stage that has no layer of this worker's
                     self._streams.note_posted(cursor)
                     if not self._streams.note_end(part, None):
-                        self._close_part(part)
+                        self._uses.close(part)
                 elif self._reads.has_room(pairs, link):
                     self._reads.post(part, link, pairs)
                     self._streams.note_posted(cursor)
@@ -341,34 +273,18 @@ class Loader:
 
     def _end_stream(self, part: Part, failure: Failure | None = None) -> None:
         self._streams.leave(part)
-        self._close_part(part, failure)
+        self._uses.close(part, failure)
 
     def _retry(self, part: Part, link: Link, error: Exception) -> None:
         """A peer that cannot be reached may have been restarted: ask it once more."""
         self._peers.doubt(link, broken=True)
         if part.retried:
-            self._close_part(part, Failure("transfer", ProtocolError(str(error))))
+            self._uses.close(part, Failure("transfer", ProtocolError(str(error))))
             return
         part.retried = True
         logger.info("prefill engine %s: %s; connecting anew", link.key, error)
         self._guard("retry", lambda: self._recorder.count(retries=1))
         self._start(part)
-
-    def _check_size(self, part: Part, link: Link) -> None:
-        """Refuse a wrong number of workers; those that there are keep the blocks in vain."""
-        transfer, remote, there = part.use.transfer, part.remote, link.plan.remote
-        if (remote.tp_size, remote.pp_size) == (there.tp_size, there.pp_size):
-            return
-        if not all(source.is_gone for source in transfer.sources.values()):
-            transfer.give_up_sources()
-            right = self._transfer_of(replace(remote, tp_size=there.tp_size, pp_size=there.pp_size))
-            right.release_unused()
-            self._release(right, time.perf_counter())
-        raise ProtocolError(
-            f"kv_transfer_params: tp_size is {remote.tp_size} and pp_size {remote.pp_size}, but "
-            f"the prefill engine has {there.tp_size} ranks in {there.pp_size} stages: let the "
-            "router pass both on"
-        )
 
     def _check_fence(self, part: Part) -> None:
         if part.remote.fence_slot >= 0 or not part.remote.is_kept:
@@ -400,7 +316,7 @@ class Loader:
         if end.failure is not None and end.failure.reason == "transfer":
             self._peers.doubt(read.link, broken=True)
         if read.part.stream is None or not self._streams.note_end(read.part, end.failure):
-            self._close_part(read.part, end.failure)
+            self._uses.close(read.part, end.failure)
 
     def _note_late(self) -> None:
         """Have what is late taken out of use, and fail what has waited behind it."""
@@ -422,7 +338,7 @@ class Loader:
                 continue
             # What has come a moment ago is tried: else it would not have had its time.
             while peer.waiting and now - peer.waiting[0].begun >= limit / 2:
-                self._close_part(peer.waiting.popleft(), self._lateness(is_lost=False))
+                self._uses.close(peer.waiting.popleft(), self._lateness(is_lost=False))
 
     def _lateness(self, *, is_lost: bool) -> Failure:
         if is_lost:
@@ -440,54 +356,9 @@ class Loader:
         failure = use.lateness or given_up
         use.failure = use.failure or failure
         use.is_given_up = True
-        self._report(use.load, failure)
+        self._uses.report(use.load, failure)
         for part in self._peers.withdraw(use) + self._streams.withdraw(use):
-            self._close_part(part, failure)
-
-    def _close_part(self, part: Part, failure: Failure | None = None) -> None:
-        use, transfer = part.use, part.use.transfer
-        self._keep_alive.end(use, part.key)
-        if transfer.close(part, failure):
-            self._end(use, part.load)
-        self._release(transfer, time.perf_counter())
-
-    def _end(self, use: Use, load: Load) -> None:
-        """Nothing is under way for a use any more."""
-        self._uses.pop(use.request_id, None)
-        if use.is_given_up:
-            self._outcomes.settled(use.request_id)
-        else:
-            self._report(load, use.failure)
-
-    def _release_due(self) -> None:
-        now = time.perf_counter()
-        while self._closing and self._closing[0][0] <= now:
-            self._release(self._closing.popleft()[1], now)
-
-    def _release(self, transfer: Transfer, now: float) -> None:
-        """Tell the sources that are due that they are not needed, and forget what is over."""
-        for source in transfer.take_due(now):
-            self._release_sender.send(transfer, source)
-        if transfer.next_release < math.inf:
-            self._closing.append((transfer.next_release, transfer))
-        if transfer.is_over:
-            self._transfers.pop(identity(transfer.remote), None)
-
-    def _report(self, load: Load, failure: Failure | None) -> None:
-        """Tell the scheduler side how a load ended, and people why it failed."""
-        if not load.awaited:
-            return
-        if failure is not None:  # before the outcome, with which others look for both
-            self._guard("failure", lambda: self._explain(load, failure))
-        self._outcomes.received(load.request_id, failed=failure is not None)
-
-    def _explain(self, load: Load, failure: Failure) -> None:
-        self._log.warning(
-            failure.reason,
-            f"request {load.request_id} of decode engine {self._local.engine_id!r}: "
-            f"KV cache not loaded from {describe_source(load.remote)}: {failure.text}",
-        )
-        self._recorder.note_failure(load.request_id, failure.reason)
+            self._uses.close(part, failure)
 
     def _guard(self, what: str, step: Callable[[], None]) -> None:
         """Run a step that no load depends on."""

@@ -1,0 +1,250 @@
+"""Remote requests from their first use by this engine to their release, and how each use ended."""
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from vllm_commext.errors import ProtocolError, UnsupportedError
+from vllm_commext.nixl.decode.heartbeats import KeepAlive
+from vllm_commext.nixl.decode.links import Link, LocalWorker
+from vllm_commext.nixl.decode.peers import PeerTable
+from vllm_commext.nixl.decode.source_plan import SourcePlan
+from vllm_commext.nixl.decode.transfers import (
+    Failure,
+    Identity,
+    Part,
+    Source,
+    Transfer,
+    Use,
+    describe_source,
+    failure_of,
+    identity,
+    remote_of,
+)
+from vllm_commext.nixl.log import RateLimitedLog
+from vllm_commext.nixl.metrics.recorder import TransferRecorder
+from vllm_commext.nixl.outcomes import CompletionQueue
+from vllm_commext.nixl.requests import Load, RemoteRequest, Wait
+from vllm_commext.nixl.transport.agent import NixlAgent
+from vllm_commext.nixl.wire import messages as wire
+
+
+class Uses:
+    """Requests that wait for loads or are loaded, and what they load.  Owned by one thread.
+
+    Args:
+        agent: whose notifications are sent.
+        local: this worker.
+        peers: the known prefill workers.
+        recorder: where failures are counted.
+        outcomes: where ends of loads are reported.
+
+    Attributes: ``keep_alive``: has the blocks kept meanwhile.
+    """
+
+    def __init__(
+        self,
+        agent: NixlAgent,
+        local: LocalWorker,
+        peers: PeerTable,
+        recorder: TransferRecorder,
+        outcomes: CompletionQueue,
+    ) -> None:
+        self._agent = agent
+        self._local = local
+        self._consumer = wire.short_id(local.consumer)
+        self._peers = peers
+        self.keep_alive = KeepAlive(agent, local.consumer, peers)
+        self._recorder = recorder
+        self._outcomes = outcomes
+        self._sources = SourcePlan(local)
+        self._transfers: dict[Identity, Transfer] = {}
+        # Transfers to be released, by the time when they are.
+        self._closing: deque[tuple[float, Transfer]] = deque()
+        self._uses: dict[str, Use] = {}
+        self._refusal: Exception | None = None
+        self._log = RateLimitedLog()
+
+    def __len__(self) -> int:
+        """Remote requests that are not released yet."""
+        return len(self._transfers)
+
+    def get(self, request_id: str) -> Use | None:
+        """What a request of this engine uses."""
+        return self._uses.get(request_id)
+
+    def workers(self, tp_size: int, pp_size: int) -> list[int]:
+        """Numbers of the workers that this one has to do with, of an engine of that size."""
+        return list(self._sources.of(tp_size, pp_size).num_consumers)
+
+    def refuse_all(self, error: Exception) -> None:
+        """Nothing can be read on this worker: let each load fail with the reason."""
+        self._refusal = error
+
+    def wait(self, wait: Wait) -> None:
+        """Have a request's blocks kept until its load begins."""
+        if wait.request_id not in self._uses:
+            self.keep_alive.watch(self._use(self._transfer_of(wait.remote), wait.request_id))
+
+    def begin(self, load: Load, start: Callable[[Part], None]) -> None:
+        """Start a load: a part for each prefill worker that it reads from."""
+        self.keep_alive.end_all(load.request_id)
+        known = self._uses.get(load.request_id)
+        try:
+            transfer = known.transfer if known is not None else self._transfer_of(remote_of(load))
+            use = self._use(transfer, load.request_id)
+            use.failure = self._refused(load, transfer.remote)
+            parts = transfer.begin(load)
+        except Exception as error:  # noqa: BLE001 one load's error is no other's
+            self.report(load, failure_of(error, "request"))
+            return
+        self.keep_alive.watch(use)
+        for part in parts:
+            start(part)
+        if not parts and transfer.end(use):
+            self._end(use, load)
+        self._release(transfer, time.perf_counter())
+
+    def close(self, part: Part, failure: Failure | None = None) -> None:
+        """A part has ended."""
+        use, transfer = part.use, part.use.transfer
+        self.keep_alive.end(use, part.key)
+        if transfer.close(part, failure):
+            self._end(use, part.load)
+        self._release(transfer, time.perf_counter())
+
+    def check_size(self, part: Part, link: Link) -> None:
+        """Refuse a wrong number of workers; those that there are keep the blocks in vain.
+
+        Raises:
+            ProtocolError: it is refused.
+        """
+        transfer, remote, there = part.use.transfer, part.remote, link.plan.remote
+        if (remote.tp_size, remote.pp_size) == (there.tp_size, there.pp_size):
+            return
+        if not all(source.is_gone for source in transfer.sources.values()):
+            transfer.give_up_sources()
+            right = self._transfer_of(replace(remote, tp_size=there.tp_size, pp_size=there.pp_size))
+            right.release_unused()
+            self._release(right, time.perf_counter())
+        raise ProtocolError(
+            f"kv_transfer_params: tp_size is {remote.tp_size} and pp_size {remote.pp_size}, but "
+            f"the prefill engine has {there.tp_size} ranks in {there.pp_size} stages: let the "
+            "router pass both on"
+        )
+
+    def send_release(self, transfer: Transfer, source: Source) -> None:
+        """Tell a prefill worker that this one needs the request's blocks no longer, now or as soon
+        as it is ready."""
+        if not transfer.remote.is_kept:
+            return
+        remote, agent_name = transfer.remote, ""
+        try:
+            agent_name = self._agent_of(transfer, source)
+            if agent_name:
+                released = wire.Released(
+                    request_id=wire.short_id(remote.request_id),
+                    consumer=self._consumer,
+                    num_consumers=source.num_consumers,
+                )
+                self._agent.notify(agent_name, wire.encode(released))
+        except Exception as error:  # noqa: BLE001 NIXL raises many types; the lease frees the blocks
+            link = self._peers.find(source.key)
+            if agent_name and link is not None:
+                self._peers.doubt(link, broken=True)
+            if agent_name and not source.is_retried:
+                source.is_retried = True
+                self.send_release(transfer, source)
+                return
+            text = f"{describe_source(remote)} was not told that its blocks are not needed: {error}"
+            self._log.warning("release", text)
+
+    def release_due(self) -> None:
+        """Release what has not been used for long enough."""
+        now = time.perf_counter()
+        while self._closing and self._closing[0][0] <= now:
+            self._release(self._closing.popleft()[1], now)
+
+    def release_all(self) -> None:
+        """Release everything; no read may be under way."""
+        for transfer in list(self._transfers.values()):
+            self._release(transfer, sys.float_info.max)
+
+    def report(self, load: Load, failure: Failure | None) -> None:
+        """Tell the scheduler side how a load ended, and people why it failed."""
+        if not load.awaited:
+            return
+        if failure is not None:  # before the outcome, with which others look for both
+            try:
+                self._explain(load, failure)
+            except Exception as error:  # noqa: BLE001 nothing depends on it
+                self._log.warning("failure", f"an error in the connector's own code: {error!r}")
+        self._outcomes.received(load.request_id, failed=failure is not None)
+
+    def _use(self, transfer: Transfer, request_id: str) -> Use:
+        known = self._uses.get(request_id)
+        if known is None:
+            known = self._uses[request_id] = transfer.wait(request_id)
+        return known
+
+    def _transfer_of(self, remote: RemoteRequest) -> Transfer:
+        key = identity(remote)
+        if key not in self._transfers:
+            self._transfers[key] = Transfer(
+                remote, self._sources.of(remote.tp_size, remote.pp_size)
+            )
+        return self._transfers[key]
+
+    def _refused(self, load: Load, remote: RemoteRequest) -> Failure | None:
+        """Why a load must fail without being tried; the prefill engine is told all the same."""
+        if self._refusal is not None:
+            return failure_of(self._refusal, "internal")
+        if load.refusal:
+            return Failure("request", ProtocolError(load.refusal))
+        try:
+            self._sources.check(remote.tp_size)
+        except UnsupportedError as error:
+            return Failure("configuration", error)
+        return None
+
+    def _end(self, use: Use, load: Load) -> None:
+        """Nothing is under way for a use any more."""
+        self._uses.pop(use.request_id, None)
+        if use.is_given_up:
+            self._outcomes.settled(use.request_id)
+        else:
+            self.report(load, use.failure)
+
+    def _release(self, transfer: Transfer, now: float) -> None:
+        """Tell the sources that are due that they are not needed, and forget what is over."""
+        for source in transfer.take_due(now):
+            self.send_release(transfer, source)
+        if transfer.next_release < math.inf:
+            self._closing.append((transfer.next_release, transfer))
+        if transfer.is_over:
+            self._transfers.pop(identity(transfer.remote), None)
+
+    def _agent_of(self, transfer: Transfer, source: Source) -> str:
+        """The agent to notify, "" where there is none, or none yet."""
+        peer = self._peers.get(source.key)
+        if peer is not None and peer.reach is not None:
+            return peer.reach.value
+        if peer is not None and peer.has_closed:
+            return ""
+        peer = self._peers.prepare(source.key, transfer.remote.incarnation)
+        if peer.ready_link is None:
+            peer.releases.append((transfer, source))
+        elif peer.ready_link.serves(transfer.remote.incarnation):
+            return peer.ready_link.agent_name
+        return ""
+
+    def _explain(self, load: Load, failure: Failure) -> None:
+        self._log.warning(
+            failure.reason,
+            f"request {load.request_id} of decode engine {self._local.engine_id!r}: "
+            f"KV cache not loaded from {describe_source(load.remote)}: {failure.text}",
+        )
+        self._recorder.note_failure(load.request_id, failure.reason)
