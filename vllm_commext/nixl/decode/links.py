@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,12 +78,15 @@ class RefCounted:
     def drop(self) -> None:
         """One user less."""
         self._num_users -= 1
-        if self._num_users:
-            return
-        try:
-            self._give_back()
-        except Exception as error:  # noqa: BLE001 NIXL raises many types; the peer may be gone
-            _log.warning("give back", f"NIXL did not give back what a peer needed: {error}")
+        if not self._num_users:
+            _run(self._give_back)
+
+
+def _run(give_back: Callable[[], None]) -> None:
+    try:
+        give_back()
+    except Exception as error:  # noqa: BLE001 NIXL raises many types; the peer may be gone
+        _log.warning("give back", f"NIXL did not give back what a peer needed: {error}")
 
 
 @dataclass(eq=False)
@@ -101,7 +105,7 @@ class Link:
         tables: those of its tables that this worker has, too, by name.
         lease_seconds: how long it keeps blocks after the last sign of a reader, 0 where it takes no
             heartbeats.
-        held: what of NIXL's it uses, in the order in which it was made.
+        held: gives back what of NIXL's it uses, the last made first.
         num_users: who may still use it: its peer while it is its peer's link, and each read.
         retired: not to be used for further reads.
         lost: its engine is gone, so that reads under way have no prospect.
@@ -120,7 +124,7 @@ class Link:
     tables: Mapping[str, RemoteTable] = field(default_factory=dict[str, RemoteTable])
     lease_seconds: float = 0.0
     mapped: MappedReader | None = None
-    held: list[RefCounted] = field(default_factory=list[RefCounted])
+    held: ExitStack = field(default_factory=ExitStack)
     num_users: int = 1
     retired: bool = False
     lost: bool = False
@@ -151,8 +155,8 @@ class Link:
     def drop(self) -> None:
         """One user less; the last one gives back what NIXL holds for it."""
         self.num_users -= 1
-        while not self.num_users and self.held:
-            self.held.pop().drop()
+        if not self.num_users:
+            self.held.close()
 
 
 class Links:
@@ -208,28 +212,21 @@ class Links:
         Raises:
             Exception: NIXL cannot use the description; nothing of it is kept then.
         """
-        held = [self.reach(described)]
-        try:
-            reader = self._reader(described, plan, held)
-            mapped = self._map(key, described, plan, held)
-            tables = self._tables(described, held)
-        except Exception:
-            while held:
-                held.pop().drop()
-            raise
-        link = Link(
-            key=key,
-            incarnation=incarnation,
-            agent_name=held[0].value,
-            plan=plan,
-            reader=reader,
-            mapped=mapped,
-            memory_type=described.memory_type,
-            device_id=described.device_id,
-            tables=tables,
-            lease_seconds=described.lease_seconds,
-            held=held,
-        )
+        with ExitStack() as held:
+            name = self._hold(self.reach(described), held)
+            link = Link(
+                key=key,
+                incarnation=incarnation,
+                agent_name=name,
+                plan=plan,
+                reader=self._reader(name, described, plan, held),
+                mapped=self._map(key, described, plan, held),
+                memory_type=described.memory_type,
+                device_id=described.device_id,
+                tables=self._tables(name, described, held),
+                lease_seconds=described.lease_seconds,
+                held=held.pop_all(),
+            )
         self._all = [*self._existing(), link]
         return link
 
@@ -253,11 +250,7 @@ class Links:
         return [link for link in self._all if not link.retired]
 
     def _map(
-        self,
-        key: PeerKey,
-        described: wire.WorkerDescription,
-        plan: ReadPlan,
-        held: list[RefCounted],
+        self, key: PeerKey, described: wire.WorkerDescription, plan: ReadPlan, held: ExitStack
     ) -> MappedReader | None:
         """Map a worker's memory, where that is wanted and can be done."""
         mapper = self._local.mapper
@@ -268,47 +261,50 @@ class Links:
         except Exception as error:  # noqa: BLE001 whatever it is, there is NIXL
             logger.info("prefill engine %s is read by NIXL and not mapped: %s", key, error)
             return None
-        held.append(RefCounted(mapped, mapped.close))
+        held.callback(_run, mapped.close)
         return mapped
 
     def _reader(
-        self, described: wire.WorkerDescription, plan: ReadPlan, held: list[RefCounted]
+        self, name: str, described: wire.WorkerDescription, plan: ReadPlan, held: ExitStack
     ) -> NixlReader:
-        """What reads a worker by NIXL; the first of what is held is the name of its agent."""
-        local = self._local_list(plan.local_rows, held)
-        remote = None
+        """What reads a worker, whose agent has this name, by NIXL."""
+        local = remote = None
+        if len(plan.local_rows):
+            local = self._hold(self._local_list(plan.local_rows), held)
         if len(plan.remote_rows):
-            name, kind = held[0].value, described.memory_type
-            remote = self._keep(self._agent.prepare(name, plan.remote_rows, kind), held)
+            prepared = self._agent.prepare(name, plan.remote_rows, described.memory_type)
+            remote = self._keep(prepared, held)
         return NixlReader(self._agent, local, remote)
 
     def _tables(
-        self, described: wire.WorkerDescription, held: list[RefCounted]
+        self, name: str, described: wire.WorkerDescription, held: ExitStack
     ) -> dict[str, RemoteTable]:
         """The worker's tables of the kinds that this one has, too."""
         found: dict[str, RemoteTable] = {}
-        for name, place in tables_in(described).items():
-            own = self._local.tables.by_name.get(name)
+        for kind, place in tables_in(described).items():
+            own = self._local.tables.by_name.get(kind)
             if own is not None:
-                found[name] = own.of_peer(self._agent, held[0].value, place)
-                self._keep(found[name].prepared, held)
+                found[kind] = own.of_peer(self._agent, name, place)
+                self._keep(found[kind].prepared, held)
         return found
 
-    def _local_list(self, rows: UInt64Array, held: list[RefCounted]) -> Any:
+    def _local_list(self, rows: UInt64Array) -> RefCounted:
         key = rows.tobytes()
-        if not len(rows):
-            return None
-        if key in self._local_lists:
-            held.append(self._local_lists[key].hold())
-        else:
-            prepared = self._agent.prepare("", rows, self._local.memory_type)
-            self._local_lists[key] = RefCounted(prepared, lambda: self._forget_local_list(key))
-            held.append(self._local_lists[key])
-        return held[-1].value
+        known = self._local_lists.get(key)
+        if known is not None:
+            return known.hold()
+        prepared = self._agent.prepare("", rows, self._local.memory_type)
+        made = self._local_lists[key] = RefCounted(prepared, lambda: self._forget_local_list(key))
+        return made
 
-    def _keep(self, prepared: Any, held: list[RefCounted]) -> Any:
-        held.append(RefCounted(prepared, lambda: self._agent.release_list(prepared)))
+    def _keep(self, prepared: Any, held: ExitStack) -> Any:
+        held.callback(_run, lambda: self._agent.release_list(prepared))
         return prepared
+
+    @staticmethod
+    def _hold(counted: RefCounted, held: ExitStack) -> Any:
+        held.callback(counted.drop)
+        return counted.value
 
     def _forget_local_list(self, key: bytes) -> None:
         self._agent.release_list(self._local_lists.pop(key).value)
