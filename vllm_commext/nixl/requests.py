@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from vllm_commext.nixl.geometry.plan import Blocks
 
+PeerKey = tuple[str, str, int, int]
+"""A prefill worker: engine id, host and port of its side channel, its number there."""
 Listed = tuple[tuple[int, tuple[int, ...]], ...]
 """Block ids for a row of a prompt that is read meanwhile, each run with its place in the row."""
 

@@ -1,23 +1,19 @@
 """Heartbeats to prefill workers that must keep the blocks of requests that wait here, or are being
 read: ``Heartbeats`` says which are due, and ``KeepAlive`` sends them."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from vllm_commext.errors import CommextError
+from vllm_commext.nixl.decode.links import Link
+from vllm_commext.nixl.decode.peers import PeerTable
+from vllm_commext.nixl.decode.transfers import Use
 from vllm_commext.nixl.log import logger
+from vllm_commext.nixl.requests import PeerKey
+from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
-
-if TYPE_CHECKING:
-    from vllm_commext.nixl.decode.links import Link
-    from vllm_commext.nixl.decode.peers import PeerTable
-    from vllm_commext.nixl.decode.transfers import Use
-    from vllm_commext.nixl.transport.agent import NixlAgent
 
 PARTS_OF_LEASE = 6
 """Heartbeats within one lease."""
@@ -26,9 +22,6 @@ RETRY_SECONDS = 0.1
 MAX_IDS = 256
 MAX_IDS_BYTES = 32 * 1024
 """Request ids in one message: their number, and their bytes."""
-
-PeerKey = tuple[str, str, int, int]
-"""A prefill worker: engine id, host and port of its side channel, its number there."""
 
 
 def interval_of(lease_seconds: float) -> float:

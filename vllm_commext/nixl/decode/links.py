@@ -9,13 +9,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_commext.nixl.decode.heartbeats import PeerKey
 from vllm_commext.nixl.geometry.descriptors import UInt64Array
 from vllm_commext.nixl.geometry.layout import CacheLayout
 from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan
 from vllm_commext.nixl.geometry.topology import Split
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.mapped.reader import MappedReader, Mapper
+from vllm_commext.nixl.requests import PeerKey
 from vllm_commext.nixl.tables import WorkerTables
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.posting import NixlReader, Reader

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.decode.heartbeats import PeerKey
 from vllm_commext.nixl.decode.links import Link, Links, LocalWorker, RefCounted
 from vllm_commext.nixl.decode.peer_states import BackOff, PeerEvent, PeerState, next_state
 from vllm_commext.nixl.decode.sweep import Sweeper, num_descriptors
@@ -18,6 +17,7 @@ from vllm_commext.nixl.geometry.layout import describe_place
 from vllm_commext.nixl.geometry.plan import plan_read
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
+from vllm_commext.nixl.requests import PeerKey
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.compatibility import check_facts, digest

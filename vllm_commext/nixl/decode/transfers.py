@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_commext.errors import CommextError, ProtocolError, UnsupportedError
-from vllm_commext.nixl.decode.heartbeats import PeerKey
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.geometry.topology import Sources
-from vllm_commext.nixl.requests import Load, RemoteRequest
+from vllm_commext.nixl.requests import Load, PeerKey, RemoteRequest
 
 if TYPE_CHECKING:
     from vllm_commext.nixl.decode.links import Link
