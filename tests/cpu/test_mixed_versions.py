@@ -31,8 +31,6 @@ MODELS = ("llama", "mla", "granite1", "nemotron", "qwen3next")
 HYBRIDS = MODELS[2:]
 HYBRID_ARGS = ["--no-enable-prefix-caching"]
 """vLLM has no kernel on CPUs for Mamba2 whose prefixes are cached."""
-BEFORE_0_32 = ["--dtype", "bfloat16"]
-"""vLLM 0.30 has no float32 kernel for their convolution on processors with AVX-512."""
 LAYOUT = {"VLLM_SSM_CONV_STATE_LAYOUT": "SD"}
 """The one order of a convolution's state that vLLM 0.30 has on CPUs with bfloat16 instructions."""
 VERSION = "from vllm.version import __version_tuple__ as one; print(one[1])"
@@ -48,17 +46,17 @@ def oldest() -> int:
     return min(int(version.split()[-1]) for version in versions)
 
 
-def atol(kind: str, oldest: int) -> float:
-    """How far apart log probabilities of the two may be."""
-    return VISIBLE if kind in HYBRIDS and oldest < 32 else ATOL
+def dtype(kind: str, oldest: int) -> str:
+    """In which such a model runs on both: vLLM 0.30 has no float32 kernel for the convolution of
+    hybrids on processors with AVX-512."""
+    is_older = kind in HYBRIDS and oldest < 32
+    return "bfloat16" if is_older else KINDS[kind].cpu_dtype
 
 
 def options(kind: str, oldest: int) -> list[str]:
     """What an engine of such a model is started with."""
-    if kind not in HYBRIDS:
-        return KINDS[kind].cpu_options
-    dtype = BEFORE_0_32 if oldest < 32 else KINDS[kind].cpu_options
-    return [*HYBRID_ARGS, *dtype]
+    hybrid = HYBRID_ARGS if kind in HYBRIDS else []
+    return [*KINDS[kind].cpu_options, *hybrid, "--dtype", dtype(kind, oldest)]
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -96,7 +94,7 @@ def test_one_reads_the_others_cache(
     servers: dict[str, VllmServer], kind: str, oldest: int, source: str, target: str
 ) -> None:
     urls = [servers[name].url for name in (source, target)]
-    allowed = atol(kind, oldest)
+    allowed = ATOL if dtype(kind, oldest) == "float32" else VISIBLE
     before, is_hybrid = scrape(urls[1]), kind in HYBRIDS
     prompts = prompt_set(9, seed=len(source), block_size=cluster.BLOCK_SIZE)
     # Of hybrids a prompt of one token is not handed over, and of two tokens P computes one, which
