@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 NUM_TRIES = 400
 # What one event has of its tokens, of which it may hold one or several.
 _TEXTS = ("content", "reasoning", "text")
-_LISTS = ("token_ids", "tool_calls")
+_LISTS = ("token_ids", "tool_calls", "prompt_token_ids")
 _number = iter(range(10_000))
 
 
@@ -40,6 +40,16 @@ class Told:
     def events(self) -> list[bytes]:
         assert self.raw.endswith(b"\n\n")
         return self.raw.split(b"\n\n")[:-1]
+
+
+class Middle(set[bytes]):
+    """Events of an answer that have nothing but texts and lists, without these. Two are equal if
+    one is empty: all tokens may come in the first and the last event."""
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __eq__(self, other: object) -> bool:
+        return not self or not other or set.__eq__(self, other)
 
 
 def asked(
@@ -66,7 +76,7 @@ def canonical(stream: Told) -> dict[str, Any]:
     *events, done = stream.events
     assert done == b"data: [DONE]"
     said: dict[str, Any] = defaultdict(list)
-    frames, times = [], set()
+    frames, middle, times = list[bytes](), Middle(), set()
     for raw in events:
         content = json.loads(raw.removeprefix(b"data: "))
         assert _written(content) == raw, "vLLM writes JSON in another way"
@@ -82,12 +92,22 @@ def canonical(stream: Told) -> dict[str, Any]:
             assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
             usage["completion_tokens"] = usage["total_tokens"] = 0
         frame = _written(content)
-        if frame not in frames:
+        if _is_in_the_middle(content):
+            middle.add(frame)
+        elif frame not in frames:
             frames.append(frame)
     assert len(times) == 1, "an answer was created once"
     assert said["usage"] == sorted(said["usage"])
     said["usage"] = said["usage"][-1:]
-    return {"frames": frames, **said}
+    return {"frames": frames, "middle": middle, **said}
+
+
+def _is_in_the_middle(content: Mapping[str, Any]) -> bool:
+    """Whether an event without its texts and lists has nothing left."""
+    choices = content["choices"]
+    return bool(choices) and not any(
+        choice.get("finish_reason") or choice.get("delta") for choice in choices
+    )
 
 
 def tokens_and_first(stream: Told) -> dict[str, Any]:

@@ -3,9 +3,11 @@ what a client is told is, to the byte but for times, what a plain server tells i
 fields."""
 
 import json
+import os
 import random
 import shutil
 import signal
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -176,6 +178,26 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_a_stream_is_that_of_one_server(servers: Servers, kind: str) -> None:
     path, changes, way = KINDS[kind]
     check(servers, path, body_of(path, changes), way)
+
+
+@pytest.mark.parametrize("kind", ["echo", "a chat with usage", "a chat with token ids"])
+def test_how_tokens_are_cut_into_events_makes_no_difference(servers: Servers, kind: str) -> None:
+    """A server that stood still while tokens came writes them as one event."""
+    path, changes, _ = KINDS[kind]
+    body, request_id = body_of(path, changes), uuid.uuid4().hex
+    whole = told(servers.plain, path, body, request_id)
+    front = servers.plain.pids()[0]
+    look = canonical if path == COMPLETIONS else tokens_and_first
+    for _ in range(10):
+        with asked(servers.plain, path, body, request_id) as answer:
+            os.kill(front, signal.SIGSTOP)
+            time.sleep(0.5)
+            os.kill(front, signal.SIGCONT)
+            cut = Told("", answer.read())
+        assert look(cut) == look(whole)
+        if len(cut.events) < len(whole.events) // 2:
+            return
+    raise AssertionError("expected fewer events of a server that stood still")
 
 
 @pytest.mark.parametrize(

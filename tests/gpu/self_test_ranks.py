@@ -66,7 +66,7 @@ def check_all_reduce(rank: Rank) -> Figures:
     """The communicator was made with a dispatcher that had passed its test."""
     made = allreduce.dispatcher_of(rank.communicator)
     assert made is not None
-    assert list(made.backends) == [names.PUSH]
+    assert names.PUSH in made.backends
     return {"backends": list(made.backends)}
 
 
