@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 ENGINES = {
     "plain": ("one vLLM server, no hand-over", "#9aa5b1"),
     "vLLM's": ("prefill and decode, vLLM's NixlConnector", "#d98c3f"),
-    "ours, proxy, early": ("prefill and decode, vllm_commext", "#2f7fc1"),
+    "ours, proxy, streamed": ("prefill and decode, vllm_commext", "#2f7fc1"),
 }
 WIDTH, LABEL, BAR_SPACE, GAP, BAR = 760, 112, 500, 14, 16
 STYLE = 'font-family="sans-serif" font-size="12" fill="#333"'

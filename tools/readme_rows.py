@@ -157,8 +157,8 @@ def fused_engine(*cells: str, ours: str = "ours") -> Callable[[Results], Triples
 
 
 FIRST_TOKEN, TPOT = "time to first token, p50", "time per output token, p50"
-FIRST, EARLY = "2026-11-24_handover_two_h100", "ours, proxy, early"
-LENGTHS = (8000, 32000)
+FIRST, STREAMED = "2026-11-26_handover_vllm_0_33", "ours, proxy, streamed"
+LENGTHS = (1000, 8000)
 FUSED, FP8 = "2026-11-25_fused_norm_h200", "2026-11-25_fp8_engine_h200"
 ENGINE, ENGINE_H100 = "2026-11-25_fused_engine_h200", "2026-11-24_fused_engine_h100"
 AUTO = "ours, auto"
@@ -166,30 +166,38 @@ OF_REQUESTS = tuple(f"time per output token, {number} requests" for number in (1
 QK_NORM, ALL_REDUCE = "2026-11-22_reduce_rms_tp", "2026-11-22_allreduce_tp"
 SERVE = "2026-11-22_serve_"
 TWO_H100, TWO, FOUR = "Two H100", "Two H200", "Four H200"
+TWO_H100_0_33 = "Two H100, vLLM 0.33"
 EPYC, XEON = "Two cores of an AMD EPYC (no AVX-512)", "Two cores of an Intel Xeon (AVX-512)"
 EPYC_AVX512 = "Two cores of an AMD EPYC (AVX-512)"
 
 ROWS = (
     Row(
-        "first token (a), 8,000; 32,000 tokens",
+        "first token (a), 1,000; 8,000 tokens",
         FIRST,
-        TWO_H100,
+        TWO_H100_0_33,
         "ms",
-        handover("first token", LENGTHS, EARLY),
+        handover("first token", LENGTHS, STREAMED),
     ),
     Row(
         "second token (a), the same",
         FIRST,
-        TWO_H100,
+        TWO_H100_0_33,
         "ms",
-        handover("second token", LENGTHS, EARLY),
+        handover("second token", LENGTHS, STREAMED),
     ),
     Row(
         "time per output token (a), the same",
         FIRST,
-        TWO_H100,
+        TWO_H100_0_33,
         "ms",
-        handover("TPOT", LENGTHS, EARLY),
+        handover("TPOT", LENGTHS, STREAMED),
+    ),
+    Row(
+        "prefill to decode (a), the same",
+        FIRST,
+        TWO_H100_0_33,
+        "ms",
+        handover("hand-over", LENGTHS),
     ),
     Row(
         "ms a token (f), 1; 16; 64",
@@ -204,13 +212,6 @@ ROWS = (
         TWO_H100,
         "ms",
         fused_engine("first token", ours=AUTO),
-    ),
-    Row(
-        "prefill to decode (a), 8,000; 32,000 tokens",
-        "2026-11-23_handover_gpu",
-        TWO,
-        "ms",
-        handover("hand-over", LENGTHS),
     ),
     Row(
         "one server (b), tokens a second: noise, 0.85x to 1.76x",
