@@ -41,6 +41,7 @@ from vllm_commext.nixl.reuse.side import ReuseSide
 from vllm_commext.nixl.stream.consumer import consumer_of
 from vllm_commext.nixl.stream.streaming import Streaming
 from vllm_commext.nixl.wakeup_socket import WakeupSocket
+from vllm_commext.nixl.wire.client import ClientThread
 from vllm_commext.nixl.wire.params import (
     OtherProtocolError,
     TransferParams,
@@ -145,6 +146,7 @@ class SchedulerSide:
             sampler=sampler,
             streaming=streaming,
         )
+        self._client = ClientThread(self._secret)
         self._consumer = consumer_of(streaming, engine_id, self._secret, config, self.wakeup.notify)
         self._params_cache = ParamsCache(groups, self._secret, sampler, self._consumer)
         self._server: SideChannelServer | None = None
@@ -153,6 +155,7 @@ class SchedulerSide:
             reusing,
             engine_id,
             self._secret,
+            self._client,
             config.reuse_lookup_timeout,
             self._recorder,
             self.wakeup.notify,
@@ -215,7 +218,7 @@ class SchedulerSide:
     def close(self) -> None:
         """Stop serving."""
         self._consumer.close()
-        self._reuse.close()
+        self._client.close()
         self.wakeup.close()
         if self._server is not None:
             self._server.close()

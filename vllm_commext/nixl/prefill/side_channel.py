@@ -341,7 +341,6 @@ class SideChannelServer:
         run = self._blocks.find(request.hashes[one : one + wire.HASH_BYTES] for one in begins)
         incarnation, host, port = self._place
         return wire.FoundBlocks(
-            question=request.question[: wire.HASH_BYTES],
             engine_id=self.engine_id,
             incarnation=incarnation,
             host=host,

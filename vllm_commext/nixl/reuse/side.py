@@ -23,6 +23,7 @@ from vllm_commext.nixl.wire.params import params_of, places_for_reuse
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from vllm_commext.nixl.wire.client import ClientThread
     from vllm_commext.nixl.wire.messages import FoundBlocks
 
 
@@ -33,6 +34,7 @@ class ReuseSide:
         reusing: what this engine does of it.
         consumer: this engine's id.
         secret: the side channels' secret, None where there is none.
+        client: asks others.
         limit_seconds: how long a request waits for what others have.
         recorder: where counts go.
         notify: called when a request need not wait any more.
@@ -43,6 +45,7 @@ class ReuseSide:
         reusing: Reusing,
         consumer: str,
         secret: bytes | None,
+        client: ClientThread,
         limit_seconds: float,
         recorder: TransferRecorder,
         notify: Callable[[], None],
@@ -50,7 +53,7 @@ class ReuseSide:
         self._names = Names(reusing.configuration, reusing.block_size)
         self._secret = secret
         self._recorder = recorder
-        self._finder = BlockFinder(consumer, secret, limit_seconds, notify)
+        self._finder = BlockFinder(client, consumer, limit_seconds, notify)
         self._pool: Any = None
         self._offers: Offers | None = None
         self._has_steps = False
@@ -89,10 +92,6 @@ class ReuseSide:
         table = OfferTable(shared)
         self._offers = Offers(self._names, table, self._pool)
         return table
-
-    def close(self) -> None:
-        """Ask nobody any more."""
-        self._finder.close()
 
     def note_step(self, defer_frees: Callable[[], bool]) -> None:
         """The engine is going to take a step, before which it computes what has failed.

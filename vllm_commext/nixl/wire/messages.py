@@ -181,13 +181,11 @@ class FindBlocks(Frame, tag="find_blocks", frozen=True):
     """Side channel, between any two engines: which of these blocks are on offer?
 
     Attributes:
-        question: what tells the answer from those to other questions.
         hashes: of a prompt's blocks from its first on, see ``reuse.hashes``, one behind the other,
             ``HASH_BYTES`` each and at most ``MAX_HASHES``.
         consumer: who asks, engine id.
     """
 
-    question: bytes
     hashes: bytes
     consumer: str = ""
 
@@ -196,7 +194,6 @@ class FoundBlocks(Frame, tag="found_blocks", frozen=True):
     """Side channel, the answer: the blocks up to the first that is not there.
 
     Attributes:
-        question: as it was asked.
         engine_id: the engine that has them.
         incarnation: differs at every start of the engine.
         host: its side channel's host, as request parameters would call it.
@@ -207,7 +204,6 @@ class FoundBlocks(Frame, tag="found_blocks", frozen=True):
             ``reuse.generations``.
     """
 
-    question: bytes
     engine_id: str
     incarnation: str
     host: str
