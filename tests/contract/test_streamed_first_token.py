@@ -230,7 +230,7 @@ def test_what_more_than_the_token_follows_from_is_not_asked_for(
     channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
     for _ in range(20):
         decode.turn()
-    assert side_of(decode)._consumer._asker._tokens == {}
+    assert side_of(decode)._consumer.take_tokens() == {}
     end_load(decode)
     assert decode.ways == Counter({FirstToken.LOGPROBS: 1})
 

@@ -147,7 +147,7 @@ class SchedulerSide:
             streaming=streaming,
         )
         self._client = ClientThread(self._secret)
-        self._consumer = consumer_of(streaming, engine_id, self._secret, config, self.wakeup.notify)
+        self._consumer = consumer_of(streaming, engine_id, self._client, config, self.wakeup.notify)
         self._params_cache = ParamsCache(groups, self._secret, sampler, self._consumer)
         self._server: SideChannelServer | None = None
         self._recorder = TransferRecorder()
@@ -217,7 +217,6 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Stop serving."""
-        self._consumer.close()
         self._client.close()
         self.wakeup.close()
         if self._server is not None:

@@ -25,6 +25,7 @@ from vllm_commext.nixl.stream.asker import StreamAsker
 from vllm_commext.nixl.stream.directory import StreamDirectory
 from vllm_commext.nixl.stream.producer import StreamProducer
 from vllm_commext.nixl.stream.streaming import Streaming
+from vllm_commext.nixl.wire.client import ClientThread
 from vllm_commext.nixl.wire.params import TransferParams
 
 FENCE_KEY = bytes(32)
@@ -144,7 +145,8 @@ class Decode:
         self.before = [row.copy() for row in self.engine.memory]
         self._place = HOST, port
         self._rings: list[None] = []
-        self.asker = StreamAsker("d", None, BOUND_SECONDS, BOUND_SECONDS, self._ring)
+        self.client = ClientThread(None)
+        self.asker = StreamAsker(self.client, "d", BOUND_SECONDS, BOUND_SECONDS, self._ring)
 
     def _ring(self) -> None:
         self._rings.append(None)
@@ -195,7 +197,7 @@ class Decode:
         )
 
     def close(self) -> None:
-        self.asker.close()
+        self.client.close()
 
 
 def _halves(memory: Sequence[Any], source: Sequence[Any], begin: int, end: int) -> Any:

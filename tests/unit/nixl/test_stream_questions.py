@@ -11,10 +11,11 @@ from tests.kit.ports import free_port
 from vllm_commext.errors import CommextError, ProtocolError
 from vllm_commext.nixl.prefill import side_channel
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
-from vllm_commext.nixl.stream import asker as asker_module
 from vllm_commext.nixl.stream.asker import StreamAsker
 from vllm_commext.nixl.stream.directory import StreamDirectory
+from vllm_commext.nixl.wire import client as client_module
 from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.client import ClientThread
 from vllm_commext.nixl.wire.inquiry import Inquiry
 from vllm_commext.nixl.wire.params import TransferParams
 from vllm_commext.nixl.wire.prompt import DIGEST_DIGITS
@@ -71,9 +72,9 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 @pytest.fixture
 def asker(served: Served) -> Iterator[StreamAsker]:
-    made = StreamAsker("d", served.secret, BOUND_SECONDS, BOUND_SECONDS, lambda: None)
-    yield made
-    made.close()
+    client = ClientThread(served.secret)
+    yield StreamAsker(client, "d", BOUND_SECONDS, BOUND_SECONDS, lambda: None)
+    client.close()
 
 
 def ask(served: Served, question: wire.FindStreams) -> Inquiry:
@@ -189,14 +190,14 @@ def test_begins_and_tokens_reach_the_requests_that_wait_for_them(
     assert told == {f"d{number}": (number, "drawn") for number in range(0, 100, 2)}
     for number in range(100):
         asker.forget(f"d{number}")
-    wait_until(lambda: not asker._channels)
-    assert asker._tokens == asker._answers == {}
+    wait_until(lambda: not (asker._places or asker._answers or asker._awaited))
+    assert not asker._tokens
 
 
 def test_a_request_that_is_added_while_a_question_is_held_is_asked_for_at_once(
     served: Served, asker: StreamAsker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asker_module, "_LOOK_SECONDS", BOUND_SECONDS)
+    monkeypatch.setattr(client_module, "CHECK_SECONDS", BOUND_SECONDS)
     asker.watch("d1", key(1), (HOST, served.port))
     wait_until(lambda: served.server._held)
     served.begin(2)
@@ -212,7 +213,7 @@ def test_a_prompt_that_ends_without_a_token_is_awaited_no_more(
     asker.watch("d1", key(1), (HOST, served.port), awaits_token=True)
     wait_until(lambda: asker.answer("d1"))
     served.directory.end(key(1))
-    wait_until(lambda: not asker._channels)
+    wait_until(lambda: not asker._places)
     asker.wait_for_token("d1", BOUND_SECONDS)
     assert asker.take_tokens() == {}
 
@@ -227,9 +228,10 @@ def test_a_side_channel_that_closes_fails_what_waits_and_leaves_what_has_its_ans
     served.server.close()
     assert isinstance(wait_until(lambda: asker.answer("d2")), CommextError)
     assert isinstance(asker.answer("d1"), TransferParams)
-    wait_until(lambda: not asker._channels)
+    wait_until(lambda: not asker._places)
 
 
-def test_an_asker_that_has_asked_nothing_closes_twice(served: Served, asker: StreamAsker) -> None:
-    asker.close()
-    asker.close()
+def test_a_client_that_was_asked_nothing_closes_twice() -> None:
+    client = ClientThread(None)
+    client.close()
+    client.close()

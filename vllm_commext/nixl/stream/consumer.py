@@ -10,6 +10,7 @@ from vllm_commext.errors import CommextError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.stream.asker import Answer, StreamAsker
 from vllm_commext.nixl.stream.streaming import Streaming
+from vllm_commext.nixl.wire.client import ClientThread
 from vllm_commext.nixl.wire.params import TransferParams, key_of, params_of, place_of_stream
 
 if TYPE_CHECKING:
@@ -98,16 +99,11 @@ class StreamConsumer:
         if self._asker is not None:
             self._asker.forget(request_id)
 
-    def close(self) -> None:
-        """Ask nobody any more."""
-        if self._asker is not None:
-            self._asker.close()
-
 
 def consumer_of(
     streaming: Streaming,
     engine_id: str,
-    secret: bytes | None,
+    client: ClientThread,
     config: ConnectorConfig,
     notify: Callable[[], None],
 ) -> StreamConsumer:
@@ -116,11 +112,11 @@ def consumer_of(
     Args:
         streaming: what it does of chunk streaming.
         engine_id: its id.
-        secret: the side channels' secret, None where there is none.
+        client: asks prefill engines.
         config: the connector's settings.
         notify: called when something has become known.
     """
     if streaming.refusal:
         return StreamConsumer(None, streaming.refusal.meaning)
     limits = config.stream_begin_timeout, config.handshake_timeout
-    return StreamConsumer(StreamAsker(engine_id, secret, *limits, notify), secret=secret)
+    return StreamConsumer(StreamAsker(client, engine_id, *limits, notify), secret=client.secret)
