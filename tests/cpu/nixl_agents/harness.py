@@ -325,7 +325,7 @@ def wait_for_back_off(decode: Any) -> None:
     """Wait until every peer that could not be asked may be asked again."""
     peers = decode.thread._loader._peers._peers
     wait_until(
-        lambda: all(peer.retry_at <= time.monotonic() for peer in list(peers.values())),
+        lambda: all(peer.channel.retry_at <= time.monotonic() for peer in list(peers.values())),
         "the back-off to end",
     )
 

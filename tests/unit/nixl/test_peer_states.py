@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.nixl.decode.peer_states import BackOff, PeerEvent, PeerState, next_state
+from vllm_commext.nixl.decode.peer_states import PeerEvent, PeerState, next_state
+from vllm_commext.nixl.wire.client import BackOff
 
 # A row a state: what NEEDED, ANSWERED, FAILED, DOUBTED and UNUSED make of it.
 TABLE = {

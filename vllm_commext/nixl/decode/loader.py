@@ -12,7 +12,7 @@ from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import Link, LocalWorker
 from vllm_commext.nixl.decode.peers import Peer, PeerTable
-from vllm_commext.nixl.decode.preconnect import Discovered, Preconnect
+from vllm_commext.nixl.decode.preconnect import Preconnect
 from vllm_commext.nixl.decode.reads import End, Read, ReadSet, prepare
 from vllm_commext.nixl.decode.transfers import (
     Failure,
@@ -27,6 +27,9 @@ from vllm_commext.nixl.outcomes import CompletionQueue
 from vllm_commext.nixl.requests import Load, Wait
 from vllm_commext.nixl.stream.reader import StreamReader, failure_of_stream
 from vllm_commext.nixl.transport.agent import NixlAgent
+from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.client import SideChannelClient
+from vllm_commext.nixl.wire.seal import read_secret
 
 
 class Loader:
@@ -55,8 +58,10 @@ class Loader:
         self._outcomes = outcomes
         self._probe = probe
         self._probing: tuple[Link, Generator[None]] | None = None
-        self._peers = PeerTable(agent, config, local, recorder)
-        self._preconnect = Preconnect(self._peers, config)
+        self._client = SideChannelClient(read_secret(config.side_channel_secret_file))
+        self._peers = PeerTable(agent, config, local, recorder, self._client)
+        request = self._peers.request_for("", 0)
+        self._preconnect = Preconnect(self._client, config, request, self._connect)
         self._reads = ReadSet(agent, recorder, config.max_bytes_in_flight, config.transfer_timeout)
         self._streams = StreamReader(agent, config.transfer_timeout)
         self._log = RateLimitedLog()
@@ -79,7 +84,7 @@ class Loader:
     @property
     def num_handshakes(self) -> int:
         """Peers that have been asked and have not answered yet."""
-        return self._peers.num_pending + self._preconnect.num_pending
+        return len(self._client.asking)
 
     @property
     def has_duties(self) -> bool:
@@ -91,8 +96,7 @@ class Loader:
     def poll(self) -> bool:
         """One look at everything under way; whether anything has moved on."""
         num_moves = self._streams.num_moves
-        for discovered in self._preconnect.poll():
-            self._connect(discovered)
+        self._client.poll()
         ended = self._peers.poll()
         for peer in ended:
             self._on_handshake_done(peer)
@@ -124,10 +128,10 @@ class Loader:
 
     def close(self) -> None:
         """Release what was read, and forget all peers; no read may be under way."""
-        self._preconnect.close()
         self._end_probing()
         self._uses.release_all()
         self._peers.close()
+        self._client.close()
 
     def wait(self, wait: Wait) -> None:
         """Have a request's blocks kept until its load begins, and its peers made ready."""
@@ -166,7 +170,7 @@ class Loader:
                 self._probe = None
             self._serve(peer)
         else:
-            self._fail_waiting(peer, failure_of(peer.error, "handshake"))
+            self._fail_waiting(peer, failure_of(peer.channel.error, "handshake"))
         releases, peer.releases = peer.releases, []
         for transfer, source in releases:
             self._uses.send_release(transfer, source)
@@ -175,12 +179,14 @@ class Loader:
         while peer.waiting:
             self._uses.close(peer.waiting.popleft(), failure)
 
-    def _connect(self, discovered: Discovered) -> None:
+    def _connect(
+        self, host: str, port: int, incarnation: str, first: wire.WorkerDescription
+    ) -> None:
         """Connect to the workers of an engine that this one will read from."""
-        for worker in self._uses.workers(discovered.tp_size, discovered.pp_size):
-            key = (discovered.engine_id, discovered.host, discovered.port, worker)
+        for worker in self._uses.workers(first.layout.tp_size, first.layout.pp_size):
+            key = (first.engine_id, host, port, worker)
             try:
-                self._peers.prepare(key, discovered.incarnation)
+                self._peers.prepare(key, incarnation)
             except CommextError as error:
                 logger.info("prefill engine %s is asked with its first request: %s", key, error)
 

@@ -1,7 +1,7 @@
 """The life of a prefill worker as a decode worker sees it: states, events, and the way from one to
-the next; and how long to wait after attempts that failed.
+the next.
 
-Pure: whoever owns a peer brings the events and the random numbers, and acts on the states.
+Pure: whoever owns a peer brings the events, and acts on the states.
 
     unknown      nobody has asked for it
     handshaking  it has been asked for its description
@@ -13,7 +13,6 @@ Pure: whoever owns a peer brings the events and the random numbers, and acts on 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum, StrEnum
 
 
@@ -59,24 +58,3 @@ _CHANGES: Mapping[tuple[PeerState, PeerEvent], PeerState] = {
 def next_state(state: PeerState, event: PeerEvent) -> PeerState:
     """The state after an event; the same one where the event means nothing in it."""
     return _CHANGES.get((state, event), state)
-
-
-@dataclass(frozen=True)
-class BackOff:
-    """How long to wait after failed attempts: twice as long after each, up to a cap that is short
-    enough for a peer that has come back to be found at once.
-
-    Attributes:
-        first_seconds: the longest wait after the first failure.
-        most_seconds: the longest wait at all.
-    """
-
-    first_seconds: float = 0.1
-    most_seconds: float = 1.0
-
-    def seconds(self, num_failures: int, random: float) -> float:
-        """The wait after so many failures in a row, at least 1; between half and all of the longest
-        one, by a random number from 0 to 1, so that many workers do not ask at the same time."""
-        doublings = min(num_failures - 1, 62)
-        longest = min(self.most_seconds, self.first_seconds * 2.0**doublings)
-        return longest * (1 + random) / 2

@@ -2,15 +2,15 @@
 lost, restarted, or not needed for long.  The states and events of their lives are in
 ``peer_states``."""
 
-import random
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import partial
 
-from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError
+from vllm_commext.errors import CommextError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import Link, Links, LocalWorker, RefCounted
-from vllm_commext.nixl.decode.peer_states import BackOff, PeerEvent, PeerState, next_state
+from vllm_commext.nixl.decode.peer_states import PeerEvent, PeerState, next_state
 from vllm_commext.nixl.decode.sweep import Sweeper, num_descriptors
 from vllm_commext.nixl.decode.transfers import Part, Source, Transfer, Use
 from vllm_commext.nixl.geometry.layout import describe_place
@@ -20,13 +20,12 @@ from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.requests import PeerKey
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.client import BackOff, SideChannel, SideChannelClient
 from vllm_commext.nixl.wire.compatibility import check_facts, digest
-from vllm_commext.nixl.wire.inquiry import Inquiry
-from vllm_commext.nixl.wire.seal import read_secret
 
 CHECK_SECONDS = 0.1
-"""Between two looks at connections and at what is not needed any more."""
-BACK_OFF = BackOff()
+"""Between two looks at what is not needed any more."""
+BACK_OFF = BackOff(first_seconds=0.1, most_seconds=1.0)
 DRAINING = "draining"
 """How a ready peer is counted that has said that it drains."""
 
@@ -37,36 +36,29 @@ class Peer:
 
     Attributes:
         key: what it is asked under.
+        channel: asks it; stays open afterwards, as the connection closes with the peer's process.
         state: where it is in its life.
         link: the connection to read from; kept while suspect, until it is known to have ended.
         reach: of a peer that does not fit, the name of its agent, so that it can be told that its
             blocks will not be read.
-        inquiry: the question during a handshake; it stays open afterwards, as its connection closes
-            with the peer's process.
         asked: when it was asked last, in seconds of ``time.monotonic``, as all times here.
         waiting: parts of loads that wait for it to be ready, or for room among its reads; first
             come, first served.
         releases: remote requests that it is to be released from as soon as it is ready.
         wanted_incarnation: start of its engine that the last request was of, "" for any.
-        error: why it could not be asked the last time.
-        num_failures: handshakes that failed since the last good one.
-        retry_at: when it may be asked again.
         last_used: when a request needed it last.
         drains: it has said that it takes no new requests, and will go.
     """
 
     key: PeerKey
+    channel: SideChannel
     state: PeerState = PeerState.UNKNOWN
     link: Link | None = None
     reach: RefCounted | None = None
-    inquiry: Inquiry | None = None
     asked: float = 0.0
     waiting: deque[Part] = field(default_factory=deque[Part])
     releases: list[tuple[Transfer, Source]] = field(default_factory=list[tuple[Transfer, Source]])
     wanted_incarnation: str = ""
-    error: CommextError = field(default_factory=CommextError)
-    num_failures: int = 0
-    retry_at: float = 0.0
     last_used: float = 0.0
     drains: bool = False
 
@@ -78,7 +70,7 @@ class Peer:
     @property
     def has_closed(self) -> bool:
         """Whether its connection has closed since it was asked, most likely with its process."""
-        return self.state == PeerState.SUSPECT and self.inquiry is None
+        return self.state == PeerState.SUSPECT and not self.channel.is_open
 
     @property
     def is_idle(self) -> bool:
@@ -90,20 +82,6 @@ class Peer:
     def apply(self, event: PeerEvent) -> None:
         """Go on to the state after an event."""
         self.state = next_state(self.state, event)
-
-    def fail(self, error: CommextError, now: float) -> None:
-        """The handshake has failed: the next one has to wait."""
-        self.apply(PeerEvent.FAILED)
-        self.error = error
-        self.num_failures += 1
-        self.retry_at = now + BACK_OFF.seconds(self.num_failures, random.random())
-        self.close_inquiry()
-
-    def close_inquiry(self) -> None:
-        """Close the connection to its side channel; safe to repeat."""
-        inquiry, self.inquiry = self.inquiry, None
-        if inquiry is not None:
-            inquiry.close()
 
     def drop_reach(self) -> None:
         """Forget the agent of a peer that does not fit; safe to repeat."""
@@ -121,21 +99,18 @@ class PeerTable:
         config: ConnectorConfig,
         local: LocalWorker,
         recorder: TransferRecorder,
+        client: SideChannelClient,
     ) -> None:
         self._config = config
         self._local = local
         self._recorder = recorder
-        self._secret = read_secret(config.side_channel_secret_file)
+        self._client = client
         self._sweeper = Sweeper(agent, num_descriptors(config))
         self._links = Links(agent, local, self._sweeper.note_removal)
         self._peers: dict[PeerKey, Peer] = {}
+        self._ended: list[Peer] = []
         self._next_check = 0.0
         self._log = RateLimitedLog()
-
-    @property
-    def num_pending(self) -> int:
-        """Handshakes under way."""
-        return sum(peer.state == PeerState.HANDSHAKING for peer in self._peers.values())
 
     @property
     def is_wanted(self) -> bool:
@@ -144,13 +119,14 @@ class PeerTable:
             peer.waiting or peer.state == PeerState.HANDSHAKING for peer in self._peers.values()
         )
 
-    def ask(self, host: str, port: int) -> Inquiry:
-        """Ask the first worker of whichever engine serves a side channel for its description.
-
-        Raises:
-            ProtocolError: it cannot be asked.
-        """
-        return self._inquire(("", host, port, 0))
+    def request_for(self, engine_id: str, worker: int) -> wire.DescribeRequest:
+        """What asks an engine, "" for whichever it is, to describe one of its workers."""
+        return wire.DescribeRequest(
+            engine_id=engine_id,
+            tp_rank=worker,
+            consumer=self._local.consumer,
+            configuration=digest(self._local.facts),
+        )
 
     def count_states(self) -> dict[str, int]:
         """Peers by state, every state named; retired ones are those whose reads go on, and ready
@@ -200,14 +176,13 @@ class PeerTable:
         return taken
 
     def poll(self) -> list[Peer]:
-        """Peers whose handshakes have ended: they are ready, or failed with ``error``."""
+        """Peers whose handshakes have ended since the last call, well or not."""
         now = time.monotonic()
         if now >= self._next_check:
             self._next_check = now + CHECK_SECONDS
-            self._check_connections()
             self._retire_unused(now)
-        asked = [peer for peer in self._peers.values() if peer.state == PeerState.HANDSHAKING]
-        return [peer for peer in asked if self._advance(peer, now)]
+        ended, self._ended = self._ended, []
+        return ended
 
     def doubt(self, link: Link, *, broken: bool) -> None:
         """A read failed (``broken``: the link is not used again) or is late: ask the peer before
@@ -252,34 +227,21 @@ class PeerTable:
         peer.last_used = now
         if peer.state == PeerState.HANDSHAKING:
             return peer
-        is_news = incarnation not in ("", peer.wanted_incarnation)
-        if peer.state == PeerState.LOST and now < peer.retry_at and not is_news:
-            raise type(peer.error)(
-                f"{peer.error}; it is asked again in {peer.retry_at - now:.1g} s"
-            ) from peer.error
+        if incarnation not in ("", peer.wanted_incarnation):
+            peer.channel.retry_at = now
+        peer.channel.close()
+        peer.channel.ask(
+            self.request_for(key[0], key[3]),
+            self._config.handshake_timeout,
+            partial(self._admit, peer),
+            partial(self._fail, peer),
+        )
         peer.apply(PeerEvent.DOUBTED)
         peer.apply(PeerEvent.NEEDED)
         peer.wanted_incarnation = incarnation
         peer.asked = now
-        try:
-            peer.close_inquiry()
-            peer.drop_reach()
-            peer.inquiry = self._inquire(key)
-        except Exception as failure:
-            error = _as_error(failure, key)
-            self._fail(peer, error, now)
-            raise error from failure
+        peer.drop_reach()
         return peer
-
-    def _inquire(self, key: PeerKey) -> Inquiry:
-        engine_id, host, port, worker = key
-        request = wire.DescribeRequest(
-            engine_id=engine_id,
-            tp_rank=worker,
-            consumer=self._local.consumer,
-            configuration=digest(self._local.facts),
-        )
-        return Inquiry(host, port, request, self._secret)
 
     def _add(self, key: PeerKey) -> Peer:
         if len(self._peers) >= self._config.max_peers:
@@ -290,36 +252,23 @@ class PeerTable:
                     "got one more: raise max_peers in kv_connector_extra_config"
                 )
             self._retire(min(idle, key=lambda peer: peer.last_used))
-        return self._peers.setdefault(key, Peer(key))
+        channel = SideChannel(
+            self._client,
+            key[1:3],
+            BACK_OFF,
+            on_draining=partial(self._note_draining, key),
+            on_closed=partial(self._note_closed, key),
+        )
+        return self._peers.setdefault(key, Peer(key, channel))
 
-    def _advance(self, peer: Peer, now: float) -> bool:
-        """Go on with a handshake; whether it has ended."""
-        try:
-            assert peer.inquiry is not None  # open during a handshake
-            reply = peer.inquiry.poll()
-            if reply is not None:
-                self._admit(peer, wire.as_description(reply), now)
-                return True
-            self._check_time(peer.inquiry, now - peer.asked)
-        except Exception as failure:  # noqa: BLE001 one peer's error is no other's
-            self._fail(peer, _as_error(failure, peer.key), now)
-            return True
-        return False
-
-    def _check_time(self, inquiry: Inquiry, seconds: float) -> None:
-        if seconds >= self._config.handshake_timeout:
-            raise CommextTimeoutError(
-                f"no answer from the prefill engine's side channel {inquiry.address} within "
-                f"{self._config.handshake_timeout:g} s: is it up, and can this host reach it? Its "
-                "VLLM_NIXL_SIDE_CHANNEL_HOST must be an address that decode engines reach"
-            )
-
-    def _fail(self, peer: Peer, error: CommextError, now: float) -> None:
-        peer.fail(error, now)
+    def _fail(self, peer: Peer, _: CommextError) -> None:
+        self._ended.append(peer)
+        peer.apply(PeerEvent.FAILED)
         self._drop(peer)
         self._links.mark_lost(peer.key)
 
-    def _admit(self, peer: Peer, reply: wire.Described, now: float) -> None:
+    def _admit(self, peer: Peer, answer: wire.AnyReply) -> None:
+        reply = wire.as_description(answer)
         described = wire.open_description(reply)
         key = peer.key
         found = (described.engine_id, described.layout.worker)
@@ -332,10 +281,10 @@ class PeerTable:
             self._drop(peer)
             self._links.mark_lost(key)
             self._connect(peer, described, reply.incarnation)
-        self._recorder.observe(handshake_seconds=now - peer.asked)
+        self._recorder.observe(handshake_seconds=time.monotonic() - peer.asked)
         peer.apply(PeerEvent.ANSWERED)
-        peer.num_failures = 0
         peer.drains = False  # it says so after each answer
+        self._ended.append(peer)
 
     def _connect(self, peer: Peer, described: wire.WorkerDescription, incarnation: str) -> None:
         """Connect to a worker that fits, or only to its agent where it does not."""
@@ -378,37 +327,28 @@ class PeerTable:
         if link is not None:
             self._links.retire(link)
 
-    def _check_connections(self) -> None:
-        for peer in list(self._peers.values()):
-            if peer.state != PeerState.READY or peer.inquiry is None:
-                continue
-            self._take_news(peer, peer.inquiry)
-            if peer.inquiry.is_connected():
-                continue
-            is_idle = peer.is_idle
-            peer.apply(PeerEvent.DOUBTED)
-            if peer.drains and is_idle:
-                logger.info("prefill engine %s has gone, as it had said", peer.key)
-            else:
-                self._log.warning(
-                    "connection", f"the connection to prefill engine {peer.key} has closed"
-                )
-            peer.close_inquiry()
-            if is_idle:
-                self._drop(peer)  # its process has ended, as far as can be told
-            elif peer.link is not None:
-                self._prove(peer.key, peer.link.incarnation)
-
-    def _take_news(self, peer: Peer, inquiry: Inquiry) -> None:
-        try:
-            news = inquiry.take_news()
-        except ProtocolError as error:
-            self._log.warning("news", f"prefill engine {peer.key} says what is no news: {error}")
+    def _note_closed(self, key: PeerKey) -> None:
+        """A peer's connection has closed while nothing was asked."""
+        peer = self._peers[key]
+        if peer.state != PeerState.READY:
             return
-        if news is not None and news.drains != peer.drains:
-            peer.drains = news.drains
-            what = "drains: it goes when its blocks are read" if news.drains else "drains no more"
-            logger.info("prefill engine %s %s", peer.key, what)
+        is_idle = peer.is_idle
+        peer.apply(PeerEvent.DOUBTED)
+        if peer.drains and is_idle:
+            logger.info("prefill engine %s has gone, as it had said", key)
+        else:
+            self._log.warning("connection", f"the connection to prefill engine {key} has closed")
+        if is_idle:
+            self._drop(peer)  # its process has ended, as far as can be told
+        elif peer.link is not None:
+            self._prove(key, peer.link.incarnation)
+
+    def _note_draining(self, key: PeerKey, drains: bool) -> None:
+        peer = self._peers[key]
+        if drains != peer.drains:
+            peer.drains = drains
+            what = "drains: it goes when its blocks are read" if drains else "drains no more"
+            logger.info("prefill engine %s %s", key, what)
 
     def _prove(self, key: PeerKey, incarnation: str) -> None:
         """Reads are under way: find out now whether their peer lives."""
@@ -429,13 +369,7 @@ class PeerTable:
         peer.apply(PeerEvent.UNUSED)
         self._drop(peer)
         peer.drop_reach()
-        peer.close_inquiry()
-
-
-def _as_error(failure: Exception, key: PeerKey) -> CommextError:
-    if isinstance(failure, CommextError):
-        return failure
-    return ProtocolError(f"the handshake with {key} failed: {failure or type(failure).__name__}")
+        peer.channel.close()
 
 
 def _log_ready(link: Link, described: wire.WorkerDescription, tolerated: str) -> None:
