@@ -15,6 +15,7 @@ from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.inquiry import Inquiry
+from vllm_commext.nixl.wire.notifications import Released
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 CONSUMER = "benchmark/0"
@@ -50,7 +51,7 @@ def measure(model: Path, folder: Path, count: int) -> list[float]:
 def _one(url: str, agent: NixlAgent, name: str, record: Path, pause_seconds: float) -> float:
     params = prefill(url, cluster.MODEL_NAME, list(range(60, 160)))
     request_id = params["remote_request_id"]
-    released = wire.Released(request_id=request_id, consumer=CONSUMER, num_consumers=1)
+    released = Released(request_id=request_id, consumer=CONSUMER, num_consumers=1)
     time.sleep(pause_seconds)
     begun = time.monotonic()
     agent.notify(name, wire.encode(released))

@@ -15,6 +15,7 @@ from tests.attack.side_victim import ENGINE, SideVictim, side_channel, with_secr
 from tests.kit.ports import LOOPBACK
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire import zmtp
+from vllm_commext.nixl.wire.notifications import Released
 
 MAX_GROWTH_MIB = 16.0
 SECONDS = 4.0
@@ -150,7 +151,7 @@ def _notifications(victim: Victim) -> None:
             (f"{number:0128}", f"{number:0128}", 1024),
             (f"{number:030000}", "c", 1),
         ):
-            told = wire.Released(request_id=request, consumer=consumer, num_consumers=most)
+            told = Released(request_id=request, consumer=consumer, num_consumers=most)
             agent.notify(name, wire.encode(told))
 
 

@@ -29,6 +29,7 @@ from vllm_commext.nixl.tables import WorkerTables
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import endpoint
+from vllm_commext.nixl.wire.notifications import Released
 from vllm_commext.nixl.wire.seal import FrameSigner
 
 ENGINE = "prefill-0"
@@ -180,9 +181,7 @@ def _deliver(
     manager.hold(Hold(name, 600.0, -1, 0))
     for message in batch:
         sender.notify(peer, message)
-    sender.notify(
-        peer, wire.encode(wire.Released(request_id=name, consumer="d/0", num_consumers=1))
-    )
+    sender.notify(peer, wire.encode(Released(request_id=name, consumer="d/0", num_consumers=1)))
     deadline = time.monotonic() + SECONDS
     while name not in outcomes.take().sent:
         manager.take_notifications()

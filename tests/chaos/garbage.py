@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.notifications import KeepAlive, Released
 
 MAX_RANDOM_BYTES = 300
 HTTP = (
@@ -42,12 +43,12 @@ def requests() -> list[bytes]:
 def notifications() -> list[bytes]:
     """Valid notifications to start from, of requests that nobody has made."""
     frames = (
-        wire.Released(request_id="cmpl-1", consumer="decode-0/0", num_consumers=1),
-        wire.Released(request_id="", consumer="", num_consumers=-1),
-        wire.Released(request_id="r" * 1000, consumer="c" * 1000, num_consumers=1 << 60),
-        wire.Released(request_id="cmpl-2", consumer="d/1", num_consumers=2, version=99),
-        wire.KeepAlive(consumer="d/0", sender="s", sequence=1, request_ids=["cmpl-1", ""]),
-        wire.KeepAlive(consumer="", sender="", sequence=-1, request_ids=["r"] * 500),
+        Released(request_id="cmpl-1", consumer="decode-0/0", num_consumers=1),
+        Released(request_id="", consumer="", num_consumers=-1),
+        Released(request_id="r" * 1000, consumer="c" * 1000, num_consumers=1 << 60),
+        Released(request_id="cmpl-2", consumer="d/1", num_consumers=2, version=99),
+        KeepAlive(consumer="d/0", sender="s", sequence=1, request_ids=["cmpl-1", ""]),
+        KeepAlive(consumer="", sender="", sequence=-1, request_ids=["r"] * 500),
     )
     return [wire.encode(frame) for frame in frames]
 

@@ -11,6 +11,7 @@ from tests.cpu.nixl_agents.harness import SlowReads, expected_after, load_of, sa
 from vllm_commext.nixl.requests import Hold, Wait
 from vllm_commext.nixl.transfer_thread import DUTY_WAIT_SECONDS, IDLE_WAIT_SECONDS
 from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.notifications import KeepAlive, Released
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -74,8 +75,8 @@ def test_heartbeats_that_fit_nothing_are_counted_and_ignored(make_engine: MakeEn
     prefill, decode = make_engine("p", serve=True), make_engine("d", seed=2)
     decode.load(load_of("first", prefill.remote("y", [1]), [1]))
     prefill.thread.submit(Hold("x", 600.0, 3, 0))
-    told = wire.KeepAlive(consumer="c/0", sender="s", sequence=1, request_ids=["x", "x", "other"])
-    probe = wire.Released(request_id="x", consumer="c/0", num_consumers=1)
+    told = KeepAlive(consumer="c/0", sender="s", sequence=1, request_ids=["x", "x", "other"])
+    probe = Released(request_id="x", consumer="c/0", num_consumers=1)
     name = prefill.agent.name
     wait_until(lambda: len(prefill.thread._lease_manager) == 1, "the hold")
     for message in (told, told, probe, told):

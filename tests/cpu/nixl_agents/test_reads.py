@@ -12,6 +12,7 @@ from tests.cpu.nixl_agents.harness import BLOCK_BYTES, expected_after, load_of, 
 from vllm_commext.nixl import transfer_thread
 from vllm_commext.nixl.requests import Hold
 from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.notifications import MAX_NOTIFICATION_BYTES, Released
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -159,9 +160,9 @@ def test_a_hold_ends_with_its_lease(
         b"hello",
         b"",
         b"\xff\xfe\xfd\x00",
-        wire.encode(wire.Released(request_id="mine", consumer="c", num_consumers=1))[:-3],
-        wire.encode(wire.Released(request_id="mine", consumer="c", num_consumers=1, version=9)),
-        b"x" * (wire.MAX_NOTIFICATION_BYTES + 1),
+        wire.encode(Released(request_id="mine", consumer="c", num_consumers=1))[:-3],
+        wire.encode(Released(request_id="mine", consumer="c", num_consumers=1, version=9)),
+        b"x" * (MAX_NOTIFICATION_BYTES + 1),
         b"\x82\xa4kind\xa8released\xa1x" + b"\x91" * 3900 + b"\xc0",
     ],
 )
@@ -180,7 +181,7 @@ def test_garbage_notifications_are_counted_and_the_next_one_counts(
     assert prefill.recorded["unmatched_notifications"] == 1
     assert prefill.outcomes.sent == set()
     assert [line for line in log_lines.messages if "ignored a NIXL notification" in line]
-    right = wire.Released(request_id="mine", consumer="c", num_consumers=1)
+    right = Released(request_id="mine", consumer="c", num_consumers=1)
     stranger.agent.notify(name, wire.encode(right))
     prefill.wait(lambda: prefill.collect().sent == {"mine"})
 
@@ -192,13 +193,13 @@ def test_a_repeated_notification_counts_once(make_engine: MakeEngine) -> None:
     stranger.agent.connect(name)
     prefill.thread.submit(Hold("mine", 60.0))
     prefill.thread.submit(Hold("probe", 60.0))
-    first = wire.encode(wire.Released(request_id="mine", consumer="d/0", num_consumers=2))
-    probe = wire.encode(wire.Released(request_id="probe", consumer="d/0", num_consumers=1))
+    first = wire.encode(Released(request_id="mine", consumer="d/0", num_consumers=2))
+    probe = wire.encode(Released(request_id="probe", consumer="d/0", num_consumers=1))
     for message in (first, first, first, probe):
         stranger.agent.notify(name, message)
     prefill.wait(lambda: "probe" in prefill.collect().sent)
     assert prefill.outcomes.sent == {"probe"}
-    second = wire.encode(wire.Released(request_id="mine", consumer="d/1", num_consumers=2))
+    second = wire.encode(Released(request_id="mine", consumer="d/1", num_consumers=2))
     stranger.agent.notify(name, second)
     prefill.wait(lambda: prefill.collect().sent == {"mine", "probe"})
 
@@ -231,7 +232,7 @@ def test_a_worker_that_only_holds_blocks_looks_for_releases_alone(
     num_looks = len(looks)
     name = decode.agent.add_peer(prefill.agent.metadata())
     decode.agent.connect(name)
-    released = wire.Released(request_id="mine", consumer="d/0", num_consumers=1)
+    released = Released(request_id="mine", consumer="d/0", num_consumers=1)
     decode.agent.notify(name, wire.encode(released))
     prefill.wait(lambda: prefill.collect().sent == {"mine"})
     assert len(looks) == num_looks

@@ -12,10 +12,19 @@ from msgspec.structs import replace
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.notifications import (
+    MAX_CONSUMERS,
+    MAX_ID_CHARACTERS,
+    MAX_NOTIFICATION_BYTES,
+    KeepAlive,
+    Released,
+    decode_notification,
+    short_id,
+)
 
 REQUEST = wire.DescribeRequest(engine_id="engine-ä", tp_rank=3)
-RELEASED = wire.Released(request_id="r1", consumer="d/0", num_consumers=2)
-KEEP_ALIVE = wire.KeepAlive(consumer="d/0", sender="s", sequence=7, request_ids=["r1", "r2"])
+RELEASED = Released(request_id="r1", consumer="d/0", num_consumers=2)
+KEEP_ALIVE = KeepAlive(consumer="d/0", sender="s", sequence=7, request_ids=["r1", "r2"])
 REFUSED = wire.Refused(reason="no")
 DESCRIBED = wire.describe(b"a description", "start-1")
 
@@ -24,10 +33,10 @@ FRAMES: list[tuple[Decode, wire.Frame]] = [
     (wire.decode_request, REQUEST),
     (wire.decode_reply, DESCRIBED),
     (wire.decode_reply, REFUSED),
-    (wire.decode_notification, RELEASED),
-    (wire.decode_notification, KEEP_ALIVE),
+    (decode_notification, RELEASED),
+    (decode_notification, KEEP_ALIVE),
 ]
-DECODERS: list[Decode] = [wire.decode_request, wire.decode_reply, wire.decode_notification]
+DECODERS: list[Decode] = [wire.decode_request, wire.decode_reply, decode_notification]
 
 
 def is_refused(decode: Callable[[Any], Any], frame: Any) -> bool:
@@ -145,11 +154,9 @@ def test_a_strange_magic_cannot_begin_a_log_line(decode: Decode) -> None:
             wire.MAX_REQUEST_BYTES,
         ),
         (
-            wire.decode_notification,
-            wire.Released(
-                request_id="r" * wire.MAX_NOTIFICATION_BYTES, consumer="c", num_consumers=1
-            ),
-            wire.MAX_NOTIFICATION_BYTES,
+            decode_notification,
+            Released(request_id="r" * MAX_NOTIFICATION_BYTES, consumer="c", num_consumers=1),
+            MAX_NOTIFICATION_BYTES,
         ),
     ],
 )
@@ -181,27 +188,27 @@ def _decode_or_refuse(decode: Callable[[Any], Any], frame: Any) -> None:
 @pytest.mark.parametrize(
     "told",
     [
-        wire.Released(request_id="r" * 129, consumer="c", num_consumers=1),
-        wire.Released(request_id="r", consumer="c" * 60_000, num_consumers=1),
-        wire.Released(request_id="r", consumer="c", num_consumers=0),
-        wire.Released(request_id="r", consumer="c", num_consumers=-1),
-        wire.Released(request_id="r", consumer="c", num_consumers=1025),
-        wire.Released(request_id="r", consumer="c", num_consumers=1 << 60),
-        wire.KeepAlive(consumer="c" * 129, sender="s", sequence=1, request_ids=[]),
-        wire.KeepAlive(consumer="c", sender="s" * 129, sequence=1, request_ids=[]),
-        wire.KeepAlive(consumer="c", sender="s", sequence=1, request_ids=["r", "r" * 129]),
+        Released(request_id="r" * 129, consumer="c", num_consumers=1),
+        Released(request_id="r", consumer="c" * 60_000, num_consumers=1),
+        Released(request_id="r", consumer="c", num_consumers=0),
+        Released(request_id="r", consumer="c", num_consumers=-1),
+        Released(request_id="r", consumer="c", num_consumers=1025),
+        Released(request_id="r", consumer="c", num_consumers=1 << 60),
+        KeepAlive(consumer="c" * 129, sender="s", sequence=1, request_ids=[]),
+        KeepAlive(consumer="c", sender="s" * 129, sequence=1, request_ids=[]),
+        KeepAlive(consumer="c", sender="s", sequence=1, request_ids=["r", "r" * 129]),
     ],
 )
-def test_notifications_of_any_length_are_refused(told: wire.Released | wire.KeepAlive) -> None:
+def test_notifications_of_any_length_are_refused(told: Released | KeepAlive) -> None:
     with pytest.raises(ProtocolError, match="notification: expected"):
-        wire.decode_notification(wire.encode(told))
+        decode_notification(wire.encode(told))
 
 
 @given(st.text(max_size=300), st.text(max_size=300))
 def test_a_short_id_fits_and_is_one_ids_alone(one: str, other: str) -> None:
-    short = wire.short_id(one)
-    assert len(short) <= wire.MAX_ID_CHARACTERS
-    assert (short == wire.short_id(other)) == (one == other)
-    assert short == one or len(one) > wire.MAX_ID_CHARACTERS
-    told = wire.Released(request_id=short, consumer=short, num_consumers=wire.MAX_CONSUMERS)
-    assert wire.decode_notification(wire.encode(told)) == told
+    short = short_id(one)
+    assert len(short) <= MAX_ID_CHARACTERS
+    assert (short == short_id(other)) == (one == other)
+    assert short == one or len(one) > MAX_ID_CHARACTERS
+    told = Released(request_id=short, consumer=short, num_consumers=MAX_CONSUMERS)
+    assert decode_notification(wire.encode(told)) == told

@@ -14,6 +14,8 @@ from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.requests import PeerKey
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire import notifications
+from vllm_commext.nixl.wire.notifications import short_id
 
 PARTS_OF_LEASE = 6
 """Heartbeats within one lease."""
@@ -110,7 +112,7 @@ class KeepAlive:
 
     def __init__(self, agent: NixlAgent, consumer: str, peers: PeerTable) -> None:
         self._agent = agent
-        self._consumer = wire.short_id(consumer)
+        self._consumer = short_id(consumer)
         self._peers = peers
         self._watched = Heartbeats()
         self._sequence = itertools.count(1)
@@ -126,7 +128,7 @@ class KeepAlive:
         if not use.transfer.remote.is_kept:
             return
         now = time.monotonic()
-        remote_id = wire.short_id(use.transfer.remote.request_id)
+        remote_id = short_id(use.transfer.remote.request_id)
         for worker in use.workers:
             key = use.transfer.sources[worker].key
             link = self._peers.find(key) if use.load is not None else None
@@ -160,7 +162,7 @@ class KeepAlive:
     def _send(self, link: Link, request_ids: list[str]) -> None:
         try:
             for batch in batches(request_ids):
-                message = wire.KeepAlive(
+                message = notifications.KeepAlive(
                     consumer=self._consumer,
                     sender=self._agent.name,
                     sequence=next(self._sequence),

@@ -30,6 +30,7 @@ from vllm_commext.nixl.outcomes import CompletionQueue
 from vllm_commext.nixl.requests import Load, RemoteRequest, Wait
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.notifications import Released, short_id
 
 
 class Uses:
@@ -55,7 +56,7 @@ class Uses:
     ) -> None:
         self._agent = agent
         self._local = local
-        self._consumer = wire.short_id(local.consumer)
+        self._consumer = short_id(local.consumer)
         self._peers = peers
         self.keep_alive = KeepAlive(agent, local.consumer, peers)
         self._recorder = recorder
@@ -145,8 +146,8 @@ class Uses:
         try:
             agent_name = self._agent_of(transfer, source)
             if agent_name:
-                released = wire.Released(
-                    request_id=wire.short_id(remote.request_id),
+                released = Released(
+                    request_id=short_id(remote.request_id),
                     consumer=self._consumer,
                     num_consumers=source.num_consumers,
                 )

@@ -11,7 +11,7 @@ from vllm_commext.nixl.prefill.leases import Beat, LeaseLedger
 from vllm_commext.nixl.requests import Hold
 from vllm_commext.nixl.tables import WorkerTables
 from vllm_commext.nixl.transport.agent import NixlAgent
-from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.notifications import KeepAlive, Released, decode_notification, short_id
 
 EARLY_RELEASE_SECONDS = 60.0
 """How long a release may come before the scheduler's word that the request has finished."""
@@ -55,7 +55,7 @@ class LeaseManager:
 
     def hold(self, hold: Hold) -> None:
         """Keep a finished prefill's blocks."""
-        name = wire.short_id(hold.request_id)
+        name = short_id(hold.request_id)
         self._holds[name] = hold
         is_read = hold.lease_seconds > 0
         now = time.monotonic()
@@ -81,22 +81,22 @@ class LeaseManager:
 
     def _take(self, message: bytes, now: float) -> None:
         try:
-            notification = wire.decode_notification(message)
+            notification = decode_notification(message)
         except ProtocolError as error:
             self._recorder.count(unmatched_notifications=1)
             self._log.warning("notification", f"ignored a NIXL notification: {error}")
             return
-        if isinstance(notification, wire.Released):
+        if isinstance(notification, Released):
             self._release(notification, now)
         else:
             self._extend(notification, now)
 
-    def _release(self, released: wire.Released, now: float) -> None:
+    def _release(self, released: Released, now: float) -> None:
         request_id = released.request_id
         if self._leases.release(request_id, released.consumer, released.num_consumers, now):
             self._report_sent(request_id)
 
-    def _extend(self, told: wire.KeepAlive, now: float) -> None:
+    def _extend(self, told: KeepAlive, now: float) -> None:
         beat = Beat(told.consumer, told.sender, told.sequence)
         for request_id in told.request_ids:
             self._leases.extend(request_id, beat, now)

@@ -1,9 +1,7 @@
-"""What crosses the network between a prefill and a decode engine: msgpack frames with a magic and
-a version.
+"""What crosses the network between engines: msgpack frames with a magic and a version.
 
-Two channels carry them.  On the side channel a decode worker asks a prefill engine for the
-description of one of its workers.  Through NIXL a decode worker tells a prefill worker that it has
-read a request's blocks, or that it is going to.
+Two channels carry them: the side channel, whose questions and answers are here, and NIXL, see
+``notifications``.
 """
 
 from __future__ import annotations
@@ -22,11 +20,6 @@ PROTOCOL_VERSION = 4
 
 MAX_REQUEST_BYTES = 4 * 1024
 MAX_REPLY_BYTES = 4 * 1024 * 1024
-MAX_NOTIFICATION_BYTES = 64 * 1024
-MAX_ID_CHARACTERS = 128
-"""Of a request or consumer in a notification, see `short_id`."""
-MAX_CONSUMERS = 1024
-"""Of one request."""
 MAX_DEVICES = 4096
 MAX_ROWS = 4096
 MAX_PIECES = 1 << 18
@@ -213,37 +206,6 @@ class FoundBlocks(Frame, tag="found_blocks", frozen=True):
     generations: list[int]
 
 
-class Released(Frame, tag="released", frozen=True):
-    """NIXL notification, decode to prefill: a consumer needs the request's blocks no longer.
-
-    Attributes:
-        request_id: the request's id in the prefill engine, as `short_id` gives it.
-        consumer: engine id and worker number of the reader; the same consumer counts once.
-        num_consumers: consumers that the prefill worker has to wait for.
-    """
-
-    request_id: str
-    consumer: str
-    num_consumers: int
-
-
-class KeepAlive(Frame, tag="keep_alive", frozen=True):
-    """NIXL notification, decode to prefill: a consumer still waits for these requests' blocks or
-    reads them.
-
-    Attributes:
-        consumer: engine id and worker number of the reader, as in ``Released``.
-        sender: differs at every start of the reader.
-        sequence: grows with each message of the sender.
-        request_ids: the requests' ids in the prefill engine, as `short_id` gives them.
-    """
-
-    consumer: str
-    sender: str
-    sequence: int
-    request_ids: list[str]
-
-
 class MappedRegion(msgspec.Struct, frozen=True, kw_only=True):
     """An allocation of a worker's GPU memory, by which other processes of its host map it.
 
@@ -323,7 +285,6 @@ _Any = TypeVar("_Any")
 _REQUEST = msgspec.msgpack.Decoder(AnyRequest)
 _REPLY = msgspec.msgpack.Decoder(AnyReply | Refused)
 _NEWS = msgspec.msgpack.Decoder(Draining)
-_NOTIFICATION = msgspec.msgpack.Decoder(Released | KeepAlive)
 _DESCRIPTION = msgspec.msgpack.Decoder(WorkerDescription)
 
 
@@ -334,45 +295,17 @@ def encode(frame: Frame) -> bytes:
 
 def decode_request(frame: bytes, max_bytes: int = MAX_REQUEST_BYTES) -> AnyRequest:
     """Decode what arrived at a side channel; raises ProtocolError."""
-    return _checked(_decode(_REQUEST, frame, max_bytes, "handshake request"))
+    return checked(decode(_REQUEST, frame, max_bytes, "handshake request"))
 
 
 def decode_reply(frame: bytes) -> AnyReply | Refused:
     """Decode the answer of a side channel; raises ProtocolError."""
-    return _checked(_decode(_REPLY, frame, MAX_REPLY_BYTES, "handshake reply"))
+    return checked(decode(_REPLY, frame, MAX_REPLY_BYTES, "handshake reply"))
 
 
 def decode_news(frame: bytes) -> Draining:
     """Decode what a side channel sends after its answer; raises ProtocolError."""
-    return _checked(_decode(_NEWS, frame, MAX_REQUEST_BYTES, "side-channel news"))
-
-
-def decode_notification(frame: bytes) -> Released | KeepAlive:
-    """Decode a NIXL notification; raises ProtocolError."""
-    told = _checked(_decode(_NOTIFICATION, frame, MAX_NOTIFICATION_BYTES, "notification"))
-    if isinstance(told, Released):
-        names = (told.request_id, told.consumer)
-        if not 0 < told.num_consumers <= MAX_CONSUMERS:
-            raise ProtocolError(
-                f"notification: expected 1 to {MAX_CONSUMERS} consumers, got {told.num_consumers}"
-            )
-    else:
-        names = (told.consumer, told.sender, *told.request_ids)
-    longest = max(map(len, names))
-    if longest > MAX_ID_CHARACTERS:
-        raise ProtocolError(
-            f"notification: expected ids of at most {MAX_ID_CHARACTERS} characters, got {longest}"
-        )
-    return told
-
-
-def short_id(name: str) -> str:
-    """What notifications call a request or consumer: its id, or as much of a long one as fits and a
-    digest."""
-    if len(name) <= MAX_ID_CHARACTERS:
-        return name
-    digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()
-    return f"{name[: MAX_ID_CHARACTERS - len(digest)]}{digest}"
+    return checked(decode(_NEWS, frame, MAX_REQUEST_BYTES, "side-channel news"))
 
 
 def encode_description(description: WorkerDescription) -> bytes:
@@ -404,7 +337,7 @@ def open_description(reply: Described) -> WorkerDescription:
     """
     if hashlib.sha256(reply.description).digest() != reply.checksum:
         raise ProtocolError("the worker description does not fit its checksum: it was altered")
-    opened = _decode(_DESCRIPTION, reply.description, MAX_REPLY_BYTES, "worker description")
+    opened = decode(_DESCRIPTION, reply.description, MAX_REPLY_BYTES, "worker description")
     check_layout(opened.layout)
     if not 0 <= opened.device_id < MAX_DEVICES or opened.num_fence_slots < 0:
         raise ProtocolError("the worker description's device or number of slots is out of range")
@@ -436,9 +369,8 @@ def _check_offer(offer: MappedOffer) -> None:
         raise ProtocolError("the worker description's offer of mapped memory is out of range")
 
 
-def _decode(
-    decoder: msgspec.msgpack.Decoder[_Any], frame: bytes, max_bytes: int, what: str
-) -> _Any:
+def decode(decoder: msgspec.msgpack.Decoder[_Any], frame: bytes, max_bytes: int, what: str) -> _Any:
+    """What a decoder makes of bytes, *what* they should be; raises ProtocolError."""
     if len(frame) > max_bytes:
         raise ProtocolError(f"{what}: expected at most {max_bytes} bytes, got {len(frame)}")
     try:
@@ -450,7 +382,8 @@ def _decode(
 _AnyFrame = TypeVar("_AnyFrame", bound=Frame)
 
 
-def _checked(frame: _AnyFrame) -> _AnyFrame:
+def checked(frame: _AnyFrame) -> _AnyFrame:
+    """A frame of this protocol; raises ProtocolError where it is of another one."""
     if frame.magic != MAGIC or frame.version != PROTOCOL_VERSION:
         raise ProtocolError(
             f"expected {MAGIC} protocol {PROTOCOL_VERSION}, got {frame.magic!r} protocol "
