@@ -15,6 +15,7 @@ import numpy as np
 from kv_connector import peer
 from kv_connector.samples import OURS, VLLM, Sample
 from kv_connector.shapes import BLOCK_SIZE, Shape, make_caches, memory_ranges, our_layout
+from tests.kit.inquiry import ask
 from tests.kit.servers import LOOPBACK
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import LocalWorker
@@ -27,7 +28,6 @@ from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.posting import Posting
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire.inquiry import Inquiry
 from vllm_commext.nixl.wire.tables import FENCES, tables_in
 
 COLUMNS = ("with", "without")
@@ -144,17 +144,7 @@ def _alone(source: peer.Source, transport: str, count: int) -> Iterator[Sample]:
 
 def _describe(source: peer.Source) -> wire.WorkerDescription:
     request = wire.DescribeRequest(engine_id=peer.PREFILL, tp_rank=0)
-    deadline = time.monotonic() + READ_SECONDS
-    inquiry = Inquiry(LOOPBACK, source.port, request)
-    try:
-        while time.monotonic() < deadline:
-            reply = inquiry.poll()
-            if reply is not None:
-                return wire.open_description(reply)
-            time.sleep(LOOK_SECONDS)
-    finally:
-        inquiry.close()
-    raise TimeoutError(f"no answer from {inquiry.address} within {READ_SECONDS:g} s")
+    return wire.open_description(ask(LOOPBACK, source.port, request))
 
 
 def _pairs(

@@ -10,11 +10,11 @@ from typing import Any
 
 from kv_connector.timed_connector import RECORD, TimedNixlConnector
 from tests.kit import cluster
+from tests.kit.inquiry import ask
 from tests.kit.parity import complete, prefill
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire.inquiry import Inquiry
 from vllm_commext.nixl.wire.notifications import Released
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
@@ -70,22 +70,8 @@ def _reader(params: Mapping[str, Any]) -> tuple[NixlAgent, str]:
     request = wire.DescribeRequest(
         engine_id=params["remote_engine_id"], tp_rank=0, consumer=CONSUMER
     )
-    inquiry = Inquiry(host, port, request)
-    try:
-        described = wire.open_description(_answer(inquiry))
-    finally:
-        inquiry.close()
+    described = wire.open_description(ask(host, port, request))
     agent = NixlAgent(ConnectorConfig(side_channel_host=host, side_channel_port=port))
     name = agent.add_peer(described.agent_metadata)
     agent.connect(name)
     return agent, name
-
-
-def _answer(inquiry: Inquiry) -> wire.Described:
-    deadline = time.monotonic() + BOUND_SECONDS
-    while time.monotonic() < deadline:
-        reply = inquiry.poll()
-        if reply is not None:
-            return reply
-        time.sleep(POLL_SECONDS)
-    raise TimeoutError(f"no answer from {inquiry.address} within {BOUND_SECONDS:g} s")

@@ -16,9 +16,9 @@ import msgspec
 
 from tests.attack.judge import soft_limit
 from tests.kit.descriptions import description
+from tests.kit.inquiry import ask
 from tests.kit.ports import LOOPBACK, free_port
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire.inquiry import Inquiry
 
 ENGINE = "prefill-0"
 _READY = "wakeup"
@@ -50,16 +50,7 @@ class SideVictim:
     def ask(self) -> wire.WorkerDescription:
         """A handshake on a connection of its own."""
         request = wire.DescribeRequest(engine_id=ENGINE, tp_rank=0)
-        inquiry = Inquiry(LOOPBACK, self.port, request, self.secret)
-        try:
-            end = time.monotonic() + BOUND_SECONDS
-            while time.monotonic() < end:
-                if (reply := inquiry.poll()) is not None:
-                    return wire.open_description(wire.as_description(reply))
-                time.sleep(0.0005)
-        finally:
-            inquiry.close()
-        raise TimeoutError(f"no answer within {BOUND_SECONDS:g} s")
+        return wire.open_description(ask(LOOPBACK, self.port, request, self.secret))
 
     def honest(self) -> None:
         described = self.ask()

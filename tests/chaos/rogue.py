@@ -11,12 +11,11 @@ import sys
 import time
 
 from tests.chaos.garbage import mutations, notifications
+from tests.kit.inquiry import ask
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire.inquiry import Inquiry
 
-ANSWER_SECONDS = 10.0
 SPREAD_SECONDS = 0.5
 
 
@@ -24,12 +23,7 @@ def main() -> int:
     """Send them; 0 where all were sent."""
     host, port, engine_id, seed, count = sys.argv[1:]
     request = wire.DescribeRequest(engine_id=engine_id, tp_rank=0, consumer="rogue/0")
-    inquiry = Inquiry(host, int(port), request)
-    try:
-        described = _answer(inquiry)
-    finally:
-        inquiry.close()
-    metadata = wire.open_description(described).agent_metadata
+    metadata = wire.open_description(ask(host, int(port), request)).agent_metadata
     agent = NixlAgent(ConnectorConfig(side_channel_host=host, side_channel_port=int(port)))
     name = agent.add_peer(metadata)
     agent.connect(name)
@@ -39,16 +33,6 @@ def main() -> int:
     agent.remove_peer(name)
     agent.close()
     return 0
-
-
-def _answer(inquiry: Inquiry) -> wire.Described:
-    deadline = time.monotonic() + ANSWER_SECONDS
-    while time.monotonic() < deadline:
-        reply = inquiry.poll()
-        if isinstance(reply, wire.Described):
-            return reply
-        time.sleep(0.01)
-    raise TimeoutError(f"no answer from {inquiry.address} within {ANSWER_SECONDS:g} s")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from vllm_commext.nixl.metrics.recorder import FAILURE_REASONS
 from vllm_commext.nixl.requests import Hold, Wait
 from vllm_commext.nixl.transfer_thread import GiveUp
 from vllm_commext.nixl.transport.agent import IN_PROGRESS
-from vllm_commext.nixl.wire.inquiry import Inquiry
+from vllm_commext.nixl.wire.connection import SideChannelSocket
 
 MakeEngine = Callable[..., Any]
 NUM_BLOCKS = 256
@@ -47,7 +47,7 @@ AGENT = [
 SELDOM = ("add_peer", "connect", "remove_peer", "release_list", "prepare")
 """Called only for each connection."""
 RECORDER = ["count", "observe", "note_failure", "note_expired", "gauges"]
-INQUIRY = ["poll", "is_connected"]
+SOCKET = ["receive", "send"]
 
 
 class InjectedError(Exception):
@@ -121,8 +121,8 @@ def inject(prefill: Any, decode: Any, patch: pytest.MonkeyPatch, dice: random.Ra
         for name in RECORDER:
             injector.wrap(engine.recorder, name, mean=100, after=dice.random() < 0.5)
     injector.wrap_state(decode.agent, 300)
-    for name in INQUIRY:
-        injector.wrap(Inquiry, name, mean=200)
+    for name in SOCKET:
+        injector.wrap(SideChannelSocket, name, mean=200)
     injector.wrap(ReadPlan, "pairs", mean=200)
     injector.wrap(Proof, "holds", mean=200)
     return injector

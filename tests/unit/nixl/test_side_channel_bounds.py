@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from tests.kit.descriptions import description
+from tests.kit.inquiry import Inquiry
 from tests.kit.ports import LOOPBACK, free_port
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.prefill import listener
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.wire import connection, zmtp
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire.inquiry import Inquiry
 
 BOUND_SECONDS = 20.0
 FINISH_SECONDS = 0.3

@@ -23,8 +23,8 @@ from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.client import BackOff, SideChannel, SideChannelClient
 from vllm_commext.nixl.wire.compatibility import check_facts, digest
 
-CHECK_SECONDS = 0.1
-"""Between two looks at what is not needed any more."""
+RETIRE_SECONDS = 0.1
+"""Between two looks for peers that are not needed any more."""
 BACK_OFF = BackOff(first_seconds=0.1, most_seconds=1.0)
 DRAINING = "draining"
 """How a ready peer is counted that has said that it drains."""
@@ -109,8 +109,8 @@ class PeerTable:
         self._links = Links(agent, local, self._sweeper.note_removal)
         self._peers: dict[PeerKey, Peer] = {}
         self._ended: list[Peer] = []
-        self._next_check = 0.0
         self._log = RateLimitedLog()
+        self._retire_unused()
 
     @property
     def is_wanted(self) -> bool:
@@ -177,10 +177,6 @@ class PeerTable:
 
     def poll(self) -> list[Peer]:
         """Peers whose handshakes have ended since the last call, well or not."""
-        now = time.monotonic()
-        if now >= self._next_check:
-            self._next_check = now + CHECK_SECONDS
-            self._retire_unused(now)
         ended, self._ended = self._ended, []
         return ended
 
@@ -267,8 +263,7 @@ class PeerTable:
         self._drop(peer)
         self._links.mark_lost(peer.key)
 
-    def _admit(self, peer: Peer, answer: wire.AnyReply) -> None:
-        reply = wire.as_description(answer)
+    def _admit(self, peer: Peer, reply: wire.Described) -> None:
         described = wire.open_description(reply)
         key = peer.key
         found = (described.engine_id, described.layout.worker)
@@ -357,8 +352,9 @@ class PeerTable:
         except CommextError as error:
             logger.info("prefill engine %s cannot be asked: %s", key, error)
 
-    def _retire_unused(self, now: float) -> None:
-        limit = self._config.peer_idle_timeout
+    def _retire_unused(self) -> None:
+        self._client.after(RETIRE_SECONDS, self._retire_unused)
+        now, limit = time.monotonic(), self._config.peer_idle_timeout
         for peer in list(self._peers.values()):
             if peer.is_idle and now - peer.last_used >= limit:
                 logger.info("prefill engine %s was not needed for %g s; forgotten", peer.key, limit)

@@ -62,14 +62,11 @@ class Preconnect:
             partial(self._note_error, channel),
         )
 
-    def _note_reply(self, channel: SideChannel, reply: wire.AnyReply) -> None:
-        described = wire.as_description(reply)
-        worker = wire.open_description(described)
+    def _note_reply(self, channel: SideChannel, reply: wire.Described) -> None:
+        first = wire.open_description(reply)
         host, port = channel.address
+        self._on_found(reply.host or host, reply.port or port, reply.incarnation, first)
         self._forget(channel)
-        self._on_found(
-            described.host or host, described.port or port, described.incarnation, worker
-        )
 
     def _note_error(self, channel: SideChannel, error: CommextError) -> None:
         """Try again later, or no more."""

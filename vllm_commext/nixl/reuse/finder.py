@@ -108,10 +108,8 @@ class BlockFinder:
             channel.close()
             del self._channels[channel.address]
 
-    def _note_reply(self, search: _Search, reply: wire.AnyReply) -> None:
-        if not isinstance(reply, wire.FoundBlocks):
-            raise ProtocolError("expected an answer about blocks, got another one")
-        found = checked(reply, len(search.question.hashes) // HASH_BYTES)
+    def _note_reply(self, search: _Search, found: wire.FoundBlocks) -> None:
+        check(found, len(search.question.hashes) // HASH_BYTES)
         longest = len(search.best.block_ids) if search.best is not None else 0
         if len(found.block_ids) > longest:
             search.best = found
@@ -133,12 +131,8 @@ class BlockFinder:
             self._notify()
 
 
-def checked(found: wire.FoundBlocks, num_asked: int) -> wire.FoundBlocks:
-    """An answer whose numbers can be worked with.
-
-    Raises:
-        ProtocolError: they cannot be those of an engine.
-    """
+def check(found: wire.FoundBlocks, num_asked: int) -> None:
+    """Raise ProtocolError where an answer's numbers cannot be those of an engine."""
     num_blocks, most = len(found.block_ids), (1 << 31) - 1
     good = num_blocks == len(found.generations) <= num_asked
     good = good and all(0 < block_id <= most for block_id in found.block_ids)
@@ -150,4 +144,3 @@ def checked(found: wire.FoundBlocks, num_asked: int) -> wire.FoundBlocks:
             f"a port and a number of ranks, got {num_blocks} blocks with "
             f"{len(found.generations)} generations at port {found.port}"
         )
-    return found

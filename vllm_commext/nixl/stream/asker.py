@@ -43,7 +43,6 @@ class _Place:
     channel: SideChannel
     wanted: dict[str, _Wanted] = field(default_factory=dict[str, _Wanted])
     asked: float = 0.0
-    is_changed: bool = False
 
 
 class StreamAsker:
@@ -120,8 +119,7 @@ class StreamAsker:
             place = _Place(SideChannel(self._client, address, NO_BACK_OFF))
             self._places[address] = place
         place.wanted[request_id] = wanted
-        place.is_changed = True
-        self._client.after(0.0, partial(self._ask, place))
+        self._ask(place)
 
     def _forget(self, request_id: str) -> None:
         self._answers.pop(request_id, None)
@@ -132,13 +130,10 @@ class StreamAsker:
 
     def _ask(self, place: _Place) -> None:
         """Ask for all that is wanted there, in the place of the question before."""
-        if place.channel.is_asking and not place.is_changed:
-            return
-        now = time.monotonic()
+        now = place.asked = time.monotonic()
         self._give_up(place, now)
         if self._leave_if_idle(place):
             return
-        place.asked, place.is_changed = now, False
         chosen = _some([(one.key, one.is_found) for one in place.wanted.values()])
         first = min((one.since for one in place.wanted.values() if not one.is_found), default=now)
         wait = min(wire.MAX_WAIT_SECONDS, first + self._limit_seconds - now)
@@ -156,36 +151,36 @@ class StreamAsker:
             replaces=True,
         )
 
-    def _note_reply(self, place: _Place, reply: wire.AnyReply) -> None:
+    def _note_reply(self, place: _Place, reply: wire.FoundStreams) -> None:
         """Take an answer, and ask on."""
-        if not isinstance(reply, wire.FoundStreams):
-            raise ProtocolError("expected an answer about streams, got another one")
+        is_changed = False
         for request_id, one in [*place.wanted.items()]:
             stream = reply.found.get(one.key)
             if stream is not None:
-                self._note_stream(place, request_id, reply, stream)
+                is_changed |= self._note_stream(place, request_id, reply, stream)
         if reply.found:
             self._notify()
         if self._leave_if_idle(place):
             return
-        rest = 0.0 if place.is_changed else place.asked + SHORT_WAIT_SECONDS - time.monotonic()
+        rest = 0.0 if is_changed else place.asked + SHORT_WAIT_SECONDS - time.monotonic()
         self._client.after(rest, partial(self._ask, place))
 
     def _note_stream(
         self, place: _Place, request_id: str, reply: wire.FoundStreams, stream: wire.FoundStream
-    ) -> None:
-        """Take what an answer says of a request."""
-        one = place.wanted[request_id]
+    ) -> bool:
+        """Take what an answer says of a request; whether its first token is awaited from now on."""
+        one, begins_to_await = place.wanted[request_id], False
         if not one.is_found:
             one.is_found = True
             answer = self._answers[request_id] = _transfer_params(reply, stream)
-            one.awaits_token = one.awaits_token and isinstance(answer, TransferParams)
-            place.is_changed = place.is_changed or one.awaits_token
+            one.awaits_token &= isinstance(answer, TransferParams)
+            begins_to_await = one.awaits_token
         has_token = one.awaits_token and stream.first_token >= 0
         if has_token:
             self._tokens.append((request_id, (stream.first_token, stream.sampling)))
         if has_token or stream.refusal or not one.awaits_token:
             self._end(place, request_id)
+        return begins_to_await
 
     def _note_error(self, place: _Place, error: CommextError) -> None:
         """Nothing can be asked there: all that waits for it fails, and no token comes."""

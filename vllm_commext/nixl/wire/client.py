@@ -21,15 +21,19 @@ from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError
 from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.wakeup import Wakeup
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire.connection import SideChannelAddress, SideChannelSocket
-from vllm_commext.nixl.wire.inquiry import Inquiry
-from vllm_commext.nixl.wire.seal import OtherAnswerError
+from vllm_commext.nixl.wire.connection import SideChannelAddress, SideChannelSocket, endpoint
+from vllm_commext.nixl.wire.seal import FrameSigner, OtherAnswerError
 
 CHECK_SECONDS = 0.1
 """Between two looks whether connections over which nothing is asked have closed."""
 LOOK_SECONDS = 0.01
 """Between two looks at a connection that is being made."""
 _CLOSE_SECONDS = 1.0
+_ANSWERS = {
+    wire.DescribeRequest: wire.Described,
+    wire.FindStreams: wire.FoundStreams,
+    wire.FindBlocks: wire.FoundBlocks,
+}
 
 
 @dataclass(frozen=True)
@@ -60,14 +64,16 @@ class _Question(NamedTuple):
     """until: when it fails without an answer, in seconds of ``time.monotonic``."""
 
     request: wire.AnyRequest
+    seconds: float
     until: float
-    on_reply: Callable[[wire.AnyReply], None]
+    on_reply: Callable[[Any], None]
     on_error: Callable[[CommextError], None]
 
 
 class SideChannel:
     """One engine's side channel. It is connected to with the first question, and anew with the
-    first one after the connection has closed.  Owned by its client's thread.
+    first one after the connection has closed, as it does with the engine's process.  Owned by its
+    client's thread.
 
     Attributes:
         error: why the last attempt failed.
@@ -94,11 +100,13 @@ class SideChannel:
         self.error = CommextError()
         self.num_failures = 0
         self.retry_at = 0.0
+        self._name = f"the prefill engine's side channel {endpoint(*address)}"
         self._client = client
         self._back_off = back_off
         self._on_draining = on_draining
         self._on_closed = on_closed
-        self._inquiry: Inquiry | None = None
+        self._socket: SideChannelSocket | None = None
+        self._signer = FrameSigner(client.secret)
         # The first one is under way where it has been sent.
         self._questions: deque[_Question] = deque()
         self._is_sent = False
@@ -107,7 +115,7 @@ class SideChannel:
         self,
         request: wire.AnyRequest,
         seconds: float,
-        on_reply: Callable[[wire.AnyReply], None],
+        on_reply: Callable[[Any], None],
         on_error: Callable[[CommextError], None],
         *,
         replaces: bool = False,
@@ -132,8 +140,8 @@ class SideChannel:
         if replaces:
             self._questions.clear()
             self._is_sent = False
-        self._questions.append(_Question(request, now + seconds, on_reply, on_error))
-        self._client.add(self)
+        self._questions.append(_Question(request, seconds, now + seconds, on_reply, on_error))
+        self._client.channels[self] = None
 
     @property
     def is_asking(self) -> bool:
@@ -143,41 +151,83 @@ class SideChannel:
     @property
     def is_open(self) -> bool:
         """Whether there is a connection, as far as is known."""
-        return self._inquiry is not None
-
-    @property
-    def socket(self) -> SideChannelSocket | None:
-        """What a poller waits for while an answer is awaited; None where there is no socket yet."""
-        inquiry = self._inquiry if self._is_sent else None
-        return inquiry.socket if inquiry is not None and inquiry.socket.fileno() >= 0 else None
-
-    def seconds_to_poll(self, now: float) -> float:
-        """Until it is to be polled while an answer is awaited, even if nothing arrives."""
-        if not self._is_sent:
-            return 0.0
-        look = CHECK_SECONDS if self.socket is not None else LOOK_SECONDS
-        return min(self._questions[0].until - now, look)
-
-    def poll(self, now: float) -> None:
-        """Go on with the questions, or look whether the connection is still there."""
-        try:
-            while self._questions and self._go_on(now):
-                pass
-            if not self._questions and self._inquiry is not None:
-                self._look(self._inquiry)
-        except Exception as error:  # noqa: BLE001 whatever it is, it concerns this engine alone
-            self._fail(_as_error(error, self.address))
+        return self._socket is not None
 
     def close(self) -> None:
         """Hang up; nothing is said of what was asked.  It can be asked again."""
         self._questions.clear()
         self._hang_up()
-        self._client.remove(self)
+        self._client.channels.pop(self, None)
+
+    def poll(self, now: float) -> None:
+        """Take what has come, and send what is to be asked."""
+        try:
+            while self._socket is not None and (frame := self._socket.receive()) is not None:
+                self._take(frame)
+            self._check(now)
+            if self._questions and not self._is_sent:
+                self._send(self._questions[0].request)
+        except Exception as error:  # noqa: BLE001 whatever it is, it concerns this engine alone
+            self._fail(_as_error(error, self._name))
+
+    def wait_by(self, poller: select.poll, now: float) -> float:
+        """How long a poller may wait for the answer."""
+        if not self._is_sent or self._socket is None:
+            return 0.0
+        if self._socket.fileno() < 0:
+            return LOOK_SECONDS
+        poller.register(self._socket, self._socket.events)
+        return min(self._questions[0].until - now, CHECK_SECONDS)
+
+    def _send(self, request: wire.AnyRequest) -> None:
+        if self._socket is None:
+            self._socket = SideChannelSocket(*self.address, wire.MAX_REPLY_BYTES)
+        self._socket.send(self._signer.prove(wire.encode(request)))
+        self._is_sent = True
+
+    def _take(self, frame: bytes) -> None:
+        """Take an answer, or what the engine says after it."""
+        try:
+            frame = self._signer.check(frame)
+        except OtherAnswerError:
+            return  # to a question that another one has replaced
+        if not self._is_sent:
+            if self._on_draining is not None:
+                self._on_draining(wire.decode_news(frame).drains)
+            return
+        reply = _answer_to(self._questions[0].request, frame)
+        question = self._questions.popleft()
+        self._is_sent = False
+        try:
+            question.on_reply(reply)
+        except Exception:
+            self._questions.appendleft(question)
+            raise
+        self.num_failures = 0
+
+    def _check(self, now: float) -> None:
+        """Raise where the answer does not come: the connection has closed, or it is late."""
+        if self._socket is None:
+            return
+        if self._socket.error and self._questions and not self._is_sent:
+            self._hang_up()
+        elif self._socket.error:
+            raise ProtocolError(
+                f"nothing takes connections at {self._name}, or it has closed the connection "
+                f"({self._socket.error}): is the engine up, and does this host reach the address, "
+                "which VLLM_NIXL_SIDE_CHANNEL_HOST names on the prefill host?"
+            )
+        elif self._is_sent and now >= self._questions[0].until:
+            raise CommextTimeoutError(
+                f"no answer from {self._name} within {self._questions[0].seconds:g} s: is it up, "
+                "and can this host reach it? VLLM_NIXL_SIDE_CHANNEL_HOST there must be an address "
+                "that decode engines reach"
+            )
 
     def _hang_up(self) -> None:
-        inquiry, self._inquiry, self._is_sent = self._inquiry, None, False
-        if inquiry is not None:
-            inquiry.close()
+        socket, self._socket, self._is_sent = self._socket, None, False
+        if socket is not None:
+            socket.close()
 
     def _fail(self, error: CommextError) -> None:
         """Hang up, and say why; where something was asked, nothing is for a while."""
@@ -192,73 +242,22 @@ class SideChannel:
         for question in questions:
             question.on_error(error)
 
-    def _go_on(self, now: float) -> bool:
-        """Send the first question, or take what has come; False where nothing has."""
-        question = self._questions[0]
-        inquiry = self._send(question.request)
-        try:
-            reply = inquiry.poll()
-        except OtherAnswerError:
-            return True  # to a question that this one has replaced
-        if reply is None:
-            if now < question.until:
-                return False
-            raise CommextTimeoutError(
-                f"no answer from the prefill engine's side channel {inquiry.address} in time: is "
-                "it up, and can this host reach it? Its VLLM_NIXL_SIDE_CHANNEL_HOST must be an "
-                "address that decode engines reach"
-            )
-        self._questions.popleft()
-        self._is_sent = False
-        try:
-            question.on_reply(reply)
-        except Exception:
-            self._questions.appendleft(question)
-            raise
-        self.num_failures = 0
-        return True
-
-    def _send(self, request: wire.AnyRequest) -> Inquiry:
-        """Send a question if it was not."""
-        if not self._is_sent and self._inquiry is not None and not self._inquiry.is_connected():
-            self._hang_up()
-        if self._inquiry is None:
-            self._inquiry = Inquiry(*self.address, request, self._client.secret)
-        elif not self._is_sent:
-            self._inquiry.ask(request)
-        self._is_sent = True
-        return self._inquiry
-
-    def _look(self, inquiry: Inquiry) -> None:
-        """Hear whether the engine drains, and whether the connection has closed."""
-        if self._on_draining is not None and (news := inquiry.take_news()) is not None:
-            self._on_draining(news.drains)
-        if not inquiry.is_connected():
-            raise ProtocolError(inquiry.socket.error)
-
 
 class SideChannelClient:
     """All that one thread asks side channels.  Owned by that thread, which polls it often.
 
-    Args:
+    Attributes:
         secret: the side channels' secret, None where there is none.
+        channels: those that are connected to, or are to be.
     """
 
     def __init__(self, secret: bytes | None) -> None:
         self.secret = secret
-        self._channels: dict[SideChannel, None] = {}
+        self.channels: dict[SideChannel, None] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._next_check = 0.0
         self._log = RateLimitedLog()
-
-    def add(self, channel: SideChannel) -> None:
-        """Poll a channel from now on."""
-        self._channels[channel] = None
-
-    def remove(self, channel: SideChannel) -> None:
-        """Poll it no more."""
-        self._channels.pop(channel, None)
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Have something done by a later `poll`."""
@@ -268,7 +267,7 @@ class SideChannelClient:
     @property
     def asking(self) -> list[SideChannel]:
         """Those whose answers are awaited."""
-        return [channel for channel in self._channels if channel.is_asking]
+        return [channel for channel in self.channels if channel.is_asking]
 
     def poll(self) -> None:
         """Do what is due, and take what has come."""
@@ -278,14 +277,14 @@ class SideChannelClient:
         channels = self.asking
         if now >= self._next_check:
             self._next_check = now + CHECK_SECONDS
-            channels = [*self._channels]
+            channels = [*self.channels]
         for channel in channels:
             self._guard(partial(channel.poll, now))
 
     def close(self) -> None:
         """Hang up everywhere."""
         self._timers.clear()
-        for channel in [*self._channels]:
+        for channel in [*self.channels]:
             channel.close()
 
     def _guard(self, action: Callable[[], None]) -> None:
@@ -342,19 +341,24 @@ class ClientThread(SideChannelClient):
 
     def _sleep(self) -> None:
         """Until something arrives or is called, or it is time to look."""
-        now, asking = time.monotonic(), self.asking
-        waits = [channel.seconds_to_poll(now) for channel in asking]
-        waits += [self._timers[0][0] - now] if self._timers else []
-        poller = select.poll()
+        now, poller = time.monotonic(), select.poll()
         poller.register(self._wakeup, select.POLLIN)
-        for channel in asking:
-            if (socket := channel.socket) is not None:
-                poller.register(socket, socket.events)
+        waits = [channel.wait_by(poller, now) for channel in self.asking]
+        waits += [self._timers[0][0] - now] if self._timers else []
         poller.poll(max(0, math.ceil(1000 * min(waits))) if waits else None)
         self._wakeup.clear()
 
 
-def _as_error(error: Exception, address: SideChannelAddress) -> CommextError:
-    if isinstance(error, CommextError):
-        return error
-    return ProtocolError(f"asking the side channel {address} failed: {error!r}")
+def _answer_to(request: wire.AnyRequest, frame: bytes) -> wire.AnyReply:
+    """Decode an answer, of which the question says what it is; raises ProtocolError."""
+    reply = wire.decode_reply(frame)
+    if isinstance(reply, wire.Refused):
+        raise ProtocolError(f"the prefill engine refused the handshake: {reply.reason[:1000]}")
+    expected = _ANSWERS[type(request)]
+    if type(reply) is not expected:
+        raise ProtocolError(f"expected {expected.__name__}, got {type(reply).__name__}")
+    return reply
+
+
+def _as_error(error: Exception, name: str) -> CommextError:
+    return error if isinstance(error, CommextError) else ProtocolError(f"{name}: {error!r}")

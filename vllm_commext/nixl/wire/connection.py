@@ -32,8 +32,6 @@ MAX_UNFINISHED_BYTES = 16 * 1024 * 1024
 """Of answers that are not whole, over all connections of this process."""
 MAX_LOOKUPS = 16
 """Names that this process looks up at a time."""
-_LOOKUP_SECONDS = 0.005
-"""A name that is known on this host is found within that time."""
 _CHUNK_BYTES = 64 * 1024
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,255}")
 
@@ -92,12 +90,10 @@ class _Lookup:
 
     def __init__(self, host: str, port: int) -> None:
         self._place = host, port
-        self._done = threading.Event()
         self._found: tuple[int, Any] | OSError | None = None
         if not _LOOKUPS.acquire(blocking=False):
             raise OSError(f"{MAX_LOOKUPS} names are being looked up: retry later")
         threading.Thread(target=self._run, name="commext-lookup", daemon=True).start()
-        self._done.wait(_LOOKUP_SECONDS)
 
     def _run(self) -> None:
         try:
@@ -106,7 +102,6 @@ class _Lookup:
             self._found = OSError(f"{self._place[0]!r} has no address ({error})")
         finally:
             _LOOKUPS.release()
-            self._done.set()
 
     def take(self) -> tuple[int, Any] | None:
         """None where it is still being looked up.
@@ -143,7 +138,7 @@ class SideChannelSocket:
         self.error = ""
         """Why the connection was not made or has ended, "" as long as it has not."""
         if not (_HOST.fullmatch(host) and 0 < port < 65536):
-            raise ProtocolError(f"expected a host's name or address and a port, got {host!r}")
+            raise ProtocolError(f"not an address to ask: host {host!r}, port {port}")
         if _is_numeric(host):
             self._connect(*addresses(host, port)[0])
         else:
@@ -182,12 +177,6 @@ class SideChannelSocket:
             raise
         self._count()
         return message
-
-    def is_connected(self) -> bool:
-        """False once the connection was refused, not made in time, or has closed."""
-        if not self._decoder.num_held:
-            self._move()
-        return not self.error
 
     def close(self) -> None:
         """Safe to repeat."""

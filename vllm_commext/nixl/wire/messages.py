@@ -321,14 +321,6 @@ def describe(description: bytes, incarnation: str, host: str = "", port: int = 0
     )
 
 
-def as_description(reply: AnyReply) -> Described:
-    """The answer to a ``DescribeRequest``; raises ProtocolError where it is that to another."""
-    if not isinstance(reply, Described):
-        what = "streams" if isinstance(reply, FoundStreams) else "blocks"
-        raise ProtocolError(f"expected a worker's description, got an answer about {what}")
-    return reply
-
-
 def open_description(reply: Described) -> WorkerDescription:
     """Check and decode a worker's description.
 

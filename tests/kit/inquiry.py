@@ -1,0 +1,65 @@
+"""One asker of a side channel that a test drives step by step."""
+
+import time
+from collections import deque
+from typing import Any
+
+from vllm_commext.errors import CommextError
+from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.client import BackOff, SideChannel, SideChannelClient
+
+BOUND_SECONDS = 60.0
+
+
+class Inquiry:
+    """A question that has been asked, over a connection of its own."""
+
+    def __init__(
+        self, host: str, port: int, request: wire.AnyRequest, secret: bytes | None = None
+    ) -> None:
+        self._client = SideChannelClient(secret)
+        self._came: deque[Any] = deque()
+        self._news: deque[bool] = deque()
+        told = self._news.append if isinstance(request, wire.DescribeRequest) else None
+        self.channel = SideChannel(self._client, (host, port), BackOff(), on_draining=told)
+        self.ask(request)
+
+    def ask(self, request: wire.AnyRequest) -> None:
+        """Ask, in the place of the question before."""
+        add = self._came.append
+        self.channel.ask(request, BOUND_SECONDS, add, add, replaces=True)
+        self._look()
+
+    def poll(self) -> Any:
+        """The answer, None where there is none yet; raises what the client says of it."""
+        self._look()
+        came = self._came.popleft() if self._came else None
+        if isinstance(came, CommextError):
+            raise came
+        return came
+
+    def take_news(self) -> bool | None:
+        """Whether the engine drains, where it has said so since."""
+        self._look()
+        return self._news.popleft() if self._news else None
+
+    def is_connected(self) -> bool:
+        self._look()
+        return self.channel.is_open
+
+    def close(self) -> None:
+        self.channel.close()
+
+    def _look(self) -> None:
+        self.channel.poll(time.monotonic())
+
+
+def ask(host: str, port: int, request: wire.AnyRequest, secret: bytes | None = None) -> Any:
+    """The answer to one question."""
+    inquiry = Inquiry(host, port, request, secret)
+    try:
+        while (reply := inquiry.poll()) is None:
+            time.sleep(0.0005)
+        return reply
+    finally:
+        inquiry.close()
