@@ -17,7 +17,7 @@ from tests.kit.descriptions import description
 from tests.kit.ports import free_port
 from vllm_commext.nixl.metadata import HandshakeMetadata
 from vllm_commext.nixl.reuse.generations import GenerationTable
-from vllm_commext.nixl.wire.params import write_place
+from vllm_commext.nixl.wire.places import write_place
 
 HOST = "127.0.0.1"
 BOUND_SECONDS = 60.0

@@ -18,7 +18,7 @@ from vllm_commext.nixl.engine_facts import keeps_host_copy
 from vllm_commext.nixl.metrics import recorder
 from vllm_commext.nixl.metrics.recorder import FAILURE_REASONS, empty_data, is_empty, merge
 from vllm_commext.nixl.reasons import FirstToken, Handover
-from vllm_commext.nixl.wire.params import write_place
+from vllm_commext.nixl.wire.places import write_place
 from vllm_commext.nixl.wire.seal import read_secret
 
 if TYPE_CHECKING:

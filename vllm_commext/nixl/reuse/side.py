@@ -18,7 +18,8 @@ from vllm_commext.nixl.reuse.generations import open_generations
 from vllm_commext.nixl.reuse.offers import Names, Offers
 from vllm_commext.nixl.reuse.reusing import Reusing
 from vllm_commext.nixl.reuse.table import OfferTable
-from vllm_commext.nixl.wire.params import params_of, places_for_reuse
+from vllm_commext.nixl.wire.params import params_of
+from vllm_commext.nixl.wire.places import places_for_reuse
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

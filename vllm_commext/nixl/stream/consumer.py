@@ -11,7 +11,8 @@ from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.stream.asker import Answer, StreamAsker
 from vllm_commext.nixl.stream.streaming import Streaming
 from vllm_commext.nixl.wire.client import ClientThread
-from vllm_commext.nixl.wire.params import TransferParams, key_of, params_of, place_of_stream
+from vllm_commext.nixl.wire.params import TransferParams, key_of, params_of
+from vllm_commext.nixl.wire.places import place_of_stream
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -18,8 +18,9 @@ import msgspec
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire.messages import KEY_DIGITS, MAX_ROWS, PROTOCOL_VERSION
+from vllm_commext.nixl.wire.places import NOT_CONVERTED, PLACE_SEAL, check_range, prove_place
 from vllm_commext.nixl.wire.prompt import DIGEST_DIGITS, PARTS
-from vllm_commext.nixl.wire.seal import SECRET_VARIABLE, check_params, is_proof, prove_params
+from vllm_commext.nixl.wire.seal import SECRET_VARIABLE, check_params, prove_params
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -45,8 +46,6 @@ OWN_FIELDS = (
     "remote_computed_at",
     "remote_seal",
 )
-# ValueError: also text with lone surrogates, which JSON has.
-_NOT_CONVERTED = (msgspec.ValidationError, ValueError, TypeError, OverflowError, RecursionError)
 _NONCE = re.compile("[0-9a-f]{16}")
 _KEY = re.compile(f"[0-9a-f]{{{KEY_DIGITS}}}")
 _DIGEST = re.compile(f"[0-9a-f]{{{DIGEST_DIGITS}}}")
@@ -100,10 +99,6 @@ class _RemoteParams(msgspec.Struct, kw_only=True):
     remote_seal: str = ""
 
 
-# Routers need not keep the order of names.
-_CANONICAL = msgspec.msgpack.Encoder(order="sorted")
-
-
 def params_of(request: Request) -> dict[str, Any] | None:
     """What a request asks of the connector, None for nothing: what is no object asks for nothing,
     as a client of vLLM's can put there whatever JSON has (``vllm_xargs``)."""
@@ -141,7 +136,7 @@ def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> Trans
         )
     try:
         remote = msgspec.convert(dict(params), _RemoteParams, strict=False)
-    except _NOT_CONVERTED as error:
+    except NOT_CONVERTED as error:
         raise ProtocolError(
             f"kv_transfer_params are not those of a finished prefill ({error}): send what the "
             "prefill engine returned, unchanged"
@@ -175,93 +170,6 @@ def asks_for_stream(params: Mapping[str, Any] | None) -> bool:
     return is_for_decode(params) and blocks is None and key_of(params) != ""
 
 
-def place_of_stream(params: Mapping[str, Any], secret: bytes | None = None) -> tuple[str, int]:
-    """Host and port of the side channel to ask.
-
-    Raises:
-        ProtocolError: they are missing or none, or not proven.
-    """
-    host, port = params.get("remote_host"), params.get("remote_port")
-    is_port = isinstance(port, int) and not isinstance(port, bool) and 0 < port < 65536
-    if not isinstance(host, str) or not host or not isinstance(port, int) or not is_port:
-        raise ProtocolError(
-            "kv_transfer_params: expected with stream_key the prefill engine's remote_host and "
-            f"remote_port, got {host!r} and {port!r}"
-        )
-    _check_place(secret, host, port, params.get(_PLACE_SEAL), _PLACE_SEAL)
-    return host, port
-
-
-def _canonical(value: Any) -> bytes:
-    """The bytes that a seal proves.
-
-    Raises:
-        ProtocolError: the value has none, so that no engine has sealed it.
-    """
-    try:
-        return _CANONICAL.encode(value)
-    except (OverflowError, UnicodeEncodeError) as error:
-        raise ProtocolError(f"kv_transfer_params were altered: {error}") from error
-
-
-class _SideChannel(msgspec.Struct, forbid_unknown_fields=True):
-    host: str
-    port: int
-    seal: str = ""
-
-
-_PLACES = "reuse_from"
-_PLACE_SEAL = "remote_place_seal"
-MAX_PLACES = 16
-
-
-def write_place(host: str, port: int, secret: bytes | None = None) -> dict[str, Any]:
-    """How a router names an engine that has blocks on offer, one of a list under ``reuse_from``;
-    the secret proves that it is one."""
-    return msgspec.to_builtins(_SideChannel(host, port, _prove_place(secret, host, port)))
-
-
-def _prove_place(secret: bytes | None, host: str, port: int) -> str:
-    """What proves that an engine's side channel is there; empty without a secret."""
-    return "" if secret is None else prove_params(secret, _canonical(_SideChannel(host, port)))
-
-
-def _check_place(secret: bytes | None, host: str, port: int, proof: Any, name: str) -> None:
-    """Refuse a side channel that the secret does not prove to be an engine's."""
-    if secret is None or is_proof(proof, _prove_place(secret, host, port)):
-        return
-    raise ProtocolError(
-        f"kv_transfer_params: expected {name} to prove host {host!r} and port {port} by the side "
-        f"channel's secret, got {'another proof' if proof else 'no proof'}: let the router pass on "
-        "host, port and seal as the engine there has told them, and give all engines the same "
-        f"vllm-commext and the same side_channel_secret_file (or {SECRET_VARIABLE})"
-    )
-
-
-def places_for_reuse(
-    params: Mapping[str, Any] | None, secret: bytes | None = None
-) -> list[tuple[str, int]]:
-    """Host and port of the side channels of engines that may have blocks of a request's prompt.
-
-    Raises:
-        ProtocolError: they are not those of engines, or not proven.
-    """
-    named = (params or {}).get(_PLACES)
-    if named is None:
-        return []
-    try:
-        places = msgspec.convert(named, list[_SideChannel])
-    except _NOT_CONVERTED as error:
-        raise ProtocolError(
-            f"kv_transfer_params: expected {_PLACES} as a list of host, port and seal: {error}"
-        ) from error
-    _check_range(f"len({_PLACES})", len(places), 0, MAX_PLACES)
-    for place in places:
-        _check_range(f"port in {_PLACES}", place.port, 1, 65535)
-        _check_place(secret, place.host, place.port, place.seal, _PLACES)
-    return list(dict.fromkeys((place.host, place.port) for place in places))
-
-
 def transfer_params_of_stream(remote: RemoteRequest, prompt: Mapping[str, str]) -> TransferParams:
     """What a side channel says of a stream, as the parameters would say it.
 
@@ -279,7 +187,7 @@ def transfer_params_of_stream(remote: RemoteRequest, prompt: Mapping[str, str]) 
         ("fence_slot", remote.fence_slot, 0, MAX_INT),
         ("fence_nonce", remote.fence_nonce, 0, (1 << 64) - 1),
     ):
-        _check_range(name, value, low, high, "the prefill engine's stream")
+        check_range(name, value, low, high, "the prefill engine's stream")
     _check_prompt(prompt)
     return TransferParams(remote, prompt)
 
@@ -325,7 +233,7 @@ def write_params(
         del fields["remote_first_token"], fields["remote_sampling"]
     if chunk_tokens:
         fields["remote_chunk_tokens"] = chunk_tokens
-        fields[_PLACE_SEAL] = _prove_place(secret, remote.host, remote.port)
+        fields[PLACE_SEAL] = prove_place(secret, remote.host, remote.port)
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -347,14 +255,14 @@ def _check_seal(remote: _RemoteParams, secret: bytes | None) -> None:
     check_params(secret, _proven(remote), proof)
 
 
-def _proven(remote: _RemoteParams) -> bytes:
+def _proven(remote: _RemoteParams) -> dict[str, Any]:
     """What a seal proves: what it has always been where nothing of what was added later is said."""
     fields = msgspec.structs.asdict(remote)
     if remote.pp_size == 1:
         del fields["pp_size"]
     if not remote.remote_computed_at:
         del fields["remote_computed_at"]
-    return _canonical(fields)
+    return fields
 
 
 def _protocol_of(pp_size: int) -> int:
@@ -380,19 +288,19 @@ def _check_protocol(remote: _RemoteParams) -> None:
 
 
 def _check_ranges(remote: _RemoteParams) -> None:
-    _check_range("remote_port", remote.remote_port, 1, 65535)
-    _check_range("tp_size", remote.tp_size, 1, MAX_RANKS)
-    _check_range("pp_size", remote.pp_size, 1, MAX_RANKS)
-    _check_range("tp_size * pp_size", remote.tp_size * remote.pp_size, 1, MAX_RANKS)
-    _check_range("len(remote_block_ids)", len(remote.remote_block_ids), 1, MAX_GROUPS)
+    check_range("remote_port", remote.remote_port, 1, 65535)
+    check_range("tp_size", remote.tp_size, 1, MAX_RANKS)
+    check_range("pp_size", remote.pp_size, 1, MAX_RANKS)
+    check_range("tp_size * pp_size", remote.tp_size * remote.pp_size, 1, MAX_RANKS)
+    check_range("len(remote_block_ids)", len(remote.remote_block_ids), 1, MAX_GROUPS)
     num_blocks = sum(len(block_ids) for block_ids in remote.remote_block_ids)
-    _check_range("blocks in remote_block_ids", num_blocks, 0, MAX_BLOCKS)
-    _check_range("remote_fence_slot", remote.remote_fence_slot, -1, MAX_INT)
-    _check_range("remote_num_tokens", remote.remote_num_tokens, 0, MAX_INT)
-    _check_range("remote_first_token", remote.remote_first_token, -1, MAX_INT)
-    _check_range("remote_computed_at", remote.remote_computed_at, 0, MAX_MILLISECONDS)
+    check_range("blocks in remote_block_ids", num_blocks, 0, MAX_BLOCKS)
+    check_range("remote_fence_slot", remote.remote_fence_slot, -1, MAX_INT)
+    check_range("remote_num_tokens", remote.remote_num_tokens, 0, MAX_INT)
+    check_range("remote_first_token", remote.remote_first_token, -1, MAX_INT)
+    check_range("remote_computed_at", remote.remote_computed_at, 0, MAX_MILLISECONDS)
     num_characters = len(remote.remote_sampling)
-    _check_range("len(remote_sampling)", num_characters, 0, MAX_SAMPLING_CHARACTERS)
+    check_range("len(remote_sampling)", num_characters, 0, MAX_SAMPLING_CHARACTERS)
 
 
 def _check_prompt(prompt: Mapping[str, str]) -> None:
@@ -433,10 +341,3 @@ def _read_nonce(remote: _RemoteParams) -> int:
             f"{nonce[:32]!r}"
         )
     return int(nonce, 16)
-
-
-def _check_range(
-    name: str, value: float, low: float, high: float, what: str = "kv_transfer_params"
-) -> None:
-    if not low <= value <= high:
-        raise ProtocolError(f"{what}: expected {name} from {low} to {high}, got {value}")

@@ -65,6 +65,8 @@ class Sealed(wire.Frame, tag="sealed", frozen=True):
 
 
 _SEALED = msgspec.msgpack.Decoder(Sealed)
+# Routers need not keep the order of names.
+_CANONICAL = msgspec.msgpack.Encoder(order="sorted")
 
 
 def read_secret(path: str, environ: Mapping[str, str] = os.environ) -> bytes | None:
@@ -130,12 +132,20 @@ def _proof(secret: bytes, purpose: bytes, sent: float, nonce: bytes, body: bytes
     return hmac.new(secret, head + purpose + nonce + body, hashlib.sha256).digest()
 
 
-def prove_params(secret: bytes, content: bytes) -> str:
-    """The proof that goes with request parameters, hexadecimal; ``content`` is all of them."""
-    return hmac.new(secret, PARAMETERS + content, hashlib.sha256).hexdigest()
+def prove_params(secret: bytes, content: Any) -> str:
+    """The proof that goes with request parameters, hexadecimal; ``content`` is all of them.
+
+    Raises:
+        ProtocolError: they cannot be proven, so that no engine has sealed them.
+    """
+    try:
+        encoded = _CANONICAL.encode(content)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise ProtocolError(f"kv_transfer_params were altered: {error}") from error
+    return hmac.new(secret, PARAMETERS + encoded, hashlib.sha256).hexdigest()
 
 
-def check_params(secret: bytes, content: bytes, proof: str) -> None:
+def check_params(secret: bytes, content: Any, proof: str) -> None:
     """Check the proof of request parameters.
 
     Raises:
