@@ -13,8 +13,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from vllm_commext.nixl.metrics.prometheus import CommextNixlPromMetrics
+from vllm_commext.proxy.capabilities import read
 from vllm_commext.proxy.metrics import ProxyMetrics
-from vllm_commext.proxy.streams import Streams
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
@@ -41,10 +41,11 @@ class Config:
 
 
 @pytest.mark.parametrize(
-    ("changes", "value"), [({}, 1.0), ({"stream_chunks": False}, 0.0), ({"host_copy": True}, 0.0)]
+    ("changes", "value"),
+    [({}, True), ({"stream_chunks": False}, False), ({"host_copy": True}, False)],
 )
 def test_the_page_says_whether_prompts_are_read_while_they_are_computed(
-    changes: dict[str, Any], value: float
+    changes: dict[str, Any], value: bool
 ) -> None:
     registry = CollectorRegistry()
     types: dict[Any, Any] = {
@@ -54,11 +55,10 @@ def test_the_page_says_whether_prompts_are_read_while_they_are_computed(
     config.kv_transfer_config = Transfer()
     config.kv_transfer_config.kv_connector_extra_config = changes
     CommextNixlPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
-    streams = Streams()
-    streams.learn_page(generate_latest(registry).decode())
-    assert streams.reads == bool(value)
-    labels = {"model_name": "m", "engine": "0"}
-    assert registry.get_sample_value("vllm:commext_nixl_stream_chunks", labels) == value
+    known = read(generate_latest(registry).decode())
+    assert known.streams == value
+    [rank] = known.ranks
+    assert (rank.number, rank.releases, rank.reuse) == ("0", True, False)
 
 
 def families() -> dict[str, tuple[str, set[str]]]:

@@ -182,7 +182,7 @@ def place_of(server: Server) -> dict[str, Any]:
     (labels,) = [
         dict(labels)
         for name, labels in scrape(server.url).samples
-        if name == "vllm:commext_nixl_reuse_place"
+        if name == "vllm:commext_nixl_info"
     ]
     return {"host": labels["host"], "port": int(labels["port"]), "seal": labels["seal"]}
 

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from vllm_commext.proxy.affinity import NO_PREFIX, Memory, Prefix
-from vllm_commext.proxy.reuse import Offers
-from vllm_commext.proxy.streams import Streams
+from vllm_commext.proxy.capabilities import UNKNOWN, Capabilities
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -28,10 +27,8 @@ class Engine:
     itself; until a check passes. leaving: it is to go when nothing runs.
     detail: the last reason why it is unhealthy, for people. on_lost: called when the engine has
     not been reachable for so long that nobody should wait for it any more. memory: what it was
-    asked last, forgotten when it becomes unhealthy, and so are streams: what it says of prompts
-    that are read while they are computed, and offers: where it is asked for blocks of what it has
-    computed, and key_ranks: where prefills are known by keys, the data-parallel ranks at which one
-    may be.
+    asked last, forgotten when it becomes unhealthy, and so are its capabilities. num_waiting:
+    decode engines' answers that wait for what it computes.
     """
 
     role: str
@@ -50,9 +47,8 @@ class Engine:
     on_lost: set[Callable[[], None]] = field(default_factory=set[Callable[[], None]])
     on_suspect: Callable[[], None] | None = None
     memory: Memory = field(default_factory=lambda: Memory(0))
-    streams: Streams = field(default_factory=Streams)
-    offers: Offers = field(default_factory=Offers)
-    key_ranks: tuple[str, ...] = ()
+    capabilities: Capabilities = UNKNOWN
+    num_waiting: int = 0
 
     @property
     def name(self) -> str:
@@ -101,9 +97,7 @@ class Engine:
 
     def _forget(self) -> None:
         self.memory.clear()
-        self.streams.clear()
-        self.offers.clear()
-        self.key_ranks = ()
+        self.capabilities = UNKNOWN
 
     def lose(self) -> None:
         """Let go whoever waits for an answer."""

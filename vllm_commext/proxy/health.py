@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from vllm_commext.drain import HEADER
+from vllm_commext.proxy.capabilities import read
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.connections import complaints
 from vllm_commext.proxy.descriptors import lack
 from vllm_commext.proxy.engines import DECODE, Engine
-from vllm_commext.proxy.releases import key_ranks_of
 from vllm_commext.proxy.tasks import end_tasks
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -103,9 +103,8 @@ class HealthMonitor:
         return status is not None
 
     async def _learn_page(self, engine: Engine) -> None:
-        """Ask an engine's metrics page, once in its life, whether it knows prefills by keys, where
-        its blocks are on offer and whether it reads prompts while they are computed."""
-        if engine.offers.is_known:
+        """Ask an engine's metrics page, once in its life, what it can."""
+        if engine.capabilities.is_known:
             return
         try:
             async with self._session.get(
@@ -114,14 +113,11 @@ class HealthMonitor:
                 allow_redirects=False,
                 raise_for_status=True,
             ) as response:
-                page = await response.text()
-                engine.offers.learn(page)
-                engine.streams.learn_page(page)
-                engine.key_ranks = key_ranks_of(page)
+                engine.capabilities = read(await response.text())
         except (aiohttp.ClientError, OSError, ValueError) as error:
             logger.info("%s (%s) does not say what it offers: %s", engine.name, engine.url, error)
             return
-        if self._config.reuse_blocks and engine.role == DECODE and not engine.offers.places:
+        if self._config.reuse_blocks and engine.role == DECODE and not engine.capabilities.offers:
             logger.warning(
                 "%s (%s) offers no blocks for reuse: set reuse_blocks in its "
                 "kv_connector_extra_config",

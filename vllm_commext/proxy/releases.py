@@ -8,7 +8,6 @@ when the request comes in, before it computes anything of it.
 
 import asyncio
 import logging
-import re
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ def new_key(engine: Engine, headers: Mapping[str, str], body: Mapping[str, Any])
     target = ReleaseTarget(
         engine, headers.get("Authorization"), model if isinstance(model, str) else None
     )
-    return Key(target, secrets.token_hex(KEY_BYTES) if engine.key_ranks else "")
+    return Key(target, secrets.token_hex(KEY_BYTES) if engine.capabilities.key_ranks else "")
 
 
 Post = Callable[[Engine, Mapping[str, str], Mapping[str, Any]], Awaitable[Any]]
@@ -92,7 +91,7 @@ class Releases:
         """As long as there are keys: one request after the other, without waiting for answers."""
         while keys := self._waiting[target]:
             self._waiting[target] = keys[MAX_KEYS:]
-            ranks = target.engine.key_ranks
+            ranks = target.engine.capabilities.key_ranks
             for rank in ranks:
                 headers = {RANK: rank} if len(ranks) > 1 else {}
                 self._begin(self._send(target, headers, keys[:MAX_KEYS]))
@@ -115,12 +114,3 @@ class Releases:
             logger.warning(text, target.engine.name, len(keys), error)
         else:
             self._note("sent", len(keys))
-
-
-_SERIES = re.compile(r'vllm:commext_nixl_released_requests_total\{(?:.*,)?engine="([^"]*)"')
-
-
-def key_ranks_of(page: str) -> tuple[str, ...]:
-    """The data-parallel ranks, by an engine's metrics, at which prefills are known by keys."""
-    found = map(_SERIES.match, page.splitlines())
-    return tuple(dict.fromkeys(match[1] for match in found if match))

@@ -103,7 +103,7 @@ class Service:
             try:
                 prefilled = attempts.prefilled = await self._prefill(attempts, stream)
                 if prefilled is not None:
-                    await stream.check_place()
+                    await stream.check_place(prefilled.kv_transfer_params or {})
                 if prefilled is not None and stream.is_under_way:
                     opened = await self._take_stream(stream, prefilled, outcome)
                     if opened is not None:
@@ -157,7 +157,7 @@ class Service:
         refusal = streams.refusal(
             config.stream_chunks,
             attempts.body,
-            (engine.streams for engine in self._pools[DECODE].engines if engine.usable),
+            (engine for engine in self._pools[DECODE].engines if engine.usable),
         )
         if attempts.num_failed and refusal != AtOnce.OFF:
             refusal = AtOnce.AGAIN
@@ -189,7 +189,7 @@ class Service:
                 prefilled = await self._upstream.prefill(
                     payload,
                     attempts.failed_prefill,
-                    lambda engine, key: stream.prefill_payload(engine.streams, key),
+                    stream.prefill_payload,
                 )
             except ProxyError as error:
                 if error.status < 500 or error.kind in (ENGINES_LOST, "overloaded"):

@@ -2,18 +2,18 @@
 the other computes.
 
 A decode engine has to be told where to ask for a prompt before the prefill engine has answered.
-Where that is, a prefill engine's earlier answers have said; that it can, a decode engine's page of
-metrics says.
+Where that is, and that both can, their metrics pages have said.
 """
 
 import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_commext.proxy import two_step
+from vllm_commext.proxy.capabilities import UNKNOWN, SideChannel
+from vllm_commext.proxy.engines import Engine
 from vllm_commext.proxy.failures import ProxyError
 from vllm_commext.proxy.reasons import AtOnce
 from vllm_commext.proxy.tasks import end_tasks
@@ -27,77 +27,31 @@ AUTO, NEVER = MODES = ("auto", "never")
 """Which requests go to both at once: all that can, none."""
 
 KEY_BYTES = 16
-METRIC = "vllm:commext_nixl_stream_chunks"
+_PLACE_FIELDS = ("remote_host", "remote_port", "remote_place_seal")
 MAX_WAITING = 8
 """Requests at decode engines that wait for one prefill engine: vLLM looks at each in every step,
 and a prefill engine computes few prompts at a time."""
 
 
-@dataclass(frozen=True)
-class SideChannel:
-    """A prefill engine's side channel, and what proves to decode engines that it is one, "" where
-    they share no secret."""
-
-    host: str
-    port: int
-    seal: str
-
-
-class Streams:
-    """What one engine says of streams.
-
-    place: where its last answer says that its prompts can be read. reads: its page of metrics says
-    that it reads prompts while they are computed. num_waiting: decode engines' answers that wait
-    for what it computes.
-    """
-
-    def __init__(self) -> None:
-        self.num_waiting = 0
-        self.clear()
-
-    def learn(self, params: Any) -> None:
-        """Take the parameters in an answer of the engine's."""
-        match params:
-            case {
-                "remote_host": str(host),
-                "remote_port": int(port),
-                "remote_place_seal": str(seal),
-                "remote_chunk_tokens": int(),
-            }:
-                place = SideChannel(host, port, seal)
-            case _:
-                return
-        self._is_one = self._is_one and self.place in (None, place)
-        self.place = place
-
-    def learn_page(self, page: str) -> None:
-        """Take the engine's page of metrics."""
-        lines = (line for line in page.splitlines() if line.startswith(METRIC + "{"))
-        self.reads = any(line.rpartition(" ")[2] in ("1", "1.0") for line in lines)
-
-    def clear(self) -> None:
-        """The engine may be another one from now on."""
-        self.place: SideChannel | None = None
-        self._is_one = True
-        self.reads = False
-
-    def place_or_reason(self) -> SideChannel | AtOnce:
-        """Where one more prompt is read while it is computed, or why it is not."""
-        if self.place is None:
-            return AtOnce.NOT_KNOWN
-        if not self._is_one:
-            return AtOnce.SEVERAL
-        return AtOnce.BUSY if self.num_waiting >= MAX_WAITING else self.place
+def place_or_reason(engine: Engine) -> SideChannel | AtOnce:
+    """Where one more prompt of a prefill engine is read while it is computed, or why it is not."""
+    known = engine.capabilities
+    if not known.streams:
+        return AtOnce.NOT_KNOWN
+    first, *others = known.ranks
+    if others:
+        return AtOnce.SEVERAL
+    return AtOnce.BUSY if engine.num_waiting >= MAX_WAITING else first.channel
 
 
-def refusal(mode: str, body: Mapping[str, Any], decode: Iterable[Streams]) -> AtOnce | None:
+def refusal(mode: str, body: Mapping[str, Any], decode: Iterable[Engine]) -> AtOnce | None:
     """Why such a request does not go to both engines at once, whichever prefill engine takes it;
     None if it may. decode: of the engines that one may be chosen from."""
     if mode == NEVER:
         return AtOnce.OFF
     if any(body.get(name) == 1 for name in ("max_tokens", "max_completion_tokens")):
         return AtOnce.ONE_TOKEN
-    return None if all(one.reads for one in decode) else AtOnce.DECODE
+    return None if all(one.capabilities.streams for one in decode) else AtOnce.DECODE
 
 
 def prefill_body(
@@ -118,9 +72,7 @@ def decode_body(body: Mapping[str, Any], key: str, place: SideChannel) -> dict[s
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "stream_key": key,
-        "remote_host": place.host,
-        "remote_port": place.port,
-        "remote_place_seal": place.seal,
+        **dict(zip(_PLACE_FIELDS, (place.host, place.port, place.seal), strict=True)),
     }
     return two_step.decode_body(body, params)
 
@@ -152,7 +104,7 @@ class Stream:
         self._body = body
         self._payload = payload
         self._ask = ask
-        self._asked: Streams | None = None
+        self._asked: Engine | None = None
         self._place: SideChannel | None = None
         self.way = refusal
         self._decode: asyncio.Task[Opened] | None = None
@@ -162,29 +114,34 @@ class Stream:
         """A decode engine has been asked, and its answer was not taken yet."""
         return self._decode is not None
 
-    async def prefill_payload(self, streams: Streams, key: str = "") -> Any:
+    async def prefill_payload(self, engine: Engine, key: str = "") -> Any:
         """What a prefill engine is asked that knows it by a *key*; the decode engine is asked at
         the same time."""
         await self.cancel()
         if self._place is not None:
             self.way = AtOnce.AGAIN
-        place = self.way or streams.place_or_reason()
+        place = self.way or place_or_reason(engine)
         if isinstance(place, AtOnce):
             self.way = place
             body = two_step.prefill_body(self._body, self._places, key)
             return self._payload(body, is_stream=False)
-        self._place, self._asked = place, streams
-        streams.num_waiting += 1
+        self._place, self._asked = place, engine
+        engine.num_waiting += 1
         stream_key = secrets.token_hex(KEY_BYTES)
         payload = self._payload(decode_body(self._body, stream_key, place))
         self._decode = asyncio.create_task(self._ask(payload))
         body = prefill_body(self._body, stream_key, self._places, key)
         return self._payload(body, is_stream=False)
 
-    async def check_place(self) -> None:
+    async def check_place(self, params: Mapping[str, Any]) -> None:
         """The prefill engine has answered: let go of the decode engine if it was told of another
-        side channel than that one's."""
-        if self._asked is not None and self._asked.place != self._place:
+        side channel than the one in this answer, and have that engine's page read again."""
+        engine, place = self._asked, self._place
+        if engine is None or place is None:
+            return
+        told = [params.get(name) for name in _PLACE_FIELDS]
+        if None not in told and told != [place.host, place.port, place.seal]:
+            engine.capabilities = UNKNOWN
             await self.cancel()
             self.way = AtOnce.SEVERAL
 

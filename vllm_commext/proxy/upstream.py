@@ -157,9 +157,7 @@ class Upstream:
                 if not isinstance(error, ProxyError) or error.status >= 500:
                     self.releases.add(key)  # it may have ended well all the same
                 raise
-            prefilled = Prefilled(engine, answer, key)
-            engine.streams.learn(prefilled.kv_transfer_params)
-            return prefilled
+            return Prefilled(engine, answer, key)
 
         began = time.monotonic()
         tried = list(failed)

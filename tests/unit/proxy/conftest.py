@@ -140,7 +140,8 @@ async def _left(reader: asyncio.StreamReader) -> None:
 class EngineServer:
     """One engine. `behave` answers what is posted; drains: it refuses that, as the engines' gate
     does; num_left: connections the proxy closed; streams, keys: its metrics say that it streams,
-    and that it knows prefills by keys. `models` answers for the list of models."""
+    and that it knows prefills by keys; channel: where its side channel is, under its HTTP port's
+    number unless told. `models` answers for the list of models."""
 
     behave: Behaviour
     models: Behaviour = answering(200, b'{"object": "list", "data": []}')
@@ -149,8 +150,9 @@ class EngineServer:
     calls: list[Call] = field(default_factory=list)
     metrics_status: int = 200
     num_scrapes: int = 0
-    streams: bool = True
+    streams: bool = False
     keys: bool = False
+    channel: tuple[str, int, str] | None = None
     num_left: int = 0
     num_refused: int = 0
     port: int = 0
@@ -161,16 +163,11 @@ class EngineServer:
 
     @property
     def page(self) -> str:
-        """Its metrics: that it streams, that it knows keys, and where blocks of its own are asked
-        for, under its HTTP port's number."""
-        labels = 'model_name="tiny",engine="0"'
-        place = f'host="127.0.0.1",port="{self.port}",seal="ab"'
-        takes_keys = f"vllm:commext_nixl_released_requests_total{{{labels}}} 0.0\n"
-        return (
-            f"{takes_keys * self.keys}"
-            f"vllm:commext_nixl_stream_chunks{{{labels}}} {float(self.streams)}\n"
-            f"vllm:commext_nixl_reuse_place{{{labels},{place}}} 1.0\n"
-        )
+        """Its metrics: what it can."""
+        host, port, seal = self.channel or ("127.0.0.1", self.port, "ab")
+        flags = f'streams="{self.streams:d}",reuse="1",releases="{self.keys:d}"'
+        place = f'host="{host}",port="{port}",seal="{seal}"'
+        return f'vllm:commext_nixl_info{{model_name="tiny",engine="0",{place},{flags}}} 1.0\n'
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["EngineServer"]:
@@ -296,16 +293,27 @@ async def _proxy_before(stack: AsyncExitStack, urls: dict[str, list[str]], optio
 
 @asynccontextmanager
 async def running_cluster(
-    num_prefill: int = 1, num_decode: int = 1, *, keys: bool = False, **options: Any
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    *,
+    keys: bool = False,
+    channel: tuple[str, int, str] | None = None,
+    **options: Any,
 ) -> AsyncIterator[Cluster]:
+    """*keys*: prefill engines know them; *channel*: all engines stream, prefill engines there."""
     import aiohttp
 
     from vllm_commext.proxy.server import connections_of, open_port
 
     async with AsyncExitStack() as stack:
         servers = {
-            "prefill": [EngineServer(prefill_ok, keys=keys) for _ in range(num_prefill)],
-            "decode": [EngineServer(decode_ok) for _ in range(num_decode)],
+            "prefill": [
+                EngineServer(prefill_ok, keys=keys, streams=channel is not None, channel=channel)
+                for _ in range(num_prefill)
+            ],
+            "decode": [
+                EngineServer(decode_ok, streams=channel is not None) for _ in range(num_decode)
+            ],
         }
         for engine in servers["prefill"] + servers["decode"]:
             await stack.enter_async_context(engine.running())

@@ -8,16 +8,18 @@ import pytest
 from tests.kit.request_bodies import arrived
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.affinity import NO_PREFIX, Prefix, prefix_of
+from vllm_commext.proxy.capabilities import METRIC, UNKNOWN, read
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines import EnginePool
-from vllm_commext.proxy.reuse import MAX_PLACES, METRIC, Offers, places_of
+from vllm_commext.proxy.reuse import MAX_PLACES, places_of
 
 BODY = {"model": "tiny", "prompt": "long " * 400, "max_tokens": 3}
-LABELS = 'model_name="tiny",engine="0"'
+FLAGS = 'streams="0",reuse="1",releases="1"'
 
 
 def row(host: str, port: int, seal: str = "") -> str:
-    return f'{METRIC}{{{LABELS},host="{host}",port="{port}",seal="{seal}"}} 1.0'
+    place = f'host="{host}",port="{port}",seal="{seal}"'
+    return f'{METRIC}{{model_name="tiny",engine="{port - 5600}",{place},{FLAGS}}} 1.0'
 
 
 def page(*rows: str) -> str:
@@ -25,21 +27,25 @@ def page(*rows: str) -> str:
 
 
 def test_a_page_names_a_place_for_each_rank() -> None:
-    offers = Offers()
-    assert not offers.is_known
-    offers.learn(page(row("d", 5600, "ab"), row("d", 5601)))
-    assert offers.places == (
+    assert not UNKNOWN.is_known
+    known = read(page(row("d", 5600, "ab"), row("d", 5601)))
+    assert known.offers == (
         {"host": "d", "port": 5600, "seal": "ab"},
         {"host": "d", "port": 5601, "seal": ""},
     )
-    offers.clear()
-    assert (offers.places, offers.is_known) == ((), False)
+    assert (known.key_ranks, known.streams, known.is_known) == (("0", "1"), False, True)
+
+
+def test_flags_are_each_ones_own() -> None:
+    some = row("d", 5600).replace('streams="0",reuse="1"', 'streams="1",reuse="0"')
+    known = read(page(some, row("d", 5601)))
+    assert (known.streams, len(known.offers)) == (False, 1)
+    assert read(page(some)).streams
 
 
 def test_a_page_without_one_is_known_to_have_none() -> None:
-    offers = Offers()
-    offers.learn(page())
-    assert (offers.places, offers.is_known) == ((), True)
+    known = read(page())
+    assert (known.ranks, known.streams, known.is_known) == ((), False, True)
 
 
 @pytest.mark.parametrize(
@@ -47,10 +53,8 @@ def test_a_page_without_one_is_known_to_have_none() -> None:
     [row("d", 5600).replace("5600", "x"), row("d", 5600).replace("seal", "proof"), f"{METRIC}{{no"],
 )
 def test_a_page_that_cannot_be_read_is_an_error(broken: str) -> None:
-    offers = Offers()
     with pytest.raises(ValueError, match=".+"):
-        offers.learn(page(broken))
-    assert not offers.is_known
+        read(page(broken))
 
 
 def prefix(prompt: str) -> Prefix:
@@ -63,7 +67,7 @@ def pool_of(*held: str) -> EnginePool:
     pool = EnginePool("decode", [f"http://d{n}:1" for n in range(len(held))], 10**6)
     for number, (engine, prompt) in enumerate(zip(pool.engines, held, strict=True)):
         engine.passed_check(rise=1)
-        engine.offers.learn(page(row(f"d{number}", 5600)))
+        engine.capabilities = read(page(row(f"d{number}", 5600)))
         engine.memory.note(prefix(prompt))
     return pool
 
@@ -121,12 +125,12 @@ async def test_an_engine_whose_metrics_cannot_be_had_yet_is_asked_again(kit: Any
     async with kit.cluster(reuse_blocks=True, health_interval_seconds=0.05) as cluster:
         (engine,) = cluster.decode
         known = [one for pool in cluster.proxy.pools for one in pool.engines]
-        (offers,) = [one.offers for one in known if one.url == engine.url]
+        (one,) = [one for one in known if one.url == engine.url]
         engine.metrics_status = 503
-        offers.clear()
+        one.capabilities = UNKNOWN
         before = engine.num_scrapes
         await kit.until(lambda: engine.num_scrapes > before + 1, "two more questions")
-        assert not offers.is_known
+        assert not one.capabilities.is_known
         engine.metrics_status = 200
-        await kit.until(lambda: offers.is_known, "an answer")
-        assert [place["port"] for place in offers.places] == [engine.port]
+        await kit.until(lambda: one.capabilities.is_known, "an answer")
+        assert [place["port"] for place in one.capabilities.offers] == [engine.port]

@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 
 from tests.kit.vllm_streams import Stream
-from vllm_commext.proxy.streams import MAX_WAITING, Streams
+from vllm_commext.proxy.capabilities import UNKNOWN, Capabilities, Rank, SideChannel, read
+from vllm_commext.proxy.engines import Engine
+from vllm_commext.proxy.streams import MAX_WAITING
 from vllm_commext.proxy.streams import Stream as OneStream
 
 BODY = {"model": "tiny", "prompt": "long " * 40, "max_tokens": 3, "temperature": 0, "stream": True}
 SHORT = {**BODY, "prompt": "short"}
 ANSWER = Stream(((7, "one"), (8, " two"), (9, " three")))
 SEAL = "5ea1" * 16
+CHANNEL = ("10.0.0.7", 5600, SEAL)
 PLACE = {
-    "remote_host": "10.0.0.7",
-    "remote_port": 5600,
-    "remote_place_seal": SEAL,
+    **dict(zip(("remote_host", "remote_port", "remote_place_seal"), CHANNEL, strict=True)),
     "remote_chunk_tokens": 16,
 }
 KEY = re.compile("[0-9a-f]{32}")
@@ -69,7 +70,7 @@ async def ask(cluster: Any, body: Any = BODY) -> tuple[str, bytes]:
 
 @asynccontextmanager
 async def running(kit: Any, **options: Any) -> AsyncIterator[Any]:
-    settings = {"affinity": False, **options}
+    settings = {"affinity": False, "channel": CHANNEL, **options}
     async with kit.cluster(**settings) as cluster:
         for engine in cluster.prefill:
             engine.behave = answering()
@@ -78,11 +79,14 @@ async def running(kit: Any, **options: Any) -> AsyncIterator[Any]:
         yield cluster
 
 
-async def test_both_engines_are_asked_at_once_as_soon_as_it_is_known_where(kit: Any) -> None:
+def streaming_engine() -> Engine:
+    rank = Rank("0", SideChannel(*CHANNEL), streams=True)
+    return Engine("prefill", 0, "http://p", capabilities=Capabilities((rank,), is_known=True))
+
+
+async def test_both_engines_are_asked_at_once_from_the_first_request_on(kit: Any) -> None:
     async with running(kit) as cluster:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
-        assert (await ask(cluster))[0] == "two-step"
-        assert "stream_key" not in params_of(prefill.calls[0])
         begun = asyncio.Event()
 
         async def waiting(call: Any) -> None:
@@ -97,10 +101,10 @@ async def test_both_engines_are_asked_at_once_as_soon_as_it_is_known_where(kit: 
         path, answer = await ask(cluster)
         assert path == "streamed"
         assert answer.endswith(b"data: [DONE]\n\n")
-        key = params_of(prefill.calls[1])["stream_key"]
+        key = params_of(prefill.calls[0])["stream_key"]
         assert KEY.fullmatch(key)
-        assert params_of(prefill.calls[1])["do_remote_decode"] is True
-        assert params_of(decoding.calls[1]) == {
+        assert params_of(prefill.calls[0])["do_remote_decode"] is True
+        assert params_of(decoding.calls[0]) == {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "stream_key": key,
@@ -108,10 +112,10 @@ async def test_both_engines_are_asked_at_once_as_soon_as_it_is_known_where(kit: 
             "remote_port": 5600,
             "remote_place_seal": SEAL,
         }
-        assert decoding.calls[1].body["prompt"] == BODY["prompt"]
+        assert decoding.calls[0].body["prompt"] == BODY["prompt"]
         await ask(cluster)
-        assert params_of(prefill.calls[2])["stream_key"] != key
-        assert await ways(cluster) == {"not_known": 1, "streamed": 2}
+        assert params_of(prefill.calls[1])["stream_key"] != key
+        assert await ways(cluster) == {"streamed": 2}
 
 
 @pytest.mark.parametrize("status", [500, 503])
@@ -135,7 +139,7 @@ async def test_a_decode_engine_that_cannot_is_asked_once_more_with_the_answer(
         assert answer.endswith(b"data: [DONE]\n\n")
         assert len(prefill.calls) == 2
         assert params_of(decoding.calls[-1])["remote_block_ids"] == [[1]]
-        assert await ways(cluster) == {"not_known": 1, "failed": 1}
+        assert await ways(cluster) == {"streamed": 1, "failed": 1}
 
 
 async def test_a_prefill_engine_that_fails_ends_the_decode_engines_wait(kit: Any) -> None:
@@ -191,7 +195,7 @@ async def test_a_decode_engine_that_drains_passes_a_streamed_request_on(kit: Any
             == (params_of(prefill.calls[-1])["stream_key"])
         )
         assert len(prefill.calls) == 2
-        assert await ways(cluster) == {"not_known": 1, "streamed": 1}
+        assert await ways(cluster) == {"streamed": 2}
 
 
 async def test_a_prefill_engine_that_drains_takes_a_streamed_request_back(kit: Any) -> None:
@@ -253,32 +257,28 @@ async def test_a_client_that_leaves_takes_both_requests_along(kit: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answers", "body", "way"),
-    [
-        ([{"remote_chunk_tokens": None}], BODY, "not_known"),
-        ([{"remote_place_seal": None}], BODY, "not_known"),  # of an older release
-        ([{}, {"remote_port": 5601}], BODY, "several"),
-        ([{}], {**BODY, "max_tokens": 1}, "one_token"),
-    ],
+    ("ranks", "body", "way"),
+    [([], BODY, "not_known"), ([False], BODY, "not_known"), ([True, True], BODY, "several")]
+    + [([True], {**BODY, "max_tokens": 1}, "one_token")],
 )
 async def test_what_is_not_streamed_is_counted_with_the_reason(
-    kit: Any, answers: list[Any], body: Any, way: str
+    kit: Any, ranks: list[bool], body: Any, way: str
 ) -> None:
-    async with running(kit) as cluster:
-        for params in answers:
-            cluster.prefill[0].behave = answering(**params)
-            await ask(cluster, SHORT)
-        before = await ways(cluster)
+    """The prefill engine's ranks say whether they stream; an older release's say nothing."""
+    async with running(kit, health_interval_seconds=60.0) as cluster:
+        (engine,) = cluster.proxy.pools[0].engines
+        told = [Rank(str(n), SideChannel(*CHANNEL), streams) for n, streams in enumerate(ranks)]
+        engine.capabilities = Capabilities(tuple(told), is_known=True)
         path, _ = await ask(cluster, body)
         assert path == "two-step"
-        assert (await ways(cluster))[way] == before.get(way, 0) + 1
+        assert await ways(cluster) == {way: 1}
 
 
 async def test_a_prefill_engine_behind_another_side_channel_is_read_from_there(kit: Any) -> None:
-    """Of several data-parallel ranks behind one URL nobody knows which one takes a request."""
-    async with running(kit) as cluster:
+    """It was replaced at its address since its page was read."""
+    async with running(kit, health_interval_seconds=60.0) as cluster:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
-        await ask(cluster)
+        (engine,) = cluster.proxy.pools[0].engines
 
         async def whole_only(call: Any) -> None:
             if "stream_key" in params_of(call):
@@ -286,10 +286,11 @@ async def test_a_prefill_engine_behind_another_side_channel_is_read_from_there(k
             await decode(call)
 
         prefill.behave, decoding.behave = answering(remote_port=5601), whole_only
-        for number in (1, 2):
+        for ways_taken in ({"several": 1}, {"several": 1, "not_known": 1}):
             assert (await ask(cluster))[0] == "two-step"
             assert params_of(decoding.calls[-1])["remote_port"] == 5601
-            assert (await ways(cluster))["several"] == number
+            assert await ways(cluster) == ways_taken
+            assert engine.capabilities == UNKNOWN
         assert sum("stream_key" in params_of(call) for call in decoding.calls) == 1
 
 
@@ -299,7 +300,7 @@ async def test_by_default_every_prompt_is_streamed(kit: Any) -> None:
     async with running(kit, stream_chunks="auto") as cluster:
         for body in (BODY, *others, {**drawn, "logprobs": 1}):
             await ask(cluster, body)
-        assert await ways(cluster) == {"not_known": 1, "streamed": len(others) + 1}
+        assert await ways(cluster) == {"streamed": len(others) + 2}
 
 
 async def test_nothing_is_streamed_to_a_decode_engine_that_does_not_say_it_can(kit: Any) -> None:
@@ -308,7 +309,7 @@ async def test_nothing_is_streamed_to_a_decode_engine_that_does_not_say_it_can(k
         new, old = cluster.decode
         old.streams = False
         for engine in cluster.proxy.pools[1].engines:
-            engine.streams.learn_page((old if engine.url == old.url else new).page)
+            engine.capabilities = read((old if engine.url == old.url else new).page)
         for _ in range(3):
             assert (await ask(cluster))[0] == "two-step"
         assert await ways(cluster) == {"decode": 3}
@@ -331,12 +332,12 @@ async def test_few_decode_answers_wait_for_one_prefill_engine(kit: Any) -> None:
         prefill.behave = late
         asked = [asyncio.create_task(ask(cluster)) for _ in range(MAX_WAITING + 2)]
         await kit.until(lambda: len(prefill.calls) == 1 + len(asked), "all requests")
-        assert engine.streams.num_waiting == MAX_WAITING
+        assert engine.num_waiting == MAX_WAITING
         may_answer.set()
         paths = [path for path, _ in await asyncio.gather(*asked)]
         assert sorted(paths) == ["streamed"] * MAX_WAITING + ["two-step"] * 2
         assert (await ways(cluster))["busy"] == 2
-        assert engine.streams.num_waiting == 0
+        assert engine.num_waiting == 0
         assert len(decoding.calls) == 1 + len(asked)
 
 
@@ -347,7 +348,9 @@ async def test_an_engine_that_was_away_may_be_another_one(kit: Any) -> None:
         engine.refuse("gone")
         engine.passed_check(1)
         assert (await ask(cluster))[0] == "two-step"
+        await kit.until(lambda: engine.capabilities.is_known, "another look at its page")
         assert (await ask(cluster))[0] == "streamed"
+        assert await ways(cluster) == {"not_known": 1, "streamed": 2}
 
 
 async def test_nothing_is_streamed_unless_it_is_asked_for(kit: Any) -> None:
@@ -371,10 +374,8 @@ async def test_a_cancellation_is_not_lost_while_the_decode_engine_is_let_go() ->
     def payload(body: Any, is_stream: bool | None = None) -> Any:
         return body
 
-    known = Streams()
-    known.learn(PLACE)
     stream = OneStream(BODY, payload, asked)
-    await stream.prefill_payload(known)
+    await stream.prefill_payload(streaming_engine())
     assert stream.is_under_way
     await asyncio.sleep(0)
     letting_go = asyncio.create_task(stream.cancel())
@@ -394,10 +395,8 @@ async def test_an_answer_that_comes_while_it_is_let_go_is_closed() -> None:
         except asyncio.CancelledError:
             return SimpleNamespace(close=lambda: closed.append(True))
 
-    known = Streams()
-    known.learn(PLACE)
     stream = OneStream(BODY, lambda body, is_stream=None: body, asked)
-    await stream.prefill_payload(known)
+    await stream.prefill_payload(streaming_engine())
     await asyncio.sleep(0)
     await stream.cancel()
     assert closed == [True]

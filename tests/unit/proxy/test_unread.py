@@ -3,9 +3,12 @@ tried at no third, and answers that are none are told from answers."""
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+
+from vllm_commext.proxy.capabilities import Capabilities
 
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 20}
 STREAM = {**BODY, "stream": True}
@@ -97,7 +100,9 @@ async def test_a_prefill_that_was_lost_is_released_where_it_may_be_kept(kit: Any
 async def test_every_rank_of_an_engine_is_told(kit: Any) -> None:
     async with kit.cluster(keys=True) as cluster:
         engine = cluster.proxy.prefill_pool.engines[0]
-        engine.key_ranks = ("0", "1")
+        (rank,) = engine.capabilities.ranks
+        ranks = (rank, replace(rank, number="1"))
+        engine.capabilities = Capabilities(ranks, is_known=True)
         cluster.decode[0].behave = kit.answering(400, b"{}")
         await cluster.ask(BODY)
         await kit.until(lambda: len(releases(cluster.prefill[0])) == 2, "the releases")

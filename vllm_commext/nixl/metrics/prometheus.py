@@ -76,9 +76,7 @@ GAUGES = {
     "quarantined_blocks": "Blocks kept out of use because a late read may still write to them.",
 }
 PEERS = "peers"
-STREAM_CHUNKS = "stream_chunks"
-REUSE_PLACE = "reuse_place"
-PLACE_LABELS = ("host", "port", "seal")
+INFO_LABELS = ("host", "port", "seal", "streams", "reuse", "releases")
 
 
 class CommextNixlStats(KVConnectorStats):
@@ -179,11 +177,10 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
         )
         for values in per_engine_labelvalues.values():
             self._show_zeros(values)
-        self._show_places(vllm_config, make_gauge, labelnames)
+        self._show_info(vllm_config, make_gauge, labelnames)
 
-    def _show_places(self, vllm_config: VllmConfig, make_gauge: Any, labelnames: list[str]) -> None:
-        """Say whether each engine reads prompts while they are computed, and where its blocks are
-        asked for, where it has any on offer: routers read it here."""
+    def _show_info(self, vllm_config: VllmConfig, make_gauge: Any, labelnames: list[str]) -> None:
+        """Say what each data-parallel rank can and where its side channel is: routers read it."""
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None  # its connector has these metrics
         config = parse_config(
@@ -191,27 +188,21 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
             default_host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
             default_port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
         )
-        streams = make_gauge(
-            name=f"vllm:commext_nixl_{STREAM_CHUNKS}",
-            documentation="1 where prompts are read while they are computed, 0 where that is off.",
-            labelnames=labelnames,
-            multiprocess_mode="mostrecent",
-        )
-        is_on = config.stream_chunks and not keeps_host_copy(vllm_config, config)
-        for values in self._values.values():
-            streams.labels(*values).set(is_on)
-        if not config.reuse_blocks:
-            return
+        streams = config.stream_chunks and not keeps_host_copy(vllm_config, config)
         secret = read_secret(config.side_channel_secret_file)
-        gauge = make_gauge(
-            name=f"vllm:commext_nixl_{REUSE_PLACE}",
-            documentation="Side channels that tell which blocks are on offer for reuse; always 1.",
-            labelnames=[*labelnames, *PLACE_LABELS],
+        info = make_gauge(
+            name="vllm:commext_nixl_info",
+            documentation="Side channels, and whether prompts are read while they are computed "
+            "(streams), blocks are on offer (reuse) and prefills are known by keys (releases); "
+            "always 1.",
+            labelnames=[*labelnames, *INFO_LABELS],
             multiprocess_mode="mostrecent",
         )
         for index, values in self._values.items():
             place = write_place(config.side_channel_host, config.side_channel_port + index, secret)
-            gauge.labels(*values, *(str(place[name]) for name in PLACE_LABELS)).set(1)
+            flags = {"streams": streams, "reuse": config.reuse_blocks, "releases": True}
+            told = {**place, **{name: int(flag) for name, flag in flags.items()}}
+            info.labels(*values, *(str(told[name]) for name in INFO_LABELS)).set(1)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one interval's record to the metrics of an engine."""
