@@ -1,48 +1,22 @@
-"""Every event in every state, and the times between attempts."""
+"""Which peers come into doubt, and the times between attempts."""
 
-import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.nixl.decode.peer_states import PeerEvent, PeerState, next_state
+from vllm_commext.nixl.decode.peer import Peer, PeerState
 from vllm_commext.nixl.wire.client import BackOff
 
-# A row a state: what NEEDED, ANSWERED, FAILED, DOUBTED and UNUSED make of it.
-TABLE = {
-    "unknown": ("handshaking", "unknown", "unknown", "unknown", "retired"),
-    "handshaking": ("handshaking", "ready", "lost", "handshaking", "retired"),
-    "ready": ("ready", "ready", "ready", "suspect", "retired"),
-    "suspect": ("handshaking", "suspect", "suspect", "suspect", "retired"),
-    "lost": ("handshaking", "lost", "lost", "lost", "retired"),
-    "retired": ("retired", "retired", "retired", "retired", "retired"),
-}
-EVENTS = ("needed", "answered", "failed", "doubted", "unused")
+NOBODY: Any = None
 
 
-def test_the_table_here_is_complete() -> None:
-    assert set(TABLE) == {state.value for state in PeerState}
-    assert set(EVENTS) == {event.value for event in PeerEvent}
-
-
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(TABLE, EVENTS)))
-def test_every_event_in_every_state(state: str, event: str) -> None:
-    expected = TABLE[state][EVENTS.index(event)]
-    assert next_state(PeerState(state), PeerEvent(event)).value == expected
-
-
-@given(st.lists(st.sampled_from(list(PeerEvent)), max_size=30))
-def test_a_peer_becomes_ready_only_by_an_answer_and_never_after_its_end(
-    events: list[PeerEvent],
-) -> None:
-    state = PeerState.UNKNOWN
-    for event in events:
-        before, state = state, next_state(state, event)
-        if state == PeerState.READY and before != PeerState.READY:
-            assert (before, event) == (PeerState.HANDSHAKING, PeerEvent.ANSWERED)
-        if before == PeerState.RETIRED:
-            assert state == PeerState.RETIRED
+@pytest.mark.parametrize("state", PeerState)
+def test_a_peer_comes_into_doubt_only_where_it_is_read_from(state: PeerState) -> None:
+    peer = Peer(("p", "host", 1, 0), NOBODY, state)
+    peer.doubt()
+    assert peer.state == (PeerState.SUSPECT if state == PeerState.READY else state)
 
 
 @given(st.integers(1, 10**6), st.floats(0, 1), st.floats(0, 1))

@@ -108,7 +108,7 @@ class Link:
         held: gives back what of NIXL's it uses, the last made first.
         num_users: who may still use it: its peer while it is its peer's link, and each read.
         retired: not to be used for further reads.
-        lost: its engine is gone, so that reads under way have no prospect.
+        closed: its engine is gone, so that reads under way have no prospect.
         num_bytes: bytes of the reads under way that are not late.
         num_bytes_done: bytes of the reads that have ended.
         progressed: when a piece of a read last ended, in seconds of ``time.perf_counter``.
@@ -127,7 +127,7 @@ class Link:
     held: ExitStack = field(default_factory=ExitStack)
     num_users: int = 1
     retired: bool = False
-    lost: bool = False
+    closed: bool = False
     num_bytes: int = 0
     num_bytes_done: int = 0
     progressed: float = field(default_factory=time.perf_counter)
@@ -236,10 +236,12 @@ class Links:
             link.retired = True
             link.drop()
 
-    def mark_lost(self, key: PeerKey) -> None:
+    def close(self, key: PeerKey) -> None:
         """The engine behind a key is gone: what is read from it has no prospect."""
         for link in self._existing():
-            link.lost = link.lost or (link.retired and link.key == key)
+            if link.key == key:
+                link.closed = True
+                self.retire(link)
 
     def _existing(self) -> list[Link]:
         self._all = [link for link in self._all if link.num_users]

@@ -331,7 +331,7 @@ class Loader:
             self._peers.doubt(read.link, broken=False)
             if use.lateness is not None or use.is_given_up:
                 continue
-            use.lateness = self._lateness(is_lost=read.link.lost)
+            use.lateness = self._lateness(is_closed=read.link.closed)
             self._outcomes.late(use.request_id)
             self._log.warning(
                 "late",
@@ -344,10 +344,10 @@ class Loader:
                 continue
             # What has come a moment ago is tried: else it would not have had its time.
             while peer.waiting and now - peer.waiting[0].begun >= limit / 2:
-                self._uses.close(peer.waiting.popleft(), self._lateness(is_lost=False))
+                self._uses.close(peer.waiting.popleft(), self._lateness(is_closed=False))
 
-    def _lateness(self, *, is_lost: bool) -> Failure:
-        if is_lost:
+    def _lateness(self, *, is_closed: bool) -> Failure:
+        if is_closed:
             return Failure("transfer", ProtocolError("the prefill engine has gone or restarted"))
         text = f"nothing has arrived for {self._config.transfer_timeout:g} s"
         return Failure("timeout", CommextTimeoutError(text))

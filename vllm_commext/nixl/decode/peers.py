@@ -1,18 +1,16 @@
 """The prefill workers that a decode worker knows: each asked once, checked, and kept until it is
-lost, restarted, or not needed for long.  The states and events of their lives are in
-``peer_states``."""
+lost, restarted, or not needed for long."""
 
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
 from functools import partial
 
 from vllm_commext.errors import CommextError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import Link, Links, LocalWorker, RefCounted
-from vllm_commext.nixl.decode.peer_states import PeerEvent, PeerState, next_state
+from vllm_commext.nixl.decode.peer import Peer, PeerState
 from vllm_commext.nixl.decode.sweep import Sweeper, num_descriptors
-from vllm_commext.nixl.decode.transfers import Part, Source, Transfer, Use
+from vllm_commext.nixl.decode.transfers import Part, Use
 from vllm_commext.nixl.geometry.layout import describe_place
 from vllm_commext.nixl.geometry.plan import plan_read
 from vllm_commext.nixl.log import RateLimitedLog, logger
@@ -26,68 +24,8 @@ from vllm_commext.nixl.wire.compatibility import check_facts, digest
 RETIRE_SECONDS = 0.1
 """Between two looks for peers that are not needed any more."""
 BACK_OFF = BackOff(first_seconds=0.1, most_seconds=1.0)
-DRAINING = "draining"
-"""How a ready peer is counted that has said that it drains."""
-
-
-@dataclass(eq=False)
-class Peer:
-    """One prefill worker.
-
-    Attributes:
-        key: what it is asked under.
-        channel: asks it; stays open afterwards, as the connection closes with the peer's process.
-        state: where it is in its life.
-        link: the connection to read from; kept while suspect, until it is known to have ended.
-        reach: of a peer that does not fit, the name of its agent, so that it can be told that its
-            blocks will not be read.
-        asked: when it was asked last, in seconds of ``time.monotonic``, as all times here.
-        waiting: parts of loads that wait for it to be ready, or for room among its reads; first
-            come, first served.
-        releases: remote requests that it is to be released from as soon as it is ready.
-        wanted_incarnation: start of its engine that the last request was of, "" for any.
-        last_used: when a request needed it last.
-        drains: it has said that it takes no new requests, and will go.
-    """
-
-    key: PeerKey
-    channel: SideChannel
-    state: PeerState = PeerState.UNKNOWN
-    link: Link | None = None
-    reach: RefCounted | None = None
-    asked: float = 0.0
-    waiting: deque[Part] = field(default_factory=deque[Part])
-    releases: list[tuple[Transfer, Source]] = field(default_factory=list[tuple[Transfer, Source]])
-    wanted_incarnation: str = ""
-    last_used: float = 0.0
-    drains: bool = False
-
-    @property
-    def ready_link(self) -> Link | None:
-        """The connection to read from, None where it is not ready."""
-        return self.link if self.state == PeerState.READY else None
-
-    @property
-    def has_closed(self) -> bool:
-        """Whether its connection has closed since it was asked, most likely with its process."""
-        return self.state == PeerState.SUSPECT and not self.channel.is_open
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is under way with it."""
-        has_reads = self.link is not None and self.link.num_users > 1
-        is_wanted = has_reads or bool(self.waiting) or bool(self.releases)
-        return self.state != PeerState.HANDSHAKING and not is_wanted
-
-    def apply(self, event: PeerEvent) -> None:
-        """Go on to the state after an event."""
-        self.state = next_state(self.state, event)
-
-    def drop_reach(self) -> None:
-        """Forget the agent of a peer that does not fit; safe to repeat."""
-        reach, self.reach = self.reach, None
-        if reach is not None:
-            reach.drop()
+DRAINING, RETIRED = "draining", "retired"
+"""How a ready peer is counted that has said that it drains, and a link whose last reads go on."""
 
 
 class PeerTable:
@@ -129,13 +67,11 @@ class PeerTable:
         )
 
     def count_states(self) -> dict[str, int]:
-        """Peers by state, every state named; retired ones are those whose reads go on, and ready
-        ones that drain are ``DRAINING``."""
-        counts = Counter(peer.state for peer in self._peers.values())
-        counts[PeerState.RETIRED] += self._links.num_retired
-        draining = sum(peer.drains for peer in self._peers.values() if peer.ready_link)
-        counts[PeerState.READY] -= draining
-        return {**{state.value: counts[state] for state in PeerState}, DRAINING: draining}
+        """Peers by state, every state named, and those that are ``DRAINING`` or ``RETIRED``."""
+        peers = self._peers.values()
+        counts = Counter(DRAINING if one.drains and one.ready_link else one.state for one in peers)
+        counts[RETIRED] = self._links.num_retired
+        return {state: counts[state] for state in (*PeerState, DRAINING, RETIRED)}
 
     def get(self, key: PeerKey) -> Peer | None:
         """What is known of a peer."""
@@ -185,7 +121,7 @@ class PeerTable:
         the next one."""
         peer = self._peers.get(link.key)
         if peer is not None and peer.link is link:
-            peer.apply(PeerEvent.DOUBTED)
+            peer.doubt()
             peer.link = None if broken else link
         if broken:
             self._links.retire(link)
@@ -232,8 +168,7 @@ class PeerTable:
             partial(self._admit, peer),
             partial(self._fail, peer),
         )
-        peer.apply(PeerEvent.DOUBTED)
-        peer.apply(PeerEvent.NEEDED)
+        peer.state = PeerState.HANDSHAKING
         peer.wanted_incarnation = incarnation
         peer.asked = now
         peer.drop_reach()
@@ -259,9 +194,8 @@ class PeerTable:
 
     def _fail(self, peer: Peer, _: CommextError) -> None:
         self._ended.append(peer)
-        peer.apply(PeerEvent.FAILED)
-        self._drop(peer)
-        self._links.mark_lost(peer.key)
+        peer.state = PeerState.LOST
+        self._close_links(peer)
 
     def _admit(self, peer: Peer, reply: wire.Described) -> None:
         described = wire.open_description(reply)
@@ -273,11 +207,10 @@ class PeerTable:
                 f"{found[0]!r}"
             )
         if peer.link is None or peer.link.incarnation != reply.incarnation:
-            self._drop(peer)
-            self._links.mark_lost(key)
+            self._close_links(peer)
             self._connect(peer, described, reply.incarnation)
         self._recorder.observe(handshake_seconds=time.monotonic() - peer.asked)
-        peer.apply(PeerEvent.ANSWERED)
+        peer.state = PeerState.READY
         peer.drains = False  # it says so after each answer
         self._ended.append(peer)
 
@@ -317,6 +250,11 @@ class PeerTable:
             )
             return None
 
+    def _close_links(self, peer: Peer) -> None:
+        """The engine that it was connected to is gone."""
+        peer.link = None
+        self._links.close(peer.key)
+
     def _drop(self, peer: Peer) -> None:
         link, peer.link = peer.link, None
         if link is not None:
@@ -328,7 +266,7 @@ class PeerTable:
         if peer.state != PeerState.READY:
             return
         is_idle = peer.is_idle
-        peer.apply(PeerEvent.DOUBTED)
+        peer.doubt()
         if peer.drains and is_idle:
             logger.info("prefill engine %s has gone, as it had said", key)
         else:
@@ -362,7 +300,6 @@ class PeerTable:
 
     def _retire(self, peer: Peer) -> None:
         del self._peers[peer.key]
-        peer.apply(PeerEvent.UNUSED)
         self._drop(peer)
         peer.drop_reach()
         peer.channel.close()

@@ -278,7 +278,7 @@ class ReadSet:
         link, moved = read.link, read.progressed
         if link.num_bytes_done - read.mark <= PATIENCE * self._max_bytes:
             moved = max(moved, link.progressed)
-        return link.lost or now - moved >= self._limit_seconds
+        return link.closed or now - moved >= self._limit_seconds
 
     def _note_progress(self, read: Read) -> None:
         read.link.progressed = read.progressed = time.perf_counter()

@@ -158,7 +158,7 @@ class StreamReader:
         cursor.link.drop()
 
     def _check_time(self, cursor: Cursor) -> None:
-        if cursor.link.lost:
+        if cursor.link.closed:
             raise _UnreachableError("the prefill engine has gone or restarted")
         moved = cursor.moved
         if cursor.look is not None or cursor.has_more:
