@@ -100,6 +100,8 @@ and logprobs with the server that prefilled:
 
 | one | the other | models | result |
 | --- | --- | --- | --- |
+| 0.33 | 0.32 | Llama, MLA, Granite, Nemotron-H; 6 prompts each way | equal, within 0.001 nats |
+| 0.33 | 0.32 | Qwen3-Next, bfloat16; 6 prompts each way | within 0.2 nats |
 | 0.32 | 0.30 | a dense Llama, MLA; 6 prompts each way | equal, within 0.001 nats |
 | 0.32 | 0.30 | Granite, Nemotron-H, Qwen3-Next, bfloat16; 6 prompts each way | within 0.2 nats |
 | 0.32 | 0.28 | a dense Llama, 6 prompts each way | equal, within 0.001 nats |
