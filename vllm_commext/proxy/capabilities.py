@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -45,17 +46,17 @@ class Capabilities:
     ranks: tuple[Rank, ...] = ()
     is_known: bool = False
 
-    @property
+    @cached_property
     def streams(self) -> bool:
         """Whether each rank reads prompts while they are computed."""
         return bool(self.ranks) and all(rank.streams for rank in self.ranks)
 
-    @property
+    @cached_property
     def key_ranks(self) -> tuple[str, ...]:
         """The ranks at which prefills are known by keys."""
         return tuple(rank.number for rank in self.ranks if rank.releases)
 
-    @property
+    @cached_property
     def offers(self) -> tuple[Mapping[str, str | int], ...]:
         """The side channels that tell which blocks are on offer."""
         return tuple(asdict(rank.channel) for rank in self.ranks if rank.reuse)
