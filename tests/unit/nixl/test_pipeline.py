@@ -14,7 +14,6 @@ from tests.unit.nixl.reference_layout import describe
 from tests.unit.nixl.reference_stages import cut, names_of, stage_of
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.decode.links import LocalWorker
-from vllm_commext.nixl.decode.source_plan import SourcePlan
 from vllm_commext.nixl.geometry.layout import CacheLayout, check_layout, describe_place
 from vllm_commext.nixl.geometry.topology import Split
 from vllm_commext.nixl.pipeline import ONE_STAGE, Pipeline, gather_bytes
@@ -81,14 +80,14 @@ def test_the_only_stage_asks_nobody_and_says_what_it_has_always_said() -> None:
 def test_workers_of_all_stages_agree_on_who_reads_from_whom() -> None:
     """From its own layers alone a stage would leave out ranks that another stage reads from."""
     found = placed([1, 3])
-    plans = [SourcePlan(LocalWorker("d", {}, one, other_splits=splits)) for one, splits in found]
-    alone = [SourcePlan(LocalWorker("d", {}, one)) for one, _ in found]
+    workers = [LocalWorker("d", {}, one, other_splits=splits) for one, splits in found]
+    alone = [LocalWorker("d", {}, one) for one, _ in found]
     for tp_size in (1, 2, 4):
-        assert len({plan.of(tp_size, 2).read for plan in plans}) == 1
-        counts = plans[0].of(tp_size, 2).num_consumers
+        assert len({one.sources(tp_size, 2).read for one in workers}) == 1
+        counts = workers[0].sources(tp_size, 2).num_consumers
         assert sorted(counts) == list(range(2 * tp_size))
         assert set(counts.values()) == {3}
-    assert len({plan.of(4, 2).read for plan in alone}) > 1
+    assert len({one.sources(4, 2).read for one in alone}) > 1
 
 
 def test_a_stage_without_caches_is_refused() -> None:

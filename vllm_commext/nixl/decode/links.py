@@ -9,10 +9,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.descriptors import UInt64Array
 from vllm_commext.nixl.geometry.layout import CacheLayout
 from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan
-from vllm_commext.nixl.geometry.topology import Split
+from vllm_commext.nixl.geometry.topology import Sources, Split, check_even, over_stages, sources
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.mapped.reader import MappedReader, Mapper
 from vllm_commext.nixl.requests import PeerKey
@@ -60,6 +61,29 @@ class LocalWorker:
         """Every way in which something is dealt out to the ranks, in any stage: all workers have to
         agree on who reads from whom."""
         return self.layout.splits() | self.other_splits
+
+    def check_sources(self, tp_size: int) -> None:
+        """Refuse a prefill engine whose ranks hold different numbers of something.
+
+        Raises:
+            UnsupportedError: says of what.
+        """
+        for split in self.splits:
+            check_even(split, tp_size, "the prefill engine's ranks")
+
+    def sources(self, tp_size: int, pp_size: int) -> Sources:
+        """The part in reading from ``pp_size`` stages of ``tp_size`` ranks, by worker numbers."""
+        rank = self.layout.rank
+        try:
+            self.check_sources(tp_size)
+            found = sources(self.splits, rank, tp_size)
+        except UnsupportedError:
+            # No rank of this engine reads: the first one of each stage releases all of them.
+            ranks = tuple(range(tp_size)) if rank.index == 0 else ()
+            found = Sources((), ranks, dict.fromkeys(ranks, 1))
+        return over_stages(
+            found, tp_size, num_stages=pp_size, num_reader_stages=self.layout.pp_size
+        )
 
 
 class RefCounted:

@@ -1,5 +1,6 @@
 """Remote requests from their first use by this engine to their release, and how each use ended."""
 
+import functools
 import math
 import sys
 import time
@@ -11,7 +12,6 @@ from vllm_commext.errors import ProtocolError, UnsupportedError
 from vllm_commext.nixl.decode.heartbeats import KeepAlive
 from vllm_commext.nixl.decode.links import Link, LocalWorker
 from vllm_commext.nixl.decode.peers import PeerTable
-from vllm_commext.nixl.decode.source_plan import SourcePlan
 from vllm_commext.nixl.decode.transfers import (
     Failure,
     Identity,
@@ -61,7 +61,7 @@ class Uses:
         self.keep_alive = KeepAlive(agent, local.consumer, peers)
         self._recorder = recorder
         self._outcomes = outcomes
-        self._sources = SourcePlan(local)
+        self._sources = functools.cache(local.sources)
         self._transfers: dict[Identity, Transfer] = {}
         # Transfers to be released, by the time when they are.
         self._closing: deque[tuple[float, Transfer]] = deque()
@@ -79,7 +79,7 @@ class Uses:
 
     def workers(self, tp_size: int, pp_size: int) -> list[int]:
         """Numbers of the workers that this one has to do with, of an engine of that size."""
-        return list(self._sources.of(tp_size, pp_size).num_consumers)
+        return list(self._sources(tp_size, pp_size).num_consumers)
 
     def refuse_all(self, error: Exception) -> None:
         """Nothing can be read on this worker: let each load fail with the reason."""
@@ -194,9 +194,7 @@ class Uses:
     def _transfer_of(self, remote: RemoteRequest) -> Transfer:
         key = identity(remote)
         if key not in self._transfers:
-            self._transfers[key] = Transfer(
-                remote, self._sources.of(remote.tp_size, remote.pp_size)
-            )
+            self._transfers[key] = Transfer(remote, self._sources(remote.tp_size, remote.pp_size))
         return self._transfers[key]
 
     def _refused(self, load: Load, remote: RemoteRequest) -> Failure | None:
@@ -206,7 +204,7 @@ class Uses:
         if load.refusal:
             return Failure("request", ProtocolError(load.refusal))
         try:
-            self._sources.check(remote.tp_size)
+            self._local.check_sources(remote.tp_size)
         except UnsupportedError as error:
             return Failure("configuration", error)
         return None
