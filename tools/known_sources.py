@@ -16,9 +16,8 @@ from pathlib import Path
 
 from matrix.columns import MatrixError, download, version_in
 
-from vllm_commext.compat.evidence import KNOWN_SOURCES, compare, short
+from vllm_commext.compat.evidence import KNOWN_SOURCES, compare, digest, short
 from vllm_commext.compat.parts import PARTS
-from vllm_commext.compat.sources import digest
 from vllm_commext.compat.versions import NEWEST, WINDOW
 
 Table = dict[str, dict[str, str]]

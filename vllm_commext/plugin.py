@@ -47,11 +47,11 @@ class Capability:
 
 
 def _activate_nixl() -> None:
-    from vllm_commext.compat import conv_state, hooks
+    from vllm_commext.compat import hooks, kv_connector
 
     if importlib.util.find_spec("nixl") is None:
         raise UnsupportedError("NIXL is not installed, `pip install nixl` brings it")
-    conv_state.note_choice()
+    kv_connector.note_layout_choice()
     hooks.add_connector(CONNECTOR_NAME, CONNECTOR_MODULE)
 
 

@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kin
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec
 
 from tests.contract.vllm_caches import HAS_LAYOUTS, make_caches, state_views
-from vllm_commext.compat import conv_state
+from vllm_commext.compat import kv_connector
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.descriptors import expand_rows
 from vllm_commext.nixl.geometry.layout import CacheLayout, StateGeometry, block_bytes, check_layout
@@ -96,7 +96,7 @@ MODELS = {
 def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Channels first or last, as vLLM is told."""
     utils = importlib.import_module("vllm.model_executor.layers.mamba.mamba_utils")
-    monkeypatch.setenv(conv_state.ENVIRONMENT_NAME, request.param)
+    monkeypatch.setenv(kv_connector.CONV_STATE_LAYOUT, request.param)
     utils.get_conv_state_layout.cache_clear()
     yield request.param
     utils.get_conv_state_layout.cache_clear()
@@ -120,7 +120,7 @@ class Engine:
         spec = model.spec(rank.size)
         config, caches = make_caches({"attn": attention, "ssm.0": spec, "ssm.1": spec})
         backends = {"attn": "FLASH_ATTN"}
-        facts = ModelFacts(rank, 4, model.num_groups, conv_state.is_dim_first(), backends)
+        facts = ModelFacts(rank, 4, model.num_groups, kv_connector.is_dim_first(), backends)
         layout = cache_layout(caches, config, facts)
         check_layout(layout)
         return cls(model, rank, config, caches, layout)
@@ -128,7 +128,7 @@ class Engine:
     def views(self, name: str) -> dict[str, torch.Tensor]:
         """Part name to vLLM's view of it, ``[blocks, units, channels of a unit, ...]``."""
         conv, *recurrent = state_views(self.caches[name], self.model.spec(self.rank.size))
-        conv = conv if conv_state.is_dim_first() else conv.transpose(1, 2)
+        conv = conv if kv_connector.is_dim_first() else conv.transpose(1, 2)
         found, channel = {}, 0
         for part, num_units, width in self.model.parts:
             held = max(1, num_units // self.rank.size)
@@ -256,14 +256,14 @@ def test_rings_beside_the_states_are_refused() -> None:
     }
     odd = MambaSpec(block_size=MAX_LENGTH, mamba_type=Kind.MAMBA2, page_size_padded=8192, **more)
     config, caches = make_caches({"a": odd})
-    facts = ModelFacts(Rank(1, 0), 4, 2, conv_state.is_dim_first(), {})
+    facts = ModelFacts(Rank(1, 0), 4, 2, kv_connector.is_dim_first(), {})
     with pytest.raises(UnsupportedError, match="is not known"):
         cache_layout(caches, config, facts)
 
 
 def test_another_number_of_groups_than_the_model_tells_is_refused() -> None:
     config, caches = make_caches({"a": mamba2(2).spec(1)})
-    facts = ModelFacts(Rank(1, 0), 4, 4, conv_state.is_dim_first(), {})
+    facts = ModelFacts(Rank(1, 0), 4, 4, kv_connector.is_dim_first(), {})
     with pytest.raises(UnsupportedError, match="expected 4 groups of B"):
         cache_layout(caches, config, facts)
 
@@ -272,7 +272,7 @@ def test_another_number_of_groups_than_the_model_tells_is_refused() -> None:
 def test_a_state_that_every_rank_holds_whole() -> None:
     values = {**vars(MODELS["short convolution"].spec(1)), "tp_replicated": True}
     config, caches = make_caches({"a": MambaSpec(**values)})
-    facts = ModelFacts(Rank(2, 1), 4, None, conv_state.is_dim_first(), {})
+    facts = ModelFacts(Rank(2, 1), 4, None, kv_connector.is_dim_first(), {})
     (family,) = cache_layout(caches, config, facts).families
     assert isinstance(family.geometry, StateGeometry)
     (part,) = family.geometry.parts

@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_commext import plugin
-from vllm_commext.compat import conv_state
+from vllm_commext.compat import kv_connector
 from vllm_commext.compat import kv_connector as compat
 from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.nixl import engine_facts
@@ -236,7 +236,7 @@ def test_states_are_not_copied_to_the_host() -> None:
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="of vLLM for CPUs")
 def test_channels_come_first_where_vllms_kernels_for_cpus_take_that_order() -> None:
-    assert conv_state._kernels_take_it() == (Version("0.32") <= VLLM)
+    assert kv_connector._kernels_take_it() == (Version("0.32") <= VLLM)
 
 
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])

@@ -28,7 +28,7 @@ from tests.contract.reuse_engines import (
     turn_until,
 )
 from tests.contract.scheduled_core import BLOCK, Core, next_token, request_of
-from vllm_commext.compat.block_frees import defer_frees
+from vllm_commext.compat.first_token import defer_frees
 from vllm_commext.nixl.config import parse_config
 from vllm_commext.nixl.engine_facts import reusing_of
 from vllm_commext.nixl.reasons import NoReuse

@@ -360,7 +360,7 @@ def vllm_step(n_requests: int, number: int) -> tuple[Any, Any]:
 
 
 def test_vllms_steps_go_field_by_field_and_arrive_as_pickle_makes_them() -> None:
-    from vllm_commext.compat.steps import vllm_steps
+    from vllm_commext.compat.queue_groups import vllm_steps
 
     classes = vllm_steps()
     assert classes is not None

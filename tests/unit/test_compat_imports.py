@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_commext.compat import imports
+from vllm_commext.compat import hooks
 
 NAME = "commext_imports_probe"
 
@@ -21,7 +21,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
     yield path
     sys.modules.pop(NAME, None)
-    imports._actions.pop(NAME, None)
+    hooks._actions.pop(NAME, None)
 
 
 def value() -> int:
@@ -31,7 +31,7 @@ def value() -> int:
 @pytest.mark.usefixtures("module")
 def test_the_action_comes_right_after_the_import_and_not_before() -> None:
     done: list[int] = []
-    imports.when_imported(NAME, lambda: done.append(sys.modules[NAME].value))
+    hooks.when_imported(NAME, lambda: done.append(sys.modules[NAME].value))
     assert done == []
     assert NAME not in sys.modules
     assert value() == 1
@@ -44,13 +44,13 @@ def test_the_action_comes_right_after_the_import_and_not_before() -> None:
 def test_a_module_that_is_there_already_is_acted_on_at_once() -> None:
     done: list[int] = []
     value()
-    imports.when_imported(NAME, lambda: done.append(1))
+    hooks.when_imported(NAME, lambda: done.append(1))
     assert done == [1]
 
 
 @pytest.mark.usefixtures("module")
 def test_the_module_has_its_own_loader_and_source() -> None:
-    imports.when_imported(NAME, lambda: None)
+    hooks.when_imported(NAME, lambda: None)
     value()
     found = sys.modules[NAME]
     assert type(found.__loader__).__name__ == "SourceFileLoader"
@@ -66,7 +66,7 @@ def test_what_the_action_raises_does_not_become_the_imports_failure(
     def fail() -> None:
         raise KeyError("gone")
 
-    imports.when_imported(NAME, fail)
+    hooks.when_imported(NAME, fail)
     assert value() == 1
     assert f"{NAME} stays as it is: KeyError" in caplog.text
 
@@ -74,7 +74,7 @@ def test_what_the_action_raises_does_not_become_the_imports_failure(
 def test_a_module_whose_import_fails_is_not_acted_on(module: Path) -> None:
     done: list[int] = []
     module.write_text("raise ImportError('no such library')\n")
-    imports.when_imported(NAME, lambda: done.append(1))
+    hooks.when_imported(NAME, lambda: done.append(1))
     with pytest.raises(ImportError, match="no such library"):
         value()
     assert done == []

@@ -9,8 +9,8 @@ import pytest
 from matrix.columns import MatrixError
 
 from vllm_commext.compat import evidence
+from vllm_commext.compat.evidence import NOT_THERE, digest
 from vllm_commext.compat.parts import PARTS, Part
-from vllm_commext.compat.sources import NOT_THERE, digest
 from vllm_commext.compat.versions import NEWEST
 
 TEXT = '''

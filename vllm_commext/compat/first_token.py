@@ -28,7 +28,6 @@ from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from vllm_commext.compat.block_frees import defer_frees
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.first_token import Sampler, facts_digest
 from vllm_commext.nixl.reasons import FirstToken
@@ -36,6 +35,7 @@ from vllm_commext.nixl.reasons import FirstToken
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
+
 
 _LOGITS_PROCESSORS = "vllm.logits_processors"
 
@@ -211,3 +211,25 @@ def _end_load(core: Any, request_id: str, *, must_compute: bool) -> None:
         scheduler.failed_recving_kv_req_ids.add(request_id)
     else:
         _refuse(core, request)
+
+
+def defer_frees(scheduler: Any) -> bool:
+    """Have vLLM keep blocks that a step under way may still write to until that step has ended;
+    returns whether it does.
+
+    With async scheduling a step may be under way when a request ends or is preempted. Where the
+    next user of a block computes, its step comes later; a load is not ordered behind that step,
+    which would overwrite what it has brought. vLLM keeps such blocks a step longer, but only on
+    consumers (``kv_role``): a producer that reuses what other engines hold loads, too.
+
+    Args:
+        scheduler: vLLM's, before its first step: it counts steps for that from the first one on.
+    """
+    deferred: bool | None = getattr(scheduler, "defer_block_free", None)
+    if deferred or deferred is None:
+        return deferred is not None
+    if scheduler.vllm_config.max_concurrent_batches > 1:
+        if scheduler.current_step:
+            return False
+        scheduler.defer_block_free = True
+    return True

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.collective import Collective
-from vllm_commext.compat.microbatches import microbatches
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu.facts import Facts, agree_about
 from vllm_commext.settings import TOGGLES, read_settings
@@ -16,6 +15,7 @@ from vllm_commext.settings import TOGGLES, read_settings
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+
 
 MOST_RANKS = 8
 ONE_PARENT = "mp"  # vLLM's executor that starts all workers of a host by itself
@@ -134,3 +134,9 @@ def _ask(group: "ProcessGroup", device: "torch.device") -> "Facts | UnsupportedE
 def forget(group: "ProcessGroup") -> None:
     """Ask again should there be another group in its place."""
     _agreed[:] = [each for each in _agreed if each[0] is not group]
+
+
+def microbatches(config: Any) -> bool:
+    """Whether vLLM runs a batch in parts, on several streams."""
+    parallel = config.parallel_config if config is not None else None
+    return bool(getattr(parallel, "enable_dbo", False)) or getattr(parallel, "ubatch_size", 0) > 1

@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+import os
 import sys
 from typing import TYPE_CHECKING, Any
+
+from vllm_commext.compat import evidence
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import MambaSpec
     from vllm.v1.request import Request
 
+
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 _MAX_UNSPLIT_TOKENS = 64
 """Blocks of up to as many tokens are taken whole by every attention backend for CUDA; vLLM splits
 none whose neighbours in memory belong to other layers."""
+STATES_PART = "nixl states"
+CONV_STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
+DIM_FIRST = "DS"
+_chosen_by_user: list[str | None] = []
 
 
 def config_file_of(model: ModelConfig) -> dict[str, Any] | None:
@@ -130,3 +139,43 @@ def context_parallel_sizes(vllm_config: VllmConfig) -> dict[str, int]:
     parallel = vllm_config.parallel_config
     names = ("decode_context_parallel_size", "prefill_context_parallel_size")
     return {name: int(getattr(parallel, name, 1)) for name in names}
+
+
+def note_layout_choice() -> None:
+    """Remember which layout of states the user has chosen, before vLLM's platforms choose."""
+    if not _chosen_by_user:
+        _chosen_by_user.append(os.environ.get(CONV_STATE_LAYOUT))
+
+
+def ask_for_dim_first() -> None:
+    """Ask for convolution states with channels first, in this process and in those that it starts,
+    unless the user has chosen; drop what vLLM may have remembered of the layout.
+
+    A rank's slices are single runs of bytes then ("DS"). vLLM's default is the other order ("SD"),
+    and it chooses one by itself on some CPUs.
+    """
+    chosen = _chosen_by_user[0] if _chosen_by_user else os.environ.get(CONV_STATE_LAYOUT)
+    if chosen is not None or evidence.why_broken(STATES_PART) or not _kernels_take_it():
+        return
+    os.environ[CONV_STATE_LAYOUT] = DIM_FIRST
+    _mamba_utils().get_conv_state_layout.cache_clear()
+
+
+def is_dim_first() -> bool:
+    """Whether convolution states, where there are any, have channels first in this process."""
+    return not evidence.why_broken(STATES_PART) and bool(_mamba_utils().is_conv_state_dim_first())
+
+
+def _kernels_take_it() -> bool:
+    """Not those for CPUs with bfloat16 instructions of a vLLM whose platform sets the other order
+    whatever was chosen."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return True
+    choosing = inspect.getsource(type(current_platform).check_and_update_config)
+    return f'os.environ["{CONV_STATE_LAYOUT}"] = ' not in choosing
+
+
+def _mamba_utils() -> Any:
+    return importlib.import_module("vllm.model_executor.layers.mamba.mamba_utils")

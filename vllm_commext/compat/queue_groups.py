@@ -1,18 +1,93 @@
-"""The message queue as vLLM meets it: with queues among the ranks of a process group.
+"""The message queue as vLLM meets it: among the ranks of a process group, for vLLM's own steps and
+with its tensor arena.
 
 The order of the collective calls is vLLM's, because its other code runs between them.
 """
 
+import functools
 import logging
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from vllm_commext.compat.steps import vllm_steps
-from vllm_commext.compat.tensor_arena import TensorArena
 from vllm_commext.shm.handle import Handle
 from vllm_commext.shm.queue import MessageQueue
+from vllm_commext.shm.reducers import PROTOCOL, is_dense, reduce_tensor
 from vllm_commext.shm.steps import StepClasses
 
 logger = logging.getLogger("vllm.commext.shm")
+
+
+@functools.cache
+def vllm_steps() -> StepClasses | None:
+    """vLLM's classes of what the engine and its workers send one another in each step; None, and a
+    line that says why, where they differ from what the codec was made for."""
+    try:
+        from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+        from vllm.v1.executor.multiproc_executor import WorkerProc
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        status = WorkerProc.ResponseStatus
+        kinds = SchedulerOutput, NewRequestData, CachedRequestData, ModelRunnerOutput
+        found = StepClasses(*kinds, status)
+        problem = found.problem()
+    except (ImportError, AttributeError) as error:
+        found, problem = None, str(error)
+    if problem:
+        logger.info("commext: shm_queue: steps are pickled as they are: %s", problem)
+        return None
+    return found
+
+
+ArenaHandle = tuple[int, int, int, str]
+Reducer = Callable[[Any], Any]
+
+
+class TensorArena:
+    """vLLM's tensor arena beside our queue: slots of shared memory into which the engine copies a
+    large CPU tensor once, and of which each worker gets a view. A message of ours holds what vLLM
+    pickles in place of the tensor.
+
+    This is one end of it: the writer's, or, with its handle, that of the reader in `place`.
+
+    Attributes:
+        handle: what a reader's process needs.
+        flush_releases: frees the slots whose tensors are gone; a reader calls it before each read.
+
+    Raises:
+        RuntimeError: /dev/shm has no room for it (2 GiB in vLLM 0.32).
+    """
+
+    def __init__(self, n_readers: int, handle: ArenaHandle | None = None, place: int = -1) -> None:
+        from vllm.distributed.device_communicators import shm_tensor_arena
+
+        self._stock: Any = shm_tensor_arena
+        if handle is None:
+            self._arena = self._stock.ShmTensorArena(n_readers)
+        else:
+            self._arena = self._stock.ShmTensorArena(*handle, reader_rank=place)
+            if hasattr(self._arena, "shared_memory"):  # else what needs it fails, when it comes
+                self._stock._TENSOR_ARENAS[handle[-1]] = self._arena  # where unpickling looks
+        self.handle: ArenaHandle = handle or self._arena.handle()
+        self.flush_releases: Callable[[], None] = self._arena.flush_releases
+
+    def reducers(self) -> dict[type, Reducer]:
+        """The writer's, by type: of a tensor that has got a slot the slot, of others as usual."""
+        import torch
+
+        only_an_arena = SimpleNamespace(arena=self._arena)  # all that vLLM's pickler needs for it
+        to_slot = partial(self._stock._ArenaPickler.reducer_override, only_an_arena)
+
+        def reduced(tensor: Any, usual: Reducer) -> Any:
+            found = to_slot(tensor) if is_dense(tensor) else NotImplemented
+            return usual(tensor) if found is NotImplemented else found
+
+        return {
+            torch.Tensor: lambda tensor: reduced(tensor, reduce_tensor),
+            torch.nn.Parameter: lambda one: reduced(one, lambda one: one.__reduce_ex__(PROTOCOL)),
+        }
+
 
 LEFT = "commext: shm_queue: left to vLLM's own: %s"
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.collective import Collective
-from vllm_commext.compat import evidence, imports
+from vllm_commext.compat import evidence, hooks
 from vllm_commext.compat.api_table import FUSERS, MIXER, SPREAD_NORMS
 from vllm_commext.compat.monkey_patch import original_of, patch_all
 from vllm_commext.errors import UnsupportedError
@@ -232,4 +232,4 @@ def install(take_part: TakePart, tell: Tell) -> None:
     models[MAMBA2] = (MIXER, _install_mamba2)
     for model, (module, install_in) in models.items():
         action = functools.partial(put, model, functools.partial(install_in, give))
-        imports.when_imported(module, action)
+        hooks.when_imported(module, action)

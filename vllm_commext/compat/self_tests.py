@@ -175,9 +175,9 @@ def states() -> None:
     import torch
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    from vllm_commext.compat import conv_state
+    from vllm_commext.compat import kv_connector
 
-    conv_state.is_dim_first()
+    kv_connector.is_dim_first()
     spec: Any = MambaSpec(
         block_size=BLOCK_TOKENS,
         shapes=((16, 3), (2, 4, 4)),

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_commext.compat import conv_state, engine_wait, evidence
+from vllm_commext.compat import engine_wait, evidence, kv_connector
 from vllm_commext.compat.kv_connector import (
     peer_cache_hit_source,
     required_cache_layout,
@@ -55,7 +55,7 @@ _TransferResults = transfer_results_class()
 
 # vLLM imports this module where the connector is to be used and nowhere else, before any cache is
 # shaped.
-conv_state.ask_for_dim_first()
+kv_connector.ask_for_dim_first()
 
 
 def pipeline_of(vllm_config: VllmConfig) -> Pipeline:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 
-from vllm_commext.compat import conv_state, evidence
+from vllm_commext.compat import evidence, kv_connector
 from vllm_commext.compat.kv_connector import (
     asks_for_states_inside_prompts,
     attention_backends,
@@ -216,7 +216,7 @@ def _check_spec(spec: KVCacheSpec) -> None:
 
 
 def _check_states(spec: Any) -> None:
-    if reason := evidence.why_not(conv_state.PART):
+    if reason := evidence.why_not(kv_connector.STATES_PART):
         raise UnsupportedError(f"CommextNixlConnector transfers no states here: {reason}")
     mode = getattr(spec, "mamba_cache_mode", "none")
     if mode not in ("none", "align"):
@@ -245,7 +245,7 @@ def model_facts(vllm_config: VllmConfig, tp_rank: int) -> ModelFacts:
         rank=Rank(vllm_config.parallel_config.tensor_parallel_size, tp_rank),
         num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
         num_groups=_num_groups(model.hf_text_config),
-        conv_dim_first=conv_state.is_dim_first(),
+        conv_dim_first=kv_connector.is_dim_first(),
         backends=attention_backends(vllm_config),
     )
 
