@@ -185,7 +185,7 @@ def test_begins_and_tokens_reach_the_requests_that_wait_for_them(
     assert told == {f"d{number}": (number, "drawn") for number in range(0, 100, 2)}
     for number in range(100):
         asker.forget(f"d{number}")
-    wait_until(lambda: not (asker._places or asker._answers or asker._awaited))
+    wait_until(lambda: not (asker._waiters or asker._answers or asker._awaited))
     assert not asker._tokens
 
 
@@ -208,7 +208,7 @@ def test_a_prompt_that_ends_without_a_token_is_awaited_no_more(
     asker.watch("d1", key(1), (HOST, served.port), awaits_token=True)
     wait_until(lambda: asker.answer("d1"))
     served.directory.end(key(1))
-    wait_until(lambda: not asker._places)
+    wait_until(lambda: not asker._waiters)
     asker.wait_for_token("d1", BOUND_SECONDS)
     assert asker.take_tokens() == {}
 
@@ -223,7 +223,7 @@ def test_a_side_channel_that_closes_fails_what_waits_and_leaves_what_has_its_ans
     served.server.close()
     assert isinstance(wait_until(lambda: asker.answer("d2")), CommextError)
     assert isinstance(asker.answer("d1"), TransferParams)
-    wait_until(lambda: not asker._places)
+    wait_until(lambda: not asker._waiters)
 
 
 def test_a_client_that_was_asked_nothing_closes_twice() -> None:

@@ -11,7 +11,6 @@ from functools import partial
 
 from vllm_commext.errors import CommextError, ProtocolError
 from vllm_commext.nixl.log import RateLimitedLog
-from vllm_commext.nixl.reuse.hashes import HASH_BYTES
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.client import BackOff, ClientThread, SideChannel
 from vllm_commext.nixl.wire.connection import SideChannelAddress
@@ -67,15 +66,15 @@ class BlockFinder:
         self._log = RateLimitedLog()
 
     def search(
-        self, request_id: str, hashes: Sequence[bytes], places: Sequence[SideChannelAddress]
+        self, request_id: str, hashes: Sequence[bytes], addresses: Sequence[SideChannelAddress]
     ) -> None:
         """Look for the blocks with these hashes at these side channels."""
         question = wire.FindBlocks(
             hashes=b"".join(hashes[: wire.MAX_HASHES]), consumer=self._consumer
         )
         until = time.monotonic() + self._limit_seconds
-        search = self._searches[request_id] = _Search(request_id, question, until, len(places))
-        self._client.call(self._ask, search, places)
+        search = self._searches[request_id] = _Search(request_id, question, until, len(addresses))
+        self._client.call(self._ask, search, addresses)
 
     def is_done(self, request_id: str) -> bool:
         """Whether all have answered, or no time is left."""
@@ -87,12 +86,12 @@ class BlockFinder:
         search = self._searches.pop(request_id, None)
         return search.best if search is not None else None
 
-    def _ask(self, search: _Search, places: Sequence[SideChannelAddress]) -> None:
-        for place in places:
-            channel = self._channels.pop(place, None)
+    def _ask(self, search: _Search, addresses: Sequence[SideChannelAddress]) -> None:
+        for address in addresses:
+            channel = self._channels.pop(address, None)
             if channel is None:
-                channel = SideChannel(self._client, place, BACK_OFF)
-            self._channels[place] = channel
+                channel = SideChannel(self._client, address, BACK_OFF)
+            self._channels[address] = channel
             try:
                 channel.ask(
                     search.question,
@@ -109,9 +108,14 @@ class BlockFinder:
             del self._channels[channel.address]
 
     def _note_reply(self, search: _Search, found: wire.FoundBlocks) -> None:
-        check(found, len(search.question.hashes) // HASH_BYTES)
+        num_found, num_asked = len(found.block_ids), len(search.question.hashes) // wire.HASH_BYTES
+        if not num_found == len(found.generations) <= num_asked:
+            raise ProtocolError(
+                f"expected at most {num_asked} blocks with a generation each, got {num_found} with "
+                f"{len(found.generations)}"
+            )
         longest = len(search.best.block_ids) if search.best is not None else 0
-        if len(found.block_ids) > longest:
+        if num_found > longest:
             search.best = found
         self._note_end(search)
 
@@ -129,18 +133,3 @@ class BlockFinder:
         search.num_open -= 1
         if is_last:
             self._notify()
-
-
-def check(found: wire.FoundBlocks, num_asked: int) -> None:
-    """Raise ProtocolError where an answer's numbers cannot be those of an engine."""
-    num_blocks, most = len(found.block_ids), (1 << 31) - 1
-    good = num_blocks == len(found.generations) <= num_asked
-    good = good and all(0 < block_id <= most for block_id in found.block_ids)
-    good = good and all(0 <= one < 1 << 64 for one in found.generations)
-    good = good and 0 < found.port < 65536 and 0 < found.tp_size <= 1024
-    if not good:
-        raise ProtocolError(
-            f"expected at most {num_asked} blocks with ids from 1 to {most} and a generation each, "
-            f"a port and a number of ranks, got {num_blocks} blocks with "
-            f"{len(found.generations)} generations at port {found.port}"
-        )

@@ -36,7 +36,7 @@ class _Wanted:
 
 
 @dataclass
-class _Place:
+class _Waiters:
     """One side channel and the requests that wait for it; times in seconds of
     ``time.monotonic``."""
 
@@ -70,7 +70,7 @@ class StreamAsker:
         self._limit_seconds = limit_seconds
         self._answer_seconds = answer_seconds
         self._notify = notify
-        self._places: dict[SideChannelAddress, _Place] = {}
+        self._waiters: dict[SideChannelAddress, _Waiters] = {}
         # Read by the other thread.
         self._answers: dict[str, Answer] = {}
         self._tokens: deque[tuple[str, tuple[int, str]]] = deque()
@@ -114,62 +114,62 @@ class StreamAsker:
         return taken
 
     def _watch(self, request_id: str, wanted: _Wanted, address: SideChannelAddress) -> None:
-        place = self._places.get(address)
-        if place is None:
-            place = _Place(SideChannel(self._client, address, NO_BACK_OFF))
-            self._places[address] = place
-        place.wanted[request_id] = wanted
-        self._ask(place)
+        waiters = self._waiters.get(address)
+        if waiters is None:
+            waiters = _Waiters(SideChannel(self._client, address, NO_BACK_OFF))
+            self._waiters[address] = waiters
+        waiters.wanted[request_id] = wanted
+        self._ask(waiters)
 
     def _forget(self, request_id: str) -> None:
         self._answers.pop(request_id, None)
-        for place in [*self._places.values()]:
-            if request_id in place.wanted:
-                self._end(place, request_id)
-                self._leave_if_idle(place)
+        for waiters in [*self._waiters.values()]:
+            if request_id in waiters.wanted:
+                self._end(waiters, request_id)
+                self._leave_if_idle(waiters)
 
-    def _ask(self, place: _Place) -> None:
+    def _ask(self, waiters: _Waiters) -> None:
         """Ask for all that is wanted there, in the place of the question before."""
-        now = place.asked = time.monotonic()
-        self._give_up(place, now)
-        if self._leave_if_idle(place):
+        now = waiters.asked = time.monotonic()
+        self._give_up(waiters, now)
+        if self._leave_if_idle(waiters):
             return
-        chosen = _some([(one.key, one.is_found) for one in place.wanted.values()])
-        first = min((one.since for one in place.wanted.values() if not one.is_found), default=now)
+        chosen = _some([(one.key, one.is_found) for one in waiters.wanted.values()])
+        first = min((one.since for one in waiters.wanted.values() if not one.is_found), default=now)
         wait = min(wire.MAX_WAIT_SECONDS, first + self._limit_seconds - now)
         question = wire.FindStreams(
             keys=[key for key, is_found in chosen if not is_found],
             awaited=[key for key, is_found in chosen if is_found],
-            wait_seconds=wait if len(chosen) == len(place.wanted) else SHORT_WAIT_SECONDS,
+            wait_seconds=wait if len(chosen) == len(waiters.wanted) else SHORT_WAIT_SECONDS,
             consumer=self._consumer,
         )
-        place.channel.ask(
+        waiters.channel.ask(
             question,
             self._answer_seconds + wire.MAX_WAIT_SECONDS,
-            partial(self._note_reply, place),
-            partial(self._note_error, place),
+            partial(self._note_reply, waiters),
+            partial(self._note_error, waiters),
             replaces=True,
         )
 
-    def _note_reply(self, place: _Place, reply: wire.FoundStreams) -> None:
+    def _note_reply(self, waiters: _Waiters, reply: wire.FoundStreams) -> None:
         """Take an answer, and ask on."""
         is_changed = False
-        for request_id, one in [*place.wanted.items()]:
+        for request_id, one in [*waiters.wanted.items()]:
             stream = reply.found.get(one.key)
             if stream is not None:
-                is_changed |= self._note_stream(place, request_id, reply, stream)
+                is_changed |= self._note_stream(waiters, request_id, reply, stream)
         if reply.found:
             self._notify()
-        if self._leave_if_idle(place):
+        if self._leave_if_idle(waiters):
             return
-        rest = 0.0 if is_changed else place.asked + SHORT_WAIT_SECONDS - time.monotonic()
-        self._client.after(rest, partial(self._ask, place))
+        rest = 0.0 if is_changed else waiters.asked + SHORT_WAIT_SECONDS - time.monotonic()
+        self._client.after(rest, partial(self._ask, waiters))
 
     def _note_stream(
-        self, place: _Place, request_id: str, reply: wire.FoundStreams, stream: wire.FoundStream
+        self, waiters: _Waiters, request_id: str, reply: wire.FoundStreams, stream: wire.FoundStream
     ) -> bool:
         """Take what an answer says of a request; whether its first token is awaited from now on."""
-        one, begins_to_await = place.wanted[request_id], False
+        one, begins_to_await = waiters.wanted[request_id], False
         if not one.is_found:
             one.is_found = True
             answer = self._answers[request_id] = _transfer_params(reply, stream)
@@ -179,49 +179,49 @@ class StreamAsker:
         if has_token:
             self._tokens.append((request_id, (stream.first_token, stream.sampling)))
         if has_token or stream.refusal or not one.awaits_token:
-            self._end(place, request_id)
+            self._end(waiters, request_id)
         return begins_to_await
 
-    def _note_error(self, place: _Place, error: CommextError) -> None:
+    def _note_error(self, waiters: _Waiters, error: CommextError) -> None:
         """Nothing can be asked there: all that waits for it fails, and no token comes."""
-        self._fail([*place.wanted], place, error)
-        self._leave_if_idle(place)
+        self._fail([*waiters.wanted], waiters, error)
+        self._leave_if_idle(waiters)
 
-    def _give_up(self, place: _Place, now: float) -> None:
+    def _give_up(self, waiters: _Waiters, now: float) -> None:
         """Fail what has waited for too long."""
         begun = now - self._limit_seconds
         late = [
-            name for name, one in place.wanted.items() if not one.is_found and one.since <= begun
+            name for name, one in waiters.wanted.items() if not one.is_found and one.since <= begun
         ]
         error = CommextTimeoutError(
             f"no prefill engine has begun with the request's stream_key within "
             f"{self._limit_seconds:g} s (stream_begin_timeout): does its router send the same key "
             "to both engines, at the same time?"
         )
-        self._fail(late, place, error)
+        self._fail(late, waiters, error)
 
-    def _fail(self, request_ids: list[str], place: _Place, error: CommextError) -> None:
+    def _fail(self, request_ids: list[str], waiters: _Waiters, error: CommextError) -> None:
         for request_id in request_ids:
-            if not place.wanted[request_id].is_found:
+            if not waiters.wanted[request_id].is_found:
                 self._answers[request_id] = error
-            self._end(place, request_id)
+            self._end(waiters, request_id)
         if request_ids:
             self._notify()
 
-    def _end(self, place: _Place, request_id: str) -> None:
+    def _end(self, waiters: _Waiters, request_id: str) -> None:
         """A request waits for nothing more."""
-        del place.wanted[request_id]
+        del waiters.wanted[request_id]
         with self._told:
             self._awaited.discard(request_id)
             self._told.notify_all()
 
-    def _leave_if_idle(self, place: _Place) -> bool:
+    def _leave_if_idle(self, waiters: _Waiters) -> bool:
         """Hang up where no request waits; whether none does."""
-        if place.wanted:
+        if waiters.wanted:
             return False
-        place.channel.close()
-        if self._places.get(place.channel.address) is place:
-            del self._places[place.channel.address]
+        waiters.channel.close()
+        if self._waiters.get(waiters.channel.address) is waiters:
+            del self._waiters[waiters.channel.address]
         return True
 
 

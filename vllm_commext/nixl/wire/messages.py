@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -200,10 +200,10 @@ class FoundBlocks(Frame, tag="found_blocks", frozen=True):
     engine_id: str
     incarnation: str
     host: str
-    port: int
-    tp_size: int
-    block_ids: list[int]
-    generations: list[int]
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    tp_size: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    block_ids: list[Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]]
+    generations: list[Annotated[int, msgspec.Meta(ge=0)]]
 
 
 class MappedRegion(msgspec.Struct, frozen=True, kw_only=True):
