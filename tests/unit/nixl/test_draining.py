@@ -1,6 +1,7 @@
 """A prefill engine that drains says so on its side channel to whoever has asked, with its secret
 where it has one."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from tests.kit.ports import free_port
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire import zmtp
+from vllm_commext.nixl.wire.client import MAX_FRAMES
 
 HOST = "127.0.0.1"
 BOUND_SECONDS = 20.0
@@ -108,3 +111,20 @@ def test_news_with_another_secret_or_of_another_kind_are_none(context: Any) -> N
     with pytest.raises(ProtocolError, match="protocol 9"):
         wire.decode_news(wire.encode(wire.Draining(drains=True, version=9)))
     assert wire.decode_news(wire.encode(wire.Draining(drains=False))).drains is False
+
+
+def test_a_flood_of_news_is_taken_piece_by_piece() -> None:
+    with socket.create_server((HOST, 0)) as bound:
+        inquiry = Inquiry(HOST, bound.getsockname()[1], REQUEST)
+        flooder, _ = bound.accept()
+        told = [wire.describe(b"", "start-1"), *[wire.Draining(drains=True)] * 1000]
+        frames = [wire.encode(one) for one in told]
+        flooder.sendall(zmtp.opening(zmtp.ROUTER))
+        flooder.sendall(b"".join(zmtp.header(len(frame)) + frame for frame in frames))
+        assert wait_for(inquiry.poll).incarnation == "start-1"
+        for _ in range(10):
+            before = len(inquiry._news)
+            inquiry._look()
+            assert len(inquiry._news) - before <= MAX_FRAMES
+        inquiry.close()
+        flooder.close()

@@ -260,7 +260,7 @@ class PeerTable:
         if link is not None:
             self._links.retire(link)
 
-    def _note_closed(self, key: PeerKey) -> None:
+    def _note_closed(self, key: PeerKey, error: CommextError) -> None:
         """A peer's connection has closed while nothing was asked."""
         peer = self._peers[key]
         if peer.state != PeerState.READY:
@@ -270,7 +270,8 @@ class PeerTable:
         if peer.drains and is_idle:
             logger.info("prefill engine %s has gone, as it had said", key)
         else:
-            self._log.warning("connection", f"the connection to prefill engine {key} has closed")
+            text = f"the connection to prefill engine {key} has closed: {error}"
+            self._log.warning("connection", text)
         if is_idle:
             self._drop(peer)  # its process has ended, as far as can be told
         elif peer.link is not None:

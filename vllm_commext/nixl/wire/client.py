@@ -28,6 +28,8 @@ CHECK_SECONDS = 0.1
 """Between two looks whether connections over which nothing is asked have closed."""
 LOOK_SECONDS = 0.01
 """Between two looks at a connection that is being made."""
+MAX_FRAMES = 4
+"""Taken of one engine at a time, so that none that floods holds up the others."""
 _CLOSE_SECONDS = 1.0
 _ANSWERS = {
     wire.DescribeRequest: wire.Described,
@@ -85,7 +87,7 @@ class SideChannel:
         address: of the side channel.
         back_off: how long it is not asked again after failures.
         on_draining: called when the engine has said whether it drains.
-        on_closed: called when the connection has closed while nothing was asked.
+        on_closed: told why, when the connection has ended while nothing was asked.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class SideChannel:
         address: SideChannelAddress,
         back_off: BackOff,
         on_draining: Callable[[bool], None] | None = None,
-        on_closed: Callable[[], None] = lambda: None,
+        on_closed: Callable[[CommextError], None] = lambda _: None,
     ) -> None:
         self.address = address
         self.error = CommextError()
@@ -162,7 +164,9 @@ class SideChannel:
     def poll(self, now: float) -> None:
         """Take what has come, and send what is to be asked."""
         try:
-            while self._socket is not None and (frame := self._socket.receive()) is not None:
+            for _ in range(MAX_FRAMES):
+                if self._socket is None or (frame := self._socket.receive()) is None:
+                    break
                 self._take(frame)
             self._check(now)
             if self._questions and not self._is_sent:
@@ -234,7 +238,7 @@ class SideChannel:
         questions = [*self._questions]
         self.close()
         if not questions:
-            self._on_closed()
+            self._on_closed(error)
             return
         self.num_failures += 1
         wait = self._back_off.seconds(self.num_failures, random.random())
