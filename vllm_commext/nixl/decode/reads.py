@@ -4,8 +4,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.decode.transfers import Failure, Part
@@ -53,8 +51,7 @@ class Proof:
 
     def holds(self, cells: Sequence[int]) -> bool:
         """Whether the expected words have arrived in these cells."""
-        found = self.table.own.cells[list(cells)]
-        return np.array_equal(found, np.array(self.expected, dtype=np.uint64))
+        return self.table.own.cells[[*cells]].tolist() == [*self.expected]
 
 
 def proof_of(part: Part, link: Link) -> Proof | None:

@@ -64,8 +64,9 @@ class Table:
         begin = len(self._free) - count
         if begin < 0:
             return None
-        self._free, taken = self._free[:begin], self._free[begin:]
-        return sorted(taken)
+        taken = sorted(self._free[begin:])
+        del self._free[begin:]
+        return taken
 
     def give_back(self, cells: Sequence[int]) -> None:
         """Free cells into which nothing is read any more."""
@@ -90,5 +91,5 @@ class RemoteTable:
 
     def make_read(self, cells: Sequence[int], records: Sequence[int] | Int32Array) -> Any:
         """Describe a read of some of the records into as many cells."""
-        own, theirs = (np.asarray(one, dtype=np.int32) for one in (cells, records))
+        own, theirs = np.asarray(cells, dtype=np.int32), np.asarray(records, dtype=np.int32)
         return self._agent.make_read(self._cell_list, own, self.prepared, theirs)
