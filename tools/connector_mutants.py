@@ -60,7 +60,7 @@ MUTANTS = (
     Mutant(
         "prompt",
         "parameters are not compared with the prompt",
-        "decode/params_cache.py",
+        "decode/prompt_match.py",
         "check_prompt(digests(prompt_of(request), remote.num_tokens), transfer_params.prompt, "
         "source)",
         "pass",
@@ -111,19 +111,18 @@ MUTANTS = (
     Mutant(
         "failures by rank",
         "a failed load is counted on each rank that it failed on",
-        "scheduler.py",
-        "            self._ends.add(worker.ends)\n",
-        "            for reason in worker.ends.failed.values():\n"
-        "                self._recorder.failure(reason)\n",
+        "decode/remote_prompts.py",
+        "                state.failure = state.failure or reason  # the first one of all ranks\n",
+        "                state.failure = reason\n"
+        "                self._engine.recorder.count_reason(FAILURES, reason)\n",
         f"{_CONTRACT}test_scheduler_stats.py",
     ),
     Mutant(
         "expiries by rank",
         "an expired request is counted on each rank of the prefill engine",
-        "scheduler.py",
-        "            self._ends.add(worker.ends)\n",
-        "            for _ in worker.ends.expired:\n"
-        "                self._recorder.lease_ended(0.0, expired=True)\n",
+        "prefill/prefills.py",
+        "                state.has_expired = True\n",
+        "                self._engine.recorder.count(expired_requests=1)\n",
         f"{_CONTRACT}test_scheduler_stats.py",
     ),
     Mutant(

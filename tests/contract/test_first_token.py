@@ -32,6 +32,7 @@ from tests.contract.scheduled_core import (
     request_of,
 )
 from tests.contract.vllm_caches import make_caches
+from tests.kit.load_states import begin_load
 from vllm_commext.compat import engine_wait
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl import first_token
@@ -261,7 +262,7 @@ def test_what_more_than_the_token_follows_from_goes_the_usual_way(
     prefill, decode = make("kv_producer"), make("kv_consumer")
     request = request_of("r", PROMPT, prefilled(prefill, PROMPT), max_tokens=4, **sampling)
     decode.add(request)
-    assert decode.scheduler.connector.scheduler_side.take_first_tokens() == []  # pyright: ignore
+    assert decode.scheduler.connector.scheduler_side.prompts.take_first_tokens() == []  # pyright: ignore
     if case != "a grammar":  # needs a tokenizer, which there is none of here
         decode.run("r")
         assert decode.worker.computed["r"][0] == 13
@@ -398,8 +399,9 @@ def test_a_failure_on_one_rank_is_kept_until_the_last_one_is_done(make: MakeCore
         outputs = [ModelRunnerOutput([], {}, kv_connector_output=one) for one in ranks]
         total = aggregator.aggregate(outputs).kv_connector_output
         side.note_outcomes(total.finished_recving or set(), set(), total.kv_connector_worker_meta)
-        return side.take_unread()
+        return side.prompts.take_unread()
 
+    begin_load(side, "r")
     failed = KVConnectorOutput(
         finished_recving={"r"}, kv_connector_worker_meta=WorkerMetadata(unread={"r"})
     )

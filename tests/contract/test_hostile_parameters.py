@@ -11,7 +11,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from vllm.v1.request import Request, RequestStatus
 
-from tests.contract.scheduled_core import BLOCK, TO_PREFILL, Core, next_token, request_of
+from tests.contract.scheduled_core import (
+    BLOCK,
+    TO_PREFILL,
+    Core,
+    next_token,
+    request_of,
+    turn_until,
+)
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire.params import OWN_FIELDS, TransferParams, params_of, write_params
 from vllm_commext.nixl.wire.prompt import Prompt, digests
@@ -90,6 +97,9 @@ def goes_through(core: Core, params: Any) -> None:
     core.run(after.request_id)
     first = next_token(PROMPT)
     assert core.answer(after.request_id).tokens == [first, next_token([*PROMPT, first])]
+    side: Any = core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
+    assert side.prompts._states == {}
+    turn_until(core, lambda: not (side.prompts.quarantine.has_loads or side._prefills._states))
 
 
 def offered(secret: bytes | None, prompt: list[int] = PROMPT, **fields: Any) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def test_a_prefilled_request_is_kept_and_described(
         "remote_protocol": 4,
         "remote_prompt": {"tokens": hashlib.sha256(b"\x9e" + bytes(range(14))).hexdigest()},
         "remote_seal": "",
-        "remote_incarnation": engine.connector.scheduler_side.incarnation,
+        "remote_incarnation": engine.connector.scheduler_side.engine.incarnation,
         "remote_fence_slot": 0,
         "remote_fence_nonce": f"{nonce:016x}",
         "tp_size": 1,
@@ -86,6 +86,7 @@ def test_no_two_prefills_get_the_same_fence_in_this_start_or_another(
         request = request_of(f"r{number}", TO_PREFILL, [1, 2])
         request.status = FINISHED[0]
         request.num_computed_tokens = 2
+        engine.connector.on_new_request(request)
         kept, params = engine.connector.request_finished(request, [1])
         assert kept
         seen.append((params["remote_fence_slot"], params["remote_fence_nonce"]))
@@ -164,7 +165,7 @@ def test_what_prefill_returned_is_what_decode_reads(make_engine: MakeEngine) -> 
     assert decode.schedule(request) == (0, 14)
     (load,) = decode.step().loads
     assert load.remote.block_ids == (tuple(prefill.block_ids(first)),)
-    assert load.remote.incarnation == prefill.connector.scheduler_side.incarnation
+    assert load.remote.incarnation == prefill.connector.scheduler_side.engine.incarnation
     assert (load.remote.host, load.remote.port, load.remote.tp_size) == ("h", 7000, 1)
 
 

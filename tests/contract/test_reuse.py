@@ -305,7 +305,7 @@ def test_an_engine_does_not_sleep_over_a_request_that_waits_for_its_grammar(
     reader.core.add(request)
     assert request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     turn_until(reader.core, lambda: reader.side._reuse._finder.is_done("turn-2"))
-    reader.side.wakeup.wait = lambda arrivals: pytest.fail("it sleeps")
+    reader.side.engine.wakeup.wait = lambda arrivals: pytest.fail("it sleeps")
     for _ in range(10):
         reader.core.turn()
     reader.core.scheduler.finish_requests("turn-2", RequestStatus.FINISHED_ABORTED)
@@ -350,7 +350,7 @@ def test_what_was_found_before_a_reset_is_not_read_after_it(
         assert time.monotonic() < end
         time.sleep(0.001)
     if is_taken:
-        assert reader.side._reuse.num_tokens("turn-2", 0, len(history) - 1)
+        assert reader.side.prompts.num_tokens(reader.core.scheduler.requests["turn-2"], 0)
     assert reader.core.scheduler.reset_prefix_cache(reset_connector=True)
     turn_until(reader.core, lambda: has_ended(reader.core, "turn-2"))
     assert reader.core.answer("turn-2").tokens == answer_to(history, 1)

@@ -9,11 +9,15 @@ import pytest
 import zmq
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import RequestStatus
 
+from tests.contract.scheduler_engine import TO_PREFILL, request_of
 from tests.kit.descriptions import description
+from tests.kit.load_states import begin_load
 from tests.kit.ports import free_port
 from vllm_commext.errors import ConfigError
 from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.nixl.engine_context import EngineContext
 from vllm_commext.nixl.geometry.layout import (
     FULL,
     TOKENS,
@@ -35,16 +39,8 @@ BOUND_SECONDS = 60
 def scheduler_side(port: int, tp_size: int = 1, pp_size: int = 1, **settings: Any) -> SchedulerSide:
     config = ConnectorConfig(side_channel_host=HOST, side_channel_port=port, **settings)
     groups = [Group(FULL, 16)]
-    return SchedulerSide(
-        "p",
-        config,
-        groups=groups,
-        tp_size=tp_size,
-        pp_size=pp_size,
-        port=port,
-        produces=True,
-        consumes=True,
-    )
+    roles = {"produces": True, "consumes": True}
+    return SchedulerSide(EngineContext("p", config, groups, tp_size, port, pp_size, **roles))
 
 
 def test_rejects_of_the_side_channel_are_counted_once() -> None:
@@ -76,11 +72,11 @@ def test_blocks_in_quarantine_are_shown_until_they_are_given_back() -> None:
         return None if stats is None else stats["gauges"]["scheduler"]["quarantined_blocks"]
 
     assert shown() == 0
-    side._quarantine.note_load("r", [SimpleNamespace(), SimpleNamespace()])
-    side._quarantine.note_late(["r"])
+    begin_load(side, "r", blocks=(SimpleNamespace(), SimpleNamespace()))
+    side.prompts.quarantine.note_late(["r"])
     assert shown() == 2
     assert shown() is None
-    side._quarantine.note_settled({"r": 1})
+    side.prompts.quarantine.note_settled({"r": 1})
     assert shown() == 0
 
 
@@ -99,9 +95,9 @@ def test_a_request_is_counted_once_whatever_the_number_of_ranks(num_ranks: int) 
         side.note_outcomes(received, sent, total.kv_connector_worker_meta)
 
     for request_id, num_blocks in (("good", 3), ("bad", 5)):
-        side._loading[request_id] = num_blocks
-        side._arrived[request_id] = time.monotonic() - 3.0
-    side._prefills.held.update(dict.fromkeys(("read", "late"), time.monotonic() - 2.0))
+        begin_load(side, request_id, num_missing=num_blocks, arrived=time.monotonic() - 3.0)
+    for request_id in ("read", "late"):
+        hold(side, request_id).held_since = time.monotonic() - 2.0
     assert gauge(side, "held_requests") == 2
     for rank in range(num_ranks):
         done = KVConnectorOutput(
@@ -118,13 +114,21 @@ def test_a_request_is_counted_once_whatever_the_number_of_ranks(num_ranks: int) 
     assert stats["blocks"] == 3
     (handover,) = stats["handover_seconds"]
     assert handover >= 3.0
-    assert side._arrived == {}
     assert stats["expired_requests"] == 1
     assert len(stats["lease_age_seconds"]) == 2
     assert min(stats["lease_age_seconds"]) >= 2.0
     assert stats["gauges"]["scheduler"]["held_requests"] == 0
-    assert side._ends == Ends()
+    assert not side.prompts.quarantine.has_loads
     side.close()
+
+
+def hold(side: SchedulerSide, name: str) -> Any:
+    """A prefill that is kept for its readers."""
+    request = request_of(name, TO_PREFILL, [1, 2])
+    side.note_arrival(request)
+    request.status, request.num_computed_tokens = RequestStatus.FINISHED_STOPPED, 2
+    assert side.finish(request, ([1],))[0]
+    return side._prefills._states[name]
 
 
 def test_blocks_of_a_late_load_wait_for_the_workers_of_all_stages() -> None:
@@ -132,13 +136,13 @@ def test_blocks_of_a_late_load_wait_for_the_workers_of_all_stages() -> None:
     freed: list[Any] = []
     pool: Any = SimpleNamespace(touch=lambda blocks: None, free_blocks=freed.extend)
     side.bind_block_pool(pool)
-    side._quarantine.note_load("r", ["block"])  # pyright: ignore[reportArgumentType]
+    begin_load(side, "r", blocks=("block",))
     side.note_outcomes(set(), set(), WorkerMetadata(late={"r"}))
     side.note_outcomes(set(), set(), WorkerMetadata(settled={"r": 5}))
     assert freed == []
     side.note_outcomes(set(), set(), WorkerMetadata(settled={"r": 1}))
     assert freed == ["block"]
-    assert side.wakeup._num_workers == 6
+    assert side.engine.wakeup._num_workers == 6
     side.close()
 
 
@@ -152,7 +156,7 @@ def test_workers_of_all_stages_are_described_under_their_numbers() -> None:
     side.serve(described)
     assert side._server is not None
     layouts = {
-        number: wire.open_description(wire.as_description(wire.decode_reply(answer))).layout
+        number: wire.open_description(wire.decode_reply(answer)).layout
         for number, answer in side._server._answers.items()
     }
     side.close()
@@ -188,7 +192,7 @@ def test_each_record_has_the_gauges_of_the_whole_engine() -> None:
     first = side.take_stats()
     assert first is not None
     assert side.take_stats() is None
-    side._prefills.held["r"] = time.monotonic()
+    hold(side, "r")
     second = side.take_stats()
     assert second is not None
     for stats, num_held in ((first, 0), (second, 1)):

@@ -26,7 +26,8 @@ from tests.contract.scheduled_core import (
 from tests.contract.test_streams import KEY, PROMPT, TO_STREAM, Channel
 from vllm_commext.compat import evidence
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl import scheduler
+from vllm_commext.nixl.decode import remote_tokens
+from vllm_commext.nixl.decode.load_state import TokenPhase
 from vllm_commext.nixl.reasons import FirstToken
 
 pytestmark = [SENDS_FIRST_TOKENS, pytest.mark.timeout(600)]
@@ -68,8 +69,13 @@ def begin(decode: Core, channel: Channel, **sampling: Any) -> None:
     turn_until(decode, lambda: bool(decode.worker.loads))
 
 
-def side_of(decode: Core) -> Any:
-    return decode.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
+def prompts_of(decode: Core) -> Any:
+    return decode.scheduler.get_kv_connector().scheduler_side.prompts  # pyright: ignore
+
+
+def is_awaited(decode: Core) -> bool:
+    """Whether the prefill engine may still tell the request's first token."""
+    return prompts_of(decode)._states["d"].token_phase is TokenPhase.AWAITED
 
 
 def free(decode: Core) -> int:
@@ -116,7 +122,7 @@ def test_the_answer_is_that_of_one_engine(
     assert 0 <= len(computed) + 1 - len(decode.answer("d").tokens) <= 1
     turn_until(decode, lambda: not decode.scheduler.has_requests())
     assert free(decode) == before
-    assert side_of(decode)._recomputed == set()
+    assert prompts_of(decode)._states == {}
 
 
 @pytest.mark.parametrize("length", [1, 2, BLOCK, BLOCK + 1, 16, 17])
@@ -150,7 +156,7 @@ def test_a_token_that_comes_later_than_the_prompt_is_computed_here(
     assert decode.answer("d") == single_answer(make_core, max_tokens=3)
     assert decode.worker.computed["d"][0] == len(PROMPT) - 1
     assert decode.ways == Counter({FirstToken.NOT_OFFERED: 1})
-    assert side_of(decode)._consumer.take_tokens() == {}
+    assert prompts_of(decode)._asker.take_tokens() == {}
 
 
 def test_a_token_is_sent_when_its_prompt_was_computed_before_it_was_asked_for(
@@ -217,7 +223,7 @@ def test_what_cannot_be_used_is_computed_here(
     _, sampling = offered(make_core, max_tokens=3, **sampled)
     channel.directory.tell(KEY, token, sampling)
     if token >= 0:
-        turn_until(decode, lambda: not side_of(decode)._awaited)
+        turn_until(decode, lambda: not is_awaited(decode))
     end_load(decode)
     assert decode.answer("d") == single_answer(make_core, max_tokens=3)
     assert decode.ways == Counter({way: 1})
@@ -230,7 +236,7 @@ def test_what_more_than_the_token_follows_from_is_not_asked_for(
     channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
     for _ in range(20):
         decode.turn()
-    assert side_of(decode)._consumer.take_tokens() == {}
+    assert prompts_of(decode)._asker.take_tokens() == {}
     end_load(decode)
     assert decode.ways == Counter({FirstToken.LOGPROBS: 1})
 
@@ -259,7 +265,7 @@ def test_a_load_that_fails_without_a_first_token_is_the_policys(
     decode.worker.fails = lambda request_id: True
     begin(decode, channel, max_tokens=3)
     decode.worker.holds_loads = False
-    turn_until(decode, lambda: not side_of(decode)._awaited)
+    turn_until(decode, lambda: not is_awaited(decode))
     channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
     turn_until(decode, lambda: has_ended(decode, "d"))
     if policy == "fail":
@@ -295,7 +301,7 @@ def test_an_engine_that_is_paused_when_the_token_comes_computes_it(
     begin(decode, channel, max_tokens=3)
     decode.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
-    turn_until(decode, lambda: not side_of(decode)._awaited)
+    turn_until(decode, lambda: not is_awaited(decode))
     decode.scheduler.set_pause_state(PauseState.UNPAUSED)
     end_load(decode)
     assert decode.answer("d") == single_answer(make_core, max_tokens=3)
@@ -312,12 +318,12 @@ def test_an_aborted_request_is_told_nothing_more_and_forgotten(
     decode.worker.fails = lambda request_id: fails
     before = free(decode)
     begin(decode, channel, max_tokens=3)
-    side = side_of(decode)
+    prompts = prompts_of(decode)
     if when == "after the token":
         tell(make_core, channel, decode, max_tokens=3)
     elif when == "when it is loaded":
         decode.worker.holds_loads = False
-        turn_until(decode, lambda: bool(side._loaded or side._unread))
+        turn_until(decode, lambda: bool(prompts._tokens._loaded or prompts._unread))
     told = decode.answer("d").tokens
     decode.scheduler.finish_requests("d", RequestStatus.FINISHED_ABORTED)
     if when == "before the token":
@@ -327,8 +333,7 @@ def test_an_aborted_request_is_told_nothing_more_and_forgotten(
     for _ in range(5):
         decode.turn()
     assert decode.answer("d").tokens == told
-    assert side._awaited == side._first_tokens == side._consumer.take_tokens() == {}
-    assert side._recomputed == set()
+    assert prompts._states == prompts._asker.take_tokens() == {}
     assert free(decode) == before
 
 
@@ -362,11 +367,11 @@ def test_the_prefill_engine_tells_the_token_when_the_prompt_is_computed(
 def test_an_engine_with_nothing_to_compute_waits_for_a_token_that_is_about_to_come(
     make_core: MakeCore, channel: Channel, decode: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "TOKEN_SECONDS", BOUND_SECONDS)
+    monkeypatch.setattr(remote_tokens, "TOKEN_SECONDS", BOUND_SECONDS)
     begin(decode, channel, max_tokens=3)
     token = offered(make_core, max_tokens=3)
     decode.worker.holds_loads = False
-    turn_until(decode, lambda: bool(side_of(decode)._loaded))
+    turn_until(decode, lambda: bool(prompts_of(decode)._tokens._loaded))
     later = threading.Timer(0.2, channel.directory.tell, (KEY, *token))
     later.start()
     turn_until(decode, lambda: has_ended(decode, "d"))
@@ -380,8 +385,8 @@ def test_an_engine_that_computes_waits_for_no_token(
     decode.add(request_of("other", PROMPT, None, max_tokens=80))
     turn_until(decode, lambda: bool(decode.answer("other").tokens))
     waited: list[float] = []
-    consumer = side_of(decode)._consumer
-    monkeypatch.setattr(consumer, "wait_for_token", lambda name, seconds: waited.append(seconds))
+    asker = prompts_of(decode)._asker
+    monkeypatch.setattr(asker, "wait_for_token", lambda name, seconds: waited.append(seconds))
     end_load(decode)
     assert waited == [0.0]
     assert not has_ended(decode, "other")

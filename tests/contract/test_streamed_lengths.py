@@ -31,13 +31,15 @@ from tests.contract.engine_in_memory import (
     request_of,
     sliding,
 )
+from tests.kit.stream_requests import step
 from vllm_commext.compat.kv_connector import transfer_results_class
-from vllm_commext.nixl.first_token import Sampler
+from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.nixl.engine_context import EngineContext
 from vllm_commext.nixl.geometry.plan import plan_read
 from vllm_commext.nixl.geometry.request_blocks import blocks_to_fill
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.prefill.fence import FenceTable
-from vllm_commext.nixl.prefill.prefills import EngineAddress, Prefills
+from vllm_commext.nixl.prefill.prefills import Prefills
 from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.requests import Load, RemoteRequest
 from vllm_commext.nixl.stream.cursor import Cursor, cursor_of
@@ -70,27 +72,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def step_of(
-    request: Request, blocks: list[list[int]], count: int, *, begins: bool, resumed: bool
-) -> Any:
-    """vLLM's output of a step that computes some tokens of one request, or none."""
-    name, num_computed = request.request_id, request.num_computed_tokens
-    is_new = begins and not resumed
-    new = SimpleNamespace(req_id=name, num_computed_tokens=num_computed, block_ids=blocks)
-    goes_on = bool(count) and not is_new
-    return SimpleNamespace(
-        scheduled_new_reqs=[new] if is_new else [],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=[name] * goes_on,
-            new_block_ids=[blocks] * goes_on,
-            num_computed_tokens=[num_computed] * goes_on,
-            resumed_req_ids={name} if resumed and begins else set(),
-        ),
-        num_scheduled_tokens={name: count} if count else {},
-        preempted_req_ids=set(),
-    )
-
-
 class Source:
     """A prefill engine whose prompts can be read while they are computed."""
 
@@ -99,24 +80,26 @@ class Source:
         self.groups = tuple(groups_of(model.cache()))
         streaming = Streaming(None, self.groups, MAX_TOKENS, BLOCK)
         self.prefills = Prefills(
-            EngineAddress("e", "1", "h", 7000, 1, 1),
-            self.groups,
-            lease_seconds=60.0,
-            secret=None,
-            fence_key=FENCE_KEY,
-            saves=False,
-            sampler=Sampler(),
-            streaming=streaming,
+            EngineContext(
+                "e",
+                ConnectorConfig("h", 7000),
+                self.groups,
+                tp_size=1,
+                port=7000,
+                streaming=streaming,
+                fence_key=FENCE_KEY,
+            )
         )
         self.pieces_per_row = streaming.pieces_per_row
         self.table, self.fences = ProgressTable(streaming.pieces_per_row), FenceTable()
         self.fences.arm(FENCE_KEY)
         self.publisher = Publisher(self.table, self.fences, is_on_device=False)
 
-    def tell(self, step: Any) -> StepMetadata:
+    def tell(self, ran: Any) -> StepMetadata:
         """What a worker is told before a step."""
-        told = StepMetadata()
-        self.prefills.fill_step(told, step, produces=True)
+        engine = self.prefills._engine
+        told, engine.step = engine.step, StepMetadata()
+        self.prefills.fill_step(told, ran)
         self.publisher.prepare(told.chunks, told.restarts)
         self.publisher.ended(told.holds)
         return told
@@ -137,7 +120,11 @@ class Source:
             tables = engine.manager.get_block_ids(name)
             new = [list(table[n:]) for table, n in zip(tables, known, strict=True)]
             known = [len(table) for table in tables]
-            told = self.tell(step_of(request, new, count, begins=begins, resumed=resumed))
+            ran = {name: (request.num_computed_tokens, new, count)}
+            if begins and not resumed:
+                told = self.tell(step(new=ran))
+            else:
+                told = self.tell(step(cached=ran, resumed=[name] if begins else []))
             engine._step(request, count)
             self.publisher.launched(told.chunks)
             begin += count
@@ -148,9 +135,7 @@ class Source:
         self.engine.preempt(request)
         self.engine.manager.reset_prefix_cache()
         self.engine.memory.fill(-1)
-        step = step_of(request, [], 0, begins=False, resumed=False)
-        step.preempted_req_ids = {request.request_id}
-        self.tell(step)
+        self.tell(step(preempted=[request.request_id]))
         request.status = RequestStatus.RUNNING
 
     def finish(self, request: Request) -> Mapping[str, Any] | None:
@@ -159,10 +144,9 @@ class Source:
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         manager = self.engine.manager
         manager.remove_skipped_blocks(request.request_id, request.num_computed_tokens)
-        was_cut = self.prefills.forget(request.request_id)
         blocks = manager.get_block_ids(request.request_id)
-        _, params = self.prefills.finish(request, blocks, was_cut=was_cut)
-        self.tell(step_of(request, [], 0, begins=False, resumed=False))
+        _, params = self.prefills.finish(request, blocks)
+        self.tell(step())
         return params
 
 
@@ -303,7 +287,8 @@ def check_length(
         request.append_output_token_ids(more)
     assert source.engine.faults == []
     assert decode.faults == [], f"{length} tokens"
-    assert source.prefills.note_sent(first.request_id) is not None
+    source.prefills.note_outcomes({first.request_id}, set())
+    assert source.prefills.num_held == 0
     source.prefills.directory._ended.clear()
     source.engine.forget(first)
     decode.forget(request)

@@ -144,7 +144,7 @@ def test_fences_agree_after_a_prompt_was_preempted_and_aborted_between_two_steps
     core = make_core("kv_producer")
     side = core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
     fences = FenceTable()
-    fences.arm(side._pending.fence_key)
+    fences.arm(side.engine.fence_key)
     told = Told(core)
     before = free(core)
     core.add(request_of("p", PROMPT, TO_STREAM, max_tokens=1))
@@ -158,7 +158,7 @@ def test_fences_agree_after_a_prompt_was_preempted_and_aborted_between_two_steps
     turn_until(core, lambda: not core.scheduler.requests)
     assert free(core) == before
     assert int(fences.nonces[hold.fence_slot]) == int(
-        side._prefills.fences._nonces[hold.fence_slot]
+        side._prefills._fences._nonces[hold.fence_slot]
     )
 
 
@@ -170,7 +170,7 @@ def test_what_both_engines_are_asked_for_takes_no_room_when_it_is_aborted(
     side = core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
     core.add(request_of("d", PROMPT, {**TO_STREAM, "do_remote_prefill": True}, max_tokens=1))
     core.scheduler.finish_requests("d", RequestStatus.FINISHED_ABORTED)
-    assert side._prefills._producer._streams == {}
+    assert side._prefills._states == {}
 
 
 def test_what_is_not_streamed_is_handed_over_whole(make_core: MakeCore) -> None:
@@ -270,8 +270,8 @@ def test_an_engine_does_not_sleep_over_a_request_that_waits_for_its_grammar(
     core.add(request)
     assert side.is_loading("d")
     channel.begin(PROMPT)
-    turn_until(core, lambda: side._consumer._asker.answer("d") is not None)
-    side.wakeup.wait = lambda arrivals: pytest.fail("it sleeps")
+    turn_until(core, lambda: side.prompts._asker.answer("d") is not None)
+    side.engine.wakeup.wait = lambda arrivals: pytest.fail("it sleeps")
     for _ in range(10):
         core.turn()
     core.scheduler.finish_requests("d", RequestStatus.FINISHED_ABORTED)
@@ -346,7 +346,7 @@ def test_an_aborted_request_is_forgotten(make_core: MakeCore, channel: Channel) 
         core.turn()
     assert core.worker.loads == []
     side = core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
-    assert "d" not in side._consumer
+    assert side.prompts._states == {}
     assert not side.is_loading("d")
 
 

@@ -24,6 +24,7 @@ from vllm_commext.compat.kv_connector import (
 from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.nixl import engine_facts
 from vllm_commext.nixl.config import ConnectorConfig, parse_config
+from vllm_commext.nixl.engine_context import EngineContext
 from vllm_commext.nixl.first_token import Sampler
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.metrics.prometheus import CommextNixlPromMetrics, CommextNixlStats
@@ -104,20 +105,21 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         self.engine_wait: engine_wait.EngineWait | None = None
         self.pauses: resets.Pauses | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler_side = SchedulerSide(
-                transfer.engine_id,
-                config,
+            engine = EngineContext(
+                engine_id=transfer.engine_id,
+                config=config,
                 groups=groups_of(kv_cache_config),
                 tp_size=vllm_config.parallel_config.tensor_parallel_size,
-                pp_size=vllm_config.parallel_config.pipeline_parallel_size,
                 port=config.side_channel_port + vllm_config.parallel_config.data_parallel_index,
+                pp_size=vllm_config.parallel_config.pipeline_parallel_size,
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
                 saves=engine_facts.keeps_host_copy(vllm_config, config),
+                sampler=self._sampler_of(vllm_config, kv_cache_config, config),
                 streaming=streaming,
                 reusing=reusing,
-                sampler=self._sampler_of(vllm_config, kv_cache_config, config),
             )
+            self._scheduler_side = SchedulerSide(engine)
             self._hook_in(self._scheduler_side)
         else:
             from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
@@ -165,13 +167,13 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
             logger.log(level, "the engine goes on stepping while it waits for transfers: %s", error)
             return
         self.pauses = pauses = resets.Pauses(side)
-        first_tokens = FirstTokens(side)
+        first_tokens = FirstTokens(side.prompts)
 
         def before_step(core: Any) -> None:
             pauses.before_step(core)
             first_tokens.before_step(core)
 
-        self.engine_wait = engine_wait.EngineWait(side.wakeup, side, before_step)
+        self.engine_wait = engine_wait.EngineWait(side.engine.wakeup, side, before_step)
 
     @property
     def scheduler_side(self) -> SchedulerSide:
@@ -250,14 +252,14 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         """Prompt tokens that can be loaded, and whether that happens between steps; None where
         that is not known yet."""
-        num_tokens = self.scheduler_side.num_tokens_to_load(request, num_computed_tokens)
+        num_tokens = self.scheduler_side.prompts.num_tokens(request, num_computed_tokens)
         return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Plan the load of a request whose blocks are allocated."""
-        self.scheduler_side.plan_load(request, blocks, num_external_tokens)
+        self.scheduler_side.prompts.plan(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the workers must do in this step."""

@@ -3,7 +3,6 @@ and worker as they are, with steps that a test makes up."""
 
 import itertools
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,10 @@ from tests.cpu.nixl_agents.harness import (
     load_of,
     wait_until,
 )
-from tests.kit.stream_requests import request
+from tests.kit.stream_requests import request, step
 from vllm_commext.nixl.geometry.layout import FULL, Group
 from vllm_commext.nixl.prefill.fence import FenceSlots
+from vllm_commext.nixl.prefill.prefill_state import PrefillState
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Hold, Load
 from vllm_commext.nixl.stream.asker import StreamAsker
@@ -36,31 +36,6 @@ BLOCKS = tuple(itertools.chain(*CHUNKS))
 NUM_TOKENS = BLOCK_SIZE * len(BLOCKS) - BLOCK_SIZE // 2
 OWN_BLOCKS = (5, 1, 12, 8, 3, 21, 0, 17)
 """Where a decode engine wants them."""
-
-
-def step_of(
-    name: str,
-    blocks: Sequence[int],
-    *,
-    num_computed: int = 0,
-    count: int = 0,
-    begins: bool = False,
-    preempted: Sequence[str] = (),
-) -> Any:
-    """A scheduler's step that computes ``count`` tokens of a request; none where that is 0."""
-    new = [SimpleNamespace(req_id=name, num_computed_tokens=num_computed, block_ids=[blocks])]
-    goes_on = bool(count) and not begins
-    return SimpleNamespace(
-        scheduled_new_reqs=new if begins else [],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=[name] * goes_on,
-            new_block_ids=[[blocks]] * goes_on,
-            num_computed_tokens=[num_computed] * goes_on,
-            resumed_req_ids=set(),
-        ),
-        num_scheduled_tokens={name: count} if count else {},
-        preempted_req_ids=set(preempted),
-    )
 
 
 def key_of(number: int) -> str:
@@ -81,6 +56,7 @@ class Prefill:
         groups = (Group(FULL, BLOCK_SIZE),)
         streaming = Streaming(None, groups, 24 * BLOCK_SIZE, 2 * BLOCK_SIZE)
         self.producer = StreamProducer(self.slots, self.directory, streaming, num_rows)
+        self.states: dict[str, PrefillState] = {}
         self.engine.server = SideChannelServer(
             "p",
             self.engine.incarnation,
@@ -92,11 +68,13 @@ class Prefill:
 
     def add(self, name: str, number: int, num_tokens: int = NUM_TOKENS, **changes: Any) -> str:
         """A request comes in; the way it goes."""
-        return self.producer.add(request(name, key_of(number), num_tokens, **changes))
+        state = PrefillState(request(name, key_of(number), num_tokens, **changes))
+        self.states[name] = state
+        return self.producer.add(state)
 
-    def run(self, step: Any, computed: Sequence[int]) -> None:
+    def run(self, ran: Any, computed: Sequence[int]) -> None:
         """One step of the worker, which computes these blocks."""
-        chunks, restarts = self.producer.take_step(step)
+        chunks, restarts = self.producer.take_step(self.states, ran)
         self.engine.publisher.prepare(chunks, restarts)
         for row, right in zip(self.engine.memory, self.right, strict=True):
             for block in computed:
@@ -110,7 +88,8 @@ class Prefill:
         count = min(2 * BLOCK_SIZE, NUM_TOKENS - done)
         blocks = list(CHUNKS[number])
         is_first = number == 0 if begins is None else begins
-        self.run(step_of(name, blocks, num_computed=done, count=count, begins=is_first), blocks)
+        ran = {name: (done, [blocks], count)}
+        self.run(step(new=ran) if is_first else step(cached=ran), blocks)
 
     def run_all(self, name: str) -> None:
         for number in range(len(CHUNKS)):
@@ -118,23 +97,25 @@ class Prefill:
 
     def preempt(self, name: str) -> None:
         """The request's blocks go to others, which overwrite them."""
-        chunks, restarts = self.producer.take_step(step_of(name, [], preempted=[name]))
+        chunks, restarts = self.producer.take_step(self.states, step(preempted=[name]))
         self.engine.publisher.prepare(chunks, restarts)
         for row in self.engine.memory:
             row[:] = 255
 
     def finish(self, name: str, *, lease_seconds: float = 600.0) -> None:
         """The request has ended; without a lease, it was aborted."""
-        self.producer.note_finish(name)
-        fence, row = self.slots.held_by(name), self.producer.row_of(name)
-        assert fence is not None
-        self.engine.thread.submit(Hold(name, lease_seconds, *fence, row))
+        state = self.states[name]
+        self.producer.note_finish(state)
+        assert state.row >= 0
+        fence = state.slot, self.slots.nonce_in(state.slot)
+        self.engine.thread.submit(Hold(name, lease_seconds, *fence, state.row))
 
     def wait_freed(self, name: str) -> None:
         """Until the worker says that the request's blocks are free."""
         self.engine.wait(lambda: name in self.engine.collect().sent)
-        self.slots.give_back(name)
-        self.producer.give_back(name)
+        state = self.states.pop(name)
+        self.slots.give_back(state.slot)
+        self.producer.give_back(state)
 
 
 class Decode:

@@ -58,7 +58,7 @@ class Pair:
 
     def remote(self, name: str, blocks: list[int], lease_seconds: float = 600.0) -> Any:
         """A finished prefill, which is held."""
-        slot, nonce = self.slots.take(name) or (-1, 0)
+        slot, nonce = self.slots.take() or (-1, 0)
         self.prefill.thread.submit(Hold(name, lease_seconds, slot, nonce))
         return self.prefill.remote(name, blocks, fence_slot=slot, fence_nonce=nonce)
 

@@ -228,7 +228,7 @@ def test_the_prefill_engine_says_no_for_a_reason(make_engine: Make) -> None:
         assert prefill.add("long", 1, num_tokens=16 * 64 + 1) == Handover.NO_ROOM
         assert prefill.add("r", 2) == Handover.STREAMED
         assert prefill.add("more", 3) == Handover.NO_ROOM
-        prefill.producer.note_finish("r")
+        prefill.producer.note_finish(prefill.states["r"])
         for name, number in (("d1", 1), ("d2", 2), ("d3", 3)):
             answer = decode.ask(name, number)
             assert isinstance(answer, CommextError)

@@ -23,23 +23,17 @@ KEY = bytes(range(KEY_BYTES))
 def test_slots_run_out_and_come_back_with_the_next_nonce() -> None:
     slots = FenceSlots(KEY, num_slots=2)
     first, second = map(int, first_nonces(KEY, 2))
-    assert [slots.take(name) for name in "abc"] == [(0, first), (1, second), None]
-    slots.give_back("a")
-    slots.give_back("a")
-    slots.give_back("never taken")
-    assert slots.take("d") == (0, next_nonce(KEY, 0, first))
-    assert slots.take("e") is None
+    assert [slots.take() for _ in range(3)] == [(0, first), (1, second), None]
+    slots.give_back(0)
+    assert slots.take() == (0, next_nonce(KEY, 0, first))
+    assert slots.take() is None
 
 
 def test_a_request_that_keeps_its_slot_has_the_next_nonce() -> None:
     slots = FenceSlots(KEY, num_slots=1)
-    assert slots.held_by("a") is None
-    slot, nonce = taken = slots.take("a") or (-1, -1)
-    assert slots.held_by("a") == taken
-    assert slots.renew("a") == next_nonce(KEY, slot, nonce)
-    assert slots.held_by("a") == (slot, next_nonce(KEY, slot, nonce))
-    slots.give_back("a")
-    assert slots.held_by("a") is None
+    slot, nonce = slots.take() or (-1, -1)
+    assert slots.nonce_in(slot) == nonce
+    assert slots.renew(slot) == slots.nonce_in(slot) == next_nonce(KEY, slot, nonce)
 
 
 def test_nonces_differ_between_slots_uses_and_starts() -> None:
@@ -66,8 +60,8 @@ def test_a_board_that_is_armed_has_what_the_scheduler_hands_out() -> None:
     table, slots = FenceTable(), FenceSlots(KEY)
     table.arm(KEY)
     assert table.nonces.shape == (NUM_SLOTS,)
-    for place in range(NUM_SLOTS):
-        fence = slots.take(f"r{place}")
+    for _ in range(NUM_SLOTS):
+        fence = slots.take()
         assert int(table.nonces[fence[0]]) == fence[1]
 
 
@@ -84,7 +78,7 @@ def test_a_reader_is_right_at_every_moment(seed: int, num_slots: int, moves: lis
     ended: dict[str, tuple[int, int]] = {}
     past: list[tuple[int, int]] = []
     for place, move in enumerate(moves):
-        if move == 0 and (fence := slots.take(f"r{place}")) is not None:
+        if move == 0 and (fence := slots.take()) is not None:
             held[f"r{place}"] = fence
         elif move == 1 and held:
             name = numbers.choice(sorted(held))
@@ -93,7 +87,7 @@ def test_a_reader_is_right_at_every_moment(seed: int, num_slots: int, moves: lis
         elif move == 2 and ended:
             name = numbers.choice(sorted(ended))
             past.append(ended.pop(name))
-            slots.give_back(name)
+            slots.give_back(past[-1][0])
         for slot, nonce in held.values():
             assert int(table.nonces[slot]) == nonce
         for slot, nonce in [*ended.values(), *past]:

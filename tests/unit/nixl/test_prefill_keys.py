@@ -1,5 +1,6 @@
 """Keys of prefills: each releases its own prefill once, whenever it comes; all else is harmless."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from vllm_commext.nixl.prefill.keys import (
     releases_of,
 )
 from vllm_commext.nixl.prefill.leases import LeaseLedger
+from vllm_commext.nixl.prefill.prefill_state import PrefillPhase, PrefillState
 
 KEYS = [f"{number:032x}" for number in range(4)]
 json_values = st.recursive(
@@ -27,42 +29,51 @@ json_values = st.recursive(
 def test_what_is_unwanted_is_what_was_released_and_has_not_ended(
     steps: list[tuple[str, int]],
 ) -> None:
-    keys, early, running, unwanted = PrefillKeys(), set[int](), set[int](), set[int]()
+    keys, early, running = PrefillKeys(), set[int](), dict[int, PrefillState]()
+    unwanted = set[int]()
     for step, number in steps:
-        name = f"r{number}"
         if step == "add" and number not in running:
-            keys.add(KEYS[number], name)
-            running.add(number)
+            running[number] = state()
+            keys.add(KEYS[number], running[number])
             unwanted |= {number} & early
             early.discard(number)
-        elif step == "end":
-            keys.forget(name)
-            running.discard(number)
+        elif step == "end" and number in running:
+            keys.forget(running.pop(number))
             unwanted.discard(number)
         elif step == "release":
             known = number in running and number not in unwanted
-            assert keys.release(KEYS[number]) == (name if known else "")
+            found = keys.release(KEYS[number])
+            assert found is (running[number] if known else None)
+            if found is not None:
+                found.renounce()
             (unwanted if known else early).add(number)
-        assert keys.unwanted == {f"r{one}" for one in unwanted}
+        wanted = {one for one, state in running.items() if state.phase is PrefillPhase.COMPUTED}
+        assert wanted == running.keys() - unwanted
+
+
+def state() -> PrefillState:
+    return PrefillState(SimpleNamespace())  # pyright: ignore[reportArgumentType]
 
 
 def test_early_releases_are_bounded_and_what_is_no_key_is_not_kept() -> None:
     keys = PrefillKeys()
     for number in range(MAX_EARLY + 5):
         keys.release(f"{number:032x}")
-    assert keys.release("") == ""
-    for number in range(10):
-        keys.add(f"{number:032x}", f"r{number}")
-    assert keys.unwanted == {f"r{number}" for number in range(5, 10)}
+    assert keys.release("") is None
+    states = [state() for _ in range(10)]
+    for number, one in enumerate(states):
+        keys.add(f"{number:032x}", one)
+    phases = [PrefillPhase.COMPUTED] * 5 + [PrefillPhase.UNWANTED] * 5
+    assert [one.phase for one in states] == phases
 
 
 def test_a_second_prefill_with_a_key_is_not_released_by_it() -> None:
-    keys = PrefillKeys()
-    keys.add(KEYS[0], "first")
-    keys.add(KEYS[0], "second")
-    keys.forget("second")
-    assert keys.release(KEYS[0]) == "first"
-    assert keys.release(KEYS[0]) == ""
+    keys, first, second = PrefillKeys(), state(), state()
+    keys.add(KEYS[0], first)
+    keys.add(KEYS[0], second)
+    keys.forget(second)
+    assert keys.release(KEYS[0]) is first
+    assert keys.release(KEYS[0]) is None
 
 
 @given(json_values)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.load_states import known
 from vllm_commext.nixl.decode.quarantine import Quarantine
 
 
@@ -49,26 +50,12 @@ def quarantine_over(pool: Any, num_workers: int = 1) -> Quarantine:
     return quarantine
 
 
-def test_a_load_that_ends_in_time_costs_nothing() -> None:
-    pool = Pool()
-    quarantine = quarantine_over(pool)
-    blocks: Any = pool.take(3)
-    quarantine.note_load("r", blocks)
-    quarantine.note_end("r")
-    quarantine.note_late({"r"})
-    assert quarantine.take_given_up() == []
-    assert len(quarantine) == 0
-    assert [block.ref_cnt for block in blocks] == [1, 1, 1]
-
-
 def test_late_blocks_are_free_only_when_all_workers_have_settled() -> None:
     pool = Pool()
     quarantine = quarantine_over(pool, num_workers=2)
     blocks: Any = pool.take(3)
-    quarantine.note_load("r", blocks)
-    quarantine.note_late({"r"})
-    assert quarantine.take_given_up() == ["r"]
-    assert quarantine.take_given_up() == []
+    quarantine.begin(known("r", blocks=blocks))
+    assert quarantine.note_late({"r"}) == ["r"]
     pool.free_blocks(blocks)  # the scheduler gives the failed request's blocks back
     assert (pool.num_free, len(quarantine)) == (9, 3)
     quarantine.note_settled({"r": 1, "other": 1})
@@ -83,10 +70,8 @@ def test_both_workers_may_say_late_and_settle_at_once() -> None:
     pool = Pool()
     quarantine = quarantine_over(pool, num_workers=2)
     blocks: Any = pool.take(2)
-    quarantine.note_load("r", blocks)
-    quarantine.note_late({"r"})
-    quarantine.note_late({"r"})
-    assert quarantine.take_given_up() == ["r"]
+    quarantine.begin(known("r", blocks=blocks))
+    assert [quarantine.note_late({"r"}) for _ in range(2)] == [["r"], []]
     assert [block.ref_cnt for block in blocks] == [2, 2]
     quarantine.note_settled({"r": 2})
     assert [block.ref_cnt for block in blocks] == [1, 1]
@@ -95,9 +80,8 @@ def test_both_workers_may_say_late_and_settle_at_once() -> None:
 def test_without_a_pool_a_late_load_goes_on() -> None:
     quarantine = Quarantine(1)
     blocks: Any = Pool().take(2)
-    quarantine.note_load("r", blocks)
-    quarantine.note_late({"r"})
-    assert quarantine.take_given_up() == []
+    quarantine.begin(known("r", blocks=blocks))
+    assert quarantine.note_late({"r"}) == []
     assert len(quarantine) == 0
 
 
@@ -114,15 +98,14 @@ def test_random_histories_give_every_block_back(num_workers: int, data: st.DataO
         if step == "load" and pool.num_free >= 2:
             blocks: Any = pool.take(2)
             loading[f"r{number}"] = blocks
-            quarantine.note_load(f"r{number}", blocks)
+            quarantine.begin(known(f"r{number}", blocks=blocks))
         elif step in ("end", "late") and loading:
             name = data.draw(st.sampled_from(sorted(loading)))
             blocks = loading.pop(name)
             if step == "late":
-                quarantine.note_late([name])
-                assert quarantine.take_given_up() == [name]
+                assert quarantine.note_late([name]) == [name]
                 unsettled[name] = (num_workers, blocks)
-            quarantine.note_end(name)
+            quarantine.end(name)
             pool.free_blocks(blocks)
         elif step == "settle" and unsettled:
             name = data.draw(st.sampled_from(sorted(unsettled)))

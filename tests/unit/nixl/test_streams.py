@@ -1,7 +1,6 @@
 """Chunk streaming without a network: rows, tables, and the prefill engine's scheduler side."""
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.kit import stream_requests
+from tests.kit.stream_requests import step
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.geometry.layout import FULL, STATE, WINDOW, Group
 from vllm_commext.nixl.prefill.fence import FenceSlots, FenceTable
+from vllm_commext.nixl.prefill.prefill_state import PrefillState
 from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.requests import Chunk, Hold, Restart
 from vllm_commext.nixl.stream import rows
@@ -79,7 +80,8 @@ def test_engines_of_very_long_prompts_stream_fewer_at_a_time(
     pieces = streaming.pieces_per_row
     assert len(ProgressTable(pieces).headers) == num_rows
     producer = StreamProducer(FenceSlots(FENCE_KEY, 1), StreamDirectory(), streaming)
-    ways = [producer.add(request(str(n), f"{n:032x}")) for n in range(num_rows + 1)]
+    states = [PrefillState(request(str(n), f"{n:032x}")) for n in range(num_rows + 1)]
+    ways = [producer.add(state) for state in states]
     assert ways == [Handover.STREAMED] * num_rows + [Handover.NO_ROOM]
 
 
@@ -200,31 +202,6 @@ def request(name: str, key: str = "a" * 32, num_tokens: int = 40, **changes: Any
     return stream_requests.request(name, key, num_tokens, **changes)
 
 
-def step(
-    new: dict[str, tuple[int, list[int], int]] | None = None,
-    cached: dict[str, tuple[int, list[int] | None, int]] | None = None,
-    resumed: tuple[str, ...] = (),
-    preempted: tuple[str, ...] = (),
-) -> Any:
-    """A scheduler's step: request -> (computed tokens, blocks, scheduled tokens)."""
-    running = cached or {}
-    counts = {name: count for name, (_, _, count) in {**(new or {}), **running}.items()}
-    return SimpleNamespace(
-        scheduled_new_reqs=[
-            SimpleNamespace(req_id=name, num_computed_tokens=done, block_ids=[ids])
-            for name, (done, ids, _) in (new or {}).items()
-        ],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=list(running),
-            new_block_ids=[None if ids is None else [ids] for _, ids, _ in running.values()],
-            num_computed_tokens=[done for done, _, _ in running.values()],
-            resumed_req_ids=set(resumed),
-        ),
-        num_scheduled_tokens=counts,
-        preempted_req_ids=set(preempted),
-    )
-
-
 class Side:
     def __init__(
         self, num_rows: int = 2, num_slots: int = 8, groups: Sequence[Group] = (Group(FULL, 16),)
@@ -233,6 +210,19 @@ class Side:
         self.directory = StreamDirectory()
         streaming = Streaming(None, tuple(groups), 64, 32)
         self.producer = StreamProducer(self.fences, self.directory, streaming, num_rows)
+        self.states: dict[str, PrefillState] = {}
+
+    def add(self, one: Any, **how: Any) -> Handover:
+        state = self.states[one.request_id] = PrefillState(one)
+        return self.producer.add(state, **how)
+
+    def take_step(self, made: Any) -> Any:
+        return self.producer.take_step(self.states, made)
+
+    def fence(self) -> tuple[int, int]:
+        """Of the request "r"."""
+        slot = self.states["r"].slot
+        return slot, self.fences.nonce_in(slot)
 
     def found(self, key: str = "a" * 32) -> FoundStream | None:
         return self.directory.find([key]).get(key)
@@ -240,89 +230,81 @@ class Side:
 
 def test_a_prompt_gets_its_row_with_its_first_step_and_tells_each_chunk() -> None:
     side = Side()
-    assert side.producer.add(request("r")) == Handover.STREAMED
+    assert side.add(request("r")) == Handover.STREAMED
     assert side.found() is None
-    (first,), restarts = side.producer.take_step(step(new={"r": (16, [3, 8], 16)}))
+    (first,), restarts = side.take_step(step(new={"r": (16, [[3, 8]], 16)}))
     assert restarts == []
-    slot, nonce = side.fences.held_by("r") or (-1, 0)
+    slot, nonce = side.fence()
     assert first == Chunk(1, nonce, ((0, (3, 8)),), 32, begins=True)
     found = side.found()
     assert (found.row, found.tag, found.fence_slot, found.fence_nonce) == (1, nonce, slot, nonce)
     assert (found.request_id, found.num_tokens, list(found.prompt)) == ("r", 40, ["tokens"])
-    (last,), _ = side.producer.take_step(step(cached={"r": (32, [5, 6], 8)}))
+    (last,), _ = side.take_step(step(cached={"r": (32, [[5, 6]], 8)}))
     assert last == Chunk(1, nonce, ((2, (5,)),), 40)
-    assert side.producer.take_step(step(cached={"r": (40, None, 1)})) == ([], [])
-    side.producer.note_finish("r")
-    assert side.producer.row_of("r") == 1
-    side.fences.give_back("r")
-    side.producer.give_back("r")
-    assert side.producer.row_of("r") == -1
+    assert side.take_step(step(cached={"r": (40, None, 1)})) == ([], [])
+    side.producer.note_finish(side.states["r"])
+    assert side.states["r"].row == 1
+    side.fences.give_back(slot)
+    side.producer.give_back(side.states["r"])
     assert side.found().refusal
-    assert side.producer.add(request("again")) == Handover.REPEATED_KEY
+    assert side.add(request("again")) == Handover.REPEATED_KEY
 
 
 def test_a_preempted_prompt_goes_on_in_its_row_under_the_next_nonce() -> None:
     side = Side()
-    side.producer.add(request("r"))
-    side.producer.take_step(step(new={"r": (0, [3, 8], 32)}))
-    slot, nonce = side.fences.held_by("r") or (-1, 0)
-    chunks, restarts = side.producer.take_step(step(preempted=("r", "other")))
+    side.add(request("r"))
+    side.take_step(step(new={"r": (0, [[3, 8]], 32)}))
+    slot, nonce = side.fence()
+    chunks, restarts = side.take_step(step(preempted=("r", "other")))
     assert (chunks, restarts) == ([], [Restart(1, slot, nonce)])
-    new = side.fences.held_by("r")
+    new = side.fence()
     assert new[0] == slot
     assert new[1] != nonce
-    again = step(cached={"r": (16, [9, 7], 16)}, resumed=("r",))
-    assert side.producer.take_step(again) == ([Chunk(1, new[1], ((0, (9, 7)),), 32)], [])
+    again = step(cached={"r": (16, [[9, 7]], 16)}, resumed=("r",))
+    assert side.take_step(again) == ([Chunk(1, new[1], ((0, (9, 7)),), 32)], [])
     found = side.found()
     assert (found.tag, found.fence_nonce) == (nonce, new[1])
 
 
 def test_what_cannot_be_streamed_is_counted_and_told() -> None:
     side = Side(num_rows=1)
-    assert (
-        side.producer.add(request("r", kv_transfer_params={"do_remote_decode": True}))
-        == Handover.NO_KEY
-    )
+    assert side.add(request("r", kv_transfer_params={"do_remote_decode": True})) == Handover.NO_KEY
     for key in ("A" * 32, "a" * 31, 5):
         params = {"do_remote_decode": True, "stream_key": key}
-        assert side.producer.add(request("r", kv_transfer_params=params)) == Handover.NO_KEY
+        assert side.add(request("r", kv_transfer_params=params)) == Handover.NO_KEY
     keys = ["1" * 32, "2" * 32, "3" * 32, "4" * 32]
-    assert side.producer.add(request("long", keys[0], num_tokens=65)) == Handover.NO_ROOM
-    assert side.producer.add(request("embeds", keys[1], prompt_embeds=object())) == Handover.PROMPT
-    assert side.producer.add(request("one", keys[2], num_tokens=64)) == Handover.STREAMED
-    assert side.producer.add(request("two", keys[2])) == Handover.REPEATED_KEY
-    assert side.producer.add(request("two", keys[3])) == Handover.NO_ROOM
+    assert side.add(request("long", keys[0], num_tokens=65)) == Handover.NO_ROOM
+    assert side.add(request("embeds", keys[1], prompt_embeds=object())) == Handover.PROMPT
+    assert side.add(request("one", keys[2], num_tokens=64)) == Handover.STREAMED
+    assert side.add(request("two", keys[2])) == Handover.REPEATED_KEY
+    assert side.add(request("two", keys[3])) == Handover.NO_ROOM
     assert side.found(keys[2]) is None
     for key in (keys[0], keys[1], keys[3]):
         assert side.found(key).refusal
-    side.producer.note_finish("one")
-    assert side.producer.add(request("two", "5" * 32)) == Handover.STREAMED
+    side.producer.note_finish(side.states["one"])
+    assert side.add(request("two", "5" * 32)) == Handover.STREAMED
 
 
 def test_groups_are_listed_in_their_regions_and_the_rest_at_the_end() -> None:
     groups = (Group(STATE, 64), Group(FULL, 16), Group(WINDOW, 16), Group(FULL, 32))
     side = Side(groups=groups)
     regions = rows.regions_of(groups, 64)
-    assert side.producer.add(request("r")) == Handover.STREAMED
-    made = step(new={"r": (0, [], 32)})
-    made.scheduled_new_reqs[0].block_ids = [[1], [2, 3], [4, 5], [6]]
-    (first,), _ = side.producer.take_step(made)
+    assert side.add(request("r")) == Handover.STREAMED
+    (first,), _ = side.take_step(step(new={"r": (0, [[1], [2, 3], [4, 5], [6]], 32)}))
     assert first.listed == ((regions[1].place, (2, 3)), (regions[3].place, (6,)))
-    made = step(cached={"r": (32, [], 8)})
-    made.scheduled_cached_reqs.new_block_ids = [[[], [7], [0, 8], [9]]]
-    (last,), _ = side.producer.take_step(made)
+    (last,), _ = side.take_step(step(cached={"r": (32, [[], [7], [0, 8], [9]], 8)}))
     assert last.listed == ((regions[1].place + 2, (7,)), (regions[3].place + 1, (9,)))
     found = side.found()
     assert found is not None
     assert found.regions == [region.first for region in regions]
-    rest = side.producer.rest_of("r", ((1,), (2, 3, 7), (5, 8), (6, 9)))
+    rest = side.producer.rest_of(side.states["r"], ((1,), (2, 3, 7), (5, 8), (6, 9)))
     assert rest == ((regions[0].place, (1, 1)), (regions[2].place, (2, 5, 8)))
-    assert side.producer.rest_of("other", ((1,), (2,), (), (3,))) == ()
+    assert side.producer.rest_of(PrefillState(request("other")), ((1,), (2,), (), (3,))) == ()
 
 
 def test_a_prompt_of_which_nothing_will_be_handed_over_is_not_streamed() -> None:
     side = Side()
-    assert side.producer.add(request("r"), ends_well=False) == Handover.PROMPT
+    assert side.add(request("r"), ends_well=False) == Handover.PROMPT
     assert side.found().refusal
 
 
@@ -350,9 +332,9 @@ def test_the_rest_is_published_behind_the_last_chunk(made: list[Work]) -> None:
 
 def test_without_a_fence_a_prompt_is_not_streamed() -> None:
     side = Side(num_slots=1)
-    side.fences.take("other")
-    assert side.producer.add(request("r")) == Handover.STREAMED
-    assert side.producer.take_step(step(new={"r": (0, [3], 16)})) == ([], [])
+    side.fences.take()
+    assert side.add(request("r")) == Handover.STREAMED
+    assert side.take_step(step(new={"r": (0, [[3]], 16)})) == ([], [])
     assert side.found().refusal
 
 
@@ -371,9 +353,8 @@ def test_an_engine_that_streams_nothing_says_why() -> None:
     assert refusal_of([full, full], **zeroed) == Handover.ZEROED
     assert refusal_of([full, state], **zeroed) is None
     fences, directory = FenceSlots(FENCE_KEY, 1), StreamDirectory()
-    assert (
-        StreamProducer(fences, directory, Streaming(Handover.OFF)).add(request("r")) == Handover.OFF
-    )
+    producer = StreamProducer(fences, directory, Streaming(Handover.OFF))
+    assert producer.add(PrefillState(request("r"))) == Handover.OFF
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from("oer")), max_size=20))

@@ -1,23 +1,25 @@
-"""Blocks of reads that did not end in time are kept out of use until they do.
+"""Loads that workers run, and blocks of reads that did not end in time, which are kept out of use
+until they do.
 
 A read that NIXL was told to drop can still write its bytes later, so a late request's blocks must
 not go to another request.  The scheduler side therefore takes one more reference on them, only
 then lets the workers report the load as failed, and drops the reference when every worker says
-that nothing is under way any more.
+that nothing is under way any more.  So a load can outlive its request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
+
+from vllm_commext.nixl.decode.load_state import LoadPhase, LoadState
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
 class Quarantine:
-    """Loads under way, and the blocks kept for those that are late.
+    """Loads under way, and those that are late.
 
     Without a block pool (the connector binds none before vLLM 0.30) a late load is not given up: it
     goes on until it ends.
@@ -29,10 +31,8 @@ class Quarantine:
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         self._pool: BlockPool | None = None
-        self._loading: dict[str, Sequence[KVCacheBlock]] = {}
-        self._kept: dict[str, Sequence[KVCacheBlock]] = {}
-        self._unsettled: dict[str, int] = {}
-        self._given_up: list[str] = []
+        self._loading: dict[str, LoadState] = {}
+        self._late: dict[str, LoadState] = {}
 
     def bind(self, pool: BlockPool) -> None:
         """Learn of the pool that the blocks come from."""
@@ -40,56 +40,53 @@ class Quarantine:
 
     def __len__(self) -> int:
         """Blocks that are kept out of use."""
-        return sum(len(blocks) for blocks in self._kept.values())
-
-    def note_load(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
-        """A load into these blocks begins."""
-        self._loading[request_id] = list(blocks)
-
-    def note_end(self, request_id: str) -> None:
-        """All workers have reported the load."""
-        self._loading.pop(request_id, None)
-
-    def is_loading(self, request_id: str) -> bool:
-        """Whether a load has begun, and neither ended nor been given up."""
-        return request_id in self._loading
+        return sum(len(state.blocks) for state in self._late.values())
 
     @property
     def has_loads(self) -> bool:
         """Whether a load has begun that has neither ended nor been given up."""
         return bool(self._loading)
 
-    @property
-    def has_given_up(self) -> bool:
-        """Whether there are loads for ``take_given_up``."""
-        return bool(self._given_up)
+    def find(self, request_id: str) -> LoadState | None:
+        """The request's load, if it is under way or late."""
+        return self._loading.get(request_id) or self._late.get(request_id)
 
-    def note_late(self, request_ids: Iterable[str]) -> None:
-        """Workers say that loads are late: take their blocks out of use."""
+    def begin(self, state: LoadState) -> None:
+        """The workers are told to fill the request's blocks."""
+        if state.move(LoadPhase.LOADING):
+            self._loading[state.request_id] = state
+
+    def end(self, request_id: str) -> LoadState | None:
+        """All workers have reported the load, which is returned; if it is late, its blocks are kept
+        nevertheless."""
+        state = self._loading.pop(request_id, None)
+        if state is None:
+            return self._late.get(request_id)
+        state.move(LoadPhase.DONE)
+        state.blocks = ()
+        return state
+
+    def note_late(self, request_ids: Iterable[str]) -> list[str]:
+        """Workers say that loads are late: take their blocks out of use.  Returns those that the
+        workers may report as failed."""
+        given_up: list[str] = []
         for request_id in request_ids:
-            blocks = self._loading.pop(request_id, None)
-            if self._pool is None or blocks is None:
+            state = self._loading.get(request_id)
+            if self._pool is None or state is None or not state.move(LoadPhase.LATE):
                 continue
-            self._pool.touch(blocks)
-            self._kept[request_id] = blocks
-            self._unsettled[request_id] = self._num_workers
-            self._given_up.append(request_id)
-
-    def take_given_up(self) -> list[str]:
-        """Loads whose blocks are now kept, and that the workers may report as failed."""
-        taken, self._given_up = self._given_up, []
-        return taken
+            state.num_unsettled = self._num_workers
+            self._pool.touch(state.blocks)
+            self._late[request_id] = self._loading.pop(request_id)
+            given_up.append(request_id)
+        return given_up
 
     def note_settled(self, settled: Mapping[str, int]) -> None:
         """Workers say that nothing of these loads is under way; the last one frees the blocks."""
         for request_id, num_workers in settled.items():
-            if request_id not in self._kept:
+            state = self._late.get(request_id)
+            if state is None:
                 continue
-            self._unsettled[request_id] -= num_workers
-            if self._unsettled[request_id] <= 0:
-                del self._unsettled[request_id]
-                self._free(self._kept.pop(request_id))
-
-    def _free(self, blocks: Sequence[KVCacheBlock]) -> None:
-        assert self._pool is not None  # blocks are only kept where there is a pool
-        self._pool.free_blocks(reversed(blocks))
+            state.num_unsettled -= num_workers
+            if state.num_unsettled <= 0 and state.move(LoadPhase.DONE):
+                assert self._pool is not None  # blocks are only kept where there is a pool
+                self._pool.free_blocks(reversed(self._late.pop(request_id).blocks))

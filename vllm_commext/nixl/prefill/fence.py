@@ -64,36 +64,31 @@ class FenceSlots:
         self._key = key
         self._nonces = first_nonces(key, num_slots)
         self._free = deque(range(num_slots))
-        self._taken: dict[str, int] = {}
 
-    def take(self, request_id: str) -> tuple[int, int] | None:
-        """A (slot, nonce) for a request, None where all slots are taken.
+    def take(self) -> tuple[int, int] | None:
+        """A (slot, nonce), None where all slots are taken.
 
         The slot that has been free for the longest comes first.
         """
         if not self._free:
             return None
         slot = self._free.popleft()
-        self._taken[request_id] = slot
-        return slot, int(self._nonces[slot])
+        return slot, self.nonce_in(slot)
 
-    def held_by(self, request_id: str) -> tuple[int, int] | None:
-        """The (slot, nonce) that a request has, None for none."""
-        slot = self._taken.get(request_id)
-        return None if slot is None else (slot, int(self._nonces[slot]))
+    def nonce_in(self, slot: int) -> int:
+        """What stands in a slot."""
+        return int(self._nonces[slot])
 
-    def renew(self, request_id: str) -> int:
+    def renew(self, slot: int) -> int:
         """The workers are going to replace the nonce of a request that keeps its slot: the one that
         follows."""
-        slot = self._taken[request_id]
-        self._nonces[slot] = nonce = next_nonce(self._key, slot, int(self._nonces[slot]))
+        self._nonces[slot] = nonce = next_nonce(self._key, slot, self.nonce_in(slot))
         return nonce
 
-    def give_back(self, request_id: str) -> None:
+    def give_back(self, slot: int) -> None:
         """All workers have replaced the slot's nonce: the next user gets the next one."""
-        if request_id in self._taken:
-            self.renew(request_id)
-            self._free.append(self._taken.pop(request_id))
+        self.renew(slot)
+        self._free.append(slot)
 
 
 class FenceTable:

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_commext.nixl.prefill.prefill_state import PrefillPhase, PrefillState
 from vllm_commext.nixl.wire.params import as_key
 
 MAX_RELEASES = 1024
@@ -31,39 +32,33 @@ def releases_of(params: Mapping[str, Any] | None) -> list[str]:
 
 
 class PrefillKeys:
-    """Keys of the prefills that are computed or kept.
-
-    Attributes:
-        unwanted: requests under way that nobody will read.
-    """
+    """Keys of the prefills that are computed or kept."""
 
     def __init__(self) -> None:
-        self.unwanted: set[str] = set()
-        self._requests: dict[str, str] = {}
-        self._keys: dict[str, str] = {}
+        self._states: dict[str, PrefillState] = {}
         self._early: OrderedDict[str, None] = OrderedDict()
 
-    def add(self, key: str, request_id: str) -> None:
+    def add(self, key: str, state: PrefillState) -> None:
         """A prefill has come in."""
         if key in self._early:
             del self._early[key]
-            self.unwanted.add(request_id)
-        elif key and key not in self._requests:
-            self._requests[key], self._keys[request_id] = request_id, key
+            state.move(PrefillPhase.UNWANTED)
+        elif key and key not in self._states:
+            self._states[key], state.key = state, key
 
-    def release(self, key: str) -> str:
-        """Nobody will read a prefill: its request, "" where none with that key is known."""
-        request_id = self._requests.get(key, "")
-        if request_id:
-            self.forget(request_id)
-            self.unwanted.add(request_id)
+    def release(self, key: str) -> PrefillState | None:
+        """Nobody will read a prefill, which is returned; None where none with that key is
+        known."""
+        state = self._states.get(key)
+        if state is not None:
+            self.forget(state)
         elif key:
             self._early[key] = None
             if len(self._early) > MAX_EARLY:
                 self._early.popitem(last=False)
-        return request_id
+        return state
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, state: PrefillState) -> None:
         """A prefill is neither computed nor kept any more."""
-        self.unwanted.discard(request_id)
-        self._requests.pop(self._keys.pop(request_id, ""), None)
+        self._states.pop(state.key, None)
+        state.key = ""

@@ -4,14 +4,15 @@ handed over, and what workers must know of them."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
 from vllm_commext.compat.kv_connector import drop_last_prompt_token, end_after_one_token
-from vllm_commext.nixl.first_token import Sampler, offer
+from vllm_commext.nixl.engine_context import EngineContext
+from vllm_commext.nixl.first_token import offer
 from vllm_commext.nixl.geometry.request_blocks import (
     blocks_to_offer,
     is_complete,
@@ -21,11 +22,11 @@ from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.prefill.fence import FenceSlots
 from vllm_commext.nixl.prefill.keys import PrefillKeys, prefill_key_of
-from vllm_commext.nixl.prefill.prompt_tracker import PromptTracker
-from vllm_commext.nixl.requests import Hold, RemoteRequest, Restart
+from vllm_commext.nixl.prefill.prefill_state import PrefillPhase, PrefillState
+from vllm_commext.nixl.prefill.prompt_tracker import completes, progress_in
+from vllm_commext.nixl.requests import Hold, Listed, RemoteRequest
 from vllm_commext.nixl.stream.directory import StreamDirectory
 from vllm_commext.nixl.stream.producer import StreamProducer
-from vllm_commext.nixl.stream.streaming import Streaming
 from vllm_commext.nixl.wire.params import TransferParams, write_params
 from vllm_commext.nixl.wire.prompt import digests, prompt_of
 
@@ -33,70 +34,29 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from vllm_commext.nixl.geometry.layout import Group
-
 FINISHED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-
-
-@dataclass(frozen=True)
-class EngineAddress:
-    """What parameters say of this engine; the names are those of ``RemoteRequest``."""
-
-    engine_id: str
-    incarnation: str
-    host: str
-    port: int
-    tp_size: int
-    pp_size: int
 
 
 class Prefills:
     """Prompts of one engine that others read.
 
     Attributes:
-        fences: the generation checks of the blocks that are kept.
         directory: what the side channel answers about prompts that are read meanwhile.
-        held: when the leases of finished prefills began, in monotonic seconds, by request.
+        num_held: prefills that are kept for their readers.
 
     Args:
-        address: this engine's.
-        groups: the cache's groups, in the order of a request's lists of blocks.
-        lease_seconds: how long blocks are kept without a sign of a reader.
-        secret: what parameters are sealed with, None where there is none.
-        fence_key: what the fences' nonces follow from.
-        saves: peers read from a copy of the cache on the host, which must be kept up to date.
-        sampler: what first tokens follow from beside requests.
-        streaming: what this engine does of chunk streaming.
+        engine: this engine.
     """
 
-    def __init__(
-        self,
-        address: EngineAddress,
-        groups: Sequence[Group],
-        *,
-        lease_seconds: float,
-        secret: bytes | None,
-        fence_key: bytes,
-        saves: bool,
-        sampler: Sampler,
-        streaming: Streaming,
-    ) -> None:
-        self.fences = FenceSlots(fence_key)
+    def __init__(self, engine: EngineContext) -> None:
         self.directory = StreamDirectory()
-        self.held: dict[str, float] = {}
-        self._address = address
-        self._groups = groups
-        self._leaves_last_token = not keeps_every_token(groups)
-        self._lease_seconds = lease_seconds
-        self._secret = secret
-        self._sampler = sampler
-        self._streaming = streaming
-        self._producer = StreamProducer(self.fences, self.directory, streaming)
-        self._cut: set[str] = set()
-        self._prompts = PromptTracker() if saves else None
+        self.num_held = 0
+        self._engine = engine
+        self._fences = FenceSlots(engine.fence_key)
+        self._leaves_last_token = not keeps_every_token(engine.groups)
+        self._producer = StreamProducer(self._fences, self.directory, engine.streaming)
         self._keys = PrefillKeys()
-        self._holds: list[Hold] = []
-        self._releases: list[str] = []
+        self._states: dict[str, PrefillState] = {}
         self._log = RateLimitedLog()
 
     def add(self, request: Request) -> str:
@@ -107,17 +67,15 @@ class Prefills:
         back by a token, and after the last token a window no longer holds all that this one attends
         to: the prefill engine must stop one token early.
         """
+        state = self._states[request.request_id] = PrefillState(request)
         key = prefill_key_of(request.kv_transfer_params)
         if key:
             end_after_one_token(request)
-            self._keys.add(key, request.request_id)
-        if self._can_be_cut(request):
+            self._keys.add(key, state)
+        state.is_cut = self._can_be_cut(request)
+        if state.is_cut:
             drop_last_prompt_token(request)
-            self._cut.add(request.request_id)
-        if self._prompts is not None:
-            self._prompts.add(request.request_id, request.num_prompt_tokens)
-        ends_well = not self._leaves_last_token or request.request_id in self._cut
-        return self._producer.add(request, ends_well=ends_well)
+        return self._producer.add(state, ends_well=state.is_cut or not self._leaves_last_token)
 
     def _can_be_cut(self, request: Request) -> bool:
         sampling = request.sampling_params
@@ -126,130 +84,146 @@ class Prefills:
 
     def release(self, keys: Sequence[str]) -> int:
         """A router says that nobody will read the prefills with these keys; how many there are."""
-        found = [request_id for key in keys if (request_id := self._keys.release(key))]
-        self._releases += [request_id for request_id in found if request_id in self.held]
+        found = [state for key in keys if (state := self._keys.release(key)) is not None]
+        self._release(found)
         return len(found)
-
-    def forget(self, request_id: str) -> bool:
-        """A request has ended; whether its prompt was cut."""
-        self._producer.note_finish(request_id)
-        if self._prompts is not None:
-            self._prompts.forget(request_id)
-        was_cut = request_id in self._cut
-        self._cut.discard(request_id)
-        return was_cut
-
-    def finish(
-        self, request: Request, block_ids: tuple[list[int], ...], *, was_cut: bool
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended that was computed for another engine: whether its blocks must be
-        kept, and what that engine must know."""
-        kept = self._offer(request, block_ids, was_cut=was_cut)
-        if not kept[0]:
-            self._keys.forget(request.request_id)
-        row = self._producer.row_of(request.request_id)
-        if row < 0 or kept[0]:
-            return kept
-        # Its blocks may be under reads: they are free when all workers have replaced the nonce.
-        fence = self.fences.held_by(request.request_id)
-        assert fence is not None  # it has come with the row
-        self._holds.append(Hold(request.request_id, 0.0, *fence, row))
-        return True, None
-
-    def _offer(
-        self, request: Request, block_ids: tuple[list[int], ...], *, was_cut: bool
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """What a prefill that has ended hands over."""
-        if request.status not in FINISHED or request.request_id in self._keys.unwanted:
-            return False, None
-        if self._leaves_last_token and not was_cut:
-            return False, None
-        # What was generated after the prompt is in no prompt that the offer could be compared with.
-        num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        offered = blocks_to_offer(self._groups, block_ids, num_tokens)
-        if not is_complete(self._groups, offered):
-            return False, None
-        return self._hold(request, offered, num_tokens)
-
-    def _hold(
-        self, request: Request, offered: tuple[tuple[int, ...], ...], num_tokens: int
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Keep a finished prefill's blocks for its readers."""
-        request_id = request.request_id
-        fence = self.fences.held_by(request_id) or self.fences.take(request_id)
-        if fence is None:
-            self._log.warning(
-                "fences",
-                f"request {request_id}: its blocks are not kept, as many prefills as this "
-                "engine can keep wait for their readers; the decode engine computes it itself",
-            )
-            return False, None
-        self.held[request_id] = time.monotonic()
-        row = self._producer.row_of(request_id)
-        rest = self._producer.rest_of(request_id, offered)
-        self._holds.append(Hold(request_id, self._lease_seconds, *fence, row, rest))
-        remote = RemoteRequest(
-            engine_id=self._address.engine_id,
-            incarnation=self._address.incarnation,
-            host=self._address.host,
-            port=self._address.port,
-            tp_size=self._address.tp_size,
-            pp_size=self._address.pp_size,
-            request_id=request_id,
-            block_ids=offered,
-            num_tokens=num_tokens,
-            fence_slot=fence[0],
-            fence_nonce=fence[1],
-        )
-        token, sampling = (-1, "")
-        if num_tokens == request.num_prompt_tokens and not self._leaves_last_token:
-            token, sampling = offer(self._sampler, request)
-        if token >= 0:
-            self._producer.tell_token(request_id, token, sampling)
-        prompt, now = digests(prompt_of(request), num_tokens), int(1000 * time.time())
-        transfer_params = TransferParams(remote, prompt, token, sampling, now)
-        return True, write_params(
-            transfer_params, self._secret, chunk_tokens=self._streaming.chunk_tokens
-        )
-
-    @property
-    def has_news(self) -> bool:
-        """Whether there is something that the workers have not been told."""
-        return bool(self._holds or self._releases)
-
-    def fill_step(self, taken: StepMetadata, scheduled: SchedulerOutput, *, produces: bool) -> None:
-        """Add what the workers must know of this step."""
-        holds, self._holds = self._holds, []
-        if not self._streaming.refusal and produces:
-            taken.chunks, taken.restarts = self._producer.take_step(scheduled)
-            holds = [self._renewed(one, taken.restarts) for one in holds]
-        taken.holds = holds
-        taken.releases, self._releases = self._releases, []
-        if self._prompts is not None:
-            taken.saves = [
-                blocks_to_offer(self._groups, block_ids, num_tokens)
-                for num_tokens, block_ids in self._prompts.completed(scheduled)
-            ]
-
-    def _renewed(self, hold: Hold, restarts: Sequence[Restart]) -> Hold:
-        """The same, of a request that was preempted and ended between two steps: its nonce has been
-        renewed since."""
-        if all(one.slot != hold.fence_slot for one in restarts):
-            return hold
-        _, nonce = self.fences.held_by(hold.request_id) or (-1, hold.fence_nonce)
-        return replace(hold, fence_nonce=nonce)
 
     def release_all(self) -> None:
         """Nobody is to read what is kept."""
-        for request_id in self.held:
-            self._producer.withdraw(request_id)
-        self._releases += self.held
+        held = [one for one in self._states.values() if one.phase is PrefillPhase.HELD]
+        for state in held:
+            self._producer.withdraw(state)
+        self._release(held)
 
-    def note_sent(self, request_id: str) -> float | None:
-        """A prefill is kept no more: how many seconds it was, None where it was kept only until its
-        readers were told that it was aborted."""
-        self.fences.give_back(request_id)
-        self._producer.give_back(request_id)
-        self._keys.forget(request_id)
-        begun = self.held.pop(request_id, None)
-        return None if begun is None else time.monotonic() - begun
+    def _release(self, states: Iterable[PrefillState]) -> None:
+        kept = (state.request_id for state in states if state.renounce())
+        self._engine.step.releases += kept
+
+    def finish(
+        self, request: Request, block_ids: tuple[list[int], ...], *, is_computed: bool = True
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended: whether its blocks must be kept, and what the engine that reads them
+        must know."""
+        state = self._states.get(request.request_id)
+        if state is None:
+            return False, None
+        self._producer.note_finish(state)
+        params = self._offer(state, block_ids) if is_computed else None
+        if params is not None:
+            return True, params
+        if state.row < 0:
+            self._remove(state)
+            return False, None
+        # Its blocks may be under reads: they are free when all workers have replaced the nonce.
+        self._keys.forget(state)
+        state.move(PrefillPhase.RELEASED)
+        self._hold(state, 0.0)
+        return True, None
+
+    def _remove(self, state: PrefillState) -> None:
+        state.move(PrefillPhase.FREE)
+        self._keys.forget(state)
+        del self._states[state.request_id]
+
+    def _offer(
+        self, state: PrefillState, block_ids: tuple[list[int], ...]
+    ) -> dict[str, Any] | None:
+        """Keep the blocks of a prefill that has ended for its readers; what it hands over, None for
+        nothing."""
+        request = state.request
+        if request.status not in FINISHED or state.phase is PrefillPhase.UNWANTED:
+            return None
+        if self._leaves_last_token and not state.is_cut:
+            return None
+        # What was generated after the prompt is in no prompt that the offer could be compared with.
+        num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        offered = blocks_to_offer(self._engine.groups, block_ids, num_tokens)
+        if not is_complete(self._engine.groups, offered):
+            return None
+        if state.slot < 0:
+            state.slot, _ = self._fences.take() or (-1, 0)
+        if state.slot < 0:
+            self._log.warning(
+                "fences",
+                f"request {state.request_id}: its blocks are not kept, as many prefills as this "
+                "engine can keep wait for their readers; the decode engine computes it itself",
+            )
+            return None
+        state.move(PrefillPhase.HELD)
+        state.held_since = time.monotonic()
+        self.num_held += 1
+        rest = self._producer.rest_of(state, offered)
+        self._hold(state, self._engine.config.kv_lease_duration, rest)
+        return self._describe(state, offered, num_tokens)
+
+    def _hold(self, state: PrefillState, lease_seconds: float, rest: Listed = ()) -> None:
+        """Have workers keep a prefill's blocks."""
+        nonce = self._fences.nonce_in(state.slot)
+        hold = Hold(state.request_id, lease_seconds, state.slot, nonce, state.row, rest)
+        self._engine.step.holds.append(hold)
+
+    def _describe(
+        self, state: PrefillState, offered: tuple[tuple[int, ...], ...], num_tokens: int
+    ) -> dict[str, Any]:
+        """What a finished prefill's readers must know, and whoever asks for its first token."""
+        request, engine = state.request, self._engine
+        remote = RemoteRequest(
+            engine_id=engine.engine_id,
+            incarnation=engine.incarnation,
+            host=engine.config.side_channel_host,
+            port=engine.port,
+            tp_size=engine.tp_size,
+            pp_size=engine.pp_size,
+            request_id=state.request_id,
+            block_ids=offered,
+            num_tokens=num_tokens,
+            fence_slot=state.slot,
+            fence_nonce=self._fences.nonce_in(state.slot),
+        )
+        token, sampling = (-1, "")
+        if num_tokens == request.num_prompt_tokens and not self._leaves_last_token:
+            token, sampling = offer(engine.sampler, request)
+        if token >= 0:
+            self._producer.tell_token(state, token, sampling)
+        prompt, now = digests(prompt_of(request), num_tokens), int(1000 * time.time())
+        transfer_params = TransferParams(remote, prompt, token, sampling, now)
+        chunk_tokens = engine.streaming.chunk_tokens
+        return write_params(transfer_params, engine.secret, chunk_tokens=chunk_tokens)
+
+    def fill_step(self, taken: StepMetadata, scheduled: SchedulerOutput) -> None:
+        """Add what the workers must know of this step."""
+        if not self._engine.streaming.refusal:
+            taken.chunks, taken.restarts = self._producer.take_step(self._states, scheduled)
+        if taken.restarts:  # also of requests that were preempted and ended between two steps
+            taken.holds = [
+                replace(one, fence_nonce=self._fences.nonce_in(one.fence_slot))
+                for one in taken.holds
+            ]
+        if self._engine.saves:
+            taken.saves = [
+                blocks_to_offer(
+                    self._engine.groups, state.block_ids, state.request.num_prompt_tokens
+                )
+                for progress in progress_in(scheduled)
+                if (state := self._states.get(progress.request_id)) is not None
+                and completes(state, progress)
+            ]
+
+    def note_outcomes(self, sent: Iterable[str], expired: Iterable[str]) -> None:
+        """Leases have run out on workers, and all workers have let go of what was *sent*."""
+        for request_id in expired:
+            if (state := self._states.get(request_id)) is not None:
+                state.has_expired = True
+        for request_id in sent:
+            if (state := self._states.get(request_id)) is not None:
+                self._fences.give_back(state.slot)
+                self._producer.give_back(state)
+                self._remove(state)
+                self._count_lease(state)
+
+    def _count_lease(self, state: PrefillState) -> None:
+        if state.held_since is not None:  # else it was kept until its readers were told of its end
+            self.num_held -= 1
+            seconds = time.monotonic() - state.held_since
+            self._engine.recorder.observe(lease_age_seconds=seconds)
+            self._engine.recorder.count(expired_requests=state.has_expired)

@@ -8,8 +8,10 @@ follow that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from vllm_commext.nixl.prefill.prefill_state import PrefillState
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -48,38 +50,12 @@ def progress_in(step: SchedulerOutput) -> Iterator[Progress]:
         yield Progress(request_id, begins, block_ids or (), num_computed, end)
 
 
-@dataclass
-class _Prompt:
-    num_tokens: int
-    block_ids: list[list[int]] = field(default_factory=list)
-
-
-class PromptTracker:
-    """Prompts that are being computed for other engines."""
-
-    def __init__(self) -> None:
-        self._prompts: dict[str, _Prompt] = {}
-
-    def add(self, request_id: str, num_tokens: int) -> None:
-        """Follow a request whose prompt has ``num_tokens`` tokens."""
-        self._prompts[request_id] = _Prompt(num_tokens)
-
-    def forget(self, request_id: str) -> None:
-        """The request has ended."""
-        self._prompts.pop(request_id, None)
-
-    def completed(self, step: SchedulerOutput) -> Iterator[tuple[int, list[list[int]]]]:
-        """Prompts that this step completes: their tokens, and their blocks by group and
-        position."""
-        for progress in progress_in(step):
-            prompt = self._prompts.get(progress.request_id)
-            if prompt is None:
-                continue
-            if progress.begins:
-                prompt.block_ids = []
-            if progress.block_ids:
-                prompt.block_ids = prompt.block_ids or [[] for _ in progress.block_ids]
-                for known, added in zip(prompt.block_ids, progress.block_ids, strict=True):
-                    known += added
-            if progress.num_computed < prompt.num_tokens <= progress.end:
-                yield prompt.num_tokens, prompt.block_ids
+def completes(state: PrefillState, progress: Progress) -> bool:
+    """Whether a step completes a prompt, whose blocks are followed."""
+    if progress.begins:
+        state.block_ids = []
+    if progress.block_ids:
+        state.block_ids = state.block_ids or [[] for _ in progress.block_ids]
+        for known, added in zip(state.block_ids, progress.block_ids, strict=True):
+            known += added
+    return progress.num_computed < state.request.num_prompt_tokens <= progress.end

@@ -3,14 +3,14 @@ step adds to them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_commext.nixl.geometry.layout import FULL
 from vllm_commext.nixl.geometry.plan import num_blocks_for
 from vllm_commext.nixl.geometry.request_blocks import keeps_every_token
 from vllm_commext.nixl.prefill.fence import FenceSlots
+from vllm_commext.nixl.prefill.prefill_state import PrefillState, Stream
 from vllm_commext.nixl.prefill.prompt_tracker import Progress, progress_in
 from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.requests import Chunk, Listed, Restart
@@ -24,21 +24,6 @@ from vllm_commext.nixl.wire.prompt import digests, prompt_of
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-
-@dataclass
-class _Stream:
-    """One prompt; ``row`` is -1 before its first step; ``num_blocks``: those that are listed, by
-    group."""
-
-    request: Request
-    key: str
-    row: int = -1
-    tag: int = 0
-    slot: int = -1
-    nonce: int = 0
-    num_blocks: dict[int, int] = field(default_factory=dict[int, int])
-    is_done: bool = False
 
 
 class StreamProducer:
@@ -66,71 +51,65 @@ class StreamProducer:
         self._streaming = streaming
         self._has_rest = not keeps_every_token(streaming.groups)
         self._free_rows = list(range(num_rows or num_rows_of(streaming.pieces_per_row)))
-        self._streams: dict[str, _Stream] = {}
+        self._coming: set[str] = set()  # keys of prompts that have not begun
 
-    def add(self, request: Request, *, ends_well: bool = True) -> Handover:
+    def add(self, state: PrefillState, *, ends_well: bool = True) -> Handover:
         """A request has come in whose prompt another engine reads; returns how it will be handed
         over.  Unless it *ends well* nothing of it will be."""
-        key = key_of(params_of(request))
+        key = key_of(params_of(state.request))
         if not key:
             return Handover.NO_KEY
         if self._streaming.refusal:
             return self._streaming.refusal
-        how = self._how(request, key) if ends_well else Handover.PROMPT
+        how = self._how(state.request, key) if ends_well else Handover.PROMPT
         if how == Handover.STREAMED:
-            self._streams[request.request_id] = _Stream(request, key)
+            state.stream = Stream(key, self._free_rows.pop())
+            self._coming.add(key)
         elif how != Handover.REPEATED_KEY:
             self._directory.open(key, FoundStream(refusal=how.meaning))
         return how
 
     def _how(self, request: Request, key: str) -> Handover:
-        if key in self._directory or any(one.key == key for one in self._streams.values()):
+        if key in self._directory or key in self._coming:
             return Handover.REPEATED_KEY
         if request.prompt_embeds is not None or request.resumable:
             return Handover.PROMPT
-        has_room = len(self._streams) < len(self._free_rows) + self._num_begun
         fits = request.num_prompt_tokens <= self._streaming.max_tokens
-        return Handover.STREAMED if has_room and fits else Handover.NO_ROOM
+        return Handover.STREAMED if self._free_rows and fits else Handover.NO_ROOM
 
-    @property
-    def _num_begun(self) -> int:
-        return sum(one.row >= 0 for one in self._streams.values())
-
-    def row_of(self, request_id: str) -> int:
-        """The row that a request has, and with it a fence; -1 for none."""
-        found = self._streams.get(request_id)
-        return found.row if found is not None else -1
-
-    def take_step(self, step: SchedulerOutput) -> tuple[list[Chunk], list[Restart]]:
+    def take_step(
+        self, states: Mapping[str, PrefillState], step: SchedulerOutput
+    ) -> tuple[list[Chunk], list[Restart]]:
         """What the workers must know of a step."""
-        preempted = step.preempted_req_ids or ()
-        restarts = [self._restart(name) for name in preempted if self.row_of(name) >= 0]
-        chunks = (self._advance(progress) for progress in progress_in(step) if self._streams)
+        preempted = (states.get(name) for name in step.preempted_req_ids or ())
+        restarts = [self._restart(one) for one in preempted if one is not None and one.row >= 0]
+        steps = ((states.get(one.request_id), one) for one in progress_in(step) if states)
+        chunks = (self._advance(state, one) for state, one in steps if state is not None)
         return [chunk for chunk in chunks if chunk is not None], restarts
 
-    def _restart(self, request_id: str) -> Restart:
-        stream = self._streams[request_id]
-        restart = Restart(stream.row, stream.slot, stream.nonce)
-        stream.nonce = self._fences.renew(request_id)
+    def _restart(self, state: PrefillState) -> Restart:
+        stream, nonce = state.stream, self._fences.nonce_in(state.slot)
+        assert stream is not None
+        self._fences.renew(state.slot)
         stream.num_blocks, stream.is_done = {}, False
-        self._directory.open(stream.key, self._found(stream))
-        return restart
+        self._directory.open(stream.key, self._found(state, stream))
+        return Restart(stream.row, state.slot, nonce)
 
-    def _advance(self, progress: Progress) -> Chunk | None:
-        stream = self._streams.get(progress.request_id)
+    def _advance(self, state: PrefillState, progress: Progress) -> Chunk | None:
+        stream = state.stream
         if stream is None or stream.is_done:
             return None
-        begins = stream.row < 0
-        if begins and not self._begin(stream):
+        begins = state.slot < 0
+        if begins and not self._begin(state, stream):
             return None
-        num_tokens = stream.request.num_prompt_tokens
+        num_tokens = state.request.num_prompt_tokens
         end = min(progress.end, num_tokens)
         listed = tuple(self._listed(stream, progress, num_tokens))
         stream.is_done = end == num_tokens
-        return Chunk(stream.row, stream.nonce, listed, end, begins)
+        return Chunk(stream.row, self._fences.nonce_in(state.slot), listed, end, begins)
 
     def _listed(
-        self, stream: _Stream, progress: Progress, num_tokens: int
+        self, stream: Stream, progress: Progress, num_tokens: int
     ) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Blocks that a step adds to the groups whose blocks all stay."""
         if not progress.block_ids:
@@ -148,15 +127,15 @@ class StreamProducer:
             if fitting:
                 yield region.place + first, fitting
 
-    def rest_of(self, request_id: str, offered: Sequence[Sequence[int]]) -> Listed:
+    def rest_of(self, state: PrefillState, offered: Sequence[Sequence[int]]) -> Listed:
         """What is to be listed at the end of a prompt that has a row: of the other groups, their
         blocks and how many they are.
 
         Args:
-            request_id: the request.
+            state: the prompt.
             offered: the blocks of all groups that are handed over.
         """
-        if not self._has_rest or self.row_of(request_id) < 0:
+        if not self._has_rest or state.row < 0:
             return ()
         streaming = self._streaming
         return tuple(
@@ -165,53 +144,54 @@ class StreamProducer:
             if group.kind != FULL
         )
 
-    def _begin(self, stream: _Stream) -> bool:
-        """Take a fence and a row, and tell who asks."""
-        request_id = stream.request.request_id
-        fence = self._fences.take(request_id)
+    def _begin(self, state: PrefillState, stream: Stream) -> bool:
+        """Take a fence, and tell who asks."""
+        fence = self._fences.take()
         if fence is None:
-            del self._streams[request_id]
-            self._directory.open(stream.key, FoundStream(refusal=Handover.NO_ROOM.meaning))
+            self._leave(state, stream, Handover.NO_ROOM.meaning)
             return False
-        stream.row = self._free_rows.pop()
-        stream.slot, stream.nonce = fence
-        stream.tag = stream.nonce
-        self._directory.open(stream.key, self._found(stream))
+        state.slot, stream.tag = fence
+        self._coming.discard(stream.key)
+        self._directory.open(stream.key, self._found(state, stream))
         return True
 
-    def _found(self, stream: _Stream) -> FoundStream:
-        request = stream.request
+    def _leave(self, state: PrefillState, stream: Stream, refusal: str) -> None:
+        """A prompt that has not begun is not read meanwhile."""
+        state.stream = None
+        self._free_rows.append(stream.row)
+        self._coming.discard(stream.key)
+        self._directory.open(stream.key, FoundStream(refusal=refusal))
+
+    def _found(self, state: PrefillState, stream: Stream) -> FoundStream:
+        request = state.request
         return FoundStream(
             request_id=request.request_id,
             num_tokens=request.num_prompt_tokens,
             row=stream.row,
             tag=stream.tag,
-            fence_slot=stream.slot,
-            fence_nonce=stream.nonce,
+            fence_slot=state.slot,
+            fence_nonce=self._fences.nonce_in(state.slot),
             prompt=digests(prompt_of(request), request.num_prompt_tokens),
             regions=[region.first for region in self._streaming.regions],
         )
 
-    def tell_token(self, request_id: str, first_token: int, sampling: str) -> None:
+    def tell_token(self, state: PrefillState, first_token: int, sampling: str) -> None:
         """A prompt is computed, and this token follows, drawn by this."""
-        if self.row_of(request_id) >= 0:
-            self._directory.tell(self._streams[request_id].key, first_token, sampling)
+        if state.row >= 0 and state.stream is not None:
+            self._directory.tell(state.stream.key, first_token, sampling)
 
-    def note_finish(self, request_id: str) -> None:
+    def note_finish(self, state: PrefillState) -> None:
         """A request is computed no more; one that had not begun is forgotten."""
-        stream = self._streams.get(request_id)
-        if stream is not None and stream.row < 0:
-            del self._streams[request_id]
-            self._directory.open(stream.key, FoundStream(refusal="the prefill has ended"))
+        if state.stream is not None and state.row < 0:
+            self._leave(state, state.stream, "the prefill has ended")
 
-    def withdraw(self, request_id: str) -> None:
+    def withdraw(self, state: PrefillState) -> None:
         """Who asks for the request is told from now on that it has ended."""
-        if self.row_of(request_id) >= 0:
-            self._directory.end(self._streams[request_id].key)
+        if state.row >= 0 and state.stream is not None:
+            self._directory.end(state.stream.key)
 
-    def give_back(self, request_id: str) -> None:
+    def give_back(self, state: PrefillState) -> None:
         """All workers have replaced the nonce of the request's fence."""
-        stream = self._streams.pop(request_id, None)
-        if stream is not None:
-            self._free_rows.append(stream.row)
-            self._directory.end(stream.key)
+        if state.stream is not None:
+            self._free_rows.append(state.stream.row)
+            self._directory.end(state.stream.key)

@@ -1,0 +1,99 @@
+"""The decode engine's first tokens that prefill engines have drawn: which can be sent, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vllm_commext.nixl.decode.load_state import LoadState, Source, TokenPhase
+from vllm_commext.nixl.engine_context import EngineContext
+from vllm_commext.nixl.first_token import source_of
+from vllm_commext.nixl.metrics.recorder import FIRST_TOKENS
+from vllm_commext.nixl.reasons import FirstToken
+from vllm_commext.nixl.stream.asker import StreamAsker
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+TOKEN_SECONDS = 0.005
+"""That an engine with nothing to compute waits for the first token after a prompt that is here: a
+prefill engine knows it a few milliseconds after the last chunk's end, and computing it would take a
+step."""
+
+
+class RemoteTokens:
+    """First tokens of one engine's requests, until they are sent or computed here.
+
+    Args:
+        engine: this engine.
+        asker: asks for those of prompts that are read while they are computed.
+    """
+
+    def __init__(self, engine: EngineContext, asker: StreamAsker) -> None:
+        self._engine = engine
+        self._asker = asker
+        self._ready: list[LoadState] = []
+        self._loaded: list[LoadState] = []
+
+    def offer(self, state: LoadState, token: int, sampling: str) -> None:
+        """A prefill engine offers a request's first token, drawn by this: the answer begins with it
+        if it is drawn as this engine would draw it, after the prompt that the request has here."""
+        if state.token_phase is not TokenPhase.AWAITED:
+            return
+        sampler = self._engine.sampler
+        offered = replace(state.params, first_token=token, sampling=sampling)
+        way = source_of(sampler, offered, state.request)
+        if way == FirstToken.PREFILL and token >= sampler.num_tokens:
+            way = FirstToken.DIFFERS
+        if way != FirstToken.PREFILL:
+            self.refuse(state, way)
+        else:
+            self._end_waiting(state, TokenPhase.READY)
+            state.first_token = token
+            self._ready.append(state)
+
+    def refuse(self, state: LoadState, reason: FirstToken) -> None:
+        """A request's first token is computed here, if it has none yet."""
+        if self._end_waiting(state, TokenPhase.COMPUTED):
+            self._engine.recorder.count_reason(FIRST_TOKENS, reason)
+
+    def give_up(self, state: LoadState) -> None:
+        """A request's first token is awaited no more."""
+        if state.token_phase is TokenPhase.AWAITED:
+            self.refuse(state, FirstToken.NOT_OFFERED)
+
+    def _end_waiting(self, state: LoadState, phase: TokenPhase) -> bool:
+        has_moved = state.move(phase)
+        if has_moved and state.source is Source.STREAMED:
+            self._asker.forget(state.request_id)
+        return has_moved
+
+    def note_loaded(self, state: LoadState) -> None:
+        """A request's prompt is here: its first token is awaited until the next step alone."""
+        if state.token_phase is TokenPhase.AWAITED:
+            self._loaded.append(state)
+
+    def take(
+        self, find: Callable[[str], LoadState | None], *, is_idle: bool
+    ) -> list[tuple[Request, int]]:
+        """Requests whose first tokens have come since the last call, each with its token, asked
+        before each step.
+
+        Args:
+            find: gives a request's state, once it is known where its prompt is.
+            is_idle: the engine has nothing to compute, and waits for those about to come.
+        """
+        loaded, self._loaded = self._loaded, []
+        for state in loaded:
+            if state.token_phase is TokenPhase.AWAITED:
+                self._asker.wait_for_token(state.request_id, TOKEN_SECONDS if is_idle else 0.0)
+        for request_id, told in self._asker.take_tokens().items():
+            state = find(request_id)
+            if state is not None:
+                self.offer(state, *told)
+        for state in loaded:
+            self.give_up(state)
+        ready, self._ready = self._ready, []
+        still = (state for state in ready if state.token_phase is TokenPhase.READY)
+        return [(state.request, state.first_token) for state in still]
