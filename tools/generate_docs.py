@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from vllm_commext.compat.api_table import API_CHECKS
+from vllm_commext.compat.api_checks import API_CHECKS
 from vllm_commext.compat.monkey_patch import INVENTORY
 from vllm_commext.compat.versions import NEWEST, OLDEST, WINDOW
 from vllm_commext.settings import TOGGLES

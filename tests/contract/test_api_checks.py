@@ -6,19 +6,19 @@ import pytest
 import vllm
 from vllm.v1.core.block_pool import BlockPool
 
-from vllm_commext.compat import api_checks, evidence, hooks
-from vllm_commext.compat.api_checks import CheckState
-from vllm_commext.compat.api_signatures import ABSTRACT_METHODS, HOOKS
-from vllm_commext.compat.api_table import API_CHECKS, ApiCheck
+from vllm_commext.compat import api_probes, evidence, hooks
+from vllm_commext.compat.api_checks import API_CHECKS
+from vllm_commext.compat.api_connector import ABSTRACT_METHODS, HOOKS
+from vllm_commext.compat.api_probes import ApiCheck, CheckState
 from vllm_commext.compat.parts import BY_NAME, PARTS, Part
 
 
 @pytest.mark.parametrize("api", API_CHECKS, ids=lambda api: api.name)
 def test_an_api_check_holds_or_is_not_there_yet(api: ApiCheck) -> None:
-    outcome = api_checks.check(api, vllm.__version__)
+    outcome = api_probes.check(api, vllm.__version__)
     if outcome.state is CheckState.NOT_YET:
         # Else the row's `since` is too late, and we do without something that is there.
-        assert api_checks.guarded(api.probe) != ""
+        assert api_probes.guarded(api.probe) != ""
     else:
         assert (outcome.state, outcome.problem) == (CheckState.HOLDS, "")
 
@@ -71,4 +71,4 @@ def test_a_method_that_only_vllms_queue_has_breaks_its_check() -> None:
         def resolve(self, path: str) -> type:
             return type("MessageQueue", (), {**vars(MessageQueue), "drain": lambda self: None})
 
-    assert "drain" in api_checks.guarded(api.probe, Newer())  # pyright: ignore[reportArgumentType]
+    assert "drain" in api_probes.guarded(api.probe, Newer())  # pyright: ignore[reportArgumentType]

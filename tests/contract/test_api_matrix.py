@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import vllm
 
-from vllm_commext.compat import api_checks
-from vllm_commext.compat.api_table import API_CHECKS, ApiCheck
+from vllm_commext.compat import api_probes
+from vllm_commext.compat.api_checks import API_CHECKS
+from vllm_commext.compat.api_probes import ApiCheck
 
 SITE = Path(vllm.__file__).parents[1]
 
@@ -15,5 +16,5 @@ SITE = Path(vllm.__file__).parents[1]
 def test_text_and_import_agree(api: ApiCheck) -> None:
     from matrix.source_view import SourceView
 
-    text = api_checks.check(api, vllm.__version__, SourceView(SITE))
-    assert text.state is api_checks.check(api, vllm.__version__).state
+    text = api_probes.check(api, vllm.__version__, SourceView(SITE))
+    assert text.state is api_probes.check(api, vllm.__version__).state

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from vllm_commext.compat.api_table import API_CHECKS
+from vllm_commext.compat.api_checks import API_CHECKS
 from vllm_commext.compat.parts import PARTS
 
 

@@ -67,11 +67,10 @@ def test_the_norm_is_that_of_the_whole_row(found: Found) -> None:
 MOVED = """
 import importlib, logging
 from vllm.plugins import load_general_plugins
-from vllm_commext.compat import api_table
-from vllm_commext.compat.api_table import ApiCheck
-broken = [ApiCheck("gone", "norm of OLMoE", "why", lambda _: "it is gone")]
 from vllm_commext.compat import api_checks
-api_checks.API_CHECKS = (*api_table.API_CHECKS, *broken)
+from vllm_commext.compat.api_probes import ApiCheck
+broken = [ApiCheck("gone", "norm of OLMoE", "why", lambda _: "it is gone")]
+api_checks.API_CHECKS = (*api_checks.API_CHECKS, *broken)
 load_general_plugins()
 olmoe = importlib.import_module("vllm.model_executor.models.olmoe")
 hybrid = importlib.import_module("vllm.model_executor.models.olmo_hybrid")

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from vllm_commext.compat import api_signatures, api_table, parts
-from vllm_commext.compat.api_table import API_CHECKS
+from vllm_commext.compat import api_checks, api_connector, parts
+from vllm_commext.compat.api_checks import API_CHECKS
 from vllm_commext.compat.monkey_patch import INVENTORY
 
-COMPAT = Path(api_table.__file__).parent
+COMPAT = Path(api_checks.__file__).parent
+TABLES = (Path(api_checks.__file__), Path(api_connector.__file__))
 # What a vLLM cannot be without, or whose absence is dealt with where it is looked for.
 UNCHECKED = {
     "vllm",
@@ -85,17 +86,16 @@ def test_every_attribute_that_is_read_is_looked_for(name: str) -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).rpartition(".")[2] in OBJECTS
     }
-    table = "".join(Path(module.__file__).read_text() for module in (api_table, api_signatures))
+    table = "".join(path.read_text() for path in TABLES)
     named = set(re.findall(r"\w+", table))
     assert read - named - set(OBJECTS) - OPTIONAL == set()
 
 
 def test_what_is_looked_for_by_an_attribute_is_read_somewhere() -> None:
     """Else a check would refuse a vLLM for nothing."""
-    own = {COMPAT / "api_table.py", COMPAT / "api_signatures.py"}
-    text = "".join(path.read_text() for path in COMPAT.parent.rglob("*.py") if path not in own)
+    text = "".join(path.read_text() for path in COMPAT.parent.rglob("*.py") if path not in TABLES)
     wanted: set[str] = set()
-    for node in ast.walk(ast.parse((COMPAT / "api_table.py").read_text())):
+    for node in (node for table in TABLES for node in ast.walk(ast.parse(table.read_text()))):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "has_attributes":
             named = [each for argument in node.args[1:] for each in ast.walk(argument)]
             wanted |= {str(each.value) for each in named if isinstance(each, ast.Constant)}

@@ -9,8 +9,7 @@ from matrix import columns
 from matrix.source_view import SourceView
 
 from vllm_commext.compat import api_probes as probes
-from vllm_commext.compat.api_checks import guarded
-from vllm_commext.compat.api_probes import Probe
+from vllm_commext.compat.api_probes import Probe, guarded
 
 BASE = """
     import abc, enum, functools

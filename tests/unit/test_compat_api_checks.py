@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_commext.compat import api_checks, api_probes, monkey_patch
-from vllm_commext.compat.api_checks import ApiCheck, CheckState
+from vllm_commext.compat.api_probes import ApiCheck, CheckState
 
 MODULE = "commext_api_example"
 
@@ -91,22 +91,22 @@ BREAK = {
 
 @pytest.mark.parametrize("name", HOLD)
 def test_a_probe_holds(name: str) -> None:
-    outcome = api_checks.check(ApiCheck(name, "nixl", "", HOLD[name]), "0.32.0")
+    outcome = api_probes.check(ApiCheck(name, "nixl", "", HOLD[name]), "0.32.0")
     assert (outcome.state, outcome.problem) == (CheckState.HOLDS, "")
 
 
 @pytest.mark.parametrize("name", BREAK)
 def test_a_probe_says_what_it_expected_and_found(name: str) -> None:
     probe, expected = BREAK[name]
-    outcome = api_checks.check(ApiCheck(name, "nixl", "", probe), "0.32.0")
+    outcome = api_probes.check(ApiCheck(name, "nixl", "", probe), "0.32.0")
     assert outcome.state is CheckState.BROKEN
     assert expected in outcome.problem
 
 
 def test_an_api_check_is_not_probed_before_the_release_that_brought_it() -> None:
     api = ApiCheck("new", "nixl", "", BREAK["no name"][0], since="0.30")
-    assert api_checks.check(api, "0.29.0").state is CheckState.NOT_YET
-    assert api_checks.check(api, "0.30.0").state is CheckState.BROKEN
+    assert api_probes.check(api, "0.29.0").state is CheckState.NOT_YET
+    assert api_probes.check(api, "0.30.0").state is CheckState.BROKEN
 
 
 def test_the_table_is_sound() -> None:

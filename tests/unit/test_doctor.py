@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_commext.cli import doctor, guard, machine_probes, main, probes
+from vllm_commext.cli import doctor, machine_probes, main, probes
 from vllm_commext.cli.report import Check, Level, as_json, as_text, decode, encode, exit_status
 
 ABSENT = ("vllm", "torch", "nixl", "flashinfer")
@@ -39,11 +39,11 @@ def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         return [sys.executable, "-c", "\n".join([HIDE, HIDE_DISTRIBUTIONS, run])]
 
-    monkeypatch.setattr(guard, "_command", command)
+    monkeypatch.setattr(doctor, "_command", command)
 
 
 def as_command(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    monkeypatch.setattr(guard, "_command", lambda *_: [sys.executable, "-c", code])
+    monkeypatch.setattr(doctor, "_command", lambda *_: [sys.executable, "-c", code])
 
 
 @pytest.mark.usefixtures("without_libraries")
@@ -71,7 +71,7 @@ def test_the_table_has_the_same_lines_as_the_json(capsys: pytest.CaptureFixture[
 def test_a_crashing_probe_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import os, sys; sys.stderr.write('last words'); sys.stderr.flush(); os.abort()"
     as_command(monkeypatch, code)
-    (check,) = guard.run_guarded("nixl", timeout_seconds=60)
+    (check,) = doctor.run_guarded("nixl", timeout_seconds=60)
     assert (check.section, check.level) == ("nixl", Level.ERROR)
     assert check.value == "ended by signal SIGABRT"
     assert "last words" in check.hint
@@ -82,8 +82,8 @@ def test_a_hanging_probe_is_ended_with_its_children(
 ) -> None:
     pid_file = tmp_path / "pid"
     script = f"sleep 600 & echo $! > {pid_file}; wait"
-    monkeypatch.setattr(guard, "_command", lambda *_: ["sh", "-c", script])
-    (check,) = guard.run_guarded("gpu", timeout_seconds=1)
+    monkeypatch.setattr(doctor, "_command", lambda *_: ["sh", "-c", script])
+    (check,) = doctor.run_guarded("gpu", timeout_seconds=1)
     assert check.value == "no answer within 1 s"
     assert check.level is Level.ERROR
     deadline = time.monotonic() + 60
@@ -101,7 +101,7 @@ def is_running(pid: int) -> bool:
 
 def test_a_probe_without_a_result_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     as_command(monkeypatch, "raise SystemExit(3)")
-    (check,) = guard.run_guarded("gpu", timeout_seconds=60)
+    (check,) = doctor.run_guarded("gpu", timeout_seconds=60)
     assert check.value == "ended with status 3 and without a result"
 
 

@@ -2,9 +2,7 @@
 
 import pytest
 
-from vllm_commext.cli.report import Check, Level
-from vllm_commext.cli.suggestions import OFFERS, suggestions
-from vllm_commext.cli.summary import as_summary
+from vllm_commext.cli.report import OFFERS, Check, Level, as_summary, suggestions
 
 NATIVE = Check("package", "native queue", "built", Level.OK)
 PEERS = Check("gpu", "peer access", "all 2 pairs", Level.OK)

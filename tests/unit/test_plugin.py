@@ -16,6 +16,7 @@ import pytest
 from vllm_commext import UnsupportedError, plugin, status
 from vllm_commext.compat import api_checks as api_checks
 from vllm_commext.compat import evidence, hooks
+from vllm_commext.compat.api_probes import ApiCheck
 from vllm_commext.compat.evidence import Verdict
 from vllm_commext.compat.parts import Part
 from vllm_commext.plugin import Capability
@@ -48,7 +49,7 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
                 raise problem
 
         capability = Capability("nixl", activate, lambda: calls.append("refuse"), "the fallback")
-        api = api_checks.ApiCheck("some_api", "nixl", "why", lambda _: "moved" if broken else "")
+        api = ApiCheck("some_api", "nixl", "why", lambda _: "moved" if broken else "")
         monkeypatch.setattr(plugin, "CAPABILITIES", (capability,))
         monkeypatch.setattr(hooks, "vllm_version", lambda: version)
         differing = [] if found is Verdict.SAME else ["vllm.some:Thing.method"]

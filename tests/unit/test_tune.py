@@ -16,7 +16,7 @@ from vllm_commext.allreduce.table import measure, neighbours, selection, tuning
 from vllm_commext.allreduce.table.builtin import builtin_table
 from vllm_commext.allreduce.table.machine import Machine
 from vllm_commext.allreduce.table.table import Row, Table
-from vllm_commext.cli import allreduce_probe, main, tune, tune_report
+from vllm_commext.cli import machine_probes, main, tune
 from vllm_commext.cli.tune_rank import RankOptions
 from vllm_commext.compat import tp_group
 
@@ -29,7 +29,7 @@ TIMES = {
 
 
 def test_the_table_marks_the_fastest() -> None:
-    lines = tune_report.as_table(TIMES).splitlines()
+    lines = tune.as_table(TIMES).splitlines()
     assert lines[0] == "| size | nccl | custom | flashinfer_two_shot |"
     assert lines[2:] == [
         "| 2 KiB | 8.0 | 4.0* | - |",
@@ -39,19 +39,19 @@ def test_the_table_marks_the_fastest() -> None:
 
 
 def test_the_curves_are_low_where_a_backend_is_fast() -> None:
-    nccl, custom, two_shot, axis = tune_report.as_curves(TIMES).splitlines()
-    assert nccl.split()[1][0] == tune_report.BARS[-1]
-    assert nccl[-1] == tune_report.BARS[0]
-    assert custom.split()[1] == tune_report.BARS[0] * 2
-    assert two_shot[-1] == tune_report.BARS[-1]
+    nccl, custom, two_shot, axis = tune.as_curves(TIMES).splitlines()
+    assert nccl.split()[1][0] == tune.BARS[-1]
+    assert nccl[-1] == tune.BARS[0]
+    assert custom.split()[1] == tune.BARS[0] * 2
+    assert two_shot[-1] == tune.BARS[-1]
     assert axis.strip().startswith("2 KiB .. 64 MiB")
-    assert tune_report.as_curves({}) == ""
+    assert tune.as_curves({}) == ""
 
 
 def test_progress_grows() -> None:
-    assert tune_report.progress_bar(0, 4, 4) == "[    ] 0/4"
-    assert tune_report.progress_bar(3, 4, 4) == "[### ] 3/4"
-    assert tune_report.progress_bar(4, 4, 4) == "[####] 4/4"
+    assert tune.progress_bar(0, 4, 4) == "[    ] 0/4"
+    assert tune.progress_bar(3, 4, 4) == "[### ] 3/4"
+    assert tune.progress_bar(4, 4, 4) == "[####] 4/4"
 
 
 def test_every_beginning_of_the_sizes_is_spread() -> None:
@@ -145,7 +145,7 @@ say("table", table=table.encode(made).decode(), path="", machine={{}})
 
 def test_doctor_names_the_tables_of_the_world_sizes_that_there_are() -> None:
     checks = list(
-        allreduce_probe.tables(4, lambda world: builtin_table("NVIDIA H200", world % 4 or 99))
+        machine_probes.tables(4, lambda world: builtin_table("NVIDIA H200", world % 4 or 99))
     )
     assert [check.name for check in checks] == ["all-reduce over 2 GPUs", "all-reduce over 4 GPUs"]
     assert checks[0].value.startswith("bfloat16: flashinfer_one_shot up to ")
@@ -153,12 +153,12 @@ def test_doctor_names_the_tables_of_the_world_sizes_that_there_are() -> None:
         "",
         "vllm-commext tune allreduce --tp 4 measures it",
     )
-    assert not list(allreduce_probe.tables(1, lambda _: None))
+    assert not list(machine_probes.tables(1, lambda _: None))
 
 
 def test_doctor_says_what_keeps_multicast_off() -> None:
-    assert allreduce_probe.multicast_state({}).value == f"off: {multicast.TOGGLE}=0"
-    assert allreduce_probe.multicast_state({multicast.TOGGLE: "1"}).value == "allowed"
+    assert machine_probes.multicast_state({}).value == f"off: {multicast.TOGGLE}=0"
+    assert machine_probes.multicast_state({multicast.TOGGLE: "1"}).value == "allowed"
 
 
 def test_a_measured_table_comes_before_the_built_in_one(tmp_path: Path) -> None:

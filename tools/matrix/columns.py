@@ -12,9 +12,8 @@ from pathlib import Path
 from installer import InstallError, run, uv_environment
 from wheel_text import WheelError, fetch, url_of
 
-from vllm_commext.compat.api_checks import CheckState, check, guarded
-from vllm_commext.compat.api_probes import View, exists
-from vllm_commext.compat.api_table import API_CHECKS, ApiCheck
+from vllm_commext.compat.api_checks import API_CHECKS
+from vllm_commext.compat.api_probes import ApiCheck, CheckState, View, check, exists, guarded
 from vllm_commext.compat.monkey_patch import INVENTORY
 
 from .source_view import SourceView

@@ -1,4 +1,5 @@
-"""Probes of the machine: NIXL's plug-ins, GPUs, the driver, shared memory, ports."""
+"""Probes of the machine: NIXL's plug-ins, the driver, GPUs and all-reduces between them, shared
+memory, ports."""
 
 import logging
 import os
@@ -9,6 +10,10 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from vllm_commext.allreduce import multicast
+from vllm_commext.allreduce.table import selection
+from vllm_commext.allreduce.table.machine import Machine
+from vllm_commext.allreduce.table.table import Table
 from vllm_commext.cli.report import Check, Level
 
 SHM = Path("/dev/shm")
@@ -137,3 +142,36 @@ def side_channel_port(environ: Mapping[str, str]) -> Check:
         return Check("machine", name, f"{host}:{port} is free", Level.OK)
     hint = f"set {HOST_VARIABLE} and {PORT_VARIABLE}, or side_channel_port in the extra config"
     return Check("machine", name, f"{host}:{port}: {problem}", Level.WARNING, hint)
+
+
+WORLD_SIZES = (2, 4, 8)
+TUNE = "vllm-commext tune allreduce --tp {} measures it"
+
+
+def tables(count: int, find: Callable[[int], Table | None]) -> Iterable[Check]:
+    """For each world size that `count` GPUs allow, what `find` finds for it."""
+    for world_size in (size for size in WORLD_SIZES if size <= count):
+        table = find(world_size)
+        value = "; ".join(selection.describe(table))
+        hint = TUNE.format(world_size) if table is None else ""
+        yield Check("gpu", f"all-reduce over {world_size} GPUs", value, Level.INFO, hint)
+
+
+def multicast_state(environ: Mapping[str, str]) -> Check:
+    """Whether NVLink multicast may be used, and what switches it off."""
+    reason = multicast.switched_off_by(environ)
+    return Check("gpu", "multicast", f"off: {reason}" if reason else "allowed", Level.INFO)
+
+
+def all_reduces(environ: Mapping[str, str]) -> Iterable[Check]:
+    """Which backend serves which sizes here; torch is installed."""
+    import torch
+
+    from vllm_commext.allreduce.table.machine_facts import read_machine
+
+    yield multicast_state(environ)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < WORLD_SIZES[0]:
+        return
+    machine: Machine = read_machine(torch.device("cuda", 0))
+    yield from tables(count, lambda world_size: selection.find_table(machine, world_size))

@@ -1,4 +1,4 @@
-"""The probes of `vllm-commext doctor`, each run by `guard` as ``python -m ... NAME RESULT_FILE``.
+"""The probes of `vllm-commext doctor`, each run by `doctor` as ``python -m ... NAME RESULT_FILE``.
 
 A probe imports what it looks at inside its function, may raise, and may crash its process.
 """
@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from vllm_commext import __version__, status
-from vllm_commext.cli import allreduce_probe, machine_probes
+from vllm_commext.cli import machine_probes
 from vllm_commext.cli.report import Check, Level, encode
 from vllm_commext.compat import api_checks, evidence, hooks, parts
+from vllm_commext.compat.api_probes import CheckOutcome, CheckState
 from vllm_commext.errors import CommextError, UnsupportedError
 from vllm_commext.settings import TOGGLES, describe_unknown, unknown_names
 
@@ -102,18 +103,18 @@ def probe_toggles() -> Iterable[Check]:
 
 
 API_LEVELS = {
-    api_checks.CheckState.HOLDS: Level.OK,
-    api_checks.CheckState.NOT_YET: Level.INFO,
-    api_checks.CheckState.BROKEN: Level.ERROR,
+    CheckState.HOLDS: Level.OK,
+    CheckState.NOT_YET: Level.INFO,
+    CheckState.BROKEN: Level.ERROR,
 }
 
 
-def _api_check(outcome: api_checks.CheckOutcome) -> Check:
+def _api_check(outcome: CheckOutcome) -> Check:
     api = outcome.api
     value = {
-        api_checks.CheckState.HOLDS: "holds",
-        api_checks.CheckState.NOT_YET: f"not in this vLLM, since {api.since}; done without",
-        api_checks.CheckState.BROKEN: outcome.problem,
+        CheckState.HOLDS: "holds",
+        CheckState.NOT_YET: f"not in this vLLM, since {api.since}; done without",
+        CheckState.BROKEN: outcome.problem,
     }[outcome.state]
     hint = f"{api.capability} needs it: {api.why}" if outcome.problem else ""
     return Check("apis", api.name, value, API_LEVELS[outcome.state], hint)
@@ -184,7 +185,7 @@ def probe_gpu() -> Iterable[Check]:
     yield machine_probes.driver()
     if torch.level is Level.OK:
         yield from machine_probes.gpus()
-        yield from allreduce_probe.probe(os.environ)
+        yield from machine_probes.all_reduces(os.environ)
 
 
 def probe_machine() -> Iterable[Check]:

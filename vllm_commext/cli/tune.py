@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,71 @@ from vllm_commext.allreduce.message import ITEM_BYTES
 from vllm_commext.allreduce.table import table as tables
 from vllm_commext.allreduce.table.measure import SIZES
 from vllm_commext.allreduce.table.selection import describe, size_text
-from vllm_commext.cli import tune_report
 from vllm_commext.cli.tune_rank import PREFIX, RankOptions
 from vllm_commext.errors import CommextTimeoutError, UnsupportedError
+
+BARS = "▁▂▃▄▅▆▇█"
+ABSENT = "-"
+Times = Mapping[int, Mapping[str, float]]
+
+
+def columns(times: Times) -> list[str]:
+    """The backends that were measured, those with the most sizes first."""
+    names = sorted({name for of in times.values() for name in of})
+    return sorted(names, key=lambda name: -sum(name in of for of in times.values()))
+
+
+def as_table(times: Times) -> str:
+    """Markdown: a row a size, microseconds a call, the fastest marked by an asterisk."""
+    names = columns(times)
+    lines = ["| size | " + " | ".join(names) + " |", "|" + " --- |" * (len(names) + 1)]
+    for size in sorted(times):
+        of = times[size]
+        best = min(of.values(), default=0.0)
+        cells = [
+            f"{of[name]:.1f}{'*' if of[name] == best else ''}" if name in of else ABSENT
+            for name in names
+        ]
+        lines.append("| " + " | ".join([size_text(size), *cells]) + " |")
+    return "\n".join(lines)
+
+
+def slowdowns(times: Times, name: str) -> list[float | None]:
+    """The backend's time over the best at each size, in rising order; None where it has none."""
+    return [
+        times[size][name] / min(times[size].values()) if name in times[size] else None
+        for size in sorted(times)
+    ]
+
+
+def as_curves(times: Times) -> str:
+    """A line a backend: how far it is from the best, from small sizes to large.
+
+    The lowest bar is the fastest backend, the highest is twice its time or more.
+    """
+    names = columns(times)
+    if not names:
+        return ""
+    width = max(map(len, names))
+    lines = [f"{name:<{width}} {_bars(slowdowns(times, name))}" for name in names]
+    sizes = sorted(times)
+    span = f"{size_text(sizes[0])} .. {size_text(sizes[-1])}"
+    return "\n".join([*lines, f"{'':<{width}} {span}; low is fast, full height is 2x the best"])
+
+
+def _bars(values: Sequence[float | None]) -> str:
+    steps = len(BARS) - 1
+    return "".join(
+        " " if value is None else BARS[min(int((value - 1) * steps + 0.5), steps)]
+        for value in values
+    )
+
+
+def progress_bar(done: int, total: int, columns_wide: int = 30) -> str:
+    """``[####      ] 4/10``."""
+    filled = columns_wide * done // max(total, 1)
+    return f"[{'#' * filled:<{columns_wide}}] {done}/{total}"
+
 
 HELP = "Measure the all-reduce backends on this machine; the engine uses what was found."
 START_SECONDS = 420.0  # importing vLLM, and FlashInfer compiling its kernels for the first time
@@ -122,7 +184,7 @@ def _follow(
             found = {name: float(value) for name, value in message["times"].items()}
             times[message["dtype"]][message["size"]] = found
             best = min(found, key=found.__getitem__, default="none")
-            bar = tune_report.progress_bar(done, total)
+            bar = progress_bar(done, total)
             print(f"{bar} {message['dtype']} {size_text(message['size'])}: {best}", flush=True)
         else:
             return times, message
@@ -166,8 +228,8 @@ def _show(
     times: dict[str, dict[int, dict[str, float]]], last: dict[str, Any], out: Path | None
 ) -> None:
     for dtype, of in times.items():
-        print(f"\n{dtype}, microseconds a call\n\n{tune_report.as_table(of)}\n")
-        print(tune_report.as_curves(of))
+        print(f"\n{dtype}, microseconds a call\n\n{as_table(of)}\n")
+        print(as_curves(of))
     print()
     for line in describe(tables.decode(last["table"])):
         print(line)

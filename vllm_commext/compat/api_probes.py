@@ -1,4 +1,4 @@
-"""What an API check can be probed for: a name, a signature, abstract methods, fields.
+"""What an API check is, and what it can be probed for: a name, a signature, methods, fields.
 
 A probe looks at what is really there and never at a version number. It is given a `View` to look
 through: `INSTALLED` imports the installed vLLM; ``tools/api_matrix.py`` has one that reads the
@@ -12,9 +12,12 @@ import importlib.util
 import inspect
 import textwrap
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol
 
 from vllm_commext.compat.monkey_patch import original_at
+from vllm_commext.compat.versions import OLDEST, is_at_least
 
 
 class View(Protocol):
@@ -53,6 +56,60 @@ class Installed:
 INSTALLED = Installed()
 Probe = Callable[[View], str]
 """Says what is wrong, or returns an empty string where all is well."""
+CheckRows = Mapping[str, Mapping[str, tuple[str, Probe] | tuple[str, Probe, str]]]
+"""By part and name: `ApiCheck.why`, `ApiCheck.probe` and, but for the oldest, `ApiCheck.since`."""
+
+
+@dataclass(frozen=True)
+class ApiCheck:
+    """One API of vLLM that we depend on.
+
+    Attributes:
+        name: short and unique; what the log and ``vllm-commext doctor`` print.
+        capability: the part or capability that cannot run without it.
+        why: what we use it for.
+        probe: says what is wrong, or returns an empty string where all is well.
+        since: first minor release that has it; we do without on an older one.
+    """
+
+    name: str
+    capability: str
+    why: str
+    probe: Probe
+    since: str = OLDEST
+
+
+class CheckState(StrEnum):
+    """HOLDS: as we expect it. NOT_YET: this vLLM is older than the API. BROKEN: it differs."""
+
+    HOLDS = "holds"
+    NOT_YET = "not yet"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class CheckOutcome:
+    """What the probe of one API check found; `problem` is empty unless the API differs."""
+
+    api: ApiCheck
+    state: CheckState
+    problem: str = ""
+
+
+def guarded(probe: Probe, view: View = INSTALLED) -> str:
+    """What the probe says is wrong; a probe that raises has found something wrong."""
+    try:
+        return probe(view)
+    except Exception as error:  # noqa: BLE001 - what a foreign import raises is anybody's guess
+        return f"{type(error).__name__}: {error}"
+
+
+def check(api: ApiCheck, version: str, view: View = INSTALLED) -> CheckOutcome:
+    """Probe one API check of the vLLM that calls itself `version`."""
+    if not is_at_least(version, api.since):
+        return CheckOutcome(api, CheckState.NOT_YET)
+    problem = guarded(api.probe, view)
+    return CheckOutcome(api, CheckState.BROKEN if problem else CheckState.HOLDS, problem)
 
 
 def _call_parameters(function: Any) -> list[inspect.Parameter]:

@@ -6,21 +6,16 @@ They are named finely: a method and not its class, so that what else changes the
 
 from dataclasses import dataclass
 
-from vllm_commext.compat.api_table import (
-    BASE,
-    BLOCKS,
+from vllm_commext.compat.api_checks import (
     COMMUNICATORS,
-    CONNECTORS,
-    ENGINE,
     FUSERS,
-    MAMBA_UTILS,
     MINIMAX_NORM,
     MIXER,
     PASSES,
     QUEUES,
-    SPECS,
     SPREAD_NORMS,
 )
+from vllm_commext.compat.api_connector import BASE, BLOCKS, CONNECTORS, ENGINE, MAMBA_UTILS, SPECS
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _ENGINE = f"{ENGINE}:EngineCoreProc"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_commext.collective import Collective
 from vllm_commext.compat import evidence, hooks
-from vllm_commext.compat.api_table import FUSERS, MIXER, SPREAD_NORMS
+from vllm_commext.compat.api_checks import FUSERS, MIXER, SPREAD_NORMS
 from vllm_commext.compat.monkey_patch import original_of, patch_all
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.reduce_rms import measured
