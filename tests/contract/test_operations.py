@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from vllm_commext.nixl.metrics.prometheus import CommextNixlPromMetrics
-from vllm_commext.proxy.capabilities import read
+from vllm_commext.proxy.engines import read_capabilities
 from vllm_commext.proxy.metrics import ProxyMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +55,7 @@ def test_the_page_says_whether_prompts_are_read_while_they_are_computed(
     config.kv_transfer_config = Transfer()
     config.kv_transfer_config.kv_connector_extra_config = changes
     CommextNixlPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
-    known = read(generate_latest(registry).decode())
+    known = read_capabilities(generate_latest(registry).decode())
     assert known.streams == value
     [rank] = known.ranks
     assert (rank.number, rank.releases, rank.reuse) == ("0", True, False)

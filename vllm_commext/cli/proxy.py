@@ -7,9 +7,8 @@ import sys
 from dataclasses import fields
 
 from vllm_commext.errors import ConfigError
-from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.event_loop import run_loop
-from vllm_commext.proxy.streams import MODES
+from vllm_commext.proxy.config import MODES, ProxyConfig
+from vllm_commext.proxy.process import run_loop
 
 HELP = "an OpenAI endpoint in front of prefill and decode engines"
 
@@ -100,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serving(config: ProxyConfig, log_level: str) -> None:
-    from vllm_commext.proxy.descriptors import fitted, raise_limit
+    from vllm_commext.proxy.process import fitted, raise_limit
 
     config = fitted(config, raise_limit())
     if config.workers > 1:

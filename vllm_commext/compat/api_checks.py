@@ -287,7 +287,9 @@ _CHECKS: CheckRows = {
     },
 }
 API_CHECKS: tuple[ApiCheck, ...] = tuple(
-    ApiCheck(name, part, *row) for part, rows in _CHECKS.items() for name, row in rows.items()
+    ApiCheck(name, part, why, probe, *since)
+    for part, rows in _CHECKS.items()
+    for name, (why, probe, *since) in rows.items()
 )
 
 

@@ -56,7 +56,7 @@ class Installed:
 INSTALLED = Installed()
 Probe = Callable[[View], str]
 """Says what is wrong, or returns an empty string where all is well."""
-CheckRows = Mapping[str, Mapping[str, tuple[str, Probe] | tuple[str, Probe, str]]]
+CheckRows = Mapping[str, Mapping[str, tuple[str, Probe, *tuple[str, ...]]]]
 """By part and name: `ApiCheck.why`, `ApiCheck.probe` and, but for the oldest, `ApiCheck.since`."""
 
 

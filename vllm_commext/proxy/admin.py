@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from vllm_commext.errors import ConfigError
+from vllm_commext.proxy.access import answer_errors
 from vllm_commext.proxy.config import engine_url
+from vllm_commext.proxy.discovery import EngineEndpoint
 from vllm_commext.proxy.engines import ROLES
-from vllm_commext.proxy.errors import answer_errors
-from vllm_commext.proxy.failures import ProxyError
-from vllm_commext.proxy.registry import EngineEndpoint
+from vllm_commext.proxy.outcome import ProxyError
 
 MAX_ADMIN_BODY_BYTES = 64 << 10
 MAX_WAIT_SECONDS = 3600

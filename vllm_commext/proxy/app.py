@@ -10,21 +10,18 @@ from typing import Any
 
 from aiohttp import web
 
-from vllm_commext.proxy.access import ApiKeys, log_access
+from vllm_commext.proxy.access import ApiKeys, answer_errors, log_access
 from vllm_commext.proxy.admin import AdminState
 from vllm_commext.proxy.config import ProxyConfig, read_secret
 from vllm_commext.proxy.connections import serving
+from vllm_commext.proxy.deadline import end_tasks
+from vllm_commext.proxy.discovery import ADMIN, Registry, Sources
 from vllm_commext.proxy.engines import DECODE, PREFILL, EnginePool
-from vllm_commext.proxy.errors import answer_errors
-from vllm_commext.proxy.failures import SIDE_PROXY, ClientGoneError, ProxyError
 from vllm_commext.proxy.health import HealthMonitor
 from vllm_commext.proxy.intake import BodyBudget, Intake
 from vllm_commext.proxy.metrics import CONTENT_TYPE, ProxyMetrics
-from vllm_commext.proxy.outcome import Outcome
-from vllm_commext.proxy.registry import Registry
+from vllm_commext.proxy.outcome import SIDE_PROXY, ClientGoneError, Outcome, ProxyError
 from vllm_commext.proxy.serving import DIRECT_ENDPOINTS, ENDPOINTS, Service
-from vllm_commext.proxy.sources import ADMIN, Sources
-from vllm_commext.proxy.tasks import end_tasks
 from vllm_commext.proxy.upstream import Upstream, open_session
 
 logger = logging.getLogger("vllm.commext.proxy")

@@ -8,9 +8,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from vllm_commext.errors import ConfigError
-from vllm_commext.proxy.streams import AUTO, MODES
 
 MIB = 1 << 20
+AUTO, NEVER = MODES = ("auto", "never")
+"""Which requests go to both engines at once: all that can, none."""
 DNS_SCHEME = "dns+"
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from aiohttp import web
 
 from vllm_commext.limited_log import RateLimitedLog
-from vllm_commext.proxy.failures import ProxyError
+from vllm_commext.proxy.outcome import ProxyError
 
 # Bodies stay as they come, and a head may be as large as a vLLM server takes it.
 _HTTP: dict[str, Any] = {

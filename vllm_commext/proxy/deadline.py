@@ -1,66 +1,47 @@
-"""Bounds on waits, inside one task and with no task of their own."""
+"""Bounds on waits, inside one task and with no task of their own, and the end of other tasks."""
 
 import asyncio
+from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import Any, Self
 
-from vllm_commext.proxy.engines import Engine
+OnLost = set[Callable[[], None]]
 
 
 class EngineLostError(Exception):
     """The engine that was waited for has not been reachable for too long."""
 
 
-class Interruption:
-    """Cancels its task from outside and turns that cancellation into an exception of its own, as
-    `asyncio.timeout` does with one exception and one time."""
+class ClientStalledError(Exception):
+    """The client takes no data."""
 
-    def __init__(self) -> None:
+
+async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel *tasks* and wait until all have ended."""
+    ending = tuple(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
+
+
+class _Watch:
+    """A block that exceptions of several kinds may end, at times that change; `asyncio.timeout` has
+    one of each. *on_lost*, an engine's: who is called to end it with `EngineLostError`."""
+
+    def __init__(self, on_lost: OnLost) -> None:
+        self._on_lost = on_lost
         self._raised: type[Exception] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self) -> None:
+    def __enter__(self) -> Self:
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("a deadline needs a running asyncio task, and there is none")
-        self._task = task
+        self._task, self._loop = task, asyncio.get_running_loop()
         self._num_cancels_before = task.cancelling()
-
-    def interrupt(self, kind: type[Exception]) -> None:
-        if self._raised is None:
-            self._raised = kind
-            self._task.cancel()
-
-    def end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
-        """Raise what `interrupt` was given, if that is why the block ends."""
-        if self._raised is None or kind is None or not issubclass(kind, asyncio.CancelledError):
-            return
-        # A cancellation of someone else's that came as well must stay one.
-        if self._task.uncancel() > self._num_cancels_before:
-            return
-        raise self._raised from error
-
-
-class Deadline:
-    """`with Deadline(seconds, engine): await ...` raises `TimeoutError` when time is up, and
-    `EngineLostError` when *engine* is lost; *seconds* None: as long as it can be reached."""
-
-    def __init__(self, seconds: float | None, engine: Engine) -> None:
-        self._seconds = seconds
-        self._engine = engine
-        self._interruption = Interruption()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def __enter__(self) -> None:
-        self._interruption.begin()
-        if self._seconds is not None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._seconds, self._expire)
-        self._engine.on_lost.add(self._lose)
-
-    def _expire(self) -> None:
-        self._interruption.interrupt(asyncio.TimeoutError)
-
-    def _lose(self) -> None:
-        self._interruption.interrupt(EngineLostError)
+        self._begin()
+        self._on_lost.add(self._lose)
+        return self
 
     def __exit__(
         self,
@@ -70,68 +51,77 @@ class Deadline:
     ) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._engine.on_lost.discard(self._lose)
-        self._interruption.end(kind, error)
+        self._on_lost.discard(self._lose)
+        if self._raised is None or kind is None or not issubclass(kind, asyncio.CancelledError):
+            return
+        # A cancellation of someone else's that came as well must stay one.
+        if self._task.uncancel() > self._num_cancels_before:
+            return
+        raise self._raised from error
+
+    def _begin(self) -> None:
+        """Start the timer."""
+        raise NotImplementedError
+
+    def _lose(self) -> None:
+        self._interrupt(EngineLostError)
+
+    def _interrupt(self, kind: type[Exception]) -> None:
+        if self._raised is None:
+            self._raised = kind
+            self._task.cancel()
 
 
-class UploadWatch:
-    """`with UploadWatch(...) as watch: ...` raises `asyncio.TimeoutError` when less has come than
+class Deadline(_Watch):
+    """`with Deadline(seconds, engine.on_lost): ...` raises `TimeoutError` when time is up, and
+    `EngineLostError` when the engine is lost; *seconds* None: as long as it can be reached."""
+
+    def __init__(self, seconds: float | None, on_lost: OnLost) -> None:
+        super().__init__(on_lost)
+        self._seconds = seconds
+
+    def _begin(self) -> None:
+        if self._seconds is not None:
+            self._timer = self._loop.call_later(self._seconds, self._interrupt, TimeoutError)
+
+
+class UploadWatch(_Watch):
+    """`with UploadWatch(...) as watch: ...` raises `TimeoutError` when less has come than
     *bytes_per_second* after *grace_seconds*. num_bytes: what has come, for the caller to set."""
 
     def __init__(self, grace_seconds: float, bytes_per_second: float) -> None:
+        super().__init__(set())
         self._grace_seconds = grace_seconds
         self._bytes_per_second = bytes_per_second
-        self._interruption = Interruption()
         self.num_bytes = 0
 
-    def __enter__(self) -> "UploadWatch":
-        self._interruption.begin()
-        self._loop = asyncio.get_running_loop()
+    def _begin(self) -> None:
         self._began = self._loop.time()
         self._timer = self._loop.call_later(self._grace_seconds, self._look)
-        return self
 
     def _look(self) -> None:
         end = self._began + self._grace_seconds + self.num_bytes / self._bytes_per_second
         if self._loop.time() >= end:
-            self._interruption.interrupt(asyncio.TimeoutError)
+            self._interrupt(TimeoutError)
         else:
             self._timer = self._loop.call_at(end, self._look)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._timer.cancel()
-        self._interruption.end(kind, error)
 
-
-class ClientStalledError(Exception):
-    """The client takes no data."""
-
-
-class StreamWatch:
+class StreamWatch(_Watch):
     """The bounds on a stream's waits, by one timer for all of it.
 
     Call `reading` before each wait for the engine and `writing` before each wait for the
-    client; *since* is the loop's time of the last call. `asyncio.TimeoutError`,
-    `EngineLostError` or `ClientStalledError` ends the block.
+    client; *since* is the loop's time of the last call. `TimeoutError`, `EngineLostError` or
+    `ClientStalledError` ends the block.
     """
 
-    def __init__(self, engine: Engine, read_seconds: float, write_seconds: float) -> None:
-        self._engine = engine
+    def __init__(self, on_lost: OnLost, read_seconds: float, write_seconds: float) -> None:
+        super().__init__(on_lost)
         self._limits = {False: read_seconds, True: write_seconds}
-        self._interruption = Interruption()
 
-    def __enter__(self) -> "StreamWatch":
-        self._interruption.begin()
-        self._loop = asyncio.get_running_loop()
+    def _begin(self) -> None:
         self.writing()
         self._timer = self._loop.call_later(min(self._limits.values()), self._look)
-        self._engine.on_lost.add(self._lose)
-        return self
 
     def reading(self) -> None:
         self._is_writing, self.since = False, self._loop.time()
@@ -142,21 +132,10 @@ class StreamWatch:
     def _look(self) -> None:
         left = self._limits[self._is_writing] - (self._loop.time() - self.since)
         if left <= 0:
-            kind = ClientStalledError if self._is_writing else asyncio.TimeoutError
-            self._interruption.interrupt(kind)
+            self._interrupt(ClientStalledError if self._is_writing else TimeoutError)
             return
         self._timer = self._loop.call_later(min(left, *self._limits.values()), self._look)
 
     def _lose(self) -> None:
         if not self._is_writing:
-            self._interruption.interrupt(EngineLostError)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._timer.cancel()
-        self._engine.on_lost.discard(self._lose)
-        self._interruption.end(kind, error)
+            super()._lose()

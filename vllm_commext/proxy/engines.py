@@ -1,12 +1,14 @@
-"""The engines of one role: which of them may take work, and which takes the next request."""
+"""The engines of one role: what they can, which may take work, and which takes the next request."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_commext.proxy.affinity import NO_PREFIX, Memory, Prefix
-from vllm_commext.proxy.capabilities import UNKNOWN, Capabilities
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -15,6 +17,81 @@ DECODE = "decode"
 ROLES = (PREFILL, DECODE)
 # What a request weighs besides its tokens: answering it costs an engine something even so.
 REQUEST_TOKENS = 64
+MAX_PLACES = 16
+"""Side channels that are named for one request."""
+SideChannelFields = Mapping[str, str | int]
+INFO_METRIC = "vllm:commext_nixl_info"
+_LABELS = frozenset(("engine", "host", "port", "seal", "streams", "reuse", "releases"))
+
+
+@dataclass(frozen=True)
+class SideChannel:
+    """Where an engine is asked for prompts and blocks, and what proves to other engines that it is
+    there, "" where they share no secret."""
+
+    host: str
+    port: int
+    seal: str
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One data-parallel rank of an engine.
+
+    Attributes:
+        number: the rank, as vLLM writes it.
+        channel: its side channel.
+        streams: its prompts are read, and it reads others', while they are computed.
+        reuse: its blocks are on offer.
+        releases: it knows prefills by keys, under which they are released.
+    """
+
+    number: str
+    channel: SideChannel
+    streams: bool = False
+    reuse: bool = False
+    releases: bool = False
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine's metrics page says that its ranks can; is_known: it was asked."""
+
+    ranks: tuple[Rank, ...] = ()
+    is_known: bool = False
+
+    @cached_property
+    def streams(self) -> bool:
+        """Whether each rank reads prompts while they are computed."""
+        return bool(self.ranks) and all(rank.streams for rank in self.ranks)
+
+    @cached_property
+    def key_ranks(self) -> tuple[str, ...]:
+        """The ranks at which prefills are known by keys."""
+        return tuple(rank.number for rank in self.ranks if rank.releases)
+
+    @cached_property
+    def offers(self) -> tuple[SideChannelFields, ...]:
+        """The side channels that tell which blocks are on offer."""
+        return tuple(asdict(rank.channel) for rank in self.ranks if rank.reuse)
+
+
+UNKNOWN = Capabilities()
+
+
+def read_capabilities(page: str) -> Capabilities:
+    """What a metrics page says; raises `ValueError` where it is none."""
+    lines = [line for line in page.splitlines() if line.startswith(INFO_METRIC + "{")]
+    ranks: list[Rank] = []
+    for family in text_string_to_metric_families("".join(f"{line}\n" for line in lines)):
+        for sample in family.samples:
+            labels = sample.labels
+            if missing := _LABELS - labels.keys():
+                raise ValueError(f"expected {INFO_METRIC} with labels {sorted(missing)}, too")
+            channel = SideChannel(labels["host"], int(labels["port"]), labels["seal"])
+            flags = {name: labels[name] == "1" for name in ("streams", "reuse", "releases")}
+            ranks.append(Rank(labels["engine"], channel, **flags))
+    return Capabilities(tuple(ranks), is_known=True)
 
 
 @dataclass(eq=False)
@@ -191,3 +268,11 @@ class EnginePool:
         )
         self._next_idx = (self.engines.index(chosen[0]) + 1) % count
         return chosen
+
+
+def places_of(engines: Iterable[Engine], prefix: Prefix) -> list[SideChannelFields]:
+    """Side channels of the engines that may hold the prompt's beginning, who holds most first."""
+    held = [(one.memory.held_tokens(prefix), one) for one in engines if one.healthy]
+    held.sort(key=lambda pair: -pair[0])
+    places = [place for tokens, one in held if tokens > 0 for place in one.capabilities.offers]
+    return places[:MAX_PLACES]

@@ -8,12 +8,11 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from vllm_commext.drain import HEADER
-from vllm_commext.proxy.capabilities import read
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.connections import complaints
-from vllm_commext.proxy.descriptors import lack
-from vllm_commext.proxy.engines import DECODE, Engine
-from vllm_commext.proxy.tasks import end_tasks
+from vllm_commext.proxy.deadline import end_tasks
+from vllm_commext.proxy.engines import DECODE, Engine, read_capabilities
+from vllm_commext.proxy.outcome import lack
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -113,7 +112,7 @@ class HealthMonitor:
                 allow_redirects=False,
                 raise_for_status=True,
             ) as response:
-                engine.capabilities = read(await response.text())
+                engine.capabilities = read_capabilities(await response.text())
         except (aiohttp.ClientError, OSError, ValueError) as error:
             logger.info("%s (%s) does not say what it offers: %s", engine.name, engine.url, error)
             return

@@ -10,7 +10,7 @@ from aiohttp import web
 from vllm_commext.proxy.body import LARGE_BODY_BYTES, members_of
 from vllm_commext.proxy.config import MIB, ProxyConfig
 from vllm_commext.proxy.deadline import UploadWatch
-from vllm_commext.proxy.failures import ProxyError
+from vllm_commext.proxy.outcome import ProxyError
 from vllm_commext.proxy.two_step import bad_body
 
 SMALL_BODY_BYTES = MIB

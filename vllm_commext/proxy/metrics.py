@@ -10,7 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from vllm_commext.proxy.engines import EnginePool
-from vllm_commext.proxy.reasons import AtOnce, LocalPrefill
+from vllm_commext.proxy.two_step import AtOnce, LocalPrefill
 
 # prometheus_client then keeps every process's values in files of this folder.
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"

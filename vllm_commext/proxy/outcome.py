@@ -1,14 +1,108 @@
-"""What became of one request: for the counts, the access log and the answer's headers."""
+"""What becomes of a request, and what can go wrong with it: one exception that knows the answer."""
 
+import errno
+import json
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
-from vllm_commext.proxy.failures import SIDE_PROXY
+from vllm_commext.errors import CommextError
 
+SIDE_PROXY = "proxy"
+ENGINES_LOST = "engines_lost"
+# What this host or process lacks, and no engine can help.
+_LACKS = frozenset((errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM))
 TWO_STEP = "two-step"
 STREAMED = "streamed"
 LOCAL_PREFILL = "local-prefill"
 DIRECT = "direct"
+MAX_LOST = 2
+"""Engines that one request may lose: it may be what ends them, so it is tried at no further one."""
+
+
+@dataclass
+class Losses:
+    """The engines that one request has lost: their connections have broken, or they have died."""
+
+    engines: list[str] = field(default_factory=list[str])
+
+    def note(self, error: "ProxyError") -> "ProxyError":
+        """What *error*, of an engine that is lost, means for the request."""
+        if len(self.engines) < MAX_LOST:
+            self.engines.append(error.engine or "")
+        if len(self.engines) < MAX_LOST:
+            return error
+        names = " and ".join(dict.fromkeys(self.engines))
+        message = (
+            f"{names} lost with this request, {MAX_LOST} times: it may be what ends engines, and "
+            f"is tried at no other one. The last time: {error}"
+        )
+        return ProxyError(502, ENGINES_LOST, message, side=error.side, engine=error.engine)
+
+
+@dataclass(frozen=True)
+class EngineAnswer:
+    """An engine's own error answer, to be passed on as it is."""
+
+    body: bytes
+    content_type: str
+
+
+class ProxyError(CommextError):
+    """A request ends here: HTTP *status*, a short *kind*, and the *side* at fault.
+
+    kind: one of a fixed set of words (it is a metric label). side: ``proxy``, ``prefill`` or
+    ``decode``. can_retry: another engine may be asked the same, since this one has done nothing
+    that a second attempt would repeat to the client's harm. can_restart: the request may be
+    served anew from its first step, since the engine has failed it and not refused it, and the
+    client has seen nothing.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        message: str,
+        *,
+        side: str = SIDE_PROXY,
+        engine: str | None = None,
+        can_retry: bool = False,
+        can_restart: bool = False,
+        answer: EngineAnswer | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.side = side
+        self.engine = engine
+        self.can_retry = can_retry
+        self.can_restart = can_restart
+        self.answer = answer
+
+    def in_a_stream(self) -> dict[str, Any]:
+        """For an event of a stream that has begun: the engine's own error, if it is one."""
+        try:
+            told = json.loads(self.answer.body) if self.answer else None
+        except (ValueError, RecursionError):
+            told = None
+        return told if isinstance(told, dict) and "error" in told else self.as_json()
+
+    def as_json(self) -> dict[str, Any]:
+        """The OpenAI error object, with the side and the engine added."""
+        return {
+            "error": {
+                "message": str(self),
+                "type": self.kind,
+                "param": None,
+                "code": self.status,
+                "side": self.side,
+                "engine": self.engine,
+            }
+        }
+
+
+class ClientGoneError(CommextError):
+    """The client closed its connection or takes no more bytes: nobody is left to answer."""
 
 
 @dataclass
@@ -42,3 +136,12 @@ class Outcome:
         told |= {"X-Commext-Decode": self.decode}
         has_prefill = self.path in (TWO_STEP, STREAMED)
         return told | ({"X-Commext-Prefill": self.prefill} if has_prefill else {})
+
+
+def lack(error: BaseException | None) -> str:
+    """What this host lacks, if that is why *error* came; "" if not."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _LACKS:
+            return error.strerror or errno.errorcode[error.errno]
+        error = error.__cause__ or error.__context__
+    return ""

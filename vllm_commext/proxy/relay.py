@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import aiohttp
 from aiohttp import web
 
-from vllm_commext.proxy.answers import bad_answer, failure_of
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.connections import cut
 from vllm_commext.proxy.deadline import ClientStalledError, EngineLostError, StreamWatch
-from vllm_commext.proxy.failures import ClientGoneError, ProxyError
-from vllm_commext.proxy.opening import Opened
+from vllm_commext.proxy.outcome import ClientGoneError, ProxyError
+from vllm_commext.proxy.response import Opened, bad_answer, failure_of
 from vllm_commext.proxy.sse import DONE, error_event, with_cached_tokens
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -77,7 +76,7 @@ class Relay:
         )
         try:
             with StreamWatch(
-                self._opened.engine, idle_seconds, self._config.client_timeout_seconds
+                self._opened.engine.on_lost, idle_seconds, self._config.client_timeout_seconds
             ) as watch:
                 await self._pass_on(response, watch)
         except (TimeoutError, ConnectionError, aiohttp.ClientError, OSError) as error:

@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from vllm_commext.proxy.deadline import end_tasks
 from vllm_commext.proxy.engines import Engine
-from vllm_commext.proxy.failures import ProxyError
-from vllm_commext.proxy.tasks import end_tasks
+from vllm_commext.proxy.outcome import ProxyError
 
 logger = logging.getLogger("vllm.commext.proxy")
 

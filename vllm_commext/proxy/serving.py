@@ -7,21 +7,27 @@ from typing import Any
 from aiohttp import web
 
 from vllm_commext.proxy import streams, two_step
+from vllm_commext.proxy.access import SIDE
 from vllm_commext.proxy.affinity import NO_PREFIX, SESSION_HEADER, prefix_of
 from vllm_commext.proxy.body import num_tokens
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.engines import DECODE, Engine, EnginePool
-from vllm_commext.proxy.errors import SIDE
-from vllm_commext.proxy.failures import ENGINES_LOST, Losses, ProxyError
+from vllm_commext.proxy.engines import DECODE, Engine, EnginePool, SideChannelFields, places_of
 from vllm_commext.proxy.intake import Intake
 from vllm_commext.proxy.metrics import ProxyMetrics
-from vllm_commext.proxy.opening import Opened
-from vllm_commext.proxy.outcome import DIRECT, LOCAL_PREFILL, STREAMED, TWO_STEP, Outcome
-from vllm_commext.proxy.reasons import AtOnce, LocalPrefill
+from vllm_commext.proxy.outcome import (
+    DIRECT,
+    ENGINES_LOST,
+    LOCAL_PREFILL,
+    STREAMED,
+    TWO_STEP,
+    Losses,
+    Outcome,
+    ProxyError,
+)
 from vllm_commext.proxy.relay import Relay
-from vllm_commext.proxy.reuse import SideChannelFields, places_of
+from vllm_commext.proxy.response import Opened
 from vllm_commext.proxy.streams import Stream
-from vllm_commext.proxy.two_step import ENDPOINTS
+from vllm_commext.proxy.two_step import ENDPOINTS, AtOnce, LocalPrefill
 from vllm_commext.proxy.upstream import Payload, Prefilled, Upstream
 
 logger = logging.getLogger("vllm.commext.proxy")

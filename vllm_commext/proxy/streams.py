@@ -12,19 +12,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_commext.proxy import two_step
-from vllm_commext.proxy.capabilities import UNKNOWN, SideChannel
-from vllm_commext.proxy.engines import Engine
-from vllm_commext.proxy.failures import ProxyError
-from vllm_commext.proxy.reasons import AtOnce
-from vllm_commext.proxy.tasks import end_tasks
+from vllm_commext.proxy.config import NEVER
+from vllm_commext.proxy.deadline import end_tasks
+from vllm_commext.proxy.engines import UNKNOWN, Engine, SideChannel
+from vllm_commext.proxy.outcome import ProxyError
+from vllm_commext.proxy.two_step import AtOnce
 
 if TYPE_CHECKING:
-    from vllm_commext.proxy.opening import Opened
+    from vllm_commext.proxy.response import Opened
 
 logger = logging.getLogger("vllm.commext.proxy")
-
-AUTO, NEVER = MODES = ("auto", "never")
-"""Which requests go to both at once: all that can, none."""
 
 KEY_BYTES = 16
 _PLACE_FIELDS = ("remote_host", "remote_port", "remote_place_seal")

@@ -23,12 +23,11 @@ from typing import Any
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.admin import AdminState
 from vllm_commext.proxy.config import ProxyConfig
+from vllm_commext.proxy.discovery import ADMIN, Registry, Sources
 from vllm_commext.proxy.engines import ROLES, EnginePool
 from vllm_commext.proxy.metrics import SHARED_FOLDER as METRICS_FOLDER
 from vllm_commext.proxy.metrics import reserve_files
-from vllm_commext.proxy.registry import Registry
 from vllm_commext.proxy.server import admin_port, announce_engine, cannot_listen, on_signal, url_of
-from vllm_commext.proxy.sources import ADMIN, Sources
 from vllm_commext.proxy.worker import MAX_LINE_BYTES, message
 
 logger = logging.getLogger("vllm.commext.proxy")

@@ -13,21 +13,22 @@ import aiohttp
 
 from vllm_commext.proxy.access import engine_tls
 from vllm_commext.proxy.affinity import NO_PREFIX, Prefix
-from vllm_commext.proxy.answers import (
+from vllm_commext.proxy.body import encode
+from vllm_commext.proxy.config import ProxyConfig
+from vllm_commext.proxy.deadline import Deadline
+from vllm_commext.proxy.engines import Engine, EnginePool
+from vllm_commext.proxy.metrics import ProxyMetrics
+from vllm_commext.proxy.outcome import Losses, ProxyError
+from vllm_commext.proxy.releases import Key, Releases, new_key
+from vllm_commext.proxy.response import (
+    Opened,
     check_not_draining,
     failures_of,
     no_engine,
     prefill_answer,
     read_answer,
+    read_opening,
 )
-from vllm_commext.proxy.body import encode
-from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.deadline import Deadline
-from vllm_commext.proxy.engines import Engine, EnginePool
-from vllm_commext.proxy.failures import Losses, ProxyError
-from vllm_commext.proxy.metrics import ProxyMetrics
-from vllm_commext.proxy.opening import Opened, read_opening
-from vllm_commext.proxy.releases import Key, Releases, new_key
 from vllm_commext.proxy.two_step import ENDPOINTS
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -275,7 +276,7 @@ class Upstream:
         with (
             engine.working(payload.tokens - held),
             failures_of(engine, seconds, payload.losses),
-            Deadline(seconds, engine),
+            Deadline(seconds, engine.on_lost),
         ):
             response = await self._post(engine, payload)
             try:
@@ -297,7 +298,7 @@ class Upstream:
         bound = seconds if payload.is_stream else None
         with ExitStack() as work:
             work.enter_context(engine.working(payload.tokens))
-            with failures_of(engine, seconds, payload.losses), Deadline(bound, engine):
+            with failures_of(engine, seconds, payload.losses), Deadline(bound, engine.on_lost):
                 response = await self._post(engine, payload)
                 work.callback(response.close)
                 first, cutter = await read_opening(engine, response, payload.streams)

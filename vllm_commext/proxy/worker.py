@@ -19,8 +19,8 @@ from vllm_commext.proxy.access import server_tls
 from vllm_commext.proxy.admin import AdminState
 from vllm_commext.proxy.app import ProxyApp
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.event_loop import run_loop
 from vllm_commext.proxy.metrics import SHARED_FOLDER, share_values
+from vllm_commext.proxy.process import run_loop
 from vllm_commext.proxy.server import connections_of, drained, make_runner, open_port
 
 logger = logging.getLogger("vllm.commext.proxy")

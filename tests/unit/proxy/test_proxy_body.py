@@ -11,8 +11,7 @@ from tests.kit.request_bodies import arrived, run
 from vllm_commext.proxy import body as body_module
 from vllm_commext.proxy import two_step
 from vllm_commext.proxy.body import RawJson, decode, dumps, encode, members_of, num_tokens
-from vllm_commext.proxy.reasons import LocalPrefill
-from vllm_commext.proxy.two_step import COMPLETIONS
+from vllm_commext.proxy.two_step import COMPLETIONS, LocalPrefill
 
 awkward = st.text(alphabet='a"\\\n{[,:]}é\U0001f600', max_size=40)
 values = st.recursive(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_commext.proxy.opening import MAX_WHOLE_BYTES
+from vllm_commext.proxy.response import MAX_WHOLE_BYTES
 from vllm_commext.proxy.sse import ends_empty
 
 BODY = {"prompt": "hello", "max_tokens": 20}

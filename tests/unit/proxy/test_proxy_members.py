@@ -10,9 +10,8 @@ import pytest
 
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import ProxyConfig
+from vllm_commext.proxy.discovery import EngineEndpoint, Registry, Sources, read_places
 from vllm_commext.proxy.engines import EnginePool
-from vllm_commext.proxy.registry import EngineEndpoint, Registry
-from vllm_commext.proxy.sources import Sources, read_places
 
 BODY = {"prompt": "hello", "max_tokens": 20}
 QUICK = {"health_interval_seconds": 0.05, "refresh_interval_seconds": 0.05}

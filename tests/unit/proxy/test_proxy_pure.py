@@ -15,10 +15,9 @@ from vllm_commext.proxy import two_step
 from vllm_commext.proxy.body import encode, members_of
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines import Engine, EnginePool
-from vllm_commext.proxy.failures import ProxyError
-from vllm_commext.proxy.reasons import LocalPrefill
+from vllm_commext.proxy.outcome import ProxyError
 from vllm_commext.proxy.sse import EventCutter
-from vllm_commext.proxy.two_step import CHAT, COMPLETIONS
+from vllm_commext.proxy.two_step import CHAT, COMPLETIONS, LocalPrefill
 
 quick = settings(max_examples=50)
 # A small alphabet of awkward characters: building the table of all of Unicode takes seconds.

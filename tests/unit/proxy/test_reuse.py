@@ -8,10 +8,15 @@ import pytest
 from tests.kit.request_bodies import arrived
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.affinity import NO_PREFIX, Prefix, prefix_of
-from vllm_commext.proxy.capabilities import METRIC, UNKNOWN, read
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.engines import EnginePool
-from vllm_commext.proxy.reuse import MAX_PLACES, places_of
+from vllm_commext.proxy.engines import (
+    INFO_METRIC,
+    MAX_PLACES,
+    UNKNOWN,
+    EnginePool,
+    places_of,
+    read_capabilities,
+)
 
 BODY = {"model": "tiny", "prompt": "long " * 400, "max_tokens": 3}
 FLAGS = 'streams="0",reuse="1",releases="1"'
@@ -19,7 +24,7 @@ FLAGS = 'streams="0",reuse="1",releases="1"'
 
 def row(host: str, port: int, seal: str = "") -> str:
     place = f'host="{host}",port="{port}",seal="{seal}"'
-    return f'{METRIC}{{model_name="tiny",engine="{port - 5600}",{place},{FLAGS}}} 1.0'
+    return f'{INFO_METRIC}{{model_name="tiny",engine="{port - 5600}",{place},{FLAGS}}} 1.0'
 
 
 def page(*rows: str) -> str:
@@ -28,7 +33,7 @@ def page(*rows: str) -> str:
 
 def test_a_page_names_a_place_for_each_rank() -> None:
     assert not UNKNOWN.is_known
-    known = read(page(row("d", 5600, "ab"), row("d", 5601)))
+    known = read_capabilities(page(row("d", 5600, "ab"), row("d", 5601)))
     assert known.offers == (
         {"host": "d", "port": 5600, "seal": "ab"},
         {"host": "d", "port": 5601, "seal": ""},
@@ -38,23 +43,27 @@ def test_a_page_names_a_place_for_each_rank() -> None:
 
 def test_flags_are_each_ones_own() -> None:
     some = row("d", 5600).replace('streams="0",reuse="1"', 'streams="1",reuse="0"')
-    known = read(page(some, row("d", 5601)))
+    known = read_capabilities(page(some, row("d", 5601)))
     assert (known.streams, len(known.offers)) == (False, 1)
-    assert read(page(some)).streams
+    assert read_capabilities(page(some)).streams
 
 
 def test_a_page_without_one_is_known_to_have_none() -> None:
-    known = read(page())
+    known = read_capabilities(page())
     assert (known.ranks, known.streams, known.is_known) == ((), False, True)
 
 
 @pytest.mark.parametrize(
     "broken",
-    [row("d", 5600).replace("5600", "x"), row("d", 5600).replace("seal", "proof"), f"{METRIC}{{no"],
+    [
+        row("d", 5600).replace("5600", "x"),
+        row("d", 5600).replace("seal", "proof"),
+        f"{INFO_METRIC}{{no",
+    ],
 )
 def test_a_page_that_cannot_be_read_is_an_error(broken: str) -> None:
     with pytest.raises(ValueError, match=".+"):
-        read(page(broken))
+        read_capabilities(page(broken))
 
 
 def prefix(prompt: str) -> Prefix:
@@ -67,7 +76,7 @@ def pool_of(*held: str) -> EnginePool:
     pool = EnginePool("decode", [f"http://d{n}:1" for n in range(len(held))], 10**6)
     for number, (engine, prompt) in enumerate(zip(pool.engines, held, strict=True)):
         engine.passed_check(rise=1)
-        engine.capabilities = read(page(row(f"d{number}", 5600)))
+        engine.capabilities = read_capabilities(page(row(f"d{number}", 5600)))
         engine.memory.note(prefix(prompt))
     return pool
 

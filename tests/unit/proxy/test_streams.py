@@ -13,8 +13,14 @@ from typing import Any
 import pytest
 
 from tests.kit.vllm_streams import Stream
-from vllm_commext.proxy.capabilities import UNKNOWN, Capabilities, Rank, SideChannel, read
-from vllm_commext.proxy.engines import Engine
+from vllm_commext.proxy.engines import (
+    UNKNOWN,
+    Capabilities,
+    Engine,
+    Rank,
+    SideChannel,
+    read_capabilities,
+)
 from vllm_commext.proxy.streams import MAX_WAITING
 from vllm_commext.proxy.streams import Stream as OneStream
 
@@ -309,7 +315,7 @@ async def test_nothing_is_streamed_to_a_decode_engine_that_does_not_say_it_can(k
         new, old = cluster.decode
         old.streams = False
         for engine in cluster.proxy.pools[1].engines:
-            engine.capabilities = read((old if engine.url == old.url else new).page)
+            engine.capabilities = read_capabilities((old if engine.url == old.url else new).page)
         for _ in range(3):
             assert (await ask(cluster))[0] == "two-step"
         assert await ways(cluster) == {"decode": 3}

@@ -1,19 +1,41 @@
-"""File descriptors: as many as this process may have, requests that fit them, and telling their
-lack from an engine's fault."""
+"""What a process of the proxy runs on: the event loop, and file descriptors."""
 
-import errno
+import asyncio
+import gc
+import importlib
 import logging
 import resource
+from collections.abc import Coroutine
 from dataclasses import replace
+from typing import Any
 
 from vllm_commext.proxy.config import ProxyConfig
 
 logger = logging.getLogger("vllm.commext.proxy")
 
+
+_GC_THRESHOLDS = (20_000, 20, 20)
+
+
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Run *main*, on uvloop's event loop where that is installed: a token costs less there.
+
+    What is in memory by now stays; the collector looks through it no more, and less often
+    through what is new.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+    try:
+        uvloop = importlib.import_module("uvloop")
+    except ModuleNotFoundError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
+
+
 _OWN = 64
 _MOST = 1 << 20
-# What this host or process lacks, and no engine can help.
-_LACKS = frozenset((errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM))
 
 
 def raise_limit() -> int:
@@ -41,12 +63,3 @@ def fitted(config: ProxyConfig, limit: int) -> ProxyConfig:
         )
     connections = min(config.max_connections, room)
     return replace(config, max_in_flight=in_flight, max_connections=connections)
-
-
-def lack(error: BaseException | None) -> str:
-    """What this host lacks, if that is why *error* came; "" if not."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _LACKS:
-            return error.strerror or errno.errorcode[error.errno]
-        error = error.__cause__ or error.__context__
-    return ""
