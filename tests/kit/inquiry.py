@@ -1,7 +1,9 @@
 """One asker of a side channel that a test drives step by step."""
 
+import contextlib
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from vllm_commext.errors import CommextError
@@ -56,10 +58,14 @@ class Inquiry:
 
 def ask(host: str, port: int, request: wire.AnyRequest, secret: bytes | None = None) -> Any:
     """The answer to one question."""
-    inquiry = Inquiry(host, port, request, secret)
-    try:
-        while (reply := inquiry.poll()) is None:
-            time.sleep(0.0005)
-        return reply
-    finally:
-        inquiry.close()
+    with contextlib.closing(Inquiry(host, port, request, secret)) as inquiry:
+        return wait_for(inquiry.poll)
+
+
+def wait_for(look: Callable[[], Any]) -> Any:
+    """What a look finds, once it finds anything."""
+    deadline = time.monotonic() + BOUND_SECONDS
+    while not (found := look()):
+        assert time.monotonic() < deadline, "nothing came in time"
+        time.sleep(0.0005)
+    return found

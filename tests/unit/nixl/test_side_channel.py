@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ import zmq
 
 from tests.chaos.census import take_census
 from tests.kit.descriptions import description
-from tests.kit.inquiry import Inquiry
+from tests.kit.inquiry import Inquiry, wait_for
 from tests.kit.inquiry import ask as answer_of
 from tests.kit.ports import free_port
 from vllm_commext.errors import ConfigError, ProtocolError
@@ -62,16 +62,6 @@ def ask(
     context: Any, port: int, request: wire.DescribeRequest = REQUEST, host: str = HOST
 ) -> wire.Described:
     return answer_of(host, port, request)
-
-
-def wait_for(look: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + BOUND_SECONDS
-    while time.monotonic() < deadline:
-        found = look()
-        if found:
-            return found
-        time.sleep(0.002)
-    pytest.fail("nothing came in time")
 
 
 def test_the_rank_that_was_asked_for_is_described(context: Any, served: Served) -> None:

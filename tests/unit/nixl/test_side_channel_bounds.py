@@ -3,13 +3,12 @@ whole."""
 
 import socket
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 from tests.kit.descriptions import description
-from tests.kit.inquiry import Inquiry
+from tests.kit.inquiry import Inquiry, wait_for
 from tests.kit.ports import LOOPBACK, free_port
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.prefill import listener
@@ -23,15 +22,6 @@ REQUEST = wire.DescribeRequest(engine_id="p", tp_rank=0)
 OPENING = zmtp.opening(zmtp.DEALER)
 ASKED = zmtp.header(len(wire.encode(REQUEST))) + wire.encode(REQUEST)
 MIB = 1 << 20
-
-
-def wait_for(look: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + BOUND_SECONDS
-    while time.monotonic() < deadline:
-        if found := look():
-            return found
-        time.sleep(0.002)
-    pytest.fail("nothing came in time")
 
 
 @pytest.fixture

@@ -1,13 +1,13 @@
 """Questions about streams: held by a side channel until something is known, asked by a thread."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.kit.descriptions import description
-from tests.kit.inquiry import Inquiry
+from tests.kit.inquiry import Inquiry, wait_for
 from tests.kit.ports import free_port
 from vllm_commext.errors import CommextError, ProtocolError
 from vllm_commext.nixl.prefill import side_channel
@@ -27,14 +27,6 @@ SECRET = b"s" * 32
 
 def key(number: int) -> str:
     return f"{number:032x}"
-
-
-def wait_until(look: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + BOUND_SECONDS
-    while not (found := look()):
-        assert time.monotonic() < deadline, "nothing came in time"
-        time.sleep(0.002)
-    return found
 
 
 class Served:
@@ -87,7 +79,7 @@ def ask(served: Served, question: wire.FindStreams) -> Inquiry:
 
 def seconds_to_answer(inquiry: Inquiry) -> tuple[float, Any]:
     begun = time.monotonic()
-    found = wait_until(inquiry.poll)
+    found = wait_for(inquiry.poll)
     inquiry.close()
     return time.monotonic() - begun, found.found
 
@@ -95,7 +87,7 @@ def seconds_to_answer(inquiry: Inquiry) -> tuple[float, Any]:
 def test_a_question_is_held_until_a_prompt_begins(served: Served) -> None:
     question = wire.FindStreams(keys=[key(1), key(2)], wait_seconds=wire.MAX_WAIT_SECONDS)
     inquiry = ask(served, question)
-    wait_until(lambda: served.server._held)
+    wait_for(lambda: served.server._held)
     assert inquiry.poll() is None
     served.begin(3)
     served.begin(2)
@@ -117,7 +109,7 @@ def test_an_awaited_token_is_told_when_it_is_there(served: Served) -> None:
     served.begin(1)
     question = wire.FindStreams(keys=[], awaited=[key(1)], wait_seconds=wire.MAX_WAIT_SECONDS)
     inquiry = ask(served, question)
-    wait_until(lambda: served.server._held)
+    wait_for(lambda: served.server._held)
     assert inquiry.poll() is None
     served.directory.tell(key(1), 7, "drawn")
     _, found = seconds_to_answer(inquiry)
@@ -126,9 +118,9 @@ def test_an_awaited_token_is_told_when_it_is_there(served: Served) -> None:
 
 def test_a_question_takes_the_place_of_the_one_before(served: Served) -> None:
     inquiry = ask(served, wire.FindStreams(keys=[key(1)], wait_seconds=1.0))
-    wait_until(lambda: served.server._held)
+    wait_for(lambda: served.server._held)
     inquiry.ask(wire.FindStreams(keys=[key(2)], wait_seconds=1.0))
-    wait_until(lambda: next(iter(served.server._held.values())).asked.keys == [key(2)])
+    wait_for(lambda: next(iter(served.server._held.values())).asked.keys == [key(2)])
     served.begin(2)
     _, found = seconds_to_answer(inquiry)
     assert set(found) == {key(2)}
@@ -150,7 +142,7 @@ def test_too_many_keys_are_refused(served: Served) -> None:
     keys = [key(number) for number in range(wire.MAX_KEYS)]
     inquiry = ask(served, wire.FindStreams(keys=keys, awaited=[key(99)]))
     with pytest.raises(ProtocolError, match="at most"):
-        wait_until(inquiry.poll)
+        wait_for(inquiry.poll)
     inquiry.close()
 
 
@@ -159,7 +151,7 @@ def test_more_questions_than_are_held_are_answered_at_once(
 ) -> None:
     monkeypatch.setattr(side_channel, "MAX_HELD", 1)
     first = ask(served, wire.FindStreams(keys=[key(1)], wait_seconds=1.0))
-    wait_until(lambda: served.server._held)
+    wait_for(lambda: served.server._held)
     _, found = seconds_to_answer(ask(served, wire.FindStreams(keys=[key(2)], wait_seconds=1.0)))
     assert found == {}
     assert first.poll() is None
@@ -175,7 +167,7 @@ def test_begins_and_tokens_reach_the_requests_that_wait_for_them(
     for number in range(100):
         served.begin(number)
     for number in range(100):
-        assert isinstance(wait_until(lambda one=number: asker.answer(f"d{one}")), TransferParams)
+        assert isinstance(wait_for(lambda one=number: asker.answer(f"d{one}")), TransferParams)
     for number in range(100):
         served.directory.tell(key(number), number, "drawn")
     told: dict[str, tuple[int, str]] = {}
@@ -185,7 +177,7 @@ def test_begins_and_tokens_reach_the_requests_that_wait_for_them(
     assert told == {f"d{number}": (number, "drawn") for number in range(0, 100, 2)}
     for number in range(100):
         asker.forget(f"d{number}")
-    wait_until(lambda: not (asker._waiters or asker._answers or asker._awaited))
+    wait_for(lambda: not (asker._waiters or asker._answers or asker._awaited))
     assert not asker._tokens
 
 
@@ -194,10 +186,10 @@ def test_a_request_that_is_added_while_a_question_is_held_is_asked_for_at_once(
 ) -> None:
     monkeypatch.setattr(client_module, "CHECK_SECONDS", BOUND_SECONDS)
     asker.watch("d1", key(1), (HOST, served.port))
-    wait_until(lambda: served.server._held)
+    wait_for(lambda: served.server._held)
     served.begin(2)
     asker.watch("d2", key(2), (HOST, served.port))
-    wait_until(lambda: asker.answer("d2"))
+    wait_for(lambda: asker.answer("d2"))
     assert asker.answer("d1") is None
 
 
@@ -206,9 +198,9 @@ def test_a_prompt_that_ends_without_a_token_is_awaited_no_more(
 ) -> None:
     served.begin(1)
     asker.watch("d1", key(1), (HOST, served.port), awaits_token=True)
-    wait_until(lambda: asker.answer("d1"))
+    wait_for(lambda: asker.answer("d1"))
     served.directory.end(key(1))
-    wait_until(lambda: not asker._waiters)
+    wait_for(lambda: not asker._waiters)
     asker.wait_for_token("d1", BOUND_SECONDS)
     assert asker.take_tokens() == {}
 
@@ -219,11 +211,11 @@ def test_a_side_channel_that_closes_fails_what_waits_and_leaves_what_has_its_ans
     served.begin(1)
     asker.watch("d1", key(1), (HOST, served.port), awaits_token=True)
     asker.watch("d2", key(2), (HOST, served.port))
-    wait_until(lambda: asker.answer("d1"))
+    wait_for(lambda: asker.answer("d1"))
     served.server.close()
-    assert isinstance(wait_until(lambda: asker.answer("d2")), CommextError)
+    assert isinstance(wait_for(lambda: asker.answer("d2")), CommextError)
     assert isinstance(asker.answer("d1"), TransferParams)
-    wait_until(lambda: not asker._waiters)
+    wait_for(lambda: not asker._waiters)
 
 
 def test_a_client_that_was_asked_nothing_closes_twice() -> None:
