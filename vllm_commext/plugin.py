@@ -36,7 +36,7 @@ class Capability:
         refuse: called where it is refused, so that asking for it by name tells why.
         fallback: what the user has instead where it is refused.
         proof: `auto`, its default, is for machines on which it is proven, and this function of
-            `compat.native` says where; elsewhere it is off, without a warning. Empty for all.
+            `compat.evidence` says where; elsewhere it is off, without a warning. Empty for all.
     """
 
     name: str
@@ -127,9 +127,9 @@ def _decide(capability: Capability, settings: Settings) -> CapabilityStatus:
         return CapabilityStatus(capability.name, State.OFF, f"{toggle.name}=0")
     try:
         if choice == "auto" and capability.proof:
-            from vllm_commext.compat import native
+            from vllm_commext.compat import evidence
 
-            getattr(native, capability.proof)(capability.name)
+            getattr(evidence, capability.proof)(capability.name)
         remark = _admit(capability)
         capability.activate()
     except UnprovenHereError as error:

@@ -8,7 +8,7 @@ import pytest
 import vllm.platforms
 
 from vllm_commext import plugin, status
-from vllm_commext.compat import evidence, hooks, native
+from vllm_commext.compat import evidence, hooks
 from vllm_commext.errors import UnprovenHereError
 from vllm_commext.status import State
 
@@ -17,7 +17,7 @@ NAMES = ("shm_queue", "cpu_collectives")
 
 @pytest.fixture(autouse=True)
 def _proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip(native.RING, reason="the extension is not built")
+    pytest.importorskip(evidence.RING, reason="the extension is not built")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
 
 
@@ -31,7 +31,7 @@ def on_riscv(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, native.RING, None)
+    monkeypatch.setitem(sys.modules, evidence.RING, None)
 
 
 ELSEWHERE = [
@@ -42,7 +42,7 @@ ELSEWHERE = [
 
 
 def test_the_machine_of_these_tests_is_a_proven_one() -> None:
-    native.require_proven_machine("shm_queue")
+    evidence.require_proven_machine("shm_queue")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_elsewhere_it_is_off_by_default_and_no_warning_is_given(
 ) -> None:
     elsewhere(monkeypatch)  # pyright: ignore[reportCallIssue]
     with pytest.raises(UnprovenHereError, match=reason):
-        native.require_proven_machine("shm_queue")
+        evidence.require_proven_machine("shm_queue")
     wanted = [one for one in plugin.CAPABILITIES if one.name in NAMES]
     monkeypatch.setattr(plugin, "CAPABILITIES", wanted)
     monkeypatch.setenv("VLLM_COMMEXT_STRICT", "1")
@@ -103,7 +103,7 @@ def test_kernels_take_part_by_themselves_where_their_tests_run(
     monkeypatch.setattr(hooks, "vllm_version", lambda: version)
     monkeypatch.setattr(evidence, "compare", lambda *args: ("0.32", differing))
     if not problem:
-        native.require_proven_gpus("allreduce")
+        evidence.require_proven_gpus("allreduce")
         return
     with pytest.raises(UnprovenHereError, match=problem):
-        native.require_proven_gpus("allreduce")
+        evidence.require_proven_gpus("allreduce")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.contract.vllm_process import IMPORTS, python, run_at_once
-from vllm_commext.compat.native import PROVEN_MACHINES
+from vllm_commext.compat.evidence import PROVEN_MACHINES
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
 pytestmark = pytest.mark.timeout(600)

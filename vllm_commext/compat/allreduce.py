@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.compat import evidence, group_facts
-from vllm_commext.compat.monkey_patch import is_patched, patch_all, row_of
+from vllm_commext.compat.monkey_patch import is_patched, original_of, patch_all, row_of
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.settings import read_settings
 
@@ -298,11 +298,5 @@ def install() -> None:
         raise UnsupportedError(f"expected an NVIDIA GPU, got {current_platform.device_name}")
     if is_patched(row_of(f"{COMMUNICATOR}.all_reduce")):
         return
-    module, _, name = COMMUNICATOR.partition(":")
-    communicator = getattr(importlib.import_module(module), name)
-    patch_all(
-        {
-            f"{COMMUNICATOR}.{method}": replace(getattr(communicator, method))
-            for method, replace in _METHODS.items()
-        }
-    )
+    methods = {f"{COMMUNICATOR}.{name}": replace for name, replace in _METHODS.items()}
+    patch_all({symbol: replace(original_of(symbol)) for symbol, replace in methods.items()})

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.compat import evidence
-from vllm_commext.compat.monkey_patch import is_patched, patch_all, row_of
-from vllm_commext.compat.native import needing_the_extension
+from vllm_commext.compat.monkey_patch import is_patched, original_of, patch_all, row_of
 from vllm_commext.errors import CommextError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.commext.cpu_collectives")
 
-COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator"
-SYMBOL = f"{COMMUNICATOR}.__init__"
+SYMBOL = "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator.__init__"
 
 
 class RingModule:
@@ -153,10 +151,7 @@ def install() -> None:
 
     if not current_platform.is_cpu():
         raise UnsupportedError(f"expected vLLM for CPUs, got {current_platform.device_name}")
-    with needing_the_extension():
+    with evidence.needing_the_extension():
         importlib.import_module("vllm_commext.shm._shm_ring")
-    if is_patched(row_of(SYMBOL)):
-        return
-    module, _, name = COMMUNICATOR.partition(":")
-    communicator = getattr(importlib.import_module(module), name)
-    patch_all({SYMBOL: _init(communicator.__init__)})
+    if not is_patched(row_of(SYMBOL)):
+        patch_all({SYMBOL: _init(original_of(SYMBOL))})

@@ -7,13 +7,15 @@
 """
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib
 import importlib.util
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import platform
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any
 
 from vllm_commext.compat import api_checks, hooks, versions
 from vllm_commext.compat.parts import BY_NAME, IN_USE, PARTS, Part
-from vllm_commext.errors import CommextError, UnsupportedError, UntestedError
+from vllm_commext.errors import CommextError, UnprovenHereError, UnsupportedError, UntestedError
 from vllm_commext.settings import UNTESTED, read_settings
 
 KNOWN_SOURCES = Path(__file__).with_name("known_sources.json")
@@ -31,6 +33,8 @@ Known = Mapping[str, Mapping[str, str]]
 """Symbol to digest to the minor releases, with blanks between, whose definition has it."""
 NOT_THERE = ""
 """Digest of what is not there."""
+RING = "vllm_commext.shm._shm_ring"
+PROVEN_MACHINES = ("x86_64", "aarch64")
 _LEFT_OUT = ("type_comment", "type_params", "kind")  # newer Pythons tell more of the same text
 
 
@@ -275,3 +279,58 @@ def why_not(name: str) -> str:
     except UnsupportedError as error:
         return str(error)
     return ""
+
+
+@contextlib.contextmanager
+def needing_the_extension() -> Iterator[None]:
+    """Turn an ImportError inside into an UnsupportedError that says what to install."""
+    try:
+        yield
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the native extension {RING} cannot be imported ({error}); "
+            "install a wheel of vllm-commext, or build it with a C compiler at hand"
+        ) from error
+
+
+def require_proven_machine(capability: str) -> None:
+    """What the native ring's capabilities are proven on, and `auto` therefore means for them: a
+    vLLM for CPUs, on a processor that the ring is tested on, with its extension built.
+
+    Raises:
+        UnprovenHereError: with what it is that differs here.
+    """
+    del capability
+    machine = platform.machine()
+    if machine not in PROVEN_MACHINES:
+        raise UnprovenHereError(f"proven on {', '.join(PROVEN_MACHINES)}, and this is {machine}")
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise UnprovenHereError(
+            f"proven with vLLM for CPUs, and this is for {current_platform.device_name}"
+        )
+    try:
+        importlib.import_module(RING)
+    except ImportError as error:
+        raise UnprovenHereError(f"the native extension is not built ({error})") from error
+
+
+def require_proven_gpus(capability: str) -> None:
+    """What the kernels are proven on, and `auto` therefore means for them: NVIDIA GPUs, and no vLLM
+    of which we know that it differs from those on which the GPU tests are run. What more it takes
+    is seen when a group of ranks is made.
+
+    Raises:
+        UnprovenHereError: with what it is that differs here.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        raise UnprovenHereError(
+            f"proven on NVIDIA GPUs, and this vLLM is for {current_platform.device_name}"
+        )
+    version = hooks.vllm_version()
+    found = evidence_for(capability, on_gpus=True)
+    if found.verdict is Verdict.DIFFERS and versions.is_in_window(version):
+        raise UnprovenHereError(f"the GPU tests are not run on vLLM {version}: {found.reason}")

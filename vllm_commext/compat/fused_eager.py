@@ -5,7 +5,6 @@ FlashInfer's kernel or the parts. It asks our op first now, where a table says t
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_commext.allreduce.fused import op as fused_op
-from vllm_commext.compat.monkey_patch import is_patched, patch, row_of
+from vllm_commext.compat.monkey_patch import is_patched, original_of, patch, row_of
 
 PART = "fused_eager"
 NORM = "vllm.models.common.ops.fused_allreduce_rms_norm:fused_allreduce_rms_norm"
@@ -67,5 +66,4 @@ def install() -> None:
     for symbol, weight_bias in BIASES.items():
         row = row_of(symbol)
         if not is_patched(row):
-            module, _, name = symbol.partition(":")
-            patch(row, _helper(getattr(importlib.import_module(module), name), weight_bias))
+            patch(row, _helper(original_of(symbol), weight_bias))

@@ -23,7 +23,7 @@ from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.layout import FusedShape
 from vllm_commext.allreduce.message import ITEM_BYTES
 from vllm_commext.compat import evidence, hooks
-from vllm_commext.compat.monkey_patch import is_patched, patch, row_of
+from vllm_commext.compat.monkey_patch import is_patched, original_of, patch, row_of
 from vllm_commext.errors import UnsupportedError
 
 logger = logging.getLogger("vllm.commext.allreduce")
@@ -228,7 +228,5 @@ def install() -> None:
     row = row_of(CONFIGURE)
     if is_patched(row):
         return
-    from vllm.compilation.passes.pass_manager import PostGradPassManager
-
     hooks.add_factor(IDENTITY, identity)
-    patch(row, _configure(PostGradPassManager.configure))
+    patch(row, _configure(original_of(CONFIGURE)))

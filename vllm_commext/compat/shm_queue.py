@@ -9,8 +9,8 @@ import sys
 from types import FunctionType
 from typing import Any
 
+from vllm_commext.compat.evidence import needing_the_extension
 from vllm_commext.compat.monkey_patch import INVENTORY, is_patched, original_of, patch_all, row_of
-from vllm_commext.compat.native import needing_the_extension
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.settings import read_settings
 

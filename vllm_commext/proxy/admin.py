@@ -15,7 +15,7 @@ from vllm_commext.proxy.access import answer_errors
 from vllm_commext.proxy.config import engine_url
 from vllm_commext.proxy.discovery import EngineEndpoint
 from vllm_commext.proxy.engines import ROLES
-from vllm_commext.proxy.outcome import ProxyError
+from vllm_commext.proxy.outcome import ProxyError, bad_request
 
 MAX_ADMIN_BODY_BYTES = 64 << 10
 MAX_WAIT_SECONDS = 3600
@@ -89,7 +89,7 @@ class AdminApp:
     async def _add(self, request: web.Request) -> web.Response:
         fields = await _fields(request, "role", "url")
         if fields["role"] not in ROLES:
-            raise _refusal(f"role: expected one of {', '.join(ROLES)}, got {fields['role']!r}")
+            raise bad_request(f"role: expected one of {', '.join(ROLES)}, got {fields['role']!r}")
         others = frozenset(p for p in self._state.places if p.url != fields["url"])
         return await self._change(places=others | {EngineEndpoint(fields["role"], fields["url"])})
 
@@ -98,7 +98,7 @@ class AdminApp:
         others = frozenset(place for place in self._state.places if place.url != url)
         if others == self._state.places:
             message = f"{url} was not added here; what the command line, a file or DNS names is "
-            raise _refusal(message + "removed there, or drained here")
+            raise bad_request(message + "removed there, or drained here")
         return await self._change(places=others, drained=self._state.drained - {url})
 
     async def _drain(self, request: web.Request) -> web.Response:
@@ -106,9 +106,9 @@ class AdminApp:
         url, wait_seconds = fields["url"], fields.get("wait_seconds", 0)
         if not isinstance(wait_seconds, int | float) or not 0 <= wait_seconds <= MAX_WAIT_SECONDS:
             message = f"wait_seconds: expected 0 to {MAX_WAIT_SECONDS}, got {wait_seconds!r}"
-            raise _refusal(message)
+            raise bad_request(message)
         if await self._num_in_flight(url) is None:
-            raise _refusal(f"{url} is none of the engines")
+            raise bad_request(f"{url} is none of the engines")
         answer = await self._change(drained=self._state.drained | {url})
         end = time.monotonic() + wait_seconds
         while await self._num_in_flight(url) and time.monotonic() < end:
@@ -130,7 +130,7 @@ class AdminApp:
         try:
             self._control.apply(state)
         except ConfigError as error:
-            raise _refusal(str(error)) from error
+            raise bad_request(str(error)) from error
         self._state = state
         return web.json_response({"engines": await self._control.engines()})
 
@@ -139,14 +139,10 @@ async def _fields(request: web.Request, *names: str) -> dict[str, Any]:
     try:
         content = json.loads(await request.read())
     except (ValueError, RecursionError) as error:
-        raise _refusal(f"the body is not valid JSON: {error}") from error
+        raise bad_request(f"the body is not valid JSON: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(content.get(n), str) for n in names):
-        raise _refusal(f"expected a JSON object with the strings {', '.join(names)}")
+        raise bad_request(f"expected a JSON object with the strings {', '.join(names)}")
     try:
         return {**content, "url": engine_url("url", content["url"])}
     except ConfigError as error:
-        raise _refusal(str(error)) from error
-
-
-def _refusal(message: str) -> ProxyError:
-    return ProxyError(400, "bad_request", message)
+        raise bad_request(str(error)) from error

@@ -20,7 +20,7 @@ from vllm_commext.proxy.engines import DECODE, PREFILL, EnginePool
 from vllm_commext.proxy.health import HealthMonitor
 from vllm_commext.proxy.intake import BodyBudget, Intake
 from vllm_commext.proxy.metrics import CONTENT_TYPE, ProxyMetrics
-from vllm_commext.proxy.outcome import SIDE_PROXY, ClientGoneError, Outcome, ProxyError
+from vllm_commext.proxy.outcome import SIDE_PROXY, ClientGoneError, Outcome, ProxyError, bad_request
 from vllm_commext.proxy.serving import DIRECT_ENDPOINTS, ENDPOINTS, Service
 from vllm_commext.proxy.upstream import Upstream, open_session
 
@@ -196,7 +196,7 @@ class ProxyApp:
         headers = {name: request.headers[name] for name in _TO_ENGINES if name in request.headers}
         for name, value in headers.items():
             if not value.isascii():
-                raise ProxyError(400, "bad_request", f"expected ASCII in the header {name}")
+                raise bad_request(f"expected ASCII in the header {name}")
         if self.config.api_key_file:
             headers.pop("Authorization", None)  # it was meant for the proxy
         if self._engine_key:

@@ -10,8 +10,7 @@ from aiohttp import web
 from vllm_commext.proxy.body import LARGE_BODY_BYTES, members_of
 from vllm_commext.proxy.config import MIB, ProxyConfig
 from vllm_commext.proxy.deadline import UploadWatch
-from vllm_commext.proxy.outcome import ProxyError
-from vllm_commext.proxy.two_step import bad_body
+from vllm_commext.proxy.outcome import ProxyError, bad_request
 
 SMALL_BODY_BYTES = MIB
 _FOR_SMALL_BODIES = 8
@@ -87,7 +86,7 @@ class Intake:
         try:
             self.body = await self._decoded(raw)
         except (ValueError, RecursionError) as error:
-            raise bad_body(f"the body is not valid JSON: {error}") from error
+            raise bad_request(f"the body is not valid JSON: {error}") from error
 
     def release(self) -> None:
         self._budget.give_back(self.num_bytes)

@@ -2,8 +2,9 @@
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -17,8 +18,6 @@ SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _GAP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 5, 30)
-
-
 _PAGE_SHARE = 4
 _SHARED_BYTES = 1 << 20
 _SHARED_KINDS = ("counter", "histogram", "gauge_livesum", "gauge_livemin")
@@ -43,115 +42,98 @@ class ProxyMetrics:
     def __init__(self, pools: Iterable[EnginePool]) -> None:
         self._pools = tuple(pools)
         self._page, self._page_until = b"", 0.0
-        self._registry = registry = CollectorRegistry()
-        self.requests = Counter(
+        self._registry = CollectorRegistry()
+        counter, seconds, gauge = self._counter, self._seconds, self._gauge
+        self.requests = counter(
             "commext_proxy_requests",
             "Requests ended, by outcome and by the side that decided it.",
-            ("endpoint", "outcome", "side"),
-            registry=registry,
+            *("endpoint", "outcome", "side"),
         )
-        self.local_prefills = Counter(
+        self.local_prefills = counter(
             "commext_proxy_local_prefills",
             "Requests sent to a decode engine without a prefill engine's KV cache, by reason.",
-            ("reason",),
-            registry=registry,
+            "reason",
+            values=LocalPrefill,
         )
-        for reason in LocalPrefill:
-            self.local_prefills.labels(reason)  # a rate needs the 0 before the first one
-        self.retries = Counter(
-            "commext_proxy_retries",
-            "Engines asked after the first one had failed.",
-            ("role",),
-            registry=registry,
+        self.retries = counter(
+            "commext_proxy_retries", "Engines asked after the first one had failed.", "role"
         )
-        self.restarts = Counter(
+        self.restarts = counter(
             "commext_proxy_restarts",
             "Requests served anew because a decode engine failed them before the first token.",
-            ("outcome",),
-            registry=registry,
+            "outcome",
         )
-        self.streams = Counter(
+        self.streams = counter(
             "commext_proxy_streams",
             "Requests in two steps by whether both were taken at once, or why not.",
-            ("way",),
-            registry=registry,
+            "way",
+            values=AtOnce,
         )
-        for way in AtOnce:
-            self.streams.labels(way)
-        self.releases = Counter(
+        self.releases = counter(
             "commext_proxy_releases",
             "Prefills that nobody was to read: those whose engines were told, or could not be.",
-            ("outcome",),
-            registry=registry,
+            "outcome",
+            values=("sent", "failed"),
         )
-        for told in ("sent", "failed"):
-            self.releases.labels(told)
-        self.affinity_tokens = Counter(
+        self.affinity_tokens = counter(
             "commext_proxy_affinity_tokens",
             "About how many tokens of prompts the chosen engines were taken to hold, and not.",
-            ("role", "kind"),
-            registry=registry,
+            *("role", "kind"),
         )
-        self.in_flight = Gauge(
-            "commext_proxy_requests_in_flight",
-            "Requests being served now.",
-            multiprocess_mode="livesum",
-            registry=registry,
+        self.in_flight = gauge(
+            "commext_proxy_requests_in_flight", "Requests being served now.", "livesum"
         )
         self.in_flight.set(0)  # a worker's file may have the number of the one before it
-        self._describe_engines(registry)
-        self._describe_times(registry)
-
-    def _describe_engines(self, registry: CollectorRegistry) -> None:
-        self._healthy = Gauge(
-            "commext_proxy_engines_healthy",
-            "Healthy engines.",
-            ("role",),
-            multiprocess_mode="livemin",
-            registry=registry,
+        self._healthy = gauge(
+            "commext_proxy_engines_healthy", "Healthy engines.", "livemin", "role"
         )
-        self._engine_in_flight = Gauge(
+        self._engine_in_flight = gauge(
             "commext_proxy_engine_requests_in_flight",
             "Requests of this proxy that an engine works on now.",
-            ("role", "engine"),
-            multiprocess_mode="livesum",
-            registry=registry,
+            *("livesum", "role", "engine"),
         )
-
-    def _describe_times(self, registry: CollectorRegistry) -> None:
-        self.prefill_seconds = Histogram(
+        self.prefill_seconds = seconds(
             "commext_proxy_prefill_seconds",
             "Time of a successful prefill step, other engines tried included.",
-            buckets=_SECONDS,
-            registry=registry,
         )
-        self.decode_headers_seconds = Histogram(
+        self.decode_headers_seconds = seconds(
             "commext_proxy_decode_headers_seconds",
             "Time until the decode engine's first token (without streaming: its answer).",
-            buckets=_SECONDS,
-            registry=registry,
         )
-        self.first_token_seconds = Histogram(
+        self._describe_answers()
+
+    def _describe_answers(self) -> None:
+        self.first_token_seconds = self._seconds(
             "commext_proxy_first_token_seconds",
             "From a request's arrival to its first token, of streamed answers, by decode engine.",
-            ("engine",),
-            buckets=_SECONDS,
-            registry=registry,
+            "engine",
         )
-        self.inter_token_seconds = Histogram(
+        self.inter_token_seconds = self._seconds(
             "commext_proxy_inter_token_seconds",
             "Between two pieces of a streamed answer, by decode engine.",
-            ("engine",),
+            "engine",
             buckets=_GAP_SECONDS,
-            registry=registry,
         )
-        self.request_seconds = Histogram(
+        self.request_seconds = self._seconds(
             "commext_proxy_request_seconds",
             "From a request's arrival to the end of its answer, by decode engine.",
-            ("engine",),
-            buckets=_SECONDS,
-            registry=registry,
+            "engine",
         )
+
+    def _counter(self, name: str, text: str, *labels: str, values: Iterable[str] = ()) -> Counter:
+        """A counter that begins with a 0 for each of *values*, which a rate needs."""
+        made = Counter(name, text, labels, registry=self._registry)
+        for value in values:
+            made.labels(value)
+        return made
+
+    def _gauge(self, name: str, text: str, mode: Any, *labels: str) -> Gauge:
+        return Gauge(name, text, labels, multiprocess_mode=mode, registry=self._registry)
+
+    def _seconds(
+        self, name: str, text: str, *labels: str, buckets: Sequence[float] = _SECONDS
+    ) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets, registry=self._registry)
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format; those of all workers if there are several. A page

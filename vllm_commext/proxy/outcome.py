@@ -101,6 +101,11 @@ class ProxyError(CommextError):
         }
 
 
+def bad_request(message: str) -> ProxyError:
+    """What is wrong with a client's request."""
+    return ProxyError(400, "bad_request", message)
+
+
 class ClientGoneError(CommextError):
     """The client closed its connection or takes no more bytes: nobody is left to answer."""
 

@@ -20,16 +20,8 @@ logger = logging.getLogger("vllm.commext.proxy")
 # These describe one connection, or are set anew by whoever writes the response.
 _NOT_PASSED_ON = frozenset(
     (
-        "connection",
-        "content-length",
-        "date",
-        "keep-alive",
-        "proxy-authenticate",
-        "server",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
+        *("connection", "content-length", "date", "keep-alive", "proxy-authenticate", "server"),
+        *("te", "trailer", "transfer-encoding", "upgrade"),
     )
 )
 

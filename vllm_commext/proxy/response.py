@@ -60,7 +60,7 @@ def failure_of(
 ) -> ProxyError:
     """What *error* means for a request; the engine is noted as suspect where it is, and not the
     request that has lost others before."""
-    side, name = engine.role, engine.name
+    name = engine.name
     if lacked := lack(error):
         message = f"this proxy could not connect to {name}: {lacked}"
         complaints.warning("descriptors", message)
@@ -71,24 +71,24 @@ def failure_of(
             engine.refuse(f"a request {message}")
         else:
             engine.suspect()
-        return ProxyError(
-            502, "unreachable", message, side=side, engine=name, can_retry=True, can_restart=True
-        )
+        return _failure(engine, 502, "unreachable", message, can_retry=True, can_restart=True)
     if isinstance(error, asyncio.TimeoutError):
         message = f"{name} did not answer within {timeout_seconds} s"
-        return ProxyError(504, "timeout", message, side=side, engine=name)
+        return _failure(engine, 504, "timeout", message)
     if isinstance(error, EngineLostError):
         message = f"{name} can no longer be reached, and its answer was not complete"
     else:
         message = f"{name} closed the connection before its answer was complete: {error!r}"
-    can_retry = side == PREFILL
-    lost = ProxyError(
-        502, "lost", message, side=side, engine=name, can_retry=can_retry, can_restart=True
-    )
+    can_retry = engine.role == PREFILL
+    lost = _failure(engine, 502, "lost", message, can_retry=can_retry, can_restart=True)
     meant = lost if losses is None else losses.note(lost)
     if meant is lost and not isinstance(error, EngineLostError):
         engine.suspect()
     return meant
+
+
+def _failure(engine: Engine, status: int, kind: str, message: str, **more: Any) -> ProxyError:
+    return ProxyError(status, kind, message, side=engine.role, engine=engine.name, **more)
 
 
 async def read_answer(engine: Engine, response: aiohttp.ClientResponse) -> EngineAnswer:
@@ -124,26 +124,15 @@ def check_not_draining(engine: Engine, response: aiohttp.ClientResponse) -> None
         return
     engine.note_drain()
     response.close()
-    raise ProxyError(
-        503,
-        "draining",
-        f"{engine.name} drains and takes no new work",
-        side=engine.role,
-        engine=engine.name,
-        can_retry=True,
-        can_restart=True,
-    )
+    message = f"{engine.name} drains and takes no new work"
+    raise _failure(engine, 503, "draining", message, can_retry=True, can_restart=True)
 
 
 def engine_error(engine: Engine, status: int, answer: EngineAnswer) -> ProxyError:
     """An engine's own error, to be passed on unless another attempt goes well."""
     failed = status >= 500
-    return ProxyError(
-        status,
-        "engine_error",
-        f"{engine.name} answered {status}",
-        side=engine.role,
-        engine=engine.name,
+    return _failure(
+        *(engine, status, "engine_error", f"{engine.name} answered {status}"),
         can_retry=failed and engine.role == PREFILL,
         can_restart=failed,
         answer=answer,
@@ -155,9 +144,7 @@ def aborted(engine: Engine) -> ProxyError:
     health is good. It is given no more until the next check."""
     engine.note_drain()
     message = f"{engine.name} gave the request up before its first token"
-    return ProxyError(
-        502, "aborted", message, side=engine.role, engine=engine.name, can_restart=True
-    )
+    return _failure(engine, 502, "aborted", message, can_restart=True)
 
 
 def check_answer(engine: Engine, body: bytes) -> None:
@@ -173,9 +160,7 @@ def check_answer(engine: Engine, body: bytes) -> None:
 def bad_answer(engine: Engine, got: str) -> ProxyError:
     """An answer that is none; the request may be served anew."""
     message = f"{engine.name}: expected a completion as a vLLM server sends it, got {got}"
-    return ProxyError(
-        502, "bad_answer", message, side=engine.role, engine=engine.name, can_restart=True
-    )
+    return _failure(engine, 502, "bad_answer", message, can_restart=True)
 
 
 def no_engine(pool: EnginePool) -> ProxyError:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_commext.proxy.body import RawJson, decode, num_tokens
-from vllm_commext.proxy.outcome import ProxyError
+from vllm_commext.proxy.outcome import bad_request
 from vllm_commext.reasons import Reason
 
 
@@ -76,12 +76,12 @@ MAX_SMALL_BYTES = 2 << 20
 def checked_body(body: Any) -> dict[str, Any]:
     """*body* if it is a request of a client's. Raises `ProxyError` 400 when it is anything else."""
     if not isinstance(body, dict):
-        raise bad_body(f"expected a JSON object as body, got {type(body).__name__}")
+        raise bad_request(f"expected a JSON object as body, got {type(body).__name__}")
     own = _small_object(body, "kv_transfer_params")
     if not own and body.get("kv_transfer_params"):
-        raise bad_body("kv_transfer_params: expected an object")
+        raise bad_request("kv_transfer_params: expected an object")
     if own and set(own) != {OWN_IDS}:
-        raise bad_body(
+        raise bad_request(
             "kv_transfer_params is what this proxy sets to bring the two engines together: "
             f"expected {OWN_IDS} alone, got {sorted(own)[:8]}; remove the others from the request, "
             "or talk to the engines directly"
@@ -89,7 +89,7 @@ def checked_body(body: Any) -> dict[str, Any]:
     sampling = _small_object(body, "sampling_params")
     for name, into in (("vllm_xargs", body), ("extra_args", sampling)):
         if "kv_transfer_params" in _small_object(into, name):
-            raise bad_body(f"expected {name} without kv_transfer_params, which this proxy sets")
+            raise bad_request(f"expected {name} without kv_transfer_params, which this proxy sets")
     return {**body, "kv_transfer_params": own} if own else body
 
 
@@ -99,16 +99,12 @@ def _small_object(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = holder.get(name)
     if isinstance(value, RawJson):
         if len(value.text) > MAX_SMALL_BYTES:
-            raise bad_body(f"expected {name} of at most {MAX_SMALL_BYTES} bytes")
+            raise bad_request(f"expected {name} of at most {MAX_SMALL_BYTES} bytes")
         try:
             value = decode(value.text)
         except (ValueError, RecursionError) as error:
-            raise bad_body(f"{name} is not valid JSON: {error}") from error
+            raise bad_request(f"{name} is not valid JSON: {error}") from error
     return value if isinstance(value, dict) else {}
-
-
-def bad_body(message: str) -> ProxyError:
-    return ProxyError(400, "bad_request", message)
 
 
 def local_prefill_reason(
