@@ -46,7 +46,7 @@ def _how_it_ended(status: int) -> str:
 
 
 def run_guarded(probe: str, timeout_seconds: float) -> list[Check]:
-    """What the probe found, or one check that says how it failed; never raises for a failed probe.
+    """Run a probe; a probe that fails becomes one check that says how, and raises nothing.
 
     What the probe and its libraries print goes into files, because a pipe can be kept open by
     a process that outlives it.
@@ -107,7 +107,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _checks(timeout_seconds: float) -> list[Check]:
-    """All probes' checks, in the order of `PROBES`."""
     with ThreadPoolExecutor(MAX_PARALLEL) as pool:
         found = pool.map(lambda probe: run_guarded(probe, timeout_seconds), PROBES)
         return [check for one in found for check in one]

@@ -110,7 +110,7 @@ def _wait(url: str, wait_seconds: float, quiet_seconds: float) -> int:
 
 
 def work_left(url: str) -> dict[str, float] | None:
-    """What an engine that drains still has to do, by kind; None for one that does not drain.
+    """Work left to an engine that drains, by kind; None for one that does not drain.
 
     Raises:
         EngineAwayError: it does not answer.

@@ -27,7 +27,7 @@ PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 
 def nixl_plugins() -> Iterable[Check]:
-    """Which NIXL plug-ins load, and whether the default one really starts."""
+    """Load every NIXL plug-in, and start the default one."""
     logging.disable(logging.CRITICAL)
     from nixl._api import nixl_agent, nixl_agent_config
 
@@ -115,7 +115,7 @@ def processors() -> Check:
 
 
 def _bind(host: str, port: int) -> str:
-    """Why nothing can listen there; empty where something can."""
+    """Reason why nothing can listen there; empty where something can."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM
@@ -149,7 +149,7 @@ TUNE = "vllm-commext tune allreduce --tp {} measures it"
 
 
 def tables(count: int, find: Callable[[int], Table | None]) -> Iterable[Check]:
-    """For each world size that `count` GPUs allow, what `find` finds for it."""
+    """Describe the table that `find` finds for each world size that `count` GPUs allow."""
     for world_size in (size for size in WORLD_SIZES if size <= count):
         table = find(world_size)
         value = "; ".join(selection.describe(table))
@@ -164,7 +164,7 @@ def multicast_state(environ: Mapping[str, str]) -> Check:
 
 
 def all_reduces(environ: Mapping[str, str]) -> Iterable[Check]:
-    """Which backend serves which sizes here; torch is installed."""
+    """Tell which backend serves which sizes here; torch must be installed."""
     import torch
 
     from vllm_commext.allreduce.table.machine_facts import read_machine

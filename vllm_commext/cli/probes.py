@@ -80,7 +80,7 @@ def _native_queue() -> Check:
 
 
 def probe_package() -> Iterable[Check]:
-    """This package, and how vLLM will find it."""
+    """Look at this package, and at how vLLM will find it."""
     yield Check("package", "vllm_commext", f"{__version__} in {PACKAGE_FOLDER}", Level.OK)
     python = f"{platform.python_version()} in {sys.prefix}, {platform.platform()}"
     yield Check("package", "python", python, Level.OK)
@@ -89,7 +89,7 @@ def probe_package() -> Iterable[Check]:
 
 
 def probe_toggles() -> Iterable[Check]:
-    """Every toggle with its value and where that comes from."""
+    """List every toggle with its value and where that comes from."""
     for toggle in TOGGLES:
         value = os.environ.get(toggle.name, toggle.default)
         source = "environment" if toggle.name in os.environ else "default"
@@ -129,7 +129,7 @@ def _status_check(found: status.CapabilityStatus) -> Check:
 
 
 def _capabilities() -> Iterable[Check]:
-    """What `plugin.register` makes of this machine, by calling it."""
+    """Call `plugin.register`, and tell what it makes of this machine."""
     from vllm_commext import plugin
 
     if _left_out_by_vllm_plugins():
@@ -143,7 +143,7 @@ def _capabilities() -> Iterable[Check]:
 
 
 def _part(part: parts.Part) -> Check:
-    """What speaks for one part on this vLLM, or why it stays out."""
+    """Evidence for one part on this vLLM, or why it stays out."""
     try:
         remark = evidence.admit(part.name)
     except UnsupportedError as error:

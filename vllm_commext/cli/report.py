@@ -60,7 +60,7 @@ def exit_status(checks: Iterable[Check]) -> int:
 
 
 def wrapped(text: str, indent: int) -> str:
-    """The text in lines of `LINE_COLUMNS`, all but the first behind `indent` blanks."""
+    """Wrap a text at `LINE_COLUMNS`, all lines but the first behind `indent` blanks."""
     lines = textwrap.wrap(text, LINE_COLUMNS - indent, break_on_hyphens=False) or [""]
     return f"\n{' ' * indent}".join(lines)
 
@@ -225,7 +225,6 @@ def _offer(one: Suggestion) -> str:
 
 
 def _count(checks: Sequence[Check]) -> str:
-    """How many of a group's checks are well."""
     well = sum(check.level in (Level.OK, Level.INFO) for check in checks)
     return f"{well} of {len(checks)} hold"
 
@@ -251,7 +250,7 @@ def _toggles(checks: Sequence[Check]) -> str:
 
 
 def _parts(checks: Sequence[Check]) -> str:
-    """How many parts have which verdict, which stands before each one's reason."""
+    """Count parts by verdict, which stands before each one's reason."""
     verdicts = Counter(check.value.partition(":")[0] for check in checks)
     return ", ".join(f"{number} {verdict}" for verdict, number in verdicts.items())
 

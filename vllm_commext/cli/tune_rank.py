@@ -15,7 +15,7 @@ PREFIX = "commext-tune "
 
 
 class RankOptions(msgspec.Struct, frozen=True):
-    """What the command tells each rank.
+    """Options that the command hands to each rank.
 
     Attributes:
         rank: of `world_size`, which meet at `port` of this host.
@@ -35,13 +35,13 @@ class RankOptions(msgspec.Struct, frozen=True):
 
 
 def say(kind: str, **values: Any) -> None:
-    """A line for the command; libraries may print lines of their own between them."""
+    """Print a line for the command; libraries may print lines of their own between them."""
     sys.stdout.write(f"\n{PREFIX}{json.dumps({'kind': kind, **values})}\n")
     sys.stdout.flush()
 
 
 def run(options: RankOptions) -> None:
-    """Measure, and let rank 0 tell."""
+    """Measure all backends; rank 0 reports."""
     from vllm_commext.allreduce import multicast, peers
     from vllm_commext.allreduce.backends import flashinfer
     from vllm_commext.allreduce.backends.flashinfer_workspaces import MEASURING_BYTES

@@ -45,7 +45,7 @@ def dispatcher_of(communicator: Any) -> "Dispatcher | None":
 
 
 def why_not(communicator: Any, tcp_store_group: Any, by_itself: bool = False) -> str:
-    """Why a communicator gets no dispatcher; empty where all its ranks are to agree about one.
+    """Reason why a communicator gets no dispatcher; empty where its ranks are to agree about one.
 
     It asks no other rank. The same on all ranks.
     """
@@ -112,7 +112,7 @@ def _serve_fused_op(
 
 
 def _may(part: str, steps: "Collective", device: "torch.device") -> bool:
-    """Whether a part is put in place, on all ranks; else vLLM's own remains, with a line why."""
+    """Decide on all ranks whether a part is put in place; else say why vLLM's own remains."""
     problem, level = "", logging.WARNING
     try:
         evidence.admit(part)

@@ -21,7 +21,7 @@ from vllm_commext.compat.versions import OLDEST, is_at_least
 
 
 class View(Protocol):
-    """Where a probe looks."""
+    """The vLLM that a probe looks at."""
 
     def resolve(self, path: str) -> Any:
         """The object at ``package.module:Class.name``; raises whatever an import would."""
@@ -89,7 +89,7 @@ class CheckState(StrEnum):
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """What the probe of one API check found; `problem` is empty unless the API differs."""
+    """Result of one API check; `problem` is empty unless the API differs."""
 
     api: ApiCheck
     state: CheckState
@@ -97,7 +97,7 @@ class CheckOutcome:
 
 
 def guarded(probe: Probe, view: View = INSTALLED) -> str:
-    """What the probe says is wrong; a probe that raises has found something wrong."""
+    """Run a probe, and take what it raises for its finding."""
     try:
         return probe(view)
     except Exception as error:  # noqa: BLE001 - what a foreign import raises is anybody's guess
@@ -119,7 +119,7 @@ def _call_parameters(function: Any) -> list[inspect.Parameter]:
 
 
 def _differs(function: Any, wanted: tuple[str, ...]) -> str:
-    """Why `function` cannot be called with exactly the `wanted` arguments, in that order."""
+    """Reason why `function` cannot be called with exactly the `wanted` arguments, in that order."""
     parameters = _call_parameters(function)
     leading = tuple(parameter.name for parameter in parameters[: len(wanted)])
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -27,7 +27,7 @@ SYMBOL = "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator
 
 
 class RingModule:
-    """In place of torch.distributed, for the tensors of one group; what rings do not serve goes to
+    """Stands in for torch.distributed for the tensors of one group; what rings do not serve goes to
     the group that is given."""
 
     def __init__(self, rings: "RingGroup") -> None:
@@ -61,12 +61,12 @@ class RingModule:
 
 
 def is_meant(communicator: Any) -> bool:
-    """Whether it is one of several tensor-parallel ranks."""
+    """Whether a communicator is one of several tensor-parallel ranks."""
     return communicator.unique_name.split(":")[0] == "tp" and communicator.world_size > 1
 
 
 def why_not(communicator: Any) -> str:
-    """Why a communicator keeps what it has; empty where it gets rings. Collective, and the same on
+    """Reason why a communicator gets no rings; empty where it does. Collective, and the same on
     all ranks."""
     from torch import distributed
     from vllm.distributed.parallel_state import in_the_same_node_as
@@ -118,7 +118,7 @@ def _tried(communicator: Any, ranks: "Collective") -> "RingGroup":
 
 
 def _self_test(communicator: Any, rings: "RingGroup") -> None:
-    """Whether sums and gathers of the rings are the group's."""
+    """Compare sums and gathers of the rings with the group's."""
     import torch
     from torch import distributed
 

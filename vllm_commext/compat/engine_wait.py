@@ -37,7 +37,7 @@ class Waiter(Protocol):
 
 
 def stock_step() -> Step:
-    """vLLM's own step."""
+    """vLLM's own step, whether it is patched or not."""
     return original_of(SYMBOL)
 
 
@@ -62,12 +62,12 @@ def install() -> None:
 
 
 def flush_steps(core: Any) -> int:
-    """``FLUSH_STEPS`` of an engine that may keep more than two steps under way."""
+    """Number of flush steps of an engine, which may keep more than two steps under way."""
     return max(FLUSH_STEPS, getattr(core, "batch_queue_size", 1) + 1)
 
 
 class EngineWait:
-    """What one engine's thread does before its steps.
+    """Waits on an engine's thread before its steps.
 
     Args:
         wakeup: notified by the workers.

@@ -48,7 +48,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Evidence:
-    """What speaks for one part.
+    """Evidence for one part.
 
     Attributes:
         verdict: see `Verdict`.
@@ -130,7 +130,6 @@ def known_sources() -> Known:
 
 
 def _root() -> Path:
-    """The folder that vLLM's package lies in."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         raise UnsupportedError("vLLM is not installed")
@@ -164,7 +163,7 @@ def short(symbol: str) -> str:
 
 
 def evidence_for(name: str, *, on_gpus: bool = False) -> Evidence:
-    """What speaks for a part.
+    """Weigh the evidence for a part.
 
     Args:
         name: of the part.
@@ -186,7 +185,7 @@ def evidence_for(name: str, *, on_gpus: bool = False) -> Evidence:
 
 
 def why_broken(name: str) -> str:
-    """What of vLLM's is not as a part needs it; empty where all is."""
+    """Problems that the API checks of a part find; empty where there are none."""
     outcomes = api_checks.check_all(hooks.vllm_version(), name)
     return "; ".join(f"{each.api.name}: {each.problem}" for each in outcomes if each.problem)
 
@@ -217,7 +216,7 @@ def admit(name: str) -> str:
 
 
 def level_of(error: Exception) -> int:
-    """How loud a process tells that it leaves a part out: where no test was run on this vLLM, the
+    """Log level of the line that a part is left out: where no test was run on this vLLM, the
     server's first process has warned already, but not of a part's own test that fails."""
     is_told = isinstance(error, UntestedError) and error.__cause__ is None
     return logging.INFO if is_told else logging.WARNING
@@ -236,7 +235,7 @@ def _run(part: Part, differs: str) -> None:
 
 
 def summary(capabilities: Collection[str]) -> tuple[str, int]:
-    """What is to be said of a vLLM that no test was run on, and how loud; empty where one was."""
+    """Line about a vLLM that no test was run on, and its log level; empty where one was."""
     try:
         found = {part.name: evidence_for(part.name) for part in PARTS if part.of in capabilities}
     except UnsupportedError:
@@ -273,7 +272,7 @@ def must_test_itself(name: str) -> bool:
 
 
 def why_not(name: str) -> str:
-    """Why a part is not let in; empty where it is."""
+    """Reason why a part is not let in; empty where it is."""
     try:
         admit(name)
     except UnsupportedError as error:
@@ -294,7 +293,7 @@ def needing_the_extension() -> Iterator[None]:
 
 
 def require_proven_machine(capability: str) -> None:
-    """What the native ring's capabilities are proven on, and `auto` therefore means for them: a
+    """Check for what the native ring's capabilities are proven on, and `auto` means for them: a
     vLLM for CPUs, on a processor that the ring is tested on, with its extension built.
 
     Raises:
@@ -317,7 +316,7 @@ def require_proven_machine(capability: str) -> None:
 
 
 def require_proven_gpus(capability: str) -> None:
-    """What the kernels are proven on, and `auto` therefore means for them: NVIDIA GPUs, and no vLLM
+    """Check for what the kernels are proven on, and `auto` means for them: NVIDIA GPUs, and no vLLM
     of which we know that it differs from those on which the GPU tests are run. What more it takes
     is seen when a group of ranks is made.
 

@@ -43,7 +43,7 @@ _LOGITS_PROCESSORS = "vllm.logits_processors"
 def sampler_of(
     vllm_config: VllmConfig, facts: Callable[[], Mapping[str, str]], *, is_on: bool
 ) -> Sampler:
-    """What this engine's first tokens follow from beside the prompt and a request's parameters.
+    """Facts that first tokens follow from here, beside the prompt and a request's parameters.
 
     Args:
         vllm_config: the engine's configuration.
@@ -89,7 +89,7 @@ class Source(Protocol):
         ...
 
     def note_first_token(self, request: Request, way: FirstToken) -> None:
-        """Where a request's first token comes from."""
+        """Count where a request's first token comes from."""
         ...
 
     def take_unread(self) -> Iterable[tuple[str, bool]]:
@@ -99,7 +99,7 @@ class Source(Protocol):
 
 
 class FirstTokens:
-    """What is done for first tokens before each step of an engine.
+    """Sends first tokens before each step of an engine.
 
     Args:
         source: says which tokens there are.
@@ -169,7 +169,6 @@ def send(core: Any, request: Request, token: int) -> None:
 
 
 def _refuse(core: Any, request: Request) -> None:
-    """End a request with an error."""
     core.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
     _tell(core, request, [])
 

@@ -43,17 +43,17 @@ _told: list[int] = []
 
 
 def replaced() -> int:
-    """How many all-reduces with a norm after them became our op, in all graphs of this process."""
+    """Number of all-reduces with a norm that became our op, in all graphs of this process."""
     return sum(_found)
 
 
 def quantised() -> int:
-    """How many of them give numbers of 8 bits."""
+    """Number of those that give numbers of 8 bits."""
     return sum(_absorbed)
 
 
 def told() -> int:
-    """How many of them know the weights that their output meets next."""
+    """Number of those that know the weights that their output meets next."""
     return sum(_told)
 
 
@@ -83,7 +83,7 @@ class FusedNormPass(InductorPass):
         )
 
     def uuid(self) -> str:
-        """What inductor's cache is told."""
+        """Identity for inductor's cache."""
         return identity()
 
 
@@ -132,7 +132,7 @@ def self_test(device: torch.device) -> None:
 
 
 def _quantisers(ops: fused_graph.Ops, dtype: torch.dtype, device: Any) -> Any:
-    """What finds quantisers, or None with a line why: norms then stay as many bits as they have."""
+    """Patterns of quantisers, or None with a line why: norms then keep their number of bits."""
     try:
         # vLLM's kernels must be there before what this imports.
         from vllm_commext.compat.fused_quant import QuantiserPatterns
@@ -175,7 +175,7 @@ def identity() -> str:
 
 
 def place(passes: Sequence[Any]) -> int:
-    """Where ours comes among vLLM's passes."""
+    """Position of ours among vLLM's passes."""
     kinds = [type(each).__name__ for each in passes]
     return max((index + 1 for index, kind in enumerate(kinds) if kind in EARLIER), default=0)
 

@@ -35,7 +35,7 @@ KINDS: dict[str, tuple[Any, dict[str, bool]]] = {
 
 
 class Form(NamedTuple):
-    """How a quantiser looks, and what takes its place; both take the same operands."""
+    """Pattern of a quantiser, and what takes its place; both take the same operands."""
 
     pattern: Callable[..., Any]
     replacement: Callable[..., Any]

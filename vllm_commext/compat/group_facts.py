@@ -31,7 +31,7 @@ _agreed: "list[tuple[ProcessGroup, Facts | UnsupportedError]]" = []
 
 
 def why_not_by_itself(config: Any, world_size: int) -> str:
-    """Why `auto` leaves a group of so many ranks alone; empty where it may take part.
+    """Reason why `auto` leaves a group of so many ranks alone; empty where it may take part.
 
     It asks nobody: a rank of another host may not have this package, and would not answer. So only
     workers that one parent has started count, which have one environment.
@@ -61,7 +61,7 @@ def _settings() -> tuple[str, ...]:
 
 
 def _has_multicast(device: "torch.device") -> bool:
-    """Whether the GPU can, which the driver tells without making anything, and vLLM may."""
+    """Whether the GPU has multicast, which the driver tells, and vLLM may use it."""
     if all(os.environ.get(name) == value for name, value in NO_MULTICAST.items()):
         return False
     from vllm_commext.gpu.launch import check
@@ -72,7 +72,7 @@ def _has_multicast(device: "torch.device") -> bool:
 
 
 def read(config: Any, device: "torch.device") -> Facts:
-    """This rank's record."""
+    """Read this rank's record."""
     import torch
     from vllm import envs
 
@@ -107,7 +107,7 @@ def _runs_without_graphs(compilation: Any) -> bool:
 
 
 def agreed(group: "ProcessGroup", device: "torch.device") -> Facts:
-    """What all ranks of a group state; collective at the first call for a group, then remembered.
+    """Facts that all ranks of a group state; collective at its first call, then remembered.
 
     Raises:
         UnsupportedError: they are on several hosts or differ; all ranks raise it, at each call.

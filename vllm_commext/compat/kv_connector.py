@@ -167,8 +167,8 @@ def is_dim_first() -> bool:
 
 
 def _kernels_take_it() -> bool:
-    """Not those for CPUs with bfloat16 instructions of a vLLM whose platform sets the other order
-    whatever was chosen."""
+    """Whether kernels take channels first: not those for CPUs with bfloat16 instructions of a vLLM
+    whose platform sets the other order whatever was chosen."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

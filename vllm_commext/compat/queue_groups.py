@@ -73,7 +73,7 @@ class TensorArena:
         self.flush_releases: Callable[[], None] = self._arena.flush_releases
 
     def reducers(self) -> dict[type, Reducer]:
-        """The writer's, by type: of a tensor that has got a slot the slot, of others as usual."""
+        """Reducers of the writer by type: of a tensor in a slot the slot, of others as usual."""
         import torch
 
         only_an_arena = SimpleNamespace(arena=self._arena)  # all that vLLM's pickler needs for it
@@ -217,7 +217,7 @@ class GroupMessageQueue(MessageQueue):
 
     @staticmethod
     def step_classes() -> StepClasses | None:
-        """vLLM's, where they are what the codec was made for."""
+        """Classes of vLLM's steps, where they are what the codec was made for."""
         return vllm_steps()
 
     arenas = TensorArena

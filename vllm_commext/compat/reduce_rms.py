@@ -46,7 +46,7 @@ def tell_once(what: str) -> None:
 
 
 def identity() -> str:
-    """What compiled graphs depend on: which models got which workspace; empty where none did."""
+    """Facts that compiled graphs depend on: models and their workspaces; empty without any."""
     return json.dumps(_served, sort_keys=True) if _served else ""
 
 
@@ -90,7 +90,7 @@ def workspace_of(rank: int, world_size: int, group: "ProcessGroup") -> "Workspac
 
 
 def _why_not(kind: str, world_size: int, group: "ProcessGroup") -> str:
-    """Why norms are left to vLLM; empty where they are not. Collective at a group's first call."""
+    """Reason why norms are left to vLLM, or empty. Collective at a group's first call."""
     import torch
     from vllm.config import get_current_vllm_config_or_none
 
@@ -153,7 +153,7 @@ def get_allreduce_workspace(
     max_tokens: int = TOKENS_PER_LAUNCH,
     process_group: "ProcessGroup | None" = None,
 ) -> "torch.Tensor":
-    """What vLLM's function of that name is replaced by; sizes are ours to choose."""
+    """Replaces vLLM's function of that name; sizes are ours to choose."""
     made = None
     if process_group is not None:
         made = take_part(MODEL, measured.FUSED, rank, world_size, process_group)
@@ -166,7 +166,7 @@ def get_allreduce_workspace(
 
 
 def _take_the_op() -> None:
-    """Ours in place of vLLM's fused op, whose bound goes too; a second call changes nothing."""
+    """Put ours in place of vLLM's fused op, whose bound goes too; a second call changes nothing."""
     if not is_patched(row_of(FUSED_OP)):
         patch_all({FUSED_OP_BOUND: MAX_TOKENS, FUSED_OP: fused_qk})
 
@@ -182,7 +182,7 @@ def fused_qk(
     world_size: int,
     eps: float,
 ) -> "tuple[torch.Tensor, torch.Tensor]":
-    """What vLLM's fused op is replaced by; it stands inside an op that is opaque to the compiler.
+    """Replaces vLLM's fused op, inside an op that is opaque to the compiler.
 
     Raises:
         UnsupportedError: the weights are not those of the row's Q and K.

@@ -70,7 +70,7 @@ def _serve(
 
 
 def _try_out(layer: Any, norms: tuple[Norm, Norm], widths: Sequence[int], ranks: Collective) -> str:
-    """What is wrong with ours on random rows and weights; empty where nothing is. Collective."""
+    """Compare both norms on random rows and weights; returns what differs. Collective."""
     import torch
 
     parts = [getattr(layer, name) for name in QK_NORMS if hasattr(layer, name)] or [layer]

@@ -118,7 +118,7 @@ def first_token() -> None:
 
 
 def _described(spec: Any, cache: Any) -> None:
-    """What peers are told of a cache is read by them as it was."""
+    """A cache's description is read by peers as it was written."""
     import msgspec
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 

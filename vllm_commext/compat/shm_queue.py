@@ -19,7 +19,7 @@ NAME = "MessageQueue"
 
 
 def finding_itself(stock: type) -> type:
-    """vLLM's class, whose methods find it at its name, where its module has ours."""
+    """Copy vLLM's class so that its methods find it at its name, where its module has ours."""
     around = vars(sys.modules[stock.__module__])
     names = dict(around)
 

@@ -94,7 +94,7 @@ class ApiKeys:
 
 
 def server_tls(config: ProxyConfig) -> ssl.SSLContext | None:
-    """What clients are met with; None: plain HTTP. Raises `ConfigError`."""
+    """TLS towards clients; None: plain HTTP. Raises `ConfigError`."""
     if not config.tls_cert_file:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -107,7 +107,7 @@ def server_tls(config: ProxyConfig) -> ssl.SSLContext | None:
 
 
 def engine_tls(config: ProxyConfig) -> ssl.SSLContext | bool:
-    """How https engines are verified: by a file, or as the system does. Raises `ConfigError`."""
+    """TLS towards engines, verified by a file or as the system does. Raises `ConfigError`."""
     if not config.engine_ca_file:
         return True
     try:
@@ -118,7 +118,7 @@ def engine_tls(config: ProxyConfig) -> ssl.SSLContext | bool:
 
 
 def log_access(request: web.Request, outcome: Outcome) -> None:
-    """One line of ``name=value`` a request; values have no spaces."""
+    """Log one line of ``name=value`` a request; values have no spaces."""
     first = outcome.first_token_seconds
     access_logger.info(
         "id=%s client=%s endpoint=%s outcome=%s side=%s path=%s prefill=%s decode=%s "

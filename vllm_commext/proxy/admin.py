@@ -24,7 +24,7 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class AdminState:
-    """What was asked for at the admin port so far: engines added there, and those drained."""
+    """Engines added at the admin port so far, and those drained there."""
 
     places: frozenset[EngineEndpoint] = field(default_factory=frozenset[EngineEndpoint])
     drained: frozenset[str] = field(default_factory=frozenset[str])
@@ -40,7 +40,7 @@ class AdminState:
 
 
 class Control(Protocol):
-    """What the admin port acts on: this process's registry, or all workers'."""
+    """Registry that the admin port acts on: this process's, or all workers'."""
 
     def apply(self, state: AdminState) -> None:
         """Raises `ConfigError`, and changes nothing, if that cannot be."""

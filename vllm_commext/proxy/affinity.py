@@ -102,7 +102,7 @@ class _Recent:
 
 
 class Memory:
-    """What one engine was asked last.
+    """Prompts that one engine was asked last.
 
     Args:
         max_tokens: about how many tokens of prompts it is taken to hold; what was asked longest ago
@@ -134,7 +134,7 @@ class Memory:
             self._sessions.put(prefix.session, float(prefix.tokens))
 
     def __len__(self) -> int:
-        """How many blocks and sessions are remembered."""
+        """Number of blocks and sessions remembered."""
         return len(self._blocks) + len(self._sessions)
 
     def clear(self) -> None:

@@ -129,7 +129,7 @@ class ProxyApp:
         return web.Response(body=self.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def fetch(self, request: web.Request) -> web.Response:
-        """What an engine says of itself, or of the origins that browsers may ask from."""
+        """Fetch what an engine says of itself, or of the origins that browsers may ask from."""
         with self._counted(request, Outcome(_request_id(request))), self._admitted(request):
             headers = self._passed_headers(request)
             status, told, body = await self._upstream.fetch(request.method, request.path, headers)

@@ -102,14 +102,14 @@ def members_of(raw: bytes | bytearray) -> Generator[None, None, Any]:
 
 
 class _Members:
-    """What is found, within the limits of a request."""
+    """Members that were found, within the limits of a request."""
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
         self._num_members = self._num_decoded_bytes = 0
 
     def add(self, name: str, text: memoryview, nest: "_Nest | None" = None) -> None:
-        """One more member; *nest* has followed it to its end, if anything has."""
+        """Add a member; *nest* has followed it to its end, if anything has."""
         self._num_members += 1
         if self._num_members > MAX_MEMBERS:
             raise ValueError(f"expected at most {MAX_MEMBERS} members")
@@ -186,7 +186,7 @@ def _counts(text: bytes) -> bool:
 
 
 def _without_escapes(window: bytes | bytearray) -> bytes | bytearray:
-    """*window* with as many bytes, in which each quote begins or ends a string."""
+    """Copy of *window*, as long, in which each quote begins or ends a string."""
     if b"\\" not in window:
         return window
     return window.replace(b"\\\\", b"__").replace(b'\\"', b"__")
@@ -286,7 +286,7 @@ class _Splitter:
 
 
 def encode(body: Mapping[str, Any]) -> list[bytes | memoryview]:
-    """*body* as JSON, in the pieces that it is made of; an engine reads what was judged here."""
+    """Encode *body* as JSON, in its pieces; an engine reads what was judged here."""
     raw = {name: value for name, value in body.items() if isinstance(value, RawJson)}
     if not raw:
         return [dumps(body)]
@@ -301,7 +301,7 @@ def encode(body: Mapping[str, Any]) -> list[bytes | memoryview]:
 
 
 def dumps(value: Any) -> bytes:
-    """What `decode` returned, as JSON without spaces."""
+    """Encode what `decode` returned as JSON without spaces."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:  # a lone surrogate

@@ -25,7 +25,7 @@ def _option(default: Any, meaning: str) -> Any:
 
 @dataclass(frozen=True)
 class ProxyConfig:
-    """What one proxy process serves and for how long it waits.
+    """Options of one proxy process.
 
     prefill, decode: base URLs of the engines, ``http://HOST:PORT`` with an optional path prefix;
     ``dns+http://NAME:PORT`` stands for every address that NAME resolves to. Both may be empty if
@@ -127,10 +127,15 @@ class ProxyConfig:
             urls = _engine_urls(role, getattr(self, role), may_be_empty)
             object.__setattr__(self, role, urls)
         if both := set(self.prefill) & set(self.decode):
-            raise ConfigError(
-                f"{sorted(both)[0]} is given as a prefill and as a decode engine: an engine "
-                "cannot pull KV blocks from itself; give each engine one role"
-            )
+            raise two_roles_error(sorted(both)[0])
+
+
+def two_roles_error(url: str) -> ConfigError:
+    """Refusal of an engine that is given as both: it cannot pull KV blocks from itself."""
+    return ConfigError(
+        f"{url} is given as a prefill and as a decode engine: an engine "
+        "cannot pull KV blocks from itself; give each engine one role"
+    )
 
 
 def _check_number(name: str, value: float, default: Any) -> None:
@@ -167,7 +172,7 @@ def _named_url(role: str, url: str) -> str:
 
 
 def engine_url(role: str, url: str) -> str:
-    """*url* as engines are known by, without a slash at its end. Raises `ConfigError`."""
+    """Normalise *url* to the form that engines are known by. Raises `ConfigError`."""
     expected = f"--{role}: expected http://HOST:PORT or https://HOST:PORT, got {url!r}"
     try:
         parts = urlsplit(url)

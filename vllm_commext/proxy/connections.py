@@ -87,7 +87,7 @@ class Connections:
                 bound.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, milliseconds)
 
     def make(self, manager: web.Server) -> "Connection":
-        """One that is about to open, for requests that *manager* knows how to handle."""
+        """Make a connection that is about to open, for requests that *manager* handles."""
         return Connection(manager, self, asyncio.get_running_loop())
 
     def enter(self, one: "Connection") -> bool:
@@ -129,7 +129,7 @@ class Connections:
         self._peers[one.peer].waiting.pop(one, None)
 
     def look_later(self, one: "Connection") -> None:
-        """*one* has the beginning of a request, or more of it."""
+        """Parse later what *one* has of a request."""
         self._begun[one] = None
         self._plan_step()
 
@@ -149,7 +149,7 @@ class Connections:
         self._plan_step()
 
     def take_head(self, one: "Connection", num_bytes: int) -> bool:
-        """So many bytes more have come of heads; False if *one* has sent too many."""
+        """Count bytes of heads that have come; False if *one* has sent too many."""
         one.num_head_bytes += num_bytes
         self._num_head_bytes += num_bytes
         is_scarce = self._num_head_bytes > MAX_HEADS_BYTES
@@ -161,7 +161,7 @@ class Connections:
 
 
 class Connection(web.RequestHandler):
-    """One client's. peer: who that is, by address. is_open: it is counted."""
+    """A client's connection. peer: who that is, by address. is_open: it is counted."""
 
     def __init__(
         self, manager: web.Server, of_all: Connections, loop: asyncio.AbstractEventLoop
@@ -212,7 +212,7 @@ class Connection(web.RequestHandler):
             self._all.look_later(self)
 
     def _count_head(self, num_before: int) -> bool:
-        """False if what has come of heads, after so many bytes, is too much."""
+        """Count heads in what came after so many bytes; False if that is too much."""
         num_bytes = _end_of_heads(self._beginning) - num_before
         return self._all.take_head(self, max(num_bytes, 0))
 
@@ -223,7 +223,7 @@ class Connection(web.RequestHandler):
             super().data_received(data)
 
     def begin(self, request: web.BaseRequest) -> None:
-        """The head of *request* is whole."""
+        """Note that the head of *request* is whole."""
         if self._first is not None:
             self._first.cancel()
             self._first = None
@@ -277,7 +277,7 @@ class Connection(web.RequestHandler):
 
 @contextmanager
 def serving(request: web.Request) -> Iterator[None]:
-    """*request* is whole, and is being served while the block runs."""
+    """Mark *request*, which is whole, as being served while the block runs."""
     connection = request.protocol
     if not isinstance(connection, Connection):
         yield
@@ -287,7 +287,7 @@ def serving(request: web.Request) -> Iterator[None]:
 
 
 def begin(request: web.BaseRequest) -> None:
-    """The head of *request* is whole."""
+    """Note that the head of *request* is whole."""
     if isinstance(request.protocol, Connection):
         request.protocol.begin(request)
 
@@ -299,7 +299,7 @@ def cut(request: web.BaseRequest) -> None:
 
 
 def _end_of_heads(data: bytes) -> int:
-    """How much of *data* may belong to heads: up to the end of the last one, or all of it."""
+    """Number of bytes of *data* that may belong to heads: to the end of the last one, or all."""
     end = data.rfind(b"\r\n\r\n")
     return len(data) if end < 0 else end + 4
 
@@ -319,7 +319,7 @@ def _is_whole(data: bytes) -> bool:
 
 @lru_cache(maxsize=4096)
 def _network_of(host: str) -> str:
-    """Who an address stands for: itself; of IPv6, the network that one customer has."""
+    """Network that an address stands for: itself; of IPv6, what one customer has."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if address.version == 4:
         return str(address)

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from vllm_commext.errors import ConfigError
-from vllm_commext.proxy.config import DNS_SCHEME, ProxyConfig, engine_url
+from vllm_commext.proxy.config import DNS_SCHEME, ProxyConfig, engine_url, two_roles_error
 from vllm_commext.proxy.engines import ROLES, Engine, EnginePool
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -47,7 +47,7 @@ class Registry:
         return [engine for pool in self._pools.values() for engine in pool.engines]
 
     def name(self, source: str, places: Iterable[EngineEndpoint]) -> None:
-        """*source* names *places*, in this order, and no others any more.
+        """Let *source* name *places*, in this order, and no others any more.
 
         Raises `ConfigError`, and changes nothing, if an engine would have two roles: it cannot
         pull KV blocks from itself.
@@ -57,10 +57,7 @@ class Registry:
             return
         urls = [place.url for place in {place for of in named.values() for place in of}]
         if both := sorted(url for url in set(urls) if urls.count(url) > 1):
-            raise ConfigError(
-                f"{both[0]} is given as a prefill and as a decode engine: an engine "
-                "cannot pull KV blocks from itself; give each engine one role"
-            )
+            raise two_roles_error(both[0])
         self._named = named
         self._reconcile()
 

@@ -55,7 +55,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine's metrics page says that its ranks can; is_known: it was asked."""
+    """Capabilities of an engine's ranks, as its metrics page tells; is_known: it was asked."""
 
     ranks: tuple[Rank, ...] = ()
     is_known: bool = False
@@ -80,7 +80,7 @@ UNKNOWN = Capabilities()
 
 
 def read_capabilities(page: str) -> Capabilities:
-    """What a metrics page says; raises `ValueError` where it is none."""
+    """Read a metrics page; raises `ValueError` where it is none."""
     lines = [line for line in page.splitlines() if line.startswith(INFO_METRIC + "{")]
     ranks: list[Rank] = []
     for family in text_string_to_metric_families("".join(f"{line}\n" for line in lines)):
@@ -133,7 +133,7 @@ class Engine:
 
     @property
     def usable(self) -> bool:
-        """It may be given new work."""
+        """Whether it may be given new work."""
         return self.healthy and not self.draining and not self.drains_itself
 
     def passed_check(self, rise: int) -> None:
@@ -161,13 +161,13 @@ class Engine:
             self.on_suspect()
 
     def refuse(self, detail: str) -> None:
-        """Nobody can connect to the engine: send it none until a check passes again."""
+        """Send none to an engine that nobody can connect to, until a check passes again."""
         self.healthy, self.detail, self.num_passed = False, detail, 0
         self._forget()
         self.suspect()
 
     def note_drain(self) -> None:
-        """The engine has said that it drains: it is well, and takes no new work."""
+        """Note that the engine drains: it is well, and takes no new work."""
         if not self.drains_itself:
             self.drains_itself = True
             logger.info("%s (%s) drains", self.name, self.url)

@@ -31,8 +31,8 @@ class BodyBudget:
         self.turns = asyncio.Lock()
 
     def take(self, num_bytes: int, body_bytes: int) -> None:
-        """*num_bytes* more have come of a body of at least *body_bytes*. Raises `ProxyError` 503 if
-        that is more than is left."""
+        """Take *num_bytes* that have come of a body of at least *body_bytes*. Raises `ProxyError`
+        503 if that is more than is left."""
         is_small = body_bytes <= SMALL_BODY_BYTES
         most = self._max_bytes - (0 if is_small else self._max_bytes // _FOR_SMALL_BODIES)
         if self.held_bytes + num_bytes > most:
@@ -113,7 +113,7 @@ class Intake:
         return raw
 
     async def _decoded(self, raw: bytes | bytearray) -> Any:
-        """What *raw* holds; other tasks run between steps of taking a large one apart."""
+        """Decode *raw*; other tasks run between steps of taking a large one apart."""
         taking_apart = members_of(raw)
         try:
             if len(raw) <= LARGE_BODY_BYTES:

@@ -152,7 +152,7 @@ class ProxyMetrics:
         return self._page
 
     def note_ended(self, endpoint: str, outcome: str, side: str) -> None:
-        """A request has ended."""
+        """Count a request that has ended."""
         self.requests.labels(endpoint, outcome, side).inc()
         self._page_until = 0.0
 

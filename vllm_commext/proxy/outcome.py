@@ -27,7 +27,7 @@ class Losses:
     engines: list[str] = field(default_factory=list[str])
 
     def note(self, error: "ProxyError") -> "ProxyError":
-        """What *error*, of an engine that is lost, means for the request."""
+        """Note *error* of an engine that is lost; returns what it means for the request."""
         if len(self.engines) < MAX_LOST:
             self.engines.append(error.engine or "")
         if len(self.engines) < MAX_LOST:
@@ -80,7 +80,7 @@ class ProxyError(CommextError):
         self.answer = answer
 
     def in_a_stream(self) -> dict[str, Any]:
-        """For an event of a stream that has begun: the engine's own error, if it is one."""
+        """Error object for an event of a stream that has begun: the engine's own, if it is one."""
         try:
             told = json.loads(self.answer.body) if self.answer else None
         except (ValueError, RecursionError):
@@ -102,7 +102,7 @@ class ProxyError(CommextError):
 
 
 def bad_request(message: str) -> ProxyError:
-    """What is wrong with a client's request."""
+    """Refusal of a client's request."""
     return ProxyError(400, "bad_request", message)
 
 
@@ -136,7 +136,7 @@ class Outcome:
         return time.monotonic() - self.began
 
     def headers(self) -> dict[str, str]:
-        """What the client is told of the engines that answered."""
+        """Headers that tell the client which engines answered."""
         told = {"X-Request-Id": self.request_id, "X-Commext-Path": self.path}
         told |= {"X-Commext-Decode": self.decode}
         has_prefill = self.path in (TWO_STEP, STREAMED)
@@ -144,7 +144,7 @@ class Outcome:
 
 
 def lack(error: BaseException | None) -> str:
-    """What this host lacks, if that is why *error* came; "" if not."""
+    """Resource that this host lacks, if that is why *error* came; "" if not."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _LACKS:
             return error.strerror or errno.errorcode[error.errno]

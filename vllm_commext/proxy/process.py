@@ -49,7 +49,7 @@ def raise_limit() -> int:
 
 
 def fitted(config: ProxyConfig, limit: int) -> ProxyConfig:
-    """*config* with no more requests and connections than *limit* descriptors allow: a request has
+    """Limit requests and connections to what *limit* descriptors allow: a request has
     its client's connection and up to two to engines."""
     in_flight = min(config.max_in_flight, max((limit - _OWN) // 3, 1))
     room = max(limit - _OWN - 2 * in_flight, 1)

@@ -38,7 +38,7 @@ class ReleaseTarget(NamedTuple):
 
 @dataclass(frozen=True)
 class Key:
-    """What a prefill is known by; value: "" where its engine takes no keys."""
+    """Name of a prefill; value: "" where its engine takes no keys."""
 
     target: ReleaseTarget
     value: str
@@ -67,7 +67,7 @@ class Releases:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, key: Key) -> None:
-        """Nobody will read this prefill."""
+        """Release a prefill that nobody will read."""
         if not key.value:
             return
         if key.target in self._waiting:
@@ -88,7 +88,7 @@ class Releases:
         task.add_done_callback(self._tasks.discard)
 
     async def _send_all(self, target: ReleaseTarget) -> None:
-        """As long as there are keys: one request after the other, without waiting for answers."""
+        """Send keys as long as there are any, without waiting for answers."""
         while keys := self._waiting[target]:
             self._waiting[target] = keys[MAX_KEYS:]
             ranks = target.engine.capabilities.key_ranks

@@ -58,7 +58,7 @@ def failures_of(
 def failure_of(
     engine: Engine, error: BaseException, timeout_seconds: float, losses: Losses | None = None
 ) -> ProxyError:
-    """What *error* means for a request; the engine is noted as suspect where it is, and not the
+    """Translate *error* for a request; the engine is noted as suspect where it is, and not the
     request that has lost others before."""
     name = engine.name
     if lacked := lack(error):

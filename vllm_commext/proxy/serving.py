@@ -238,7 +238,6 @@ class Service:
         return relayed.response
 
     def _note_broken(self, failure: ProxyError, outcome: Outcome) -> None:
-        """A stream ends with *failure*."""
         outcome.set(failure.kind, failure.side)
         logger.warning("request %s broke: %s", outcome.request_id, failure)
 
@@ -268,14 +267,14 @@ class _Attempts:
         self._prefix = prefix_of(self.body, self._prompt, session)
 
     def payload(self, body: Mapping[str, Any], is_stream: bool | None = None) -> Payload:
-        """*body* on its way to an engine; by default the answer streams if the client's does."""
+        """Payload for an engine; by default the answer streams if the client's does."""
         streams = bool(body.get("stream")) if is_stream is None else is_stream
         return Payload(
             self.path, self._headers, body, self.tokens, streams, self._prefix, self._losses
         )
 
     def places(self) -> list[SideChannelFields]:
-        """Where blocks of the prompt's beginning may be on offer."""
+        """Side channels where blocks of the prompt's beginning may be on offer."""
         return places_of(self._decode.engines, self._prefix)
 
     def avoided(self) -> list[Engine]:
@@ -286,7 +285,7 @@ class _Attempts:
         return self.failed_decode + itself
 
     def note(self, error: ProxyError) -> None:
-        """Next time, others shall do it: a load fails because of either side."""
+        """Leave the next attempt to others: a load fails because of either side."""
         self.failed_decode += [one for one in self._decode.engines if one.name == error.engine]
         if self.prefilled_by is not None:
             self.failed_prefill.append(self.prefilled_by)

@@ -37,7 +37,7 @@ class EventCutter:
         return ready
 
     def rest(self) -> bytes:
-        """What is still held, for a stream that ended properly."""
+        """Rest that is still held, for a stream that ended properly."""
         rest = bytes(self._held)
         self._held.clear()
         return rest
@@ -49,7 +49,7 @@ def _end_of_last_event(held: bytearray) -> int:
 
 
 def error_event(error: Mapping[str, Any]) -> bytes:
-    """*error* as one event, for a stream that has begun and cannot change its status."""
+    """Event of *error*, for a stream that has begun and cannot change its status."""
     return b"data: " + json.dumps(error).encode() + b"\n\n"
 
 

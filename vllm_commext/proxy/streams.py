@@ -31,7 +31,7 @@ and a prefill engine computes few prompts at a time."""
 
 
 def place_or_reason(engine: Engine) -> SideChannel | AtOnce:
-    """Where one more prompt of a prefill engine is read while it is computed, or why it is not."""
+    """Side channel where one more prompt is read while it is computed, or why it is not."""
     known = engine.capabilities
     if not known.streams:
         return AtOnce.NOT_KNOWN
@@ -42,7 +42,7 @@ def place_or_reason(engine: Engine) -> SideChannel | AtOnce:
 
 
 def refusal(mode: str, body: Mapping[str, Any], decode: Iterable[Engine]) -> AtOnce | None:
-    """Why such a request does not go to both engines at once, whichever prefill engine takes it;
+    """Reason why a request does not go to both engines at once, whichever prefill engine takes it;
     None if it may. decode: of the engines that one may be chosen from."""
     if mode == NEVER:
         return AtOnce.OFF
@@ -57,14 +57,14 @@ def prefill_body(
     places: Sequence[Mapping[str, Any]] = (),
     key: str = "",
 ) -> dict[str, Any]:
-    """*body* for the prefill engine, which may know it by a *key*, too."""
+    """Body for the prefill engine, which may know it by a *key*, too."""
     step = two_step.prefill_body(body, places, key)
     step["kv_transfer_params"]["stream_key"] = stream_key
     return step
 
 
 def decode_body(body: Mapping[str, Any], key: str, place: SideChannel) -> dict[str, Any]:
-    """*body* for the decode engine, before the prefill engine has answered."""
+    """Body for the decode engine, before the prefill engine has answered."""
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -112,7 +112,7 @@ class Stream:
         return self._decode is not None
 
     async def prefill_payload(self, engine: Engine, key: str = "") -> Any:
-        """What a prefill engine is asked that knows it by a *key*; the decode engine is asked at
+        """Payload for a prefill engine that knows it by a *key*; the decode engine is asked at
         the same time."""
         await self.cancel()
         if self._place is not None:
@@ -165,14 +165,14 @@ class Stream:
         await end_tasks([decode])
 
     def _leave(self) -> None:
-        """The decode engine's answer is taken, or nobody's."""
+        """Forget the decode engine's answer, which is taken or nobody's."""
         assert self._asked is not None  # as long as the decode engine is asked
         self._asked.num_waiting -= 1
         self._asked = self._decode = None
 
 
 def _close(decode: "asyncio.Task[Opened]") -> None:
-    """Nobody takes a decode engine's answer."""
+    """Close a decode engine's answer that nobody takes."""
     if decode.cancelled():
         return
     error = decode.exception()

@@ -45,7 +45,7 @@ _POLL_SECONDS = 0.02
 
 @dataclass
 class _Worker:
-    """One process that runs now."""
+    """A process that runs now."""
 
     process: subprocess.Popen[bytes]
     reader: asyncio.StreamReader
@@ -96,7 +96,7 @@ class Supervisor:
         return sum(report["in_flight"] for report in await self._reports())
 
     async def wait_ready(self) -> None:
-        """Until all workers serve. Raises `ConfigError` if one does not in time."""
+        """Wait until all workers serve. Raises `ConfigError` if one does not in time."""
         try:
             async with asyncio.timeout(START_SECONDS):
                 while sum(one.ready.is_set() for one in self._workers.values()) < (
@@ -190,7 +190,7 @@ class Supervisor:
         worker.writer.close()
 
     async def _reports(self) -> list[dict[str, Any]]:
-        """What each worker says now; one that does not say it in time is left out."""
+        """Ask each worker for a report; one that does not answer in time is left out."""
         self._num_reports += 1
         number, loop = self._num_reports, asyncio.get_running_loop()
         asked: list[asyncio.Future[dict[str, Any]]] = []
@@ -245,7 +245,7 @@ async def serve_by_workers(
 
 @contextmanager
 def _reserved(config: ProxyConfig) -> Iterator[tuple[ProxyConfig, str]]:
-    """*config* with its real port, which stays this user's while the block runs, and the URL."""
+    """Reserve the real port while the block runs; yields *config* with it, and the URL."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

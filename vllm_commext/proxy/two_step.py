@@ -23,7 +23,7 @@ from vllm_commext.reasons import Reason
 
 
 class AtOnce(Reason):
-    """How a request that takes two steps takes them: at once, or why one after the other."""
+    """Way in which a request takes two steps: at once, or why one after the other."""
 
     STREAMED = "streamed", "both at once"
     OFF = "off", "it is off"
@@ -37,7 +37,7 @@ class AtOnce(Reason):
 
 
 class LocalPrefill(Reason):
-    """Why a decode engine computes a prompt itself."""
+    """Reason why a decode engine computes a prompt itself."""
 
     NO_PARAMETERS = "no_kv_transfer_params", "the prefill engine's answer has no parameters"
     PREFILL_AWAY = "prefill_away", "no prefill engine can be reached"
@@ -74,7 +74,7 @@ MAX_SMALL_BYTES = 2 << 20
 
 
 def checked_body(body: Any) -> dict[str, Any]:
-    """*body* if it is a request of a client's. Raises `ProxyError` 400 when it is anything else."""
+    """Check a client's *body*. Raises `ProxyError` 400 when it is no request."""
     if not isinstance(body, dict):
         raise bad_request(f"expected a JSON object as body, got {type(body).__name__}")
     own = _small_object(body, "kv_transfer_params")
@@ -110,7 +110,7 @@ def _small_object(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def local_prefill_reason(
     endpoint: str, body: Mapping[str, Any], min_prompt_tokens: int = 0
 ) -> LocalPrefill | None:
-    """Why *body* cannot take the two steps, or None if it can.
+    """Reason why *body* cannot take the two steps, or None if it can.
 
     Values of an unexpected type count as a reason: the decode engine then judges them itself.
     """
@@ -132,7 +132,7 @@ def local_prefill_reason(
 
 
 def prompt_of(endpoint: str | None, body: Mapping[str, Any]) -> Any:
-    """What a request's prompt is made of, None if it has none; *endpoint* is None where a decode
+    """Content of a request's prompt, None if it has none; *endpoint* is None where a decode
     engine answers alone."""
     return body.get({COMPLETIONS: "prompt", CHAT: "messages"}.get(endpoint or "", "input"))
 
@@ -159,7 +159,7 @@ def _is_count(value: Any) -> bool:
 def prefill_body(
     body: Mapping[str, Any], places: Sequence[Mapping[str, Any]] = (), key: str = ""
 ) -> dict[str, Any]:
-    """*body* for the prefill engine: the same prompt, one token that nobody will see. *places*: the
+    """Body for the prefill engine: the same prompt, one token that nobody will see. *places*: the
     side channels of engines that may have some of its blocks.
 
     All else stays, so that a request an engine would refuse is refused here, before any block is
@@ -190,7 +190,7 @@ def _of_one_token(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:
-    """*body* for the decode engine: the client's request and the prefill engine's answer."""
+    """Body for the decode engine: the client's request and the prefill engine's answer."""
     return {**body, "kv_transfer_params": {**_own_params(body), **kv_transfer_params}}
 
 

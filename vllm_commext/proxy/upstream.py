@@ -44,7 +44,7 @@ _WINDOW_BYTES = 128 << 10
 
 @dataclass(frozen=True)
 class Prefilled:
-    """What a prefill step gave: the engine's whole answer. key: what has it released."""
+    """Result of a prefill step: the engine's whole answer. key: what has it released."""
 
     engine: Engine
     answer: Mapping[str, Any]
@@ -52,19 +52,19 @@ class Prefilled:
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:
-        """None if the engine returned none."""
+        """Parameters for the decode engine; None if the engine returned none."""
         return self.answer.get("kv_transfer_params") or None
 
     @property
     def cached_tokens(self) -> int | None:
-        """Of the prompt, as vLLM has it told by the decode engine; None where it does not say."""
+        """Cached tokens that the decode engine is to tell of; None where it does not say."""
         cached = (self.kv_transfer_params or {}).get("remote_prefill_cached_tokens")
         return cached if isinstance(cached, int) else None
 
 
 @dataclass(frozen=True)
 class Payload:
-    """What is posted to an engine. tokens: about how many the prompt has. is_stream: the answer is
+    """Request to an engine. tokens: about how many the prompt has. is_stream: the answer is
     asked for in pieces. prefix: what engines are remembered by. losses: the request's."""
 
     path: str
@@ -87,7 +87,7 @@ class Payload:
         return encode(self.body)
 
     def content(self) -> bytes | AsyncIterator[bytes]:
-        """For one sending: the bytes, or windows of them where they are many."""
+        """Bytes for one sending, or windows of them where they are many."""
         if self.num_bytes <= MAX_JOINED_BYTES:
             return b"".join(self.pieces)
         return self._windows()
@@ -195,7 +195,7 @@ class Upstream:
     async def fetch(
         self, method: str, path: str, headers: Mapping[str, str]
     ) -> tuple[int, Mapping[str, str], bytes]:
-        """What a decode engine answers, or a prefill engine if none is healthy: status, those
+        """Answer of a decode engine, or of a prefill engine if none is healthy: status, those
         headers that clients look at, and body."""
         seconds = self._config.health_timeout_seconds
         try:

@@ -30,7 +30,7 @@ MAX_LINE_BYTES = 4 << 20
 
 
 def message(**content: Any) -> bytes:
-    """*content* as one line."""
+    """Encode *content* as one line."""
     return json.dumps(content).encode() + b"\n"
 
 
@@ -67,7 +67,7 @@ async def serve_for(supervisor: socket.socket) -> None:
 async def _obey(
     proxy: ProxyApp, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> bool:
-    """Until the supervisor ends it; False if the supervisor has gone without a word."""
+    """Obey the supervisor until it ends this worker; False if it has gone without a word."""
     while line := await reader.readline():
         told = json.loads(line)
         if "drain" in told:
@@ -93,7 +93,7 @@ def _apply(proxy: ProxyApp, state: dict[str, Any]) -> None:
 
 
 async def _set_gauges(proxy: ProxyApp) -> None:
-    """Whichever worker is asked for metrics reads the others' gauges from their files."""
+    """Keep gauges in this worker's file, which whichever worker is asked for metrics reads."""
     while True:
         proxy.metrics.set_gauges()
         await asyncio.sleep(GAUGES_SECONDS)
