@@ -54,14 +54,13 @@ TARGETS = {
     "fence": Target(("vllm_commext/nixl/prefill/fence.py",), (f"{NIXL}/test_fence.py",)),
     "leases": Target(("vllm_commext/nixl/prefill/leases.py",), (f"{NIXL}/test_leases.py",)),
     "codec": Target(
-        ("vllm_commext/shm/codec.py", "vllm_commext/shm/plain.py"),
+        ("vllm_commext/shm/codec.py",),
         (f"{SHM}/test_plain.py", f"{SHM}/test_codec.py", f"{SHM}/test_steps.py"),
     ),
     "ring": Target(
-        tuple(f"vllm_commext/shm/{name}.py" for name in ("ring", "layout", "segment")),
+        tuple(f"vllm_commext/shm/{name}.py" for name in ("ring", "segment")),
         tuple(
-            f"{SHM}/test_{name}.py"
-            for name in ("layout", "segment", "ring", "liveness", "ring_processes")
+            f"{SHM}/test_{name}.py" for name in ("segment", "ring", "liveness", "ring_processes")
         ),
     ),
     "dispatcher": Target(
@@ -78,7 +77,7 @@ _TABLE = "vllm_commext/allreduce/table/table.py"
 _NEVER_ASKED = "the dispatcher makes the plan for no elements by itself and asks nobody"
 _EMPTY = "return message.num_elements == 0"
 _SHM = "vllm_commext/shm"
-_CODEC, _PLAIN = f"{_SHM}/codec.py", f"{_SHM}/plain.py"
+_CODEC = f"{_SHM}/codec.py"
 CAPACITY = "a capacity: another number is as right"
 CAPACITIES: dict[str, tuple[str, ...]] = {
     f"{_PREFILL}/leases.py": ("MAX_EARLY_RELEASES", "MAX_SENDERS"),
@@ -86,10 +85,8 @@ CAPACITIES: dict[str, tuple[str, ...]] = {
     f"{GEOMETRY}/layout.py": ("MAX_COUNT", "MAX_STAGES", "MAX_PARTS"),
     f"{GEOMETRY}/plan.py": ("MAX_IDS",),
     _DISPATCHER: ("MAX_PLANS",),
-    _CODEC: ("IN_BAND_BYTES", "MAX_BUFFERS"),
-    _PLAIN: ("MOST_KEPT",),
-    f"{_SHM}/layout.py": ("MAX_READERS", "LARGEST_RING_BYTES"),
-    f"{_SHM}/segment.py": ("ATTEMPTS",),
+    _CODEC: ("IN_BAND_BYTES", "MAX_BUFFERS", "MOST_KEPT"),
+    f"{_SHM}/segment.py": ("ATTEMPTS", "MAX_READERS", "LARGEST_RING_BYTES"),
 }
 """Of a file, the names that a number is given to by a line of their own: where more of something is
 refused, done in steps or done in another way, with the same outcome. Tests take the number from
@@ -99,12 +96,12 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (_DISPATCHER, _EMPTY, "message.num_elements == 0 -> message.num_elements != 0"): _NEVER_ASKED,
     (_TABLE, "SCHEMA = 1", "1 -> 2"): "a version: any number would do",
     (
-        _PLAIN,
+        _CODEC,
         "if len(_builders) >= MOST_KEPT:",
         "len(_builders) >= MOST_KEPT -> len(_builders) > MOST_KEPT",
     ): CAPACITY,
     (
-        _PLAIN,
+        _CODEC,
         "if len(self._heads) >= MOST_KEPT:",
         "len(self._heads) >= MOST_KEPT -> len(self._heads) > MOST_KEPT",
     ): CAPACITY,
@@ -113,7 +110,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         for change in ("len(self._reducers) < 2 -> len(self._reducers) <= 2", "2 -> 3")
     },
     (
-        _PLAIN,
+        _CODEC,
         'name, *lengths = head[1:].decode().split(",")',
         "1 -> 2",
     ): "an array in this machine's order of bytes has the same dtype without the mark of it",
@@ -134,12 +131,12 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "0 -> 1",
     ): "a reader spends none",
     (
-        f"{_SHM}/layout.py",
+        f"{_SHM}/segment.py",
         "LARGEST_QUEUE_BYTES = 2 << 20",
         "2 -> 3",
     ): "the power of two below it counts",
     (
-        f"{_SHM}/layout.py",
+        f"{_SHM}/segment.py",
         "if capacity_bytes & (capacity_bytes - 1):",
         "1 -> 2",
     ): "the same for even numbers, and odd ones have their last bit in both",

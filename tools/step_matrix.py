@@ -23,8 +23,7 @@ from matrix.columns import download, version_in
 from matrix.source_view import SourceView
 
 from vllm_commext.compat.versions import WINDOW
-from vllm_commext.shm.codec import Decoder, Encoder
-from vllm_commext.shm.steps import MARK, StepClasses
+from vllm_commext.shm.codec import MARK, Decoder, Encoder, StepClasses
 
 PATHS = (
     "vllm.v1.core.sched.output:SchedulerOutput",

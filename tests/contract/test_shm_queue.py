@@ -19,9 +19,8 @@ from vllm_commext.compat.monkey_patch import original_of
 from vllm_commext.compat.queue_groups import GroupMessageQueue
 from vllm_commext.compat.shm_queue import finding_itself
 from vllm_commext.errors import ProtocolError
-from vllm_commext.shm.codec import Decoder, Encoder, decode
+from vllm_commext.shm.codec import MARK, Decoder, Encoder, decode
 from vllm_commext.shm.queue import MessageQueue
-from vllm_commext.shm.steps import MARK
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
 pytestmark = pytest.mark.timeout(600)

@@ -11,10 +11,9 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from vllm_commext.shm.handle import Handle
-from vllm_commext.shm.queue import MessageQueue
+from vllm_commext.shm.codec import StepClasses
+from vllm_commext.shm.queue import Handle, MessageQueue
 from vllm_commext.shm.reducers import PROTOCOL, is_dense, reduce_tensor
-from vllm_commext.shm.steps import StepClasses
 
 logger = logging.getLogger("vllm.commext.shm")
 

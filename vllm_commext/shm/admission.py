@@ -27,12 +27,12 @@ LINGER_SECONDS = 1.0  # for what is still on its way when the queue is collected
 
 
 def proof(token: bytes, who: bytes, nonces: bytes) -> bytes:
-    """That `who` knows the token."""
+    """The proof that `who` knows the token."""
     return hmac.digest(token, who + nonces, "sha256")
 
 
 def set_up(connection: socket.socket) -> None:
-    """No delay; notice when the other host is gone, though not when its process stands still."""
+    """Switch off delays, and notice when the other host is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_NODELAY, 1),
@@ -44,7 +44,7 @@ def set_up(connection: socket.socket) -> None:
 
 
 def some(connection: socket.socket, num_bytes: int) -> bytes:
-    """The next bytes, so many at most. OSError when there are no more."""
+    """Receive so many bytes at most; OSError when there are no more."""
     got = connection.recv(num_bytes)
     if not got:
         raise ConnectionError("the other end has closed the connection")
@@ -65,8 +65,7 @@ class Peer:
         connection.send(WELCOME.pack(MAGIC, VERSION, self.nonce))
 
     def listen(self, token: bytes) -> bytes | None:
-        """The answer to a reader, None as long as it is not known to be one. OSError for a
-        stranger."""
+        """The answer to a reader, None until it is known to be one; OSError for a stranger."""
         self.said += some(self.connection, NONCE_BYTES + PROOF_BYTES - len(self.said))
         if len(self.said) < NONCE_BYTES + PROOF_BYTES:
             return None
@@ -76,7 +75,7 @@ class Peer:
         return proof(token, b"writer", nonces)
 
     def send(self, content: bytes) -> None:
-        """As much as the socket takes; the rest is kept."""
+        """Send as much as the socket takes, and keep the rest."""
         if content:
             self.backlog.append(memoryview(content))
             self.num_bytes += len(content)
@@ -110,7 +109,7 @@ class Post:
         os.eventfd_write(self.work, 1)
 
     def run(self) -> None:
-        """The thread. It ends with the queue, which it does not know."""
+        """Run the thread, until the queue ends."""
         while self.end is None or (time.monotonic() < self.end and self._is_busy()):
             poller = select.poll()
             with self.lock:
@@ -156,7 +155,6 @@ class Post:
         peer.connection.close()
 
     def _hear(self, peer: Peer) -> None:
-        """A stranger has said something."""
         try:
             answer = peer.listen(self.token)
         except OSError:
@@ -171,7 +169,7 @@ class Post:
         return self.tell()
 
     def _serve(self, peer: Peer) -> None:
-        """A reader takes more, or has gone: it has nothing else to say."""
+        """Send a reader more, or notice that it has gone: it has nothing else to say."""
         try:
             peer.connection.recv(1)
             self.lost = True
@@ -182,7 +180,6 @@ class Post:
         self.tell()
 
     def send(self, peer: Peer, content: bytes) -> None:
-        """Behind what is under way."""
         try:
             peer.send(content)
         except OSError:

@@ -2,26 +2,47 @@
 
 A part is written to the ring straight from the object's memory, and received straight into the
 memory that the new object owns. This goes for what takes part in pickle's buffer protocol (numpy
-arrays), for CPU tensors of torch, and for `bytes` that are the message itself.
+arrays) and for CPU tensors of torch. Two kinds of messages are not pickled: `bytes`, arrays and
+tensors that are the message themselves (`PlainEncoder`), and an engine's steps (`StepClasses`).
 """
 
 import copyreg
+import dataclasses
+import functools
 import pickle
 import sys
+import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ProtocolError
 from . import _shm_ring
-from .plain import PlainEncoder, build
-from .reducers import PROTOCOL, reduce_array, reduce_tensor
-from .steps import MARK, StepClasses, packer, unpacker
+from ._shm_ring import STEP_FORMAT, STEP_NO_SLOT, VERSION, Packer, Unpacker
+from .reducers import (
+    PROTOCOL,
+    SHARED_DTYPES,
+    is_of_numbers,
+    numbers_of,
+    reduce_array,
+    reduce_tensor,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+BYTES, BYTEARRAY, ARRAY, TENSOR = b"b", b"a", b"n", b"t"
+MOST_KEPT = 1024  # of what either end made of words
+
+PlainRecord = tuple[bytes, Any]
+Builder = Callable[[Any], Any]
 
 IN_BAND_BYTES = 16 << 10  # inside a pickle; below, a part of its own costs more than its copies
 MEMO_BYTES = 16 << 10  # of a pickler that is kept: to clear its memo takes time for all that the
 # largest message ever put there, and longer than a new pickler beyond this
 MAX_BUFFERS = 64  # of one message; more go in band. Fewer than any ring's parts.
 
+MARK = b"s"
 PICKLE, STEP = 0x80, MARK[0]  # the first byte of a record that is none of the plain ones
 SHORT_BYTES = 512  # of a pickle whose memo is below MEMO_BYTES: an entry takes two bytes or more
 
@@ -29,9 +50,167 @@ Record = bytes | tuple[Any, ...]
 Reducers = Mapping[type, Callable[[Any], Any]]
 
 
-class _Sink:
-    """The file that a pickler writes to: a list of the chunks as they come."""
+class PlainEncoder:
+    """Encodes `bytes`, arrays and tensors that are the message themselves: their memory behind a
+    few words that say what it is.
 
+    Pickling such an array takes longer than copying 100 KiB of it. The words are the same for all
+    alike, so both ends keep what they made of them; their first byte is never that of a pickle.
+
+    `by_type`: what to try with an object of exactly this type; it returns None for one to pickle.
+    """
+
+    def __init__(self) -> None:
+        self.by_type: dict[type, Callable[[Any], PlainRecord | None]] = {
+            bytes: lambda obj: (BYTES, obj),
+            bytearray: lambda obj: (BYTEARRAY, obj),
+        }
+        self._heads: dict[Any, bytes] = {}
+
+    def add_types(self) -> None:
+        """Add the types that have been imported by now."""
+        if "numpy" in sys.modules:
+            self.by_type[sys.modules["numpy"].ndarray] = self._of_array
+        if "torch" in sys.modules:
+            self.by_type[sys.modules["torch"].Tensor] = self._of_tensor
+
+    def _of_array(self, array: "np.ndarray[Any, Any]") -> PlainRecord | None:
+        if not is_of_numbers(array) or not array.flags.writeable:
+            return None
+        return self._record(ARRAY, array)
+
+    def _of_tensor(self, tensor: "torch.Tensor") -> PlainRecord | None:
+        array = numbers_of(tensor)
+        return None if array is None else self._record(TENSOR, array)
+
+    def _record(self, kind: bytes, array: "np.ndarray[Any, Any]") -> PlainRecord | None:
+        key = kind, array.dtype, array.shape
+        head = self._heads.get(key)
+        if head is None:
+            if len(self._heads) >= MOST_KEPT:
+                self._heads.clear()
+            head = self._heads[key] = _head(*key)
+        return (head, array) if head else None
+
+
+def _head(kind: bytes, dtype: "np.dtype[Any]", shape: tuple[int, ...]) -> bytes:
+    """The words for such an array; empty where it has to be pickled."""
+    if kind == TENSOR and dtype.name not in SHARED_DTYPES:
+        return b""
+    return kind + ",".join([dtype.str, *map(str, shape)]).encode()
+
+
+_builders: dict[bytes, Builder] = {}
+
+
+def build(head: bytes, memory: Any) -> Any:
+    """The object of a plain record. It owns `memory`: `bytes` if it was, else a `bytearray`."""
+    if head in (BYTES, BYTEARRAY):
+        return memory
+    builder = _builders.get(head)
+    if builder is None:
+        if len(_builders) >= MOST_KEPT:
+            _builders.clear()
+        builder = _builders[head] = _builder(head)
+    return builder(memory)
+
+
+def _builder(head: bytes) -> Builder:
+    import numpy as np
+
+    name, *lengths = head[1:].decode().split(",")
+    dtype, shape, array = np.dtype(name), tuple(map(int, lengths)), np.ndarray
+    if head[:1] == ARRAY:
+        return lambda memory: array(shape, dtype, memory)
+    from torch import from_numpy
+
+    return lambda memory: from_numpy(array(shape, dtype, memory))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepClasses:
+    """vLLM's classes of an engine's steps, which go field by field (`csrc/shm/step_format.h`).
+
+    Integers go as int32, a request's name once and as a number from then on. Only what is exactly
+    of the expected type is taken; all else is pickled as it is. A list or dict that a message holds
+    twice arrives as two.
+
+    Both ends count the steps that have names. A writer that could not send one, or knows many
+    names, begins a new epoch with none of them; a reader that missed one says so until the next
+    epoch.
+
+    `scheduled`: what the engine sends to workers; `new`, `cached`: what of it is about new and
+    about running requests; `output`: what a worker answers; `status`: the enumeration beside it.
+    """
+
+    scheduled: type
+    new: type
+    cached: type
+    output: type
+    status: type
+
+    NAMES = (
+        ("scheduled", ("num_scheduled_tokens",)),
+        ("new", ("req_id",)),
+        ("cached", ("req_ids",)),
+        ("output", ("req_ids", "req_id_to_index")),
+    )
+
+    def problem(self) -> str:
+        """Say why they cannot be sent field by field; empty if they can."""
+        for role, names in self.NAMES:
+            kind: type = getattr(self, role)
+            fields = getattr(kind, "__dataclass_fields__", None)
+            if fields is None:
+                return f"{kind.__qualname__} is no dataclass"
+            own = set().union(*(vars(base) for base in kind.__mro__[:-1]))
+            special = own & {"__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"}
+            if special or "__slots__" in own:
+                return f"{kind.__qualname__} is pickled in a way of its own"
+            missing = set(names) - set(fields)
+            if missing:
+                return f"{kind.__qualname__} has no {', '.join(sorted(missing))}"
+        return ""
+
+    @functools.cached_property
+    def kinds(self) -> tuple[tuple[type, tuple[str, ...], bytes], ...]:
+        """The fields of each class and, for those that hold names of requests, where both ends keep
+        the last ones."""
+        places = [(role, name) for role, names in self.NAMES for name in names]
+        found = []
+        for role, _ in self.NAMES:
+            kind: type = getattr(self, role)
+            fields = tuple(field.name for field in dataclasses.fields(kind))
+            slots = (
+                places.index((role, name)) if (role, name) in places else STEP_NO_SLOT
+                for name in fields
+            )
+            found.append((kind, fields, bytes(slots)))
+        return tuple(found)
+
+    @functools.cached_property
+    def statuses(self) -> tuple[Any, ...]:
+        return tuple(self.status)  # pyright: ignore
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """Checksum of all that both ends must agree on."""
+        layout = [(fields, slots) for _, fields, slots in self.kinds]
+        statuses = list(map(str, self.statuses))
+        return zlib.crc32(repr((VERSION, STEP_FORMAT, layout, statuses)).encode())
+
+
+def packer(classes: StepClasses) -> Packer:
+    return Packer(classes.kinds, classes.statuses, classes.fingerprint)
+
+
+def unpacker(classes: StepClasses) -> Unpacker:
+    """Make a reader's side. It raises ProtocolError for another vLLM's steps, for one that follows
+    a step which this reader has not had, and for damage."""
+    return Unpacker(classes.kinds, classes.statuses, classes.fingerprint, ProtocolError)
+
+
+class _Sink:
     __slots__ = ("write",)
 
     def __init__(self, write: Callable[[Any], Any]) -> None:
@@ -39,13 +218,13 @@ class _Sink:
 
 
 class _Reducers(dict[Any, Any]):
-    """What pickle asks first: ours, then those that are registered by now."""
+    """The reducers that pickle asks first: ours, then those that are registered by now."""
 
     def __missing__(self, kind: type) -> Any:
         return copyreg.dispatch_table[kind]
 
     def add_ours(self) -> None:
-        """For what has been imported by now: before, no object could hold any of it."""
+        """Add those of the types that have been imported by now."""
         if "numpy" in sys.modules:
             self[sys.modules["numpy"].ndarray] = reduce_array
         if "torch" in sys.modules:
@@ -56,8 +235,7 @@ class Encoder:
     """Turns objects into records. Kept between messages; one thread at a time.
 
     `classes`: of the steps that go field by field; then every record has to be sent, or `forget`
-    called, and a `Decoder` has to take them. `reducers`: of types that are pickled so and in no
-    other way.
+    called, and a `Decoder` has to take them. `reducers`: of types that are pickled in no other way.
     """
 
     def __init__(
@@ -70,8 +248,8 @@ class Encoder:
         self._start()
 
     def _start(self) -> None:
-        """From scratch: a pickler that has raised, or was interrupted, is not used again, nor one
-        that has pickled much."""
+        """Make a pickler; one that has raised, was interrupted or has pickled much is not used
+        again."""
         self._chunks: list[Any] = []
         self._buffers: list[Any] = []
         self._pickler = pickle.Pickler(
@@ -82,7 +260,7 @@ class Encoder:
         self._pickler.dispatch_table = self._reducers
 
     def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether pickle shall put it in band."""
+        """Return whether pickle shall put it in band."""
         raw = buffer.raw()
         if raw.nbytes < IN_BAND_BYTES or len(self._buffers) >= MAX_BUFFERS:
             return True
@@ -117,7 +295,7 @@ class Encoder:
             self._plain.by_type.pop(kind, None)
 
     def forget(self) -> None:
-        """The last record was not sent."""
+        """Note that the last record was not sent."""
         if self._steps is not None:
             self._steps.forget()
 
@@ -167,7 +345,6 @@ decode = Decoder().decode  # of what was sent without steps
 
 
 def _behind(prefix: bytes, record: Record) -> Record:
-    """The record with the prefix in front of its pickle."""
     if isinstance(record, bytes):
         return prefix + record
     return (prefix + record[0], *record[1:])

@@ -18,9 +18,8 @@ import torch
 
 from ..collective import Collective
 from ..errors import CommextError, ProtocolError
-from .layout import LARGEST_RING_BYTES, capacity_for
 from .ring import TIMEOUT, RingAddress, RingReader, RingWriter
-from .segment import free_shm_bytes
+from .segment import LARGEST_RING_BYTES, capacity_for, free_shm_bytes
 from .waiting import next_steps, warning_interval
 
 logger = logging.getLogger("vllm.commext.shm")
@@ -63,7 +62,7 @@ class RingGroup:
 
     @classmethod
     def connect(cls, collective: Collective) -> "RingGroup":
-        """Rings among all ranks; every rank calls it, and fails if another one does.
+        """Connect rings among all ranks; every rank calls it, and fails if another one does.
 
         Raises:
             CommextError: a rank could not make its ring, or not attach to the others'.
@@ -149,7 +148,7 @@ class RingGroup:
             reader.close()
 
     def _all_parts(self, what: str, own: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of all ranks, by rank; mine is ``own`` itself."""
+        """The parts of all ranks, by rank; this rank's is ``own`` itself."""
         if (tag := self._tags.get((what, own.dtype))) is None:
             tag = self._tags[what, own.dtype] = f"{what} of {own.dtype}".encode()
         data = own.view(torch.uint8).numpy()

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import CommextTimeoutError
-from .codec import Decoder, Encoder, Record, Reducers
+from .codec import Decoder, Encoder, Record, Reducers, StepClasses
 from .remote import RemoteReader, RemoteWriter
 from .ring import TIMEOUT, Peer, RingEnd, RingReader, RingWriter
-from .steps import StepClasses
 from .waiting import next_steps, warning_interval
 
 logger = logging.getLogger("vllm.commext.shm")
@@ -25,7 +24,7 @@ Received = bytes | list[bytes | bytearray]
 
 
 class End:
-    """What all of them have in common.
+    """One end of a queue.
 
     Attributes:
         ring: this end of the ring; None if nobody shares memory with it.
@@ -52,11 +51,11 @@ class End:
         raise RuntimeError("only a reader can dequeue")
 
     def write_memory(self, memory: bytearray, timeout: float | None) -> None:
-        """Send it as it is, to the readers on this host."""
+        """Send memory as it is to the readers on this host."""
         raise AssertionError("only a writer can, with local readers")
 
     def read_memory(self, timeout: float | None, indefinite: bool) -> memoryview:
-        """What `write_memory` sent."""
+        """Read what `write_memory` sent."""
         raise AssertionError("only a local reader can")
 
     def wait_until_ready(self) -> None:
@@ -71,14 +70,14 @@ class End:
         ring.check(status)
 
     def _wait_for_turn(self, timeout: float | None) -> float | None:
-        """Take the turn from another thread; what of the timeout is left then."""
+        """Take the turn from another thread; return what of the timeout is left then."""
         started = time.monotonic()
         if not self._take_turn(True, -1 if timeout is None else min(max(timeout, 0), LONGEST)):
             raise CommextTimeoutError("another thread used this end all the time")
         return None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
 
     def _tell(self, what: str, seconds: float, who: Peer, ring: RingEnd) -> None:
-        """The line about a long wait, in place of vLLM's: first who is waited for."""
+        """Log the line about a long wait, in place of vLLM's: first who is waited for."""
         logger.info(
             "%s %s for %.0f s, says %s of queue %s; all: %s; %s",
             *(who, what, seconds, self.name, ring.address.name),
@@ -87,7 +86,8 @@ class End:
 
 
 class Writer(End):
-    """Of all readers: those that share `ring`, and those that `remote` reaches; one may be None."""
+    """The end that writes to the readers that share `ring` and to those that `remote` reaches; one
+    may be None."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Writer(End):
             self._write_on(self._core.write((memory,), wait, True, False), (memory,), timeout)
 
     def _write_on(self, status: int, record: Record, timeout: float | None) -> None:
-        """Go on after the first long wait: a line in the log after each."""
+        """Go on after the first long wait, with a line in the log after each."""
         assert isinstance(self.ring, RingWriter)
         for waited, step, is_last in next_steps(self._interval, self._interval, timeout):
             if status != TIMEOUT:
@@ -158,7 +158,7 @@ class Writer(End):
 
 
 class LocalReader(End):
-    """One that shares the writer's ring, with this place in it."""
+    """A reader that shares the writer's ring, with this place in it."""
 
     def __init__(
         self, ring: RingReader, place: int, classes: StepClasses | None, arena: Any = None
@@ -217,7 +217,7 @@ class LocalReader(End):
 
 
 class DistantReader(End):
-    """One on another host than the writer."""
+    """A reader on another host than the writer."""
 
     def __init__(self, remote: RemoteReader, classes: StepClasses | None) -> None:
         super().__init__()

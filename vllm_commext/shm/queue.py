@@ -8,17 +8,105 @@ Local traffic needs no thread, no socket and no file descriptor.
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..errors import ProtocolError
-from .codec import decode
+from .codec import StepClasses, decode
 from .ends import DistantReader, End, LocalReader, Writer
-from .handle import MIXED, Handle, ShmRingBuffer
-from .remote import RemoteReader, RemoteWriter
-from .steps import StepClasses
+from .remote import MIXED, RemoteReader, RemoteWriter
+from .ring import RingAddress, RingReader, RingWriter
+from .segment import SMALLEST_QUEUE_BYTES, capacity_for, free_shm_bytes
 from .waiting import SpinCondition
 
 logger = logging.getLogger("vllm.commext.shm")
+
+
+@dataclass(frozen=True)
+class BufferHandle:
+    """The shape that was asked for, and where the ring is that serves it."""
+
+    n_reader: int
+    max_chunk_bytes: int
+    max_chunks: int
+    address: RingAddress
+
+    def __iter__(self) -> Iterator[object]:
+        """vLLM's own queue unpacks its handle."""
+        raise ProtocolError(MIXED)
+
+
+@dataclass
+class Handle:
+    """What a reader attaches to a queue with. The names of its fields are those of vLLM's class.
+
+    It is pickled to other processes, and unpickled there before anything knows whether that process
+    uses this queue. So importing this module has no effect, and vLLM's own queue is told in plain
+    words when it is given one.
+
+    `local_reader_ranks`: the ranks that read through shared memory, in the order of their places.
+    `remote_subscribe_addr`: where all other ranks connect; None if there are none.
+    """
+
+    local_reader_ranks: list[int] = field(default_factory=list)
+    buffer_handle: BufferHandle | None = None
+    local_subscribe_addr: str | None = None
+    local_notify_addr: str | None = None
+    remote_subscribe_addr: str | None = None
+    remote_addr_ipv6: bool = False
+    tensor_arena_handle: tuple[int, int, int, str] | None = None
+
+
+class ShmRingBuffer:
+    """The memory of a queue's local readers: created, or opened by its handle. Picklable.
+
+    `max_chunk_bytes` and `max_chunks` are what vLLM would reserve. Here their product is what may
+    be under way at once; the ring, through which messages are streamed, is much smaller.
+    """
+
+    def __init__(
+        self,
+        n_reader: int,
+        max_chunk_bytes: int,
+        max_chunks: int,
+        name: RingAddress | None = None,
+    ) -> None:
+        self.n_reader = n_reader
+        self.max_chunk_bytes = max_chunk_bytes
+        self.max_chunks = max_chunks
+        self.is_creator = name is None
+        self.writer = _create(n_reader, max_chunk_bytes * max_chunks) if name is None else None
+        self.address = self.writer.address if self.writer is not None else name
+
+    def handle(self) -> BufferHandle:
+        """What `ShmRingBuffer.open` takes, in any process of this host."""
+        assert self.address is not None
+        return BufferHandle(self.n_reader, self.max_chunk_bytes, self.max_chunks, self.address)
+
+    @staticmethod
+    def open(handle: BufferHandle) -> "ShmRingBuffer":
+        """The buffer of that handle; no place in it is taken yet."""
+        shape = (handle.n_reader, handle.max_chunk_bytes, handle.max_chunks)
+        return ShmRingBuffer(*shape, handle.address)
+
+    def attach(self, rank: int) -> RingReader:
+        """Take the place of local reader `rank`."""
+        assert self.address is not None
+        return RingReader.attach(self.address, rank)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ShmRingBuffer.open, (self.handle(),)
+
+
+def _create(n_reader: int, nominal_bytes: int) -> RingWriter:
+    capacity = capacity_for(nominal_bytes, free_shm_bytes())
+    while True:
+        try:
+            return RingWriter.create(n_reader, capacity, nominal_bytes)
+        except MemoryError:  # others have taken what was free a moment ago
+            if capacity <= SMALLEST_QUEUE_BYTES:
+                raise
+            capacity //= 2
 
 
 class MessageQueue:
@@ -29,7 +117,7 @@ class MessageQueue:
         n_local_reader: those of them on this host.
         local_reader_ranks: their ranks; 0 to n_local_reader - 1 by default.
         max_chunk_bytes, max_chunks: what vLLM's queue would reserve. Messages of any length go
-            through the ring, whose size is `layout.capacity_for` of the product.
+            through the ring, whose size is `segment.capacity_for` of the product.
         connect_ip: the address at which readers on other hosts reach this one.
         enable_shm_tensor_arena: whether large CPU tensors go through one of `arenas`, as long as it
             has room. Where there are readers on other hosts none does.
@@ -77,7 +165,7 @@ class MessageQueue:
     def _set_up(
         self, handle: Handle, buffer: ShmRingBuffer | None, end: End, arena: Any = None
     ) -> None:
-        """What is visible of either end; the names are those of vLLM's class."""
+        """Set what is visible of either end; the names are those of vLLM's class."""
         self.handle, self.buffer, self.tensor_arena, self._end = handle, buffer, arena, end
         self.shutting_down = False
         self.local_reader_rank = -1
@@ -96,7 +184,7 @@ class MessageQueue:
 
     @staticmethod
     def step_classes() -> StepClasses | None:
-        """Of the steps that go field by field."""
+        """The classes of the steps that go field by field."""
         return None
 
     @staticmethod
@@ -181,7 +269,7 @@ class MessageQueue:
 
     @staticmethod
     def recv(socket: RemoteReader, timeout: float | None) -> Any:
-        """The next object from a remote reader's `remote_socket`."""
+        """Return the next object from a remote reader's `remote_socket`."""
         return decode(socket.receive(timeout))
 
     # ---- the end, and what can be observed ----
@@ -199,5 +287,5 @@ class MessageQueue:
             remote.cancel()
 
     def counters(self) -> dict[str, int]:
-        """For local traffic: see `RingEnd.counters`."""
+        """The counters of local traffic: see `RingEnd.counters`."""
         return self._end.ring.counters() if self._end.ring is not None else {}

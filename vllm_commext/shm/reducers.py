@@ -48,7 +48,7 @@ def _read_only(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
 
 
 def _keys(tensor: "torch.Tensor") -> int:
-    """Of what torch's dispatcher goes by: a bit for each thing that makes a tensor special."""
+    """The key set of torch's dispatcher: a bit for each thing that makes a tensor special."""
     import torch
 
     keys: Any = torch._C._dispatch_keys(tensor)  # pyright: ignore[reportPrivateUsage]
@@ -57,8 +57,8 @@ def _keys(tensor: "torch.Tensor") -> int:
 
 @functools.cache
 def _dense_keys() -> frozenset[int]:
-    """Of dense CPU tensors without anything else about them: no quantizer, no conjugate or negative
-    bit, not nested, sparse, on another device or within a transform."""
+    """The key sets of dense CPU tensors without anything else about them: no quantizer, no
+    conjugate or negative bit, not nested, sparse, on another device or within a transform."""
     import torch
 
     with torch.inference_mode():
@@ -72,8 +72,8 @@ def is_dense(tensor: "torch.Tensor") -> bool:
 
 
 def numbers_of(tensor: "torch.Tensor") -> "np.ndarray[Any, Any] | None":
-    """The memory of a contiguous tensor as the array that is all of it; None where it has more to
-    it, or a dtype that numpy does not have. numpy takes no special ones.
+    """View the memory of a contiguous tensor as an array; None where the tensor has more to it, or
+    a dtype that numpy does not have.
 
     Raises ValueError where its storage has been shortened.
     """
@@ -88,8 +88,7 @@ def numbers_of(tensor: "torch.Tensor") -> "np.ndarray[Any, Any] | None":
 
 
 def _bytes_of(tensor: "torch.Tensor") -> "np.ndarray[Any, Any] | None":
-    """The same of a tensor of one of TORCH_DTYPES, as bytes; None also for a number without a
-    shape."""
+    """As `numbers_of`, for TORCH_DTYPES, as bytes; None also for a number without a shape."""
     import torch
 
     is_wrapper: Any = torch._is_functional_tensor  # pyright: ignore
@@ -135,7 +134,6 @@ def reduce_tensor(tensor: "torch.Tensor") -> Any:
 
 
 def _flat_bytes(tensor: "torch.Tensor", count: int) -> Any:
-    """From the first element to the last."""
     import torch
 
     return tensor.as_strided((count,), (1,)).view(torch.uint8).numpy()

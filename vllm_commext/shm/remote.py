@@ -36,12 +36,16 @@ from .admission import (
     some,
 )
 from .codec import Record
-from .errors import PeerLostError, QueueCancelledError
-from .handle import MIXED, REMOTE_SCHEME
-from .waiting import warning_interval
+from .waiting import PeerLostError, QueueCancelledError, warning_interval
 
 logger = logging.getLogger("vllm.commext.shm")
 
+MIXED = (
+    "this message queue was made by vllm_commext, and the process that attaches to it uses vLLM's "
+    "own: set VLLM_COMMEXT, VLLM_COMMEXT_SHM_QUEUE and VLLM_PLUGINS alike in all processes of this "
+    "server, and install the same vllm-commext in all their environments"
+)
+REMOTE_SCHEME = "commext-tcp://"  # vLLM's own queue cannot connect to that, and says so
 HEADER = struct.Struct("<QQ")  # of a message: its number and how many parts; 0 and 0 is "ready"
 LENGTH = struct.Struct("<Q")  # of a part; the first bit: it was, and becomes, `bytes`
 IMMUTABLE = 1 << 63
@@ -51,7 +55,7 @@ Message = tuple[int, list[bytes | bytearray]]
 
 
 class RemoteEnd:
-    """What both ends have in common: a way to wait, and to be cancelled."""
+    """A way to wait, and to be cancelled."""
 
     def __init__(self) -> None:
         self.number = 0  # of the last message
@@ -65,8 +69,8 @@ class RemoteEnd:
         os.eventfd_write(self._cancel_fd, 1)
 
     def _wait(self, fd: int, deadline: float | None, what: str, quiet: bool = False) -> None:
-        """Until `fd` can be read. Raises at the deadline and on `cancel`; unless `quiet`, a long
-        wait writes a line into the log now and then."""
+        """Wait until `fd` can be read. Raises at the deadline and on `cancel`; unless `quiet`, a
+        long wait writes a line into the log now and then."""
         poller, started, interval = select.poll(), time.monotonic(), warning_interval()
         poller.register(fd, select.POLLIN)
         poller.register(self._cancel_fd, select.POLLIN)
@@ -104,7 +108,6 @@ class RemoteWriter(RemoteEnd):
         weakref.finalize(self, self._post.close).atexit = False
 
     def wait_attached(self, timeout: float | None) -> None:
-        """Wait until every reader is there."""
         post, deadline = self._post, None if timeout is None else time.monotonic() + timeout
         if post.listener is not None:
             what = f"{len(post.readers)} of {post.n_readers} remote readers attached"
@@ -127,7 +130,7 @@ class RemoteWriter(RemoteEnd):
             self._wait(self._post.news, deadline, what)
 
     def announce_ready(self) -> None:
-        """Message 0: whoever gets it will get all the others."""
+        """Send message 0: whoever gets it will get all the others."""
         self._send(HEADER.pack(0, 0), None)
 
     def send(self, record: Record, timeout: float | None) -> None:
@@ -202,7 +205,7 @@ class RemoteReader(RemoteEnd):
         return connection
 
     def _prove(self, connection: socket.socket) -> None:
-        """That this reader knows the token, and that the other end does."""
+        """Prove that this reader knows the token, and check that the other end does."""
         set_up(connection)
         magic, version, nonce = WELCOME.unpack(_exactly(connection, WELCOME.size))
         if (magic, version) != (MAGIC, VERSION):
@@ -218,16 +221,14 @@ class RemoteReader(RemoteEnd):
         connection.setblocking(False)
 
     def wait_ready(self, timeout: float | None) -> None:
-        """Wait until the writer has announced that every reader is there."""
         if not self._is_ready and self._next(timeout, False):
             raise ProtocolError(f"{self.address} sends messages but was never announced ready")
 
     def receive(
         self, timeout: float | None, quiet: bool = False
     ) -> "bytes | list[bytes | bytearray]":
-        """The next message, as `RingReader.read` returns it. `quiet`: a long wait is as it should
-        be.
-        """
+        """Return the next message, as `RingReader.read` does. `quiet`: a long wait is as it should
+        be."""
         parts = self._next(timeout, quiet) or self._next(timeout, quiet)  # behind "ready"
         return parts[0] if len(parts) == 1 and isinstance(parts[0], bytes) else parts
 
@@ -250,8 +251,8 @@ class RemoteReader(RemoteEnd):
 
 
 def _messages(connection: socket.socket, address: str) -> "Iterator[Message | None]":
-    """Number and parts of each message; None where nothing has come yet. ConnectionError at the
-    end."""
+    """Yield number and parts of each message; None where nothing has come yet. ConnectionError at
+    the end."""
     last = 0
     while True:
         head = bytearray(HEADER.size)
@@ -288,7 +289,6 @@ def _fill(connection: socket.socket, memory: bytearray) -> Iterator[None]:
 
 
 def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes, of a connection that waits."""
     got = b""
     while len(got) < num_bytes:
         got += some(connection, num_bytes - len(got))

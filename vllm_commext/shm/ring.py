@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import CommextTimeoutError, ProtocolError
 from . import _shm_ring
-from .errors import PeerLostError, QueueCancelledError
-from .layout import segment_bytes
-from .segment import Segment, create_segment, open_segment, unlink_segment
+from .segment import Segment, create_segment, open_segment, segment_bytes, unlink_segment
+from .waiting import PeerLostError, QueueCancelledError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -56,8 +55,8 @@ class Peer:
     """One end as anybody sees it. `rank` is -1 for the writer.
 
     `sequence`: records written or read to the end; `position`: the same in bytes of the ring,
-    headers and what was skipped included; `high_water_bytes`: the most that this reader ever
-    found waiting.
+    headers and what was skipped included; `high_water_bytes`: the most that this reader ever found
+    waiting.
     """
 
     rank: int
@@ -79,7 +78,7 @@ class Peer:
 
 
 class RingEnd:
-    """What both ends have in common."""
+    """An end of the ring."""
 
     def __init__(self, core: _shm_ring.Ring, address: RingAddress) -> None:
         self.core = core
@@ -94,20 +93,19 @@ class RingEnd:
         return min(self.peers()[1:], key=lambda peer: peer.position)
 
     def first_missing(self) -> Peer | None:
-        """Of those that have not attached, the first."""
+        """The first end that has not attached."""
         return next((peer for peer in self.peers() if peer.state < ATTACHED), None)
 
     def dead_peers(self) -> list[Peer]:
-        """Those whose process has gone without a farewell."""
+        """Ends whose process has gone without a farewell."""
         return [peer for peer in self.peers() if peer.state == ATTACHED and not peer.alive]
 
     def counters(self) -> dict[str, int]:
-        """Of this end: messages, bytes (headers not included), waits, sleeps (waits that slept),
-        wake_ups (system calls that woke others), foreseen (waits that ended while their end was
-        expected), spilled_bytes (that went beyond the ring because a reader was busy). Of the
+        """Counters of this end: messages, bytes (headers not included), waits, sleeps (waits that
+        slept), wake_ups (system calls that woke others), foreseen (waits that ended while their end
+        was expected), spilled_bytes (that went beyond the ring because a reader was busy). Of the
         queue: high_water_bytes (the most that any reader ever found waiting), slowest_reader (its
-        rank). Empty in a forked child.
-        """
+        rank). Empty in a forked child."""
         return self.core.counters()
 
     def cancel(self) -> None:
@@ -147,7 +145,7 @@ class RingEnd:
         )
 
     def describe_peers(self) -> str:
-        """Everyone in one line, for messages."""
+        """Describe everyone in one line, for messages."""
         return ", ".join(str(peer) for peer in self.peers())
 
 

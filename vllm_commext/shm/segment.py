@@ -16,6 +16,16 @@ from typing import NamedTuple
 
 from . import _shm_ring
 
+LINE_BYTES = 128
+PAGE_BYTES = 4096
+FIXED_BYTES = 8 * LINE_BYTES
+READER_BYTES = 2 * LINE_BYTES
+MIN_CAPACITY_BYTES = 4 << 10
+MAX_CAPACITY_BYTES = 1 << 30
+MAX_READERS = 4096
+SMALLEST_QUEUE_BYTES = 64 << 10
+LARGEST_QUEUE_BYTES = 2 << 20
+LARGEST_RING_BYTES = 16 << 20
 logger = logging.getLogger("vllm.commext.shm")
 
 SHM_FOLDER = Path("/dev/shm")
@@ -23,6 +33,41 @@ PREFIX = "vllm_commext"
 NAME = re.compile(rf"{PREFIX}-(\d+)-[0-9a-f]{{32}}")
 MIB = 1 << 20
 ATTEMPTS = 5  # others may take a new file for abandoned before it is locked, hardly twice
+
+
+def round_up(num_bytes: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is not below `num_bytes`."""
+    return -(-num_bytes // multiple) * multiple
+
+
+def segment_bytes(capacity_bytes: int, n_readers: int) -> int:
+    """Length of the segment that holds a ring of this capacity for this many readers.
+
+    A page with the fixed lines (header, writer, cursors), two lines of 128 bytes a reader, padding
+    to a page, and the ring (`csrc/shm/layout.h`). Raises ValueError if there can be no such ring.
+    """
+    if not MIN_CAPACITY_BYTES <= capacity_bytes <= MAX_CAPACITY_BYTES:
+        raise ValueError(f"capacity: expected 4 KiB to 1 GiB, got {capacity_bytes} bytes")
+    if capacity_bytes & (capacity_bytes - 1):
+        raise ValueError(f"capacity: expected a power of two, got {capacity_bytes} bytes")
+    if not 1 <= n_readers <= MAX_READERS:
+        raise ValueError(f"n_readers: expected 1 to {MAX_READERS}, got {n_readers}")
+    return round_up(FIXED_BYTES + n_readers * READER_BYTES, PAGE_BYTES) + capacity_bytes
+
+
+def capacity_for(
+    nominal_bytes: int, free_bytes: int, largest_bytes: int = LARGEST_QUEUE_BYTES
+) -> int:
+    """The ring's capacity for a queue that was asked to hold `nominal_bytes`.
+
+    A power of two of 64 KiB to `largest_bytes`: the quarter of it that is used while readers keep
+    up is enough for streaming and small enough for the cores' caches. And no more than a sixteenth
+    of what is free in /dev/shm, so that all queues of a server find room in a small one.
+    """
+    wanted = max(nominal_bytes, SMALLEST_QUEUE_BYTES)
+    limit = min(largest_bytes, max(free_bytes // 16, SMALLEST_QUEUE_BYTES))
+    above = 1 << (wanted - 1).bit_length()
+    return min(above, 1 << (limit.bit_length() - 1))
 
 
 class Segment(NamedTuple):
@@ -54,7 +99,7 @@ def create_segment(num_bytes: int) -> Segment:
 
 
 def free_shm_bytes() -> int:
-    """What this user can still take of /dev/shm; very much where it was given no limit."""
+    """Bytes that this user can still take of /dev/shm; very many where it was given no limit."""
     info = os.statvfs(SHM_FOLDER)
     return info.f_bavail * info.f_frsize if info.f_blocks else sys.maxsize
 
@@ -69,9 +114,8 @@ def _no_room(num_bytes: int) -> str:
 
 
 def open_segment(name: str, num_bytes: int) -> Segment:
-    """The segment of this name. Raises ValueError unless it is a private file of this user and
-    length, FileNotFoundError if its creator has gone or everyone has attached already.
-    """
+    """Open the segment of this name. Raises ValueError unless it is a private file of this user and
+    length, FileNotFoundError if its creator has gone or everyone has attached already."""
     if not NAME.fullmatch(name):
         raise ValueError(f"not the name of a queue's segment: {name!r}")
     fd = os.open(SHM_FOLDER / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -97,7 +141,7 @@ def _check_file(name: str, info: os.stat_result, num_bytes: int) -> None:
 
 
 def unlink_segment(name: str) -> None:
-    """Take the name away; those who have the segment mapped keep it. Done twice is well."""
+    """Take the name away, if it is there; those who have the segment mapped keep it."""
     (SHM_FOLDER / name).unlink(missing_ok=True)
 
 

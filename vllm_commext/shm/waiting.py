@@ -1,8 +1,17 @@
-"""Long waits go on in steps, with a line in the log before each; and what of vLLM's ways to wait is
-visible to others."""
+"""Long waits in steps, with a line in the log after each, and the errors that end them."""
 
 import os
 from collections.abc import Iterator
+
+from ..errors import CommextError
+
+
+class PeerLostError(CommextError, RuntimeError):
+    """The other end has died or shut down, so what is waited for cannot come."""
+
+
+class QueueCancelledError(CommextError, RuntimeError):
+    """This end was shut down, by another thread or a signal handler."""
 
 
 def warning_interval() -> float:
@@ -13,10 +22,10 @@ def warning_interval() -> float:
 def next_steps(
     waited: float | None, interval: float, limit: float | None
 ) -> Iterator[tuple[float, float, bool]]:
-    """What follows on a wait in vain: how long it has been, how long to go on, and whether that is
-    the last time.
+    """Yield what follows on a wait in vain: how long it has been, how long to go on, and whether
+    that is the last time.
 
-    All in seconds. ``waited``: so far; None for ever, then nothing follows. ``interval``: of the
+    All in seconds. ``waited``: so far; None for ever, then nothing follows. ``interval``: the
     longest step. ``limit``: of the whole wait, None for none.
     """
     while waited is not None and (limit is None or waited < limit):
@@ -27,9 +36,8 @@ def next_steps(
 
 
 class SpinCondition:
-    """How vLLM's readers wait, as far as others look at it. The ring adapts by itself, so nothing
-    here has an effect.
-    """
+    """vLLM's record of how its readers wait, as far as others look at it. Nothing here has an
+    effect."""
 
     def __init__(self) -> None:
         self.last_read = 0.0

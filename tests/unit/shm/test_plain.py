@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
-from vllm_commext.shm import plain
+from vllm_commext.shm import codec
 from vllm_commext.shm.codec import Encoder, decode
 
 PICKLE = 0x80
@@ -116,22 +116,22 @@ def test_both_ends_keep_what_they_made_of_the_words_of_several_shapes() -> None:
     assert all(encoder.encode(one)[0] is head for one, head in zip(arrays, heads, strict=True))
     for array in arrays:
         travel(array, encoder)
-    assert {bytes(head) for head in heads} <= plain._builders.keys()
+    assert {bytes(head) for head in heads} <= codec._builders.keys()
 
 
 def test_what_either_end_keeps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "MOST_KEPT", 8)
+    monkeypatch.setattr(codec, "MOST_KEPT", 8)
     encoder = Encoder()
     for extra in range(50):
         array = np.zeros(extra, np.uint8)
         assert travel(array, encoder)[0].shape == array.shape
-    assert len(plain._builders) <= 8
+    assert len(codec._builders) <= 8
     assert len(encoder._plain._heads) <= 8
 
 
 def test_a_reader_without_numpy_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     record: Any = Encoder().encode(np.zeros(4, np.uint8))
-    plain._builders.clear()
+    codec._builders.clear()
     monkeypatch.setitem(sys.modules, "numpy", None)
     with pytest.raises(ImportError, match="numpy"):
         decode([record[0], bytearray(record[1])])

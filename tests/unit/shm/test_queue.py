@@ -18,8 +18,7 @@ pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not b
 from tests.kit.threads import in_thread
 from vllm_commext.errors import ProtocolError
 from vllm_commext.shm import admission
-from vllm_commext.shm.handle import Handle, ShmRingBuffer
-from vllm_commext.shm.queue import MessageQueue
+from vllm_commext.shm.queue import Handle, MessageQueue, ShmRingBuffer
 
 LOCAL = "127.0.0.1"
 

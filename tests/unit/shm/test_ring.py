@@ -11,8 +11,8 @@ pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not b
 
 from tests.kit.threads import in_thread
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
-from vllm_commext.shm.errors import PeerLostError, QueueCancelledError
 from vllm_commext.shm.ring import ATTACHED, STATE_NAMES, RingReader, RingWriter
+from vllm_commext.shm.waiting import PeerLostError, QueueCancelledError
 
 CAPACITY = 4096
 

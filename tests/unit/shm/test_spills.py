@@ -10,9 +10,9 @@ pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not b
 
 from tests.kit.threads import together
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
-from vllm_commext.shm.layout import capacity_for, segment_bytes
 from vllm_commext.shm.queue import MessageQueue
 from vllm_commext.shm.ring import RingReader, RingWriter
+from vllm_commext.shm.segment import capacity_for, segment_bytes
 
 from .test_segment import in_a_small_dev_shm, overwrite, path_of
 

@@ -18,8 +18,7 @@ pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not b
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.shm._shm_ring import Packer
-from vllm_commext.shm.codec import Decoder, Encoder
-from vllm_commext.shm.steps import MARK, StepClasses, unpacker
+from vllm_commext.shm.codec import MARK, Decoder, Encoder, StepClasses, unpacker
 
 
 class Status(Enum):

@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
 from tests.kit.threads import in_thread
+from vllm_commext.shm.codec import StepClasses
 from vllm_commext.shm.ends import LocalReader, Writer
 from vllm_commext.shm.queue import MessageQueue
-from vllm_commext.shm.steps import StepClasses
 
 from .test_steps import CLASSES, exactly, step
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
 from vllm_commext.errors import CommextTimeoutError
-from vllm_commext.shm.layout import segment_bytes
 from vllm_commext.shm.ring import RingReader, RingWriter
+from vllm_commext.shm.segment import segment_bytes
 
 CAPACITY = 64 << 10
 WINDOW = CAPACITY // 4
