@@ -91,18 +91,18 @@ class Ours:
 
     @contextmanager
     def tiling(self, tiling: Any) -> Iterator[None]:
-        from vllm_commext.reduce_rms import variants
+        from vllm_commext.reduce_rms import kernel
 
-        kept = variants.choose, variants.tilings, self._ops._kernels
-        variants.choose = lambda *_: tiling
-        variants.tilings = lambda _: (tiling,)
+        kept = kernel.choose, kernel.tilings, self._ops._kernels
+        kernel.choose = lambda *_: tiling
+        kernel.tilings = lambda _: (tiling,)
         self._ops._kernels = self._tuned.setdefault(tiling, type(kept[2])())
         self._workspace.ready.clear()  # what is loaded is another set of kernels
         try:
             yield
         finally:
             self._workspace.ready.clear()
-            variants.choose, variants.tilings, self._ops._kernels = kept
+            kernel.choose, kernel.tilings, self._ops._kernels = kept
 
 
 class Vllm:
@@ -243,7 +243,7 @@ def host_costs(ours: Ours, vllm: Vllm | None, args: argparse.Namespace, group: A
 
 def candidates(packs: int) -> list[Any]:
     """Tilings worth a try, each with its weights loaded early and late."""
-    from vllm_commext.reduce_rms.variants import Tiling, high_throughput
+    from vllm_commext.reduce_rms.kernel import Tiling, high_throughput
 
     shapes = []
     for packs_per_thread, block_teams in ((14, 4), (7, 1), (7, 2), (7, 4), (4, 1), (4, 2), (2, 1)):
@@ -297,7 +297,7 @@ def compare_with_reader(
     ours: Ours, vllm: Vllm | None, args: argparse.Namespace, group: Any
 ) -> list[Any]:
     """Whether what leaves the caches early is missed by the next kernels."""
-    from vllm_commext.reduce_rms.variants import high_throughput
+    from vllm_commext.reduce_rms.kernel import high_throughput
 
     chosen = high_throughput((Q_SIZE + KV_SIZE) // args.tp // 8)
     results: list[Any] = []

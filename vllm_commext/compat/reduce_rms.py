@@ -54,7 +54,7 @@ def _make(rank: int, world_size: int, group: "ProcessGroup") -> "Workspace":
     import torch
     from vllm import envs
 
-    from vllm_commext.reduce_rms import handles, watch, workspace
+    from vllm_commext.reduce_rms import handles, workspace
 
     if not torch.cuda.is_available():
         return handles.GroupWorkspace(group)
@@ -67,7 +67,7 @@ def _make(rank: int, world_size: int, group: "ProcessGroup") -> "Workspace":
         batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
     )
     made = handles.find_tensor(words)
-    watch.end_process_on_failure(made)
+    workspace.end_process_on_failure(made)
     return made
 
 

@@ -1,6 +1,5 @@
-"""What decides whether our kernels take part in a tensor-parallel group: one record a rank, about
-which all ranks agree before anything is made, set or chosen.
-"""
+"""Facts about one rank that decide whether our kernels take part in a tensor-parallel group; all
+ranks agree about them before anything is made, set or chosen."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -49,11 +48,10 @@ def _differences(everybody: Sequence[Facts]) -> str:
 
 
 def agree_about(read: Callable[[], Facts], collective: Collective) -> Facts:
-    """What all ranks state; collective.
+    """Return what all ranks state; collective.
 
     Args:
         read: makes this rank's record; where it fails on one rank, all ranks hear of it.
-        collective: of the group.
 
     Raises:
         UnsupportedError: the ranks are on several hosts, or differ in something; all raise it.

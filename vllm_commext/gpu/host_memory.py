@@ -20,7 +20,7 @@ PCI_DEVICES, NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/nod
 
 
 def parse_cpus(text: str) -> set[int]:
-    """The numbers of a list of Linux's, such as ``0-3,8``."""
+    """Parse a list of Linux's, such as ``0-3,8``."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -42,11 +42,7 @@ def cpus_near(bus_id: str, devices: Path = PCI_DEVICES, nodes: Path = NODES) -> 
 
 
 def bus_id_of_current_gpu() -> str:
-    """Its PCI address.
-
-    Raises:
-        UnsupportedError: CUDA reports an error.
-    """
+    """The PCI address of the current GPU; UnsupportedError where CUDA reports an error."""
     runtime = cuda_runtime()
     device = check(runtime.cudaGetDevice(), "asking for the current GPU")
     text = check(runtime.cudaDeviceGetPCIBusId(BUS_ID_BYTES, device), "asking for its PCI address")
@@ -86,11 +82,7 @@ class Segment(AnonymousMemory):
             ctypes.memset(self.address, byte, num_bytes)
 
     def register(self) -> None:
-        """Let the current GPU use it.
-
-        Raises:
-            UnsupportedError: CUDA refuses.
-        """
+        """Let the current GPU use it; UnsupportedError where CUDA refuses."""
         runtime = cuda_runtime()
         flags = runtime.cudaHostRegisterMapped | runtime.cudaHostRegisterPortable
         check(
@@ -111,7 +103,7 @@ class Segment(AnonymousMemory):
             check(cuda_runtime().cudaHostUnregister(self.address), "unregistering host memory")
 
     def close(self) -> None:
-        """Give it back; a second call changes nothing."""
+        """Unmap it; a second call changes nothing."""
         if self.device:
             self._unregister()
         self.forget_file()
@@ -122,12 +114,11 @@ class HostMemory:
     """A segment of each rank, all mapped by all ranks and their GPUs; collective to create.
 
     Args:
-        num_bytes: of each rank's.
-        collective: of the group.
+        num_bytes: size of each rank's segment.
         marked: bytes at the beginning that are all ones, where the others are zero.
 
     Attributes:
-        addresses: of each rank's segment for the current GPU, in the order of ranks.
+        addresses: each rank's segment for the current GPU, in the order of ranks.
 
     Raises:
         UnsupportedError: it cannot be had or not be mapped, on any rank; all ranks raise it.
@@ -169,7 +160,7 @@ class HostMemory:
             segment.forget_file()
 
     def close(self) -> None:
-        """Give everything back; a second call changes nothing."""
+        """Unmap everything; a second call changes nothing."""
         segments, self._segments = self._segments, []
         for segment in segments:
             segment.close()

@@ -1,13 +1,21 @@
-"""Device memory that other processes of the same host map, by CUDA's IPC handles."""
+"""Device memory that other processes of the same host map, by CUDA's IPC handles, and pinned host
+memory.
+
+What calls CUDA raises `UnsupportedError` where CUDA reports an error or its bindings are missing.
+"""
 
 import contextlib
 import ctypes
 import importlib
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from vllm_commext.anonymous_memory import host_identity
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
+from vllm_commext.gpu import launch
 
 HANDLE_BYTES = 64
 FILL_BYTES = 8 << 20
@@ -20,11 +28,7 @@ def round_up(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 
 
 def cuda_runtime() -> Any:
-    """The bindings of the CUDA runtime.
-
-    Raises:
-        UnsupportedError: they are not installed.
-    """
+    """Import the bindings of the CUDA runtime."""
     try:
         return importlib.import_module("cuda.bindings.runtime")
     except ImportError as error:
@@ -35,11 +39,8 @@ def cuda_runtime() -> Any:
 
 
 def check(result: tuple[Any, ...], what: str) -> Any:
-    """The value of a call of the CUDA runtime's, which may be a single one or none.
-
-    Raises:
-        UnsupportedError: CUDA reports an error; `what` says what was tried.
-    """
+    """The value of a call of the CUDA runtime's, which may be a single one or none; `what` says in
+    an error what was tried."""
     status, *values = result
     if int(status) != 0:
         raise UnsupportedError(f"{what}: CUDA reports {status!r}")
@@ -47,31 +48,24 @@ def check(result: tuple[Any, ...], what: str) -> Any:
 
 
 def forget_error() -> None:
-    """Let nobody else find the error that a refused call of this thread has left with CUDA."""
+    """Clear the error that a refused call of this thread has left with CUDA."""
     with contextlib.suppress(UnsupportedError):
         cuda_runtime().cudaGetLastError()
 
 
 def export_handle(address: int) -> bytes:
-    """A handle by which processes of this host map the allocation that begins there.
-
-    Raises:
-        UnsupportedError: CUDA has none for memory of this kind.
-    """
+    """Return a handle by which processes of this host map the allocation that begins there."""
     runtime = cuda_runtime()
     handle = check(runtime.cudaIpcGetMemHandle(address), "exporting device memory")
     return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
 
 def open_handle(handle_bytes: bytes, whose: str) -> int:
-    """Where another process's allocation is mapped here, as often as it was opened.
+    """Map another process's allocation here, as often as it was opened, and return its address.
 
     Args:
         handle_bytes: of ``HANDLE_BYTES``.
         whose: what the message calls the memory.
-
-    Raises:
-        UnsupportedError: CUDA does not map it.
     """
     runtime = cuda_runtime()
     handle = runtime.cudaIpcMemHandle_t()
@@ -92,12 +86,9 @@ def close_handle(address: int) -> None:
 
 
 def allocate(num_bytes: int, fill: int = 0) -> int:
-    """The address of new device memory, filled with a 32-bit word.
+    """Allocate device memory, filled with a 32-bit word, and return its address.
 
     It is CUDA's own: no allocator of torch's takes it away, also not while vLLM sleeps.
-
-    Raises:
-        UnsupportedError: CUDA has none left.
     """
     runtime = cuda_runtime()
     address = int(check(runtime.cudaMalloc(num_bytes), f"allocating {num_bytes} bytes"))
@@ -113,11 +104,7 @@ def allocate(num_bytes: int, fill: int = 0) -> int:
 
 
 def write(address: int, content: bytes) -> None:
-    """Copy from the host into device memory.
-
-    Raises:
-        UnsupportedError: CUDA reports an error.
-    """
+    """Copy from the host into device memory."""
     runtime = cuda_runtime()
     source = (ctypes.c_char * len(content)).from_buffer_copy(content)
     kind = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
@@ -126,11 +113,7 @@ def write(address: int, content: bytes) -> None:
 
 
 def read(address: int, num_bytes: int) -> bytes:
-    """Copy device memory to the host, once all that was launched before has ended.
-
-    Raises:
-        UnsupportedError: CUDA reports an error.
-    """
+    """Copy device memory to the host, once all that was launched before has ended."""
     runtime = cuda_runtime()
     target = (ctypes.c_char * num_bytes)()
     check(runtime.cudaDeviceSynchronize(), "waiting for the GPU")
@@ -152,16 +135,13 @@ class IpcBuffer:
     Made by all ranks of the group together; it is there on all of them or on none.
 
     Args:
-        rank: this process's rank in the group.
-        world_size: ranks of the group.
+        collective: of the group.
         size: bytes, rounded up to 2 MiB.
-        process_group: None for the default group.
         fill: a 32-bit word that the memory is filled with before any peer can see it.
 
     Attributes:
         local_ptr: address of this rank's memory; 0 once it is cleaned up.
         peer_ptrs: address of each rank's memory in this process, this rank's own among them.
-        size: bytes.
 
     Raises:
         UnsupportedError: memory cannot be had or a peer's cannot be mapped, on any rank.
@@ -197,7 +177,7 @@ class IpcBuffer:
                 self.peer_ptrs[rank] = open_handle(handle, f"rank {rank}")
 
     def serialize(self) -> list[int]:
-        """The addresses in `peer_ptrs`, as 64-bit integers in the order of ranks."""
+        """The addresses in `peer_ptrs`, in the order of ranks."""
         return list(self.peer_ptrs)
 
     def _close_peers(self) -> None:
@@ -219,3 +199,33 @@ class IpcBuffer:
             self._collective.await_others(seconds)
         free(self.local_ptr)
         self.local_ptr = self.peer_ptrs[self.rank] = 0
+
+
+def allocation_of(address: int) -> tuple[int, int]:
+    """Address and bytes of the allocation that device memory is part of."""
+    driver: Any = importlib.import_module("cuda.bindings.driver")
+    status, base, num_bytes = driver.cuMemGetAddressRange(address)
+    launch.check((status,))
+    return int(base), int(num_bytes)
+
+
+class PinnedMemory:
+    """Host memory that stays where it is and that the current GPU reads and writes.
+
+    Attributes:
+        address: for the host and for the GPU.
+        content: the memory as bytes.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        runtime = cuda_runtime()
+        flags = runtime.cudaHostAllocPortable | runtime.cudaHostAllocMapped
+        self.address = int(
+            check(runtime.cudaHostAlloc(num_bytes, flags), f"pinning {num_bytes} bytes")
+        )
+        view = (ctypes.c_uint8 * num_bytes).from_address(self.address)
+        self.content: npt.NDArray[np.uint8] = np.ctypeslib.as_array(view)
+
+    def close(self) -> None:
+        """Free the memory; nothing may use it any more."""
+        check(cuda_runtime().cudaFreeHost(self.address), "freeing pinned memory")

@@ -1,7 +1,9 @@
 """Loads compiled kernels and launches them, with programmatic dependent launch where there is."""
 
 import ctypes
+import functools
 import importlib
+import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,10 +11,14 @@ from typing import Any, NamedTuple
 
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import nvrtc
+from vllm_commext.gpu.nvrtc import SOURCES
 
 WARP = 32  # threads
 ELEMENT_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}  # as the kernels' macros have them
 PROGRAMMATIC_LAUNCH = 90  # the first architecture that has it
+_POINTER = ctypes.c_uint64
+_TYPES: dict[str, Any] = {"u32": ctypes.c_uint32, "u64": ctypes.c_uint64, "float": ctypes.c_float}
+_MEMBER = re.compile(r"(?:const )?(\w+)(\*?) (\w+)(?:\[(\w+)\])?;")
 
 
 class Device(NamedTuple):
@@ -24,7 +30,6 @@ class Device(NamedTuple):
 
 
 def current_device() -> Device:
-    """The current GPU of torch's."""
     import torch
 
     index = torch.cuda.current_device()
@@ -34,11 +39,7 @@ def current_device() -> Device:
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """The value of a call of the driver's.
-
-    Raises:
-        UnsupportedError: the driver reports an error.
-    """
+    """The value of a call of the driver's; UnsupportedError where it reports an error."""
     status, *values = result
     if int(status) != 0:
         raise UnsupportedError(f"CUDA reports {status!r}")
@@ -94,8 +95,8 @@ def _configuration(driver: Any, threads: int, programmatic: bool) -> Any:
 
 
 def enter_context(driver: Any, ordinal: int) -> None:
-    """Let this thread have a context, if it has none: torch gives it one only with its first work
-    on the GPU, and an engine's worker may have done none yet."""
+    """Give this thread a context, if it has none: torch does only with its first work on the GPU,
+    and an engine's worker may have done none yet."""
     if int(check(driver.cuCtxGetCurrent())) == 0:
         context = check(driver.cuDevicePrimaryCtxRetain(check(driver.cuDeviceGet(ordinal))))
         check(driver.cuCtxSetCurrent(context))
@@ -112,7 +113,6 @@ def load(
     """Compile, or take from the cache on disk, and load into the GPU's context.
 
     Args:
-        program: the kernel.
         macros: what it is compiled for.
         threads: of a block.
         device: the current GPU.
@@ -135,3 +135,34 @@ def load(
     early = programmatic and device.architecture >= PROGRAMMATIC_LAUNCH
     config = _configuration(driver, threads, early)
     return Function(driver, function, config, threading.Lock())
+
+
+@functools.cache
+def arguments_type(source: str, **macros: int) -> type[ctypes.Structure]:
+    """Return ``struct Args`` of a file in `nvrtc.SOURCES` as a ctypes structure; a pointer is an
+    address of 64 bits.
+
+    Args:
+        source: name of the file.
+        macros: values of the macros that array lengths name.
+
+    Raises:
+        UnsupportedError: the file has no such structure, or a member of another form.
+    """
+    return _structure(source, (SOURCES / source).read_text(), "Args", macros)
+
+
+def _structure(source: str, text: str, name: str, macros: dict[str, int]) -> type[Any]:
+    found = re.search(rf"^struct {name} {{\n(.*?)^}};", text, re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise UnsupportedError(f"expected `struct {name}` in {source}, found none")
+    fields = []
+    for line in found[1].splitlines():
+        member = _MEMBER.match(line.strip())
+        if member is None:
+            raise UnsupportedError(f"expected a member of `struct {name}` in {source}, got {line}")
+        kind, pointer, field, length = member.groups()
+        made: Any = _POINTER if pointer else _TYPES.get(kind)
+        made = made or _structure(source, text, kind, macros)
+        fields.append((field, made * macros[length] if length else made))
+    return type(name, (ctypes.Structure,), {"_fields_": fields})

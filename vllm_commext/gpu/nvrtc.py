@@ -26,11 +26,7 @@ SOURCES = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "csrc" / "cud
 
 
 def nvrtc() -> Any:
-    """The bindings of NVRTC.
-
-    Raises:
-        UnsupportedError: they are not installed.
-    """
+    """Import the bindings of NVRTC; UnsupportedError where they are not installed."""
     try:
         return importlib.import_module("cuda.bindings.nvrtc")
     except ImportError as error:
@@ -89,16 +85,14 @@ class Program:
 
     @property
     def main(self) -> Path:
-        """The kernel's own file."""
         return self.folder / f"{self.name}.cu"
 
     @property
     def headers(self) -> tuple[Path, ...]:
-        """All headers of the folder."""
         return tuple(sorted(self.folder.glob("*.h")))
 
     def sources(self) -> tuple[bytes, tuple[bytes, ...]]:
-        """The kernel's file and the headers."""
+        """The kernel's file and the headers of its folder."""
         return self.main.read_bytes(), tuple(path.read_bytes() for path in self.headers)
 
     def compile_cubin(self, macros: Mapping[str, int], architecture: int) -> bytes:
@@ -128,7 +122,7 @@ class Program:
             bindings.nvrtcDestroyProgram(program)
 
     def cache_folder(self) -> Path | None:
-        """``$XDG_CACHE_HOME/vllm_commext/NAME``, None where there is no such place."""
+        """Return ``$XDG_CACHE_HOME/vllm_commext/NAME``, None where there is no such place."""
         return private_files.cache_folder(self.name)
 
     def cache_key(self, macros: Mapping[str, int], architecture: int) -> str:
@@ -141,9 +135,8 @@ class Program:
         return digest.hexdigest()[:32]
 
     def load_or_compile(self, macros: Mapping[str, int], architecture: int) -> bytes:
-        """The machine code, from the cache on disk where it is there.
-
-        A cache that cannot be written is done without.
+        """Return the machine code, from the cache on disk where it is there; a cache that cannot be
+        written is done without.
 
         Raises:
             UnsupportedError: as `compile_cubin`.
@@ -166,7 +159,7 @@ class Program:
 
 @contextlib.contextmanager
 def _locked(folder: int, name: str) -> Iterator[None]:
-    """One process at a time; the lock goes with the process, and a compilation takes a second."""
+    """Let one process in at a time; the lock goes with the process."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(f"{name}.lock", flags, 0o600, dir_fd=folder)
     try:

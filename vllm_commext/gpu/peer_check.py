@@ -1,12 +1,11 @@
-"""A check, before anything relies on it, that what each rank stores reaches its peers' memory; see
-``csrc/cuda/peer_check.cu``."""
+"""Checks that what each rank stores reaches its peers' memory; see ``csrc/cuda/peer_check.cu``."""
 
 from collections.abc import Sequence
 
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import ipc, launch
-from vllm_commext.gpu.arguments import arguments_type
+from vllm_commext.gpu.launch import arguments_type
 from vllm_commext.gpu.nvrtc import Program
 
 NAME = "peer_check"
@@ -18,7 +17,7 @@ EXCHANGED_BYTES = 8 * 16  # a pack from each of eight ranks
 
 
 def silent_peers(answer: int, rank: int, world_size: int) -> list[int]:
-    """The ranks of which nothing came, from the kernel's answer."""
+    """Ranks from which nothing came, by the kernel's answer."""
     return [peer for peer in range(world_size) if peer != rank and not answer >> peer & 1]
 
 
@@ -26,9 +25,8 @@ def check_delivery(addresses: Sequence[int], collective: Collective) -> None:
     """Let every rank store into every peer's memory, and look whether it came; collective.
 
     Args:
-        addresses: of each rank's memory in this process, filled with `EMPTY`, which it is again
+        addresses: each rank's memory in this process, filled with `EMPTY`, which it is again
             afterwards; a pack of 16 bytes for each rank is enough.
-        collective: of the ranks.
 
     Raises:
         UnsupportedError: something did not come, on any rank; all ranks raise it.

@@ -2,5 +2,5 @@
 
 Only each token's sums of squares travel, by a Lamport protocol in peer-mapped GPU memory.
 `workspace` holds that memory, `ops` registers ``torch.ops.vllm_commext.qk_rms_norm`` and
-``reduce_rms_norm``, `reference` is the same in PyTorch, and the kernel stands in ``cuda/``.
+``reduce_rms_norm``, and `kernel` loads ``csrc/cuda/reduce_rms.cu``.
 """

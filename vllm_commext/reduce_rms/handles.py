@@ -1,4 +1,4 @@
-"""What an op takes in place of a workspace object: a number, by which the object is found."""
+"""Numbers that ops take in place of workspace objects."""
 
 import itertools
 import weakref
@@ -38,20 +38,16 @@ class Workspace(ABC):
         return self._words
 
     def forget(self) -> None:
-        """From now on `find` does not find it."""
+        """Let `find` not find it any more."""
         _by_handle.pop(self.handle, None)
 
     @abstractmethod
     def cleanup(self) -> None:
-        """Give everything back; a second call does nothing."""
+        """Free everything; a second call does nothing."""
 
 
 def find(handle: int) -> Workspace:
-    """The workspace of that number.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the workspace of that number; ConfigError where there is none."""
     found = _by_handle.get(handle)
     if found is None:
         raise ConfigError(
@@ -62,11 +58,8 @@ def find(handle: int) -> Workspace:
 
 
 def find_tensor(words: torch.Tensor) -> Workspace:
-    """The workspace whose `Workspace.workspace` is this very tensor.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the workspace whose `Workspace.workspace` is this very tensor; ConfigError where none
+    is."""
     address = words.data_ptr()
     for candidate in list(_by_handle.values()):
         if candidate.workspace.data_ptr() == address:
@@ -95,7 +88,7 @@ class GroupWorkspace(Workspace):
         super().__init__(rank, world_size, torch.zeros(1, dtype=torch.int64, device=device))
 
     def sum_over_ranks(self, sums: torch.Tensor) -> torch.Tensor:
-        """`sums` added over all ranks, in place."""
+        """Add `sums` over all ranks, in place."""
         if self.world_size > 1:
             distributed.all_reduce(sums, group=self._group)
         return sums

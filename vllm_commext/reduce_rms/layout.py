@@ -1,4 +1,4 @@
-"""What stands where in a workspace, for `world_size` = N ranks. Pure arithmetic.
+"""Layout of a workspace for `world_size` = N ranks. Pure arithmetic.
 
 The shared allocation of a rank is three slots of `comm_size` bytes. In a slot, token t has N words
 of 8 bytes, one from each rank, at word t * N + source rank: the sum of squares of its local Q as
@@ -50,7 +50,6 @@ def slot_capacity(comm_size: int, world_size: int) -> int:
 
 
 def num_words(world_size: int) -> int:
-    """Length of the workspace tensor."""
     return world_size + EXTRA_WORDS
 
 
@@ -77,7 +76,7 @@ class Failure:
 
 
 def decode_failure(record: int) -> Failure | None:
-    """The failure in a record of 64 bits: kind, rank and token from high to low; None for 0."""
+    """Decode a record of 64 bits: kind, rank and token from high to low; None for 0."""
     if record == 0:
         return None
     rank, token = (record >> 32) & 0xFFFFFF, record & 0xFFFFFFFF

@@ -16,5 +16,5 @@ _DTYPES = ("bfloat16",)
 
 
 def is_faster(kind: str, gpu: str, world_size: int, dtype: str) -> bool:
-    """Whether the op was measured faster there than `kind`, one of `KINDS`."""
+    """Return whether the op was measured faster there than `kind`, one of `KINDS`."""
     return dtype in _DTYPES and world_size in _FASTER.get((kind, gpu), ())

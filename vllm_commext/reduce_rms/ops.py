@@ -11,22 +11,21 @@ the same number of tokens, in the same order.
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from vllm_commext.errors import ConfigError
-from vllm_commext.reduce_rms import reference
-from vllm_commext.reduce_rms.build import make_arguments
 from vllm_commext.reduce_rms.handles import GroupWorkspace, find
-from vllm_commext.reduce_rms.launch import Kernels
-from vllm_commext.reduce_rms.variants import PACK_BYTES, Shape
+from vllm_commext.reduce_rms.kernel import PACK_BYTES, Kernels, Shape, make_arguments
 from vllm_commext.reduce_rms.workspace import LamportWorkspace
 
 NAMESPACE = "vllm_commext"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _kernels = Kernels()
 Parts = tuple[torch.Tensor, ...]
+SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _check(rows: torch.Tensor, columns: int, weights: Parts) -> None:
@@ -48,7 +47,7 @@ def _check_pair(q: torch.Tensor, k: torch.Tensor) -> None:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Itself where its last dimension is contiguous, which is all that the kernel needs."""
+    """The tensor, copied unless its last dimension is contiguous: the kernel needs no more."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -102,7 +101,6 @@ def _arguments(
 
 
 def _advance(arguments: ctypes.Structure, parts: Parts, outs: Parts, num_tokens: int) -> None:
-    """Move the arguments on by as many tokens as a piece had."""
     row_bytes = [part.stride(0) * part.element_size() for part in (parts[0], parts[-1])]
     out_bytes = [out.stride(0) * out.element_size() for out in (outs[0], outs[-1])]
     arguments.q += num_tokens * row_bytes[0]
@@ -112,7 +110,7 @@ def _advance(arguments: ctypes.Structure, parts: Parts, outs: Parts, num_tokens:
 
 
 def _prepare(workspace: LamportWorkspace, shape: Shape) -> None:
-    """Load a shape on all ranks; they may differ in what is aligned, so what is and what is not."""
+    """Load a shape on all ranks, aligned and not, in which ranks may differ."""
     both = [replace(shape, aligned=aligned) for aligned in (True, False)]
     workspace.prepare(both, lambda: [_kernels.load(each, workspace.device) for each in both])
 
@@ -150,15 +148,14 @@ def _normalize(parts: Parts, weights: Parts, handle: int, eps: float) -> Parts:
         return _launch(workspace, parts, weights, eps)
     if not isinstance(workspace, GroupWorkspace):
         raise ConfigError(f"expected a workspace that adds sums, got {type(workspace).__name__}")
-    return reference.normalize(parts, weights, workspace.world_size, eps, workspace.sum_over_ranks)
+    return normalize(parts, weights, workspace.world_size, eps, workspace.sum_over_ranks)
 
 
 def qk_rms_norm(
     qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, workspace: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``torch.ops.vllm_commext.qk_rms_norm`` does, without what torch's dispatcher costs.
-
-    For callers that no compiler traces.
+    """As ``torch.ops.vllm_commext.qk_rms_norm``, for callers that no compiler traces: without what
+    torch's dispatcher costs.
 
     Args:
         qkv: [tokens, Q + K or more], rows with any stride.
@@ -207,7 +204,6 @@ def _reduce_rms_norm(
 
 
 def _shard(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Of a result, for a compiler that only looks at shapes."""
     return rows.new_empty((rows.shape[0], weight.shape[0]))
 
 
@@ -237,3 +233,51 @@ for _schema, _implementation, _fake in _OPS:
     for _key in ("CPU", "CUDA"):
         _library.impl(_op, _implementation, _key)
     torch.library.register_fake(f"{NAMESPACE}::{_op}", _fake, lib=_library)
+
+
+def local_sums(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Sums of squares of each part's rows: float32, [tokens, number of parts]."""
+    return torch.stack([part.float().square().sum(dim=-1) for part in parts], dim=-1)
+
+
+def apply(
+    part: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, count: int, eps: float
+) -> torch.Tensor:
+    """``part * rsqrt(total / count + eps) * weight`` in float32, returned in the part's type.
+
+    Args:
+        part: [tokens, size], a rank's shard of the rows.
+        weight: [size], the same shard of the weights.
+        total: [tokens], float32, sums of squares over all ranks.
+        count: elements of a whole row, all ranks together.
+        eps: added to the mean square.
+    """
+    factor = torch.rsqrt(total / count + eps).unsqueeze(-1)
+    return (part.float() * factor * weight.float()).to(part.dtype)
+
+
+def normalize(
+    parts: tuple[torch.Tensor, ...],
+    weights: tuple[torch.Tensor, ...],
+    world_size: int,
+    eps: float,
+    sum_over_ranks: SumOverRanks,
+) -> tuple[torch.Tensor, ...]:
+    """RMSNorm of each part over the elements that it has on all ranks together.
+
+    Args:
+        parts: each [tokens, size of the part], with the same number of tokens.
+        weights: each [size of the part].
+        world_size: ranks, all with parts of the same sizes. Heads that several ranks replicate
+            count as often as they stand there, which leaves the mean as it is.
+        eps: added to the mean square.
+        sum_over_ranks: adds a float32 tensor [tokens, parts] over all ranks.
+
+    Returns:
+        New contiguous tensors of the parts' shapes and type.
+    """
+    totals = sum_over_ranks(local_sums(parts))
+    return tuple(
+        apply(part, weight, totals[:, i], weight.numel() * world_size, eps).contiguous()
+        for i, (part, weight) in enumerate(zip(parts, weights, strict=True))
+    )

@@ -2,8 +2,11 @@
 
 import contextlib
 import ctypes
+import logging
+import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING
@@ -26,6 +29,10 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT_SECONDS = 30.0
 CLEANUP_SECONDS = 5.0
 DEVICE = "cuda"
+logger = logging.getLogger("vllm.commext.reduce_rms")
+
+INTERVAL_SECONDS = 1.0
+EXIT_CODE = 70
 
 
 class LamportWorkspace(Workspace):
@@ -94,7 +101,7 @@ class LamportWorkspace(Workspace):
         super().__init__(rank, world_size, token)
 
     def _allocate(self, buffer: IpcBuffer | None, rank: int, capacity: int) -> None:
-        """What only this rank sees: the kernel's words, the failure and the states."""
+        """Allocate what only this rank sees: the kernel's words, the failure and the states."""
         assert buffer is not None
         self.device = current_device()
         self._report = _pinned_word()
@@ -144,11 +151,11 @@ class LamportWorkspace(Workspace):
 
     @property
     def failure(self) -> Failure | None:
-        """The first failure that a kernel has told, at any time since the workspace was made."""
+        """The first failure that a kernel has reported since the workspace was made."""
         return layout.decode_failure(self._reported.value)
 
     def raise_if_failed(self) -> None:
-        """Raise what a kernel has told.
+        """Raise the error of the first failure that a kernel has reported.
 
         A failed workspace stays failed: its rows come out as NaN, for ranks no longer agree about
         their slots. Make a new one on all ranks.
@@ -204,7 +211,7 @@ class LamportWorkspace(Workspace):
 
 
 def _check_peers(collective: Collective) -> None:
-    """In memory of its own, for the slots' sentinel is another than the check's; collective."""
+    """Check peers in memory of its own, whose sentinel is another than the slots'; collective."""
     greetings = IpcBuffer(collective, peer_check.EXCHANGED_BYTES, fill=peer_check.EMPTY)
     try:
         peer_check.check_delivery(greetings.serialize(), collective)
@@ -281,3 +288,28 @@ def cleanup_all() -> None:
             with contextlib.suppress(CommextError, RuntimeError):
                 kept.cleanup()
         _cache.clear()
+
+
+def _watch(watched: "weakref.ref[LamportWorkspace]") -> None:
+    while (workspace := watched()) is not None:
+        try:
+            workspace.raise_if_failed()
+        except CommextError as error:
+            logger.critical("commext: reduce_rms failed, this process ends: %s", error)
+            logging.shutdown()
+            os._exit(EXIT_CODE)
+        del workspace
+        time.sleep(INTERVAL_SECONDS)
+
+
+def end_process_on_failure(workspace: Workspace) -> None:
+    """End the process once the workspace has failed; look every second while it is there.
+
+    A replayed graph runs none of our Python, and the rows of a failed workspace are NaN: an engine
+    would go on to serve nonsense. A worker that ends is what engines know how to report.
+    """
+    if isinstance(workspace, LamportWorkspace):
+        watched = weakref.ref(workspace)
+        threading.Thread(
+            target=_watch, args=(watched,), name="commext-reduce-rms-watch", daemon=True
+        ).start()

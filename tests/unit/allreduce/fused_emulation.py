@@ -21,7 +21,7 @@ from vllm_commext.allreduce.fused.layout import (
     Form,
     FusedShape,
 )
-from vllm_commext.gpu.arguments import arguments_type
+from vllm_commext.gpu.launch import arguments_type
 from vllm_commext.gpu.nvrtc import Program
 from vllm_commext.gpu.peer_check import EMPTY
 

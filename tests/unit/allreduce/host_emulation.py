@@ -11,8 +11,7 @@ from tests.unit.allreduce import push_emulation
 from tests.unit.allreduce.push_emulation import compile_kernel
 from vllm_commext.allreduce.backends import host
 from vllm_commext.allreduce.backends.host_layout import HostLayout
-from vllm_commext.gpu.arguments import arguments_type
-from vllm_commext.gpu.launch import ELEMENT_CODES
+from vllm_commext.gpu.launch import ELEMENT_CODES, arguments_type
 from vllm_commext.gpu.nvrtc import Program
 
 LINE_BYTES = 64

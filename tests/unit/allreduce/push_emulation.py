@@ -13,8 +13,7 @@ from tests.kit.threads import together
 from vllm_commext.allreduce.backends import push
 from vllm_commext.allreduce.backends.push_layout import PushLayout
 from vllm_commext.allreduce.message import PACK_BYTES
-from vllm_commext.gpu.arguments import arguments_type
-from vllm_commext.gpu.launch import ELEMENT_CODES
+from vllm_commext.gpu.launch import ELEMENT_CODES, arguments_type
 from vllm_commext.gpu.nvrtc import Program
 from vllm_commext.gpu.peer_check import EMPTY
 

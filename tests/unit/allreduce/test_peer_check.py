@@ -13,8 +13,7 @@ from tests.unit.allreduce.push_emulation import compile_kernel
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import peer_check
-from vllm_commext.gpu.arguments import arguments_type
-from vllm_commext.gpu.launch import Device
+from vllm_commext.gpu.launch import Device, arguments_type
 from vllm_commext.gpu.nvrtc import Program
 from vllm_commext.gpu.peer_check import ARGUMENTS, EMPTY, silent_peers
 

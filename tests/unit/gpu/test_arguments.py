@@ -9,8 +9,8 @@ import pytest
 from vllm_commext.allreduce.backends import host, push
 from vllm_commext.allreduce.fused import kernels as fused
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu import arguments, peer_check
-from vllm_commext.gpu.arguments import arguments_type
+from vllm_commext.gpu import launch, peer_check
+from vllm_commext.gpu.launch import arguments_type
 from vllm_commext.nixl.mapped.gather import make_arguments
 from vllm_commext.nixl.mapped.pieces import MAX_RUNS
 
@@ -55,7 +55,7 @@ def test_what_cannot_be_read_is_named(
     text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken.cu").write_text(text)
-    monkeypatch.setattr(arguments, "SOURCES", tmp_path)
+    monkeypatch.setattr(launch, "SOURCES", tmp_path)
     arguments_type.cache_clear()
     with pytest.raises(UnsupportedError, match=message):
         arguments_type("broken.cu")

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 
 from tests.kit.host_kernels import compiled
-from vllm_commext.reduce_rms import layout, variants
-from vllm_commext.reduce_rms.build import PROGRAM, make_arguments
+from vllm_commext.reduce_rms import kernel, layout
+from vllm_commext.reduce_rms.kernel import PROGRAM, Shape, Tiling, make_arguments
 from vllm_commext.reduce_rms.layout import Failure
-from vllm_commext.reduce_rms.variants import Shape, Tiling
 
 HERE = Path(__file__).parent
 EPS = 1e-6
@@ -21,7 +20,7 @@ EMPTY = layout.SENTINEL_BITS << 32 | layout.SENTINEL_BITS
 @functools.cache
 def library(shape: Shape, tiling: Tiling) -> ctypes.CDLL:
     """The kernel of one shape for this CPU."""
-    macros = variants.macros(shape, tiling)
+    macros = kernel.macros(shape, tiling)
     path = compiled(HERE / "emulate.cpp", PROGRAM.folder, macros)
     loaded = ctypes.CDLL(str(path))
     assert loaded.args_bytes() == ctypes.sizeof(make_arguments())

@@ -21,8 +21,8 @@ from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import ipc
 from vllm_commext.gpu.launch import Device
-from vllm_commext.reduce_rms import handles, ops, variants, workspace
-from vllm_commext.reduce_rms.variants import Shape
+from vllm_commext.reduce_rms import handles, kernel, ops, workspace
+from vllm_commext.reduce_rms.kernel import Shape
 
 OK, NOT_PERMITTED = 0, 217
 GPU = Device(0, 90, 132)
@@ -153,7 +153,7 @@ class HostKernels:
     def get(
         self, shape: Shape, num_tokens: int, device: Device, batch_invariant: bool = False
     ) -> "HostKernel":
-        tiling = variants.choose(shape, num_tokens, device.multiprocessors, batch_invariant)
+        tiling = kernel.choose(shape, num_tokens, device.multiprocessors, batch_invariant)
         with self._compiling:
             return HostKernel(library(shape, tiling), self.launches)
 

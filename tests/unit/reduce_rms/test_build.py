@@ -11,9 +11,8 @@ import pytest
 from tests.kit.crossed import crossed
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import facts, nvrtc
-from vllm_commext.reduce_rms import build, variants
-from vllm_commext.reduce_rms.build import PROGRAM
-from vllm_commext.reduce_rms.variants import Shape, Tiling
+from vllm_commext.reduce_rms import kernel
+from vllm_commext.reduce_rms.kernel import PROGRAM, Shape, Tiling
 
 ARCHITECTURES = (80, 90, 100, 120)
 MINIMAX = Shape("bfloat16", "bfloat16", 2, 3072, 512)
@@ -47,8 +46,8 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.usefixtures("needs_nvrtc")
 @pytest.mark.parametrize(("shape", "architecture"), crossed(SHAPES, ARCHITECTURES), ids=str)
 def test_every_form_compiles_for_every_architecture(shape: Shape, architecture: int) -> None:
-    for tiling in variants.tilings(shape):
-        cubin = PROGRAM.compile_cubin(variants.macros(shape, tiling), architecture)
+    for tiling in kernel.tilings(shape):
+        cubin = PROGRAM.compile_cubin(kernel.macros(shape, tiling), architecture)
         assert cubin.startswith(b"\x7fELF")
         assert b"reduce_rms" in cubin
         assert b"cuMulticast" not in cubin
@@ -57,7 +56,7 @@ def test_every_form_compiles_for_every_architecture(shape: Shape, architecture: 
 
 @pytest.mark.usefixtures("needs_nvrtc")
 def test_a_source_that_is_refused_tells_why() -> None:
-    macros = {**variants.macros(MINIMAX, Tiling(1)), "SENTINEL": 0}
+    macros = {**kernel.macros(MINIMAX, Tiling(1)), "SENTINEL": 0}
     with pytest.raises(UnsupportedError, match="error"):
         PROGRAM.compile_cubin(macros, 90)
 
@@ -65,8 +64,8 @@ def test_a_source_that_is_refused_tells_why() -> None:
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 def test_no_form_of_few_tokens_spills_registers(shape: Shape, tmp_path: Path) -> None:
-    for tiling in variants.tilings(shape):
-        macros = [f"-D{name}={value}" for name, value in variants.macros(shape, tiling).items()]
+    for tiling in kernel.tilings(shape):
+        macros = [f"-D{name}={value}" for name, value in kernel.macros(shape, tiling).items()]
         target = ["-arch=sm_90", "-std=c++17", "-cubin", "-o", str(tmp_path / "kernel")]
         target += [f"-I{header.parent}" for header in PROGRAM.headers]
         command = ["nvcc", *target, "--resource-usage", *macros, str(PROGRAM.main)]
@@ -75,7 +74,7 @@ def test_no_form_of_few_tokens_spills_registers(shape: Shape, tmp_path: Path) ->
 
 
 def test_a_second_call_takes_what_is_on_disk(cache: Path, compilations: list[int]) -> None:
-    macros = variants.macros(MINIMAX, Tiling(1))
+    macros = kernel.macros(MINIMAX, Tiling(1))
     first = PROGRAM.load_or_compile(macros, 90)
     assert PROGRAM.load_or_compile(macros, 90) == first
     assert PROGRAM.load_or_compile(macros, 80) != first
@@ -88,7 +87,7 @@ def test_another_compiler_or_another_source_is_another_entry(
     compilations: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del compilations
-    macros = variants.macros(MINIMAX, Tiling(1))
+    macros = kernel.macros(MINIMAX, Tiling(1))
     before = PROGRAM.cache_key(macros, 90)
     monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: "13.1")
     newer = PROGRAM.cache_key(macros, 90)
@@ -97,7 +96,7 @@ def test_another_compiler_or_another_source_is_another_entry(
 
 
 def test_many_at_once_compile_once(cache: Path, compilations: list[int]) -> None:
-    macros = variants.macros(MINIMAX, Tiling(2))
+    macros = kernel.macros(MINIMAX, Tiling(2))
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         results = set(pool.map(lambda _: PROGRAM.load_or_compile(macros, 90), range(16)))
     assert len(results) == 1
@@ -108,7 +107,7 @@ def test_many_at_once_compile_once(cache: Path, compilations: list[int]) -> None
 def test_a_kernel_that_was_planted_or_cut_is_compiled_anew(
     cache: Path, compilations: list[int], log_lines: pytest.LogCaptureFixture
 ) -> None:
-    macros = variants.macros(MINIMAX, Tiling(1))
+    macros = kernel.macros(MINIMAX, Tiling(1))
     good = PROGRAM.load_or_compile(macros, 90)
     (path,) = cache.glob("*.cubin")
     whole = path.read_bytes()
@@ -130,7 +129,7 @@ def test_without_a_home_kernels_are_compiled_and_not_kept(
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", none)
-    PROGRAM.load_or_compile(variants.macros(MINIMAX, Tiling(1)), 90)
+    PROGRAM.load_or_compile(kernel.macros(MINIMAX, Tiling(1)), 90)
     assert compilations == [90]
 
 
@@ -139,12 +138,12 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    PROGRAM.load_or_compile(variants.macros(MINIMAX, Tiling(1)), 90)
+    PROGRAM.load_or_compile(kernel.macros(MINIMAX, Tiling(1)), 90)
     assert compilations == [90]
 
 
 def test_nothing_of_ours_speaks_of_multicast() -> None:
-    folders = [Path(module.__file__).parent for module in (build, nvrtc)]
+    folders = [Path(module.__file__).parent for module in (kernel, nvrtc)]
     files = [path for folder in folders for path in folder.rglob("*.py")]
     files.remove(Path(facts.__file__))  # says whether vLLM may use it
     files += [*PROGRAM.folder.iterdir(), *PROGRAM.headers]

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.gpu.launch import ELEMENT_CODES
-from vllm_commext.reduce_rms import layout, variants
+from vllm_commext.reduce_rms import kernel, layout
+from vllm_commext.reduce_rms.kernel import Shape
 from vllm_commext.reduce_rms.layout import Failure, FailureKind
-from vllm_commext.reduce_rms.variants import Shape
 
 MIB = 1 << 20
 
@@ -48,9 +48,9 @@ shapes = st.builds(
 def test_every_call_has_a_form_that_a_gpu_can_run(
     shape: Shape, tokens: int, multiprocessors: int
 ) -> None:
-    variants.check_shape(shape)
-    tiling = variants.choose(shape, tokens, multiprocessors)
-    assert tiling in variants.tilings(shape)
+    kernel.check_shape(shape)
+    tiling = kernel.choose(shape, tokens, multiprocessors)
+    assert tiling in kernel.tilings(shape)
     assert 1 <= tiling.team_warps <= 32
     assert tiling.threads <= 1024
     assert tiling.block_teams <= 15  # each has a barrier of its own, beside the block's
@@ -69,7 +69,7 @@ def test_every_call_has_a_form_that_a_gpu_can_run(
 )
 def test_a_shape_without_a_form_is_refused(shape: Shape, expected: str) -> None:
     with pytest.raises(UnsupportedError, match=expected):
-        variants.check_shape(shape)
+        kernel.check_shape(shape)
 
 
 def test_rows_of_an_odd_number_of_eights_are_packed_in_full() -> None:

@@ -12,9 +12,8 @@ from vllm_commext.allreduce.backends.backend import TIMEOUT_SECONDS, OwnKernels
 from vllm_commext.allreduce.backends.host_layout import HostLayout
 from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.gpu import ipc, launch
-from vllm_commext.gpu.arguments import arguments_type
 from vllm_commext.gpu.host_memory import HostMemory
-from vllm_commext.gpu.launch import ELEMENT_CODES, Function
+from vllm_commext.gpu.launch import ELEMENT_CODES, Function, arguments_type
 from vllm_commext.gpu.nvrtc import Program
 from vllm_commext.gpu.peer_check import check_delivery
 

@@ -12,8 +12,7 @@ from vllm_commext.allreduce.backends.backend import TIMEOUT_SECONDS, OwnKernels
 from vllm_commext.allreduce.backends.push_layout import PushLayout
 from vllm_commext.allreduce.backends.push_memory import PushMemory
 from vllm_commext.gpu import launch
-from vllm_commext.gpu.arguments import arguments_type
-from vllm_commext.gpu.launch import ELEMENT_CODES, Function
+from vllm_commext.gpu.launch import ELEMENT_CODES, Function, arguments_type
 from vllm_commext.gpu.nvrtc import Program
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from vllm_commext.allreduce.fused.layout import (
 )
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import launch
-from vllm_commext.gpu.arguments import arguments_type
+from vllm_commext.gpu.launch import arguments_type
 from vllm_commext.gpu.nvrtc import Program
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import ipc, launch
-from vllm_commext.gpu.allocations import PinnedMemory
-from vllm_commext.gpu.arguments import arguments_type
+from vllm_commext.gpu.ipc import PinnedMemory
+from vllm_commext.gpu.launch import arguments_type
 from vllm_commext.gpu.nvrtc import Program
 from vllm_commext.nixl.mapped.pieces import CHUNK_BYTES, MAX_PIECES, MAX_RUNS, Batch
 from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS

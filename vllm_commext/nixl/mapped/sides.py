@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from vllm_commext.gpu import ipc
-from vllm_commext.gpu.allocations import allocation_of
+from vllm_commext.gpu.ipc import allocation_of
 from vllm_commext.nixl.config import AUTO, ConnectorConfig
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.mapped.gather import CudaDevice

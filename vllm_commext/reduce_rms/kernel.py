@@ -1,9 +1,13 @@
-"""Which form of the kernel serves a call: its shape, and how many warps and tokens a block has."""
+"""The kernel's forms: how one is chosen for a call, compiled and loaded."""
 
+import ctypes
+import threading
 from dataclasses import dataclass
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu.launch import ELEMENT_CODES, WARP
+from vllm_commext.gpu import launch
+from vllm_commext.gpu.launch import ELEMENT_CODES, WARP, Device, arguments_type
+from vllm_commext.gpu.nvrtc import Program
 from vllm_commext.reduce_rms.layout import WORLD_SIZES
 
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -12,11 +16,12 @@ MAX_TEAM_WARPS = 32
 SIZE_MULTIPLE = 8
 BALANCED_PACKS = 1800  # a multiprocessor; beyond them more rows must be in flight, seen on H200s
 LOADS, STORES = 1, 2  # bits of `Tiling.streaming`
+PROGRAM = Program("reduce_rms")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the kernel is compiled for.
+    """Shape and types that the kernel is compiled for.
 
     Attributes:
         dtype: name of the rows' type, a key of `ELEMENT_CODES`.
@@ -42,7 +47,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a block is divided.
+    """Division of a block.
 
     Attributes:
         team_warps: warps that share a token.
@@ -79,22 +84,22 @@ def check_shape(shape: Shape) -> None:
 
 
 def _warps_for(packs: int, packs_per_thread: int) -> int:
-    """Warps a token so that no thread has more packs; as many as a block may have at most."""
+    """Warps a token so that no thread has more packs, as far as a block may have them."""
     return min(MAX_TEAM_WARPS, -(-packs // (WARP * packs_per_thread)))
 
 
 def low_latency(packs: int) -> Tiling:
-    """For few tokens: as many warps as the row has 512-byte pieces, up to sixteen."""
+    """The tiling for few tokens: as many warps as the row has 512-byte pieces, up to sixteen."""
     return Tiling(min(16, _warps_for(packs, 1)), weights_early=True)
 
 
 def balanced(packs: int) -> Tiling:
-    """For some hundred tokens: four packs a thread, a token a block."""
+    """The tiling for some hundred tokens: four packs a thread, a token a block."""
     return Tiling(_warps_for(packs, 4), weights_early=True)
 
 
 def high_throughput(packs: int) -> Tiling:
-    """For thousands of tokens: as many rows in flight as registers allow."""
+    """The tiling for thousands of tokens: as many rows in flight as registers allow."""
     team_warps = _warps_for(packs, 7)
     return Tiling(team_warps, block_teams=max(1, min(4, 8 // team_warps)), streaming=LOADS)
 
@@ -102,7 +107,7 @@ def high_throughput(packs: int) -> Tiling:
 def choose(
     shape: Shape, num_tokens: int, multiprocessors: int, batch_invariant: bool = False
 ) -> Tiling:
-    """The tiling for `num_tokens` tokens on a GPU with that many multiprocessors.
+    """Choose the tiling for `num_tokens` tokens on a GPU with that many multiprocessors.
 
     A row's squares are added in an order that the tiling gives, so one for all is batch-invariant.
     """
@@ -136,3 +141,58 @@ def macros(shape: Shape, tiling: Tiling) -> dict[str, int]:
         "MIN_BLOCKS": tiling.min_blocks,
         "STREAMING": tiling.streaming,
     }
+
+
+def make_arguments(**fields: float) -> ctypes.Structure:
+    """Return the kernel's ``Args``; fields that are not given are 0."""
+    return arguments_type(PROGRAM.main.name)(**fields)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A loaded form of the kernel."""
+
+    function: launch.Function
+    block_teams: int
+
+    def launch(self, arguments: ctypes.Structure, stream: int) -> None:
+        """Launch for ``arguments.num_tokens`` tokens; UnsupportedError where the driver refuses."""
+        self.function.launch(arguments, -(-arguments.num_tokens // self.block_teams), stream)
+
+
+def load(shape: Shape, tiling: Tiling, device: Device) -> Kernel:
+    """Load one form into the current context, compiled if need be; errors as `launch.load`."""
+    function = launch.load(
+        PROGRAM, macros(shape, tiling), tiling.threads, device, programmatic=True
+    )
+    return Kernel(function, tiling.block_teams)
+
+
+class Kernels:
+    """The loaded kernels of this process, by GPU, shape and tiling."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[tuple[int, Shape], dict[Tiling, Kernel]] = {}
+        self._lock = threading.Lock()
+
+    def get(
+        self, shape: Shape, num_tokens: int, device: Device, batch_invariant: bool = False
+    ) -> Kernel:
+        """Return the kernel for a call of a shape that is loaded."""
+        forms = self._loaded[device.ordinal, shape]
+        tiling = choose(shape, num_tokens, device.multiprocessors, batch_invariant)
+        return forms[tiling]
+
+    def load(self, shape: Shape, device: Device) -> None:
+        """Load all forms of a shape: a later call may come in a capture, when nothing can be
+        loaded.
+
+        Raises:
+            UnsupportedError: as `launch.load`.
+        """
+        with self._lock:
+            key = (device.ordinal, shape)
+            if key not in self._loaded:
+                check_shape(shape)
+                forms = {tiling: load(shape, tiling, device) for tiling in tilings(shape)}
+                self._loaded[key] = forms
