@@ -40,10 +40,10 @@ class Variants:
     """Every backend by name, vLLM's own dispatch, and ours once `judge` has given it a table."""
 
     def __init__(self, group: Any) -> None:
-        from vllm_commext.allreduce import peers
         from vllm_commext.allreduce.backends import flashinfer
         from vllm_commext.allreduce.backends.flashinfer_workspaces import MEASURING_BYTES
-        from vllm_commext.allreduce.dispatch.creation import Parts, create_dispatcher
+        from vllm_commext.allreduce.creation import Parts, create_dispatcher
+        from vllm_commext.allreduce.table.machine import have_access, measurable
         from vllm_commext.collective import Collective
 
         made = group.device_communicator
@@ -51,8 +51,8 @@ class Variants:
         self._parts = Parts(
             made.cpu_group, made.device_group, made.device, custom, made.pynccl_comm
         )
-        flashinfer.allow_workspaces(MEASURING_BYTES)
-        wanted = peers.measurable(peers.have_access(made.device))
+        flashinfer.shared.budget_bytes = MEASURING_BYTES
+        wanted = measurable(have_access(made.device))
         self.dispatcher = create_dispatcher(self._parts, None, wanted=wanted)
         self.collective = Collective.over(made.cpu_group)
         self.group, self._vllm = group, made
@@ -99,7 +99,8 @@ class Variants:
 def judge(variants: Variants, options: Any, dtype: str) -> list[Row]:
     """The second pass: a row a size, with every variant's time."""
     from vllm_commext.allreduce.message import message_of_bytes
-    from vllm_commext.allreduce.table import measure, tuning
+    from vllm_commext.allreduce.table import measure
+    from vllm_commext.allreduce.table.table import regret
 
     rows: list[Row] = []
     for size in options.sizes:
@@ -113,7 +114,7 @@ def judge(variants: Variants, options: Any, dtype: str) -> list[Row]:
             "bytes": size,
             "dtype": dtype,
             "chosen": chosen,
-            "regret": tuning.regret(times[OURS], backends),
+            "regret": regret(times[OURS], backends),
             "vllm / ours": times[VLLM] / times[OURS],
             "microseconds": times,
         }
@@ -215,9 +216,9 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 def name_of(args: argparse.Namespace) -> str:
     """Of the report: with or without peer access."""
-    from vllm_commext.allreduce import peers
+    from vllm_commext.allreduce.table.machine import is_refused
 
-    return f"allreduce_tp{args.tp}" + ("_no_peers" if peers.is_refused() else "")
+    return f"allreduce_tp{args.tp}" + ("_no_peers" if is_refused() else "")
 
 
 def write(args: argparse.Namespace, facts: dict[str, Any], rows: list[Row]) -> None:
@@ -232,12 +233,12 @@ def run_rank(args: argparse.Namespace) -> None:
     import torch
     from vllm.distributed import parallel_state
 
-    from vllm_commext.allreduce import peers
-    from vllm_commext.allreduce.table import builtin, measure, selection, tuning
-    from vllm_commext.allreduce.table.machine_facts import read_machine
+    from vllm_commext.allreduce.table import builtin, measure
+    from vllm_commext.allreduce.table.machine import is_refused, read_machine
+    from vllm_commext.allreduce.table.table import build_table, describe
     from vllm_commext.compat.tp_group import tensor_parallel
 
-    if peers.is_refused():
+    if is_refused():
         parallel_state.set_custom_all_reduce(False)  # vLLM's, which needs peer access
     with tensor_parallel(args.rank, args.tp, args.port) as group, torch.inference_mode():
         variants = Variants(group)
@@ -254,7 +255,7 @@ def run_rank(args: argparse.Namespace) -> None:
         else:
             first = dataclasses.replace(options, samples=max(5, samples // 2))
             times = variants.measure(first)
-            made = tuning.build_table(times, args.tp, "first pass")
+            made = build_table(times, args.tp, "first pass")
         variants.dispatcher.use_table(made)
         rows: list[Row] = []
         for dtype in args.dtype:
@@ -267,7 +268,7 @@ def run_rank(args: argparse.Namespace) -> None:
                 "versions": [*map(installed, ("torch", "vllm", "flashinfer-python"))],
                 "hidden": args.hidden,
                 **variants.about(),
-                "table": list(selection.describe(made)),
+                "table": list(describe(made)),
                 "verdict": verdict(rows),
                 "host microseconds an eager call": costs,
             }

@@ -136,7 +136,7 @@ def measure(bench: Any, layers: Layers, rows: int, args: argparse.Namespace) -> 
     import torch
 
     from vllm_commext.allreduce.table import measure as measuring
-    from vllm_commext.allreduce.table import tuning
+    from vllm_commext.allreduce.table.table import median_of_slowest
 
     hidden, residual = (bench.inputs(rows, seed)[1] for seed in (1, 2))
     graphs, outputs = {}, {}
@@ -154,7 +154,7 @@ def measure(bench: Any, layers: Layers, rows: int, args: argparse.Namespace) -> 
             seconds = measuring.replay_seconds(graphs[name], args.replays, bench.collective)
             mine[name].append(seconds / len(layers.layers) * 1e6)
     everybody = bench.collective.run(lambda: mine)
-    times = {name: tuning.median_of_slowest([rank[name] for rank in everybody]) for name in graphs}
+    times = {name: median_of_slowest([rank[name] for rank in everybody]) for name in graphs}
     first = next(iter(bench.fitting(rows)))
     same = {
         name: all(torch.equal(a, b) for a, b in zip(outputs[name], outputs[first], strict=True))

@@ -139,15 +139,18 @@ class Bench:
             return None
         from flashinfer import comm
 
-        from vllm_commext.allreduce.backends.flashinfer import allow_workspaces, get_fi_ar_workspace
-        from vllm_commext.allreduce.backends.flashinfer_workspaces import MEASURING_BYTES
+        from vllm_commext.allreduce.backends.flashinfer import shared
+        from vllm_commext.allreduce.backends.flashinfer_workspaces import (
+            MEASURING_BYTES,
+            WorkspaceKey,
+        )
 
-        allow_workspaces(MEASURING_BYTES)
-        most = limit // (self.hidden * self.dtype.itemsize)
-        group = self.communicator.cpu_group
-        workspace = get_fi_ar_workspace(self.world, self.rank, most, self.hidden, self.dtype, group)
-        if workspace is None:
+        shared.budget_bytes, group = MEASURING_BYTES, self.communicator.cpu_group
+        key = WorkspaceKey(group.group_name, self.dtype.itemsize == 4, self.hidden)
+        made = shared.get_or_create(key, self.dtype, limit, group)
+        if made is None or made.size.max_bytes < num_bytes:
             return None
+        workspace = made.handle
         one_shot = num_bytes <= FLASHINFER_ONE_SHOT_BYTES[self.world]
 
         def call(tensor: Any, residual: Any, residual_out: Any, norm: Any) -> None:
@@ -333,7 +336,7 @@ def run_rank(args: argparse.Namespace) -> None:
     import msgspec
     import torch
 
-    from vllm_commext.allreduce.table.machine_facts import read_machine
+    from vllm_commext.allreduce.table.machine import read_machine
     from vllm_commext.compat.tp_group import tensor_parallel
 
     with tensor_parallel(args.rank, args.tp, args.port) as group, torch.inference_mode():

@@ -64,15 +64,12 @@ TARGETS = {
         ),
     ),
     "dispatcher": Target(
-        tuple(
-            f"vllm_commext/allreduce/{name}.py"
-            for name in ("dispatch/dispatcher", "table/table", "dispatch/policy")
-        ),
+        tuple(f"vllm_commext/allreduce/{name}.py" for name in ("dispatcher", "table/table")),
         (f"{ALLREDUCE}/test_dispatcher.py", f"{ALLREDUCE}/test_tables.py"),
     ),
 }
 _PREFILL = "vllm_commext/nixl/prefill"
-_DISPATCHER = "vllm_commext/allreduce/dispatch/dispatcher.py"
+_DISPATCHER = "vllm_commext/allreduce/dispatcher.py"
 _TABLE = "vllm_commext/allreduce/table/table.py"
 _NEVER_ASKED = "the dispatcher makes the plan for no elements by itself and asks nobody"
 _EMPTY = "return message.num_elements == 0"

@@ -114,10 +114,10 @@ class Stage:
         self.exchanges = 0
 
     def install(self) -> None:
+        from vllm_commext.allreduce import creation
         from vllm_commext.allreduce.backends import push
-        from vllm_commext.allreduce.dispatch import creation
         from vllm_commext.allreduce.fused import kernels
-        from vllm_commext.allreduce.table import machine_facts
+        from vllm_commext.allreduce.table import machine
         from vllm_commext.allreduce.table.machine import Machine
         from vllm_commext.compat import group_facts, reduce_rms
         from vllm_commext.errors import UnsupportedError
@@ -153,7 +153,7 @@ class Stage:
         group_facts.read = facts
         creation.push.PushBackend = Push
         kernels.FusedKernels = lambda *_: SimpleNamespace()  # pyright: ignore
-        machine_facts.read_machine = lambda _: Machine(stage.gpu, "", "", "", "", "", "")
+        machine.read_machine = lambda _: Machine(stage.gpu, "", "", "", "", "", "")
         reduce_rms._make = lambda _, __, group: GroupWorkspace(group)
 
 
@@ -182,7 +182,7 @@ def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
     """What becomes of a tensor-parallel communicator and of a norm in that case."""
     from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
-    from vllm_commext.allreduce.dispatch import startup
+    from vllm_commext.allreduce import creation
     from vllm_commext.allreduce.fused import op as fused_op
     from vllm_commext.compat import allreduce, fused_pass, group_facts, reduce_rms
     from vllm_commext.compat.monkey_patch import is_patched, restore, row_of
@@ -192,10 +192,10 @@ def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
     stage.gpu = "another GPU" if name == "unknown machine" else stage.gpu
     stage.multicast, stage.unlike = name == "multicast", name == "unlike"
     stage.kernel = name != "no kernel"
-    config, find_table = make_config(), startup.find_table
+    config, find_table = make_config(), creation.find_table
     ENGINES.get(name, unchanged)(config)
     if name == "crossing table":
-        startup.find_table = lambda *_, **__: crossing_table()
+        creation.find_table = lambda *_, **__: crossing_table()
     os.environ["VLLM_BATCH_INVARIANT"] = "1" if name == "invariant" else "0"
     before = dict(os.environ)
     seen.lines.clear()
@@ -229,7 +229,7 @@ def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
     reduce_rms._served.clear()
     reduce_rms._told.clear()
     group_facts.forget(group)
-    startup.find_table = find_table
+    creation.find_table = find_table
     if found["pass"]:
         restore(row_of(fused_pass.CONFIGURE))
     return found

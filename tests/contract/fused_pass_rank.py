@@ -182,7 +182,7 @@ def serve(way: str) -> Any:
     from vllm.distributed import get_tp_group
 
     from vllm_commext.allreduce import names
-    from vllm_commext.allreduce.dispatch.policy import FusedPolicy
+    from vllm_commext.allreduce.dispatcher import FusedPolicy
     from vllm_commext.allreduce.fused import op as fused_op
     from vllm_commext.allreduce.table.table import Row, Table
     from vllm_commext.compat import fused_pass

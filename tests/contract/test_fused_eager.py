@@ -11,7 +11,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from vllm_commext.allreduce import names
-from vllm_commext.allreduce.dispatch.policy import FusedPolicy
+from vllm_commext.allreduce.dispatcher import FusedPolicy
 from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.kernels import Outputs
 from vllm_commext.allreduce.fused.layout import FusedShape

@@ -21,10 +21,10 @@ from vllm.platforms import current_platform
 from tests.contract.fused_pass_rank import APART, GEMMA, LAYERS, OFF, ON, QUANTISED
 from tests.contract.vllm_process import ranks
 from vllm_commext.allreduce import names
-from vllm_commext.allreduce.dispatch.policy import FusedPolicy
+from vllm_commext.allreduce.dispatcher import FusedPolicy
 from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.graph import NEXT_WEIGHT
-from vllm_commext.allreduce.fused.prefetch import LEAST_WEIGHT_BYTES
+from vllm_commext.allreduce.fused.layout import LEAST_WEIGHT_BYTES
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.compat import api_checks, evidence, fused_pass
 from vllm_commext.compat.monkey_patch import is_patched, restore, row_of

@@ -18,15 +18,13 @@ from typing import Any
 import torch
 
 from tests.kit.gpu_ranks import checks_of, run_checks
-from vllm_commext.allreduce import multicast, names
+from vllm_commext.allreduce import creation, multicast, names
 from vllm_commext.allreduce.backends import flashinfer
 from vllm_commext.allreduce.backends.flashinfer_workspaces import MEASURING_BYTES
 from vllm_commext.allreduce.backends.push import PushBackend
-from vllm_commext.allreduce.dispatch import creation
-from vllm_commext.allreduce.dispatch.creation import Parts, create_dispatcher
-from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
-from vllm_commext.allreduce.fused.backend import PushFused
-from vllm_commext.allreduce.fused.kernels import FusedKernels
+from vllm_commext.allreduce.creation import Parts, create_dispatcher
+from vllm_commext.allreduce.dispatcher import Dispatcher
+from vllm_commext.allreduce.fused.kernels import FusedKernels, PushFused
 from vllm_commext.allreduce.fused.layout import FusedShape
 from vllm_commext.allreduce.message import Message
 from vllm_commext.allreduce.table.table import Row, Table
@@ -390,7 +388,7 @@ def main() -> None:
     rank, world, port = (int(text) for text in sys.argv[1:4])
     multicast.keep_off()
     start_counter()
-    flashinfer.allow_workspaces(MEASURING_BYTES)
+    flashinfer.shared.budget_bytes = MEASURING_BYTES
     with tensor_parallel(rank, world, port) as group, torch.inference_mode():
         made = Rank(group)
         run_checks(made, CHECKS, sys.argv[4:])

@@ -20,8 +20,7 @@ from tests.kit.gpu_ranks import run_checks
 from vllm_commext.allreduce.backends.push import PushBackend
 from vllm_commext.allreduce.fused import layout as fused_layout
 from vllm_commext.allreduce.fused import op as fused_op
-from vllm_commext.allreduce.fused.backend import PushFused
-from vllm_commext.allreduce.fused.kernels import FusedKernels
+from vllm_commext.allreduce.fused.kernels import FusedKernels, PushFused
 from vllm_commext.allreduce.fused.layout import EPILOGUES, NORM, STATIC_FP8, FusedShape
 from vllm_commext.allreduce.message import Message
 from vllm_commext.collective import Collective

@@ -12,7 +12,8 @@ import torch
 
 from vllm_commext.allreduce import multicast, names
 from vllm_commext.allreduce.message import Message
-from vllm_commext.allreduce.table import measure, neighbours, selection, tuning
+from vllm_commext.allreduce.table import cache, measure
+from vllm_commext.allreduce.table import table as tables
 from vllm_commext.allreduce.table.builtin import builtin_table
 from vllm_commext.allreduce.table.machine import Machine
 from vllm_commext.allreduce.table.table import Row, Table
@@ -62,18 +63,18 @@ def test_every_beginning_of_the_sizes_is_spread() -> None:
 
 
 def test_sizes_read_well() -> None:
-    assert [selection.size_text(size) for size in (100, 2048, 1536 << 10, 64 * MIB)] == [
+    assert [tables.size_text(size) for size in (100, 2048, 1536 << 10, 64 * MIB)] == [
         *("100 B", "2 KiB", "1.5 MiB", "64 MiB")
     ]
 
 
 def test_a_description_joins_ranges_with_one_leader() -> None:
     rows = (Row(1024, ("custom", "nccl")), Row(2048, ("custom",)), Row(4096, ("nccl",)))
-    (line,) = selection.describe(Table(2, {"bfloat16": rows}, "here"))
+    (line,) = tables.describe(Table(2, {"bfloat16": rows}, "here"))
     assert line == (
         "bfloat16: custom up to 2 KiB, nccl up to 4 KiB, then vLLM's default dispatch (here)"
     )
-    assert list(selection.describe(None)) == [
+    assert list(tables.describe(None)) == [
         "no table for this machine; vLLM's default dispatch serves"
     ]
 
@@ -123,14 +124,14 @@ def test_what_ranks_tell_is_shown_and_kept(
     code = f"""
 import sys
 sys.path[:0] = {sys.path!r}
-from vllm_commext.allreduce.table import table, tuning
+from vllm_commext.allreduce.table import table as tables
 from vllm_commext.cli.tune_rank import say
 times = {TIMES!r}
 say("backends", names=["custom", "nccl"])
 for size in times:
     say("size", dtype="bfloat16", size=size, times=times[size])
-made = tuning.build_table({{"bfloat16": times}}, 2, "test")
-say("table", table=table.encode(made).decode(), path="", machine={{}})
+made = tables.build_table({{"bfloat16": times}}, 2, "test")
+say("table", table=tables.encode(made).decode(), path="", machine={{}})
 """
     monkeypatch.setattr(tune, "sys", SimpleNamespace(executable=_python(tmp_path, code)))
     assert main.main(["tune", "allreduce", "--tp", "2", "--out", str(tmp_path)]) == 0
@@ -162,24 +163,23 @@ def test_doctor_says_what_keeps_multicast_off() -> None:
 
 
 def test_a_measured_table_comes_before_the_built_in_one(tmp_path: Path) -> None:
-    from vllm_commext.allreduce.table import cache
 
     machine = Machine("NVIDIA H200", "NV18", "1", "2", "3", "4", "5")
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    assert selection.find_table(machine, 2, environ=environ) == builtin_table(machine.gpu, 2)
+    assert cache.find_table(machine, 2, environ=environ) == builtin_table(machine.gpu, 2)
     measured = Table(2, {"bfloat16": (Row(64, ("nccl",)),)}, "measured")
     cache.save(machine, measured, environ=environ)
     known = builtin_table(machine.gpu, 2)
     assert known is not None
-    found = selection.find_table(machine, 2, environ=environ)
+    found = cache.find_table(machine, 2, environ=environ)
     assert found == msgspec.structs.replace(measured, fused=known.fused)
     own = {"bfloat16": (Row(8, ("apart",)),)}
     cache.save(machine, msgspec.structs.replace(measured, fused=own), environ=environ)
-    found = selection.find_table(machine, 2, environ=environ)
+    found = cache.find_table(machine, 2, environ=environ)
     assert found.fused == own
-    without = selection.find_table(machine, 2, use_cache=False, environ=environ)
+    without = cache.find_table(machine, 2, use_cache=False, environ=environ)
     assert without == builtin_table(machine.gpu, 2)
-    assert selection.find_table(machine, 3, environ=environ) is None
+    assert cache.find_table(machine, 3, environ=environ) is None
 
 
 def test_nccl_is_found_beside_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,22 +261,22 @@ class TestNeighbours:
             assert weight.shape == (16,)
             normed.append(out)
 
-        around = neighbours.Neighbours(message, norm, device="cpu")
+        around = measure.Neighbours(message, norm, device="cpu")
         tensor = torch.rand(3, 16)
         calls = around.calls(
             {"twice": lambda x: 2 * x}, {"fused": lambda x, residual, *_: (3 * x, residual)}
         )
-        assert list(calls) == [neighbours.BASELINE, "twice", "fused"]
-        products = [calls[neighbours.BASELINE](tensor) for _ in range(2 * neighbours.COPIES)]
-        assert len({product.sum().item() for product in products}) == neighbours.COPIES
+        assert list(calls) == [measure.BASELINE, "twice", "fused"]
+        products = [calls[measure.BASELINE](tensor) for _ in range(2 * measure.COPIES)]
+        assert len({product.sum().item() for product in products}) == measure.COPIES
         assert torch.equal(calls["twice"](tensor), 2 * products[0])
         assert torch.equal(normed[0], 2 * products[0])
         assert torch.equal(calls["fused"](tensor)[0], 3 * products[1])
         assert len(normed) == 1
 
     def test_what_the_product_takes_is_taken_off(self) -> None:
-        times = {neighbours.BASELINE: 5.0, "a": 7.5, "b": 4.9}
-        assert neighbours.without_product(times) == {"a": 2.5, "b": neighbours.SMALLEST}
+        times = {measure.BASELINE: 5.0, "a": 7.5, "b": 4.9}
+        assert measure.without_product(times) == {"a": 2.5, "b": measure.SMALLEST}
 
     def test_a_table_has_who_serves_both_beside_the_fastest_of_the_others(self) -> None:
         times = {
@@ -284,10 +284,10 @@ class TestNeighbours:
             4096: {"push": 6.0, "nccl": 9.0, names.FUSED_PUSH: 8.0},
             8192: {"push": 7.0, "nccl": 9.0},
         }
-        table = tuning.build_table({"bfloat16": times}, 2, "a test")
+        table = tables.build_table({"bfloat16": times}, 2, "a test")
         assert table.ranking(1024, "bfloat16") == ("push", "nccl")
         first = (names.FUSED_PUSH, names.FUSED_FLASHINFER, names.UNFUSED)
         assert table.fused_ranking(1024, "bfloat16") == first
         assert table.fused_ranking(4096, "bfloat16") == (names.UNFUSED, names.FUSED_PUSH)
-        plain = tuning.build_table({"bfloat16": {8192: times[8192]}}, 2, "a test")
+        plain = tables.build_table({"bfloat16": {8192: times[8192]}}, 2, "a test")
         assert plain.fused == {}

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from vllm_commext.allreduce import multicast
-from vllm_commext.allreduce.table import selection
+from vllm_commext.allreduce.table.cache import find_table
 from vllm_commext.allreduce.table.machine import Machine
-from vllm_commext.allreduce.table.table import Table
+from vllm_commext.allreduce.table.table import Table, describe
 from vllm_commext.cli.report import Check, Level
 
 SHM = Path("/dev/shm")
@@ -152,7 +152,7 @@ def tables(count: int, find: Callable[[int], Table | None]) -> Iterable[Check]:
     """Describe the table that `find` finds for each world size that `count` GPUs allow."""
     for world_size in (size for size in WORLD_SIZES if size <= count):
         table = find(world_size)
-        value = "; ".join(selection.describe(table))
+        value = "; ".join(describe(table))
         hint = TUNE.format(world_size) if table is None else ""
         yield Check("gpu", f"all-reduce over {world_size} GPUs", value, Level.INFO, hint)
 
@@ -167,11 +167,11 @@ def all_reduces(environ: Mapping[str, str]) -> Iterable[Check]:
     """Tell which backend serves which sizes here; torch must be installed."""
     import torch
 
-    from vllm_commext.allreduce.table.machine_facts import read_machine
+    from vllm_commext.allreduce.table.machine import read_machine
 
     yield multicast_state(environ)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < WORLD_SIZES[0]:
         return
     machine: Machine = read_machine(torch.device("cuda", 0))
-    yield from tables(count, lambda world_size: selection.find_table(machine, world_size))
+    yield from tables(count, lambda world_size: find_table(machine, world_size))

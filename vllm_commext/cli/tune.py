@@ -23,7 +23,7 @@ from vllm_commext.allreduce import multicast
 from vllm_commext.allreduce.message import ITEM_BYTES
 from vllm_commext.allreduce.table import table as tables
 from vllm_commext.allreduce.table.measure import SIZES
-from vllm_commext.allreduce.table.selection import describe, size_text
+from vllm_commext.allreduce.table.table import describe, size_text
 from vllm_commext.cli.tune_rank import PREFIX, RankOptions
 from vllm_commext.errors import CommextTimeoutError, UnsupportedError
 

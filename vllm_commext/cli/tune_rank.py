@@ -42,23 +42,23 @@ def say(kind: str, **values: Any) -> None:
 
 def run(options: RankOptions) -> None:
     """Measure all backends; rank 0 reports."""
-    from vllm_commext.allreduce import multicast, peers
+    from vllm_commext.allreduce import multicast
     from vllm_commext.allreduce.backends import flashinfer
     from vllm_commext.allreduce.backends.flashinfer_workspaces import MEASURING_BYTES
-    from vllm_commext.allreduce.dispatch.creation import Parts, create_dispatcher
-    from vllm_commext.allreduce.table import cache, measure, tuning
-    from vllm_commext.allreduce.table import table as tables
-    from vllm_commext.allreduce.table.machine_facts import read_machine
+    from vllm_commext.allreduce.creation import Parts, create_dispatcher
+    from vllm_commext.allreduce.table import cache, measure
+    from vllm_commext.allreduce.table.machine import have_access, measurable, read_machine
+    from vllm_commext.allreduce.table.table import build_table, encode
     from vllm_commext.collective import Collective
     from vllm_commext.compat.tp_group import fused_add_rms_norm, tensor_parallel
 
     multicast.keep_off()
-    flashinfer.allow_workspaces(MEASURING_BYTES)
+    flashinfer.shared.budget_bytes = MEASURING_BYTES
     with tensor_parallel(options.rank, options.world_size, options.port) as group:
         made = group.device_communicator
         custom = made.ca_comm if made.ca_comm is not None and not made.ca_comm.disabled else None
         parts = Parts(made.cpu_group, made.device_group, made.device, custom, made.pynccl_comm)
-        wanted = peers.measurable(peers.have_access(made.device))
+        wanted = measurable(have_access(made.device))
         dispatcher = create_dispatcher(parts, None, wanted=wanted)
         collective = Collective.over(parts.cpu_group)
         first = options.rank == 0
@@ -78,10 +78,10 @@ def run(options: RankOptions) -> None:
         )
         machine = read_machine(made.device)
         origin = f"measured on {options.world_size} x {machine.gpu}"
-        table = tuning.build_table(times, options.world_size, origin)
+        table = build_table(times, options.world_size, origin)
         if first:
             path = str(cache.save(machine, table, options.hidden)) if options.save else ""
-            text = tables.encode(table).decode()
+            text = encode(table).decode()
             say("table", table=text, path=path, machine=msgspec.to_builtins(machine))
         collective.run(lambda: None)
 

@@ -20,9 +20,8 @@ from vllm_commext.settings import read_settings
 if TYPE_CHECKING:
     import torch
 
-    from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
-    from vllm_commext.allreduce.dispatch.policy import FusedPolicy
-    from vllm_commext.allreduce.dispatch.startup import Requirements
+    from vllm_commext.allreduce.creation import Requirements
+    from vllm_commext.allreduce.dispatcher import Dispatcher, FusedPolicy
     from vllm_commext.collective import Collective
     from vllm_commext.gpu.facts import Facts
 
@@ -62,7 +61,7 @@ def why_not(communicator: Any, tcp_store_group: Any, by_itself: bool = False) ->
 
 
 def _requirements(facts: "Facts") -> "Requirements":
-    from vllm_commext.allreduce.dispatch.startup import Requirements
+    from vllm_commext.allreduce.creation import Requirements
 
     settings = read_settings()
     forced = settings["allreduce_backend"]
@@ -89,14 +88,13 @@ def _serve_fused_op(
     the same bits in any batch."""
     from vllm_commext.allreduce import names
     from vllm_commext.allreduce.backends.push import PushBackend
-    from vllm_commext.allreduce.dispatch.policy import FusedPolicy
+    from vllm_commext.allreduce.dispatcher import FusedPolicy
     from vllm_commext.allreduce.fused import op as fused_op
-    from vllm_commext.allreduce.fused.backend import FusedBackend, PushFused
-    from vllm_commext.allreduce.fused.kernels import FusedKernels
+    from vllm_commext.allreduce.fused.kernels import FusedKernels, PushFused
     from vllm_commext.collective import Collective
 
     push = made.backends.get(names.PUSH)
-    backends: list[FusedBackend] = []
+    backends: list[PushFused] = []
     if isinstance(push, PushBackend):
         kernels = FusedKernels(push.memory, Collective.over(communicator.cpu_group))
         backends.append(PushFused(kernels, communicator.world_size))
@@ -156,9 +154,9 @@ def attach(communicator: Any, tcp_store_group: Any = None) -> None:
 
 
 def _attach(communicator: Any, name: str) -> None:
-    from vllm_commext.allreduce.dispatch import startup
-    from vllm_commext.allreduce.dispatch.creation import Parts
-    from vllm_commext.allreduce.table.machine_facts import read_machine
+    from vllm_commext.allreduce import creation
+    from vllm_commext.allreduce.creation import Parts
+    from vllm_commext.allreduce.table.machine import read_machine
     from vllm_commext.collective import Collective
 
     facts = group_facts.agreed(communicator.cpu_group, communicator.device)
@@ -170,7 +168,7 @@ def _attach(communicator: Any, name: str) -> None:
         communicator.pynccl_comm,
     )
     required = _requirements(facts)
-    made = startup.start_dispatcher(parts, required, lambda: read_machine(parts.device))
+    made = creation.start_dispatcher(parts, required, lambda: read_machine(parts.device))
     if made is None:
         return
     vars(communicator)[ATTRIBUTE] = made
@@ -183,7 +181,7 @@ def _attach(communicator: Any, name: str) -> None:
         _give_back(communicator)
         raise
     if communicator.rank == 0:
-        for line in startup.lines(made, required):
+        for line in creation.lines(made, required):
             logger.info("commext: allreduce: group %s: %s", name, line)
 
 

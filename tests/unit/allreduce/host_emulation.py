@@ -10,7 +10,7 @@ import torch
 from tests.unit.allreduce import push_emulation
 from tests.unit.allreduce.push_emulation import compile_kernel
 from vllm_commext.allreduce.backends import host
-from vllm_commext.allreduce.backends.host_layout import HostLayout
+from vllm_commext.allreduce.backends.host import HostLayout
 from vllm_commext.gpu.launch import ELEMENT_CODES, arguments_type
 from vllm_commext.gpu.nvrtc import Program
 

@@ -11,7 +11,7 @@ import torch
 from tests.kit.host_kernels import compiled
 from tests.kit.threads import together
 from vllm_commext.allreduce.backends import push
-from vllm_commext.allreduce.backends.push_layout import PushLayout
+from vllm_commext.allreduce.backends.push import PushLayout
 from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.gpu.launch import ELEMENT_CODES, arguments_type
 from vllm_commext.gpu.nvrtc import Program

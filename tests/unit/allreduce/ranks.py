@@ -20,14 +20,18 @@ import msgspec
 import torch
 from torch import distributed
 
-from vllm_commext.allreduce import names
+from vllm_commext.allreduce import creation, names
 from vllm_commext.allreduce.backends import flashinfer_workspaces
 from vllm_commext.allreduce.backends.backend import NcclBackend, Ready
 from vllm_commext.allreduce.backends.flashinfer_workspaces import WorkspaceKey, Workspaces
-from vllm_commext.allreduce.dispatch import creation
-from vllm_commext.allreduce.dispatch.creation import Parts, create_dispatcher
-from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
-from vllm_commext.allreduce.dispatch.startup import Requirements, lines, start_dispatcher
+from vllm_commext.allreduce.creation import (
+    Parts,
+    Requirements,
+    create_dispatcher,
+    lines,
+    start_dispatcher,
+)
+from vllm_commext.allreduce.dispatcher import Dispatcher
 from vllm_commext.allreduce.message import Message
 from vllm_commext.allreduce.table import builtin, cache, measure
 from vllm_commext.allreduce.table.machine import Machine

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from vllm_commext.allreduce import dispatcher as dispatchers
 from vllm_commext.allreduce import names
-from vllm_commext.allreduce.dispatch import dispatcher as dispatchers
-from vllm_commext.allreduce.dispatch.dispatcher import Dispatcher
+from vllm_commext.allreduce.dispatcher import Dispatcher
 from vllm_commext.allreduce.message import PACK_BYTES, Message
 from vllm_commext.allreduce.table.table import Row, Table
 

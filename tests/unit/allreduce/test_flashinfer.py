@@ -10,8 +10,8 @@ import torch
 from torch import distributed
 
 from vllm_commext.allreduce import multicast
-from vllm_commext.allreduce.backends import flashinfer, flashinfer_workspaces
-from vllm_commext.allreduce.backends.flashinfer import FlashInferAllReduce, FlashInferBackend
+from vllm_commext.allreduce.backends import flashinfer_workspaces
+from vllm_commext.allreduce.backends.flashinfer import FlashInferBackend
 from vllm_commext.allreduce.backends.flashinfer_workspaces import Workspaces, check_flashinfer
 from vllm_commext.allreduce.message import Message
 from vllm_commext.errors import UnsupportedError
@@ -75,9 +75,8 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Stub:
     return made
 
 
-def communicator(workspaces: Workspaces | None = None) -> FlashInferAllReduce:
-    device = torch.device("cpu")
-    return FlashInferAllReduce(GROUP, device, workspaces=workspaces or Workspaces())
+def backend(one_shot: bool | None = True, kept: Workspaces | None = None) -> FlashInferBackend:
+    return FlashInferBackend(GROUP, one_shot, workspaces=kept or Workspaces())
 
 
 def test_a_flashinfer_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +107,9 @@ def test_without_flashinfer_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_workspace_is_trtllms_by_name_and_leaves_random_numbers_alone(stub: Stub) -> None:
-    ours = communicator()
+    ours = backend()
     state = random.getstate()
-    assert ours.prepare(Message((3, 4096), "bfloat16"))
+    ours.prepare(Message((3, 4096), "bfloat16"))
     assert random.getstate() == state
     (options,) = stub.created
     assert options["backend"] == "trtllm"
@@ -121,10 +120,11 @@ def test_the_workspace_is_trtllms_by_name_and_leaves_random_numbers_alone(stub: 
 
 
 def test_there_is_one_for_each_dtype_class_and_hidden_size(stub: Stub) -> None:
-    ours = communicator()
+    ours = backend()
     for dtype in ("bfloat16", "float16", "float32", "bfloat16"):
         for hidden in (4096, 8192):
-            assert ours.prepare(Message((1, hidden), dtype))
+            ours.prepare(Message((1, hidden), dtype))
+            assert ours.is_ready(Message((1, hidden), dtype))
     assert len(stub.created) == 4
     ours.destroy()
     assert (stub.destroyed, len(stub.forgotten)) == (4, 4)
@@ -132,13 +132,13 @@ def test_there_is_one_for_each_dtype_class_and_hidden_size(stub: Stub) -> None:
 
 
 def test_what_it_cannot_take_creates_nothing(stub: Stub) -> None:
-    ours = communicator()
+    ours = backend()
     for message in (
         *(Message((4096,), "bfloat16"), Message((1, 1, 4096), "bfloat16"), Message((), "float32")),
         *(Message((3, 7), "bfloat16"), Message((3, 0), "bfloat16"), Message((3, 8), "int8")),
     ):
-        assert not ours.prepare(message)
-        assert not ours.could_take(message, one_shot=True)
+        ours.prepare(message)
+        assert not ours.takes(message)
     assert not stub.created
 
 
@@ -146,14 +146,13 @@ def test_what_it_cannot_take_creates_nothing(stub: Stub) -> None:
 def test_calls_end_before_the_next_begins_and_add_in_float32(
     stub: Stub, dtype: torch.dtype
 ) -> None:
-    ours = communicator()
-    one, two = (FlashInferBackend(ours, one_shot) for one_shot in (True, False))
+    workspaces = Workspaces()
+    one, two = (backend(one_shot, workspaces) for one_shot in (True, False))
     tensor = torch.zeros(5, 64, dtype=dtype)
-    ours.prepare(Message((1, 64), str(dtype).removeprefix("torch.")))
+    one.prepare(Message((1, 64), str(dtype).removeprefix("torch.")))
     one.all_reduce(tensor)
     two.all_reduce(tensor)
-    ours.all_reduce(tensor[:2])  # two rows of two ranks: FlashInfer's own choice would stop at it
-    assert [call["use_oneshot"] for call in stub.calls] == [True, False, True]
+    assert [call["use_oneshot"] for call in stub.calls] == [True, False]
     for call in stub.calls:
         assert call["trigger_completion_at_end"]
         assert call["fp32_acc"] == (dtype is not torch.float32)
@@ -165,33 +164,19 @@ def test_mnnvl_needs_multicast_to_be_allowed(stub: Stub, monkeypatch: pytest.Mon
     message = Message((1, 64), "bfloat16")
     for allow, created in (("0", 0), ("1", 1)):
         monkeypatch.setenv(multicast.TOGGLE, allow)
-        ours = FlashInferAllReduce(
-            GROUP, torch.device("cpu"), backend="mnnvl", workspaces=Workspaces()
-        )
-        assert ours.prepare(message) == bool(created)
+        ours = backend(None)
+        ours.prepare(message)
+        assert ours.is_ready(message) == bool(created)
         assert len(stub.created) == created
-        backend = FlashInferBackend(ours, None)
-        taken = [backend.takes(Message((rows, 64), "bfloat16")) for rows in (4, 5)]
+        taken = [ours.takes(Message((rows, 64), "bfloat16")) for rows in (4, 5)]
         assert taken == [True, not created]  # once it is there, its own bound counts
 
 
-def test_a_workspace_by_vllms_function_has_room_for_the_rows(
-    stub: Stub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flashinfer, "_shared", Workspaces())
-    arguments: Any = (2, 0, 16, 64, torch.bfloat16, GROUP)
-    workspace = flashinfer.get_fi_ar_workspace(*arguments)
-    assert workspace is flashinfer.get_fi_ar_workspace(*arguments)
-    assert flashinfer.get_fi_ar_workspace(2, 0, 17, 64, torch.bfloat16, GROUP) is None
-    assert (len(stub.created), stub.destroyed) == (1, 0)
-
-
 def test_the_norm_comes_by_the_one_shot_kernel_into_new_tensors(stub: Stub) -> None:
-    ours = communicator()
+    ours = backend()
     tensor, residual = torch.zeros(5, 64), torch.ones(5, 64)
     ours.prepare(Message((1, 64), "float32"))
-    backend = FlashInferBackend(ours, True)
-    out, new = backend.add_norm(tensor, residual, torch.ones(64), 1e-5)
+    out, new = ours.add_norm(tensor, residual, torch.ones(64), 1e-5)
     (call,) = stub.calls
     assert call["norm_out"] is out
     assert call["residual_out"] is new

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from vllm_commext.allreduce.dispatch.policy import FusedPolicy
+from vllm_commext.allreduce.dispatcher import FusedPolicy
 from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.graph import (
     NEXT_WEIGHT,
@@ -21,8 +21,7 @@ from vllm_commext.allreduce.fused.graph import (
     name_next_weights,
     rewrite,
 )
-from vllm_commext.allreduce.fused.layout import EPILOGUES, FusedShape
-from vllm_commext.allreduce.fused.prefetch import LEAST_WEIGHT_BYTES
+from vllm_commext.allreduce.fused.layout import EPILOGUES, LEAST_WEIGHT_BYTES, FusedShape
 
 OURS, OTHER, EPS, HIDDEN = "ours", "another", 1e-5, 16
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32

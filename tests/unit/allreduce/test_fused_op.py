@@ -13,21 +13,20 @@ from tests.kit.host_kernels import COMPILER
 from tests.kit.threads import together
 from tests.unit.allreduce.fused_emulation import expected, library, make_call
 from vllm_commext.allreduce import names
-from vllm_commext.allreduce.dispatch.policy import FusedPolicy
+from vllm_commext.allreduce.dispatcher import FusedPolicy
 from vllm_commext.allreduce.fused import kernels as fused
 from vllm_commext.allreduce.fused import op as fused_op
-from vllm_commext.allreduce.fused.backend import PushFused
-from vllm_commext.allreduce.fused.kernels import FusedKernels
+from vllm_commext.allreduce.fused.kernels import FusedKernels, PushFused
 from vllm_commext.allreduce.fused.layout import (
     EPILOGUES,
     GROUP_FP8,
+    LEAST_WEIGHT_BYTES,
     ROW_FP8,
     Form,
     FusedShape,
     forms,
 )
 from vllm_commext.allreduce.fused.op import FusedNorm, all_reduce_add_rms_norm
-from vllm_commext.allreduce.fused.prefetch import LEAST_WEIGHT_BYTES
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.gpu.launch import Device

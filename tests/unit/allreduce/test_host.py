@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.allreduce import names, peers
+from vllm_commext.allreduce import creation, names
 from vllm_commext.allreduce.backends import host
-from vllm_commext.allreduce.backends.host_layout import (
+from vllm_commext.allreduce.backends.host import (
     CHUNK_PACKS,
     CHUNKS,
     FLAG_PARCELS,
@@ -23,9 +23,8 @@ from vllm_commext.allreduce.backends.host_layout import (
     UNIT_PARCELS,
     HostLayout,
 )
-from vllm_commext.allreduce.dispatch import startup
 from vllm_commext.allreduce.message import PACK_BYTES
-from vllm_commext.allreduce.table import machine_facts, selection
+from vllm_commext.allreduce.table import cache, machine
 from vllm_commext.allreduce.table.machine import NO_ACCESS, Machine
 from vllm_commext.gpu import host_memory
 from vllm_commext.gpu.facts import Facts
@@ -138,8 +137,8 @@ class TestWhoIsAsked:
         ],
     )
     def test_the_user_may_refuse_peer_access(self, environ: dict[str, str], refused: bool) -> None:
-        assert peers.is_refused(environ) is refused
-        assert peers.have_access(torch.device("cpu"), environ) is not refused
+        assert machine.is_refused(environ) is refused
+        assert machine.have_access(torch.device("cpu"), environ) is not refused
 
     @pytest.mark.parametrize("without", [None, (0, 1), (2, 0)])
     def test_every_pair_counts(
@@ -147,40 +146,40 @@ class TestWhoIsAsked:
     ) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: pair != without)
-        assert peers.have_access(torch.device("cuda", 0), {}) is (without is None)
+        assert machine.have_access(torch.device("cuda", 0), {}) is (without is None)
 
     def test_backends(self) -> None:
-        assert names.HOST not in peers.measurable(True)
-        assert {names.HOST, *peers.measurable(True)} == set(names.BACKENDS)
-        assert peers.measurable(False) == (names.HOST, names.NCCL)
+        assert names.HOST not in machine.measurable(True)
+        assert {names.HOST, *machine.measurable(True)} == set(names.BACKENDS)
+        assert machine.measurable(False) == (names.HOST, names.NCCL)
 
     @pytest.mark.parametrize(
         ("forced", "only"), [(None, "push"), ("host", "host"), ("push", "push")]
     )
     def test_one_order_of_sums_may_be_this_ones(self, forced: str | None, only: str) -> None:
-        required = startup.Requirements(forced, facts=Facts(invariant=True))
+        required = creation.Requirements(forced, facts=Facts(invariant=True))
         assert required.only == only
-        assert startup.why_none(required) == ""
-        assert "for which nccl is none" in startup.why_none(
-            startup.Requirements("nccl", facts=Facts(invariant=True))
+        assert creation.why_none(required) == ""
+        assert "for which nccl is none" in creation.why_none(
+            creation.Requirements("nccl", facts=Facts(invariant=True))
         )
 
     def test_no_table_of_machines_with_peer_access_serves_without(self) -> None:
         known = Machine("NVIDIA H200", "NV18", "", "", "", "", "")
         without = Machine("NVIDIA H200", NO_ACCESS, "", "", "", "", "")
-        assert selection.find_table(known, 2, use_cache=False) is not None
-        assert selection.find_table(without, 2, use_cache=False) is None
+        assert cache.find_table(known, 2, use_cache=False) is not None
+        assert cache.find_table(without, 2, use_cache=False) is None
 
     def test_a_machine_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         properties = type("Properties", (), {"name": "a GPU", "uuid": "u"})()
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
-        monkeypatch.setattr(machine_facts, "_driver_and_link", lambda _: ("1", "NV18"))
+        monkeypatch.setattr(machine, "_driver_and_link", lambda _: ("1", "NV18"))
         device = torch.device("cuda", 0)
-        assert machine_facts.read_machine(device).link == "NV18"
+        assert machine.read_machine(device).link == "NV18"
         monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-        assert machine_facts.read_machine(device).link == NO_ACCESS
+        assert machine.read_machine(device).link == NO_ACCESS
 
 
 class TestHostMemory:

@@ -16,7 +16,7 @@ from tests.kit.threads import together
 from tests.unit.allreduce.host_emulation import Ranks, library
 from tests.unit.allreduce.push_emulation import in_order_of_ranks, random_calls
 from vllm_commext.allreduce.backends import host
-from vllm_commext.allreduce.backends.host_layout import CHUNK_PACKS, CHUNKS, ONE_SHOT
+from vllm_commext.allreduce.backends.host import CHUNK_PACKS, CHUNKS, ONE_SHOT
 from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.gpu.launch import ELEMENT_CODES, Device
 from vllm_commext.gpu.nvrtc import Program

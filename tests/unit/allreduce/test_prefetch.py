@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.allreduce.fused import prefetch
-from vllm_commext.allreduce.fused.prefetch import NOTHING, PIECE_ALIGNMENT, of_weight, pieces
+from vllm_commext.allreduce.fused import layout
+from vllm_commext.allreduce.fused.layout import NOTHING, PIECE_ALIGNMENT, of_weight, pieces
 
 MIB = 1 << 20
 
@@ -46,13 +46,13 @@ def test_every_row_that_a_product_begins_with_has_a_piece(
 
 @pytest.mark.parametrize(("rows", "blocks"), [(1, 64), (64, 64), (100, 32), (117, 0), (500, 0)])
 def test_blocks_that_prefetch_find_a_multiprocessor(rows: int, blocks: int) -> None:
-    assert prefetch.spare_blocks(rows, 132) == blocks
+    assert layout.spare_blocks(rows, 132) == blocks
 
 
 class TestWeights:
     """Which tensors pieces are asked of."""
 
-    def pieces_of(self, weight: torch.Tensor | None) -> tuple[int, prefetch.Pieces]:
+    def pieces_of(self, weight: torch.Tensor | None) -> tuple[int, layout.Pieces]:
         return of_weight(weight, 132, 8 * MIB)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

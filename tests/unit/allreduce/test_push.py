@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.allreduce.backends import push, push_layout
-from vllm_commext.allreduce.backends.push_layout import CHUNK_PACKS, HALVES, PushLayout
+from vllm_commext.allreduce.backends import push
+from vllm_commext.allreduce.backends.push import CHUNK_PACKS, HALVES, PushLayout
 from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.gpu.launch import ELEMENT_CODES, WARP
 
@@ -15,7 +15,7 @@ MOST_THREADS = 1024
 
 def pieces_of_a_half(layout: PushLayout, num_packs: int) -> list[int]:
     """Where the packs of a message stand in a half, by the kernels' own description."""
-    if layout.kernel == push_layout.ONE_SHOT:
+    if layout.kernel == push.ONE_SHOT:
         return list(range(num_packs))
     own = layout.max_packs // layout.world_size
     summed = [

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_commext.allreduce import names
-from vllm_commext.allreduce.dispatch.policy import FusedPolicy, Policy
+from vllm_commext.allreduce.dispatcher import FusedPolicy, Policy
 from vllm_commext.allreduce.message import ITEM_BYTES, Message, message_of_bytes
-from vllm_commext.allreduce.table import builtin, cache, tuning
+from vllm_commext.allreduce.table import builtin, cache
 from vllm_commext.allreduce.table import table as tables
 from vllm_commext.allreduce.table.machine import Machine, digest
 from vllm_commext.allreduce.table.table import Row, Table
@@ -57,11 +57,11 @@ def test_a_message_of_part_of_an_element_is_refused() -> None:
 def test_the_table_names_the_fastest_at_every_measured_size(
     times: Mapping[int, Mapping[str, float]], between: int
 ) -> None:
-    table = tuning.build_table({"bfloat16": times}, 2, "test")
+    table = tables.build_table({"bfloat16": times}, 2, "test")
     for size, measured in times.items():
         ranking = table.ranking(size, "bfloat16")
         assert set(ranking) == set(measured)
-        assert tuning.regret(measured[ranking[0]], measured) <= tuning.MIN_GAIN + 1e-9
+        assert tables.regret(measured[ranking[0]], measured) <= tables.MIN_GAIN + 1e-9
     assert (table.ranking(between, "bfloat16") == ()) == (between > max(times))
 
 
@@ -74,33 +74,33 @@ def test_the_table_names_the_fastest_at_every_measured_size(
 def test_a_crossover_lies_between_its_sizes(
     low: int, more: int, incumbent: list[float], rival: list[float]
 ) -> None:
-    assert low <= tuning.crossover(low, low + more, incumbent, rival) < low + more
+    assert low <= tables.crossover(low, low + more, incumbent, rival) < low + more
 
 
 def test_lines_that_cross_in_the_middle_do_so_at_the_geometric_mean() -> None:
-    assert tuning.crossover(1024, 4096, (10, 30), (20, 20)) == pytest.approx(2048, abs=1)
+    assert tables.crossover(1024, 4096, (10, 30), (20, 20)) == pytest.approx(2048, abs=1)
 
 
 def test_a_sample_counts_as_its_slowest_rank() -> None:
-    assert tuning.median_of_slowest([[1, 9, 2], [4, 3, 2]]) == 4
+    assert tables.median_of_slowest([[1, 9, 2], [4, 3, 2]]) == 4
     with pytest.raises(ValueError, match="at least one"):
-        tuning.median_of_slowest([[], []])
+        tables.median_of_slowest([[], []])
 
 
 def test_noise_does_not_change_the_winner() -> None:
     times = {1024: {"custom": 10.0, "nccl": 20.0}, 2048: {"custom": 10.1, "nccl": 10.0}}
-    assert [row.ranking[0] for row in tuning.build_rows(times)] == ["custom"]
+    assert [row.ranking[0] for row in tables.build_rows(times)] == ["custom"]
 
 
 def test_a_backend_with_a_bound_serves_up_to_it() -> None:
     times = {1024: {"custom": 1.0, "nccl": 2.0}, 4096: {"nccl": 3.0}}
-    assert tuning.build_rows(times) == (Row(4095, ("custom", "nccl")), Row(4096, ("nccl",)))
+    assert tables.build_rows(times) == (Row(4095, ("custom", "nccl")), Row(4096, ("nccl",)))
 
 
 @bounded
 @given(TIMES)
 def test_a_table_survives_its_file(times: Mapping[int, Mapping[str, float]]) -> None:
-    table = tuning.build_table({"bfloat16": times, "float32": times}, 4, "test")
+    table = tables.build_table({"bfloat16": times, "float32": times}, 4, "test")
     assert tables.decode(tables.encode(table)) == table
 
 
@@ -423,6 +423,6 @@ class TestCache:
 
 
 def test_regret_is_relative_to_the_best() -> None:
-    assert math.isclose(tuning.regret(12.0, {"a": 10.0, "b": 12.0}), 0.2)
+    assert math.isclose(tables.regret(12.0, {"a": 10.0, "b": 12.0}), 0.2)
     with pytest.raises(ValueError, match="at least one"):
-        tuning.regret(1.0, {})
+        tables.regret(1.0, {})

@@ -5,22 +5,145 @@ They push the message over the links and add what arrives at the same time, so t
 copy into memory that peers can read, which all other kernels that take a plain tensor make first.
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_commext.allreduce import names
 from vllm_commext.allreduce.backends.backend import TIMEOUT_SECONDS, OwnKernels
-from vllm_commext.allreduce.backends.push_layout import PushLayout
-from vllm_commext.allreduce.backends.push_memory import PushMemory
+from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.gpu import launch
-from vllm_commext.gpu.launch import ELEMENT_CODES, Function, arguments_type
+from vllm_commext.gpu.ipc import IpcBuffer, allocate, free
+from vllm_commext.gpu.launch import ELEMENT_CODES, WARP, Function, arguments_type
 from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.gpu.peer_check import EMPTY, check_delivery
 
 if TYPE_CHECKING:
     from vllm_commext.collective import Collective
 
+ONE_SHOT, TWO_SHOT = "push_all_reduce", "push_two_shot"
+CHUNK_PACKS = WARP  # that one warp moves at a time
+ONE_SHOT_CHUNKS = 8  # that a block handles at a time
+TWO_SHOT_CHUNKS = 8  # the same, rounded down to as many of every rank, but at least one
+HALVES = 2
+CLEANUP_SECONDS = 5.0
 BLOCKS_PER_MULTIPROCESSOR = 2
 MAX_MESSAGE_BYTES = 64 << 20
 ARGUMENTS = "push_args.h"
+
+
+@dataclass(frozen=True)
+class PushLayout:
+    """Of a group's kernel and of the memory that its ranks map.
+
+    It has two halves. Between two ranks, a half is the peer's message. Between more it is, from
+    every peer, the chunks that this rank sums, and then the sums of the whole message.
+
+    Attributes:
+        world_size: ranks, 2 to 8.
+        max_bytes: of the largest message.
+    """
+
+    world_size: int
+    max_bytes: int
+
+    @property
+    def kernel(self) -> str:
+        """`ONE_SHOT` or `TWO_SHOT`: its name and that of its file."""
+        return ONE_SHOT if self.world_size == 2 else TWO_SHOT
+
+    @property
+    def share(self) -> int:
+        """Chunks of every rank that a block of the two-shot kernel handles at a time."""
+        return max(1, TWO_SHOT_CHUNKS // self.world_size)
+
+    @property
+    def block_chunks(self) -> int:
+        """Chunks that a block handles at a time."""
+        return ONE_SHOT_CHUNKS if self.kernel == ONE_SHOT else self.share * self.world_size
+
+    @property
+    def threads(self) -> int:
+        """Of a block: a warp for a chunk's way out, and one for what comes of it."""
+        if self.kernel == ONE_SHOT:
+            return 2 * ONE_SHOT_CHUNKS * WARP
+        return (2 * self.share * (self.world_size - 1) + self.share) * WARP
+
+    @property
+    def max_packs(self) -> int:
+        """Of the largest message, rounded up to as many whole chunks of every rank."""
+        everybody = CHUNK_PACKS * self.world_size
+        return -(-self.max_bytes // (everybody * PACK_BYTES)) * everybody
+
+    @property
+    def half_packs(self) -> int:
+        """Packs of staging memory in one of the halves."""
+        if self.kernel == ONE_SHOT:
+            return self.max_packs
+        return self.max_packs // self.world_size * (self.world_size - 1) + self.max_packs
+
+    @property
+    def num_bytes(self) -> int:
+        """Of it all, on every rank."""
+        return HALVES * self.half_packs * PACK_BYTES
+
+    def num_blocks(self, num_packs: int, most: int) -> int:
+        """Blocks of a launch: enough for every chunk, but not more than `most`."""
+        chunks = -(-num_packs // CHUNK_PACKS)
+        return min(-(-chunks // self.block_chunks), most)
+
+    def macros(self, element: int, rank: int) -> dict[str, int]:
+        """The macros of the kernel, for the code of an element type."""
+        macros = {"ELEMENT": element, "WORLD_SIZE": self.world_size, "RANK": rank}
+        return macros if self.kernel == ONE_SHOT else {**macros, "SHARE": self.share}
+
+
+class PushMemory:
+    """Of one rank, with that of its peers mapped; collective to create.
+
+    It serves one stream at a time.
+
+    Args:
+        layout: its size; the kernels divide a half of it as each needs.
+        collective: of the group.
+
+    Attributes:
+        half_packs: packs of 16 bytes in one of its halves.
+        addresses: of each rank's memory in this process, in the order of ranks.
+        state: address of the number of the last call, followed by how many blocks came since.
+
+    Raises:
+        UnsupportedError: a peer's memory cannot be mapped, or what is stored there does not arrive,
+            on any rank; all ranks raise it.
+    """
+
+    def __init__(self, layout: PushLayout, collective: "Collective") -> None:
+        self.half_packs = layout.half_packs
+        self._buffer: IpcBuffer | None = IpcBuffer(collective, layout.num_bytes, fill=EMPTY)
+        self.addresses, self.state = self._buffer.serialize(), 0
+        try:
+            collective.agree(self._make_counter)
+            check_delivery(self.addresses, collective)
+        except Exception:
+            self._release(self._buffer)
+            raise
+
+    def _make_counter(self) -> None:
+        self.state = allocate(8)
+
+    def _release(self, buffer: IpcBuffer) -> None:
+        buffer.cleanup(CLEANUP_SECONDS)
+        if self.state:
+            free(self.state)
+
+    def destroy(self) -> None:
+        """Unmap and free the memory; a second call changes nothing."""
+        import torch
+
+        buffer, self._buffer = self._buffer, None
+        if buffer is None:
+            return
+        torch.cuda.synchronize()
+        self._release(buffer)
 
 
 def program(layout: PushLayout) -> Program:

@@ -22,8 +22,14 @@ from torch._guards import detect_fake_mode
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from vllm_commext.allreduce.fused.layout import EPILOGUES, GROUP, GROUP_FP8, STATIC_FP8, FusedShape
-from vllm_commext.allreduce.fused.prefetch import LEAST_WEIGHT_BYTES
+from vllm_commext.allreduce.fused.layout import (
+    EPILOGUES,
+    GROUP,
+    GROUP_FP8,
+    LEAST_WEIGHT_BYTES,
+    STATIC_FP8,
+    FusedShape,
+)
 from vllm_commext.allreduce.message import ITEM_BYTES
 
 OPERANDS = 5  # of our op, before what is to become of the norm

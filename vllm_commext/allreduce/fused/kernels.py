@@ -9,7 +9,8 @@ bits whichever form serves it.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_commext.allreduce.fused import prefetch
+from vllm_commext.allreduce import names
+from vllm_commext.allreduce.fused import layout
 from vllm_commext.allreduce.fused.layout import (
     GROUP,
     GROUP_FP8,
@@ -20,6 +21,7 @@ from vllm_commext.allreduce.fused.layout import (
     Form,
     FusedShape,
 )
+from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import launch
 from vllm_commext.gpu.launch import arguments_type
@@ -28,7 +30,7 @@ from vllm_commext.gpu.nvrtc import Program
 if TYPE_CHECKING:
     import torch
 
-    from vllm_commext.allreduce.backends.push_memory import PushMemory
+    from vllm_commext.allreduce.backends.push import PushMemory
     from vllm_commext.collective import Collective
 
 TIMEOUT_SECONDS = 600.0  # as NCCL's: a rank may be compiling
@@ -88,7 +90,7 @@ class FusedKernels:
     def __init__(self, memory: "PushMemory", collective: "Collective") -> None:
         self._memory, self._collective = memory, collective
         self._device = launch.current_device()
-        self.prefetched, self.prefetch_after = prefetch.TOTAL_BYTES, prefetch.AFTER_CYCLES
+        self.prefetched, self.prefetch_after = layout.TOTAL_BYTES, layout.AFTER_CYCLES
         self._functions: dict[tuple[FusedShape, Form], launch.Function] = {}
         made = arguments_type(ARGUMENTS, WORLD_SIZE=collective.world_size)()
         made.state, made.half_packs = memory.state, memory.half_packs
@@ -174,9 +176,68 @@ class FusedKernels:
         made.row_blocks = row_blocks
         if form.kernel != ONE_PHASE:
             return 0
-        spare = prefetch.spare_blocks(row_blocks, multiprocessors)
-        made.next, pieces = prefetch.of_weight(weight, multiprocessors, self.prefetched)
+        spare = layout.spare_blocks(row_blocks, multiprocessors)
+        made.next, pieces = layout.of_weight(weight, multiprocessors, self.prefetched)
         made.prefetch_after = self.prefetch_after
         made.num_pieces, made.piece_bytes = pieces.count, pieces.num_bytes
         made.piece_stride = pieces.stride
         return spare if pieces.count else 0  # of no pieces nothing is asked
+
+
+class PushFused:
+    """Our kernels: one launch, or several where the staging memory holds a part of the rows.
+
+    Args:
+        kernels: of the group.
+        world_size: ranks of the group.
+    """
+
+    name = names.FUSED_PUSH
+
+    def __init__(self, kernels: FusedKernels, world_size: int) -> None:
+        self._kernels, self._world_size = kernels, world_size
+
+    def prepare(self, shape: FusedShape) -> None:
+        """Compile and load every form that a number of rows may need; collective."""
+        self._kernels.prepare(shape, layout.forms(shape, self._world_size))
+
+    def takes(self, shape: FusedShape, num_rows: int) -> bool:
+        """Any number of rows, if one finds room."""
+        form = layout.choose(shape, num_rows, self._world_size)
+        return num_rows > 0 and self._kernels.fits(shape, form, 1)
+
+    def run(
+        self,
+        shape: FusedShape,
+        x: "torch.Tensor",
+        residual: "torch.Tensor | None",
+        weight: "torch.Tensor",
+        eps: float,
+        scale: "torch.Tensor | None",
+        next_weight: "torch.Tensor | None" = None,
+    ) -> Outputs:
+        """Launches one after the other, on as many rows each as find room."""
+        x, weight = plain(x), plain(weight)
+        residual = None if residual is None else plain(residual)
+        form = layout.choose(shape, len(x), self._world_size)
+        most = self._kernels.most_rows(shape, form)
+        if len(x) <= most:
+            to_new = (shape, form, x, residual, weight, eps, scale)
+            return self._kernels.run(*to_new, next_weight=next_weight)
+        outputs = make_outputs(shape, x, scale)
+        for first in range(0, len(x), most):
+            part = slice(first, first + most)
+            scales = outputs.scales if len(outputs.scales) < len(x) else outputs.scales[part]
+            to = Outputs(outputs.out[part], outputs.residual[part], scales)
+            old = None if residual is None else residual[part]
+            self._kernels.run(shape, form, x[part], old, weight, eps, scale, to)
+        return outputs
+
+
+def plain(tensor: "torch.Tensor") -> "torch.Tensor":
+    """The tensor itself where a kernel can take it, else a copy."""
+    import torch
+
+    if tensor.is_contiguous() and tensor.data_ptr() % PACK_BYTES == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

@@ -1,9 +1,13 @@
 """All-reduce, residual and RMSNorm in one kernel: its forms, and what each takes; arithmetic."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from vllm_commext.allreduce.message import ITEM_BYTES, PACK_BYTES
 from vllm_commext.gpu.launch import ELEMENT_CODES, WARP
+
+if TYPE_CHECKING:
+    import torch
 
 ONE_PHASE, TWO_PHASE = "fused_one_phase", "fused_two_phase"
 NORM, STATIC_FP8, ROW_FP8, GROUP_FP8 = range(4)  # as the kernels' EPILOGUE has them
@@ -19,6 +23,14 @@ GROUP = 128  # elements that share a scale under `GROUP_FP8`
 MOST_WARPS = 32  # of a block
 ONE_PHASE_BYTES = 256 << 10  # of more ranks than two; there an all-reduce's two kinds are equal
 WORLD_SIZES = range(2, 9)
+# In a chain of matrix products on two H100s, of 0 to 16 MiB and 0 to 2400 cycles, these cost least
+# over 1, 16 and 64 rows (benchmarks/fused_layer.py).
+TOTAL_BYTES = 16 << 20
+MOST_BLOCKS, LEAST_BLOCKS = 64, 16  # of a launch, beside those that take rows
+TILE_ROWS = 128  # of weights, that a multiprocessor begins with
+PIECE_ALIGNMENT = 128  # bytes: a line of the cache
+AFTER_CYCLES = 1200  # of a launch: its own first loads come before
+LEAST_WEIGHT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -133,3 +145,61 @@ def forms(shape: FusedShape, world_size: int) -> tuple[Form, ...]:
     """All that `choose` can return, each once."""
     kernels = (ONE_PHASE,) if world_size == 2 else (ONE_PHASE, TWO_PHASE)
     return tuple(Form(kernel, warps(shape, 1)) for kernel in kernels)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Of a matrix in memory, row by row.
+
+    Attributes:
+        count: of pieces, one a row.
+        num_bytes: of a piece, a multiple of `PIECE_ALIGNMENT`.
+        stride: bytes from one's beginning to the next's.
+    """
+
+    count: int
+    num_bytes: int
+    stride: int
+
+
+NOTHING = Pieces(0, 0, 0)
+
+
+def pieces(rows: int, row_bytes: int, stride: int, multiprocessors: int, total: int) -> Pieces:
+    """What to prefetch of a matrix: the beginning of those rows that are begun with.
+
+    Args:
+        rows: of the matrix, one a column of the product.
+        row_bytes: of a row.
+        stride: bytes from one row's beginning to the next's.
+        total: bytes at most.
+    """
+    covered = min(rows, multiprocessors * TILE_ROWS, total // PIECE_ALIGNMENT)
+    if covered < 1 or stride % PIECE_ALIGNMENT:
+        return NOTHING
+    each = min(total // covered, row_bytes) // PIECE_ALIGNMENT * PIECE_ALIGNMENT
+    return Pieces(covered, each, stride) if each else NOTHING
+
+
+def spare_blocks(row_blocks: int, multiprocessors: int) -> int:
+    """Blocks that prefetch beside so many that take rows: those that find a multiprocessor."""
+    spare = min(MOST_BLOCKS, multiprocessors - row_blocks)
+    return spare if spare >= LEAST_BLOCKS else 0
+
+
+def of_weight(
+    weight: "torch.Tensor | None", multiprocessors: int, total: int
+) -> tuple[int, Pieces]:
+    """The address of what a product takes beside our output, and the pieces of it, `total` bytes at
+    most: of a matrix that lies row by row, or transposed column by column. Nothing of any other
+    tensor."""
+    if weight is None or weight.dim() != 2 or weight.numel() * weight.itemsize < LEAST_WEIGHT_BYTES:
+        return 0, NOTHING
+    rows, columns = weight.shape
+    if weight.stride(1) != 1:
+        rows, columns = columns, rows
+    outer, inner = max(weight.stride()), min(weight.stride())
+    if inner != 1 or outer < columns or weight.data_ptr() % PACK_BYTES:
+        return 0, NOTHING
+    sizes = columns * weight.itemsize, outer * weight.itemsize
+    return weight.data_ptr(), pieces(rows, *sizes, multiprocessors, total)

@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vllm_commext.allreduce import names
-from vllm_commext.allreduce.dispatch.policy import FusedPolicy
-from vllm_commext.allreduce.fused.backend import FusedBackend
-from vllm_commext.allreduce.fused.kernels import Outputs, make_outputs
+from vllm_commext.allreduce.dispatcher import FusedPolicy
+from vllm_commext.allreduce.fused.kernels import Outputs, PushFused, make_outputs
 from vllm_commext.allreduce.fused.layout import (
     EPILOGUES,
     GROUP,
@@ -97,7 +96,7 @@ class FusedNorm:
         calls: by the name of who served them. Under CUDA graphs a call counts where it is captured.
     """
 
-    def __init__(self, apart: Apart, backends: Sequence[FusedBackend], policy: FusedPolicy) -> None:
+    def __init__(self, apart: Apart, backends: Sequence[PushFused], policy: FusedPolicy) -> None:
         self._apart, self.policy = apart, policy
         self._backends = {backend.name: backend for backend in backends}
         self._usable: dict[FusedShape, tuple[str, ...]] = {}
@@ -152,7 +151,7 @@ class FusedNorm:
         return self._usable[shape]
 
 
-def is_prepared(backend: FusedBackend, shape: FusedShape) -> bool:
+def is_prepared(backend: PushFused, shape: FusedShape) -> bool:
     """Whether it is ready for a shape, now made so, on all ranks; collective. Says why not."""
     try:
         backend.prepare(shape)

@@ -11,8 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from vllm_commext.allreduce import names
-from vllm_commext.allreduce.table.table import Row, Table
-from vllm_commext.allreduce.table.tuning import build_rows, build_table
+from vllm_commext.allreduce.table.table import Row, Table, build_rows, build_table
 
 KIB, MIB = 1 << 10, 1 << 20
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"

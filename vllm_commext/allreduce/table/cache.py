@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from vllm_commext import private_files
-from vllm_commext.allreduce.table import table as tables
-from vllm_commext.allreduce.table.machine import Machine, carried_over, digest
-from vllm_commext.allreduce.table.table import Table
+from vllm_commext.allreduce.table import builtin
+from vllm_commext.allreduce.table.machine import NO_ACCESS, Machine, carried_over, digest
+from vllm_commext.allreduce.table.table import Table, decode, encode
 from vllm_commext.errors import ConfigError
 
 HIDDEN = 8192  # elements of a row, where nobody says how many
@@ -45,7 +45,7 @@ def _read(path: Path | None, hidden: int, world_size: int) -> tuple[Machine, Tab
         return None
     try:
         entry = msgspec.json.decode(content, type=Entry)
-        table = tables.decode(bytes(entry.table))
+        table = decode(bytes(entry.table))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError):
         return None
     fits = (entry.hidden, table.world_size) == (hidden, world_size)
@@ -81,6 +81,29 @@ def save(
         before = found[1]
         rows, fused = {**before.rows, **table.rows}, {**before.fused, **table.fused}
         table = Table(table.world_size, rows, table.origin, fused)
-    content = msgspec.json.encode(Entry(machine, hidden, msgspec.Raw(tables.encode(table))))
+    content = msgspec.json.encode(Entry(machine, hidden, msgspec.Raw(encode(table))))
     private_files.write(path, content)
     return path
+
+
+def find_table(
+    machine: Machine,
+    world_size: int,
+    hidden: int = HIDDEN,
+    *,
+    use_cache: bool = True,
+    in_engines: bool = False,
+    environ: Mapping[str, str] = os.environ,
+) -> Table | None:
+    """What was measured on this machine with such rows, else what is built in for it, else None.
+
+    Where the one says nothing of fused norms, the other does.  *in_engines*: nothing built in for
+    GPUs on which engines were not shown to gain.
+    """
+    measured = load(machine, world_size, hidden, environ) if use_cache else None
+    reaches = machine.link != NO_ACCESS
+    serves = reaches and (not in_engines or (machine.gpu, world_size) in builtin.IN_ENGINES)
+    known = builtin.builtin_table(machine.gpu, world_size) if serves else None
+    if measured is None or measured.fused or known is None:
+        return measured or known
+    return msgspec.structs.replace(measured, fused=known.fused)

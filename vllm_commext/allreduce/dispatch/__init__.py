@@ -1,1 +1,0 @@
-"""Which backend serves a message: the policy, the dispatcher of a group, and how it is created."""
