@@ -38,7 +38,7 @@ IN_ORDER = (names.PUSH, names.HOST)  # they add in the order of ranks, whatever 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a group has already.
+    """Communicators and device that a group has already.
 
     Attributes:
         cpu_group: sends objects without a GPU.
@@ -88,7 +88,7 @@ def _makers(
     wanted: Sequence[str],
     most_bytes: int,
 ) -> dict[str, Maker]:
-    """How to make each family of backends that is wanted; in an order that all ranks share."""
+    """A maker of each family of backends that is wanted, in an order that all ranks share."""
     flash = (names.FLASHINFER_ONE_SHOT, names.FLASHINFER_TWO_SHOT)
     # Nobody who has not asked for FlashInfer is to wait for its compiler.
     may_compile = table is None or not table.origin.startswith(builtin.ORIGIN)
@@ -117,7 +117,7 @@ def _makers(
 
 
 def _make_together(what: str, maker: Maker, collective: Collective) -> Sequence[Backend]:
-    """The backends of one family, or none on any rank, with one line why."""
+    """Make the backends of one family, or none on any rank, with one line why."""
     made: list[Backend] = []
     try:
         if what in OWN_STEPS:
@@ -131,21 +131,6 @@ def _make_together(what: str, maker: Maker, collective: Collective) -> Sequence[
     return made
 
 
-@dataclass(frozen=True)
-class _Required:
-    """What one rank wants, and what it has; the first three must be the same on all ranks."""
-
-    forced: str | None
-    wanted: tuple[str, ...] | None
-    multicast: bool
-    has_custom: bool
-    table: Table | None
-
-    @property
-    def settings(self) -> tuple[str | None, tuple[str, ...] | None, bool]:
-        return self.forced, self.wanted, self.multicast
-
-
 def create_dispatcher(
     parts: Parts,
     table: Table | None,
@@ -153,10 +138,9 @@ def create_dispatcher(
     wanted: Sequence[str] | None = None,
     most_bytes: int = 0,
 ) -> Dispatcher:
-    """The dispatcher of a group; collective, outside a capture.
+    """Create the dispatcher of a group; collective, outside a capture.
 
     Args:
-        parts: what the group has.
         table: what was measured; rank 0's serves all.
         forced: the one backend that the user wants, or None.
         wanted: backends to create, in order to measure them; None for those of the table.
@@ -168,19 +152,19 @@ def create_dispatcher(
     """
     collective = Collective.over(parts.cpu_group)
     named = None if wanted is None else tuple(wanted)
-    mine = _Required(forced, named, multicast.is_allowed(), parts.custom is not None, table)
-    of_ranks = collective.run(lambda: mine)
-    settings = [one.settings for one in of_ranks]
+    mine = (forced, named, multicast.is_allowed())
+    of_ranks = collective.run(lambda: (mine, parts.custom is not None, table))
+    settings = [settings for settings, _, _ in of_ranks]
     if len(set(settings)) != 1:
         raise UnsupportedError(
             f"expected the same settings on all ranks, got {settings} (forced backend, "
             "backends to measure, multicast); set the toggles alike"
         )
-    table = of_ranks[0].table
+    table = of_ranks[0][2]
     without: set[str] = set()
-    if not all(one.has_custom for one in of_ranks):
+    if not all(has_custom for _, has_custom, _ in of_ranks):
         without.add(names.CUSTOM)
-    if not mine.multicast:
+    if not multicast.is_allowed():
         without.add(names.FLASHINFER_MNNVL)
     chosen = wanted_backends(table, forced) if named is None else named
     chosen = [name for name in chosen if name not in without]
@@ -198,8 +182,7 @@ def create_dispatcher(
 
 def wanted_backends(table: Table | None, forced: str | None) -> tuple[str, ...]:
     """The backends that a table has first somewhere or the user forces, in the order of
-    `names.BACKENDS`; what they cannot take goes to NCCL.
-    """
+    `names.BACKENDS`; what they cannot take goes to NCCL."""
     rows = [row for of in table.rows.values() for row in of] if table else []
     ranked = {forced} if forced is not None else {row.ranking[0] for row in rows}
     if forced is None and table is not None and table.leads_fused(names.FUSED_PUSH):
@@ -209,7 +192,7 @@ def wanted_backends(table: Table | None, forced: str | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Requirements:
-    """What is wanted of a group's all-reduce, the same on all ranks.
+    """Requirements of a group's all-reduce, the same on all ranks.
 
     Attributes:
         forced: the one backend to use, or None for the fastest.
@@ -226,20 +209,23 @@ class Requirements:
 
     @property
     def only(self) -> str | None:
-        """The one backend that may serve, or None for the fastest. One adds in one order; ours
-        do for messages of any size, and a row's numbers do not depend on the others."""
+        """The one backend that may serve, or None for the fastest.
+
+        Batch invariance asks for one order of sums. Ours have one for messages of any size, and a
+        row's numbers do not depend on the others.
+        """
         if self.facts.invariant and self.forced not in IN_ORDER:
             return names.PUSH
         return self.forced
 
     @property
     def most_bytes(self) -> int:
-        """Of the largest message of rows that the engine can have; 0 where nobody knows."""
+        """Bytes of the largest message of rows that the engine can have; 0 where nobody knows."""
         return self.facts.max_tokens * self.facts.hidden * ITEM_BYTES[self.facts.dtype]
 
 
 def why_none(required: Requirements) -> str:
-    """Why a group gets no dispatcher; empty where it gets one."""
+    """Say why a group gets no dispatcher; empty where it gets one."""
     facts = required.facts
     if facts.microbatches:
         return "microbatches run on two streams, and a workspace serves one"
@@ -253,15 +239,16 @@ def why_none(required: Requirements) -> str:
 
 
 def _holds(table: Table, machine: Machine, required: Requirements) -> bool:
-    """Whether a table compares ours with all that vLLM has here: those without multicast do not
-    where vLLM may use it, as it does not where a row must have the same bits in any batch."""
+    """Return whether a table compares ours with all that vLLM has here: one measured without
+    multicast does not where vLLM may use it, unless rows must have the same bits in any batch."""
     return machine.multicast or required.facts.invariant or not required.facts.multicast
 
 
 def start_dispatcher(
     parts: Parts, required: Requirements, read_machine: Callable[[], Machine]
 ) -> Dispatcher | None:
-    """The group's dispatcher, or None where vLLM's default dispatch should serve; collective.
+    """Create the group's dispatcher, or None where vLLM's default dispatch should serve;
+    collective.
 
     Raises:
         UnsupportedError: a step failed on some rank; all of them raise it.
@@ -344,7 +331,7 @@ def _measured(
 
 
 def lines(dispatcher: Dispatcher, required: Requirements) -> list[str]:
-    """What the log says of it: the backends, and which of them serves which sizes."""
+    """Lines for the log: the backends, and which of them serves which sizes."""
     made = ", ".join(dispatcher.backends)
     if required.only is not None:
         why = "forced" if required.forced else "all that VLLM_BATCH_INVARIANT allows"

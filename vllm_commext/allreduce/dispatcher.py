@@ -10,7 +10,7 @@ import msgspec
 
 from vllm_commext.allreduce import names
 from vllm_commext.allreduce.backends.backend import Backend, Ready
-from vllm_commext.allreduce.message import ITEM_BYTES, PACK_BYTES, Message
+from vllm_commext.allreduce.message import ITEM_BYTES, PACK_BYTES, Message, message_of
 from vllm_commext.allreduce.table.table import Table
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ MAX_PLANS = 8192  # shapes whose choice is remembered; beyond it the memory is e
 
 
 class Policy:
-    """Which backends may serve a message, in the order in which to try them.
+    """Order in which to try backends for a message.
 
     Args:
         takes: for each backend that was created on all ranks, whether it can take a message.
@@ -46,7 +46,7 @@ class Policy:
         return ranking[: ranking.index(names.VLLM)] if names.VLLM in ranking else ranking
 
     def candidates(self, message: Message) -> tuple[str, ...]:
-        """Those that can take it; none leaves the message to vLLM's default dispatch."""
+        """Backends that can take it; none leaves the message to vLLM's default dispatch."""
         return tuple(
             name
             for name in self.ranking(message)
@@ -55,7 +55,7 @@ class Policy:
 
 
 class FusedPolicy:
-    """Who serves an all-reduce with residual and norm.
+    """Order in which to try who serves an all-reduce with residual and norm.
 
     Args:
         table: what was measured; None where nothing was.
@@ -72,19 +72,18 @@ class FusedPolicy:
 
     @property
     def is_forced(self) -> bool:
-        """Whether the user's choice decides, and not a table."""
         return self._forced is not None
 
     def ranking(self, num_bytes: int, dtype: str) -> tuple[str, ...]:
-        """Of `names.FUSED`, the fastest first; none where nothing is known."""
+        """Members of `names.FUSED`, the fastest first; none where nothing is known."""
         if self._forced is not None:
             return (names.FUSED_PUSH,) if self._forced == names.PUSH else ()
         return self._table.fused_ranking(num_bytes, dtype) if self._table else ()
 
     def is_led(self, dtype: str, low_bytes: int, high_bytes: int) -> bool:
-        """Whether our launch comes first for messages from `low_bytes` to `high_bytes`: for some of
-        them, or for all where the policy is so. Where FlashInfer's does, vLLM's own pass puts it
-        there."""
+        """Return whether our launch comes first for messages from `low_bytes` to `high_bytes`: for
+        some of them, or for all where the policy is so. Where FlashInfer's does, vLLM's own pass
+        puts it there."""
         rows = self._table.fused.get(dtype, ()) if self._table else ()
         starts = [low_bytes, *(row.max_bytes + 1 for row in rows)]
         within = (size for size in starts if low_bytes <= size <= high_bytes)
@@ -92,8 +91,8 @@ class FusedPolicy:
         return all(led) if self._throughout else any(led)
 
     def changes(self, dtype: str) -> list[int]:
-        """The sizes up to which a choice holds, where one launch comes first on one side of them
-        and not on the other; none where the policy takes a graph for some of its messages."""
+        """Sizes up to which a choice holds, where one launch comes first on one side of them and
+        not on the other; none where the policy takes a graph for some of its messages."""
         rows = self._table.fused.get(dtype, ()) if self._table and self._throughout else ()
         return [
             row.max_bytes
@@ -103,7 +102,7 @@ class FusedPolicy:
         ]
 
     def identity(self) -> str:
-        """Equal where all choices are."""
+        """Text that is equal where all choices are."""
         fused = self._table.fused if self._table else {}
         return msgspec.json.encode([self._forced, self._throughout, fused], order="sorted").decode()
 
@@ -159,7 +158,7 @@ class Dispatcher:
         )
 
     def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor | None":
-        """The sum over all ranks in a fresh tensor laid out as `tensor`, or None.
+        """Return the sum over all ranks in a fresh tensor laid out as `tensor`, or None.
 
         None means that no backend of ours serves it, and vLLM's default dispatch should.
         """
@@ -172,12 +171,12 @@ class Dispatcher:
         return _sum_of_copy(plan.backend, tensor)
 
     def choice(self, tensor: "torch.Tensor") -> str:
-        """The backend that `all_reduce` takes for such a tensor; collective as that is."""
+        """Name the backend that `all_reduce` takes for such a tensor; collective as that is."""
         plan = self._plans.get((tensor.shape, tensor.dtype)) or self._make_plan(tensor)
         return plan.backend.name if plan.backend else names.VLLM
 
     def _make_plan(self, tensor: "torch.Tensor") -> _Plan:
-        message = Message(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        message = message_of(tensor)
         if message.num_elements == 0 and message.dtype in ITEM_BYTES:
             return _Plan(_Empty(), ())
         capturing = _is_capturing(tensor)
@@ -228,7 +227,7 @@ class Dispatcher:
         return served, refused
 
     def destroy(self) -> None:
-        """Give back what the backends hold; before the process groups go."""
+        """Free what the backends hold; before the process groups go."""
         self._forget_plans()
         for backend in self.backends.values():
             backend.destroy()
@@ -257,7 +256,7 @@ def _is_capturing(tensor: "torch.Tensor") -> bool:
 
 
 def _sum_of_copy(backend: Backend, tensor: "torch.Tensor") -> "torch.Tensor":
-    """Of a tensor with gaps, permuted dimensions or an odd address: by way of a plain copy."""
+    """Sum a tensor with gaps, permuted dimensions or an odd address by way of a plain copy."""
     import torch
 
     out = torch.empty_like(tensor)

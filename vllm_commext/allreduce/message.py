@@ -1,7 +1,11 @@
-"""What a choice of backend may depend on: what is the same on every rank."""
+"""The message: what a choice of backend may depend on, as it is the same on every rank."""
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PACK_BYTES = 16  # what one thread of every backend's kernel loads at once
@@ -32,8 +36,13 @@ class Message:
         return ITEM_BYTES[self.dtype]
 
 
+def message_of(tensor: "torch.Tensor") -> Message:
+    """The tensor's shape and dtype."""
+    return Message(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
 def message_of_bytes(num_bytes: int, dtype: str, hidden: int) -> Message:
-    """A two-dimensional message of that many bytes, with rows of `hidden` elements or fewer.
+    """Make a two-dimensional message of that many bytes, with rows of `hidden` elements or fewer.
 
     Rows are halved until the size holds at least one, so that small messages keep two dimensions.
 

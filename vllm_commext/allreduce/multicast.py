@@ -27,7 +27,7 @@ DEFAULTS: Mapping[str, str] = {
 
 
 def switched_off_by(environ: Mapping[str, str] = os.environ) -> str:
-    """Why multicast is off, as ``NAME=value``; empty where it is allowed."""
+    """Name what switches multicast off, as ``NAME=value``; empty where it is allowed."""
     if environ.get(TOGGLE) != "1":
         return f"{TOGGLE}={environ.get(TOGGLE, '0')}"
     found = (f"{name}={value}" for name, value in SWITCHES.items() if environ.get(name) == value)
@@ -35,12 +35,12 @@ def switched_off_by(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def is_allowed(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a multicast object may be created."""
+    """Return whether a multicast object may be created."""
     return not switched_off_by(environ)
 
 
 def keep_off(environ: MutableMapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Where multicast is not allowed, set what the libraries read; a value that is there stays.
+    """Set, where multicast is not allowed, what the libraries read; a value that is there stays.
 
     Returns:
         The names that were set.
@@ -54,7 +54,8 @@ def keep_off(environ: MutableMapping[str, str] = os.environ) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def torch_guard(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
-    """Around a rendezvous of torch's symmetric memory, which reads its switch each time."""
+    """Keep multicast off in a rendezvous of torch's symmetric memory, which reads its switch each
+    time."""
     if is_allowed(environ):
         yield
         return

@@ -1,5 +1,5 @@
-"""What every backend offers to the dispatcher, what those with kernels of our own share, and the
-two that need nothing of their own."""
+"""Backends: the interface that the dispatcher uses, what those with kernels of our own share, and
+the two that need nothing of their own."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,7 +27,7 @@ class Backend(Protocol):
     name: str
 
     def takes(self, message: Message) -> bool:
-        """Whether it can sum it; from the message alone, so that all ranks say the same."""
+        """Return whether it can sum it; from the message alone, so that all ranks say the same."""
         ...
 
     def prepare(self, message: Message) -> None:
@@ -35,35 +35,36 @@ class Backend(Protocol):
         ...
 
     def is_ready(self, message: Message) -> bool:
-        """Whether all is there that this message needs; the same on all ranks."""
+        """Return whether all is there that this message needs; the same on all ranks."""
         ...
 
     def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """The sum in a fresh tensor; `tensor` is contiguous, aligned to 16 bytes and not empty."""
+        """Return the sum in a fresh tensor; `tensor` is contiguous, aligned to 16 bytes and not
+        empty."""
         ...
 
     def destroy(self) -> None:
-        """Give back what it holds; collective where it holds memory that others have mapped."""
+        """Free what it holds; collective where it holds memory that others have mapped."""
         ...
 
 
 class Ready:
-    """Of a backend that needs no preparation and holds nothing."""
+    """Base of backends that need no preparation and hold nothing."""
 
     def prepare(self, message: Message) -> None:
-        """Nothing to create."""
+        """Create nothing."""
 
     def is_ready(self, message: Message) -> bool:
-        """Always."""
+        """Return True."""
         del message
         return True
 
     def destroy(self) -> None:
-        """Nothing to give back."""
+        """Free nothing."""
 
 
 class OwnKernels(Ready, ABC):
-    """Of a backend with kernels of our own, which take rows of whole packs of any number.
+    """Base of backends with kernels of our own, which take any number of rows of whole packs.
 
     It serves one stream at a time. A rank that waits longer than `TIMEOUT_SECONDS` for a peer ends
     its kernel with an error of CUDA's, and with it the process's use of the GPU.
@@ -82,11 +83,10 @@ class OwnKernels(Ready, ABC):
         """The kernel for so many packs, and blocks of its launch."""
 
     def takes(self, message: Message) -> bool:
-        """Rows of whole packs of 16 bytes."""
         return limits.push(message, self._world_size)
 
     def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """One launch, or one for each part of a message that is larger than the memory."""
+        """Launch once, or once for each part of a message that is larger than the memory."""
         import torch
 
         out = torch.empty_like(tensor)
@@ -115,12 +115,11 @@ class CustomBackend(Ready):
         self._communicator = communicator
 
     def takes(self, message: Message) -> bool:
-        """Within its bound, and with direct links between all GPUs or only two of them."""
         ours = self._communicator
         return limits.custom(message, ours.world_size, ours.max_size, bool(ours.fully_connected))
 
     def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """As vLLM calls it: in a capture the tensor itself is registered, else it is copied."""
+        """Call it as vLLM does: in a capture the tensor itself is registered, else it is copied."""
         return self._communicator.custom_all_reduce(tensor)
 
 
@@ -144,11 +143,10 @@ class NcclBackend(Ready):
         return "pynccl" if usable else "torch"
 
     def takes(self, message: Message) -> bool:
-        """Everything."""
         return message.dtype in ITEM_BYTES
 
     def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Out of place in vLLM's binding; torch sums a copy in place."""
+        """Sum out of place in vLLM's binding, or a copy in place by torch."""
         if self.through == "pynccl":
             return self._pynccl.all_reduce(tensor)
         from torch import distributed

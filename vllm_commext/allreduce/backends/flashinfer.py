@@ -13,18 +13,13 @@ from vllm_commext.allreduce.backends.flashinfer_workspaces import (
     Workspaces,
     check_flashinfer,
 )
-from vllm_commext.allreduce.message import ITEM_BYTES, Message
+from vllm_commext.allreduce.message import ITEM_BYTES, Message, message_of
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
 shared = Workspaces()  # of this process
-
-
-def message_of(tensor: "torch.Tensor") -> Message:
-    """The tensor's shape and dtype."""
-    return Message(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 class FlashInferBackend:
@@ -81,7 +76,8 @@ class FlashInferBackend:
         return made is None or self._one_shot is not None or self._fits_mnnvl(made, message)
 
     def _fits_mnnvl(self, made: Workspace, message: Message) -> bool:
-        """Its slots are cut by rules of its own; unlike ``trtllm`` it answers without a warning."""
+        """Ask the workspace, whose slots have rules of their own; ``trtllm`` would answer with a
+        warning."""
         import torch
 
         dtype = getattr(torch, message.dtype)
@@ -100,7 +96,6 @@ class FlashInferBackend:
             )
 
     def is_ready(self, message: Message) -> bool:
-        """Whether the workspace is there."""
         return len(message.shape) == 2 and self._workspaces.find(self._key(message)) is not None
 
     def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
@@ -153,10 +148,7 @@ class FlashInferBackend:
 def make_backends(
     group: "ProcessGroup", max_message_bytes: int, *, mnnvl: bool
 ) -> list[FlashInferBackend]:
-    """Make the backends of one group.
-
-    Raises:
-        UnsupportedError: FlashInfer cannot be used on this rank.
-    """
+    """Make the backends of one group; UnsupportedError where FlashInfer cannot be used on this
+    rank."""
     kernels = (None,) if mnnvl else (True, False)
     return [FlashInferBackend(group, one_shot, max_message_bytes) for one_shot in kernels]

@@ -36,7 +36,7 @@ TRTLLM, MNNVL = "trtllm", "mnnvl"
 
 @dataclass(frozen=True)
 class WorkspaceKey:
-    """What a workspace is for.
+    """Name of a workspace among those of a process.
 
     Attributes:
         group_name: of the process group.
@@ -60,7 +60,7 @@ class Workspace:
 
 
 def check_flashinfer() -> Any:
-    """FlashInfer's module of collectives, with its kernels compiled and loaded.
+    """Import FlashInfer's collectives, and compile and load its kernels.
 
     Raises:
         UnsupportedError: it is missing, too old, or its kernels cannot be had.
@@ -81,7 +81,7 @@ def check_flashinfer() -> Any:
 
 
 def is_compiled() -> bool:
-    """Whether FlashInfer is here and its kernels were compiled before."""
+    """Return whether FlashInfer is here and its kernels were compiled before."""
     try:
         module = importlib.import_module("flashinfer.jit.comm").gen_trtllm_comm_module()
         return bool(module.is_compiled)
@@ -91,7 +91,7 @@ def is_compiled() -> bool:
 
 @contextmanager
 def own_random_state() -> Iterator[None]:
-    """Unpredictable random numbers inside, and outside those that were due anyway."""
+    """Give unpredictable random numbers inside, and outside those that were due anyway."""
     state = random.getstate()
     random.seed(int.from_bytes(os.urandom(16), "big"))
     try:
@@ -113,17 +113,17 @@ class Workspaces:
 
     @property
     def device_bytes(self) -> int:
-        """What they take of the GPU's memory now."""
+        """Bytes of the GPU's memory that they take now."""
         return sum(made.size.device_bytes for made in self._made.values() if made)
 
     def find(self, key: WorkspaceKey) -> Workspace | None:
-        """The workspace, or None where it failed or was never asked for."""
+        """Return the workspace, or None where it failed or was never asked for."""
         return self._made.get(key)
 
     def get_or_create(
         self, key: WorkspaceKey, dtype: "torch.dtype", max_message_bytes: int, group: "ProcessGroup"
     ) -> Workspace | None:
-        """The workspace, created at the first call; collective. A failure is told once."""
+        """Return the workspace, created at the first call; collective. A failure is logged once."""
         if key not in self._made:
             self._made[key] = self._try_create(key, dtype, max_message_bytes, group)
         return self._made[key]
@@ -156,7 +156,7 @@ class Workspaces:
         return Workspace(handles[0], size)
 
     def destroy(self, group_name: str | None = None) -> None:
-        """Give back those of a group, or all; they can be created again afterwards."""
+        """Free those of a group, or all; they can be created again afterwards."""
         for key in [key for key in self._made if group_name in (None, key.group_name)]:
             made = self._made.pop(key)
             if made is not None:
@@ -198,7 +198,7 @@ def _create(
 
 
 def _release(handle: Any) -> None:
-    """FlashInfer keeps a second reference to the memory in a table of its own."""
+    """Free the memory, of which FlashInfer keeps a second reference in a table of its own."""
     forget = getattr(
         importlib.import_module("flashinfer.comm.trtllm_ar"),
         "trtllm_destroy_ipc_workspace_for_all_reduce_fusion",

@@ -45,7 +45,7 @@ PLACES = ("half_packs", "first_flag", "first_message", "first_sum")  # of the la
 
 @dataclass(frozen=True)
 class HostLayout:
-    """Of a group's kernels and of the outboxes that its ranks map.
+    """Division of messages and outboxes among a group's kernels. Pure arithmetic.
 
     A half of an outbox has places for parcels of small messages, flags of chunks, the chunks of
     this rank's message, and where there are more than two ranks, the sums of those that it owns.
@@ -61,7 +61,7 @@ class HostLayout:
 
     @property
     def one_shot_bytes(self) -> int:
-        """Of the largest message for the kernel without flags.
+        """Bytes of the largest message for the kernel without flags.
 
         It moves 8/7 of a message up and as much of every peer's down; the other one a message up
         and 2 (W - 1) / W messages down.
@@ -73,55 +73,52 @@ class HostLayout:
 
     @property
     def max_chunks(self) -> int:
-        """Of the largest message."""
         return -(-self.max_bytes // (CHUNK_PACKS * PACK_BYTES))
 
     @property
     def owned_chunks(self) -> int:
-        """Of the largest message, those of which a rank's outbox has the sums."""
+        """Chunks of the largest message of which a rank's outbox has the sums."""
         return 0 if self.world_size == 2 else -(-self.max_chunks // self.world_size)
 
     @property
     def max_packs(self) -> int:
-        """Of the largest message, in whole chunks."""
         return self.max_chunks * CHUNK_PACKS
 
     @property
     def first_flag(self) -> int:
-        """Where in a half the flags begin, behind the parcels of small messages."""
+        """Place in a half where the flags begin, behind the parcels of small messages."""
         return -(-self.one_shot_bytes // (UNIT_PACKS * PACK_BYTES)) * UNIT_PARCELS
 
     @property
     def first_message(self) -> int:
-        """Where in a half the chunks of the message begin."""
+        """Place in a half where the chunks of the message begin."""
         return self.first_flag + (self.max_chunks + self.owned_chunks) * FLAG_PARCELS
 
     @property
     def first_sum(self) -> int:
-        """Where in a half the sums begin."""
+        """Place in a half where the sums begin."""
         return self.first_message + self.max_packs
 
     @property
     def half_packs(self) -> int:
-        """Packs in a half of an outbox."""
         return self.first_sum + self.owned_chunks * CHUNK_PACKS
 
     @property
     def num_bytes(self) -> int:
-        """Of an outbox."""
+        """Bytes of an outbox."""
         return HALVES * self.half_packs * PACK_BYTES
 
     def kernel(self, num_packs: int) -> str:
-        """The kernel, called as its file, for a message of so many packs."""
+        """Name of the kernel, and of its file, for a message of so many packs."""
         return ONE_SHOT if num_packs * PACK_BYTES <= self.one_shot_bytes else CHUNKS
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """All that messages of such a group need."""
+        """All kernels that messages of such a group need."""
         return tuple(dict.fromkeys(map(self.kernel, (1, self.max_packs))))
 
     def threads(self, kernel: str) -> int:
-        """Of a block."""
+        """Threads of a block."""
         if kernel == ONE_SHOT:
             return 2 * SHARE * WARP
         return (2 if self.world_size == 2 else 3) * TEAM
@@ -135,7 +132,6 @@ class HostLayout:
         return min(-(-chunks // each), max(LEAST_BLOCKS, chunks // BLOCK_CHUNKS), most)
 
     def macros(self, kernel: str, element: int, rank: int) -> dict[str, int]:
-        """The macros of a kernel, for the code of an element type."""
         made = {"ELEMENT": element, "WORLD_SIZE": self.world_size, "RANK": rank}
         if kernel == ONE_SHOT:
             return {**made, "SHARE": SHARE}
@@ -147,7 +143,6 @@ class HostBackend(OwnKernels):
 
     Args:
         num_bytes: of the largest message; larger ones than `MAX_MESSAGE_BYTES` go in parts.
-        collective: of the group.
 
     Raises:
         UnsupportedError: memory cannot be had or not be registered with a GPU, a kernel not be
@@ -204,7 +199,7 @@ class HostBackend(OwnKernels):
         return self._functions[kernel, dtype], self._layout.num_blocks(kernel, num_packs)
 
     def destroy(self) -> None:
-        """Give the memory back, once the GPU has done with it; a second call changes nothing."""
+        """Free the memory, once the GPU has done with it; a second call changes nothing."""
         import torch
 
         memory, self._memory = self._memory, None

@@ -1,4 +1,4 @@
-"""What each backend can take: arithmetic on a message and a world size, the same on every rank.
+"""Limits of each backend: arithmetic on a message and a world size, the same on every rank.
 
 The bounds are those of the kernels behind the backends, and a little tighter where a kernel would
 stop the process instead of saying no.
@@ -41,12 +41,12 @@ def _flashinfer_shape(message: Message, world_size: int) -> bool:
 
 
 def flashinfer_one_shot(message: Message, world_size: int, max_bytes: int) -> bool:
-    """Whether the one-shot kernel takes it with a workspace for messages of `max_bytes`."""
+    """Return whether the one-shot kernel takes it with a workspace for messages of `max_bytes`."""
     return _flashinfer_shape(message, world_size) and message.num_bytes <= max_bytes
 
 
 def flashinfer_two_shot(message: Message, world_size: int, max_bytes: int) -> bool:
-    """Whether the two-shot kernel takes it with a workspace for messages of `max_bytes`.
+    """Return whether the two-shot kernel takes it with a workspace for messages of `max_bytes`.
 
     It holds the message twice in a buffer that FlashInfer before 0.7.2 sizes for 16-bit elements
     whatever the dtype, so that of two ranks a float32 message may only be half as large. Each rank
@@ -62,12 +62,12 @@ def flashinfer_two_shot(message: Message, world_size: int, max_bytes: int) -> bo
 
 @dataclass(frozen=True)
 class WorkspaceSize:
-    """Of a FlashInfer workspace for rows of `hidden` elements.
+    """Size of a FlashInfer workspace for rows of `hidden` elements.
 
     Attributes:
         max_rows: most rows of a message; 0 where the budget holds not one.
         max_bytes: of the largest message.
-        device_bytes: what it takes of each GPU's memory.
+        device_bytes: of each GPU's memory that it takes.
     """
 
     max_rows: int
@@ -94,14 +94,14 @@ def flashinfer_workspace(
 
 
 def custom(message: Message, world_size: int, max_bytes: int, fully_connected: bool) -> bool:
-    """Whether vLLM's custom all-reduce takes it; its bound is exclusive."""
+    """Return whether vLLM's custom all-reduce takes it; its bound is exclusive."""
     if world_size not in CUSTOM_WORLD_SIZES or not (world_size == 2 or fully_connected):
         return False
     return 0 < message.num_bytes < max_bytes and message.num_bytes % PACK_BYTES == 0
 
 
 def push(message: Message, world_size: int) -> bool:
-    """Whether our own kernel takes it, of any size: of rows alike for any number of them."""
+    """Return whether our own kernel takes it, of any size: of rows alike for any number of them."""
     if world_size not in PUSH_WORLD_SIZES or message.dtype not in ITEM_BYTES:
         return False
     row_bytes = message.shape[-1] * message.item_bytes if message.shape else 0

@@ -33,7 +33,7 @@ ARGUMENTS = "push_args.h"
 
 @dataclass(frozen=True)
 class PushLayout:
-    """Of a group's kernel and of the memory that its ranks map.
+    """Division of a group's memory, and the kernel that uses it. Pure arithmetic.
 
     It has two halves. Between two ranks, a half is the peer's message. Between more it is, from
     every peer, the chunks that this rank sums, and then the sums of the whole message.
@@ -48,7 +48,7 @@ class PushLayout:
 
     @property
     def kernel(self) -> str:
-        """`ONE_SHOT` or `TWO_SHOT`: its name and that of its file."""
+        """Name of the kernel, and of its file."""
         return ONE_SHOT if self.world_size == 2 else TWO_SHOT
 
     @property
@@ -58,32 +58,29 @@ class PushLayout:
 
     @property
     def block_chunks(self) -> int:
-        """Chunks that a block handles at a time."""
         return ONE_SHOT_CHUNKS if self.kernel == ONE_SHOT else self.share * self.world_size
 
     @property
     def threads(self) -> int:
-        """Of a block: a warp for a chunk's way out, and one for what comes of it."""
+        """Threads of a block: a warp for a chunk's way out, and one for what comes of it."""
         if self.kernel == ONE_SHOT:
             return 2 * ONE_SHOT_CHUNKS * WARP
         return (2 * self.share * (self.world_size - 1) + self.share) * WARP
 
     @property
     def max_packs(self) -> int:
-        """Of the largest message, rounded up to as many whole chunks of every rank."""
+        """Packs of the largest message, rounded up to as many whole chunks of every rank."""
         everybody = CHUNK_PACKS * self.world_size
         return -(-self.max_bytes // (everybody * PACK_BYTES)) * everybody
 
     @property
     def half_packs(self) -> int:
-        """Packs of staging memory in one of the halves."""
         if self.kernel == ONE_SHOT:
             return self.max_packs
         return self.max_packs // self.world_size * (self.world_size - 1) + self.max_packs
 
     @property
     def num_bytes(self) -> int:
-        """Of it all, on every rank."""
         return HALVES * self.half_packs * PACK_BYTES
 
     def num_blocks(self, num_packs: int, most: int) -> int:
@@ -92,19 +89,16 @@ class PushLayout:
         return min(-(-chunks // self.block_chunks), most)
 
     def macros(self, element: int, rank: int) -> dict[str, int]:
-        """The macros of the kernel, for the code of an element type."""
         macros = {"ELEMENT": element, "WORLD_SIZE": self.world_size, "RANK": rank}
         return macros if self.kernel == ONE_SHOT else {**macros, "SHARE": self.share}
 
 
 class PushMemory:
-    """Of one rank, with that of its peers mapped; collective to create.
+    """One rank's staging memory that kernels push packs into, with that of its peers mapped, and
+    the counter of calls; collective to create.
 
-    It serves one stream at a time.
-
-    Args:
-        layout: its size; the kernels divide a half of it as each needs.
-        collective: of the group.
+    It serves one stream at a time. Any of the kernels may make the next call, as long as all ranks
+    take the same; they divide a half of it as each needs.
 
     Attributes:
         half_packs: packs of 16 bytes in one of its halves.
@@ -156,7 +150,6 @@ class PushBackend(OwnKernels):
 
     Args:
         num_bytes: of the largest message that one launch takes.
-        collective: of the group.
 
     Attributes:
         memory: which other kernels of ours may use too.
@@ -197,5 +190,4 @@ class PushBackend(OwnKernels):
         return self._functions[dtype], self._layout.num_blocks(num_packs, self._most_blocks)
 
     def destroy(self) -> None:
-        """Unmap and free the memory; a second call changes nothing."""
         self.memory.destroy()

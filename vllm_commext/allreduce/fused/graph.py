@@ -66,7 +66,7 @@ class Ops:
 
 @dataclass(frozen=True)
 class _Match:
-    """A norm of a sum: its nodes, and what the op is to be called with."""
+    """A norm of a sum: its nodes, and the arguments of the op."""
 
     summed: fx.Node
     norm: fx.Node
@@ -88,7 +88,7 @@ def rewrite(graph: fx.Graph, ops: Ops, serves: Serves) -> int:
 
 
 def _arguments(node: fx.Node) -> list[Any]:
-    """Of a call of an op, in the order of its schema; None for those that were left out."""
+    """Arguments of a call of an op, in the order of its schema; None for those left out."""
     target: Any = node.target
     names = [argument.name for argument in target._schema.arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -100,7 +100,6 @@ def _calls(node: Any, target: Any) -> bool:
 
 
 def _value(node: Any) -> Any:
-    """The fake tensor that a node stands for, or None."""
     return node.meta.get("val") if isinstance(node, fx.Node) else None
 
 
@@ -133,12 +132,13 @@ def _match(graph: fx.Graph, ops: Ops, node: fx.Node, serves: Serves) -> _Match |
 
 
 def _are_outputs_taken_apart(summed: fx.Node, norm: fx.Node) -> bool:
-    """Whether the norm alone uses the sum, and its outputs are only taken one by one."""
+    """Return whether the norm alone uses the sum, and its outputs are only taken one by one."""
     return len(summed.users) == 1 and all(_calls(user, operator.getitem) for user in norm.users)
 
 
 def _is_quantised(ops: Ops, out: fx.Node) -> bool:
-    """Whether a quantiser takes it, itself or wrapped as an op that writes into its arguments."""
+    """Return whether a quantiser takes it, itself or wrapped as an op that writes into its
+    arguments."""
     return any(
         user.target in ops.quantisers
         or (user.target is auto_functionalized and user.args[0] in ops.quantisers)
@@ -160,7 +160,7 @@ def _weight_and_bias(weight: Any) -> tuple[Any, int]:
 
 
 def _shape(x: Any, residual: Any, weight: Any, weight_bias: int) -> FusedShape | None:
-    """What the op would be called for, or None where it takes no such tensors."""
+    """The shape that the op would be called for, or None where it takes no such tensors."""
     value, norm = _value(x), _value(weight)
     if value is None or norm is None or value.dim() != 2:
         return None
@@ -178,7 +178,8 @@ def _shape(x: Any, residual: Any, weight: Any, weight_bias: int) -> FusedShape |
 
 
 def _are_equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two shapes are known to be the same, without a new condition on symbolic sizes."""
+    """Return whether two shapes are known to be the same, without a new condition on symbolic
+    sizes."""
     pairs = zip(one, other, strict=False)
     return len(one) == len(other) and all(statically_known_true(a == b) for a, b in pairs)
 
@@ -208,7 +209,6 @@ def _replace(graph: fx.Graph, ops: Ops, found: _Match) -> None:
 
 
 def _origin(node: fx.Node) -> dict[str, Any]:
-    """Where in the model a node comes from."""
     return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
 
 
@@ -278,8 +278,8 @@ def absorb(graph: fx.Graph, ops: Ops) -> int:
 
 
 def name_next_weights(graph: fx.Graph, ops: Ops) -> int:
-    """Tell each of our ops which of the graph's inputs its output is multiplied by next; how many
-    were told. Comes last, for no other change looks at it."""
+    """Tell each of our ops which of the graph's inputs its output is multiplied by next, and return
+    how many were told. Comes last, for no other change looks at it."""
     count = 0
     for fused in graph.find_nodes(op="call_function", target=ops.fused):
         weight = _next_weight(fused)
@@ -304,14 +304,14 @@ def _next_weight(fused: fx.Node) -> fx.Node | None:
 
 
 def _turned(node: fx.Node) -> fx.Node:
-    """What a node is but another view of."""
+    """The tensor that a node is but another view of."""
     while node.op == "call_function" and node.target in TURNS:
         (node,) = node.all_input_nodes
     return node
 
 
 def _is_matrix(node: fx.Node, hidden: int) -> bool:
-    """Whether it is one of the model's large ones, with a row or a column for each element."""
+    """Return whether it is a large one of the model's, with a row or a column for each element."""
     value = _value(node)
     if not isinstance(value, torch.Tensor) or value.dim() != 2:
         return False

@@ -38,7 +38,7 @@ ARGUMENTS = "fused_rows.h"
 
 
 class Outputs(NamedTuple):
-    """Of one call.
+    """Outputs of one call.
 
     Attributes:
         out: [rows, hidden], the norm in the input's dtype, or in float8_e4m3fn.
@@ -55,7 +55,7 @@ class Outputs(NamedTuple):
 def make_outputs(
     shape: FusedShape, tensor: "torch.Tensor", scale: "torch.Tensor | None"
 ) -> Outputs:
-    """Fresh tensors without gaps for the outputs of a call with such an input."""
+    """Allocate tensors without gaps for the outputs of a call with such an input."""
     import torch
 
     rows = tensor.shape[0]
@@ -80,7 +80,6 @@ class FusedKernels:
 
     Args:
         memory: the group's; it stays its owner's.
-        collective: of the group.
 
     Attributes:
         prefetched: bytes of the next weights that a launch of few rows has prefetched.
@@ -122,7 +121,6 @@ class FusedKernels:
             )
 
     def fits(self, shape: FusedShape, form: Form, num_rows: int) -> bool:
-        """Whether so many rows find room in the memory."""
         return 0 < num_rows <= self.most_rows(shape, form)
 
     def most_rows(self, shape: FusedShape, form: Form) -> int:
@@ -141,7 +139,7 @@ class FusedKernels:
         outputs: Outputs | None = None,
         next_weight: "torch.Tensor | None" = None,
     ) -> Outputs:
-        """One launch on the current stream, of a form that is prepared and that the rows fit.
+        """Launch once on the current stream, of a form that is prepared and that the rows fit.
 
         Args:
             tensor: [rows, hidden], this rank's part of the sum; like `residual` and `weight` it is
@@ -171,7 +169,7 @@ class FusedKernels:
         return outputs
 
     def _prefetch(self, form: Form, row_blocks: int, weight: "torch.Tensor | None") -> int:
-        """Enter what blocks beside those of rows are to prefetch; how many they are."""
+        """Enter what blocks beside those of rows are to prefetch, and return how many they are."""
         made, multiprocessors = self._arguments, self._device.multiprocessors
         made.row_blocks = row_blocks
         if form.kernel != ONE_PHASE:
@@ -185,12 +183,8 @@ class FusedKernels:
 
 
 class PushFused:
-    """Our kernels: one launch, or several where the staging memory holds a part of the rows.
-
-    Args:
-        kernels: of the group.
-        world_size: ranks of the group.
-    """
+    """Our kernels as `FusedNorm` calls them: one launch, or several where the staging memory holds
+    a part of the rows."""
 
     name = names.FUSED_PUSH
 
@@ -198,11 +192,16 @@ class PushFused:
         self._kernels, self._world_size = kernels, world_size
 
     def prepare(self, shape: FusedShape) -> None:
-        """Compile and load every form that a number of rows may need; collective."""
+        """Compile and load every form that a number of rows may need; collective, and never while
+        capturing.
+
+        Raises:
+            UnsupportedError: it failed on some rank; all ranks raise it.
+        """
         self._kernels.prepare(shape, layout.forms(shape, self._world_size))
 
     def takes(self, shape: FusedShape, num_rows: int) -> bool:
-        """Any number of rows, if one finds room."""
+        """Return whether it can serve so many rows, once prepared; the same on all ranks."""
         form = layout.choose(shape, num_rows, self._world_size)
         return num_rows > 0 and self._kernels.fits(shape, form, 1)
 
@@ -216,7 +215,8 @@ class PushFused:
         scale: "torch.Tensor | None",
         next_weight: "torch.Tensor | None" = None,
     ) -> Outputs:
-        """Launches one after the other, on as many rows each as find room."""
+        """Launch one after the other, on as many rows each as find room; see
+        `op.all_reduce_add_rms_norm`."""
         x, weight = plain(x), plain(weight)
         residual = None if residual is None else plain(residual)
         form = layout.choose(shape, len(x), self._world_size)

@@ -1,4 +1,10 @@
-"""All-reduce, residual and RMSNorm in one kernel: its forms, and what each takes; arithmetic."""
+"""All-reduce, residual and RMSNorm in one kernel: its forms, what each takes, and what it
+prefetches; arithmetic.
+
+A product of few rows takes as long as its weights take to come from memory, and memory has nothing
+to do while ranks wait for one another's rows. Every multiprocessor begins such a product with the
+first columns of its own rows of the weights, so these are what is prefetched.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -35,7 +41,7 @@ LEAST_WEIGHT_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class FusedShape:
-    """What a kernel is compiled for, beside the ranks and its form.
+    """Shape and types that a kernel is compiled for, beside the ranks and its form.
 
     Attributes:
         dtype: of input, residual and output, a key of `ELEMENT_CODES`.
@@ -59,11 +65,10 @@ class FusedShape:
 
     @property
     def row_packs(self) -> int:
-        """Packs of 16 bytes in a row."""
         return self.hidden * ITEM_BYTES[self.dtype] // PACK_BYTES
 
     def problem(self) -> str:
-        """Why no kernel can be compiled for it; empty where one can."""
+        """Say why no kernel can be compiled for it; empty where one can."""
         if self.dtype not in ELEMENT_CODES or self.weight_dtype not in ELEMENT_CODES:
             return f"expected one of {', '.join(ELEMENT_CODES)}, got {self.dtype}"
         if self.hidden < 1 or self.hidden % 8:
@@ -89,11 +94,10 @@ class Form:
 
     @property
     def blocks_per_multiprocessor(self) -> int:
-        """With registers for 1024 threads, the most at which no form spills."""
+        """Blocks with registers for 1024 threads, the most at which no form spills."""
         return max(1, MOST_WARPS // self.warps)
 
     def macros(self, shape: FusedShape, world_size: int, rank: int) -> dict[str, int]:
-        """The macros of the kernel."""
         return {
             "ELEMENT": ELEMENT_CODES[shape.dtype],
             "WEIGHT": ELEMENT_CODES[shape.weight_dtype],
@@ -129,12 +133,12 @@ def warps(shape: FusedShape, packs: int) -> int:
 
 
 def choose(shape: FusedShape, num_rows: int, world_size: int) -> Form:
-    """The form for so many rows.
+    """Choose the form for so many rows.
 
     One phase sends a whole message to every peer, two phases twice a share of it, one after the
     other: of two ranks that is the same number of bytes. A thread has one pack of a row where a
-    block can have as many threads: on two H200s that was fastest at every size from 16 KiB to
-    128 MiB, by 1.00x (128 MiB) to 1.30x over two packs.
+    block can have as many threads: on two H200s that was fastest at every size from 16 KiB to 128
+    MiB, by 1.00x (128 MiB) to 1.30x over two packs.
     """
     small = num_rows * shape.row_packs * PACK_BYTES <= ONE_PHASE_BYTES
     kernel = ONE_PHASE if world_size == 2 or small else TWO_PHASE
@@ -149,10 +153,10 @@ def forms(shape: FusedShape, world_size: int) -> tuple[Form, ...]:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Of a matrix in memory, row by row.
+    """Pieces of a matrix in memory, one a row.
 
     Attributes:
-        count: of pieces, one a row.
+        count: of pieces.
         num_bytes: of a piece, a multiple of `PIECE_ALIGNMENT`.
         stride: bytes from one's beginning to the next's.
     """
@@ -166,7 +170,7 @@ NOTHING = Pieces(0, 0, 0)
 
 
 def pieces(rows: int, row_bytes: int, stride: int, multiprocessors: int, total: int) -> Pieces:
-    """What to prefetch of a matrix: the beginning of those rows that are begun with.
+    """Pieces of a matrix to prefetch: the beginning of those rows that are begun with.
 
     Args:
         rows: of the matrix, one a column of the product.

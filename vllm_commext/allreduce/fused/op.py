@@ -48,7 +48,7 @@ def steps(
     eps: float,
     scale: torch.Tensor | None,
 ) -> Outputs:
-    """What the kernels make of the sum over ranks, one step after the other."""
+    """Compute what the kernels make of the sum over ranks, one step after the other."""
     z = summed if residual is None else (summed.float() + residual.float()).to(summed.dtype)
     wide = z.float()
     factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -74,8 +74,8 @@ def _quantised(
 
 
 def _over_largest(largest: torch.Tensor) -> torch.Tensor:
-    """Divided as the kernels divide; on GPUs torch multiplies where it divides by a Python number,
-    and the last bit may be another."""
+    """Divide as the kernels do; on GPUs torch multiplies where it divides by a Python number, and
+    the last bit may be another."""
     return largest / torch.full_like(largest, MAX_FP8)
 
 
@@ -84,15 +84,14 @@ def _fp8(wide: torch.Tensor) -> torch.Tensor:
 
 
 class FusedNorm:
-    """What serves the op for one group.
+    """Server of the op for one group.
 
     Args:
         apart: serves what nobody else takes: the sum over ranks and the rest, one after the other.
         backends: those that serve it in one launch.
-        policy: chooses among them; the same on all ranks.
 
     Attributes:
-        policy: as given.
+        policy: chooses among them; the same on all ranks.
         calls: by the name of who served them. Under CUDA graphs a call counts where it is captured.
     """
 
@@ -112,7 +111,7 @@ class FusedNorm:
         scale: torch.Tensor | None,
         next_weight: torch.Tensor | None = None,
     ) -> Outputs:
-        """By the fastest that can serve so many rows."""
+        """Serve a call by the fastest that can take so many rows."""
         usable = self._prepared(shape, x) if len(x) else ()
         for name in self.policy.ranking(x.numel() * x.itemsize, shape.dtype):
             if name == names.UNFUSED:
@@ -127,7 +126,8 @@ class FusedNorm:
     def leads(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, weight_bias: int
     ) -> bool:
-        """Whether a launch of ours is the fastest for it, and ready; collective as a call is."""
+        """Return whether a launch of ours is the fastest for it, and ready; collective as a call
+        is."""
         shape = _shape(x, residual, weight, "norm", None, weight_bias)
         usable = self._prepared(shape, x) if len(x) else ()
         first = self.policy.ranking(x.numel() * x.itemsize, shape.dtype)[:1]
@@ -138,8 +138,9 @@ class FusedNorm:
         )
 
     def _prepared(self, shape: FusedShape, x: torch.Tensor) -> tuple[str, ...]:
-        """Who is ready for a shape on all ranks. All that may ever serve it are made ready at its
-        first call, which is often vLLM's largest: a capture would come too late."""
+        """Names of the backends that are ready for a shape on all ranks. All that may ever serve it
+        are prepared at its first call, which is often vLLM's largest: a capture would come too
+        late."""
         if shape not in self._usable:
             if x.is_cuda and torch.cuda.is_current_stream_capturing():
                 if self.policy.is_forced:  # as for batch invariance: what began apart stays apart
@@ -152,7 +153,7 @@ class FusedNorm:
 
 
 def is_prepared(backend: PushFused, shape: FusedShape) -> bool:
-    """Whether it is ready for a shape, now made so, on all ranks; collective. Says why not."""
+    """Prepare a shape on all ranks, and return whether that could be; collective. Logs why not."""
     try:
         backend.prepare(shape)
     except UnsupportedError as error:
@@ -162,7 +163,7 @@ def is_prepared(backend: PushFused, shape: FusedShape) -> bool:
 
 
 def after_all_reduce(all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> Apart:
-    """The sum over ranks, in a fresh tensor, and then `steps`."""
+    """Return what sums over ranks, in a fresh tensor, and then takes `steps`."""
 
     def apart(
         shape: FusedShape,
@@ -183,17 +184,16 @@ def register_group(name: str, norm: FusedNorm) -> None:
 
 
 def find_group(name: str) -> FusedNorm | None:
-    """What serves a group's calls, where something does."""
     return _groups.get(name)
 
 
 def served_groups() -> dict[str, str]:
-    """Of every group that is served, what its policy is."""
+    """The identity of the policy of every group that is served."""
     return {name: norm.policy.identity() for name, norm in _groups.items()}
 
 
 def forget_group(name: str) -> None:
-    """Serve them no longer; a second call changes nothing."""
+    """Serve its calls no longer; a second call changes nothing."""
     _groups.pop(name, None)
 
 
@@ -238,7 +238,7 @@ def all_reduce_add_rms_norm(
     weight_bias: int = 0,
     next_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the op does, without what torch's dispatcher costs; for callers that no compiler traces.
+    """As the op, without what torch's dispatcher costs; for callers that no compiler traces.
 
     Args:
         x: [rows, hidden], this rank's part of the sum: bfloat16, float16 or float32.
@@ -254,10 +254,10 @@ def all_reduce_add_rms_norm(
 
     Returns:
         [rows, hidden] in x's dtype or float8_e4m3fn; the sum plus the residual in x's dtype; and
-        float32 scales, [rows, 1] for ``fp8_row``, [rows, hidden / 128] for ``fp8_group``, else
-        without elements. All are new. The scales of ``fp8_group_columns`` and
-        ``fp8_group_columns_4`` lie column by column, the latter's at a distance of a multiple of
-        four rows.
+            float32 scales, [rows, 1] for ``fp8_row``, [rows, hidden / 128] for ``fp8_group``, else
+            without elements. All are new. The scales of ``fp8_group_columns`` and
+            ``fp8_group_columns_4`` lie column by column, the latter's at a distance of a multiple
+            of four rows.
 
     Raises:
         ConfigError: a shape is wrong, or the group is not known.

@@ -1,5 +1,8 @@
-"""Tables that were measured here, in the user's cache folder: one file for a machine, a world size
-and the elements of a row, with a table of every dtype that was measured.
+"""Tables that were measured here, in the user's cache folder, and the choice of the one that
+serves.
+
+There is one file for a machine, a world size and the elements of a row, with a table of every dtype
+that was measured.
 """
 
 import os
@@ -18,7 +21,7 @@ HIDDEN = 8192  # elements of a row, where nobody says how many
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """What a file holds: the table, and the machine in full, for the digest could collide."""
+    """Content of a file: the table, and the machine in full, for the digest could collide."""
 
     machine: Machine
     hidden: int
@@ -26,7 +29,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 def folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where the files are: the XDG cache folder, else the one in the home folder; None without."""
+    """Folder of the files: the XDG cache folder, else the one in the home folder; None without."""
     return private_files.cache_folder("allreduce", environ)
 
 
@@ -55,8 +58,8 @@ def _read(path: Path | None, hidden: int, world_size: int) -> tuple[Machine, Tab
 def load(
     machine: Machine, world_size: int, hidden: int = HIDDEN, environ: Mapping[str, str] = os.environ
 ) -> Table | None:
-    """What was measured on that machine and still holds, or None; a file that cannot be read is
-    none."""
+    """Read what was measured on that machine and still holds, or None; a file that cannot be read
+    is none."""
     found = _read(path_of(machine, world_size, hidden, environ), hidden, world_size)
     if found is None or not found[0].is_like(machine):
         return None
@@ -66,7 +69,7 @@ def load(
 def save(
     machine: Machine, table: Table, hidden: int = HIDDEN, environ: Mapping[str, str] = os.environ
 ) -> Path:
-    """Write the table, whole or not at all; returns the file.
+    """Write the table, whole or not at all, and return the file.
 
     Dtypes that the table does not have keep what was measured of them with the same libraries.
 
@@ -95,9 +98,9 @@ def find_table(
     in_engines: bool = False,
     environ: Mapping[str, str] = os.environ,
 ) -> Table | None:
-    """What was measured on this machine with such rows, else what is built in for it, else None.
+    """Return what was measured on this machine with such rows, else what is built in, else None.
 
-    Where the one says nothing of fused norms, the other does.  *in_engines*: nothing built in for
+    Where the one says nothing of fused norms, the other does. *in_engines*: nothing built in for
     GPUs on which engines were not shown to gain.
     """
     measured = load(machine, world_size, hidden, environ) if use_cache else None

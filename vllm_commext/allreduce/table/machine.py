@@ -1,4 +1,4 @@
-"""What a measurement holds for: the machine and the kernels that it was made with."""
+"""The machine and the kernels that a measurement holds for."""
 
 import functools
 import hashlib
@@ -45,8 +45,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         gpu: the GPU's name, as the driver gives it.
         link: how the GPUs are joined, such as ``NV18`` for every pair, ``unknown``, or `NO_ACCESS`.
-        driver: the driver's version; `torch`, `nccl`, `flashinfer` and `vllm` likewise, empty
-            where there is none. Other versions leave a measurement of the kernels as it is.
+        driver: the driver's version; `torch`, `nccl`, `flashinfer` and `vllm` likewise, empty where
+            there is none. Other versions leave a measurement of the kernels as it is.
         multicast: whether NVLink multicast was allowed.
         kernels: `own_kernels`.
     """
@@ -62,7 +62,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kernels: str = msgspec.field(default_factory=own_kernels)
 
     def is_like(self, other: "Machine") -> bool:
-        """Whether all but the libraries is the same."""
+        """Return whether all but the libraries is the same."""
         return _hard(self) == _hard(other)
 
 
@@ -71,8 +71,7 @@ def _hard(machine: Machine) -> tuple[str, str, bool, str]:
 
 
 def digest(machine: Machine, world_size: int) -> str:
-    """Sixteen hexadecimal digits that name the machine, whatever its libraries, and a number of its
-    GPUs."""
+    """Sixteen hexadecimal digits for a number of the machine's GPUs, whatever its libraries."""
     text = msgspec.json.encode([*_hard(machine), world_size])
     return hashlib.sha256(text).hexdigest()[:16]
 
@@ -82,8 +81,8 @@ def _minor(version: str) -> list[str]:
 
 
 def carried_over(table: Table, then: Machine, now: Machine) -> Table:
-    """What of a table still holds: not the columns of a library of another minor release. Where no
-    other is left, vLLM's own way is taken."""
+    """The part of a table that still holds: not the columns of a library of another minor release.
+    Where no other is left, vLLM's own way is taken."""
     void = {
         name
         for library, columns in COLUMNS.items()
@@ -111,16 +110,16 @@ def carried_over(table: Table, then: Machine, now: Machine) -> Table:
 
 
 def is_refused(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the user has told NCCL, and with it us, to do without peer access."""
+    """Return whether the user has told NCCL, and with it us, to do without peer access."""
     disabled = environ.get(DISABLE, "0") not in ("", "0")
     return disabled or environ.get(LEVEL, "").upper() in NEVER
 
 
 def have_access(device: "torch.device", environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether every pair of the GPUs that this process sees has peer access.
+    """Return whether every pair of the GPUs that this process sees has peer access.
 
-    Of a process that sees one GPU nothing is known, and it counts as having access; so does one
-    on a CPU.
+    A process that sees one GPU knows nothing of others, and counts as having access; so does one on
+    a CPU.
     """
     import torch
 
@@ -178,7 +177,7 @@ def _driver_and_link(uuid: str) -> tuple[str, str]:
 
 
 def read_machine(device: "torch.device") -> Machine:
-    """The facts of the machine that this GPU is in; without a GPU most of them are empty."""
+    """Read the facts of the machine that this GPU is in; without a GPU most of them are empty."""
     import torch
 
     gpu, driver, link, nccl = "", "", "unknown", ""

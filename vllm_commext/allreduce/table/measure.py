@@ -1,6 +1,5 @@
 """Times of the backends on this machine: chained calls in CUDA graphs, of which the ranks take
-turns to be slowest. Needs GPUs.
-"""
+turns to be slowest. Needs GPUs."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,10 +35,11 @@ TimesBySize = dict[int, dict[str, float]]
 class Neighbours:
     """The matrix product before the all-reduce of a message, and the residual and norm after it.
 
+    A chain of all-reduces alone favours kernels that begin before their predecessor has ended, and
+    finds in the caches what a model finds in memory.
+
     Args:
         message: [rows, hidden]; the product contracts half as many elements as a row has.
-        norm: see `Norm`.
-        device: where the tensors are.
     """
 
     def __init__(self, message: Message, norm: Norm, device: str = "cuda") -> None:
@@ -56,14 +56,14 @@ class Neighbours:
         self._weight = torch.ones(hidden, dtype=dtype, device=device)
 
     def product(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Of the tensor's first columns with another matrix each time."""
+        """Multiply the tensor's first columns with another matrix each time."""
         from torch.nn.functional import linear
 
         self._turn += 1
         return linear(tensor[:, : self._inner], self._matrices[self._turn % COPIES])
 
     def apart(self, all_reduce: Call) -> Call:
-        """Product, all-reduce and norm, each by a kernel of its own."""
+        """Return product, all-reduce and norm, each by a kernel of its own."""
 
         def call(tensor: "torch.Tensor") -> Any:
             out = all_reduce(self.product(tensor))
@@ -73,18 +73,18 @@ class Neighbours:
         return call
 
     def together(self, fused: Fused) -> Call:
-        """Product, and then one launch for the rest."""
+        """Return the product, and then one launch for the rest."""
         return lambda tensor: fused(self.product(tensor), self._residual, self._weight, EPS)
 
     def calls(self, backends: Mapping[str, Call], fused: Mapping[str, Fused]) -> dict[str, Call]:
-        """All of them by name, and the product `BASELINE`."""
+        """All calls by name, and the product as `BASELINE`."""
         made = {name: self.apart(call) for name, call in backends.items()}
         made |= {name: self.together(call) for name, call in fused.items()}
         return {BASELINE: self.product, **made}
 
 
 def without_product(times: Mapping[str, float]) -> dict[str, float]:
-    """What each takes beyond the product."""
+    """Times beyond the product's."""
     alone = times.get(BASELINE, 0.0)
     return {name: max(of - alone, SMALLEST) for name, of in times.items() if name != BASELINE}
 
@@ -92,7 +92,7 @@ def without_product(times: Mapping[str, float]) -> dict[str, float]:
 def fused_calls(
     dispatcher: Dispatcher, collective: "Collective", message: Message
 ) -> dict[str, Fused]:
-    """Who serves it with residual and norm in one launch, each ready; collective."""
+    """Calls that serve it with residual and norm in one launch, each ready; collective."""
     from vllm_commext.allreduce.backends.flashinfer import FlashInferBackend
     from vllm_commext.allreduce.backends.push import PushBackend
     from vllm_commext.allreduce.fused.kernels import FusedKernels, PushFused
@@ -120,7 +120,7 @@ def fused_calls(
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure.
+    """Options of a measurement.
 
     Attributes:
         sizes: of messages, in bytes.
@@ -140,7 +140,7 @@ class Options:
 
 
 def spread(sizes: Sequence[int]) -> list[int]:
-    """The same sizes in an order in which every beginning is spread over all of them."""
+    """Order the sizes so that every beginning is spread over all of them."""
     ordered = sorted(sizes)
     steps = [step for step in (8, 4, 2, 1) if step < len(ordered)] or [1]
     picked = [ordered[-1], *(size for step in steps for size in ordered[::step])]
@@ -155,7 +155,7 @@ def chained_calls(num_bytes: int) -> int:
 def capture(
     call: Call, tensor: "torch.Tensor", chained: int, context: CaptureContext
 ) -> "torch.cuda.CUDAGraph":
-    """A graph of `chained` calls; `context` lets vLLM's kernel register what it captured."""
+    """Capture `chained` calls; `context` lets vLLM's kernel register what it captured."""
     import torch
 
     for _ in range(3):
@@ -169,7 +169,7 @@ def capture(
 
 
 def replay_seconds(graph: "torch.cuda.CUDAGraph", replays: int, collective: Collective) -> float:
-    """Of one replay, once the ranks have met in another."""
+    """Seconds of one replay, once the ranks have met in another."""
     import torch
 
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -212,7 +212,7 @@ def measure_message(
 
 
 def give_back_memory() -> None:
-    """Leave to others what torch has kept of the messages and outputs."""
+    """Free what torch has kept of the messages and outputs."""
     import torch
 
     torch.cuda.synchronize()
@@ -220,7 +220,7 @@ def give_back_memory() -> None:
 
 
 def backend_calls(dispatcher: Dispatcher, message: Message) -> dict[str, Call]:
-    """The backends that take the message, each ready; collective."""
+    """Calls of the backends that take the message, each ready; collective."""
     calls: dict[str, Call] = {}
     for name, backend in dispatcher.backends.items():
         if backend.takes(message):
@@ -238,7 +238,7 @@ def measure_backends(
     progress: Callable[[str, int, Mapping[str, float]], None] | None = None,
     norm: Norm | None = None,
 ) -> dict[str, TimesBySize]:
-    """Every backend at every size, until the time is over; the same on all ranks.
+    """Measure every backend at every size, until the time is over; the same on all ranks.
 
     Args:
         progress: told of each dtype, size and its times as soon as they are there.
@@ -247,7 +247,7 @@ def measure_backends(
 
     Returns:
         By dtype and size, the microseconds of each backend, with the norm where one is given but
-        without the product.
+            without the product.
     """
     end = time.monotonic() + options.seconds
     times: dict[str, TimesBySize] = {dtype: {} for dtype in options.dtypes}

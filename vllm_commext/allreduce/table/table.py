@@ -1,4 +1,5 @@
-"""The table: for a world size and dtype, which backends are fastest up to which message size."""
+"""The table: for a world size and dtype, which backends are fastest up to which message size; and
+how it is made of measured times. Arithmetic only."""
 
 import math
 import statistics
@@ -61,13 +62,13 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ()
 
     def fused_ranking(self, num_bytes: int, dtype: str) -> tuple[str, ...]:
-        """Of `names.FUSED`, the fastest first; none where nothing is known of the dtype."""
+        """Members of `names.FUSED`, the fastest first; none where nothing is known of the dtype."""
         rows = self.fused.get(dtype, ())
         fitting = (row.ranking for row in rows if num_bytes <= row.max_bytes)
         return next(fitting, rows[-1].ranking if rows else ())
 
     def of_ours(self, dtype: str) -> "Table | None":
-        """What is left of one dtype where kernels of ours alone take part, and only where they come
+        """The table of one dtype where kernels of ours alone take part, and only where they come
         first: all else is left to vLLM. None where they never do."""
         rows = [
             Row(row.max_bytes, (names.PUSH if row.ranking[0] == names.PUSH else names.VLLM,))
@@ -93,16 +94,11 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def encode(table: Table) -> bytes:
-    """As JSON."""
     return msgspec.json.encode(table)
 
 
 def decode(text: bytes | str) -> Table:
-    """From JSON.
-
-    Raises:
-        ConfigError: it is no table, or one of another schema.
-    """
+    """Decode a table from JSON; ConfigError where it is none, or one of another schema."""
     try:
         table = msgspec.json.decode(text, type=Table)
     except (msgspec.DecodeError, ValueError) as error:
@@ -156,7 +152,7 @@ def _ranked(times: Times, incumbent: str | None, min_gain: float) -> tuple[str, 
 
 
 def build_rows(times: Mapping[int, Times], min_gain: float = MIN_GAIN) -> tuple[Row, ...]:
-    """Ranges of sizes from measured times.
+    """Build ranges of sizes from measured times.
 
     Args:
         times: by size in bytes, the microseconds of each backend that could take it.
@@ -195,7 +191,7 @@ def _boundary(
 
 
 def build_table(times: Mapping[str, Mapping[int, Times]], world_size: int, origin: str) -> Table:
-    """A table of all dtypes that were measured; who of `names.FUSED` was, stands apart."""
+    """Build a table of all dtypes that were measured; who of `names.FUSED` was, stands apart."""
     split = {dtype: apart_and_fused(of) for dtype, of in times.items()}
     rows = {dtype: build_rows(plain) for dtype, (plain, _) in split.items()}
     fused = {dtype: build_rows(of) for dtype, (_, of) in split.items() if of}
@@ -205,7 +201,7 @@ def build_table(times: Mapping[str, Mapping[int, Times]], world_size: int, origi
 def apart_and_fused(
     times: Mapping[int, Times],
 ) -> tuple[dict[int, dict[str, float]], dict[int, dict[str, float]]]:
-    """By size: the times of the backends, and those of `names.FUSED`, among which the fastest of
+    """By size, the times of the backends, and those of `names.FUSED`, among which the fastest of
     the backends stands for all of them."""
     plain = {
         size: {name: time for name, time in of.items() if name not in names.FUSED}
@@ -234,7 +230,7 @@ def regret(chosen: float, times: Times) -> float:
 
 
 def size_text(num_bytes: int) -> str:
-    """``512 KiB``, ``7.5 MiB``, ``100 B``."""
+    """Format as ``512 KiB``, ``7.5 MiB``, ``100 B``."""
     for unit, name in UNITS:
         if num_bytes >= unit:
             return f"{num_bytes / unit:.3g} {name}"
@@ -242,7 +238,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def _leaders(rows: Iterable[Row]) -> list[tuple[str, int]]:
-    """Who comes first, and up to which size."""
+    """Names of those that come first, and up to which size."""
     leaders: list[tuple[str, int]] = []
     for row in rows:
         if leaders and leaders[-1][0] == row.ranking[0]:
@@ -252,7 +248,7 @@ def _leaders(rows: Iterable[Row]) -> list[tuple[str, int]]:
 
 
 def describe(table: Table | None) -> Iterator[str]:
-    """A line a dtype: which backend comes first up to which size."""
+    """Yield a line a dtype: which backend comes first up to which size."""
     if table is None:
         yield "no table for this machine; vLLM's default dispatch serves"
         return
