@@ -13,7 +13,7 @@ from vllm_commext.errors import UnsupportedError
 
 
 class Offer(NamedTuple):
-    """Where another process finds it.
+    """Whereabouts of memory for another process.
 
     Attributes:
         host: the running kernel's identity.
@@ -28,7 +28,7 @@ class Offer(NamedTuple):
 
 
 def host_identity() -> str:
-    """The same for all processes on one running kernel, and for no others."""
+    """Identity of the running kernel, the same for all processes on it, and for no others."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -54,11 +54,7 @@ class AnonymousMemory:
 
     @classmethod
     def create(cls, name: str, num_bytes: int) -> Self:
-        """New memory, whose mappings bear a name.
-
-        Raises:
-            OSError: there is no memory for it.
-        """
+        """Create memory whose mappings bear a name; OSError where there is none for it."""
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.truncate(descriptor, num_bytes)
@@ -69,7 +65,7 @@ class AnonymousMemory:
 
     @classmethod
     def open(cls, offer: Offer) -> Self:
-        """The memory of another process.
+        """Map the memory of another process.
 
         Raises:
             UnsupportedError: it is on another host, or cannot be reached from here.
@@ -90,7 +86,7 @@ class AnonymousMemory:
 
     @property
     def offer(self) -> Offer:
-        """How others find it while its file is open here."""
+        """Whereabouts for others while its file is open here."""
         return Offer(host_identity(), os.getpid(), self._descriptor, _identity(self._descriptor))
 
     def forget_file(self) -> None:

@@ -128,11 +128,11 @@ class Collective:
                 distributed.monitored_barrier(self._group, timedelta(seconds=seconds))
 
     def allgather(self, data: Any) -> tuple[Any, ...]:
-        """Every rank's object, in the order of ranks."""
+        """Return every rank's object, in the order of ranks."""
         return tuple(self._meet(_Stage.EXCHANGE, data))
 
     def bcast(self, data: Any, root: int) -> Any:
-        """The root's object; `root` counts within the group."""
+        """Return the root's object; `root` counts within the group."""
         return self.allgather(data if self.rank == root else None)[root]
 
     def barrier(self) -> None:
@@ -140,19 +140,14 @@ class Collective:
         self.allgather(None)
 
     def Get_rank(self) -> int:
-        """This rank within the group."""
         return self.rank
 
     def Get_size(self) -> int:
-        """The number of ranks."""
         return self.world_size
 
     def Split(self, color: int, key: int) -> "Collective":
-        """Only the split that leaves all ranks together.
-
-        Raises:
-            UnsupportedError: another was wanted.
-        """
+        """Return itself: only a split that leaves all ranks together can be; UnsupportedError for
+        another."""
         if len(set(self.allgather(color))) != 1:
             raise UnsupportedError(f"expected one colour on all ranks, got {color} and others")
         del key

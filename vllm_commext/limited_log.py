@@ -7,8 +7,8 @@ from collections import deque
 
 
 def on_one_line(text: str) -> str:
-    """The text with what cannot be printed written as an escape sequence: a peer's names and errors
-    must not look like lines of this process, or break a handler."""
+    """Escape what cannot be printed: a peer's names and errors must not look like lines of this
+    process, or break a handler."""
     if text.isprintable():
         return text
     return "".join(
@@ -47,7 +47,7 @@ class RateLimitedLog:
             self._logger.warning("%s%s%s", self._prefix, text, suffix, stacklevel=2)
 
     def exception(self, key: str, message: str) -> None:
-        """The same for an exception that is being handled, as an error with its trace."""
+        """Log the message as an error with the trace of the exception that is being handled."""
         suffix = self._suffix(key)
         if suffix is not None:
             text = on_one_line(message)
@@ -56,7 +56,7 @@ class RateLimitedLog:
             )
 
     def _suffix(self, key: str) -> str | None:
-        """What to say of messages left out before this one; None to leave it out too."""
+        """The words about messages left out before this one; None to leave it out too."""
         now = time.monotonic()
         recent = self._recent.setdefault(key, deque(maxlen=self._burst))
         if len(recent) == self._burst and now - recent[0] < self._period_seconds:

@@ -27,7 +27,7 @@ MAX_BYTES = 64 * 1024 * 1024
 
 
 def cache_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """A folder of that name in the user's XDG cache folder; None where the user has none."""
+    """Folder of that name in the user's XDG cache folder; None where the user has none."""
     base = environ.get("XDG_CACHE_HOME", "")
     try:
         root = Path(base) if base else Path.home() / ".cache"
@@ -45,7 +45,7 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def opened(folder: Path, *, make: bool = False) -> Iterator[int]:
-    """A descriptor of a private folder.
+    """Open a private folder and give its descriptor.
 
     Raises:
         OSError: it is not there, cannot be made, or others could write it.
@@ -61,11 +61,7 @@ def opened(folder: Path, *, make: bool = False) -> Iterator[int]:
 
 
 def check_private(status: os.stat_result, path: Path) -> None:
-    """Refuse what another user owns or can write.
-
-    Raises:
-        PermissionError: it is refused.
-    """
+    """Raise PermissionError for what another user owns or can write."""
     is_own = status.st_uid in (os.geteuid(), 0)
     is_kept = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not (is_own and is_kept):
@@ -78,7 +74,7 @@ def check_private(status: os.stat_result, path: Path) -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is a private file of that name."""
+    """Return whether there is a private file of that name."""
     try:
         with opened(path.parent) as folder:
             status = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
@@ -106,7 +102,7 @@ def make(path: Path) -> None:
 
 
 def read(path: Path) -> bytes | None:
-    """What `write` has written there, None where there is none."""
+    """Read what `write` has written there, None where there is none."""
     try:
         with opened(path.parent) as folder:
             fd = os.open(path.name, _READ, dir_fd=folder)

@@ -24,7 +24,7 @@ TIMEOUT_NS = 60_000_000_000
 @functools.cache
 def library(layout: PushLayout, dtype: str) -> ctypes.CDLL:
     """The kernel of all ranks for this CPU."""
-    loaded = compile_kernel(push.program(layout), layout.macros(ELEMENT_CODES[dtype], rank=0))
+    loaded = compile_kernel(Program(layout.kernel), layout.macros(ELEMENT_CODES[dtype], rank=0))
     assert loaded.args_bytes() == ctypes.sizeof(
         arguments_type(push.ARGUMENTS, WORLD_SIZE=layout.world_size)
     )

@@ -179,9 +179,6 @@ class Launches:
     def prepare(self, shape: FusedShape, wanted: object) -> None:
         assert wanted == forms(shape, 2)
 
-    def fits(self, shape: FusedShape, form: Form, num_rows: int) -> bool:
-        return num_rows <= self.most_rows(shape, form)
-
     def most_rows(self, shape: FusedShape, form: Form) -> int:
         del form
         return 4 if shape.hidden == HIDDEN else 0
@@ -279,8 +276,7 @@ def test_two_ranks_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
         collective = SimpleNamespace(rank=rank, world_size=2, agree=lambda step: step())
         kernels = FusedKernels(memory, collective)  # pyright: ignore[reportArgumentType]
         kernels._functions[shape, form] = Function(shape, form, rank)  # type: ignore[assignment]
-        assert kernels.fits(shape, form, 5)
-        assert not kernels.fits(shape, form, 513 // shape.row_packs + 1)
+        assert 5 <= kernels.most_rows(shape, form) <= 513 // shape.row_packs
         operands = (call.parts[rank], call.residual, call.weight)
         found: list[Any] = []
         for weight in (None, following.t(), None):

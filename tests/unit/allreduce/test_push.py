@@ -8,6 +8,7 @@ from vllm_commext.allreduce.backends import push
 from vllm_commext.allreduce.backends.push import CHUNK_PACKS, HALVES, PushLayout
 from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.gpu.launch import ELEMENT_CODES, WARP
+from vllm_commext.gpu.nvrtc import Program
 
 ARCHITECTURES = (80, 90, 100, 120)
 MOST_THREADS = 1024
@@ -69,7 +70,7 @@ def test_the_largest_message_is_counted_in_32_bits() -> None:
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_it_compiles_for_every_architecture(world_size: int, dtype: str, architecture: int) -> None:
     layout = PushLayout(world_size, 1 << 20)
-    source = push.program(layout)
+    source = Program(layout.kernel)
     cubin = source.compile_cubin(layout.macros(ELEMENT_CODES[dtype], rank=1), architecture)
     assert cubin.startswith(b"\x7fELF")
     assert layout.kernel.encode() in cubin

@@ -140,11 +140,6 @@ class PushMemory:
         self._release(buffer)
 
 
-def program(layout: PushLayout) -> Program:
-    """The kernel's source."""
-    return Program(layout.kernel)
-
-
 class PushBackend(OwnKernels):
     """A group's kernel with its memory; collective to create.
 
@@ -177,7 +172,7 @@ class PushBackend(OwnKernels):
     def _load(self) -> None:
         device = launch.current_device()
         self._most_blocks = BLOCKS_PER_MULTIPROCESSOR * device.multiprocessors
-        source = program(self._layout)
+        source = Program(self._layout.kernel)
         self._functions = {
             dtype: launch.load(
                 *(source, self._layout.macros(element, self._rank), self._layout.threads, device),

@@ -120,9 +120,6 @@ class FusedKernels:
                 programmatic=False,
             )
 
-    def fits(self, shape: FusedShape, form: Form, num_rows: int) -> bool:
-        return 0 < num_rows <= self.most_rows(shape, form)
-
     def most_rows(self, shape: FusedShape, form: Form) -> int:
         """Rows that find room in the memory; the same on all ranks."""
         return form.most_rows(shape, self._memory.half_packs, self._collective.world_size)
@@ -203,7 +200,7 @@ class PushFused:
     def takes(self, shape: FusedShape, num_rows: int) -> bool:
         """Return whether it can serve so many rows, once prepared; the same on all ranks."""
         form = layout.choose(shape, num_rows, self._world_size)
-        return num_rows > 0 and self._kernels.fits(shape, form, 1)
+        return num_rows > 0 and self._kernels.most_rows(shape, form) > 0
 
     def run(
         self,

@@ -218,17 +218,6 @@ def apart_and_fused(
     return plain, fused
 
 
-def regret(chosen: float, times: Times) -> float:
-    """How much slower the choice is than the best backend: 0.03 is three per cent.
-
-    Raises:
-        ValueError: nothing was measured.
-    """
-    if not times:
-        raise ValueError("expected the time of at least one backend")
-    return chosen / min(times.values()) - 1
-
-
 def size_text(num_bytes: int) -> str:
     """Format as ``512 KiB``, ``7.5 MiB``, ``100 B``."""
     for unit, name in UNITS:
