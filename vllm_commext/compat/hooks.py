@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -33,10 +34,6 @@ def vllm_version() -> str:
     return vllm.__version__
 
 
-def _getter(toggle: Toggle) -> Callable[[], str]:
-    return lambda: os.environ.get(toggle.name, toggle.default)
-
-
 def add_toggles(toggles: Iterable[Toggle]) -> None:
     """Make the toggles known to vLLM.
 
@@ -46,7 +43,8 @@ def add_toggles(toggles: Iterable[Toggle]) -> None:
     from vllm import envs
 
     for toggle in toggles:
-        envs.environment_variables.setdefault(toggle.name, _getter(toggle))
+        getter = partial(os.environ.get, toggle.name, toggle.default)
+        envs.environment_variables.setdefault(toggle.name, getter)
 
 
 def add_factor(name: str, value: Callable[[], str]) -> None:

@@ -232,14 +232,11 @@ class Service:
         finally:
             outcome.is_answered = relay.has_sent_end
         if relayed.failure is not None:
-            self._note_broken(relayed.failure, outcome)
+            outcome.set(relayed.failure.kind, relayed.failure.side)
+            logger.warning("request %s broke: %s", outcome.request_id, relayed.failure)
         elif opened.response.status < 400:
             metrics.request_seconds.labels(engine).observe(outcome.seconds)
         return relayed.response
-
-    def _note_broken(self, failure: ProxyError, outcome: Outcome) -> None:
-        outcome.set(failure.kind, failure.side)
-        logger.warning("request %s broke: %s", outcome.request_id, failure)
 
 
 class _Attempts:
