@@ -121,7 +121,7 @@ class Stage:
         from vllm_commext.allreduce.table.machine import Machine
         from vllm_commext.compat import group_facts, reduce_rms
         from vllm_commext.errors import UnsupportedError
-        from vllm_commext.reduce_rms.handles import GroupWorkspace
+        from vllm_commext.reduce_rms.workspace import GroupWorkspace
 
         stage, read = self, group_facts.read
         gather = distributed.all_gather_object

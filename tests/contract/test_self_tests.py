@@ -35,7 +35,7 @@ NCCL = BROKEN.format(
     module="vllm_commext.allreduce.backends.backend", owner="NcclBackend", name="all_reduce"
 )
 OP = BROKEN.format(
-    module="vllm_commext.reduce_rms.handles", owner="GroupWorkspace", name="sum_over_ranks"
+    module="vllm_commext.reduce_rms.workspace", owner="GroupWorkspace", name="sum_over_ranks"
 )
 
 

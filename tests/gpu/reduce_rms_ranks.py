@@ -23,8 +23,12 @@ from tests.gpu.reduce_rms_rows import EPS, PLACE, Rank, Rows, qk_rms_norm, settl
 from tests.kit.gpu_ranks import checks_of
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
 from vllm_commext.reduce_rms import workspace as workspaces
-from vllm_commext.reduce_rms.handles import GroupWorkspace, find_tensor
-from vllm_commext.reduce_rms.workspace import LamportWorkspace, get_allreduce_workspace
+from vllm_commext.reduce_rms.workspace import (
+    GroupWorkspace,
+    LamportWorkspace,
+    find_tensor,
+    get_allreduce_workspace,
+)
 
 split_qk_rms_norm = torch.ops.vllm_commext.split_qk_rms_norm
 reduce_rms_norm = torch.ops.vllm_commext.reduce_rms_norm

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from vllm_commext.reduce_rms.handles import Workspace
+    from vllm_commext.reduce_rms.workspace import Workspace
 
 logger = logging.getLogger("vllm.commext.reduce_rms")
 
@@ -54,10 +54,10 @@ def _make(rank: int, world_size: int, group: "ProcessGroup") -> "Workspace":
     import torch
     from vllm import envs
 
-    from vllm_commext.reduce_rms import handles, workspace
+    from vllm_commext.reduce_rms import workspace
 
     if not torch.cuda.is_available():
-        return handles.GroupWorkspace(group)
+        return workspace.GroupWorkspace(group)
     words = workspace.get_allreduce_workspace(
         rank,
         world_size,
@@ -66,7 +66,7 @@ def _make(rank: int, world_size: int, group: "ProcessGroup") -> "Workspace":
         timeout_seconds=float(read_settings()["reduce_rms_timeout"]),
         batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
     )
-    made = handles.find_tensor(words)
+    made = workspace.find_tensor(words)
     workspace.end_process_on_failure(made)
     return made
 
@@ -188,7 +188,7 @@ def fused_qk(
         UnsupportedError: the weights are not those of the row's Q and K.
     """
     from vllm_commext.reduce_rms import ops
-    from vllm_commext.reduce_rms.handles import find_tensor
+    from vllm_commext.reduce_rms.workspace import find_tensor
 
     del rank, world_size
     if (q_weight.numel(), k_weight.numel()) != (q_size, kv_size):

@@ -23,7 +23,7 @@ from vllm_commext.reduce_rms import measured
 if TYPE_CHECKING:
     import torch
 
-    from vllm_commext.reduce_rms.handles import Workspace
+    from vllm_commext.reduce_rms.workspace import Workspace
 
 logger = logging.getLogger("vllm.commext.reduce_rms")
 

@@ -17,9 +17,8 @@ from dataclasses import replace
 import torch
 
 from vllm_commext.errors import ConfigError
-from vllm_commext.reduce_rms.handles import GroupWorkspace, find
 from vllm_commext.reduce_rms.kernel import PACK_BYTES, Kernels, Shape, make_arguments
-from vllm_commext.reduce_rms.workspace import LamportWorkspace
+from vllm_commext.reduce_rms.workspace import GroupWorkspace, LamportWorkspace, find
 
 NAMESPACE = "vllm_commext"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")

@@ -21,7 +21,7 @@ from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import ipc
 from vllm_commext.gpu.launch import Device
-from vllm_commext.reduce_rms import handles, kernel, ops, workspace
+from vllm_commext.reduce_rms import kernel, ops, workspace
 from vllm_commext.reduce_rms.kernel import Shape
 
 OK, NOT_PERMITTED = 0, 217
@@ -186,5 +186,5 @@ def fake_gpus(world_size: int) -> Iterator[tuple[Runtime, Group, HostKernels]]:
         try:
             yield runtime, group, kernels
         finally:  # no workspace may outlive the memory that it thinks it has
-            for made in list(handles._by_handle.values()):
+            for made in list(workspace._by_handle.values()):
                 made.cleanup()

@@ -14,7 +14,7 @@ from tests.kit.ports import free_port
 from vllm_commext.collective import Collective
 from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.reduce_rms import ops as _ops  # noqa: F401 - registers the ops
-from vllm_commext.reduce_rms.handles import GroupWorkspace, find
+from vllm_commext.reduce_rms.workspace import GroupWorkspace, find
 
 EPS, Q, KV, WORLD = 1e-6, 48, 16, 3
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -13,8 +13,7 @@ from tests.unit.reduce_rms.fake_gpu import Group, HostKernels, Runtime, fake_gpu
 from vllm_commext.errors import CommextTimeoutError, ConfigError, ProtocolError, UnsupportedError
 from vllm_commext.gpu.launch import Device
 from vllm_commext.reduce_rms import layout
-from vllm_commext.reduce_rms.handles import find, find_tensor
-from vllm_commext.reduce_rms.workspace import LamportWorkspace
+from vllm_commext.reduce_rms.workspace import LamportWorkspace, find, find_tensor
 
 RANKS = 2
 SIZE = 2 << 20
