@@ -176,7 +176,8 @@ def test_a_token_is_sent_while_there_is_no_room_for_its_prompt(
     make_core: MakeCore, channel: Channel
 ) -> None:
     decode = make_core("kv_consumer", num_blocks=16)
-    decode.add(request_of("other", PROMPT[:24], None, max_tokens=30, eos=-1))
+    others = [token + 1 for token in PROMPT[:24]]  # which shares no blocks
+    decode.add(request_of("other", others, None, max_tokens=30, eos=-1))
     turn_until(decode, lambda: bool(decode.answer("other").tokens))
     decode.add(request_of("d", PROMPT, channel.params, max_tokens=3))
     channel.begin(PROMPT)
