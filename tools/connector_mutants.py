@@ -78,8 +78,8 @@ MUTANTS = (
         "released lists",
         "lists are released while reads can still be made from them",
         "decode/links.py",
-        "        self.num_users -= 1\n        while not self.num_users and self.held:",
-        "        self.num_users -= 1\n        while self.held:",
+        "        if not self.num_users:\n            self.held.close()",
+        "        self.held.close()",
         f"{_AGENTS}test_remote_requests.py::"
         "test_a_first_read_that_cannot_be_posted_leaves_the_lists_to_the_others",
     ),
@@ -104,8 +104,8 @@ MUTANTS = (
         "absolute deadline",
         "a read is late by the time since it was posted, whatever has arrived",
         "decode/reads.py",
-        "return link.lost or now - moved >= self._limit_seconds",
-        "return link.lost or now - read.posted >= self._limit_seconds",
+        "return link.closed or now - moved >= self._limit_seconds",
+        "return link.closed or now - read.posted >= self._limit_seconds",
         f"{_AGENTS}test_remote_requests.py::test_a_read_that_moves_on_is_not_late",
     ),
     Mutant(
@@ -128,11 +128,11 @@ MUTANTS = (
     Mutant(
         "other errors of a load",
         "an error of an unforeseen kind at a load's beginning is nobody's",
-        "decode/loader.py",
+        "decode/uses.py",
         "        except Exception as error:  # noqa: BLE001 one load's error is no other's\n"
-        '            self._report(load, failure_of(error, "request"))\n',
+        '            self.report(load, failure_of(error, "request"))\n',
         "        except UnsupportedError as error:\n"
-        '            self._report(load, failure_of(error, "request"))\n',
+        '            self.report(load, failure_of(error, "request"))\n',
         f"{_AGENTS}test_faults.py::test_a_refused_load",
     ),
     Mutant(
