@@ -37,7 +37,7 @@ WINDOW: tuple[Release, ...] = (
     Release("0.30", apis=True, contract=True, servers=True),
     Release("0.31", apis=True, contract=False, servers=False),
     Release("0.32", apis=True, contract=True, servers=True, gpus=True),
-    Release("0.33", apis=True, contract=True, servers=True),
+    Release("0.33", apis=True, contract=True, servers=True, gpus=True),
 )
 OLDEST = WINDOW[0].minor
 NEWEST = WINDOW[-1].minor
