@@ -104,7 +104,6 @@ def servers(
         )
     )
     with cluster.all_ready([plain, prefill, decode]), proxy_of(prefill, decode, folder) as proxy:
-        told(proxy, COMPLETIONS, body_of(COMPLETIONS, {}))  # tells the proxy where to ask
         yield Servers(model, plain, prefill, decode, proxy)
 
 

@@ -192,7 +192,6 @@ def servers(
     )
     with cluster.all_ready([*plain, prefill, decode]), proxy:
         made = Servers(models, plain, prefill, decode, proxy, *files)
-        made.asked(proxy, new_prompt())  # tells the proxy where to ask
         yield made
 
 

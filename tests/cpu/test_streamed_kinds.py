@@ -93,7 +93,6 @@ def test_streamed_answers_are_the_decode_engines_own(
 ) -> None:
     proxy, target = engines.proxies[pair], engines.servers[pair[1]]
     own = engines.own[pair[1]]
-    ask(proxy, own[0].prompt[:20])  # tells the proxy where the prefill engine's side channel is
     before = scrape(target.url)
     for right in own:
         found = ask(proxy, right.prompt)
