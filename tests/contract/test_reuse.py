@@ -421,4 +421,4 @@ def test_what_names_no_engine_is_computed_here(make: MakeEngine, place: Any) -> 
     reader.core.add(request_of("r", PROMPT, params, max_tokens=1))
     turn_until(reader.core, lambda: has_ended(reader.core, "r"))
     assert reader.core.answer("r").tokens == answer_to(PROMPT, 1)
-    assert reader.side._client._thread is None
+    assert reader.side.engine.client._thread is None

@@ -98,10 +98,12 @@ class LoadState:
 
     def move(self, phase: Phase) -> bool:
         """Go on to a phase; False where the present one is not followed by it, and stays."""
-        is_token = isinstance(phase, TokenPhase)
-        if phase not in MOVES[self.token_phase if is_token else self.phase]:
+        if phase not in MOVES[self.token_phase if isinstance(phase, TokenPhase) else self.phase]:
             return False
-        setattr(self, "token_phase" if is_token else "phase", phase)
+        if isinstance(phase, TokenPhase):
+            self.token_phase = phase
+        else:
+            self.phase = phase
         return True
 
     @property
