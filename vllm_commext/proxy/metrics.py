@@ -43,7 +43,7 @@ class ProxyMetrics:
         self._pools = tuple(pools)
         self._page, self._page_until = b"", 0.0
         self._registry = CollectorRegistry()
-        counter, seconds, gauge = self._counter, self._seconds, self._gauge
+        counter, gauge = self._counter, self._gauge
         self.requests = counter(
             "commext_proxy_requests",
             "Requests ended, by outcome and by the side that decided it.",
@@ -92,17 +92,17 @@ class ProxyMetrics:
             "Requests of this proxy that an engine works on now.",
             *("livesum", "role", "engine"),
         )
-        self.prefill_seconds = seconds(
+        self._describe_times()
+
+    def _describe_times(self) -> None:
+        self.prefill_seconds = self._seconds(
             "commext_proxy_prefill_seconds",
             "Time of a successful prefill step, other engines tried included.",
         )
-        self.decode_headers_seconds = seconds(
+        self.decode_headers_seconds = self._seconds(
             "commext_proxy_decode_headers_seconds",
             "Time until the decode engine's first token (without streaming: its answer).",
         )
-        self._describe_answers()
-
-    def _describe_answers(self) -> None:
         self.first_token_seconds = self._seconds(
             "commext_proxy_first_token_seconds",
             "From a request's arrival to its first token, of streamed answers, by decode engine.",
