@@ -78,8 +78,8 @@ MUTANTS = (
         "released lists",
         "lists are released while reads can still be made from them",
         "decode/links.py",
-        "        if not self.num_users:\n            self.held.close()",
-        "        self.held.close()",
+        "        if not self.num_users:\n            self._give_back()",
+        "        self._give_back()",
         f"{_AGENTS}test_remote_requests.py::"
         "test_a_first_read_that_cannot_be_posted_leaves_the_lists_to_the_others",
     ),

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.descriptors import UInt64Array
@@ -86,24 +87,30 @@ class LocalWorker:
         )
 
 
-class RefCounted:
-    """Something with several users, given back after the last one; made with one user."""
+class _Counted:
+    """Something with several users; made with one user, and given back after the last one."""
 
-    def __init__(self, value: Any, give_back: Callable[[], None]) -> None:
-        self.value = value
-        self._give_back = give_back
-        self._num_users = 1
+    num_users = 1
+    _give_back: Callable[[], None]
 
-    def hold(self) -> RefCounted:
+    def hold(self) -> Self:
         """One more user."""
-        self._num_users += 1
+        self.num_users += 1
         return self
 
     def drop(self) -> None:
-        """One user less."""
-        self._num_users -= 1
-        if not self._num_users:
-            _run(self._give_back)
+        """One user less; the last one gives it back."""
+        self.num_users -= 1
+        if not self.num_users:
+            self._give_back()
+
+
+class RefCounted(_Counted):
+    """A value that NIXL has made, and how it is given back."""
+
+    def __init__(self, value: Any, give_back: Callable[[], None]) -> None:
+        self.value = value
+        self._give_back = partial(_run, give_back)
 
 
 def _run(give_back: Callable[[], None]) -> None:
@@ -114,7 +121,7 @@ def _run(give_back: Callable[[], None]) -> None:
 
 
 @dataclass(eq=False)
-class Link:
+class Link(_Counted):
     """A connection to a prefill worker that can be read from; made with one user.
 
     Attributes:
@@ -149,7 +156,6 @@ class Link:
     lease_seconds: float = 0.0
     mapped: MappedReader | None = None
     held: ExitStack = field(default_factory=ExitStack)
-    num_users: int = 1
     retired: bool = False
     closed: bool = False
     num_bytes: int = 0
@@ -171,16 +177,8 @@ class Link:
             return self.mapped
         return self.reader
 
-    def hold(self) -> Link:
-        """One more user."""
-        self.num_users += 1
-        return self
-
-    def drop(self) -> None:
-        """One user less; the last one gives back what NIXL holds for it."""
-        self.num_users -= 1
-        if not self.num_users:
-            self.held.close()
+    def __post_init__(self) -> None:
+        self._give_back = self.held.close
 
 
 class Links:
