@@ -1,7 +1,6 @@
 """The admin port: engines added, removed, drained and shown, for whoever has the token."""
 
 import asyncio
-import hmac
 import json
 import time
 from collections.abc import Awaitable, Callable
@@ -11,7 +10,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from vllm_commext.errors import ConfigError
-from vllm_commext.proxy.access import answer_errors
+from vllm_commext.proxy.access import answer_errors, bears_one_of
 from vllm_commext.proxy.config import engine_url
 from vllm_commext.proxy.discovery import EngineEndpoint
 from vllm_commext.proxy.engines import ROLES
@@ -78,8 +77,7 @@ class AdminApp:
     async def _check_token(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, b"Bearer " + self._token):
+        if not bears_one_of([self._token], request):
             raise ProxyError(401, "unauthorized", "expected Authorization: Bearer <admin token>")
         return await handler(request)
 
