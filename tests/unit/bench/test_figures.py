@@ -1,0 +1,106 @@
+"""Percentiles, goodput and the verdict on two contestants."""
+
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_commext.bench import figures
+from vllm_commext.bench.figures import Comparison, Limits, Sample
+
+LIMITS = Limits(0.015, 1.0)
+
+
+def sample(first: float = 0.5, tpot: float = 0.01, error: str = "") -> Sample:
+    return Sample(0.0, 100, 11, first, first + 10 * tpot, 0.1, error)
+
+
+@pytest.mark.parametrize(
+    ("one", "is_good"),
+    [
+        (sample(), True),
+        (sample(first=1.01), False),
+        (sample(tpot=0.0151), False),
+        (sample(error="late"), False),
+        (Sample(0.0, 1, 1, 0.5, 0.5), True),
+    ],
+)
+def test_a_good_request_keeps_both_limits_and_does_not_fail(one: Sample, is_good: bool) -> None:
+    assert one.is_good(LIMITS) == is_good
+    assert figures.num_good([one, one], LIMITS) == 2 * is_good
+
+
+@given(st.lists(st.floats(0, 100), min_size=1), st.floats(0.01, 1))
+def test_a_quantile_is_the_smallest_value_that_so_many_do_not_exceed(
+    values: list[float], share: float
+) -> None:
+    found = figures.quantile(values, share)
+    assert found in values
+    assert sum(value <= found for value in values) >= share * len(values) - 1e-9
+    smaller = [value for value in values if value < found]
+    assert len(smaller) < share * len(values) + 1e-9
+
+
+def test_failed_requests_count_in_no_figure_but_their_own() -> None:
+    found = [sample(), sample(error="a"), sample(error="b"), sample(error="b")]
+    assert figures.errors(found) == {"b": 2, "a": 1}
+    assert figures.summary(found)["first"] == [0.5, 0.5, 0.5]
+    assert figures.tokens_per_second(found) == pytest.approx(11 / 0.6)
+    assert figures.tokens_per_second([sample(error="a")]) == 0
+    assert math.isnan(figures.summary([])["gap"][0])
+
+
+@pytest.mark.parametrize(
+    ("points", "rate", "is_more"),
+    [
+        ([(4, 1.0), (6, 0.95)], 6, True),
+        ([(4, 1.0), (6, 0.8)], 5, False),
+        ([(6, 0.8), (4, 1.0)], 5, False),
+        ([(4, 0.8)], 2, False),
+    ],
+)
+def test_the_rate_at_which_enough_are_good(
+    points: list[tuple[float, float]], rate: float, is_more: bool
+) -> None:
+    assert figures.rate_within(points, 0.9) == (pytest.approx(rate), is_more)
+
+
+def rounds(*good: int, of: int = 100) -> list[list[Sample]]:
+    return [[sample()] * count + [sample(first=2)] * (of - count) for count in good]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (rounds(50, 52), rounds(60, 61), "B serves 1.19x the requests of A .*worth it"),
+        (rounds(60, 61), rounds(50, 52), "B serves 0.84x .*not worth it"),
+        (rounds(50, 60), rounds(60, 61), r"no difference beyond noise: .*\(noise 20 %\)"),
+        (rounds(50), rounds(60), "1.20x .*one round shows no noise"),
+        (rounds(100, 99), rounds(99, 100), "raise it to see one"),
+        (rounds(0, 0), rounds(0, 0), "neither A nor B serves any"),
+        (rounds(0, 0), rounds(50, 50), "many times .*without bound"),
+        ([[sample(error="x")] * 4] * 2, rounds(4, 4, of=4), "nothing can be said.*8 of 8 of A"),
+        (
+            [[*rounds(98)[0][:-1], sample(error="x")]] * 2,
+            rounds(50, 50),
+            "not worth it; 2 of 200 of A failed",
+        ),
+    ],
+)
+def test_the_verdict_is_one_sentence_to_act_upon(
+    first: list[list[Sample]], second: list[list[Sample]], said: str
+) -> None:
+    found = figures.compare(first, second, LIMITS)
+    text = figures.verdict(("A", "B"), found)
+    assert "\n" not in text
+    assert re.search(said, text)
+
+
+@given(st.lists(st.integers(0, 50), min_size=2, max_size=5))
+def test_the_same_against_itself_is_no_difference(good: list[int]) -> None:
+    same = rounds(*good, of=50)
+    found = figures.compare(same, same, LIMITS)
+    assert found == Comparison(LIMITS, (sum(good), sum(good)), (0, 0), 50 * len(good), found.noise)
+    assert not found.differs

@@ -1,0 +1,219 @@
+"""Open-loop client: each request goes out at its time, however many are outstanding."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from vllm_commext.bench.events import Events
+from vllm_commext.bench.figures import Sample
+from vllm_commext.bench.workload import Arrival
+from vllm_commext.errors import CommextError
+
+CONNECT_SECONDS = 10.0
+QUESTION_SECONDS = 10.0
+CANCEL_SECONDS = 5.0
+PROGRESS_SECONDS = 2.0
+# Below the five seconds after which vLLM closes an idle connection, perhaps just as we use it.
+KEEP_ALIVE_SECONDS = 2.0
+ERROR_CHARACTERS = 200
+DEFAULT_VOCAB = 10_000
+_LEAD_SECONDS = 0.05
+
+
+class EndpointError(CommextError, RuntimeError):
+    """An endpoint that does not answer as a server of completions does."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server of ``/v1/completions``: its URL, its model, and how many tokens that knows."""
+
+    url: str
+    model: str
+    vocab_size: int
+    api_key: str = ""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of every request."""
+        return _headers(self.api_key)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a load is: seconds since its start, and requests."""
+
+    seconds: float
+    num_sent: int
+    num_ended: int
+    num_failed: int
+    num_all: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.seconds:.0f} s: {self.num_sent} of {self.num_all} sent, {self.num_ended} "
+            f"ended, {self.num_failed} failed"
+        )
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a load has shown, a sample a request, and by how many seconds the client itself was
+    late at most."""
+
+    samples: list[Sample]
+    late: float
+
+
+def _headers(api_key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+async def find(url: str, *, vocab_size: int = 0, api_key: str = "") -> Endpoint:
+    """The endpoint's first model.  Its vocabulary is as given, or as the model's configuration
+    says where it lies on this machine, or else `DEFAULT_VOCAB`, which is in most of them.
+
+    Raises:
+        EndpointError: no model within `QUESTION_SECONDS`.
+    """
+    url = url.rstrip("/")
+    timeout = aiohttp.ClientTimeout(total=QUESTION_SECONDS)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=_headers(api_key)) as session,
+            session.get(f"{url}/v1/models") as response,
+        ):
+            response.raise_for_status()
+            card = (await response.json(content_type=None))["data"][0]
+            model = str(card["id"])
+    except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
+        raise EndpointError(
+            f"{url}/v1/models: expected a list of models within {QUESTION_SECONDS:g} s, got "
+            f"{_told(error)}"
+        ) from error
+    return Endpoint(url, model, vocab_size or _vocab_size(card), api_key)
+
+
+def _vocab_size(card: dict[str, Any]) -> int:
+    with suppress(OSError, ValueError, TypeError, LookupError):
+        content = json.loads((Path(card["root"]) / "config.json").read_text())
+        return int(content["vocab_size"])
+    return DEFAULT_VOCAB
+
+
+async def play(
+    endpoint: Endpoint,
+    arrivals: Sequence[Arrival],
+    bodies: Sequence[bytes],
+    *,
+    wait_seconds: float,
+    progress: Callable[[Progress], None] | None = None,
+) -> Played:
+    """Send every body at its arrival's time; wait so long for answers after the last one.
+
+    Answers that have not ended by then, or that have another number of tokens than asked for, are
+    failures.
+    """
+    load = _Load(endpoint, arrivals, bodies, wait_seconds)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
+    async with aiohttp.ClientSession(
+        timeout=timeout, connector=connector, headers=endpoint.headers
+    ) as session:
+        watch = asyncio.create_task(load.watch(progress)) if progress else None
+        try:
+            return await load.run(session)
+        finally:
+            if watch is not None:
+                watch.cancel()
+
+
+class _Load:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        arrivals: Sequence[Arrival],
+        bodies: Sequence[bytes],
+        wait_seconds: float,
+    ) -> None:
+        self._url = f"{endpoint.url}/v1/completions"
+        self._arrivals = arrivals
+        self._bodies = bodies
+        self._wait_seconds = wait_seconds
+        self._begin = time.perf_counter() + _LEAD_SECONDS
+        self._ended: dict[int, Sample] = {}
+        self._num_sent = 0
+        self._late = 0.0
+
+    async def run(self, session: aiohttp.ClientSession) -> Played:
+        tasks: list[asyncio.Task[None]] = []
+        for place, arrival in enumerate(self._arrivals):
+            left = self._begin + arrival.at - time.perf_counter()
+            if left > 0:
+                await asyncio.sleep(left)
+            tasks.append(asyncio.create_task(self._request(session, place)))
+        if tasks:
+            _, pending = await asyncio.wait(tasks, timeout=self._wait_seconds)
+            for task in pending:
+                task.cancel()
+            if pending:
+                await asyncio.wait(pending, timeout=CANCEL_SECONDS)
+        return Played([self._sample(place) for place in range(len(self._arrivals))], self._late)
+
+    async def watch(self, progress: Callable[[Progress], None]) -> None:
+        """Tell how far it is, every two seconds."""
+        while True:
+            await asyncio.sleep(PROGRESS_SECONDS)
+            ended = list(self._ended.values())
+            num_failed = sum(bool(one.error) for one in ended)
+            seconds = time.perf_counter() - self._begin
+            progress(Progress(seconds, self._num_sent, len(ended), num_failed, len(self._arrivals)))
+
+    def _sample(self, place: int) -> Sample:
+        late = f"not ended within {self._wait_seconds:g} s of the last request's time"
+        return self._ended.get(place) or replace(self._blank(place), error=late)
+
+    def _blank(self, place: int) -> Sample:
+        one = self._arrivals[place]
+        return Sample(one.at, one.prompt_tokens, one.output_tokens)
+
+    async def _request(self, session: aiohttp.ClientSession, place: int) -> None:
+        due = self._begin + self._arrivals[place].at
+        self._late = max(self._late, time.perf_counter() - due)
+        self._num_sent += 1
+        events = Events()
+        try:
+            error = await self._ask(session, self._bodies[place], events)
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as failure:
+            error = _told(failure)
+        wanted = self._arrivals[place].output_tokens
+        if not error and events.num_tokens != wanted:
+            error = f"expected {wanted} tokens, got {events.num_tokens}"
+        sample = self._blank(place)
+        if events.first:
+            sample = replace(
+                sample, first=events.first - due, last=events.last - due, gap=events.gap
+            )
+        self._ended[place] = replace(sample, error=error)
+
+    async def _ask(self, session: aiohttp.ClientSession, body: bytes, events: Events) -> str:
+        """What went wrong, or nothing."""
+        headers = {"Content-Type": "application/json"}
+        async with session.post(self._url, data=body, headers=headers) as response:
+            if response.status != 200:
+                text = (await response.text(errors="replace"))[:ERROR_CHARACTERS]
+                return f"HTTP {response.status}: {' '.join(text.split())}"
+            async for data in response.content.iter_any():
+                events.feed(data, time.perf_counter())
+        return events.error[:ERROR_CHARACTERS] or ("" if events.done else "ended before [DONE]")
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]
