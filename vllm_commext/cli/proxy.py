@@ -7,7 +7,7 @@ import sys
 from dataclasses import fields
 
 from vllm_commext.errors import ConfigError
-from vllm_commext.proxy.config import MODES, ProxyConfig
+from vllm_commext.proxy.config import MODES, PLACEMENTS, ProxyConfig
 from vllm_commext.proxy.process import run_loop
 
 HELP = "an OpenAI endpoint in front of prefill and decode engines"
@@ -27,6 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"a {role} engine, http://HOST:PORT; repeat it for several; dns+http://NAME:PORT: "
             "one at each address of NAME",
         )
+    parser.add_argument(
+        "--engine",
+        action="append",
+        dest="both",
+        default=[],
+        metavar="URL",
+        help="an engine that takes either step (kv_role kv_both), or both of one request",
+    )
     parser.add_argument("--host", default=ProxyConfig.host, help="default: %(default)s")
     parser.add_argument(
         "--port", type=int, default=ProxyConfig.port, help="0: any free port; default: %(default)s"
@@ -54,6 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="send prompts to both engines at once, so that D reads while P computes and sends the "
         "first token when P has it: wherever the engines can, or never; "
         "default: %(default)s",
+    )
+    parser.add_argument(
+        "--placement",
+        choices=PLACEMENTS,
+        default=ProxyConfig.placement,
+        help="adaptive: both steps at one engine, or one at each of two, by measured speed and the "
+        "limits given; local: both at the engine with the least work; fixed: by engines' roles; "
+        "auto: adaptive where an engine takes both steps, else fixed; default: %(default)s",
     )
     parser.add_argument(
         "--reuse-blocks",

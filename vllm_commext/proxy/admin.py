@@ -13,7 +13,7 @@ from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.access import answer_errors, bears_one_of
 from vllm_commext.proxy.config import engine_url
 from vllm_commext.proxy.discovery import EngineEndpoint
-from vllm_commext.proxy.engines import ROLES
+from vllm_commext.proxy.engines import ENGINE_ROLES
 from vllm_commext.proxy.outcome import ProxyError, bad_request
 
 MAX_ADMIN_BODY_BYTES = 64 << 10
@@ -86,8 +86,9 @@ class AdminApp:
 
     async def _add(self, request: web.Request) -> web.Response:
         fields = await _fields(request, "role", "url")
-        if fields["role"] not in ROLES:
-            raise bad_request(f"role: expected one of {', '.join(ROLES)}, got {fields['role']!r}")
+        if fields["role"] not in ENGINE_ROLES:
+            known = ", ".join(ENGINE_ROLES)
+            raise bad_request(f"role: expected one of {known}, got {fields['role']!r}")
         others = frozenset(p for p in self._state.places if p.url != fields["url"])
         return await self._change(places=others | {EngineEndpoint(fields["role"], fields["url"])})
 

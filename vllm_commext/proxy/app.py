@@ -16,11 +16,12 @@ from vllm_commext.proxy.config import ProxyConfig, read_secret
 from vllm_commext.proxy.connections import serving
 from vllm_commext.proxy.deadline import end_tasks
 from vllm_commext.proxy.discovery import ADMIN, Registry, Sources
-from vllm_commext.proxy.engines import DECODE, PREFILL, EnginePool
+from vllm_commext.proxy.engines import ROLES, EnginePool
 from vllm_commext.proxy.health import HealthMonitor
 from vllm_commext.proxy.intake import BodyBudget, Intake
 from vllm_commext.proxy.metrics import CONTENT_TYPE, ProxyMetrics
 from vllm_commext.proxy.outcome import SIDE_PROXY, ClientGoneError, Outcome, ProxyError, bad_request
+from vllm_commext.proxy.placement import Limits, Planner
 from vllm_commext.proxy.serving import DIRECT_ENDPOINTS, ENDPOINTS, Service
 from vllm_commext.proxy.upstream import Upstream, open_session
 
@@ -43,8 +44,11 @@ class ProxyApp:
 
     def __init__(self, config: ProxyConfig) -> None:
         self.config = config
-        self.prefill_pool = EnginePool(PREFILL, affinity_tokens=config.affinity_tokens)
-        self.decode_pool = EnginePool(DECODE, affinity_tokens=config.affinity_tokens)
+        limits = Limits(config.ttft_ms / 1000, config.tpot_ms / 1000)
+        self.planner = Planner(limits)
+        self.prefill_pool, self.decode_pool = (
+            EnginePool(role, (), config.affinity_tokens, self.planner.shared) for role in ROLES
+        )
         self.pools = (self.prefill_pool, self.decode_pool)
         self.registry = Registry({pool.role: pool for pool in self.pools})
         self._sources = Sources(config, self.registry)
@@ -82,7 +86,7 @@ class ProxyApp:
         async with open_session(self.config) as session:
             pools = {pool.role: pool for pool in self.pools}
             self._upstream = Upstream(session, self.config, *self.pools, self.metrics)
-            self._service = Service(self.config, self._upstream, pools, self.metrics)
+            self._service = Service(self.config, self._upstream, pools, self.metrics, self.planner)
             await self._sources.look()
             monitor = HealthMonitor(session, self.config)
             async with monitor.running(self.registry.engines):

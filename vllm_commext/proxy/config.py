@@ -12,6 +12,7 @@ from vllm_commext.errors import ConfigError
 MIB = 1 << 20
 AUTO, NEVER = MODES = ("auto", "never")
 """Which requests go to both engines at once: all that can, none."""
+PLACEMENTS = ("auto", "adaptive", "local", "fixed")
 DNS_SCHEME = "dns+"
 
 
@@ -27,9 +28,10 @@ def _option(default: Any, meaning: str) -> Any:
 class ProxyConfig:
     """Options of one proxy process.
 
-    prefill, decode: base URLs of the engines, ``http://HOST:PORT`` with an optional path prefix;
-    ``dns+http://NAME:PORT`` stands for every address that NAME resolves to. Both may be empty if
-    engines can come from elsewhere. Fields that end in ``_file`` are paths, or empty.
+    prefill, decode, both: base URLs of the engines that take one of the two steps, or either:
+    ``http://HOST:PORT`` with an optional path prefix; ``dns+http://NAME:PORT`` stands for every
+    address that NAME resolves to. All may be empty if engines can come from elsewhere.
+    Fields that end in ``_file`` are paths, or empty.
     Fields that end in ``_seconds`` are bounds on waits, in seconds, all above zero; the other
     numbers are counts or bytes, at least 1 unless their default is 0. Raises `ConfigError` naming
     the field otherwise.
@@ -37,6 +39,7 @@ class ProxyConfig:
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
+    both: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
     connect_timeout_seconds: float = _option(5.0, "to connect to an engine")
@@ -70,6 +73,12 @@ class ProxyConfig:
     min_prompt_tokens: int = _option(
         0, "about how many tokens a prompt needs to take two steps; a shorter one goes to decode"
     )
+    ttft_ms: int = _option(
+        0, "milliseconds to the first token that requests are placed to keep; 0: no limit"
+    )
+    tpot_ms: int = _option(
+        0, "milliseconds for each token after it, as a mean over the answer; 0: no limit"
+    )
     prefill_attempts: int = _option(2, "prefill engines tried for one request")
     decode_attempts: int = _option(2, "decode engines tried, while none could be connected to")
     affinity_tokens: int = _option(
@@ -101,6 +110,7 @@ class ProxyConfig:
     access_log: bool = False
     affinity: bool = True
     stream_chunks: str = AUTO
+    placement: str = "auto"
     reuse_blocks: bool = False
     admin_token_file: str = _file("holds the admin port's token")
     drain_timeout_seconds: float = _option(30.0, "for running requests to end after SIGTERM")
@@ -115,6 +125,10 @@ class ProxyConfig:
             raise ConfigError(
                 f"stream_chunks: expected one of {list(MODES)}, got {self.stream_chunks!r}"
             )
+        if self.placement not in PLACEMENTS:
+            raise ConfigError(
+                f"placement: expected one of {list(PLACEMENTS)}, got {self.placement!r}"
+            )
         if self.admin_port is not None and not self.admin_token_file:
             raise ConfigError("the admin port needs a token: expected --admin-token-file FILE")
         if self.reuse_blocks and not self.affinity:
@@ -122,19 +136,20 @@ class ProxyConfig:
                 "reuse_blocks: expected affinity, by which the proxy knows which decode engine may "
                 "hold a conversation: leave out --no-affinity or --reuse-blocks"
             )
-        may_be_empty = bool(self.engines_file) or self.admin_port is not None
-        for role in ("prefill", "decode"):
-            urls = _engine_urls(role, getattr(self, role), may_be_empty)
+        may_be_empty = bool(self.both or self.engines_file) or self.admin_port is not None
+        for role, is_needed in (("prefill", True), ("decode", True), ("both", False)):
+            urls = _engine_urls(role, getattr(self, role), may_be_empty or not is_needed)
             object.__setattr__(self, role, urls)
-        if both := set(self.prefill) & set(self.decode):
-            raise two_roles_error(sorted(both)[0])
+        given = [*self.prefill, *self.decode, *self.both]
+        if twice := sorted(url for url in given if given.count(url) > 1):
+            raise two_roles_error(twice[0])
 
 
 def two_roles_error(url: str) -> ConfigError:
-    """Refusal of an engine that is given as both: it cannot pull KV blocks from itself."""
+    """Refusal of an engine that is given in two roles: it cannot pull KV blocks from itself."""
     return ConfigError(
         f"{url} is given as a prefill and as a decode engine: an engine "
-        "cannot pull KV blocks from itself; give each engine one role"
+        "cannot pull KV blocks from itself; give each engine one role, or name it by --engine"
     )
 
 

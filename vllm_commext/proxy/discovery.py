@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import DNS_SCHEME, ProxyConfig, engine_url, two_roles_error
-from vllm_commext.proxy.engines import ROLES, Engine, EnginePool
+from vllm_commext.proxy.engines import BOTH, ENGINE_ROLES, Engine, EnginePool
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -44,7 +44,8 @@ class Registry:
 
     @property
     def engines(self) -> list[Engine]:
-        return [engine for pool in self._pools.values() for engine in pool.engines]
+        found = (engine for pool in self._pools.values() for engine in pool.engines)
+        return list(dict.fromkeys(found))
 
     def name(self, source: str, places: Iterable[EngineEndpoint]) -> None:
         """Let *source* name *places*, in this order, and no others any more.
@@ -68,26 +69,32 @@ class Registry:
 
     def sweep(self) -> None:
         """Remove what is no longer named and has nothing left to do."""
-        for pool in self._pools.values():
-            for engine in pool.engines:
-                if engine.leaving and engine.in_flight == 0:
+        for engine in self.engines:
+            if engine.leaving and engine.in_flight == 0:
+                for pool in self._pools.values():
                     pool.remove(engine)
-                    self.on_removed(engine)
-                    logger.info("%s (%s) is removed", engine.name, engine.url)
+                self.on_removed(engine)
+                logger.info("%s (%s) is removed", engine.name, engine.url)
 
     def _reconcile(self) -> None:
         wanted = dict.fromkeys(place for places in self._named.values() for place in places)
-        for pool in self._pools.values():
-            known = {engine.url for engine in pool.engines}
-            for place in wanted:
-                if place.role == pool.role and place.url not in known:
-                    engine = pool.add(place.url)
-                    self.on_added(engine)
-                    logger.info("%s (%s) is added", engine.name, engine.url)
-            for engine in pool.engines:
-                engine.leaving = EngineEndpoint(pool.role, engine.url) not in wanted
-                engine.draining = engine.leaving or engine.url in self._drained
+        known = {EngineEndpoint(engine.role, engine.url) for engine in self.engines}
+        for place in wanted:
+            if place not in known:
+                engine = self._add(place)
+                self.on_added(engine)
+                logger.info("%s (%s) is added", engine.name, engine.url)
+        for engine in self.engines:
+            engine.leaving = EngineEndpoint(engine.role, engine.url) not in wanted
+            engine.draining = engine.leaving or engine.url in self._drained
         self.sweep()
+
+    def _add(self, place: EngineEndpoint) -> Engine:
+        first, *others = (pool for pool in self._pools.values() if place.role in (pool.role, BOTH))
+        engine = first.add(place.url, place.role)
+        for pool in others:
+            pool.join(engine)
+        return engine
 
 
 COMMAND_LINE, FILE, DNS, ADMIN = "command line", "file", "DNS", "admin"
@@ -95,17 +102,18 @@ MAX_FILE_BYTES = 1 << 20
 
 
 def read_places(path: Path) -> list[EngineEndpoint]:
-    """The engines in a file ``{"prefill": [URL, ...], "decode": [URL, ...]}``.
+    """The engines in a file ``{"prefill": [URL, ...], "decode": [URL, ...], "both": [URL, ...]}``,
+    of which any may be left out.
 
     Raises `ConfigError` if it holds anything else.
     """
-    expected = f'{path}: expected {{"prefill": [URL, ...], "decode": [URL, ...]}}'
+    expected = f'{path}: expected {{"prefill": [URL, ...], "decode": [URL, ...]}}, or "both"'
     try:
         with path.open("rb") as file:
             content = json.loads(file.read(MAX_FILE_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{expected}, got {error}") from error
-    if not isinstance(content, dict) or set(content) - set(ROLES):
+    if not isinstance(content, dict) or set(content) - set(ENGINE_ROLES):
         raise ConfigError(f"{expected}, got {str(content)[:80]}")
     places: list[EngineEndpoint] = []
     for role, urls in content.items():
@@ -135,7 +143,9 @@ class Sources:
     def __init__(self, config: ProxyConfig, registry: Registry) -> None:
         self._config = config
         self._registry = registry
-        given = [EngineEndpoint(role, url) for role in ROLES for url in getattr(config, role)]
+        given = [
+            EngineEndpoint(role, url) for role in ENGINE_ROLES for url in getattr(config, role)
+        ]
         self._names = [place for place in given if place.url.startswith(DNS_SCHEME)]
         self._complaints: dict[str, str] = {}
         registry.name(COMMAND_LINE, (place for place in given if place not in self._names))

@@ -9,12 +9,17 @@ from functools import cached_property
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_commext.proxy.affinity import NO_PREFIX, Memory, Prefix
+from vllm_commext.proxy.engine_speed import Speeds
+from vllm_commext.proxy.placement import EngineLoad
 
 logger = logging.getLogger("vllm.commext.proxy")
 
 PREFILL = "prefill"
 DECODE = "decode"
 ROLES = (PREFILL, DECODE)
+BOTH = "both"
+"""Role of an engine that takes either step, or both of one request."""
+ENGINE_ROLES = (*ROLES, BOTH)
 # What a request weighs besides its tokens: answering it costs an engine something even so.
 REQUEST_TOKENS = 64
 MAX_PLACES = 16
@@ -105,7 +110,7 @@ class Engine:
     detail: the last reason why it is unhealthy, for people. on_lost: called when the engine has
     not been reachable for so long that nobody should wait for it any more. memory: what it was
     asked last, forgotten when it becomes unhealthy, and so are its capabilities. num_waiting:
-    decode engines' answers that wait for what it computes.
+    decode engines' answers that wait for what it computes. load: what requests are placed by.
     """
 
     role: str
@@ -126,10 +131,11 @@ class Engine:
     memory: Memory = field(default_factory=lambda: Memory(0))
     capabilities: Capabilities = UNKNOWN
     num_waiting: int = 0
+    load: EngineLoad = field(default_factory=lambda: EngineLoad(Speeds()))
 
     @property
     def name(self) -> str:
-        return f"{self.role}{self.idx}"
+        return f"{'engine' if self.role == BOTH else self.role}{self.idx}"
 
     @property
     def usable(self) -> bool:
@@ -212,21 +218,34 @@ class EnginePool:
     affinity_tokens: about how many tokens of prompts an engine is taken to hold; 0: of none.
     """
 
-    def __init__(self, role: str, urls: Sequence[str] = (), affinity_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        role: str,
+        urls: Sequence[str] = (),
+        affinity_tokens: int = 0,
+        speeds: Speeds | None = None,
+    ) -> None:
         self.role = role
         self._affinity_tokens = affinity_tokens
+        self._speeds = speeds or Speeds()
         self.engines: tuple[Engine, ...] = ()
         self._next_idx = 0
         for url in urls:
             self.add(url)
 
-    def add(self, url: str) -> Engine:
-        """A new engine, under the lowest number that is free."""
-        taken = {engine.idx for engine in self.engines}
+    def add(self, url: str, role: str = "") -> Engine:
+        """A new engine, of this pool's role or both, under the lowest number that is free."""
+        role = role or self.role
+        taken = {engine.idx for engine in self.engines if engine.role == role}
         idx = next(idx for idx in range(len(taken) + 1) if idx not in taken)
-        engine = Engine(self.role, idx, url, memory=Memory(self._affinity_tokens))
-        self.engines = (*self.engines, engine)
+        memory, load = Memory(self._affinity_tokens), EngineLoad(self._speeds)
+        engine = Engine(role, idx, url, memory=memory, load=load)
+        self.join(engine)
         return engine
+
+    def join(self, engine: Engine) -> None:
+        """Have an engine of both roles, which is in the other pool already."""
+        self.engines = (*self.engines, engine)
 
     def remove(self, engine: Engine) -> None:
         self.engines = tuple(one for one in self.engines if one is not engine)

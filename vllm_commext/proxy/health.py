@@ -11,7 +11,7 @@ from vllm_commext.drain import HEADER
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.connections import complaints
 from vllm_commext.proxy.deadline import end_tasks
-from vllm_commext.proxy.engines import DECODE, Engine, read_capabilities
+from vllm_commext.proxy.engines import PREFILL, Engine, read_capabilities
 from vllm_commext.proxy.outcome import lack
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -116,7 +116,7 @@ class HealthMonitor:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             logger.info("%s (%s) does not say what it offers: %s", engine.name, engine.url, error)
             return
-        if self._config.reuse_blocks and engine.role == DECODE and not engine.capabilities.offers:
+        if self._config.reuse_blocks and engine.role != PREFILL and not engine.capabilities.offers:
             logger.warning(
                 "%s (%s) offers no blocks for reuse: set reuse_blocks in its "
                 "kv_connector_extra_config",

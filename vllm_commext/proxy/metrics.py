@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from vllm_commext.proxy.choice import KINDS
 from vllm_commext.proxy.engines import EnginePool
 from vllm_commext.proxy.two_step import AtOnce, LocalPrefill
 
@@ -74,6 +75,13 @@ class ProxyMetrics:
             "Prefills that nobody was to read: those whose engines were told, or could not be.",
             "outcome",
             values=("sent", "failed"),
+        )
+        self.placements = counter(
+            "commext_proxy_placements",
+            "Attempts whose engines were planned: wholly at one engine, handed over to another, or "
+            "wholly at the engine with the least work, while no speed is known or by choice.",
+            "kind",
+            values=KINDS,
         )
         self.affinity_tokens = counter(
             "commext_proxy_affinity_tokens",
@@ -161,4 +169,4 @@ class ProxyMetrics:
         for pool in self._pools:
             self._healthy.labels(pool.role).set(pool.num_healthy)
             for engine in pool.engines:
-                self._engine_in_flight.labels(pool.role, engine.name).set(engine.in_flight)
+                self._engine_in_flight.labels(engine.role, engine.name).set(engine.in_flight)

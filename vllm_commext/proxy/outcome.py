@@ -114,8 +114,8 @@ class ClientGoneError(CommextError):
 class Outcome:
     """Filled in while the request is served. kind, side: labels of the count. path: how it went,
     one of `TWO_STEP`, `STREAMED` (both steps at once), `LOCAL_PREFILL` and `DIRECT`.
-    first_token_seconds: None before it came. is_answered: the client has its whole stream, whatever
-    comes after."""
+    placement: for the client, where it was planned. first_token_seconds: None before it came.
+    is_answered: the client has its whole stream, whatever comes after."""
 
     request_id: str
     kind: str = "ok"
@@ -123,6 +123,7 @@ class Outcome:
     path: str = ""
     prefill: str = ""
     decode: str = ""
+    placement: str = ""
     status: int = 0
     began: float = field(default_factory=time.monotonic)
     first_token_seconds: float | None = None
@@ -140,6 +141,8 @@ class Outcome:
         told = {"X-Request-Id": self.request_id, "X-Commext-Path": self.path}
         told |= {"X-Commext-Decode": self.decode}
         has_prefill = self.path in (TWO_STEP, STREAMED)
+        if self.placement:
+            told["X-Commext-Placement"] = self.placement
         return told | ({"X-Commext-Prefill": self.prefill} if has_prefill else {})
 
 

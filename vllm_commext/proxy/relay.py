@@ -93,7 +93,7 @@ class Relay:
 
     async def _pass_on(self, response: web.StreamResponse, watch: StreamWatch) -> None:
         read, cutter = self._opened.response.content.readany, self._opened.cutter
-        cached_tokens = self._opened.cached_tokens
+        cached_tokens, answer = self._opened.cached_tokens, self._opened.answer
         await response.prepare(self._request)
         piece = ready = self._opened.first
         arrived = watch.since
@@ -113,6 +113,8 @@ class Relay:
             elif piece:
                 ready = cutter.feed(piece)
                 self._on_gap(watch.since - arrived)
+                if answer is not None:
+                    answer.go_on(piece.count(b"\n\n"), watch.since)
                 arrived = watch.since
             else:
                 ready = cutter.rest()

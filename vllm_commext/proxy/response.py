@@ -17,8 +17,9 @@ from vllm_commext.proxy.body import decode
 from vllm_commext.proxy.config import MIB
 from vllm_commext.proxy.connections import complaints
 from vllm_commext.proxy.deadline import EngineLostError
-from vllm_commext.proxy.engines import PREFILL, Engine, EnginePool
+from vllm_commext.proxy.engines import BOTH, DECODE, PREFILL, Engine, EnginePool
 from vllm_commext.proxy.outcome import EngineAnswer, Losses, ProxyError, lack
+from vllm_commext.proxy.placement import Answer
 from vllm_commext.proxy.sse import (
     EventCutter,
     ends_empty,
@@ -36,10 +37,10 @@ _DEAD = (b"EngineDeadError", b"EngineCore encountered an issue")
 
 @contextmanager
 def failures_of(
-    engine: Engine, timeout_seconds: float, losses: Losses | None = None
+    engine: Engine, timeout_seconds: float, losses: Losses | None = None, side: str = ""
 ) -> Iterator[None]:
     """Raise `ProxyError` for whatever goes wrong inside with *engine*; the request's *losses* say
-    whether it may be tried at another one if this one is lost.
+    whether it may be tried at another one if this one is lost. side: role of the step.
 
     A prefill may be repeated after a lost connection. A decode may not with the parameters that
     it was given: it may have read the blocks, which the prefill engine then has freed.
@@ -47,8 +48,9 @@ def failures_of(
     try:
         yield
     except (TimeoutError, *_CANNOT_CONNECT, *_LOST) as error:
-        raise failure_of(engine, error, timeout_seconds, losses) from error
+        raise failure_of(engine, error, timeout_seconds, losses, side) from error
     except ProxyError as error:
+        error.side = side or error.side
         is_dead = error.answer is not None and any(told in error.answer.body for told in _DEAD)
         if is_dead and error.status >= 500 and losses is not None:
             raise losses.note(error) from error
@@ -56,11 +58,15 @@ def failures_of(
 
 
 def failure_of(
-    engine: Engine, error: BaseException, timeout_seconds: float, losses: Losses | None = None
+    engine: Engine,
+    error: BaseException,
+    timeout_seconds: float,
+    losses: Losses | None = None,
+    side: str = "",
 ) -> ProxyError:
     """Translate *error* for a request; the engine is noted as suspect where it is, and not the
     request that has lost others before."""
-    name = engine.name
+    name, side = engine.name, side or side_of(engine)
     if lacked := lack(error):
         message = f"this proxy could not connect to {name}: {lacked}"
         complaints.warning("descriptors", message)
@@ -71,16 +77,18 @@ def failure_of(
             engine.refuse(f"a request {message}")
         else:
             engine.suspect()
-        return _failure(engine, 502, "unreachable", message, can_retry=True, can_restart=True)
+        return _failure(
+            engine, 502, "unreachable", message, side=side, can_retry=True, can_restart=True
+        )
     if isinstance(error, asyncio.TimeoutError):
         message = f"{name} did not answer within {timeout_seconds} s"
-        return _failure(engine, 504, "timeout", message)
+        return _failure(engine, 504, "timeout", message, side=side)
     if isinstance(error, EngineLostError):
         message = f"{name} can no longer be reached, and its answer was not complete"
     else:
         message = f"{name} closed the connection before its answer was complete: {error!r}"
-    can_retry = engine.role == PREFILL
-    lost = _failure(engine, 502, "lost", message, can_retry=can_retry, can_restart=True)
+    more = {"side": side, "can_retry": side == PREFILL, "can_restart": True}
+    lost = _failure(engine, 502, "lost", message, **more)
     meant = lost if losses is None else losses.note(lost)
     if meant is lost and not isinstance(error, EngineLostError):
         engine.suspect()
@@ -88,7 +96,13 @@ def failure_of(
 
 
 def _failure(engine: Engine, status: int, kind: str, message: str, **more: Any) -> ProxyError:
-    return ProxyError(status, kind, message, side=engine.role, engine=engine.name, **more)
+    more.setdefault("side", side_of(engine))
+    return ProxyError(status, kind, message, engine=engine.name, **more)
+
+
+def side_of(engine: Engine) -> str:
+    """Side of an engine that is not known to have taken the first step."""
+    return DECODE if engine.role == BOTH else engine.role
 
 
 async def read_answer(engine: Engine, response: aiohttp.ClientResponse) -> EngineAnswer:
@@ -104,7 +118,7 @@ async def read_answer(engine: Engine, response: aiohttp.ClientResponse) -> Engin
 def prefill_answer(engine: Engine, status: int, answer: EngineAnswer) -> dict[str, Any]:
     """A prefill engine's answer; its parameters, if it holds any, are an object."""
     if status >= 400:
-        raise engine_error(engine, status, answer)
+        raise engine_error(engine, status, answer, can_retry=status >= 500)
     try:
         content = json.loads(answer.body)
     except (ValueError, RecursionError) as error:
@@ -128,13 +142,14 @@ def check_not_draining(engine: Engine, response: aiohttp.ClientResponse) -> None
     raise _failure(engine, 503, "draining", message, can_retry=True, can_restart=True)
 
 
-def engine_error(engine: Engine, status: int, answer: EngineAnswer) -> ProxyError:
+def engine_error(
+    engine: Engine, status: int, answer: EngineAnswer, can_retry: bool = False
+) -> ProxyError:
     """An engine's own error, to be passed on unless another attempt goes well."""
-    failed = status >= 500
     return _failure(
         *(engine, status, "engine_error", f"{engine.name} answered {status}"),
-        can_retry=failed and engine.role == PREFILL,
-        can_restart=failed,
+        can_retry=can_retry,
+        can_restart=status >= 500,
         answer=answer,
     )
 
@@ -178,9 +193,9 @@ MAX_WHOLE_BYTES = 1 << 20
 class Opened:
     """An answer that has begun. first: what may be sent on already; a stream's first token is in
     it. cutter: of a stream of events. has_end: such a stream ends with an event that says so.
-    opened_at: `time.monotonic` when *first* was there. work: what ends with the answer.
-    cached_tokens: of the prompt, at the prefill engine, where the decode engine was asked before
-    that could say."""
+    opened_at: `time.monotonic` when *first* was there. work: what ends with the answer. answer: as
+    the policy of placement knows it. cached_tokens: of the prompt, at the prefill engine, where the
+    decode engine was asked before that could say."""
 
     engine: Engine
     response: aiohttp.ClientResponse
@@ -189,6 +204,7 @@ class Opened:
     has_end: bool
     opened_at: float
     work: ExitStack
+    answer: Answer | None = None
     cached_tokens: int | None = None
 
     def close(self) -> None:

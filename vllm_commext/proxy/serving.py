@@ -1,6 +1,7 @@
 """One request's way through the engines: two steps, or a decode engine alone."""
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from vllm_commext.proxy import streams, two_step
 from vllm_commext.proxy.access import SIDE
 from vllm_commext.proxy.affinity import NO_PREFIX, SESSION_HEADER, prefix_of
 from vllm_commext.proxy.body import num_tokens
+from vllm_commext.proxy.choice import Chooser, Plan
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines import DECODE, Engine, EnginePool, SideChannelFields, places_of
 from vllm_commext.proxy.intake import Intake
@@ -24,6 +26,7 @@ from vllm_commext.proxy.outcome import (
     Outcome,
     ProxyError,
 )
+from vllm_commext.proxy.placement import Planner
 from vllm_commext.proxy.relay import Relay
 from vllm_commext.proxy.response import Opened
 from vllm_commext.proxy.streams import Stream
@@ -54,9 +57,12 @@ class Service:
         upstream: Upstream,
         pools: Mapping[str, EnginePool],
         metrics: ProxyMetrics,
+        planner: Planner,
     ) -> None:
         self._config = config
         self._upstream = upstream
+        self._planner = planner
+        self._chooser = Chooser(config.placement, planner, pools)
         self._pools = pools
         self._metrics = metrics
 
@@ -105,6 +111,7 @@ class Service:
     async def _attempt(self, attempts: "_Attempts", outcome: Outcome) -> Opened:
         prefilled, body = None, attempts.body
         if attempts.path in ENDPOINTS:
+            self._plan(attempts, outcome)
             stream = self._stream(attempts, outcome)
             try:
                 prefilled = attempts.prefilled = await self._prefill(attempts, stream)
@@ -118,6 +125,10 @@ class Service:
                 await stream.cancel()
                 if prefilled is not None:
                     self._metrics.streams.labels(stream.way).inc()
+            if prefilled is not None and not attempts.has_reader(prefilled.engine):
+                self._release(attempts, outcome.request_id)
+                self._metrics.local_prefills.labels(LocalPrefill.NO_READER).inc()
+                prefilled = None
             outcome.path = LOCAL_PREFILL
         else:
             outcome.path = DIRECT
@@ -126,6 +137,25 @@ class Service:
             body = two_step.decode_body(body, prefilled.kv_transfer_params)
             attempts.prefilled_by = prefilled.engine
         return await self._decode(attempts.payload(body), attempts.avoided(), outcome)
+
+    def _plan(self, attempts: "_Attempts", outcome: Outcome) -> None:
+        """Decide where this attempt is to go, unless the engines' roles do."""
+        attempts.plan = plan = self._chooser.plan(
+            attempts.prefix,
+            attempts.tokens,
+            attempts.body,
+            attempts.failed_prefill + attempts.failed_decode,
+            self._local_reason(attempts) is None,
+        )
+        if plan is not None:
+            outcome.placement = plan.as_header()
+            self._metrics.placements.labels(plan.kind).inc()
+
+    def _local_reason(self, attempts: "_Attempts") -> LocalPrefill | None:
+        """Reason why one engine has to take both steps."""
+        return two_step.local_prefill_reason(
+            ENDPOINTS[attempts.path], attempts.body, self._config.min_prompt_tokens
+        )
 
     async def _decode(
         self, payload: Payload, avoided: Sequence[Engine], outcome: Outcome
@@ -156,8 +186,11 @@ class Service:
     def _stream(self, attempts: "_Attempts", outcome: Outcome) -> Stream:
         """An attempt at both steps at once, where that may be."""
 
-        async def ask(payload: Payload) -> Opened:
-            return await self._decode(payload, attempts.failed_decode, outcome)
+        async def ask(payload: Payload, source: Engine) -> Opened:
+            if not attempts.has_reader(source):
+                message = f"no decode engine can be asked beside {source.name}"
+                raise ProxyError(503, "no_engine", message, side=DECODE, can_restart=True)
+            return await self._decode(payload, [*attempts.failed_decode, source], outcome)
 
         config = self._config
         refusal = streams.refusal(
@@ -187,10 +220,12 @@ class Service:
 
     async def _prefill(self, attempts: "_Attempts", stream: Stream) -> Prefilled | None:
         """Step 1, or None (counted, with the reason) if the request goes without it."""
-        endpoint, body = ENDPOINTS[attempts.path], attempts.body
-        reason = two_step.local_prefill_reason(endpoint, body, self._config.min_prompt_tokens)
+        reason, plan = self._local_reason(attempts), attempts.plan
+        if reason is None and plan is not None and plan.prefill is None:
+            reason = LocalPrefill.PLACEMENT
         if reason is None:
-            payload = attempts.payload(two_step.prefill_body(body), is_stream=False)
+            body = two_step.prefill_body(attempts.body)
+            payload = attempts.payload(body, is_stream=False)
             try:
                 prefilled = await self._upstream.prefill(
                     payload,
@@ -204,6 +239,7 @@ class Service:
                 reason = LocalPrefill.PREFILL_AWAY if away else LocalPrefill.PREFILL_FAILED
                 reason = LocalPrefill.AFTER_FAILURE if attempts.failed_prefill else reason
             else:
+                attempts.prefilled_at = time.monotonic()
                 if prefilled.kv_transfer_params is not None:
                     return prefilled
                 reason = LocalPrefill.NO_PARAMETERS
@@ -231,6 +267,8 @@ class Service:
             relayed = await relay.run(told)
         finally:
             outcome.is_answered = relay.has_sent_end
+            if relay.has_sent_end and opened.answer is not None:
+                opened.answer.end(time.monotonic())
         if relayed.failure is not None:
             outcome.set(relayed.failure.kind, relayed.failure.side)
             logger.warning("request %s broke: %s", outcome.request_id, relayed.failure)
@@ -253,26 +291,34 @@ class _Attempts:
         self.failed_decode: list[Engine] = []
         self.prefilled_by: Engine | None = None
         self.prefilled: Prefilled | None = None
+        self.plan: Plan | None = None
+        self.prefilled_at = 0.0
+        self.prefix = NO_PREFIX
         self._headers = headers
         self._prompt = two_step.prompt_of(ENDPOINTS.get(path), self.body)
         self.tokens = num_tokens(self._prompt)
-        self._prefix = NO_PREFIX
         self._losses = Losses()
 
     def remember(self, session: str | None) -> None:
         """Have engines chosen that may hold the beginning of the prompt."""
-        self._prefix = prefix_of(self.body, self._prompt, session)
+        self.prefix = prefix_of(self.body, self._prompt, session)
 
     def payload(self, body: Mapping[str, Any], is_stream: bool | None = None) -> Payload:
         """Payload for an engine; by default the answer streams if the client's does."""
         streams = bool(body.get("stream")) if is_stream is None else is_stream
         return Payload(
-            self.path, self._headers, body, self.tokens, streams, self._prefix, self._losses
+            *(self.path, self._headers, body, self.tokens, streams, self.prefix, self._losses),
+            plan=self.plan,
         )
+
+    def has_reader(self, source: Engine) -> bool:
+        """Whether another engine than *source* may be asked for the answer, now or later."""
+        urls = {one.url for one in self._decode.engines if one.usable}
+        return urls != {source.url}
 
     def places(self) -> list[SideChannelFields]:
         """Side channels where blocks of the prompt's beginning may be on offer."""
-        return places_of(self._decode.engines, self._prefix)
+        return places_of(self._decode.engines, self.prefix)
 
     def avoided(self) -> list[Engine]:
         """Decode engines that had better not answer: an engine cannot read from itself, which

@@ -84,15 +84,15 @@ class Stream:
     """One request's attempt at both steps at once. way: how it went.
 
     decode: the decode engine's answer, begun by *ask* with its payload once a prefill engine is
-    known that streams; None before. places: side channels of engines that may have blocks of the
-    prompt.
+    known that streams, which *ask* gets, too; None before. places: side channels of
+    engines that may have blocks of the prompt.
     """
 
     def __init__(
         self,
         body: Mapping[str, Any],
         payload: Payloads,
-        ask: Callable[[Any], Any],
+        ask: Callable[[Any, Engine], Any],
         *,
         refusal: AtOnce | None = None,
         places: Sequence[Mapping[str, Any]] = (),
@@ -126,7 +126,7 @@ class Stream:
         engine.num_waiting += 1
         stream_key = secrets.token_hex(KEY_BYTES)
         payload = self._payload(decode_body(self._body, stream_key, place))
-        self._decode = asyncio.create_task(self._ask(payload))
+        self._decode = asyncio.create_task(self._ask(payload, engine))
         body = prefill_body(self._body, stream_key, self._places, key)
         return self._payload(body, is_stream=False)
 

@@ -43,6 +43,8 @@ class LocalPrefill(Reason):
     PREFILL_AWAY = "prefill_away", "no prefill engine can be reached"
     PREFILL_FAILED = "prefill_failed", "prefill engines have failed"
     AFTER_FAILURE = "after_failure", "served anew, after a prefill engine's failure"
+    PLACEMENT = "placement", "so it is placed: see commext_proxy_placements"
+    NO_READER = "no_reader", "no other engine can be asked than the one that has computed it"
     SHORT_PROMPT = "short_prompt", "the prompt is shorter than --min-prompt-tokens"
     SEVERAL_SAMPLES = "several_samples", "parameters name the blocks of one sequence"
     BEAM_SEARCH = "beam_search", "beam search drops the parameters"

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -14,11 +14,13 @@ import aiohttp
 from vllm_commext.proxy.access import engine_tls
 from vllm_commext.proxy.affinity import NO_PREFIX, Prefix
 from vllm_commext.proxy.body import encode
+from vllm_commext.proxy.choice import Plan, most_tokens
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline
-from vllm_commext.proxy.engines import Engine, EnginePool
+from vllm_commext.proxy.engines import PREFILL, Engine, EnginePool
 from vllm_commext.proxy.metrics import ProxyMetrics
 from vllm_commext.proxy.outcome import Losses, ProxyError
+from vllm_commext.proxy.placement import Answer, Job
 from vllm_commext.proxy.releases import Key, Releases, new_key
 from vllm_commext.proxy.response import (
     Opened,
@@ -65,7 +67,8 @@ class Prefilled:
 @dataclass(frozen=True)
 class Payload:
     """Request to an engine. tokens: about how many the prompt has. is_stream: the answer is
-    asked for in pieces. prefix: what engines are remembered by. losses: the request's."""
+    asked for in pieces. prefix: what engines are remembered by. losses: the request's. plan: where
+    it is to go, if that is planned."""
 
     path: str
     headers: Mapping[str, str]
@@ -74,6 +77,13 @@ class Payload:
     is_stream: bool = False
     prefix: Prefix = NO_PREFIX
     losses: Losses = field(default_factory=Losses)
+    plan: Plan | None = None
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether its engine reads the prompt's KV blocks from another one."""
+        params = self.body.get("kv_transfer_params")
+        return bool(params and params.get("do_remote_prefill"))
 
     @property
     def streams(self) -> bool | None:
@@ -179,9 +189,9 @@ class Upstream:
         there is no other. *on_ask* is told of each that is asked.
         """
 
-        async def ask(engine: Engine, _: int) -> Opened:
+        async def ask(engine: Engine, held: int) -> Opened:
             on_ask(engine)
-            return await self._open_decode(engine, payload)
+            return await self._open_decode(engine, payload, held)
 
         pool, config = self._decode_pool, self._config
         others = [engine for engine in pool.engines if engine.usable and engine not in failed]
@@ -260,14 +270,23 @@ class Upstream:
         """An engine not tried yet, and what it holds of the prompt. A role without any is given a
         moment: after an outage, the engine is back before the next check tells."""
         end = time.monotonic() + wait_seconds
+        planned = payload.plan.engine(pool.role) if payload.plan is not None else None
+        if planned is not None and planned.usable and planned not in tried:
+            return self._counted(
+                pool, payload, (planned, planned.memory.held_tokens(payload.prefix))
+            )
         while (chosen := pool.choose(tried, payload.prefix)) is None:
             if time.monotonic() >= end:
                 break
             await asyncio.sleep(PICK_INTERVAL_SECONDS)
-        if chosen is not None:
-            held = chosen[1]
-            self._metrics.affinity_tokens.labels(pool.role, "held").inc(held)
-            self._metrics.affinity_tokens.labels(pool.role, "new").inc(payload.tokens - held)
+        return chosen and self._counted(pool, payload, chosen)
+
+    def _counted(
+        self, pool: EnginePool, payload: Payload, chosen: tuple[Engine, int]
+    ) -> tuple[Engine, int]:
+        held = chosen[1]
+        self._metrics.affinity_tokens.labels(pool.role, "held").inc(held)
+        self._metrics.affinity_tokens.labels(pool.role, "new").inc(payload.tokens - held)
         return chosen
 
     async def _prefill_on(self, engine: Engine, payload: Payload, held: int) -> dict[str, Any]:
@@ -275,7 +294,8 @@ class Upstream:
         seconds = self._config.prefill_timeout_seconds
         with (
             engine.working(payload.tokens - held),
-            failures_of(engine, seconds, payload.losses),
+            _computing(engine, payload, held),
+            failures_of(engine, seconds, payload.losses, PREFILL),
             Deadline(seconds, engine.on_lost),
         ):
             response = await self._post(engine, payload)
@@ -293,11 +313,20 @@ class Upstream:
         """Raises `ProxyError` where the engine may not have taken it."""
         await self._prefill_on(engine, Payload("/v1/completions", headers, body), 0)
 
-    async def _open_decode(self, engine: Engine, payload: Payload) -> Opened:
+    async def _open_decode(self, engine: Engine, payload: Payload, held: int) -> Opened:
         seconds = self._config.decode_timeout_seconds
         bound = seconds if payload.is_stream else None
         with ExitStack() as work:
             work.enter_context(engine.working(payload.tokens))
+            answer, job = _expected(engine, payload, held)
+
+            def forget() -> None:
+                now = time.monotonic()
+                answer.end(now, False)
+                if job is not None:
+                    job.end(now, False)
+
+            work.callback(forget)
             with failures_of(engine, seconds, payload.losses), Deadline(bound, engine.on_lost):
                 response = await self._post(engine, payload)
                 work.callback(response.close)
@@ -305,7 +334,12 @@ class Upstream:
             if response.status < 400:
                 engine.memory.note(payload.prefix)
             has_end, now = payload.streams is not None, time.monotonic()
-            return Opened(engine, response, first, cutter, has_end, now, work.pop_all())
+            begins = response.status < 400 and cutter is not None
+            if job is not None:
+                job.end(now, begins)
+            if begins:
+                answer.begin(now)
+            return Opened(engine, response, first, cutter, has_end, now, work.pop_all(), answer)
 
     async def _post(self, engine: Engine, payload: Payload) -> aiohttp.ClientResponse:
         bound = self._config.connect_timeout_seconds
@@ -318,3 +352,28 @@ class Upstream:
         )
         check_not_draining(engine, response)
         return response
+
+
+@contextmanager
+def _computing(engine: Engine, payload: Payload, held: int) -> Iterator[None]:
+    """Have the policy of placement know of a prompt while *engine* computes it."""
+    job = engine.load.ask(payload.tokens - held, held, time.monotonic()) if payload.tokens else None
+    is_done = False
+    try:
+        yield
+        is_done = True
+    finally:
+        if job is not None:
+            job.end(time.monotonic(), is_done)
+
+
+def _expected(engine: Engine, payload: Payload, held: int) -> tuple[Answer, Job | None]:
+    """Have the policy of placement know of an answer, and of its prompt where *engine* computes
+    that."""
+    now, load, plan = time.monotonic(), engine.load, payload.plan
+    job, due = None, plan.first_token_at if plan is not None else now
+    if payload.tokens and not payload.is_loading:
+        job = load.ask(payload.tokens - held, held, now, is_seen=payload.is_stream)
+        due = job.until
+    answer = load.expect(payload.tokens, most_tokens(payload.body), due, payload.is_loading)
+    return answer, job

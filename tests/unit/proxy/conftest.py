@@ -82,6 +82,12 @@ async def prefill_ok(call: Call) -> None:
     await call.answer(200, json.dumps(answer).encode())
 
 
+async def both_ok(call: Call) -> None:
+    """Take whichever step is asked for."""
+    params = call.body.get("kv_transfer_params") or {}
+    await (prefill_ok if params.get("do_remote_decode") else decode_ok)(call)
+
+
 async def decode_ok(call: Call) -> None:
     if not call.body.get("stream"):
         await call.answer(200, b'{"choices": [{"text": "hello"}]}')
@@ -255,6 +261,7 @@ class Cluster:
     session: Any
     url: str
     runner: Any
+    both: list[EngineServer]
 
     def post(self, body: Any, path: str = "/v1/completions", **kwargs: Any) -> Any:
         """The client's request: an async context manager of the response."""
@@ -296,6 +303,7 @@ async def running_cluster(
     num_prefill: int = 1,
     num_decode: int = 1,
     *,
+    num_both: int = 0,
     keys: bool = False,
     channel: tuple[str, int, str] | None = None,
     **options: Any,
@@ -314,8 +322,9 @@ async def running_cluster(
             "decode": [
                 EngineServer(decode_ok, streams=channel is not None) for _ in range(num_decode)
             ],
+            "both": [EngineServer(both_ok) for _ in range(num_both)],
         }
-        for engine in servers["prefill"] + servers["decode"]:
+        for engine in (one for of_role in servers.values() for one in of_role):
             await stack.enter_async_context(engine.running())
         urls = {role: [engine.url for engine in engines] for role, engines in servers.items()}
         proxy, runner = await _proxy_before(stack, urls, options)
@@ -324,7 +333,9 @@ async def running_cluster(
         url = f"http://127.0.0.1:{port.sockets[0].getsockname()[1]}"
         timeout = aiohttp.ClientTimeout(total=BOUND_SECONDS)
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
-        cluster = Cluster(servers["prefill"], servers["decode"], proxy, session, url, runner)
+        cluster = Cluster(
+            *(servers["prefill"], servers["decode"], proxy, session, url, runner, servers["both"])
+        )
         yield cluster
         await cluster.idle()
 
@@ -353,6 +364,7 @@ class Kit:
     until = staticmethod(until)
     prefill_ok = staticmethod(prefill_ok)
     decode_ok = staticmethod(decode_ok)
+    both_ok = staticmethod(both_ok)
     answering = staticmethod(answering)
     held = staticmethod(held)
     dropping = staticmethod(dropping)

@@ -370,7 +370,7 @@ async def test_a_cancellation_is_not_lost_while_the_decode_engine_is_let_go() ->
     """It says that the client has gone, or that the proxy ends."""
     let_go, may_end = asyncio.Event(), asyncio.Event()
 
-    async def asked(payload: Any) -> Any:
+    async def asked(payload: Any, source: Any) -> Any:
         try:
             await asyncio.Event().wait()
         finally:
@@ -395,7 +395,7 @@ async def test_a_cancellation_is_not_lost_while_the_decode_engine_is_let_go() ->
 async def test_an_answer_that_comes_while_it_is_let_go_is_closed() -> None:
     closed: list[bool] = []
 
-    async def asked(payload: Any) -> Any:
+    async def asked(payload: Any, source: Any) -> Any:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:

@@ -1,0 +1,210 @@
+"""The policy of placement: which engines, with what is known of them."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_commext.proxy.engine_speed import EngineSpeed, LeastSquares, Lengths, Speeds
+from vllm_commext.proxy.placement import Candidate, EngineLoad, Limits, Placement, Planner
+
+NOW = 100.0
+STEP = 0.007
+TOKEN = 25e-6
+quick = settings(max_examples=60, deadline=None)
+
+
+def planner(first_token: float = 0.0, per_token: float = 0.0, answer_tokens: int = 160) -> Planner:
+    """One that has seen engines of a step of `STEP` and of `TOKEN` for each of a prompt."""
+    made = Planner(Limits(first_token, per_token))
+    speed = EngineSpeed(made.shared)
+    for tokens in (500, 4000, 1000, 8000, 2000, 500, 4000, 1000, 8000, 2000) * 3:
+        speed.note_prefill(tokens, 0.0, 0.0, TOKEN * tokens)
+        speed.note_steps(4, 16000, STEP)
+        made.shared.lengths.add(answer_tokens)
+        made.shared.handover.add(0.01)
+        made.shared.second_token.add(0.01)
+    return made
+
+
+def engines(of: Planner, count: int = 2) -> list[Candidate]:
+    return [Candidate(of.new_load(), key=idx) for idx in range(count)]
+
+
+def running(load: EngineLoad, tokens: int, seconds: float, max_tokens: int = 1000) -> None:
+    """Have an answer run that has had *tokens* in *seconds*."""
+    answer = load.expect(1000, max_tokens, NOW - seconds)
+    answer.begin(NOW - seconds)
+    answer.go_on(tokens - 1, NOW)
+
+
+def place(of: Planner, prefill: list[Candidate], decode: list[Candidate]) -> Placement:
+    placed = of.place(NOW, 4000, 1000, prefill, decode)
+    assert placed is not None
+    return placed
+
+
+def test_nothing_is_placed_before_anything_is_known() -> None:
+    made = Planner(Limits(1.0, 0.01))
+    both = engines(made)
+    assert made.place(NOW, 4000, 100, both, both) is None
+    assert planner().place(NOW, 4000, 100, [], []) is None
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_without_a_limit_the_engine_with_the_least_work_takes_both_steps(busy: int) -> None:
+    made = planner()
+    both = engines(made)
+    both[busy].load.ask(8000, 0, NOW)
+    placed = place(made, both, both)
+    assert placed.is_local
+    assert placed.decode.key == 1 - busy
+    assert placed.first_token == pytest.approx(4000 * TOKEN, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("tokens_so_far", "seconds", "per_token", "is_local"),
+    [
+        pytest.param(100, 100 * STEP, 0.02, True, id="slack for the prompt"),
+        pytest.param(100, 100 * STEP, 0.0075, False, id="too little of it"),
+        pytest.param(100, 3.0, 0.0075, True, id="late already"),
+        pytest.param(100, 1.4, 0.012, False, id="little left of much"),
+    ],
+)
+def test_a_prompt_is_handed_over_where_a_running_answer_would_come_late(
+    tokens_so_far: int, seconds: float, per_token: float, is_local: bool
+) -> None:
+    made = planner(per_token=per_token)
+    source, target = engines(made)
+    running(target.load, tokens_so_far, seconds)
+    placed = place(made, [source, target], [target])
+    assert placed.is_local == is_local
+    assert placed.decode is target
+    if not is_local:
+        assert placed.prefill is source
+        assert placed.per_token == pytest.approx(STEP, rel=0.1)
+        assert placed.first_token == pytest.approx(4000 * TOKEN + 0.01, rel=0.1)
+
+
+def test_a_limit_to_the_first_token_outweighs_one_late_answer_no_more() -> None:
+    """A prefill engine with a queue is no way out; with two late answers it is."""
+    for num_running, is_local in ((0, True), (1, True), (4, False)):
+        made = planner(first_token=0.5, per_token=0.0075)
+        source, target = engines(made)
+        source.load.ask(40000, 0, NOW)
+        for _ in range(num_running):
+            running(target.load, 100, 100 * STEP)
+        assert place(made, [source], [target]).is_local == is_local
+
+
+def test_held_tokens_are_not_computed_again() -> None:
+    made = planner(per_token=0.012)
+    both = [Candidate(made.new_load(), held, held) for held in (0, 3900)]
+    running(both[1].load, 100, 100 * STEP)
+    placed = place(made, both, both)
+    assert placed.is_local
+    assert placed.decode is both[1]
+
+
+@quick
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=6),
+    st.sampled_from([0.0, 0.008, 0.02]),
+    st.sampled_from([0.0, 0.3, 2.0]),
+)
+def test_a_hand_over_is_from_one_of_the_given_to_another(
+    work: list[tuple[int, int]], per_token: float, first_token: float
+) -> None:
+    made = planner(first_token, per_token)
+    both = engines(made, len(work))
+    for candidate, (num_prompts, num_answers) in zip(both, work, strict=True):
+        for _ in range(num_prompts):
+            candidate.load.ask(3000, 0, NOW)
+        for _ in range(num_answers):
+            running(candidate.load, 20, 20 * STEP)
+    placed = place(made, both, both)
+    assert placed.prefill in both
+    assert placed.decode in both
+    assert placed.is_local == (placed.prefill.load is placed.decode.load)
+    assert math.isfinite(placed.first_token + placed.per_token + placed.misses)
+
+
+@quick
+@given(st.lists(st.integers(1, 16000), max_size=8), st.integers(1, 16000))
+def test_a_longer_queue_is_a_later_first_token(queue: list[int], one_more: int) -> None:
+    made = planner()
+    (engine,) = engines(made, 1)
+    for tokens in queue:
+        engine.load.ask(tokens, 0, NOW)
+    before = place(made, [], [engine]).first_token
+    engine.load.ask(one_more, 0, NOW)
+    assert place(made, [], [engine]).first_token > before
+    assert engine.load.backlog(NOW + 1e6) >= 0.0
+
+
+def test_a_prompt_that_nobody_sees_end_is_taken_to_end_in_time() -> None:
+    made = planner()
+    load = made.new_load()
+    load.ask(4000, 0, NOW, is_seen=False)
+    load.ask(8000, 0, NOW, is_seen=False)
+    assert load.backlog(NOW) == pytest.approx(12000 * TOKEN, rel=0.1)
+    assert load.backlog(NOW + 6000 * TOKEN) == pytest.approx(6000 * TOKEN, rel=0.2)
+    assert load.backlog(NOW + 12001 * TOKEN) == pytest.approx(0.0, abs=0.02)
+    assert not load.jobs or load.backlog(NOW + 13000 * TOKEN) == 0.0
+
+
+def test_speed_is_learned_from_what_a_proxy_sees() -> None:
+    """Prompts in a queue, with steps between them: the times of first tokens tell all."""
+    load = EngineLoad(Speeds())
+    now = 0.0
+    for idx in range(60):
+        sizes = (500 + 700 * (idx % 5), 4000, 250)
+        jobs = [load.ask(size, 0, now) for size in sizes]
+        for job, size in zip(jobs, sizes, strict=True):
+            now += size * TOKEN + size * size * 5e-10
+            job.end(now)
+        answers = [load.expect(2000, 100, now) for _ in range(1 + idx % 7)]
+        for answer in answers:
+            answer.begin(now)
+        for _ in range(30):
+            now += 0.005 + 0.0002 * len(answers)
+            for answer in answers:
+                answer.go_on(1, now)
+        for answer in answers:
+            answer.end(now)
+    for size in (500, 2000, 6000):
+        took = size * TOKEN + size * size * 5e-10
+        assert load.speed.prefill_seconds(size, 0, False) == pytest.approx(took, rel=0.15)
+    for count in (1, 4, 7):
+        step = load.speed.step_seconds(count, 2000 * count)
+        assert step == pytest.approx(0.005 + 0.0002 * count, rel=0.05)
+
+
+def test_a_slow_engine_is_known_apart_from_others() -> None:
+    shared = Speeds()
+    fast, slow = EngineSpeed(shared), EngineSpeed(shared)
+    for _ in range(40):
+        fast.note_prefill(4000, 8.0, 0.0, 0.1)
+        slow.note_prefill(4000, 8.0, 0.0, 0.3)
+    assert fast.prefill_seconds(4000, 0, False) == pytest.approx(0.1, rel=0.2)
+    assert slow.prefill_seconds(4000, 0, False) == pytest.approx(0.3, rel=0.2)
+
+
+def test_one_stall_does_not_make_a_slow_engine() -> None:
+    model = LeastSquares(1)
+    for _ in range(30):
+        model.add((1.0,), 0.01)
+    model.add((1.0,), 60.0)
+    assert model.predict((1.0,)) < 0.012
+
+
+def test_lengths_tell_how_many_answers_are_longer() -> None:
+    lengths = Lengths()
+    assert lengths.share_longer(50) == 1.0
+    for tokens in (10, 100, 1000, 10) * 25:
+        lengths.add(tokens)
+    assert lengths.share_longer(50) == pytest.approx(0.5, abs=0.05)
+    assert lengths.share_longer(500, 50) == pytest.approx(0.5, abs=0.05)
+    assert lengths.share_longer(20, 50) == 1.0
+    assert lengths.share_longer(1 << 20, 50) <= 0.25

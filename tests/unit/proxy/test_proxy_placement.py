@@ -1,0 +1,91 @@
+"""A proxy before engines that take either step: where requests go, and what tells of it."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+BODY = {"prompt": "w" * 8000, "max_tokens": 64, "stream": True}
+PLACED = "X-Commext-Placement"
+
+
+def count(metrics: str, name: str, **labels: str) -> float:
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    lines = [line for line in metrics.splitlines() if line.startswith(name + "_total{")]
+    return sum(float(line.split()[-1]) for line in lines if all(one in line for one in wanted))
+
+
+def serves(first_seconds: float, gap_seconds: float, num_tokens: int = 8) -> Any:
+    """An engine that takes so long for a prompt, and for each token after the first."""
+
+    async def behave(call: Any) -> None:
+        params = call.body.get("kv_transfer_params") or {}
+        if not params.get("do_remote_prefill"):
+            await asyncio.sleep(first_seconds)
+        if params.get("do_remote_decode"):
+            await call.answer(
+                200, b'{"choices": [{"text": "!"}], "kv_transfer_params": {"remote_host": "h"}}'
+            )
+            return
+        await call.begin_stream()
+        for token in range(num_tokens):
+            await call.chunk(b'data: {"choices": [{"text": "%d"}]}\n\n' % token)
+            await asyncio.sleep(gap_seconds)
+        await call.chunk(b"data: [DONE]\n\n")
+        await call.end_stream()
+
+    return behave
+
+
+async def test_requests_are_shared_out_among_engines_that_do_both(kit: Any) -> None:
+    async with kit.cluster(0, 0, num_both=2, placement="local", affinity=False) as cluster:
+        for _ in range(4):
+            answer = await cluster.ask(BODY)
+            assert answer.headers["X-Commext-Path"] == "local-prefill"
+            assert answer.headers[PLACED] == "least_work"
+        assert [len(engine.calls) for engine in cluster.both] == [2, 2]
+        page = await cluster.metrics()
+    assert count(page, "commext_proxy_local_prefills", reason="placement") == 4
+    assert count(page, "commext_proxy_placements", kind="least_work") == 4
+
+
+async def test_an_engine_of_both_roles_is_one_engine(kit: Any) -> None:
+    async with kit.cluster(1, 1, num_both=1) as cluster:
+        registry, pools = cluster.proxy.registry, cluster.proxy.pools
+        assert [one.name for one in registry.engines] == ["prefill0", "engine0", "decode0"]
+        assert [len(pool.engines) for pool in pools] == [2, 2]
+        assert pools[0].engines[1] is pools[1].engines[1]
+        told = await cluster.proxy.engines()
+        assert [one["role"] for one in told] == ["prefill", "both", "decode"]
+
+
+async def test_a_prompt_is_handed_over_where_a_running_answer_would_miss_its_limit(
+    kit: Any,
+) -> None:
+    """Learned from the engines' own times: nothing else tells how fast they are."""
+    async with kit.cluster(1, 0, num_both=1, tpot_ms=14, affinity=False) as cluster:
+        for engine in (*cluster.prefill, *cluster.both):
+            engine.behave = serves(0.2, 0.01, 40)
+        alone = [await cluster.ask(BODY) for _ in range(3)]
+        running = asyncio.create_task(cluster.ask(BODY))
+        await asyncio.sleep(0.35)
+        answer = await cluster.ask(BODY)
+        await running
+        page = await cluster.metrics()
+    assert [one.headers[PLACED].split(";")[0] for one in alone] == ["least_work", "local", "local"]
+    assert answer.headers[PLACED].startswith("handed_over; first-token=2")
+    assert answer.headers["X-Commext-Prefill"] == "prefill0"
+    assert answer.headers["X-Commext-Decode"] == "engine0"
+    assert count(page, "commext_proxy_placements", kind="handed_over") == 1
+
+
+@pytest.mark.parametrize("placement", ["adaptive", "local"])
+async def test_what_is_left_of_two_engines_serves_all(kit: Any, placement: str) -> None:
+    async with kit.cluster(0, 0, num_both=2, tpot_ms=1, placement=placement) as cluster:
+        for engine in cluster.both:
+            engine.behave = serves(0.02, 0.005)
+        await asyncio.gather(*(cluster.ask(BODY) for _ in range(4)))
+        await cluster.both[1].stop()
+        answers = await asyncio.gather(*(cluster.ask(BODY) for _ in range(4)))
+        assert [answer.status for answer in answers] == [200] * 4
+        assert {answer.headers["X-Commext-Decode"] for answer in answers} == {"engine0"}

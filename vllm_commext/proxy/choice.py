@@ -1,0 +1,123 @@
+"""Which engines take a request: what the policy of placement has to say of those usable now."""
+
+import itertools
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_commext.proxy.affinity import Prefix
+from vllm_commext.proxy.engines import BOTH, DECODE, PREFILL, Engine, EnginePool
+from vllm_commext.proxy.placement import WINDOW, Candidate, Placement, Planner
+
+AUTO, ADAPTIVE, LOCAL, FIXED = "auto", "adaptive", "local", "fixed"
+HANDED_OVER = "handed_over"
+LEAST_WORK = "least_work"
+KINDS = (LOCAL, HANDED_OVER, LEAST_WORK)
+"""Ways in which a request is placed: by the policy, wholly at one engine or one step at each of
+two, or wholly at the engine with the least work."""
+MOST_TOKENS = 1 << 15
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Engines that are to take one request, and what is expected of it, if anything is. prefill:
+    None where *decode* computes the prompt itself; decode: None for whichever has least work."""
+
+    prefill: Engine | None = None
+    decode: Engine | None = None
+    expected: Placement | None = None
+    first_token_at: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        if self.expected is None:
+            return LEAST_WORK
+        return HANDED_OVER if self.prefill is not None else LOCAL
+
+    def engine(self, role: str) -> Engine | None:
+        """The engine that is to take the step of a *role*."""
+        return self.prefill if role == PREFILL else self.decode
+
+    def as_header(self) -> str:
+        """For clients: the kind, and what was expected in milliseconds."""
+        expected = self.expected
+        if expected is None:
+            return self.kind
+        first, each = expected.first_token * 1000, expected.per_token * 1000
+        return f"{self.kind}; first-token={first:.0f}; per-token={each:.1f}"
+
+
+class Chooser:
+    """Makes plans for requests."""
+
+    def __init__(self, mode: str, planner: Planner, pools: Mapping[str, EnginePool]) -> None:
+        self._mode = mode
+        self._planner = planner
+        self._pools = pools
+        self._turn = 0
+
+    def plan(
+        self,
+        prefix: Prefix,
+        tokens: int,
+        body: Mapping[str, Any],
+        failed: Collection[Engine],
+        may_hand_over: bool,
+    ) -> Plan | None:
+        """Plan for a prompt of *tokens*, with none of *failed* where there are others; None where
+        the engines' roles decide. may_hand_over: it can take its steps at two engines."""
+        decode = self._pools[DECODE].engines
+        mode = self._mode
+        if mode == AUTO:
+            mode = ADAPTIVE if any(one.role == BOTH for one in decode) else FIXED
+        if mode == FIXED:
+            return None
+        if mode == LOCAL:
+            return Plan()
+        now = time.monotonic()
+        known: dict[Engine, Candidate] = {}
+        self._turn += max(1, min(WINDOW, len(decode) - WINDOW))
+
+        def candidates(engines: Sequence[Engine]) -> list[Candidate]:
+            found: list[Candidate] = []
+            for one in self._window(engines, prefix):
+                if one.usable and not one.suspected and one not in failed:
+                    candidate = known.get(one)
+                    if candidate is None:
+                        held = one.memory.held_tokens(prefix)
+                        candidate = known[one] = Candidate(one.load, held, one)
+                    found.append(candidate)
+            return found
+
+        sources = candidates(self._pools[PREFILL].engines) if may_hand_over else []
+        placement = self._planner.place(
+            now, max(tokens, 1), most_tokens(body), sources, candidates(decode)
+        )
+        if placement is None:
+            return Plan()
+        prefill, engine = placement.prefill.key, placement.decode.key
+        assert isinstance(prefill, Engine)  # as made above
+        assert isinstance(engine, Engine)
+        source = None if placement.is_local else prefill
+        return Plan(source, engine, placement, now + placement.first_token)
+
+    def _window(self, engines: Sequence[Engine], prefix: Prefix) -> Sequence[Engine]:
+        """Some of many engines, others each time, with those that may hold the prompt."""
+        start = self._turn % max(len(engines), 1)
+        window = [*engines[start : start + WINDOW]]
+        window += engines[: min(start, WINDOW - len(window))]
+        if len(engines) > WINDOW and (prefix.blocks or prefix.session):
+            holding = (one for one in engines if one.memory.holds_start(prefix))
+            window += itertools.islice((one for one in holding if one not in window), 2)
+        return window
+
+
+def most_tokens(body: Mapping[str, Any]) -> int:
+    """Length that the request allows its answer."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        value = body.get(name)
+        if isinstance(value, int) and value > 0:
+            return value
+    return MOST_TOKENS

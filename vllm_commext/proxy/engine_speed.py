@@ -1,0 +1,195 @@
+"""How fast engines compute, as a proxy sees it: learned from the times of first tokens and of the
+pieces after them. Pure: every time is an argument.
+"""
+
+import math
+from collections.abc import Sequence
+
+FORGETTING = 0.97
+"""What a sample still counts for after one more: about the last 30 decide."""
+SHARED_WEIGHT = 4.0
+"""Samples that all engines together count for beside an engine's own."""
+_SWEEPS = 12
+MAX_RATIO = 3.0
+"""A time this many times as long as expected, and any beyond, counts for as much."""
+_KNOWN_SAMPLES = 8
+
+
+class LeastSquares:
+    """Coefficients, none below zero, of a linear model whose older samples count for less.
+
+    Normal equations are kept, so that a sample and a solution take a fixed time. base: the model
+    of all engines, which speaks where this one has seen little.
+    """
+
+    def __init__(self, num_features: int, base: "LeastSquares | None" = None) -> None:
+        self._size = num_features
+        self._products = [[0.0] * num_features for _ in range(num_features)]
+        self._targets = [0.0] * num_features
+        self._base = base
+        self.num_samples = 0.0
+        self._solution: list[float] | None = None
+
+    def add(self, features: Sequence[float], value: float, weight: float = 1.0) -> None:
+        """Learn that *features* took *value*; its *weight* beside others' is 1 / variance."""
+        expected = self.predict(features)
+        if self.num_samples > _KNOWN_SAMPLES and expected > 0.0:
+            value = min(value, MAX_RATIO * expected)
+        self._learn(features, value, weight)
+        if self._base is not None:
+            self._base._learn(features, value, weight)
+
+    def _learn(self, features: Sequence[float], value: float, weight: float) -> None:
+        for row, left in enumerate(features):
+            products, scaled = self._products[row], left * weight
+            for column, right in enumerate(features):
+                products[column] = products[column] * FORGETTING + scaled * right
+            self._targets[row] = self._targets[row] * FORGETTING + scaled * value
+        self.num_samples = self.num_samples * FORGETTING + 1.0
+        self._solution = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there was any sample, of this engine or another one."""
+        return self.num_samples > 0.0 or (self._base is not None and self._base.is_known)
+
+    def predict(self, features: Sequence[float]) -> float:
+        """The value for *features*, 0 where nothing is known."""
+        if self._solution is None:
+            self._solution = self._solved()
+        return sum(map(float.__mul__, self._solution, features))
+
+    def _solved(self) -> list[float]:
+        """Minimum by coordinate descent, the features that come last beginning from zero."""
+        size, base = self._size, self._base
+        products, targets = self._products, self._targets
+        if base is not None and base.num_samples > 0.0:
+            share = SHARED_WEIGHT / (base.num_samples + SHARED_WEIGHT)
+            products = [
+                [own + share * other for own, other in zip(*rows, strict=True)]
+                for rows in zip(products, base._products, strict=True)
+            ]
+            targets = [o + share * b for o, b in zip(targets, base._targets, strict=True)]
+        found = [0.0] * size
+        for _ in range(_SWEEPS):
+            for row in range(size):
+                own = products[row][row]
+                if own > 0.0:
+                    rest = sum(products[row][c] * found[c] for c in range(size) if c != row)
+                    found[row] = max(0.0, (targets[row] - rest) / own)
+        return found
+
+
+_GROWTH = math.log(1.12)
+_MAX_TOKENS = 1 << 15
+_NUM_BINS = int(math.log(_MAX_TOKENS) / _GROWTH) + 2
+_SMALL = [0] + [int(math.log(n) / _GROWTH) for n in range(1, 4096)]
+
+
+def _bin_of(tokens: float) -> int:
+    count = int(tokens)
+    if count < len(_SMALL):
+        return _SMALL[max(count, 0)]
+    return min(int(math.log(count) / _GROWTH), _NUM_BINS - 1)
+
+
+class Lengths:
+    """How many tokens answers have, by the recent ones: a share of them for each length."""
+
+    def __init__(self) -> None:
+        self._counts = [0.0] * _NUM_BINS
+        self._longer = [1.0] * _NUM_BINS
+        self.num_samples = 0.0
+        self._sum = 0.0
+
+    def add(self, tokens: int) -> None:
+        """An answer has ended after *tokens*."""
+        keep = 0.995
+        self._counts = [count * keep for count in self._counts]
+        self._counts[_bin_of(tokens)] += 1.0
+        self.num_samples = self.num_samples * keep + 1.0
+        self._sum = self._sum * keep + tokens
+        left, longer = 0.0, self._longer
+        for idx in range(_NUM_BINS - 1, -1, -1):
+            half = self._counts[idx] / 2
+            longer[idx] = (left + half) / self.num_samples
+            left += self._counts[idx]
+
+    @property
+    def mean(self) -> float:
+        """Mean length, 1 where none is known."""
+        return self._sum / self.num_samples if self.num_samples else 1.0
+
+    def share_longer(self, tokens: float, so_far: float = 0.0) -> float:
+        """Share of answers with at least *tokens*, among those with at least *so_far*."""
+        if tokens <= so_far:
+            return 1.0
+        longer = self._longer
+        among = longer[_bin_of(so_far)] if so_far >= 1.0 else 1.0
+        return longer[_bin_of(tokens)] / among if among > 0.0 else 1.0
+
+
+class Speeds:
+    """What engines have in common: the model of all of them, and the lengths of answers."""
+
+    def __init__(self) -> None:
+        self.prefill = LeastSquares(3)
+        self.steps = LeastSquares(3)
+        self.lengths = Lengths()
+        self.handover = Mean()
+        """Seconds by which a first token is later where another engine has computed the prompt."""
+        self.second_token = Mean()
+        """Seconds by which the second token is later there than any other one."""
+
+
+class Mean:
+    """Mean of recent values, 0 where there is none yet."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._weight = 0.0
+
+    def add(self, value: float) -> None:
+        self._weight = self._weight * FORGETTING + 1.0
+        self.value += (value - self.value) / self._weight
+
+
+class EngineSpeed:
+    """One engine's speed."""
+
+    def __init__(self, shared: Speeds) -> None:
+        self._prefill = LeastSquares(3, shared.prefill)
+        self._steps = LeastSquares(3, shared.steps)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether both predictions stand on something."""
+        return self._prefill.is_known and self._steps.is_known
+
+    def prefill_seconds(self, new_tokens: float, held_tokens: float, is_idle: bool) -> float:
+        """Time to compute *new_tokens* of a prompt behind *held_tokens* that need not be."""
+        return self._prefill.predict(_prefill_features(new_tokens, held_tokens, is_idle))
+
+    def note_prefill(self, new: float, area: float, num_idle: float, seconds: float) -> None:
+        """Prompts of *new* tokens in all took so long. area: see `area_of`."""
+        weight = 1.0 / (new + 512.0) ** 2 * 1e6
+        self._prefill.add((new / 1000.0, area, num_idle), seconds, weight)
+
+    def step_seconds(self, answers: float, context_tokens: float) -> float:
+        """Time of one step with so many running answers, and tokens before theirs."""
+        return self._steps.predict((1.0, answers / 16.0, context_tokens / 65536.0))
+
+    def note_steps(self, answers: float, context_tokens: float, seconds: float) -> None:
+        """A step took *seconds*, as `step_seconds` has it."""
+        self._steps.add((1.0, answers / 16.0, context_tokens / 65536.0), seconds)
+
+
+def area_of(new_tokens: float, held_tokens: float) -> float:
+    """What attention costs: tokens times the tokens before them, in millions."""
+    return new_tokens * (held_tokens + new_tokens / 2.0) / 1e6
+
+
+def _prefill_features(
+    new_tokens: float, held_tokens: float, is_idle: bool
+) -> tuple[float, float, float]:
+    return new_tokens / 1000.0, area_of(new_tokens, held_tokens), float(is_idle)
