@@ -33,11 +33,13 @@ class EndpointError(CommextError, RuntimeError):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server of ``/v1/completions``: its URL, its model, and how many tokens that knows."""
+    """A server of ``/v1/completions``: its URL, its model, how many tokens that knows, and how many
+    a request may have; 0: it does not say."""
 
     url: str
     model: str
     vocab_size: int
+    max_tokens: int = 0
     api_key: str = ""
 
     @property
@@ -92,13 +94,20 @@ async def find(url: str, *, vocab_size: int = 0, api_key: str = "") -> Endpoint:
         ):
             response.raise_for_status()
             card = (await response.json(content_type=None))["data"][0]
-            model = str(card["id"])
-    except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
+            model, max_tokens = str(card["id"]), int(card.get("max_model_len") or 0)
+    except (
+        aiohttp.ClientError,
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:
         raise EndpointError(
             f"{url}/v1/models: expected a list of models within {QUESTION_SECONDS:g} s, got "
             f"{_told(error)}"
         ) from error
-    return Endpoint(url, model, vocab_size or _vocab_size(card), api_key)
+    return Endpoint(url, model, vocab_size or _vocab_size(card), max_tokens, api_key)
 
 
 def _vocab_size(card: dict[str, Any]) -> int:
@@ -191,7 +200,7 @@ class _Load:
         events = Events()
         try:
             error = await self._ask(session, self._bodies[place], events)
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as failure:
+        except (aiohttp.ClientError, OSError, ValueError) as failure:
             error = _told(failure)
         wanted = self._arrivals[place].output_tokens
         if not error and events.num_tokens != wanted:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 QUANTILES = (0.5, 0.9, 0.99)
+FEW = 2
 ALMOST_ALL = 0.99
 """Share of good requests from which on a rate is too low to tell two servers apart."""
 
@@ -90,20 +91,23 @@ def errors(samples: Round) -> Mapping[str, int]:
     return dict(Counter(one.error for one in samples if one.error).most_common())
 
 
-def rate_within(points: Sequence[tuple[float, float]], share: float) -> tuple[float, bool]:
+def rate_within(points: Sequence[tuple[float, float]], share: float) -> tuple[float, str]:
     """The largest rate at which *share* of the requests are good, between measured ones by a
-    straight line, and whether it may be larger still: all rates measured are.
+    straight line; and ``<`` or ``>=`` before a rate where all measured ones are above or below.
 
     Args:
-        points: of rates and shares; 0 is good at rate 0.
+        points: of rates and shares, at least one.
     """
-    before = (0.0, 1.0)
-    for rate, found in sorted(points):
+    ordered = sorted(points)
+    before = ordered[0]
+    if before[1] < share:
+        return before[0], "<"
+    for rate, found in ordered[1:]:
         if found < share:
             rise = (before[1] - share) / (before[1] - found)
-            return before[0] + (rate - before[0]) * rise, False
+            return before[0] + (rate - before[0]) * rise, ""
         before = (rate, found)
-    return before[0], True
+    return before[0], ">="
 
 
 @dataclass(frozen=True)
@@ -111,14 +115,15 @@ class Comparison:
     """Two contestants under the same loads.
 
     good, failed: requests of the first and of the second, over all rounds; total: of each; noise:
-    the largest difference between two rounds of one of them, as a share, or the weight of two
-    requests, if that is more; None with one round.
+    the largest difference between two rounds of one of them, as a share, or that of `FEW` requests
+    a round, if that is more; None with one round.
     """
 
     limits: Limits
     good: tuple[int, int]
     failed: tuple[int, int]
     total: int
+    rounds: int
     noise: float | None
 
     @property
@@ -132,22 +137,21 @@ class Comparison:
     def differs(self) -> bool:
         """Whether the difference is more than noise."""
         away = max(self.ratio, 1 / self.ratio if self.ratio else math.inf) - 1
-        return self.noise is not None and away > self.noise
+        is_more_than_few = abs(self.good[1] - self.good[0]) > FEW * self.rounds
+        return self.noise is not None and away > self.noise and is_more_than_few
 
 
 def compare(first: Sequence[Round], second: Sequence[Round], limits: Limits) -> Comparison:
     """Two contestants' rounds, of as many requests each."""
     counts = [[num_good(one, limits) for one in rounds] for rounds in (first, second)]
     failed = [sum(bool(one.error) for of in rounds for one in of) for rounds in (first, second)]
-    fewest = min(min(of) for of in counts)
     noise = None
     if min(map(len, counts)) > 1:
-        noise = max(spread(of) for of in counts)
-        noise = max(noise, 2 / fewest if fewest else math.inf)
+        most = max(sum(of) / len(of) for of in counts)
+        noise = max(*(spread(of) for of in counts), FEW / max(most, 1))
+    good = (sum(counts[0]), sum(counts[1]))
     total = sum(map(len, first))
-    return Comparison(
-        limits, (sum(counts[0]), sum(counts[1])), (failed[0], failed[1]), total, noise
-    )
+    return Comparison(limits, good, (failed[0], failed[1]), total, len(first), noise)
 
 
 def spread(counts: Sequence[float]) -> float:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 from vllm_commext.errors import ConfigError
 
+LEFT_SECONDS = 60.0
+
 
 @dataclass(frozen=True)
 class Arrival:
@@ -49,7 +51,8 @@ class Conversations:
 
     A turn repeats the prompt before, adds as many tokens as that had for an answer, and new ones.
     Each arrival continues a conversation with probability 1 - 1 / ``turns`` where one is there
-    whose last turn is ``pause`` seconds ago and which stays within ``most`` tokens.
+    whose last turn is ``pause`` to ``pause`` + `LEFT_SECONDS` ago and which stays within ``most``
+    tokens.
     """
 
     first: Draw
@@ -95,11 +98,12 @@ def _turns(shape: Conversations) -> "Shape":
         arrivals: list[Arrival] = []
         num_groups = 0
         for at in poisson_times(rate, seconds, dice):
+            open_ones = [one for one in open_ones if one.ready_at > at - LEFT_SECONDS]
             ready = [one for one in open_ones if one.ready_at <= at]
             if ready and dice.random() >= 1 / shape.turns:
                 one = dice.choice(ready)
             else:
-                one = _Conversation(num_groups, 0.0, shape.first.tokens(dice))
+                one = _Conversation(num_groups, at, shape.first.tokens(dice))
                 num_groups += 1
                 open_ones.append(one)
             tokens, output = one.next_tokens, shape.output.tokens(dice)

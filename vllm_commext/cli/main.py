@@ -14,7 +14,7 @@ from vllm_commext import __version__
 from vllm_commext.errors import CommextError
 
 PROGRAM = "vllm-commext"
-COMMANDS: tuple[str, ...] = ("doctor", "proxy", "drain", "tune")
+COMMANDS: tuple[str, ...] = ("doctor", "proxy", "drain", "tune", "bench")
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
@@ -26,7 +26,7 @@ def _load(command: str) -> ModuleType:
 def _build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
-        description="Communication extensions for vLLM: diagnosis, proxy, drain and tuning.",
+        description="Communication extensions for vLLM: diagnosis, proxy, drain, tuning, load.",
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     choices = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -32,7 +32,7 @@ def usage(num_tokens: int) -> bytes:
 @asynccontextmanager
 async def server(answer: Handler) -> AsyncIterator[str]:
     async def models(_: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "m", "root": "/nowhere"}]})
+        return web.json_response({"data": [{"id": "m", "root": "/nowhere", "max_model_len": 99}]})
 
     app = web.Application(client_max_size=1 << 26)
     app.router.add_get("/v1/models", models)
@@ -51,7 +51,7 @@ async def play(
 ) -> client.Played:
     async with server(answer) as url:
         endpoint = await client.find(url)
-        assert endpoint == client.Endpoint(url, "m", client.DEFAULT_VOCAB)
+        assert endpoint == client.Endpoint(url, "m", client.DEFAULT_VOCAB, 99)
         made = bodies(arrivals, endpoint.model, endpoint.vocab_size, (1,))
         return await client.play(endpoint, arrivals, made, wait_seconds=wait_seconds)
 

@@ -53,18 +53,18 @@ def test_failed_requests_count_in_no_figure_but_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("points", "rate", "is_more"),
+    ("points", "rate", "sign"),
     [
-        ([(4, 1.0), (6, 0.95)], 6, True),
-        ([(4, 1.0), (6, 0.8)], 5, False),
-        ([(6, 0.8), (4, 1.0)], 5, False),
-        ([(4, 0.8)], 2, False),
+        ([(4, 1.0), (6, 0.95)], 6, ">="),
+        ([(4, 1.0), (6, 0.8)], 5, ""),
+        ([(6, 0.8), (4, 1.0)], 5, ""),
+        ([(4, 0.8), (6, 0.95)], 4, "<"),
     ],
 )
 def test_the_rate_at_which_enough_are_good(
-    points: list[tuple[float, float]], rate: float, is_more: bool
+    points: list[tuple[float, float]], rate: float, sign: str
 ) -> None:
-    assert figures.rate_within(points, 0.9) == (pytest.approx(rate), is_more)
+    assert figures.rate_within(points, 0.9) == (pytest.approx(rate), sign)
 
 
 def rounds(*good: int, of: int = 100) -> list[list[Sample]]:
@@ -80,7 +80,9 @@ def rounds(*good: int, of: int = 100) -> list[list[Sample]]:
         (rounds(50), rounds(60), "1.20x .*one round shows no noise"),
         (rounds(100, 99), rounds(99, 100), "raise it to see one"),
         (rounds(0, 0), rounds(0, 0), "neither A nor B serves any"),
-        (rounds(0, 0), rounds(50, 50), "many times .*without bound"),
+        (rounds(0, 0), rounds(50, 50), r"many times .*\(noise 4 %\): worth it"),
+        (rounds(0, 0), rounds(1, 1), r"no difference .*\(noise 200 %\)"),
+        (rounds(0, 9), rounds(8, 9), "no difference .*without bound"),
         ([[sample(error="x")] * 4] * 2, rounds(4, 4, of=4), "nothing can be said.*8 of 8 of A"),
         (
             [[*rounds(98)[0][:-1], sample(error="x")]] * 2,
@@ -102,5 +104,7 @@ def test_the_verdict_is_one_sentence_to_act_upon(
 def test_the_same_against_itself_is_no_difference(good: list[int]) -> None:
     same = rounds(*good, of=50)
     found = figures.compare(same, same, LIMITS)
-    assert found == Comparison(LIMITS, (sum(good), sum(good)), (0, 0), 50 * len(good), found.noise)
+    assert found == Comparison(
+        LIMITS, (sum(good), sum(good)), (0, 0), 50 * len(good), len(good), found.noise
+    )
     assert not found.differs

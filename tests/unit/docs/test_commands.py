@@ -56,6 +56,10 @@ COVERAGE: tuple[tuple[str, str], ...] = (
     (r"vllm-commext drain ", "tests/unit/test_drain.py"),
     (r"vllm-commext tune ", GPUS),
     (
+        r"vllm-commext bench ",
+        "tests/unit/bench/test_bench_command.py::test_the_table_ends_with_a_verdict",
+    ),
+    (
         r"vllm serve .*(CommextNixlConnector)",
         "tests/cpu/test_topologies.py::test_answers_are_the_decode_engines_own",
     ),

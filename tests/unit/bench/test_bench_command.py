@@ -1,0 +1,118 @@
+"""`vllm-commext bench` against servers of one process: table, verdict, file, exit status."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from vllm_commext.cli.main import main
+
+FAST, SLOW = 0.0, 0.2
+DELAY = web.AppKey("delay", float)
+FAILS = web.AppKey("fails", bool)
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    asked = await request.json()
+    if request.app[FAILS]:
+        raise web.HTTPServiceUnavailable(text="full")
+    await asyncio.sleep(request.app[DELAY])
+    response = web.StreamResponse()
+    await response.prepare(request)
+    for _ in range(asked["max_tokens"]):
+        await response.write(b'data: {"choices": [{"text": "a"}]}\n\n')
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+def app(delay: float, fails: bool) -> web.Application:
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m", "max_model_len": 300}]})
+
+    made = web.Application()
+    made[DELAY], made[FAILS] = delay, fails
+    made.router.add_post("/v1/completions", completions)
+    made.router.add_get("/v1/models", models)
+    return made
+
+
+@pytest.fixture(scope="module")
+def urls() -> Iterator[dict[str, str]]:
+    loop = asyncio.new_event_loop()
+    runners = {
+        name: web.AppRunner(app(delay, name == "broken"), shutdown_timeout=0.1)
+        for name, delay in (("fast", FAST), ("slow", SLOW), ("broken", FAST))
+    }
+
+    async def start() -> dict[str, str]:
+        found: dict[str, str] = {}
+        for name, runner in runners.items():
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            found[name] = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return found
+
+    async def stop() -> None:
+        for runner in runners.values():
+            await runner.cleanup()
+
+    found = loop.run_until_complete(start())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield found
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.run_until_complete(stop())
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    ("names", "status", "said"),
+    [
+        (("slow", "fast"), 0, "B serves many times the requests of A"),
+        (("fast", "slow"), 1, "B serves 0.00x the requests of A"),
+        (("fast", "fast"), 0, "both serve all but 0 of"),
+        (("fast", "broken"), 1, "nothing can be said"),
+        (("fast",), 0, "100.0%"),
+    ],
+)
+def test_the_table_ends_with_a_verdict(
+    names: tuple[str, ...],
+    status: int,
+    said: str,
+    urls: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "found.json"
+    options = [
+        "--rate",
+        "40",
+        "--seconds",
+        "0.5",
+        "--rounds",
+        "2",
+        "--warm-up",
+        "0.1",
+        "--wait",
+        "5",
+    ]
+    options += ["--ttft-ms", "150", "--scale", "0.02", "--json", str(file)]
+    for name in names:
+        options += ["--endpoint", urls[name]]
+    assert main(["bench", *options]) == status
+    text = capsys.readouterr().out
+    assert said in text
+    assert "| A | " in text
+    found = json.loads(file.read_text())
+    assert [len(one["rounds"]) for one in found["endpoints"]] == [2] * len(names)
+    assert len(found["verdicts"]) == len(names) - 1
+
+
+def test_a_server_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--endpoint", "http://127.0.0.1:9"]) == 2
+    assert "http://127.0.0.1:9/v1/models: expected" in capsys.readouterr().err

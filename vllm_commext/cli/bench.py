@@ -1,0 +1,261 @@
+"""``vllm-commext bench``: which of two servers keeps more requests within limits, under open load.
+
+Rounds are interleaved, the same arrivals on each endpoint in turn; how much equal rounds differ is
+the noise beside which two endpoints are compared.
+"""
+
+import argparse
+import asyncio
+import importlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_commext.errors import ConfigError
+from vllm_commext.proxy.config import read_secret
+
+if TYPE_CHECKING:
+    from vllm_commext.bench.client import Endpoint
+    from vllm_commext.bench.figures import Limits, Sample
+    from vllm_commext.bench.workload import Arrival
+
+HELP = "compare servers under open load: goodput within limits, beside the noise"
+
+WORKLOADS = ("agentic", "conversation", "document", "mixed", "short")
+COLUMNS = ("endpoint", "first token ms", "TPOT ms", "longest gap ms", "tokens/s", "good", "failed")
+NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+SCHEMA = 1
+SHOWN_ERRORS = 3
+ANY_LENGTH = 1 << 30
+
+
+@dataclass
+class Contestant:
+    """An endpoint, and what each of its rounds has shown."""
+
+    name: str
+    endpoint: "Endpoint"
+    rounds: "list[Sequence[Sample]]"
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``vllm-commext bench``."""
+    add = parser.add_argument
+    add(
+        "--endpoint",
+        action="append",
+        required=True,
+        metavar="URL",
+        help="a server or proxy, http://HOST:PORT; repeat it: the first one is what the others are "
+        "compared with",
+    )
+    add("--workload", choices=WORKLOADS, default="mixed", help="default: %(default)s")
+    add(
+        "--trace", type=Path, metavar="FILE", help="JSON lines as Mooncake's, instead of a workload"
+    )
+    add("--rate", type=_positive, default=2.0, help="requests a second; default: %(default)g")
+    add("--seconds", type=_positive, default=30.0, help="of arrivals a round; default: %(default)g")
+    add("--rounds", type=int, default=3, help="for each endpoint; default: %(default)s")
+    add(
+        "--tpot-ms",
+        type=_positive,
+        default=25.0,
+        help="a good request's time per output token; default: %(default)g",
+    )
+    add("--ttft-ms", type=_positive, default=1000.0, help="and to the first; default: %(default)g")
+    add(
+        "--wait",
+        type=_positive,
+        default=30.0,
+        metavar="SECONDS",
+        help="for answers after a round's last arrival; later ones fail; default: %(default)g",
+    )
+    add("--warm-up", type=float, default=5.0, metavar="SECONDS", help="default: %(default)g")
+    add("--scale", type=_positive, default=1.0, help="times the workload's tokens; default: 1")
+    add("--vocab-size", type=int, default=0, help="default: what the model says, else 10,000")
+    add("--seed", type=int, default=1, help="of arrivals; tokens are new in every run")
+    add("--api-key-file", default="", metavar="FILE", help="holds the key that the endpoints need")
+    add("--json", type=Path, metavar="FILE", help="also write every request's times there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0: measured; 1: the second endpoint is worse than the first, or most requests failed.
+
+    Raises:
+        ConfigError: an option that cannot be.
+        EndpointError: an endpoint that does not answer.
+    """
+    try:
+        importlib.import_module("vllm_commext.bench.client")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error}; install what bench needs: pip install 'vllm-commext[proxy]'"
+        ) from error
+    if not 1 <= len(args.endpoint) <= len(NAMES) or args.rounds < 1:
+        raise ConfigError(
+            f"expected 1 to {len(NAMES)} endpoints and 1 round or more, got {len(args.endpoint)} "
+            f"and {args.rounds}"
+        )
+    return asyncio.run(_run(args))
+
+
+async def _run(args: argparse.Namespace) -> int:
+    from vllm_commext.bench import client
+    from vllm_commext.bench.figures import Limits
+
+    key = read_secret(args.api_key_file) if args.api_key_file else ""
+    contestants: list[Contestant] = []
+    for name, url in zip(NAMES, args.endpoint, strict=False):
+        endpoint = await client.find(url, vocab_size=args.vocab_size, api_key=key)
+        print(f"{name}: {endpoint.url}, {endpoint.model}", flush=True)
+        contestants.append(Contestant(name, endpoint, []))
+    limits = Limits(args.tpot_ms / 1e3, args.ttft_ms / 1e3)
+    most = min(one.endpoint.max_tokens or ANY_LENGTH for one in contestants)
+    arrivals = _arrivals(args, most)
+    turns = args.rounds * len(contestants)
+    print(
+        f"{len(arrivals)} requests a round, {args.rounds} rounds: "
+        f"{turns * args.seconds / 60:.1f} to {turns * (args.seconds + args.wait) / 60:.1f} minutes",
+        flush=True,
+    )
+    late = await _measure(args, contestants, arrivals, _warm_up(args, arrivals))
+    for line in table(contestants, limits):
+        print(line)
+    found = _verdicts(contestants, limits)
+    if late > limits.tpot:
+        print(f"warning: this client was up to {late * 1e3:.0f} ms late with requests of its own")
+    for text, _ in found:
+        print(text)
+    if args.json:
+        args.json.write_text(json.dumps(_content(args, contestants, limits, found)) + "\n")
+    return int(any(is_bad for _, is_bad in found))
+
+
+def _arrivals(args: argparse.Namespace, most: int) -> "list[Arrival]":
+    from vllm_commext.bench import trace, workload
+
+    if args.trace:
+        made = trace.at_rate(trace.read(args.trace), args.rate, args.seconds)
+    else:
+        made = workload.make(args.workload, args.rate, args.seconds, args.seed)
+    if not made:
+        raise ConfigError(f"no request comes within {args.seconds:g} s: raise --rate or --seconds")
+    return workload.scaled(made, args.scale, most)
+
+
+def _warm_up(args: argparse.Namespace, arrivals: "Sequence[Arrival]") -> "Sequence[Arrival]":
+    """The beginning of a round, at least its first request, unless none is wanted."""
+    within = [one for one in arrivals if one.at < args.warm_up]
+    return within or arrivals[: int(args.warm_up > 0)]
+
+
+async def _measure(
+    args: argparse.Namespace,
+    contestants: Sequence[Contestant],
+    arrivals: "Sequence[Arrival]",
+    warm_up: "Sequence[Arrival]",
+) -> float:
+    """Play all rounds; returns how late this client was at most, in seconds."""
+    from vllm_commext.bench import client
+    from vllm_commext.bench.prompts import bodies
+
+    run_seed = int.from_bytes(os.urandom(6))
+    late = 0.0
+    for number in range(args.rounds + 1):
+        for place, one in enumerate(contestants):
+            chosen, what = (arrivals, f"round {number}") if number else (warm_up, "warm-up")
+            seed = (run_seed, number, place)
+            made = bodies(chosen, one.endpoint.model, one.endpoint.vocab_size, seed)
+
+            def tell(progress: client.Progress, what: str = f"{what}, {one.name}") -> None:
+                print(f"{what}, {progress}", flush=True)
+
+            played = await client.play(
+                one.endpoint, chosen, made, wait_seconds=args.wait, progress=tell
+            )
+            if number:
+                one.rounds.append(played.samples)
+                late = max(late, played.late)
+    return late
+
+
+def table(contestants: Sequence[Contestant], limits: "Limits") -> list[str]:
+    """Figures over all rounds in Markdown, and why requests failed."""
+    from vllm_commext.bench import figures
+
+    lines = ["", f"| {' | '.join(COLUMNS)} |", "|" + " --- |" * len(COLUMNS)]
+    reasons: list[str] = []
+    for one in contestants:
+        samples = [sample for of in one.rounds for sample in of]
+        found = figures.summary(samples)
+        good = [figures.num_good(of, limits) / len(of) for of in one.rounds]
+        failed = figures.errors(samples)
+        speed = sum(map(figures.tokens_per_second, one.rounds)) / len(one.rounds)
+        cells = [one.name, *(_three(found[key]) for key in ("first", "tpot", "gap"))]
+        cells += [f"{speed:,.0f}", f"{sum(good) / len(good):.1%} ({min(good):.0%}-{max(good):.0%})"]
+        cells.append(f"{sum(failed.values())} of {len(samples)}")
+        lines.append(f"| {' | '.join(cells)} |")
+        reasons += [
+            f"{one.name}: {count} failed: {reason}"
+            for reason, count in [*failed.items()][:SHOWN_ERRORS]
+        ]
+    return [*lines, "", "p50 / p90 / p99; good: of all requests (least-most of a round)", *reasons]
+
+
+def _three(seconds: Sequence[float]) -> str:
+    return " / ".join(f"{1e3 * one:.3g}" if one < 1 else f"{1e3 * one:,.0f}" for one in seconds)
+
+
+def _verdicts(contestants: Sequence[Contestant], limits: "Limits") -> list[tuple[str, bool]]:
+    """A sentence for each endpoint but the first, and whether it says that nobody wants it."""
+    from vllm_commext.bench import figures
+
+    found: list[tuple[str, bool]] = []
+    first = contestants[0]
+    for one in contestants[1:]:
+        compared = figures.compare(first.rounds, one.rounds, limits)
+        is_bad = 2 * max(compared.failed) > compared.total
+        is_bad = is_bad or (compared.differs and compared.ratio < 1)
+        found.append((figures.verdict((first.name, one.name), compared), is_bad))
+    return found
+
+
+def _content(
+    args: argparse.Namespace,
+    contestants: Sequence[Contestant],
+    limits: "Limits",
+    found: Sequence[tuple[str, bool]],
+) -> Mapping[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "options": {
+            name: value if isinstance(value, int | float | str | list) else str(value)
+            for name, value in vars(args).items()
+            if name not in ("run", "command") and value is not None
+        },
+        "limits": asdict(limits),
+        "verdicts": [text for text, _ in found],
+        "endpoints": [
+            {
+                "name": one.name,
+                "url": one.endpoint.url,
+                "rounds": [[asdict(sample) for sample in of] for of in one.rounds],
+            }
+            for one in contestants
+        ],
+    }
