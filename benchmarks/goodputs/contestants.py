@@ -1,0 +1,136 @@
+"""Who is compared: ways to place requests on as many engines each, all behind our proxy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from goodputs.engines import BOTH, NIXL, PLAIN, EngineSet
+from tests.kit.ports import LOOPBACK, free_port
+from tests.kit.servers import Server
+from vllm_commext.bench.figures import Limits
+from vllm_commext.errors import ConfigError
+
+REPLICAS, FIXED, ADAPTIVE = "replicas", "fixed", "adaptive"
+NAMES = (REPLICAS, FIXED, ADAPTIVE, NIXL)
+READY_SECONDS = 60.0
+HELP_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way: its engines, and the proxy's options but for their addresses.
+
+    split: whether each engine has one role, prefill or decode; told: the limits that the proxy is
+    to keep, if it can be told any.
+    """
+
+    name: str
+    engines: EngineSet
+    options: tuple[str, ...] = ()
+    split: bool = False
+    told: Limits | None = None
+
+    def proxy_options(self, urls: Sequence[str], num_prefill: int) -> list[str]:
+        """The proxy's options with the engines' addresses."""
+        roles = ["--engine"] * len(urls)
+        if self.split:
+            roles = ["--prefill"] * num_prefill + ["--decode"] * (len(urls) - num_prefill)
+        addresses = [part for pair in zip(roles, urls, strict=True) for part in pair]
+        return [*addresses, *self.options]
+
+
+def limits_of(text: str) -> list[Limits]:
+    """Pairs such as ``10:1000,15:1000``: milliseconds a token, and to the first.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    found: list[Limits] = []
+    for pair in text.split(","):
+        try:
+            tpot, first = (float(part) / 1e3 for part in pair.split(":"))
+        except ValueError as error:
+            raise ConfigError(f"limits: expected TPOT:TTFT in ms, got {pair!r}") from error
+        found.append(Limits(tpot, first))
+    return found
+
+
+def make(
+    names: Sequence[str], step: int, replica_steps: Sequence[int], told: Sequence[Limits]
+) -> list[Contestant]:
+    """All contestants; one that is named twice is there twice, against itself.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    both = EngineSet(BOTH, step)
+    local = ("--placement", "local")
+    found: list[Contestant] = []
+    for name in names:
+        if name == REPLICAS:
+            found.append(Contestant(name, both, local))
+        elif name == FIXED:
+            found.append(Contestant(name, both, split=True))
+        elif name == NIXL:
+            found.append(Contestant(name, EngineSet(NIXL, step), split=True))
+        elif name == ADAPTIVE:
+            found += [_adaptive(both, limits) for limits in told]
+        else:
+            raise ConfigError(f"contestants: expected some of {NAMES}, got {name!r}")
+    for replica_step in replica_steps:
+        plain = EngineSet(PLAIN, replica_step)
+        found.append(Contestant(f"{REPLICAS} {replica_step}", plain, local))
+    return _told_apart(found)
+
+
+def _adaptive(engines: EngineSet, limits: Limits) -> Contestant:
+    tpot, first = (f"{1e3 * seconds:g}" for seconds in (limits.tpot, limits.first))
+    options = ("--placement", "adaptive", "--ttft-ms", first, "--tpot-ms", tpot)
+    return Contestant(f"{ADAPTIVE} {tpot}/{first}", engines, options, told=limits)
+
+
+def _told_apart(contestants: Sequence[Contestant]) -> list[Contestant]:
+    """Numbers behind names that come again."""
+    counts: dict[str, int] = {}
+    found: list[Contestant] = []
+    for one in contestants:
+        counts[one.name] = number = counts.get(one.name, 0) + 1
+        name = one.name if number == 1 else f"{one.name} ({number})"
+        found.append(Contestant(name, one.engines, one.options, one.split, one.told))
+    return found
+
+
+def known(contestants: Sequence[Contestant]) -> list[Contestant]:
+    """Those whose options this proxy has; the others are named."""
+    told = subprocess.run(
+        [sys.executable, "-m", "vllm_commext", "proxy", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=HELP_SECONDS,
+    ).stdout
+    found: list[Contestant] = []
+    for one in contestants:
+        needed = [option for option in one.options if option.startswith("--")]
+        needed += [] if one.split else ["--engine "]
+        if missing := [option for option in needed if option not in told]:
+            print(f"{one.name} left out: this proxy has no {', '.join(missing)}", flush=True)
+        else:
+            found.append(one)
+    return found
+
+
+def proxy(
+    one: Contestant, engines: Mapping[EngineSet, Sequence[Server]], num_prefill: int, folder: Path
+) -> Server:
+    """A contestant's proxy, not started."""
+    port = free_port()
+    urls = [server.url for server in engines[one.engines]]
+    command = [sys.executable, "-m", "vllm_commext", "proxy", "--host", LOOPBACK]
+    command += ["--port", str(port), *one.proxy_options(urls, num_prefill)]
+    name = "proxy-" + "".join(part if part.isalnum() else "-" for part in one.name)
+    return Server(name, command, folder, port=port, ready_seconds=READY_SECONDS)
