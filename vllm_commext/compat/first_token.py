@@ -1,12 +1,13 @@
 """Answers requests with the first tokens that prefill engines have sampled, before their KV caches
-are loaded.
+are loaded, and with those of answers that other decode engines have begun.
 
 vLLM has no way to give a request a token that the engine did not compute.  Before a step of the
 engine the token is therefore sent to the client as vLLM would send it, through the engine's queue
 of outputs, and becomes the last token of the request's prompt with one token fewer to generate:
 the scheduler then asks the connector for the prompt, as always, and computes this token's position
-when the blocks are there.  Whether the token ends the answer (end of sequence, stop token, length)
-is decided by vLLM's own function, on the request as it would be after sampling that token.
+when the blocks are there.  So it does with all tokens of an answer that is resumed here.  Whether
+the last token ends the answer (end of sequence, stop token, length) is decided by vLLM's own
+function, on the request as it would be after sampling that token.
 
 vLLM's policy for failed loads does not apply to a request whose client has its first token: it is
 computed here, like after a preemption.  The worker side keeps such a failure from vLLM, and the
@@ -31,6 +32,7 @@ from vllm.v1.request import RequestStatus
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.first_token import Sampler, facts_digest
 from vllm_commext.nixl.reasons import FirstToken
+from vllm_commext.nixl.wire.params import is_for_decode, params_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,9 +85,11 @@ class Source(Protocol):
         may write to, and says whether they are."""
         ...
 
-    def take_first_tokens(self, *, is_idle: bool) -> Iterable[tuple[Request, int]]:
-        """Requests whose first tokens are there; where the engine *is idle* it may wait for one
-        that is about to come."""
+    def take_first_tokens(
+        self, *, is_idle: bool
+    ) -> Iterable[tuple[Request, list[int], FirstToken]]:
+        """Requests whose first tokens are there, and where these come from; where the engine *is
+        idle* it may wait for one that is about to come."""
         ...
 
     def note_first_token(self, request: Request, way: FirstToken) -> None:
@@ -114,13 +118,11 @@ class FirstTokens:
         for request_id, must_compute in self._source.take_unread():
             _end_load(core, request_id, must_compute=must_compute)
         is_idle = not core.scheduler.running
-        for request, token in self._source.take_first_tokens(is_idle=is_idle):
+        for request, tokens, way in self._source.take_first_tokens(is_idle=is_idle):
             can_send = _may_begin(core.scheduler, request)
-            self._source.note_first_token(
-                request, FirstToken.PREFILL if can_send else FirstToken.ENGINE
-            )
+            self._source.note_first_token(request, way if can_send else FirstToken.ENGINE)
             if can_send:
-                send(core, request, token)
+                send(core, request, tokens)
 
 
 def _may_begin(scheduler: Any, request: Request) -> bool:
@@ -149,23 +151,24 @@ def _is_loading(scheduler: Any, request: Request) -> bool:
     )
 
 
-def send(core: Any, request: Request, token: int) -> None:
-    """Let a request that may begin have generated ``token``, and tell its client."""
+def send(core: Any, request: Request, tokens: list[int]) -> None:
+    """Let a request that may begin have generated ``tokens``, and tell its client."""
     scheduler, before = core.scheduler, request.status
     if scheduler.log_stats:
         request.record_event(EngineCoreEventType.SCHEDULED)
     stats = request.take_prefill_stats()
     if stats is not None and not request.num_computed_tokens:
         num_prompt = request.num_prompt_tokens
-        stats.set(num_prompt, num_local_cached_tokens=0, num_external_cached_tokens=num_prompt)
-    request.append_output_token_ids(token)
+        num_read = num_prompt if is_for_decode(params_of(request)) else 0
+        stats.set(num_prompt, num_local_cached_tokens=0, num_external_cached_tokens=num_read)
+    request.append_output_token_ids(tokens)
     if check_stop(request, scheduler.max_model_len):
         # The scheduler ends what it does not know to have ended.
         status, request.status = request.status, before
         scheduler.finish_requests(request.request_id, status)
     else:
         _continue_prompt(request)
-    _tell(core, request, [token], stats)
+    _tell(core, request, tokens, stats)
 
 
 def _refuse(core: Any, request: Request) -> None:
@@ -193,10 +196,12 @@ def _tell(core: Any, request: Request, tokens: list[int], stats: Any = None) -> 
 
 
 def _continue_prompt(request: Any) -> None:
-    """Make the one token that a request has generated the last one of its prompt."""
-    request.prompt_token_ids = [*request.prompt_token_ids, request._output_token_ids.pop()]
-    request.num_prompt_tokens += 1
-    request.max_tokens -= 1
+    """Make the tokens that a request has generated the last ones of its prompt."""
+    generated = request._output_token_ids
+    request.prompt_token_ids = [*request.prompt_token_ids, *generated]
+    request.num_prompt_tokens += len(generated)
+    request.max_tokens -= len(generated)
+    generated.clear()
 
 
 def _end_load(core: Any, request_id: str, *, must_compute: bool) -> None:

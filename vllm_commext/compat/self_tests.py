@@ -97,23 +97,24 @@ def _request(**params: Any) -> Any:
 
 
 def first_token() -> None:
-    """A token becomes the last one of a prompt, goes to the client, and ends an answer of one."""
+    """Tokens become the last ones of a prompt, go to the client, and the last one may end an
+    answer."""
     from vllm_commext.compat import first_token
 
     request = _request()
     core = SimpleNamespace(
         scheduler=MagicMock(log_stats=False, max_model_len=100), output_queue=queues.Queue()
     )
-    first_token.send(core, request, 9)
+    first_token.send(core, request, [8, 9])
     client, outputs = core.output_queue.get_nowait()
     _expect("the client", request.client_index, client)
-    _expect("what it gets", [9], outputs.outputs[0].new_token_ids)
-    _expect("the prompt", [*PROMPT, 9], request.prompt_token_ids)
-    _expect("its tokens", len(PROMPT) + 1, request.num_prompt_tokens)
-    _expect("all tokens", [*PROMPT, 9], list(request.all_token_ids))
-    _expect("tokens to generate", (2, 0), (request.max_tokens, request.num_output_tokens))
+    _expect("what it gets", [8, 9], outputs.outputs[0].new_token_ids)
+    _expect("the prompt", [*PROMPT, 8, 9], request.prompt_token_ids)
+    _expect("its tokens", len(PROMPT) + 2, request.num_prompt_tokens)
+    _expect("all tokens", [*PROMPT, 8, 9], list(request.all_token_ids))
+    _expect("tokens to generate", (1, 0), (request.max_tokens, request.num_output_tokens))
     request = _request(stop_token_ids=[9])
-    first_token.send(core, request, 9)
+    first_token.send(core, request, [9])
     _expect("requests that end", 1, core.scheduler.finish_requests.call_count)
 
 

@@ -7,6 +7,7 @@ class FirstToken(Reason):
     """Where a request's first token comes from, or why the decode engine computes it."""
 
     PREFILL = "prefill", "the prefill engine's"
+    RESUMED = "resumed", "an answer that another decode engine has begun, and that goes on here"
     OFF = "off", "first tokens are not handed over here"
     ENGINE = "engine", "this engine speculates, or changes logits by rules of its own"
     NOT_OFFERED = "not_offered", "the prefill engine offers none"

@@ -27,6 +27,7 @@ from vllm_commext.nixl.wire.params import (
     OtherProtocolError,
     TransferParams,
     asks_for_stream,
+    is_for_prefill,
     key_of,
     params_of,
     read_params,
@@ -68,7 +69,9 @@ class RemotePrompts:
         """A request came in whose prompt another engine computes: have its blocks kept where they
         are until there is room for them here, and look whether the first token is there."""
         is_streamed = asks_for_stream(params_of(request))
-        state = LoadState(request, Source.STREAMED if is_streamed else Source.GIVEN)
+        source = Source.STREAMED if is_streamed else Source.GIVEN
+        phase = TokenPhase.SENT if self._resume(request) else TokenPhase.AWAITED
+        state = LoadState(request, source, token_phase=phase)
         self._states[request.request_id] = state
         if is_streamed:
             self._ask(state)
@@ -77,9 +80,15 @@ class RemotePrompts:
 
     def search(self, request: Request) -> None:
         """A request came in whose prompt is computed here: look for what other engines have."""
+        if not is_for_prefill(params_of(request)):
+            self._resume(request)
         if self._reuse.search(request):
             state = LoadState(request, Source.REUSED, token_phase=TokenPhase.COMPUTED)
             self._states[request.request_id] = state
+
+    def _resume(self, request: Request) -> bool:
+        """See ``RemoteTokens.resume``; not where nothing is done before steps."""
+        return self._reuse.has_steps and self._tokens.resume(request)
 
     def _ask(self, state: LoadState) -> None:
         """Ask for the request's key until its prefill engine has begun."""
@@ -96,7 +105,7 @@ class RemotePrompts:
         except ProtocolError as error:
             self._note_answer(state, error)
         else:
-            awaits_token = not no_token
+            awaits_token = state.token_phase is TokenPhase.AWAITED
             self._asker.watch(state.request_id, key_of(params), place, awaits_token=awaits_token)
 
     def _note_answer(self, state: LoadState, answer: TransferParams | CommextError) -> None:
@@ -161,7 +170,9 @@ class RemotePrompts:
         """The engine is going to take a step; see ``ReuseSide.note_step``."""
         self._reuse.note_step(defer_frees)
 
-    def take_first_tokens(self, *, is_idle: bool = False) -> list[tuple[Request, int]]:
+    def take_first_tokens(
+        self, *, is_idle: bool = False
+    ) -> list[tuple[Request, list[int], FirstToken]]:
         """See ``RemoteTokens.take``; ``note_first_token`` says what has become of each."""
         return self._tokens.take(self._find_answered, is_idle=is_idle)
 
@@ -173,7 +184,7 @@ class RemotePrompts:
         """Count where a request's first token comes from."""
         self._engine.recorder.count_reason(FIRST_TOKENS, way)
         if (state := self._states.get(request.request_id)) is not None:
-            is_sent = way == FirstToken.PREFILL
+            is_sent = way in (FirstToken.PREFILL, FirstToken.RESUMED)
             state.move(TokenPhase.SENT if is_sent else TokenPhase.COMPUTED)
 
     def take_unread(self) -> list[tuple[str, bool]]:

@@ -1,4 +1,4 @@
-"""The decode engine's first tokens that prefill engines have drawn: which can be sent, and when."""
+"""The decode engine's first tokens that other engines have drawn: which can be sent, and when."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from vllm_commext.nixl.decode.load_state import LoadState, Source, TokenPhase
 from vllm_commext.nixl.engine_context import EngineContext
-from vllm_commext.nixl.first_token import source_of
+from vllm_commext.nixl.first_token import refusal_of, source_of
 from vllm_commext.nixl.metrics.recorder import FIRST_TOKENS
 from vllm_commext.nixl.reasons import FirstToken
 from vllm_commext.nixl.stream.asker import StreamAsker
+from vllm_commext.nixl.wire.params import answer_of, params_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -35,6 +36,17 @@ class RemoteTokens:
         self._asker = asker
         self._ready: list[LoadState] = []
         self._loaded: list[LoadState] = []
+        self._resumed: list[tuple[Request, list[int]]] = []
+
+    def resume(self, request: Request) -> bool:
+        """A request came in; whether it goes on with an answer that another decode engine has
+        begun. What has been drawn by more than is known here is drawn anew from its beginning."""
+        sampler = self._engine.sampler
+        answer = answer_of(params_of(request), sampler.num_tokens, request.max_tokens)
+        if not answer or refusal_of(sampler, request):
+            return False
+        self._resumed.append((request, answer))
+        return True
 
     def offer(self, state: LoadState, token: int, sampling: str) -> None:
         """A prefill engine offers a request's first token, drawn by this: the answer begins with it
@@ -76,9 +88,9 @@ class RemoteTokens:
 
     def take(
         self, find: Callable[[str], LoadState | None], *, is_idle: bool
-    ) -> list[tuple[Request, int]]:
-        """Requests whose first tokens have come since the last call, each with its token, asked
-        before each step.
+    ) -> list[tuple[Request, list[int], FirstToken]]:
+        """Requests whose first tokens have come since the last call, each with these, asked before
+        each step.
 
         Args:
             find: gives a request's state, once it is known where its prompt is.
@@ -96,4 +108,8 @@ class RemoteTokens:
             self.give_up(state)
         ready, self._ready = self._ready, []
         still = (state for state in ready if state.token_phase is TokenPhase.READY)
-        return [(state.request, state.first_token) for state in still]
+        resumed, self._resumed = self._resumed, []
+        return [
+            *((request, answer, FirstToken.RESUMED) for request, answer in resumed),
+            *((state.request, [state.first_token], FirstToken.PREFILL) for state in still),
+        ]

@@ -46,6 +46,8 @@ OWN_FIELDS = (
     "remote_computed_at",
     "remote_seal",
 )
+ANSWER = "answer_token_ids"
+"""What another decode engine has answered so far, which a router sets: the answer goes on here."""
 _NONCE = re.compile("[0-9a-f]{16}")
 _KEY = re.compile(f"[0-9a-f]{{{KEY_DIGITS}}}")
 _DIGEST = re.compile(f"[0-9a-f]{{{DIGEST_DIGITS}}}")
@@ -152,6 +154,16 @@ def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> Trans
         remote.remote_sampling,
         remote.remote_computed_at,
     )
+
+
+def answer_of(params: Mapping[str, Any] | None, num_tokens: int, most: int | None) -> list[int]:
+    """The tokens with which a request's answer begins, empty where the parameters say none, or what
+    cannot be: tokens that the model, of *num_tokens*, does not have, or more than *most*."""
+    told = (params or {}).get(ANSWER)
+    if not isinstance(told, list) or len(told) > (most or 0):
+        return []
+    is_answer = all(type(token) is int and 0 <= token < num_tokens for token in told)
+    return told if is_answer else []
 
 
 def key_of(params: Mapping[str, Any] | None) -> str:
