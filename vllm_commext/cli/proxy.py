@@ -56,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="balance by load alone, whichever engine may hold the beginning of a prompt",
     )
     parser.add_argument(
+        "--no-resume",
+        dest="resume",
+        action="store_false",
+        help="end streams with an error where their decode engine is lost",
+    )
+    parser.add_argument(
         "--stream-chunks",
         choices=MODES,
         default=ProxyConfig.stream_chunks,

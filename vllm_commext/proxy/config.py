@@ -89,6 +89,9 @@ class ProxyConfig:
     max_buffered_bytes: int = _option(
         512 * MIB, "of request bodies at a time; one more is refused with 503"
     )
+    resume_bytes: int = _option(
+        256 * MIB, "of requests and answers that are kept until streams end, to be resumed"
+    )
     max_in_flight: int = _option(1024, "requests at a time; one more is refused with 503")
     max_connections: int = _option(
         4096, "connections of clients at a time; beyond, the one that has been idle longest goes"
@@ -109,6 +112,7 @@ class ProxyConfig:
     engine_ca_file: str = _file("authorities in PEM that https engines are verified by")
     access_log: bool = False
     affinity: bool = True
+    resume: bool = True
     stream_chunks: str = AUTO
     placement: str = "auto"
     reuse_blocks: bool = False

@@ -12,6 +12,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from vllm_commext.proxy.choice import KINDS
 from vllm_commext.proxy.engines import EnginePool
+from vllm_commext.proxy.resume import Resume
 from vllm_commext.proxy.two_step import AtOnce, LocalPrefill
 
 # prometheus_client then keeps every process's values in files of this folder.
@@ -63,6 +64,12 @@ class ProxyMetrics:
             "commext_proxy_restarts",
             "Requests served anew because a decode engine failed them before the first token.",
             "outcome",
+        )
+        self.resumes = counter(
+            "commext_proxy_resumes",
+            "Streams whose decode engine was lost or gave them up, by what became of them.",
+            "result",
+            values=Resume,
         )
         self.streams = counter(
             "commext_proxy_streams",

@@ -2,17 +2,19 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 import aiohttp
 from aiohttp import web
+from prometheus_client import Histogram
 
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.connections import cut
 from vllm_commext.proxy.deadline import ClientStalledError, EngineLostError, StreamWatch
-from vllm_commext.proxy.outcome import ClientGoneError, ProxyError
-from vllm_commext.proxy.response import Opened, bad_answer, failure_of
+from vllm_commext.proxy.outcome import ClientGoneError, Losses, ProxyError
+from vllm_commext.proxy.response import Opened, bad_answer, failure_of, failure_told
+from vllm_commext.proxy.resume import Transcript
 from vllm_commext.proxy.sse import DONE, error_event, with_cached_tokens
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -38,12 +40,21 @@ class _UnfinishedError(Exception):
     """The engine has ended a stream in its midst, as if it were whole."""
 
 
+class _GivenUpError(Exception):
+    """The engine says in a stream that it has given it up, or another one continues otherwise."""
+
+
+Resuming = Callable[[ProxyError], Awaitable[Opened | None]]
+"""Gives the rest of a stream that has failed so, from another engine; None where there is none."""
+
+
 class Relay:
     """One answer on its way to the client of *request*.
 
     What a token costs the proxy is spent here, so one timer watches over the whole stream, and
-    failures are told apart outside of the loop. *on_gap* gets the seconds between two pieces.
-    has_sent_end: the client has all of a stream's events, and may leave.
+    failures are told apart outside of the loop. *gaps*: gets the seconds between two pieces.
+    has_sent_end: the client has all of a stream's events, and may leave. A stream that has a
+    *transcript* goes on at another engine, *resuming* there, where that can be.
     """
 
     def __init__(
@@ -51,18 +62,34 @@ class Relay:
         request: web.Request,
         opened: Opened,
         config: ProxyConfig,
-        on_gap: Callable[[float], object],
+        gaps: Histogram,
+        losses: Losses,
+        transcript: Transcript | None,
+        resuming: Resuming,
     ) -> None:
         self._request = request
         self._opened = opened
         self._config = config
-        self._on_gap = on_gap
+        self._gaps = gaps
+        self._losses = losses
+        self._transcript = transcript
+        self._resuming = resuming
         self._is_engines_turn = False
         self.has_sent_end = False
 
     async def run(self, extra_headers: Mapping[str, str]) -> Relayed:
         """Send everything. Raises `ClientGoneError`."""
         response = self._begin(extra_headers)
+        while (failure := await self._send(response)) is not None:
+            opened = await self._resuming(failure)
+            if opened is None:
+                await self._end_broken(response, failure)
+                break
+            self._opened = opened
+        return Relayed(response, failure)
+
+    async def _send(self, response: web.StreamResponse) -> ProxyError | None:
+        """Send what one engine answers; returns what has cut it short."""
         idle_seconds = min(
             self._config.decode_idle_timeout_seconds, self._config.decode_timeout_seconds
         )
@@ -74,35 +101,40 @@ class Relay:
         except (TimeoutError, ConnectionError, aiohttp.ClientError, OSError) as error:
             if not self._is_engines_turn:
                 raise ClientGoneError("the client closed its connection") from error
-            failure = failure_of(self._opened.engine, error, idle_seconds)
+            return failure_of(self._opened.engine, error, idle_seconds, self._losses)
         except EngineLostError as error:
-            failure = failure_of(self._opened.engine, error, idle_seconds)
+            return failure_of(self._opened.engine, error, idle_seconds, self._losses)
         except _UnfinishedError:
-            failure = bad_answer(self._opened.engine, "a stream without the event that ends it")
+            return bad_answer(self._opened.engine, "a stream without the event that ends it")
+        except _GivenUpError:
+            held = self._transcript.held if self._transcript is not None else b""
+            return failure_told(self._opened.engine, held, self._losses)
         except ClientStalledError as error:
             cut(self._request)
             seconds = self._config.client_timeout_seconds
             raise ClientGoneError(f"the client took no data for {seconds} s") from error
         except Exception:
             logger.exception("unexpected error in the midst of an answer")
-            failure = ProxyError(500, "internal", "unexpected error; see the proxy's log")
-        else:
-            return Relayed(response)
-        await self._end_broken(response, failure)
-        return Relayed(response, failure)
+            return ProxyError(500, "internal", "unexpected error; see the proxy's log")
+        return None
 
     async def _pass_on(self, response: web.StreamResponse, watch: StreamWatch) -> None:
         read, cutter = self._opened.response.content.readany, self._opened.cutter
         cached_tokens, answer = self._opened.cached_tokens, self._opened.answer
+        on_gap, transcript = self._gaps.labels(self._opened.engine.name).observe, self._transcript
         await response.prepare(self._request)
         piece = ready = self._opened.first
         arrived = watch.since
         while piece or ready:
+            if transcript is not None:
+                ready = transcript.pass_on(ready)
             if cached_tokens is not None:
                 ready = with_cached_tokens(ready, cached_tokens)
             if ready:
                 await response.write(ready)
                 self.has_sent_end = ready.rstrip().endswith(DONE)
+            if transcript is not None and transcript.has_failed:
+                raise _GivenUpError
             self._is_engines_turn = True
             watch.reading()
             piece = await read()
@@ -112,7 +144,7 @@ class Relay:
                 ready = piece
             elif piece:
                 ready = cutter.feed(piece)
-                self._on_gap(watch.since - arrived)
+                on_gap(watch.since - arrived)
                 if answer is not None:
                     answer.go_on(piece.count(b"\n\n"), watch.since)
                 arrived = watch.since
@@ -142,7 +174,9 @@ class Relay:
             return
         try:
             async with asyncio.timeout(self._config.client_timeout_seconds):
-                await response.write(error_event(failure.in_a_stream()))
+                held = self._transcript.held if self._transcript is not None else b""
+                told = held + DONE + b"\n\n" if held else error_event(failure.in_a_stream())
+                await response.write(told)
                 await response.write_eof()
         except (TimeoutError, ConnectionError) as error:
             cut(self._request)

@@ -4,7 +4,7 @@ becomes a `ProxyError`.
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from errno import ECONNREFUSED
@@ -51,10 +51,16 @@ def failures_of(
         raise failure_of(engine, error, timeout_seconds, losses, side) from error
     except ProxyError as error:
         error.side = side or error.side
-        is_dead = error.answer is not None and any(told in error.answer.body for told in _DEAD)
-        if is_dead and error.status >= 500 and losses is not None:
-            raise losses.note(error) from error
+        noted = error if losses is None else _noted(error, losses)
+        if noted is not error:
+            raise noted from error
         raise
+
+
+def _noted(error: ProxyError, losses: Losses) -> ProxyError:
+    """What an engine's answer means for the request, where it says that the engine has died."""
+    is_dead = error.answer is not None and any(told in error.answer.body for told in _DEAD)
+    return losses.note(error) if is_dead and error.status >= 500 else error
 
 
 def failure_of(
@@ -158,8 +164,19 @@ def aborted(engine: Engine) -> ProxyError:
     """An engine that is told to end gives up requests so: finished, with status 200, while its
     health is good. It is given no more until the next check."""
     engine.note_drain()
-    message = f"{engine.name} gave the request up before its first token"
+    message = f"{engine.name} gave the request up"
     return _failure(engine, 502, "aborted", message, can_restart=True)
+
+
+def failure_told(engine: Engine, event: bytes, losses: Losses) -> ProxyError:
+    """What an *event* in the midst of a stream tells of it; empty for a stream of another engine's
+    that does not go on where the one before was lost."""
+    if (told := opening_error(event)) is not None:
+        answer = EngineAnswer(told[1], "application/json")
+        return _noted(engine_error(engine, told[0], answer), losses)
+    if event:
+        return aborted(engine)
+    return bad_answer(engine, "another answer than that which it was to go on with")
 
 
 def check_answer(engine: Engine, body: bytes) -> None:
@@ -213,15 +230,18 @@ class Opened:
 
 
 async def read_opening(
-    engine: Engine, response: aiohttp.ClientResponse, streams: bool | None
+    engine: Engine,
+    response: aiohttp.ClientResponse,
+    streams: bool | None,
+    edit: Callable[[bytes], bytes],
 ) -> tuple[bytes, EventCutter | None]:
     """The first piece of *response*, and what cuts the rest of a stream into whole events.
 
     *streams*: whether a completion is to come as a stream; None for what is none, or may come in
-    either form. Raises `ProxyError` if it tells of a failed request, or tells nothing. Only its
-    beginning can: vLLM answers a stream with status 200 before it has computed anything, and a
-    failure is then the first event, or follows the role that opens a chat, or is the end of a
-    stream without an answer.
+    either form. *edit*: leaves out of the first events what the client has not asked for. Raises
+    `ProxyError` if it tells of a failed request, or tells nothing. Only its beginning can: vLLM
+    answers a stream with status 200 before it has computed anything, and a failure is then the
+    first event, or follows the role that opens a chat, or is the end of a stream without an answer.
     """
     if response.status >= 500:
         raise engine_error(engine, response.status, await read_answer(engine, response))
@@ -232,7 +252,7 @@ async def read_opening(
             raise bad_answer(engine, f"{response.content_type} in place of {expected}")
     if is_stream:
         cutter = EventCutter()
-        return await _opening(engine, response, cutter), cutter
+        return await _opening(engine, response, lambda piece: edit(cutter.feed(piece))), cutter
     first, is_whole = await _beginning(response)
     if is_aborted(first):
         raise aborted(engine)
@@ -254,14 +274,16 @@ async def _beginning(response: aiohttp.ClientResponse) -> tuple[bytes, bool]:
     return bytes(body), False
 
 
-async def _opening(engine: Engine, response: aiohttp.ClientResponse, cutter: EventCutter) -> bytes:
+async def _opening(
+    engine: Engine, response: aiohttp.ClientResponse, feed: Callable[[bytes], bytes]
+) -> bytes:
     """Whole events, until one of them says something."""
     events, has_ended = b"", False
     while not has_ended and (not events or says_nothing(events)):
         if len(events) > MAX_OPENING_BYTES:
             break
         piece = await response.content.readany()
-        events += cutter.feed(piece)
+        events += feed(piece)
         has_ended = not piece
         await asyncio.sleep(0)
     if opens_aborted(events):

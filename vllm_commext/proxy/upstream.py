@@ -68,7 +68,8 @@ class Prefilled:
 class Payload:
     """Request to an engine. tokens: about how many the prompt has. is_stream: the answer is
     asked for in pieces. prefix: what engines are remembered by. losses: the request's. plan: where
-    it is to go, if that is planned."""
+    it is to go, if that is planned. edit: what leaves out of an answer's first events what the
+    client has not asked for."""
 
     path: str
     headers: Mapping[str, str]
@@ -78,6 +79,7 @@ class Payload:
     prefix: Prefix = NO_PREFIX
     losses: Losses = field(default_factory=Losses)
     plan: Plan | None = None
+    edit: Callable[[bytes], bytes] = lambda events: events
 
     @property
     def is_loading(self) -> bool:
@@ -330,7 +332,7 @@ class Upstream:
             with failures_of(engine, seconds, payload.losses), Deadline(bound, engine.on_lost):
                 response = await self._post(engine, payload)
                 work.callback(response.close)
-                first, cutter = await read_opening(engine, response, payload.streams)
+                first, cutter = await read_opening(engine, response, payload.streams, payload.edit)
             if response.status < 400:
                 engine.memory.note(payload.prefix)
             has_end, now = payload.streams is not None, time.monotonic()

@@ -1,0 +1,385 @@
+"""Streams that go on at another decode engine: the client gets each token once, under one id, or
+the error that it has always got."""
+
+import asyncio
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_commext.proxy.resume import Resume, Room, Transcript, refusal, without_prompt
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+DONE = b"data: [DONE]\n\n"
+NOTE = b": resumed\n\n"
+USAGE = b'data: {"id":"%s","created":%d,"choices":[],"usage":{"completion_tokens":9}}\n\n'
+ROOM_BYTES = 1 << 20
+
+
+def event(engine: int, path: str, **choice: Any) -> bytes:
+    """As vLLM writes it; each engine has an id and a time of its own."""
+    every = {"index": 0, "logprobs": None, "finish_reason": None, **choice}
+    content = {"id": f"one-{engine}", "created": 1000 + engine, "choices": [every]}
+    return (
+        b"data: "
+        + json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+        + (b"\n\n")
+    )
+
+
+def part(path: str, text: str) -> dict[str, Any]:
+    return {"text": text} if path == COMPLETIONS else {"delta": {"content": text} if text else {}}
+
+
+def stream(engine: int, path: str, cuts: Iterable[Sequence[tuple[int, str]]]) -> list[bytes]:
+    """A whole answer's events; each tells some tokens with what they add to the text."""
+    role = {"delta": {"role": "assistant", "content": ""}}
+    events = [event(engine, path, **role)] if path == CHAT else []
+    pieces = [list(cut) for cut in cuts]
+    for number, cut in enumerate(pieces):
+        text = "".join(word for _, word in cut)
+        end = "stop" if number == len(pieces) - 1 else None
+        ids = [token for token, _ in cut]
+        events.append(event(engine, path, **part(path, text), token_ids=ids, finish_reason=end))
+    return [*events, USAGE % (b"one-%d" % engine, 1000 + engine), DONE]
+
+
+def contents(events: bytes) -> list[dict[str, Any]]:
+    lines = [line for line in events.split(b"\n\n") if line.startswith(b"data: {")]
+    return [json.loads(line[len(b"data: ") :]) for line in lines]
+
+
+def told(events: bytes) -> tuple[str, list[int], set[tuple[str, int]], list[str]]:
+    """All text, token ids, names, and how it ends, of what a client has got."""
+    every = contents(events)
+    choices = [choice for one in every for choice in one["choices"]]
+    text = "".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in choices)
+    ids = [token for one in choices for token in one.get("token_ids") or []]
+    names = {(one["id"], one["created"]) for one in every}
+    return text, ids, names, [one["finish_reason"] for one in choices if one["finish_reason"]]
+
+
+def cut_up(answer: Sequence[Any], dice: random.Random) -> list[Sequence[Any]]:
+    """The same tokens in events of several."""
+    places = sorted(dice.sample(range(1, len(answer)), dice.randrange(len(answer))))
+    return [answer[a:b] for a, b in zip([0, *places], [*places, len(answer)], strict=True)]
+
+
+ANSWER = [(n, word) for n, word in enumerate(["ab", "", "c\n", "ü", '"', "", "😀d", "e\\", "f"])]
+PATHS = st.sampled_from([CHAT, COMPLETIONS])
+
+
+@given(PATHS, st.booleans(), st.integers(0, 1 << 30), st.integers(1, 3))
+def test_each_token_comes_once(path: str, asks_ids: bool, seed: int, num_lost: int) -> None:
+    """Wherever streams break off, and however their tokens are cut into events and pieces."""
+    dice = random.Random(seed)
+    transcript = Transcript(Room(ROOM_BYTES), {"return_token_ids": asks_ids}, 100)
+    got = b""
+    for engine in range(num_lost + 1):
+        if engine:
+            transcript.begin_again()
+        events = stream(engine, path, cut_up(ANSWER, dice))
+        if engine < num_lost:
+            events = events[: dice.randrange(1, len(events))]
+        while events:
+            count = dice.randrange(1, len(events) + 1)
+            got += transcript.pass_on(b"".join(events[:count]))
+            events = events[count:]
+    assert transcript.refusal is None
+    text, ids, names, ends = told(got)
+    assert text == "".join(word for _, word in ANSWER)
+    assert ids == ([n for n, _ in ANSWER] if asks_ids else [])
+    assert names == {("one-0", 1000)}
+    assert ends == ["stop"]
+    assert got.count(DONE) == 1 or num_lost
+    assert got.endswith(DONE)
+    assert sum("role" in one.get("delta", {}) for c in contents(got) for one in c["choices"]) == (
+        path == CHAT
+    )
+
+
+def resumed(first: bytes, second: bytes, body: Mapping[str, Any] | None = None) -> bytes:
+    """What a client gets after the first engine is lost."""
+    transcript = Transcript(Room(ROOM_BYTES), body or {}, 0)
+    transcript.pass_on(first)
+    transcript.begin_again()
+    return transcript.pass_on(second) or (b"failed" if transcript.has_failed else b"")
+
+
+def says(engine: int, **choice: Any) -> bytes:
+    return event(engine, CHAT, **choice)
+
+
+def calls(engine: int, ids: list[int], *parts: Any) -> bytes:
+    """An event with parts of tool calls: number, and name or arguments."""
+    told = [
+        {"index": n, "id": f"call-{engine}", "type": "function", "function": {"name": text}}
+        if kind == "name"
+        else {"index": n, "function": {"arguments": text}}
+        for n, kind, text in parts
+    ]
+    return says(engine, delta={"tool_calls": told}, token_ids=ids)
+
+
+SPLICES: dict[str, tuple[bytes, bytes, Any]] = {
+    # What the client has, what the other engine says, and what the client gets of that.
+    "reasoning, then content": (
+        says(0, delta={"reasoning": "hm"}, token_ids=[1]),
+        says(1, delta={"reasoning": "hmm", "content": "so"}, token_ids=[1, 2]),
+        {"reasoning": "m", "content": "so"},
+    ),
+    "a call that the client knows": (
+        calls(0, [1, 2], (0, "name", "f"), (0, "arguments", '{"a')),
+        calls(1, [1, 2, 3], (0, "name", "f"), (0, "arguments", '{"a": 1')),
+        {"tool_calls": [{"index": 0, "function": {"arguments": '": 1'}}]},
+    ),
+    "a call that it does not": (
+        calls(0, [1], (0, "name", "f")),
+        calls(1, [1, 2], (0, "name", "f"), (1, "name", "g")),
+        {
+            "tool_calls": [
+                {"index": 1, "id": "call-1", "type": "function", "function": {"name": "g"}}
+            ]
+        },
+    ),
+    "text that the other one still holds back": (
+        says(0, delta={"content": "ab"}, token_ids=[1]),
+        says(1, delta={"content": "a"}, token_ids=[1])
+        + says(1, delta={"content": "bc"}, token_ids=[2]),
+        {"content": "c"},
+    ),
+    "other tokens": (
+        says(0, delta={"content": "ab"}, token_ids=[1]),
+        says(1, delta={"content": "ab"}, token_ids=[2]),
+        None,
+    ),
+    "other text": (
+        says(0, delta={"content": "ab"}, token_ids=[1]),
+        says(1, delta={"content": "ac"}, token_ids=[1]),
+        None,
+    ),
+    "an end too early": (
+        says(0, delta={"content": "ab"}, token_ids=[1, 2]),
+        says(1, delta={"content": "a"}, token_ids=[1], finish_reason="stop"),
+        None,
+    ),
+    "nothing but an end": (says(0, delta={"content": "ab"}, token_ids=[1, 2]), DONE, None),
+    "usage alone": (
+        says(0, delta={"content": "ab"}, token_ids=[1, 2]),
+        USAGE % (b"one-1", 1),
+        None,
+    ),
+    "no token ids": (
+        says(0, delta={"content": "ab"}, token_ids=[1, 2]),
+        says(1, delta={"content": "ab"}),
+        None,
+    ),
+    "no JSON": (says(0, delta={"content": "ab"}, token_ids=[1]), b"data: {\n\n", None),
+}
+
+
+@pytest.mark.parametrize("case", SPLICES)
+def test_what_the_client_has_not(case: str) -> None:
+    first, second, expected = SPLICES[case]
+    got = resumed(first, second)
+    if expected is None:
+        assert got == b"failed"
+        return
+    assert got.startswith(NOTE)
+    (content,) = contents(got)
+    assert content["choices"][0]["delta"] == expected
+    assert (content["id"], content["created"]) == ("one-0", 1000)
+
+
+LEFT: dict[str, tuple[bytes, Resume]] = {
+    "no token ids": (says(0, delta={"content": "a"}), Resume.NOT_TOLD),
+    "an unknown part": (
+        says(0, delta={"audio": {"data": "x"}}, token_ids=[1]),
+        Resume.NOT_TOLD,
+    ),
+    "a token out of range": (says(0, delta={}, token_ids=[1 << 40]), Resume.NOT_TOLD),
+    "another thing": (b'data: {"n": 1}\n\n', Resume.NOT_TOLD),
+    "text": (b"data: hello\n\n", Resume.NOT_TOLD),
+    "an error of the request's": (b'data: {"error":{"code":400}}\n\n', Resume.NOT_TOLD),
+    "more than there is room for": (
+        says(0, delta={"content": "a" * ROOM_BYTES}, token_ids=[]),
+        Resume.NO_ROOM,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_not_kept_passes_as_it_is(case: str) -> None:
+    events, reason = LEFT[case]
+    room = Room(ROOM_BYTES)
+    transcript = Transcript(room, {"return_token_ids": True}, 100)
+    assert transcript.pass_on(events) == events
+    assert transcript.refusal == reason
+    assert transcript.pass_on(DONE) == DONE
+    assert room.take(ROOM_BYTES), "it counts no more"
+
+
+def test_token_ids_stay_hidden_of_what_is_not_kept() -> None:
+    transcript = Transcript(Room(0), {}, 1)
+    assert transcript.refusal == Resume.NO_ROOM
+    asked = event(0, COMPLETIONS, text="a", token_ids=[1, 2])
+    assert transcript.pass_on(asked) == event(0, COMPLETIONS, text="a", token_ids=None)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        b'data: {"error":{"code":500}}\n\n',
+        b'data: {"error":"x"}\n\n',
+        event(0, COMPLETIONS, text="", token_ids=[], finish_reason="abort"),
+        event(0, COMPLETIONS, text="", token_ids=[], finish_reason="error"),
+    ],
+)
+def test_an_engines_failure_is_held(failure: bytes) -> None:
+    good = event(0, COMPLETIONS, text="a", token_ids=[1])
+    transcript = Transcript(Room(ROOM_BYTES), {"return_token_ids": True}, 0)
+    assert transcript.pass_on(good + failure + DONE) == good
+    assert (transcript.has_failed, transcript.held, transcript.refusal) == (True, failure, None)
+
+
+def test_what_an_engine_is_asked() -> None:
+    transcript = Transcript(Room(ROOM_BYTES), {}, 0)
+    body = {"a": 1, "kv_transfer_params": {"b": 2}}
+    assert transcript.asking(body) == {**body, "return_token_ids": True}
+    transcript.pass_on(event(0, COMPLETIONS, text="a", token_ids=[4, 5]))
+    params = {"b": 2, "answer_token_ids": [4, 5]}
+    assert transcript.asking(body)["kv_transfer_params"] == params
+    assert transcript.asking({})["kv_transfer_params"] == {"answer_token_ids": [4, 5]}
+
+
+def test_the_prompts_ids_are_left_out() -> None:
+    assert without_prompt(b'{"prompt_token_ids":[1,22],"token_ids":[3]}') == (
+        b'{"prompt_token_ids":null,"token_ids":[3]}'
+    )
+
+
+STREAM: dict[str, Any] = {"stream": True, "messages": []}
+REFUSALS: dict[str, tuple[str, dict[str, Any], Resume | None]] = {
+    "a chat": (CHAT, {}, None),
+    "ids are asked for": (CHAT, {"return_token_ids": True}, None),
+    "no log probabilities": (CHAT, {"logprobs": False}, None),
+    "log probabilities": (CHAT, {"logprobs": True}, Resume.LOGPROBS),
+    "none but the tokens'": (CHAT, {"logprobs": 0}, Resume.LOGPROBS),
+    "samples": (CHAT, {"n": 2}, Resume.SAMPLES),
+    "no stream": (CHAT, {"stream": False}, Resume.ENDPOINT),
+    "an echo": (CHAT, {"echo": True}, Resume.ECHO),
+    "another endpoint": ("/v1/responses", {}, Resume.ENDPOINT),
+    "several prompts": (COMPLETIONS, {"prompt": ["a", "b"]}, Resume.SAMPLES),
+    "ids are asked for in another way": (CHAT, {"return_token_ids": "yes"}, Resume.NOT_TOLD),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_not_resumed(case: str) -> None:
+    path, changes, expected = REFUSALS[case]
+    assert refusal(path, {**STREAM, **changes}) == expected
+
+
+WORDS = [[(1, "a")], [(2, "b")], [(3, "c")]]
+
+
+def answering(
+    events: list[bytes], *, ends: bool = True, has_begun: asyncio.Event | None = None
+) -> Any:
+    """Answer with these events, of which the last one waits until the client has some."""
+
+    async def behave(call: Any) -> None:
+        await call.begin_stream()
+        for one in events:
+            if one is events[-1] and has_begun is not None:
+                await has_begun.wait()
+            await call.chunk(one)
+        if ends:
+            await call.end_stream()
+
+    return behave
+
+
+def result(name: Resume, count: int = 1) -> str:
+    return f'commext_proxy_resumes_total{{result="{name}"}} {count:.1f}'
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("how", ["connection", "error", "abort", "end"])
+async def test_a_stream_goes_on_at_another_engine(kit: Any, path: str, how: str) -> None:
+    begun = stream(0, path, WORDS)[:-3]
+    if how == "error":
+        begun.append(b'data: {"error": {"code": 500}}\n\n' + DONE)
+    elif how == "abort":
+        begun.append(event(0, path, **part(path, ""), token_ids=[], finish_reason="abort"))
+    body, has_begun = {"prompt": "hello", **STREAM}, asyncio.Event()
+    async with kit.cluster(num_decode=2) as cluster:
+        first, second = cluster.decode
+        first.behave = answering(begun, ends=how == "end", has_begun=has_begun)
+        second.behave = answering(stream(1, path, [WORDS[0] + WORDS[1], WORDS[2]]))
+        async with cluster.post(body, path) as response:
+            got = await response.content.readany()
+            has_begun.set()
+            text, ids, names, ends = told(got := got + await response.read())
+        assert (text, ids, names, ends) == ("abc", [], {("one-0", 1000)}, ["stop"])
+        assert got.endswith(DONE)
+        (call,) = second.calls
+        assert call.body["kv_transfer_params"] == {**kit.kv_params, "answer_token_ids": [1, 2]}
+        assert all("return_token_ids" not in call.body for call in cluster.prefill[0].calls)
+        page = await cluster.metrics()
+        assert result(Resume.RESUMED) in page
+        assert 'outcome="ok",side="proxy"} 1.0' in page
+
+
+ENDS: dict[str, tuple[dict[str, Any], list[bytes], Resume, str]] = {
+    # What is asked for, how the other engine answers, what it counts as, and the client's error.
+    "another answer": (
+        {},
+        stream(1, COMPLETIONS, [[(1, "a"), (9, "x")]]),
+        Resume.DIFFERS,
+        "bad_answer",
+    ),
+    "no answer": ({}, [], Resume.FAILED, "lost"),
+    "not to be resumed": ({"logprobs": 1}, stream(1, COMPLETIONS, WORDS), Resume.LOGPROBS, "lost"),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+async def test_a_stream_that_does_not_go_on_ends_with_an_error(kit: Any, case: str) -> None:
+    changes, events, expected, kind = ENDS[case]
+    async with kit.cluster(num_decode=2) as cluster:
+        first, second = cluster.decode
+        first.behave = answering(stream(0, COMPLETIONS, WORDS)[:2], ends=False)
+        second.behave = answering(events) if events else kit.answering(500, b"{}")
+        async with cluster.post({"prompt": "hello", "stream": True, **changes}) as response:
+            got = await response.read()
+        assert contents(got)[-1]["error"]["type"] == kind
+        assert told(got.rpartition(b"data: ")[0])[0] == "ab"
+        page = await cluster.metrics()
+        assert result(expected) in page
+        assert kit.outcome(kind, "decode") in page
+
+
+async def test_a_request_that_loses_two_engines_is_tried_at_no_third_one(kit: Any) -> None:
+    async with kit.cluster(num_decode=3) as cluster:
+        for number, engine in enumerate(cluster.decode):
+            engine.behave = answering(stream(number, COMPLETIONS, WORDS)[: number + 1], ends=False)
+        async with cluster.post({"prompt": "hello", "stream": True}) as response:
+            got = await response.read()
+        assert contents(got)[-1]["error"]["type"] == "engines_lost"
+        assert told(got.rpartition(b"data: ")[0])[0] == "ab"
+        assert cluster.decode[2].calls == []
+
+
+async def test_it_can_be_left_off(kit: Any) -> None:
+    async with kit.cluster(num_decode=2, resume=False) as cluster:
+        cluster.decode[0].behave = answering(stream(0, COMPLETIONS, WORDS)[:2], ends=False)
+        async with cluster.post({"prompt": "hello", "stream": True}) as response:
+            assert contents(await response.read())[-1]["error"]["type"] == "lost"
+        assert "return_token_ids" not in cluster.decode[0].calls[0].body
+        assert cluster.decode[1].calls == []
+        assert result(Resume.OFF) in await cluster.metrics()

@@ -1,0 +1,116 @@
+"""A request on its way through the engines: what it asks for, and what has become of it so far."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from vllm_commext.proxy import resume, two_step
+from vllm_commext.proxy.affinity import NO_PREFIX, prefix_of
+from vllm_commext.proxy.body import num_tokens
+from vllm_commext.proxy.choice import Plan
+from vllm_commext.proxy.engines import Engine, EnginePool, SideChannelFields, places_of
+from vllm_commext.proxy.outcome import Losses, ProxyError
+from vllm_commext.proxy.response import Opened
+from vllm_commext.proxy.resume import Resume, Room, Transcript
+from vllm_commext.proxy.two_step import ENDPOINTS
+from vllm_commext.proxy.upstream import Payload, Prefilled
+
+
+class Attempts:
+    """A request's body, and the engines that have failed it so far."""
+
+    def __init__(
+        self, path: str, body: Any, headers: Mapping[str, str], decode: EnginePool
+    ) -> None:
+        self._decode = decode
+        self.path = path
+        self.body = two_step.checked_body(body)
+        self.num_failed = 0
+        self.failed_prefill: list[Engine] = []
+        self.failed_decode: list[Engine] = []
+        self.num_resumed = 0
+        self.cached_tokens: int | None = None
+        self.opened: Opened | None = None
+        self.refusal: Resume | None = None
+        self.transcript: Transcript | None = None
+        self.prefilled_by: Engine | None = None
+        self.prefilled: Prefilled | None = None
+        self.plan: Plan | None = None
+        self.prefilled_at = 0.0
+        self.prefix = NO_PREFIX
+        self._headers = headers
+        self._prompt = two_step.prompt_of(ENDPOINTS.get(path), self.body)
+        self.tokens = num_tokens(self._prompt)
+        self.losses = Losses()
+
+    def remember(self, session: str | None) -> None:
+        """Have engines chosen that may hold the beginning of the prompt."""
+        self.prefix = prefix_of(self.body, self._prompt, session)
+
+    def payload(self, body: Mapping[str, Any], is_stream: bool | None = None) -> Payload:
+        """Payload for an engine; by default the answer streams if the client's does."""
+        streams = bool(body.get("stream")) if is_stream is None else is_stream
+        return Payload(
+            *(self.path, self._headers, body, self.tokens, streams, self.prefix, self.losses),
+            plan=self.plan,
+        )
+
+    def has_reader(self, source: Engine) -> bool:
+        """Whether another engine than *source* may be asked for the answer, now or later."""
+        urls = {one.url for one in self._decode.engines if one.usable}
+        return urls != {source.url}
+
+    def keep(self, refusal: Resume | None, room: Room, num_bytes: int) -> None:
+        """Keep what the client gets of a stream, where it can be resumed. The request itself, of
+        so many bytes, counts, too."""
+        self.refusal = refusal or resume.refusal(self.path, self.body)
+        if self.refusal is None:
+            self.transcript = Transcript(room, self.body, num_bytes)
+            self.refusal = self.transcript.refusal
+        if self.refusal is not None:
+            self.transcript = None
+
+    def asking(self, payload: Payload, transcript: Transcript) -> Payload:
+        """A decode engine's payload, where what the client gets is kept."""
+        edit = resume.without_prompt if transcript.hides_ids else payload.edit
+        return replace(payload, body=transcript.asking(payload.body), edit=edit)
+
+    def begun(self) -> None:
+        """The client is going to get the answer: forget the request, unless it may be resumed."""
+        if self.transcript is None:
+            self.body, self._prompt = {}, None
+
+    def begin_again(self, failure: ProxyError) -> bool:
+        """Whether the answer, which has failed so, may go on at another engine."""
+        if self.num_resumed >= resume.MAX_RESUMES or self.transcript is None:
+            return False
+        self.num_resumed, self.num_failed, self.prefilled_by = self.num_resumed + 1, 0, None
+        self.note(failure)
+        if self.opened is not None:
+            self.opened.close()
+        return True
+
+    def close(self) -> None:
+        """Let go of the engine that answers, and of what is kept."""
+        if self.opened is not None:
+            self.opened.close()
+        if self.transcript is not None:
+            self.transcript.close()
+
+    def places(self) -> list[SideChannelFields]:
+        """Side channels where blocks of the prompt's beginning may be on offer."""
+        return places_of(self._decode.engines, self.prefix)
+
+    def avoided(self) -> list[Engine]:
+        """Decode engines that had better not answer: an engine cannot read from itself, which
+        matters while one changes its role."""
+        source = self.prefilled_by.url if self.prefilled_by else None
+        itself = [one for one in self._decode.engines if one.url == source]
+        return self.failed_decode + itself
+
+    def note(self, error: ProxyError) -> None:
+        """Leave the next attempt to others: a load fails because of either side."""
+        self.failed_decode += [one for one in self._decode.engines if one.name == error.engine]
+        if self.prefilled_by is not None:
+            self.failed_prefill.append(self.prefilled_by)
+            self.prefilled_by = None
