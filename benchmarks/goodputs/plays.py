@@ -35,7 +35,7 @@ def as_line(play: Play) -> str:
     samples = [
         [
             *(round(seconds, DIGITS) for seconds in (one.at, one.first, one.last, one.gap)),
-            *(one.prompt_tokens, one.output_tokens, one.error),
+            *(one.prompt_tokens, one.output_tokens, one.error, one.placement),
         ]
         for one in play.samples
     ]
@@ -47,7 +47,7 @@ def as_line(play: Play) -> str:
         "contestant": play.contestant,
         "told": told,
         "late": round(play.late, DIGITS),
-        "samples: at, first, last, gap, prompt, output, error": samples,
+        "samples: at, first, last, gap, prompt, output, error, placement": samples,
     }
     return json.dumps(content, separators=(",", ":"))
 
@@ -58,8 +58,8 @@ def of_line(line: str) -> Play:
     *head, rows = content.values()
     workload, rate, number, contestant, told, late = head
     samples = [
-        Sample(at, prompt, output, first, last, gap, error)
-        for at, first, last, gap, prompt, output, error in rows
+        Sample(at, prompt, output, first, last, gap, *texts)
+        for at, first, last, gap, prompt, output, *texts in rows
     ]
     limits = Limits(*told) if told else None
     return Play(workload, rate, number, contestant, limits, late, samples)

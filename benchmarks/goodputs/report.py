@@ -71,6 +71,7 @@ def figures_of(rounds: Sequence[Sequence[Sample]], num_gpus: int) -> dict[str, A
         "tokens/s a GPU": sum(speeds) / len(speeds) / num_gpus,
         "requests": len(samples),
         "errors": dict(figures.errors(samples)),
+        "placements": dict(figures.placements(samples)),
         "rounds": len(rounds),
     }
 
@@ -87,6 +88,7 @@ def _row(
         f"{found['tokens/s a GPU']:,.0f}",
         *(_share(rounds, one) for one in limits),
         f"{failed} of {found['requests']}",
+        ", ".join(f"{kind} {count}" for kind, count in found["placements"].items()) or "-",
     ]
 
 
@@ -150,7 +152,7 @@ def markdown(
     ]
     cells = cells_of(plays)
     for workload in dict.fromkeys(name for name, _ in cells):
-        columns = (*COLUMNS, *(f"good, {short(one)}" for one in limits), "failed")
+        columns = (*COLUMNS, *(f"good, {short(one)}" for one in limits), "failed", "placed")
         rows = [
             _row(rate, contestant, of, limits, gpus)
             for (name, rate), rounds in sorted(cells.items(), key=lambda item: item[0])

@@ -24,6 +24,7 @@ PROGRESS_SECONDS = 2.0
 KEEP_ALIVE_SECONDS = 2.0
 ERROR_CHARACTERS = 200
 DEFAULT_VOCAB = 10_000
+PLACEMENT_HEADER = "X-Commext-Placement"
 _LEAD_SECONDS = 0.05
 
 
@@ -197,31 +198,35 @@ class _Load:
         due = self._begin + self._arrivals[place].at
         self._late = max(self._late, time.perf_counter() - due)
         self._num_sent += 1
-        events = Events()
+        events, sample = Events(), self._blank(place)
         try:
-            error = await self._ask(session, self._bodies[place], events)
+            async with self._post(session, place) as response:
+                placement = response.headers.get(PLACEMENT_HEADER, "")
+                sample = replace(sample, placement=placement[:ERROR_CHARACTERS])
+                error = await _read(response, events)
         except (aiohttp.ClientError, OSError, ValueError) as failure:
             error = _told(failure)
-        wanted = self._arrivals[place].output_tokens
-        if not error and events.num_tokens != wanted:
-            error = f"expected {wanted} tokens, got {events.num_tokens}"
-        sample = self._blank(place)
+        if not error and events.num_tokens != sample.output_tokens:
+            error = f"expected {sample.output_tokens} tokens, got {events.num_tokens}"
         if events.first:
             sample = replace(
                 sample, first=events.first - due, last=events.last - due, gap=events.gap
             )
         self._ended[place] = replace(sample, error=error)
 
-    async def _ask(self, session: aiohttp.ClientSession, body: bytes, events: Events) -> str:
-        """What went wrong, or nothing."""
+    def _post(self, session: aiohttp.ClientSession, place: int) -> Any:
         headers = {"Content-Type": "application/json"}
-        async with session.post(self._url, data=body, headers=headers) as response:
-            if response.status != 200:
-                text = (await response.text(errors="replace"))[:ERROR_CHARACTERS]
-                return f"HTTP {response.status}: {' '.join(text.split())}"
-            async for data in response.content.iter_any():
-                events.feed(data, time.perf_counter())
-        return events.error[:ERROR_CHARACTERS] or ("" if events.done else "ended before [DONE]")
+        return session.post(self._url, data=self._bodies[place], headers=headers)
+
+
+async def _read(response: aiohttp.ClientResponse, events: Events) -> str:
+    """What went wrong, or nothing."""
+    if response.status != 200:
+        text = (await response.text(errors="replace"))[:ERROR_CHARACTERS]
+        return f"HTTP {response.status}: {' '.join(text.split())}"
+    async for data in response.content.iter_any():
+        events.feed(data, time.perf_counter())
+    return events.error[:ERROR_CHARACTERS] or ("" if events.done else "ended before [DONE]")
 
 
 def _told(error: BaseException) -> str:

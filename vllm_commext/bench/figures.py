@@ -32,7 +32,8 @@ class Sample:
     """One request, its times counted from the moment it was to be sent.
 
     at: that moment, from the load's start; first, last: to these tokens; gap: the longest time
-    between two events; error: why it failed, or empty.
+    between two events; error: why it failed, or empty; placement: how our proxy says that it placed
+    the request, and what it expected of it.
     """
 
     at: float
@@ -42,6 +43,7 @@ class Sample:
     last: float = 0.0
     gap: float = 0.0
     error: str = ""
+    placement: str = ""
 
     @property
     def tpot(self) -> float:
@@ -89,6 +91,12 @@ def tokens_per_second(samples: Round) -> float:
 def errors(samples: Round) -> Mapping[str, int]:
     """How many failed of each reason, the most frequent first."""
     return dict(Counter(one.error for one in samples if one.error).most_common())
+
+
+def placements(samples: Round) -> Mapping[str, int]:
+    """How many were placed in each way, the most frequent first."""
+    kinds = (one.placement.partition(" ")[0].strip(";,") for one in samples if one.placement)
+    return dict(Counter(kinds).most_common())
 
 
 def rate_within(points: Sequence[tuple[float, float]], share: float) -> tuple[float, str]:

@@ -194,11 +194,11 @@ async def _measure(
 
 
 def table(contestants: Sequence[Contestant], limits: "Limits") -> list[str]:
-    """Figures over all rounds in Markdown, and why requests failed."""
+    """Figures over all rounds in Markdown, why requests failed and how they were placed."""
     from vllm_commext.bench import figures
 
     lines = ["", f"| {' | '.join(COLUMNS)} |", "|" + " --- |" * len(COLUMNS)]
-    reasons: list[str] = []
+    remarks: list[str] = []
     for one in contestants:
         samples = [sample for of in one.rounds for sample in of]
         found = figures.summary(samples)
@@ -209,11 +209,14 @@ def table(contestants: Sequence[Contestant], limits: "Limits") -> list[str]:
         cells += [f"{speed:,.0f}", f"{sum(good) / len(good):.1%} ({min(good):.0%}-{max(good):.0%})"]
         cells.append(f"{sum(failed.values())} of {len(samples)}")
         lines.append(f"| {' | '.join(cells)} |")
-        reasons += [
+        remarks += [
             f"{one.name}: {count} failed: {reason}"
             for reason, count in [*failed.items()][:SHOWN_ERRORS]
         ]
-    return [*lines, "", "p50 / p90 / p99; good: of all requests (least-most of a round)", *reasons]
+        if placed := figures.placements(samples):
+            told = ", ".join(f"{kind} {count}" for kind, count in placed.items())
+            remarks.append(f"{one.name}: placed by its proxy: {told}")
+    return [*lines, "", "p50 / p90 / p99; good: of all requests (least-most of a round)", *remarks]
 
 
 def _three(seconds: Sequence[float]) -> str:

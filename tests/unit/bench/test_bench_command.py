@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -11,30 +12,28 @@ from aiohttp import web
 
 from vllm_commext.cli.main import main
 
-FAST, SLOW = 0.0, 0.2
-DELAY = web.AppKey("delay", float)
-FAILS = web.AppKey("fails", bool)
+FAILS_EVERY = {"good": 1 << 30, "flaky": 3, "broken": 1}
 
 
-async def completions(request: web.Request) -> web.StreamResponse:
-    asked = await request.json()
-    if request.app[FAILS]:
-        raise web.HTTPServiceUnavailable(text="full")
-    await asyncio.sleep(request.app[DELAY])
-    response = web.StreamResponse()
-    await response.prepare(request)
-    for _ in range(asked["max_tokens"]):
-        await response.write(b'data: {"choices": [{"text": "a"}]}\n\n')
-    await response.write(b"data: [DONE]\n\n")
-    return response
+def app(fails_every: int) -> web.Application:
+    """A server that fails each request whose number can be divided by *fails_every*."""
+    numbers = count(1)
 
+    async def completions(request: web.Request) -> web.StreamResponse:
+        asked = await request.json()
+        if next(numbers) % fails_every == 0:
+            raise web.HTTPServiceUnavailable(text="full")
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(asked["max_tokens"]):
+            await response.write(b'data: {"choices": [{"text": "a"}]}\n\n')
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
-def app(delay: float, fails: bool) -> web.Application:
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "m", "max_model_len": 300}]})
 
     made = web.Application()
-    made[DELAY], made[FAILS] = delay, fails
     made.router.add_post("/v1/completions", completions)
     made.router.add_get("/v1/models", models)
     return made
@@ -44,8 +43,7 @@ def app(delay: float, fails: bool) -> web.Application:
 def urls() -> Iterator[dict[str, str]]:
     loop = asyncio.new_event_loop()
     runners = {
-        name: web.AppRunner(app(delay, name == "broken"), shutdown_timeout=0.1)
-        for name, delay in (("fast", FAST), ("slow", SLOW), ("broken", FAST))
+        name: web.AppRunner(app(every), shutdown_timeout=0.1) for name, every in FAILS_EVERY.items()
     }
 
     async def start() -> dict[str, str]:
@@ -73,11 +71,11 @@ def urls() -> Iterator[dict[str, str]]:
 @pytest.mark.parametrize(
     ("names", "status", "said"),
     [
-        (("slow", "fast"), 0, "B serves many times the requests of A"),
-        (("fast", "slow"), 1, "B serves 0.00x the requests of A"),
-        (("fast", "fast"), 0, "both serve all but 0 of"),
-        (("fast", "broken"), 1, "nothing can be said"),
-        (("fast",), 0, "100.0%"),
+        (("flaky", "good"), 0, "B serves 1.5"),
+        (("good", "flaky"), 1, "not worth it; 1"),
+        (("good", "good"), 0, "both serve all but 0 of"),
+        (("good", "broken"), 1, "nothing can be said"),
+        (("good",), 0, "100.0%"),
     ],
 )
 def test_the_table_ends_with_a_verdict(
@@ -89,19 +87,9 @@ def test_the_table_ends_with_a_verdict(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = tmp_path / "found.json"
-    options = [
-        "--rate",
-        "40",
-        "--seconds",
-        "0.5",
-        "--rounds",
-        "2",
-        "--warm-up",
-        "0.1",
-        "--wait",
-        "5",
-    ]
-    options += ["--ttft-ms", "150", "--scale", "0.02", "--json", str(file)]
+    options = ["--rate", "40", "--seconds", "0.5", "--rounds", "2", "--warm-up", "0.1"]
+    options += ["--wait", "20", "--scale", "0.02", "--tpot-ms", "20000", "--ttft-ms", "20000"]
+    options += ["--json", str(file)]
     for name in names:
         options += ["--endpoint", urls[name]]
     assert main(["bench", *options]) == status
