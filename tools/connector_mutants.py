@@ -165,7 +165,7 @@ MUTANTS = (
     Mutant(
         "stale bytes",
         "what lies behind the last token in its block is what the block held before",
-        "decode/last_blocks.py",
+        "cache_memory.py",
         "        if self._stream is None:\n            self._zero(load)\n            return\n",
         "        if self._stream is None:\n            return\n",
         f"{_CONTRACT}test_last_blocks.py",

@@ -28,7 +28,12 @@ from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.posting import Posting
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire.tables import FENCES, tables_in
+from vllm_commext.nixl.wire.description import (
+    FENCES,
+    WorkerDescription,
+    open_description,
+    tables_in,
+)
 
 COLUMNS = ("with", "without")
 WITH, WITHOUT = OURS, VLLM
@@ -142,9 +147,9 @@ def _alone(source: peer.Source, transport: str, count: int) -> Iterator[Sample]:
     agent.close()
 
 
-def _describe(source: peer.Source) -> wire.WorkerDescription:
+def _describe(source: peer.Source) -> WorkerDescription:
     request = wire.DescribeRequest(engine_id=peer.PREFILL, tp_rank=0)
-    return wire.open_description(ask(LOOPBACK, source.port, request))
+    return open_description(ask(LOOPBACK, source.port, request))
 
 
 def _pairs(

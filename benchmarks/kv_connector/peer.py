@@ -21,7 +21,7 @@ from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import NixlAgent, load_nixl
-from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.description import WorkerDescription, encode_description
 
 PREFILL = "prefill"
 FACTS = {"model": "a tiny one"}
@@ -95,7 +95,7 @@ def serve_ours(there: Connection, num_blocks: int, block_bytes: int, layout: byt
     moved = _moved(msgspec.msgpack.decode(layout, type=CacheLayout), memory.ctypes.data)
     local = LocalWorker(PREFILL, FACTS, moved)
     local.tables.register(agent)
-    description = wire.encode_description(_describe(agent, local))
+    description = encode_description(_describe(agent, local))
     thread = TransferThread(agent, config(port), local, TransferRecorder())
     thread.start()
     server = SideChannelServer(PREFILL, incarnation, LOOPBACK, port, {0: description})
@@ -111,8 +111,8 @@ def _moved(layout: CacheLayout, address: int) -> CacheLayout:
     return msgspec.structs.replace(layout, families=[family])
 
 
-def _describe(agent: NixlAgent, local: LocalWorker) -> wire.WorkerDescription:
-    return wire.WorkerDescription(
+def _describe(agent: NixlAgent, local: LocalWorker) -> WorkerDescription:
+    return WorkerDescription(
         engine_id=local.engine_id,
         facts=local.facts,
         agent_metadata=agent.metadata(),

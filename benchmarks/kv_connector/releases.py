@@ -15,7 +15,8 @@ from tests.kit.parity import complete, prefill
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire.notifications import Released
+from vllm_commext.nixl.wire.description import open_description
+from vllm_commext.nixl.wire.messages import Released
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 CONSUMER = "benchmark/0"
@@ -70,7 +71,7 @@ def _reader(params: Mapping[str, Any]) -> tuple[NixlAgent, str]:
     request = wire.DescribeRequest(
         engine_id=params["remote_engine_id"], tp_rank=0, consumer=CONSUMER
     )
-    described = wire.open_description(ask(host, port, request))
+    described = open_description(ask(host, port, request))
     agent = NixlAgent(ConnectorConfig(side_channel_host=host, side_channel_port=port))
     name = agent.add_peer(described.agent_metadata)
     agent.connect(name)

@@ -15,7 +15,7 @@ from tests.attack.side_victim import ENGINE, SideVictim, side_channel, with_secr
 from tests.kit.ports import LOOPBACK
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire import zmtp
-from vllm_commext.nixl.wire.notifications import Released
+from vllm_commext.nixl.wire.messages import Released
 
 MAX_GROWTH_MIB = 16.0
 SECONDS = 4.0

@@ -19,6 +19,12 @@ from tests.kit.descriptions import description
 from tests.kit.inquiry import ask
 from tests.kit.ports import LOOPBACK, free_port
 from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.description import (
+    WorkerDescription,
+    describe,
+    encode_description,
+    open_description,
+)
 
 ENGINE = "prefill-0"
 _READY = "wakeup"
@@ -47,10 +53,10 @@ class SideVictim:
         """The thread that answers, by its own number."""
         return [self.thread]
 
-    def ask(self) -> wire.WorkerDescription:
+    def ask(self) -> WorkerDescription:
         """A handshake on a connection of its own."""
         request = wire.DescribeRequest(engine_id=ENGINE, tp_rank=0)
-        return wire.open_description(ask(LOOPBACK, self.port, request, self.secret))
+        return open_description(ask(LOOPBACK, self.port, request, self.secret))
 
     def honest(self) -> None:
         described = self.ask()
@@ -94,19 +100,19 @@ def with_secret(folder: Path) -> Iterator[SideVictim]:
 def _serve(port: int, secret: bytes | None) -> None:
     from vllm_commext.nixl.config import ConnectorConfig
     from vllm_commext.nixl.metrics.recorder import TransferRecorder
-    from vllm_commext.nixl.outcomes import CompletionQueue
     from vllm_commext.nixl.prefill.lease_manager import LeaseManager
     from vllm_commext.nixl.prefill.side_channel import SideChannelServer
-    from vllm_commext.nixl.stream.directory import StreamDirectory
+    from vllm_commext.nixl.requests import CompletionQueue
+    from vllm_commext.nixl.stream.producer import StreamDirectory
     from vllm_commext.nixl.tables import WorkerTables
     from vllm_commext.nixl.transport.agent import NixlAgent
-    from vllm_commext.nixl.wakeup_socket import WakeupSocket
+    from vllm_commext.nixl.wakeup import WakeupSocket
 
     config = ConnectorConfig(side_channel_host=LOOPBACK, side_channel_port=port, num_threads=1)
     agent, recorder = NixlAgent(config), TransferRecorder()
     manager = LeaseManager(agent, WorkerTables(), config, recorder, CompletionQueue())
-    short = wire.open_description(wire.describe(description(ENGINE, agent.metadata()), "start-1"))
-    described = wire.encode_description(msgspec.structs.replace(short, facts=PADDING))
+    short = open_description(describe(description(ENGINE, agent.metadata()), "start-1"))
+    described = encode_description(msgspec.structs.replace(short, facts=PADDING))
     server = SideChannelServer(
         *(ENGINE, "start-1", LOOPBACK, port, {0: described}),
         *(secret, lambda: False, StreamDirectory()),

@@ -21,15 +21,14 @@ from tests.kit.memory import heap_bytes
 from tests.kit.servers import LOOPBACK, free_port
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
-from vllm_commext.nixl.outcomes import CompletionQueue
 from vllm_commext.nixl.prefill.lease_manager import LeaseManager
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
-from vllm_commext.nixl.requests import Hold
+from vllm_commext.nixl.requests import CompletionQueue, Hold
 from vllm_commext.nixl.tables import WorkerTables
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import endpoint
-from vllm_commext.nixl.wire.notifications import Released
+from vllm_commext.nixl.wire.messages import Released
 from vllm_commext.nixl.wire.seal import FrameSigner
 
 ENGINE = "prefill-0"

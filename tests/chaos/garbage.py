@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire.notifications import KeepAlive, Released
+from vllm_commext.nixl.wire.messages import KeepAlive, Released
 
 MAX_RANDOM_BYTES = 300
 HTTP = (

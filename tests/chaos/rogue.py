@@ -15,6 +15,7 @@ from tests.kit.inquiry import ask
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.description import open_description
 
 SPREAD_SECONDS = 0.5
 
@@ -23,7 +24,7 @@ def main() -> int:
     """Send them; 0 where all were sent."""
     host, port, engine_id, seed, count = sys.argv[1:]
     request = wire.DescribeRequest(engine_id=engine_id, tp_rank=0, consumer="rogue/0")
-    metadata = wire.open_description(ask(host, int(port), request)).agent_metadata
+    metadata = open_description(ask(host, int(port), request)).agent_metadata
     agent = NixlAgent(ConnectorConfig(side_channel_host=host, side_channel_port=int(port)))
     name = agent.add_peer(metadata)
     agent.connect(name)

@@ -11,8 +11,8 @@ from vllm.v1.engine import core as vllm_core
 from vllm_commext.compat import engine_wait, evidence, hooks, monkey_patch
 from vllm_commext.compat.engine_wait import FLUSH_STEPS, EngineWait
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl import wakeup_socket
-from vllm_commext.nixl.wakeup_socket import WakeupSocket, notifier
+from vllm_commext.nixl import wakeup as wakeup_module
+from vllm_commext.nixl.wakeup import WakeupSocket, notifier
 
 HELD = SimpleNamespace(request_id="held", is_finished=lambda: True)
 LOADING = SimpleNamespace(request_id="loading", is_finished=lambda: False)
@@ -80,8 +80,8 @@ def _waits(wakeup: WakeupSocket, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Every wait that is made, with its outcome; none of them sleeps."""
     made: list[bool] = []
     real = wakeup.wait
-    monkeypatch.setattr(wakeup_socket, "MAX_WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(wakeup_socket, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(wakeup_module, "MAX_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(wakeup_module, "LOOK_SECONDS", 0.0)
 
     def wait(arrivals: queue.Queue[Any]) -> bool:
         made.append(real(arrivals))
@@ -125,7 +125,7 @@ def test_what_is_under_way_is_flushed_before_the_first_wait(
 
 def test_it_really_sleeps(wakeup: WakeupSocket, monkeypatch: pytest.MonkeyPatch) -> None:
     """One wait of half a minute, ended by a notification of the last step's."""
-    monkeypatch.setattr(wakeup_socket, "MAX_WAIT_SECONDS", 30.0)
+    monkeypatch.setattr(wakeup_module, "MAX_WAIT_SECONDS", 30.0)
     core = Core(wakeup, HELD)
     notify = notifier(wakeup.address, 0)
     core.on_step = lambda: notify() if core.num_steps == FLUSH_STEPS else None

@@ -10,7 +10,7 @@ from tests.contract.vllm_caches import make_caches
 from vllm_commext.nixl.config import AUTO, NEVER, ConnectorConfig
 from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.vllm_cache import ModelFacts
-from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.description import describe, open_description
 from vllm_commext.nixl.worker import WorkerSide
 
 
@@ -23,8 +23,8 @@ def test_a_worker_on_cpus_offers_nothing(log_lines: pytest.LogCaptureFixture, wa
     worker = WorkerSide("d", settings, {}, config, model)
     worker.register(caches)
     try:
-        reply = wire.describe(worker.handshake.description, "start")
-        assert wire.open_description(reply).mapped is None
+        reply = describe(worker.handshake.description, "start")
+        assert open_description(reply).mapped is None
     finally:
         worker.close()
     said = [one for one in log_lines.records if one.levelno >= logging.INFO]

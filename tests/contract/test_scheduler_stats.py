@@ -31,6 +31,7 @@ from vllm_commext.nixl.metrics.recorder import Ends
 from vllm_commext.nixl.scheduler import SchedulerSide
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import endpoint
+from vllm_commext.nixl.wire.description import open_description
 
 HOST = "127.0.0.1"
 BOUND_SECONDS = 60
@@ -156,7 +157,7 @@ def test_workers_of_all_stages_are_described_under_their_numbers() -> None:
     side.serve(described)
     assert side._server is not None
     layouts = {
-        number: wire.open_description(wire.decode_reply(answer)).layout
+        number: open_description(wire.decode_reply(answer)).layout
         for number, answer in side._server._answers.items()
     }
     side.close()

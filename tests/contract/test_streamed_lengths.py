@@ -35,6 +35,7 @@ from tests.kit.stream_requests import step
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.engine_context import EngineContext
+from vllm_commext.nixl.features import Streaming
 from vllm_commext.nixl.geometry.plan import plan_read
 from vllm_commext.nixl.geometry.request_blocks import blocks_to_fill
 from vllm_commext.nixl.metadata import StepMetadata
@@ -43,12 +44,10 @@ from vllm_commext.nixl.prefill.prefills import Prefills
 from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.requests import Load, RemoteRequest
 from vllm_commext.nixl.stream.cursor import Cursor, cursor_of
-from vllm_commext.nixl.stream.progress import ProgressTable, header_of
-from vllm_commext.nixl.stream.publisher import Publisher
+from vllm_commext.nixl.stream.progress import ProgressTable, Publisher, header_of
 from vllm_commext.nixl.stream.rows import PIECE_IDS
-from vllm_commext.nixl.stream.streaming import Streaming
 from vllm_commext.nixl.vllm_cache import groups_of
-from vllm_commext.nixl.wire.tables import FENCES, STREAM_HEADERS, STREAM_PIECES
+from vllm_commext.nixl.wire.description import FENCES, STREAM_HEADERS, STREAM_PIECES
 
 FENCE_KEY = bytes(range(32))
 KEY = "0123456789abcdef" * 2

@@ -25,7 +25,7 @@ from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.prefill.fence import FenceTable
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Chunk, Hold, Restart
-from vllm_commext.nixl.stream.directory import StreamDirectory
+from vllm_commext.nixl.stream.producer import StreamDirectory
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.places import write_place
 from vllm_commext.nixl.wire.prompt import digests, prompt_of

@@ -12,6 +12,7 @@ import zmq
 
 from vllm_commext.nixl.transport.agent import load_nixl
 from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.description import open_description
 
 ANSWER_SECONDS = 20.0
 SPREAD_SECONDS = 1.0
@@ -39,7 +40,7 @@ def agent_metadata(kind: str, address: str, engine_id: str) -> bytes:
         question = wire.encode(wire.DescribeRequest(engine_id=engine_id, tp_rank=0))
         described = wire.decode_reply(ask(address, question))
         assert isinstance(described, wire.Described), described
-        return wire.open_description(described).agent_metadata
+        return open_description(described).agent_metadata
     answer = ask(address, msgspec.msgpack.encode((b"get_meta_msg", 0, 0)))
     payload = msgspec.msgpack.decode(answer)
     return msgspec.msgpack.decode(payload["agent_metadata_bytes"])["agent_metadata"]

@@ -34,10 +34,9 @@ from vllm_commext.nixl.geometry.layout import (
 )
 from vllm_commext.nixl.geometry.plan import Blocks, ReadPlan, plan_read
 from vllm_commext.nixl.mapped.gather import CudaDevice
-from vllm_commext.nixl.mapped.reader import MappedReader, Mapper, place_of_process
-from vllm_commext.nixl.mapped.sides import Mapped
+from vllm_commext.nixl.mapped.reader import Mapped, MappedReader, Mapper, place_of_process
 from vllm_commext.nixl.transport.posting import Posting
-from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.description import MappedOffer
 
 SERVE = "serve"
 BOUND_SECONDS = 20.0
@@ -83,7 +82,7 @@ class Source:
         assert line, "the prefill worker has ended"
         _, encoded, address = line.split()
         self.address = int(address)
-        self.offer = msgspec.msgpack.decode(bytes.fromhex(encoded), type=wire.MappedOffer)
+        self.offer = msgspec.msgpack.decode(bytes.fromhex(encoded), type=MappedOffer)
 
     def kill(self) -> None:
         """At once; a second call changes nothing."""
@@ -293,7 +292,7 @@ def check_refused(mapper: Mapper) -> Figures:
     case = Case(16, num_layers=4, token_bytes=64)
     offer = case.sources[0].offer
     first = offer.regions[0]
-    altered: Sequence[tuple[str, wire.MappedOffer | None]] = (
+    altered: Sequence[tuple[str, MappedOffer | None]] = (
         ("no offer", None),
         ("host", msgspec.structs.replace(offer, place="another host")),
         ("token", msgspec.structs.replace(offer, token=b"\1" * len(offer.token))),

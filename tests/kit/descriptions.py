@@ -1,7 +1,7 @@
 """What a worker that a test makes up says of itself on a side channel."""
 
 from vllm_commext.nixl.geometry.layout import CacheLayout, Family, Group, StateGeometry, StatePart
-from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.description import WorkerDescription, encode_description
 
 _STATE = StateGeometry(1, 64, (StatePart("ssm", "float32", 0, 2, False, 64),))
 
@@ -16,8 +16,8 @@ def description(
 ) -> bytes:
     """Encoded, with the NIXL agent's ``metadata``; without a layout it holds one state."""
     families = [Family(0, ["l"], [4096], _STATE)]
-    return wire.encode_description(
-        wire.WorkerDescription(
+    return encode_description(
+        WorkerDescription(
             engine_id=engine_id,
             facts={},
             agent_metadata=metadata,

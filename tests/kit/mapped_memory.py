@@ -14,7 +14,7 @@ from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu.nvrtc import Program
 from vllm_commext.nixl.mapped import gather
 from vllm_commext.nixl.mapped.gather import PLACES_BYTES, SCRATCH_BYTES, Slab, make_arguments
-from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.description import HANDLE_BYTES, MappedOffer, MappedRegion
 
 APART = 1 << 45
 """From where memory is to where a peer has it mapped: no address of the one is one of the other."""
@@ -136,14 +136,14 @@ class HostOffer:
     def __init__(self, rows: Sequence[Any], place: str) -> None:
         self._token = np.frombuffer(TOKEN, dtype=np.uint8).copy()
         regions = [
-            wire.MappedRegion(
+            MappedRegion(
                 address=row.ctypes.data,
                 num_bytes=row.nbytes,
-                handle=str(row.ctypes.data).zfill(wire.HANDLE_BYTES).encode(),
+                handle=str(row.ctypes.data).zfill(HANDLE_BYTES).encode(),
             )
             for row in (self._token, *rows)
         ]
-        self.offer = wire.MappedOffer(
+        self.offer = MappedOffer(
             place=place, regions=regions, token_address=self._token.ctypes.data, token=TOKEN
         )
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from vllm_commext.compat import evidence
 from vllm_commext.compat.monkey_patch import is_patched, original_of, patch, row_of
-from vllm_commext.nixl.wakeup_socket import WakeupSocket
+from vllm_commext.nixl.wakeup import WakeupSocket
 
 PART = "engine step"
 SYMBOL = "vllm.v1.engine.core:EngineCoreProc._process_engine_step"

@@ -9,13 +9,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.nixl.features import Reusing, Streaming
 from vllm_commext.nixl.first_token import Sampler
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.prefill.fence import new_key
-from vllm_commext.nixl.reuse.reusing import Reusing
-from vllm_commext.nixl.stream.streaming import Streaming
-from vllm_commext.nixl.wakeup_socket import WakeupSocket
+from vllm_commext.nixl.wakeup import WakeupSocket
 from vllm_commext.nixl.wire.client import ClientThread
 from vllm_commext.nixl.wire.seal import read_secret
 

@@ -21,13 +21,11 @@ from vllm_commext.compat.kv_connector import (
 from vllm_commext.compat.versions import cache_meaning
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.nixl.features import Reusing, Streaming, reuse_refusal, streaming_refusal
 from vllm_commext.nixl.geometry.layout import STATE
 from vllm_commext.nixl.geometry.plan import num_blocks_for
 from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.reasons import NoReuse
-from vllm_commext.nixl.reuse import reusing
-from vllm_commext.nixl.reuse.reusing import Reusing
-from vllm_commext.nixl.stream.streaming import Streaming, refusal_of
 from vllm_commext.nixl.vllm_cache import (
     SERVED_SPECS,
     ModelFacts,
@@ -35,7 +33,7 @@ from vllm_commext.nixl.vllm_cache import (
     needs_zeroed_blocks,
     specs_of,
 )
-from vllm_commext.nixl.wire.compatibility import digest
+from vllm_commext.nixl.wire.description import digest
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -156,7 +154,7 @@ def streaming_of(
 ) -> Streaming:
     """What an engine does of chunk streaming."""
     groups = groups_of(kv_cache_config)
-    refusal = refusal_of(
+    refusal = streaming_refusal(
         groups,
         is_on=config.stream_chunks,
         keeps_host_copy=keeps_host_copy(vllm_config, config),
@@ -177,7 +175,7 @@ def reusing_of(
 ) -> Reusing:
     """What an engine does of reuse across engines."""
     groups = groups_of(kv_cache_config)
-    refusal = reusing.refusal_of(
+    refusal = reuse_refusal(
         groups,
         is_on=config.reuse_blocks,
         keeps_host_copy=keeps_host_copy(vllm_config, config),

@@ -41,7 +41,7 @@ class StepMetadata(KVConnectorMetadata):
         fence_key: what the fences' nonces follow from, in the engine's first step only, so that all
             workers have it before a prefill has finished; see ``fence``.
         wakeup: the address that workers notify when a transfer has ended, in the engine's first
-            step only; see ``wakeup_socket``.
+            step only; see ``wakeup``.
         renews: whether leases are renewed from now on, None for as before.
     """
 

@@ -14,7 +14,7 @@ from vllm_commext.nixl.geometry.topology import Rank, worker_number
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
 from vllm_commext.nixl.metrics.recorder import GAUGES, HANDOVERS, empty_data
-from vllm_commext.nixl.prefill.keys import releases_of
+from vllm_commext.nixl.prefill.prefill_state import releases_of
 from vllm_commext.nixl.prefill.prefills import FINISHED, Prefills
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.reuse.side import ReuseSide

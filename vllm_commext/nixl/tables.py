@@ -7,7 +7,7 @@ from vllm_commext.nixl.requests import Hold
 from vllm_commext.nixl.reuse.generations import GenerationTable
 from vllm_commext.nixl.stream.progress import ProgressTable
 from vllm_commext.nixl.transport.agent import NixlAgent
-from vllm_commext.nixl.wire.tables import described
+from vllm_commext.nixl.wire.description import described
 
 
 class WorkerTables:

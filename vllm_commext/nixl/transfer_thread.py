@@ -16,10 +16,9 @@ from vllm_commext.nixl.decode.links import Link, LocalWorker
 from vllm_commext.nixl.decode.loader import Loader
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
-from vllm_commext.nixl.outcomes import CompletionQueue
 from vllm_commext.nixl.prefill.lease_manager import LeaseManager
-from vllm_commext.nixl.requests import Hold, Load, Outcomes, Release, Wait
-from vllm_commext.nixl.stream.publisher import Publisher
+from vllm_commext.nixl.requests import CompletionQueue, Hold, Load, Outcomes, Release, Wait
+from vllm_commext.nixl.stream.progress import Publisher
 from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
 
 BUSY_WAIT_SECONDS = 50e-6

@@ -9,28 +9,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl import wakeup_socket
+from vllm_commext.nixl.cache_memory import HostBuffer, LastBlocks
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.decode.last_blocks import LastBlocks
 from vllm_commext.nixl.decode.links import Link, LocalWorker
 from vllm_commext.nixl.geometry.layout import block_bytes, describe_place
 from vllm_commext.nixl.geometry.topology import worker_number
 from vllm_commext.nixl.log import logger
-from vllm_commext.nixl.mapped.sides import Mapped
+from vllm_commext.nixl.mapped.reader import Mapped
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.pipeline import ONE_STAGE, Pipeline
-from vllm_commext.nixl.prefill.host_buffer import HostBuffer
 from vllm_commext.nixl.requests import Load, Outcomes, Release
 from vllm_commext.nixl.reuse.generations import MIN_CELLS, GenerationTable
-from vllm_commext.nixl.stream.progress import ProgressTable
-from vllm_commext.nixl.stream.publisher import Publisher
+from vllm_commext.nixl.stream.progress import ProgressTable, Publisher
 from vllm_commext.nixl.tables import WorkerTables
 from vllm_commext.nixl.transfer_thread import GiveUp, Look, Renew, TransferThread
 from vllm_commext.nixl.transport import probe
 from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
 from vllm_commext.nixl.vllm_cache import ModelFacts, cache_layout, groups_of, needs_zeroed_blocks
-from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wakeup import notifier
+from vllm_commext.nixl.wire.description import WorkerDescription, encode_description
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Mapping
@@ -151,7 +149,7 @@ class WorkerSide:
         self._agent.register(ranges, local.memory_type, local.device_id)
         self._tables.register(self._agent)
         self.handshake = HandshakeMetadata(
-            wire.encode_description(self._describe(local)),
+            encode_description(self._describe(local)),
             None if self._tables.generations is None else self._tables.generations.offer,
         )
         self._thread = TransferThread(
@@ -193,7 +191,7 @@ class WorkerSide:
             self._tables.fences.arm(step.fence_key)
         if step.wakeup:
             number = worker_number(self._pipeline.index, self._model.rank)
-            thread.notify_by(wakeup_socket.notifier(step.wakeup, number))
+            thread.notify_by(notifier(step.wakeup, number))
         if step.renews is not None:
             thread.submit(Renew(step.renews))
         for wait in step.waits:
@@ -263,8 +261,8 @@ class WorkerSide:
             self._tables.generations.close()
         self._mapped.close()
 
-    def _describe(self, local: LocalWorker) -> wire.WorkerDescription:
-        return wire.WorkerDescription(
+    def _describe(self, local: LocalWorker) -> WorkerDescription:
+        return WorkerDescription(
             engine_id=self._engine_id,
             facts=self._facts,
             agent_metadata=self._agent.metadata(),

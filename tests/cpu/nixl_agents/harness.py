@@ -37,12 +37,11 @@ from vllm_commext.nixl.metrics.recorder import Ends, TransferRecorder, empty_dat
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Chunk, Load, Outcomes, RemoteRequest
 from vllm_commext.nixl.reuse.generations import GenerationTable
-from vllm_commext.nixl.stream.progress import ProgressTable
-from vllm_commext.nixl.stream.publisher import Publisher
+from vllm_commext.nixl.stream.progress import ProgressTable, Publisher
 from vllm_commext.nixl.tables import WorkerTables
 from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS, NixlAgent
-from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.description import MappedOffer, WorkerDescription, encode_description
 
 HOST = "127.0.0.1"
 BOUND_SECONDS = 60.0
@@ -120,7 +119,7 @@ class Engine:
         port: int = 0,
         incarnation: str = "",
         mapper: Mapper | None = None,
-        offer: Callable[[Sequence[Bytes]], wire.MappedOffer] | None = None,
+        offer: Callable[[Sequence[Bytes]], MappedOffer] | None = None,
         **settings: Any,
     ) -> None:
         self.engine_id = engine_id
@@ -157,7 +156,7 @@ class Engine:
         self.tables.register(self.agent)
         facts = FACTS if facts is None else facts
         self.offer = None if offer is None else offer(self.memory)
-        self.description = wire.encode_description(self._describe(facts))
+        self.description = encode_description(self._describe(facts))
         self.recorder = TransferRecorder()
         self.recorded = empty_data()
         self.outcomes = Outcomes()
@@ -231,8 +230,8 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _describe(self, facts: dict[str, str]) -> wire.WorkerDescription:
-        return wire.WorkerDescription(
+    def _describe(self, facts: dict[str, str]) -> WorkerDescription:
+        return WorkerDescription(
             engine_id=self.engine_id,
             facts=facts,
             agent_metadata=self.agent.metadata(),

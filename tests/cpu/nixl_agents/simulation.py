@@ -26,13 +26,12 @@ from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.metrics.recorder import TransferRecorder, empty_data, merge
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Chunk, Hold, Listed, Load, Outcomes, RemoteRequest
-from vllm_commext.nixl.stream.progress import ProgressTable
-from vllm_commext.nixl.stream.publisher import Publisher
+from vllm_commext.nixl.stream.progress import ProgressTable, Publisher
 from vllm_commext.nixl.stream.rows import regions_of
 from vllm_commext.nixl.tables import WorkerTables
 from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import NixlAgent
-from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.description import WorkerDescription, encode_description
 
 LEASE_SECONDS = 600.0
 NO_STAGES: Stages = []
@@ -87,8 +86,8 @@ class Worker:
         self.outcomes = Outcomes()
         local = LocalWorker(engine_id, FACTS, self.layout, other_splits=splits, tables=self.tables)
         self.thread = TransferThread(self.agent, config, local, self.recorder)
-        self.description = wire.encode_description(
-            wire.WorkerDescription(
+        self.description = encode_description(
+            WorkerDescription(
                 engine_id=engine_id,
                 facts=FACTS,
                 agent_metadata=self.agent.metadata(),

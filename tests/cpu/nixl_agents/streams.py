@@ -16,15 +16,14 @@ from tests.cpu.nixl_agents.harness import (
     wait_until,
 )
 from tests.kit.stream_requests import request, step
+from vllm_commext.nixl.features import Streaming
 from vllm_commext.nixl.geometry.layout import FULL, Group
 from vllm_commext.nixl.prefill.fence import FenceSlots
 from vllm_commext.nixl.prefill.prefill_state import PrefillState
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Hold, Load
 from vllm_commext.nixl.stream.asker import StreamAsker
-from vllm_commext.nixl.stream.directory import StreamDirectory
-from vllm_commext.nixl.stream.producer import StreamProducer
-from vllm_commext.nixl.stream.streaming import Streaming
+from vllm_commext.nixl.stream.producer import StreamDirectory, StreamProducer
 from vllm_commext.nixl.wire.client import ClientThread
 from vllm_commext.nixl.wire.params import TransferParams
 

@@ -18,6 +18,12 @@ from vllm_commext.nixl.requests import Hold, Load
 from vllm_commext.nixl.transfer_thread import GiveUp
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.description import (
+    WorkerDescription,
+    describe,
+    encode_description,
+    open_description,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -89,7 +95,7 @@ def test_what_another_engine_has_or_is_said_to_have(
     assert_works(decode, make_engine("p2", seed=3, serve=True) if settings else prefill)
 
 
-def altered(right: wire.WorkerDescription, **change: Any) -> wire.WorkerDescription:
+def altered(right: WorkerDescription, **change: Any) -> WorkerDescription:
     """The description with one value changed, in itself, its layout or its layout's only family."""
     (name,) = list(change)[:1]
     layout = right.layout
@@ -123,10 +129,10 @@ def test_a_description_that_does_not_hold(
     word: str,
 ) -> None:
     prefill = make_engine("p")
-    right = wire.open_description(wire.describe(prefill.description, "x"))
+    right = open_description(describe(prefill.description, "x"))
     with monkeypatch.context() as patched:  # a peer that does not check what it sends
         patched.setattr(wire, "check_layout", lambda layout: None)
-        prefill.serve(wire.encode_description(altered(right, **change)))
+        prefill.serve(encode_description(altered(right, **change)))
     decode = make_engine("d", seed=2)
     load = load_of("r", prefill.remote("x", [1]), [1])
     assert_fails(decode, load, "handshake", log_lines, word, "'p'")

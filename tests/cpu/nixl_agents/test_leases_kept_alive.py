@@ -11,7 +11,7 @@ from tests.cpu.nixl_agents.harness import SlowReads, expected_after, load_of, sa
 from vllm_commext.nixl.requests import Hold, Wait
 from vllm_commext.nixl.transfer_thread import DUTY_WAIT_SECONDS, IDLE_WAIT_SECONDS
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire.notifications import KeepAlive, Released
+from vllm_commext.nixl.wire.messages import KeepAlive, Released
 
 pytestmark = pytest.mark.timeout(300)
 

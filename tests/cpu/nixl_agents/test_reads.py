@@ -12,7 +12,7 @@ from tests.cpu.nixl_agents.harness import BLOCK_BYTES, expected_after, load_of, 
 from vllm_commext.nixl import transfer_thread
 from vllm_commext.nixl.requests import Hold
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire.notifications import MAX_NOTIFICATION_BYTES, Released
+from vllm_commext.nixl.wire.messages import MAX_NOTIFICATION_BYTES, Released
 
 pytestmark = pytest.mark.timeout(300)
 

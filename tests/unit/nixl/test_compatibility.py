@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.wire.compatibility import GEOMETRY, check_facts, differences, digest
+from vllm_commext.nixl.wire.description import GEOMETRY, check_facts, differences, digest
 
 FACTS = {"model": "a", "dtype": "bfloat16", **dict.fromkeys(GEOMETRY, "1")}
 

@@ -18,6 +18,7 @@ from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire import zmtp
 from vllm_commext.nixl.wire.client import MAX_FRAMES
+from vllm_commext.nixl.wire.description import describe
 
 HOST = "127.0.0.1"
 BOUND_SECONDS = 20.0
@@ -117,7 +118,7 @@ def test_a_flood_of_news_is_taken_piece_by_piece() -> None:
     with socket.create_server((HOST, 0)) as bound:
         inquiry = Inquiry(HOST, bound.getsockname()[1], REQUEST)
         flooder, _ = bound.accept()
-        told = [wire.describe(b"", "start-1"), *[wire.Draining(drains=True)] * 1000]
+        told = [describe(b"", "start-1"), *[wire.Draining(drains=True)] * 1000]
         frames = [wire.encode(one) for one in told]
         flooder.sendall(zmtp.opening(zmtp.ROUTER))
         flooder.sendall(b"".join(zmtp.header(len(frame)) + frame for frame in frames))

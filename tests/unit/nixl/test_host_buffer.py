@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from vllm_commext.nixl.prefill.host_buffer import HostBuffer  # noqa: E402 torch may be missing
+from vllm_commext.nixl.cache_memory import HostBuffer  # noqa: E402 torch may be missing
 
 NUM_BLOCKS = 6
 

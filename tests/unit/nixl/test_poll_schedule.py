@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.nixl.stream.poll_schedule import (
+from vllm_commext.nixl.stream.cursor import (
     EARLY,
     FINE,
     FINEST_SECONDS,

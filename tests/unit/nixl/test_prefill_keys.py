@@ -7,15 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.nixl.prefill.keys import (
+from vllm_commext.nixl.prefill.leases import LeaseLedger
+from vllm_commext.nixl.prefill.prefill_state import (
     MAX_EARLY,
     MAX_RELEASES,
     PrefillKeys,
+    PrefillPhase,
+    PrefillState,
     prefill_key_of,
     releases_of,
 )
-from vllm_commext.nixl.prefill.leases import LeaseLedger
-from vllm_commext.nixl.prefill.prefill_state import PrefillPhase, PrefillState
 
 KEYS = [f"{number:032x}" for number in range(4)]
 json_values = st.recursive(

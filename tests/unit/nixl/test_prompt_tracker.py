@@ -4,8 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.kit.stream_requests import step
-from vllm_commext.nixl.prefill.prefill_state import PrefillState
-from vllm_commext.nixl.prefill.prompt_tracker import completes, progress_in
+from vllm_commext.nixl.prefill.prefill_state import PrefillState, completes, progress_in
 
 
 def completed(state: PrefillState, made: Any) -> list[list[list[int]]]:

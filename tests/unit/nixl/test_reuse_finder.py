@@ -14,7 +14,7 @@ from tests.kit.ports import free_port
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.reuse.finder import BlockFinder
-from vllm_commext.nixl.reuse.table import OfferTable
+from vllm_commext.nixl.reuse.offers import OfferTable
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.client import ClientThread
 from vllm_commext.nixl.wire.connection import endpoint

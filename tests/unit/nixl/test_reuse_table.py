@@ -7,7 +7,7 @@ import sys
 import numpy as np
 
 from vllm_commext.nixl.reuse.generations import GenerationTable, open_generations
-from vllm_commext.nixl.reuse.table import OfferTable
+from vllm_commext.nixl.reuse.offers import OfferTable
 
 NUM_BLOCKS = 8
 
@@ -106,7 +106,7 @@ def test_another_process_writes_there_too() -> None:
     code = (
         "from vllm_commext.anonymous_memory import Offer\n"
         "from vllm_commext.nixl.reuse.generations import open_generations\n"
-        "from vllm_commext.nixl.reuse.table import OfferTable\n"
+        "from vllm_commext.nixl.reuse.offers import OfferTable\n"
         f"OfferTable([open_generations({table.offer!r})]).drop(5)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -17,6 +17,7 @@ from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire import seal
+from vllm_commext.nixl.wire.description import describe
 from vllm_commext.nixl.wire.seal import FrameSigner, FrameVerifier, read_secret
 
 SECRET = b"0123456789abcdef"
@@ -26,7 +27,7 @@ NOW = 1_000_000.0
 REQUEST = wire.DescribeRequest(engine_id="p", tp_rank=0)
 FRAME = wire.encode(REQUEST)
 REFUSED = wire.encode(wire.Refused(reason="no"))
-DESCRIBED = wire.encode(wire.describe(b"a description", "start-1"))
+DESCRIBED = wire.encode(describe(b"a description", "start-1"))
 
 
 def sealed(**changes: Any) -> bytes:

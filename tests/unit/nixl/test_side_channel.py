@@ -22,6 +22,7 @@ from vllm_commext.nixl.prefill.side_channel import SideChannelServer, resolve
 from vllm_commext.nixl.wire import connection
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import endpoint
+from vllm_commext.nixl.wire.description import encode_description, open_description
 
 Served = tuple[SideChannelServer, int]
 BOUND_SECONDS = 20.0
@@ -70,7 +71,7 @@ def test_the_rank_that_was_asked_for_is_described(context: Any, served: Served) 
         request = wire.DescribeRequest(engine_id="p", tp_rank=rank)
         reply = ask(context, served[1], request)
         assert reply.incarnation == "start-1"
-        assert wire.encode_description(wire.open_description(reply)) == described(rank)
+        assert encode_description(open_description(reply)) == described(rank)
     assert served[0].num_refused == refused_before
 
 

@@ -13,7 +13,7 @@ from vllm_commext.errors import CommextError, ProtocolError
 from vllm_commext.nixl.prefill import side_channel
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.stream.asker import StreamAsker
-from vllm_commext.nixl.stream.directory import StreamDirectory
+from vllm_commext.nixl.stream.producer import StreamDirectory
 from vllm_commext.nixl.wire import client as client_module
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.client import ClientThread

@@ -11,17 +11,15 @@ from hypothesis import strategies as st
 from tests.kit import stream_requests
 from tests.kit.stream_requests import step
 from vllm_commext.errors import ProtocolError
+from vllm_commext.nixl.features import Streaming, streaming_refusal
 from vllm_commext.nixl.geometry.layout import FULL, STATE, WINDOW, Group
 from vllm_commext.nixl.prefill.fence import FenceSlots, FenceTable
 from vllm_commext.nixl.prefill.prefill_state import PrefillState
 from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.requests import Chunk, Hold, Restart
 from vllm_commext.nixl.stream import rows
-from vllm_commext.nixl.stream.directory import MAX_ENDED, StreamDirectory
-from vllm_commext.nixl.stream.producer import StreamProducer
-from vllm_commext.nixl.stream.progress import ENDED, Header, ProgressTable, header_of
-from vllm_commext.nixl.stream.publisher import Publisher
-from vllm_commext.nixl.stream.streaming import Streaming, refusal_of
+from vllm_commext.nixl.stream.producer import MAX_ENDED, StreamDirectory, StreamProducer
+from vllm_commext.nixl.stream.progress import ENDED, Header, ProgressTable, Publisher, header_of
 from vllm_commext.nixl.wire.messages import FoundStream
 
 NONCES = st.integers(1, (1 << 64) - 1)
@@ -170,7 +168,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Work]:
         found.append(Work())
         return found[-1]
 
-    monkeypatch.setattr("vllm_commext.nixl.stream.publisher.torch.Event", event)
+    monkeypatch.setattr("vllm_commext.nixl.stream.progress.torch.Event", event)
     return found
 
 
@@ -341,17 +339,17 @@ def test_without_a_fence_a_prompt_is_not_streamed() -> None:
 def test_an_engine_that_streams_nothing_says_why() -> None:
     full, window, state = Group(FULL, 16), Group(WINDOW, 16), Group(STATE, 16)
     usual = {"is_on": True, "keeps_host_copy": False, "zeroes_blocks": False}
-    assert refusal_of([full], **usual) is None
+    assert streaming_refusal([full], **usual) is None
     for groups in ([full, full], [full, window], [state, full, window]):
-        assert refusal_of(groups, **usual) is None
+        assert streaming_refusal(groups, **usual) is None
     for groups in ([window], [state], [state, window]):
-        assert refusal_of(groups, **usual) == Handover.LAYERS
-    assert refusal_of([full], **{**usual, "is_on": False}) == Handover.OFF
-    assert refusal_of([full], **{**usual, "keeps_host_copy": True}) == Handover.HOST_COPY
+        assert streaming_refusal(groups, **usual) == Handover.LAYERS
+    assert streaming_refusal([full], **{**usual, "is_on": False}) == Handover.OFF
+    assert streaming_refusal([full], **{**usual, "keeps_host_copy": True}) == Handover.HOST_COPY
     zeroed = {**usual, "zeroes_blocks": True}
-    assert refusal_of([full], **zeroed) == Handover.ZEROED
-    assert refusal_of([full, full], **zeroed) == Handover.ZEROED
-    assert refusal_of([full, state], **zeroed) is None
+    assert streaming_refusal([full], **zeroed) == Handover.ZEROED
+    assert streaming_refusal([full, full], **zeroed) == Handover.ZEROED
+    assert streaming_refusal([full, state], **zeroed) is None
     fences, directory = FenceSlots(FENCE_KEY, 1), StreamDirectory()
     producer = StreamProducer(fences, directory, Streaming(Handover.OFF))
     assert producer.add(PrefillState(request("r"))) == Handover.OFF

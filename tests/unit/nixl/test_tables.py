@@ -9,7 +9,7 @@ from vllm_commext.nixl.reuse.generations import GenerationTable
 from vllm_commext.nixl.stream.progress import ProgressTable
 from vllm_commext.nixl.tables import WorkerTables
 from vllm_commext.nixl.transport.tables import Table
-from vllm_commext.nixl.wire.tables import tables_in
+from vllm_commext.nixl.wire.description import tables_in
 
 
 def test_cells_are_taken_whole_or_not_at_all() -> None:

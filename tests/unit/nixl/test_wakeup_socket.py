@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from vllm_commext.nixl import wakeup_socket as module
-from vllm_commext.nixl.outcomes import CompletionQueue
-from vllm_commext.nixl.wakeup_socket import WakeupSocket, notifier
+from vllm_commext.nixl import wakeup as module
+from vllm_commext.nixl.requests import CompletionQueue
+from vllm_commext.nixl.wakeup import WakeupSocket, notifier
 
 BOUND_SECONDS = 30.0
 
@@ -70,9 +70,7 @@ def test_what_arrives_ends_the_wait_and_stays_in_the_queue(wakeup: WakeupSocket)
 
 
 def test_another_process_notifies(wakeup: WakeupSocket) -> None:
-    code = (
-        f"from vllm_commext.nixl.wakeup_socket import notifier; notifier({wakeup.address!r}, 0)()"
-    )
+    code = f"from vllm_commext.nixl.wakeup import notifier; notifier({wakeup.address!r}, 0)()"
     thread, woken = wait_in_thread(wakeup, queue.Queue())
     subprocess.run([sys.executable, "-c", code], check=True, timeout=BOUND_SECONDS)
     thread.join(BOUND_SECONDS / 2)
@@ -154,9 +152,7 @@ def test_a_socket_that_nobody_came_to_leaves_nothing() -> None:
     wakeup.close()
     assert not folder.exists()
     left = WakeupSocket(num_workers=1)
-    code = (
-        "from vllm_commext.nixl.wakeup_socket import WakeupSocket; print(WakeupSocket(1).address)"
-    )
+    code = "from vllm_commext.nixl.wakeup import WakeupSocket; print(WakeupSocket(1).address)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert not Path(done.stdout.strip()).parent.exists()
     left.close()

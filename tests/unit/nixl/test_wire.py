@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire.notifications import (
+from vllm_commext.nixl.wire.description import describe, open_description
+from vllm_commext.nixl.wire.messages import (
     MAX_CONSUMERS,
     MAX_ID_CHARACTERS,
     MAX_NOTIFICATION_BYTES,
@@ -26,7 +27,7 @@ REQUEST = wire.DescribeRequest(engine_id="engine-ä", tp_rank=3)
 RELEASED = Released(request_id="r1", consumer="d/0", num_consumers=2)
 KEEP_ALIVE = KeepAlive(consumer="d/0", sender="s", sequence=7, request_ids=["r1", "r2"])
 REFUSED = wire.Refused(reason="no")
-DESCRIBED = wire.describe(b"a description", "start-1")
+DESCRIBED = describe(b"a description", "start-1")
 
 Decode = Callable[[bytes], Any]
 FRAMES: list[tuple[Decode, wire.Frame]] = [
@@ -73,7 +74,7 @@ def test_frames_of_another_kind_are_refused(decode: Decode) -> None:
 @settings(max_examples=80)
 def test_random_bytes_are_refused(frame: bytes) -> None:
     assert all(is_refused(decode, frame) for decode in DECODERS)
-    assert is_refused(wire.open_description, _unopened(frame))
+    assert is_refused(open_description, _unopened(frame))
 
 
 @given(st.sampled_from(FRAMES), st.data())
@@ -86,7 +87,7 @@ def test_altered_frames_decode_or_are_refused(
     for _ in range(data.draw(st.integers(1, 3))):
         altered[data.draw(st.integers(0, len(altered) - 1))] = data.draw(st.integers(0, 255))
     _decode_or_refuse(decode, bytes(altered))
-    _decode_or_refuse(wire.open_description, _unopened(bytes(altered)))
+    _decode_or_refuse(open_description, _unopened(bytes(altered)))
 
 
 PLAIN: st.SearchStrategy[Any] = st.recursive(
@@ -175,7 +176,7 @@ def test_an_oversized_reply_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _unopened(frame: bytes) -> wire.Described:
-    return wire.describe(frame, "start")
+    return describe(frame, "start")
 
 
 def _decode_or_refuse(decode: Callable[[Any], Any], frame: Any) -> None:

@@ -22,6 +22,14 @@ from vllm_commext.nixl.geometry.layout import (
 )
 from vllm_commext.nixl.geometry.plan import plan_read
 from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.description import (
+    MappedOffer,
+    MappedRegion,
+    WorkerDescription,
+    describe,
+    encode_description,
+    open_description,
+)
 
 ATTENTION = AttentionGeometry(
     num_rows=14,
@@ -49,7 +57,7 @@ LAYOUT = CacheLayout(
         Family(1, ["l1"], [8192], StateGeometry(7, 512, (CONV, SSM))),
     ],
 )
-DESCRIPTION = wire.WorkerDescription(
+DESCRIPTION = WorkerDescription(
     engine_id="p",
     facts={"model": "m"},
     agent_metadata=b"\x00\xff",
@@ -59,39 +67,39 @@ DESCRIPTION = wire.WorkerDescription(
     fence_address=1 << 62,
     num_fence_slots=65536,
 )
-OFFER = wire.MappedOffer(
+OFFER = MappedOffer(
     place="a kernel and a namespace",
-    regions=[wire.MappedRegion(address=4096, num_bytes=1 << 36, handle=bytes(64))],
+    regions=[MappedRegion(address=4096, num_bytes=1 << 36, handle=bytes(64))],
     token_address=4096,
     token=b"known",
 )
-ENCODED = wire.encode_description(DESCRIPTION)
-DESCRIBED = wire.describe(ENCODED, "start-1")
+ENCODED = encode_description(DESCRIPTION)
+DESCRIBED = describe(ENCODED, "start-1")
 
 
 def described(**changes: Any) -> wire.Described:
     """What a peer may send that does not check what it sends."""
-    return wire.describe(msgspec.msgpack.encode(replace(DESCRIPTION, **changes)), "start-1")
+    return describe(msgspec.msgpack.encode(replace(DESCRIPTION, **changes)), "start-1")
 
 
 def test_a_description_survives_the_round_trip() -> None:
     reply = wire.decode_reply(wire.encode(DESCRIBED))
     assert isinstance(reply, wire.Described)
     assert reply.incarnation == "start-1"
-    assert wire.open_description(reply) == DESCRIPTION
+    assert open_description(reply) == DESCRIPTION
 
 
 def test_an_offer_of_mapped_memory_survives_the_round_trip() -> None:
-    assert wire.open_description(described(mapped=OFFER)).mapped == OFFER
+    assert open_description(described(mapped=OFFER)).mapped == OFFER
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"regions": [wire.MappedRegion(address=-1, num_bytes=1, handle=bytes(64))]},
-        {"regions": [wire.MappedRegion(address=1, num_bytes=0, handle=bytes(64))]},
-        {"regions": [wire.MappedRegion(address=1, num_bytes=1 << 62, handle=bytes(64))]},
-        {"regions": [wire.MappedRegion(address=1, num_bytes=1, handle=bytes(63))]},
+        {"regions": [MappedRegion(address=-1, num_bytes=1, handle=bytes(64))]},
+        {"regions": [MappedRegion(address=1, num_bytes=0, handle=bytes(64))]},
+        {"regions": [MappedRegion(address=1, num_bytes=1 << 62, handle=bytes(64))]},
+        {"regions": [MappedRegion(address=1, num_bytes=1, handle=bytes(63))]},
         {"regions": OFFER.regions * 4097},
         {"token_address": 0},
         {"token_address": 1 << 62},
@@ -101,14 +109,14 @@ def test_an_offer_of_mapped_memory_survives_the_round_trip() -> None:
 )
 def test_an_offer_that_is_out_of_range_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="offer of mapped memory"):
-        wire.open_description(described(mapped=replace(OFFER, **change)))
+        open_description(described(mapped=replace(OFFER, **change)))
 
 
 def test_what_an_older_engine_says_opens_without_an_offer_and_the_other_way_round() -> None:
     """Both have one protocol version: what one does not know it leaves out."""
     plain = msgspec.msgpack.decode(ENCODED)
     del plain["mapped"]
-    assert wire.open_description(_unopened(msgspec.msgpack.encode(plain))) == DESCRIPTION
+    assert open_description(_unopened(msgspec.msgpack.encode(plain))) == DESCRIPTION
 
     class Older(msgspec.Struct):
         """As an engine without mapped reads decodes it."""
@@ -116,7 +124,7 @@ def test_what_an_older_engine_says_opens_without_an_offer_and_the_other_way_roun
         engine_id: str
         layout: CacheLayout
 
-    newer = wire.encode_description(replace(DESCRIPTION, mapped=OFFER))
+    newer = encode_description(replace(DESCRIPTION, mapped=OFFER))
     assert msgspec.msgpack.decode(newer, type=Older).engine_id == "p"
 
 
@@ -126,7 +134,7 @@ def test_any_altered_byte_breaks_the_checksum() -> None:
         altered[position] ^= 1 << random.Random(position).randrange(8)
         reply = replace(DESCRIBED, description=bytes(altered))
         with pytest.raises(ProtocolError, match="checksum"):
-            wire.open_description(reply)
+            open_description(reply)
 
 
 FAMILY = LAYOUT.families[0]
@@ -150,7 +158,7 @@ FAMILY = LAYOUT.families[0]
 )
 def test_an_inconsistent_description_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="worker description"):
-        wire.open_description(described(**change))
+        open_description(described(**change))
 
 
 @pytest.mark.parametrize("path", ["layout", "layout.families.0.geometry", "layout.groups.1"])
@@ -161,7 +169,7 @@ def test_a_description_with_a_part_left_out_is_refused(path: str) -> None:
         inside = inside[int(step) if step.isdigit() else step]
     inside[int(last) if last.isdigit() else last] = None
     with pytest.raises(ProtocolError, match="not a frame of this protocol"):
-        wire.open_description(_unopened(msgspec.msgpack.encode(plain)))
+        open_description(_unopened(msgspec.msgpack.encode(plain)))
 
 
 @given(st.data())
@@ -176,7 +184,7 @@ def test_a_description_with_any_number_changed_opens_or_is_refused(data: st.Data
         | st.integers(-9, 9)
     )
     try:
-        opened = wire.open_description(_unopened(msgspec.msgpack.encode(plain)))
+        opened = open_description(_unopened(msgspec.msgpack.encode(plain)))
     except ProtocolError:
         return
     with contextlib.suppress(CommextError):
@@ -197,8 +205,8 @@ def _numbers(plain: Any) -> list[tuple[Any, Any]]:
 def test_a_description_that_is_not_one_is_refused() -> None:
     for frame in (b"hello", wire.encode(wire.Refused(reason="no")), ENCODED[:-1], ENCODED + b"x"):
         with pytest.raises(ProtocolError, match="worker description"):
-            wire.open_description(_unopened(frame))
+            open_description(_unopened(frame))
 
 
 def _unopened(frame: bytes) -> wire.Described:
-    return wire.describe(frame, "start")
+    return describe(frame, "start")

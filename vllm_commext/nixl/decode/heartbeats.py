@@ -14,8 +14,7 @@ from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.requests import PeerKey
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire import notifications
-from vllm_commext.nixl.wire.notifications import short_id
+from vllm_commext.nixl.wire.messages import short_id
 
 PARTS_OF_LEASE = 6
 """Heartbeats within one lease."""
@@ -162,7 +161,7 @@ class KeepAlive:
     def _send(self, link: Link, request_ids: list[str]) -> None:
         try:
             for batch in batches(request_ids):
-                message = notifications.KeepAlive(
+                message = wire.KeepAlive(
                     consumer=self._consumer,
                     sender=self._agent.name,
                     sequence=next(self._sequence),

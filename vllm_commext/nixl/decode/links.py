@@ -22,8 +22,12 @@ from vllm_commext.nixl.tables import WorkerTables
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.posting import NixlReader, Reader
 from vllm_commext.nixl.transport.tables import RemoteTable
-from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire.tables import STREAM_HEADERS, STREAM_PIECES, tables_in
+from vllm_commext.nixl.wire.description import (
+    STREAM_HEADERS,
+    STREAM_PIECES,
+    WorkerDescription,
+    tables_in,
+)
 
 _log = RateLimitedLog()
 
@@ -207,7 +211,7 @@ class Links:
         """Retired links whose reads go on."""
         return len(self._existing()) - len(self.live())
 
-    def reach(self, described: wire.WorkerDescription) -> RefCounted:
+    def reach(self, described: WorkerDescription) -> RefCounted:
         """The name of a worker's agent, for notifications; its user has to drop it.
 
         Raises:
@@ -227,7 +231,7 @@ class Links:
         return shared
 
     def connect(
-        self, key: PeerKey, incarnation: str, described: wire.WorkerDescription, plan: ReadPlan
+        self, key: PeerKey, incarnation: str, described: WorkerDescription, plan: ReadPlan
     ) -> Link:
         """Connect to a worker that has described itself.
 
@@ -274,7 +278,7 @@ class Links:
         return [link for link in self._all if not link.retired]
 
     def _map(
-        self, key: PeerKey, described: wire.WorkerDescription, plan: ReadPlan, held: ExitStack
+        self, key: PeerKey, described: WorkerDescription, plan: ReadPlan, held: ExitStack
     ) -> MappedReader | None:
         """Map a worker's memory, where that is wanted and can be done."""
         mapper = self._local.mapper
@@ -289,7 +293,7 @@ class Links:
         return mapped
 
     def _reader(
-        self, name: str, described: wire.WorkerDescription, plan: ReadPlan, held: ExitStack
+        self, name: str, described: WorkerDescription, plan: ReadPlan, held: ExitStack
     ) -> NixlReader:
         """What reads a worker, whose agent has this name, by NIXL."""
         local = remote = None
@@ -301,7 +305,7 @@ class Links:
         return NixlReader(self._agent, local, remote)
 
     def _tables(
-        self, name: str, described: wire.WorkerDescription, held: ExitStack
+        self, name: str, described: WorkerDescription, held: ExitStack
     ) -> dict[str, RemoteTable]:
         """The worker's tables of the kinds that this one has, too."""
         found: dict[str, RemoteTable] = {}

@@ -23,12 +23,11 @@ from vllm_commext.nixl.decode.transfers import (
 from vllm_commext.nixl.decode.uses import Uses
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
-from vllm_commext.nixl.outcomes import CompletionQueue
-from vllm_commext.nixl.requests import Load, Wait
+from vllm_commext.nixl.requests import CompletionQueue, Load, Wait
 from vllm_commext.nixl.stream.reader import StreamReader, failure_of_stream
 from vllm_commext.nixl.transport.agent import NixlAgent
-from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.client import SideChannelClient
+from vllm_commext.nixl.wire.description import WorkerDescription
 from vllm_commext.nixl.wire.seal import read_secret
 
 
@@ -179,9 +178,7 @@ class Loader:
         while peer.waiting:
             self._uses.close(peer.waiting.popleft(), failure)
 
-    def _connect(
-        self, host: str, port: int, incarnation: str, first: wire.WorkerDescription
-    ) -> None:
+    def _connect(self, host: str, port: int, incarnation: str, first: WorkerDescription) -> None:
         """Connect to the workers of an engine that this one will read from."""
         for worker in self._uses.workers(first.layout.tp_size, first.layout.pp_size):
             key = (first.engine_id, host, port, worker)

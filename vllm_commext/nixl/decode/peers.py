@@ -19,7 +19,12 @@ from vllm_commext.nixl.requests import PeerKey
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.client import BackOff, SideChannel, SideChannelClient
-from vllm_commext.nixl.wire.compatibility import check_facts, digest
+from vllm_commext.nixl.wire.description import (
+    WorkerDescription,
+    check_facts,
+    digest,
+    open_description,
+)
 
 RETIRE_SECONDS = 0.1
 """Between two looks for peers that are not needed any more."""
@@ -198,7 +203,7 @@ class PeerTable:
         self._close_links(peer)
 
     def _admit(self, peer: Peer, reply: wire.Described) -> None:
-        described = wire.open_description(reply)
+        described = open_description(reply)
         key = peer.key
         found = (described.engine_id, described.layout.worker)
         if found != (key[0], key[3]):
@@ -214,7 +219,7 @@ class PeerTable:
         peer.drains = False  # it says so after each answer
         self._ended.append(peer)
 
-    def _connect(self, peer: Peer, described: wire.WorkerDescription, incarnation: str) -> None:
+    def _connect(self, peer: Peer, described: WorkerDescription, incarnation: str) -> None:
         """Connect to a worker that fits, or only to its agent where it does not."""
         try:
             enforce = self._config.enforce_handshake_compat
@@ -237,7 +242,7 @@ class PeerTable:
             ) from error
         _log_ready(peer.link, described, str(tolerated) if tolerated else "")
 
-    def _reach(self, described: wire.WorkerDescription) -> RefCounted | None:
+    def _reach(self, described: WorkerDescription) -> RefCounted | None:
         """The agent of a worker that does not fit; why it does not matters more than that it cannot
         be told."""
         try:
@@ -306,7 +311,7 @@ class PeerTable:
         peer.channel.close()
 
 
-def _log_ready(link: Link, described: wire.WorkerDescription, tolerated: str) -> None:
+def _log_ready(link: Link, described: WorkerDescription, tolerated: str) -> None:
     """Say once how a peer will be read."""
     engine_id, host, port, _ = link.key
     lengths = link.plan.local_rows[:, 1]

@@ -15,6 +15,7 @@ from vllm_commext.nixl.config import ConnectorConfig, parse_address
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.client import BackOff, SideChannel, SideChannelClient
+from vllm_commext.nixl.wire.description import WorkerDescription, open_description
 
 BACK_OFF = BackOff()
 MAX_FAILURES = 80
@@ -37,7 +38,7 @@ class Preconnect:
         client: SideChannelClient,
         config: ConnectorConfig,
         request: wire.DescribeRequest,
-        on_found: Callable[[str, int, str, wire.WorkerDescription], None],
+        on_found: Callable[[str, int, str, WorkerDescription], None],
     ) -> None:
         self._client = client
         self._seconds = config.handshake_timeout
@@ -63,7 +64,7 @@ class Preconnect:
         )
 
     def _note_reply(self, channel: SideChannel, reply: wire.Described) -> None:
-        first = wire.open_description(reply)
+        first = open_description(reply)
         host, port = channel.address
         self._on_found(reply.host or host, reply.port or port, reply.incarnation, first)
         self._forget(channel)

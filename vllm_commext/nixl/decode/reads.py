@@ -11,10 +11,9 @@ from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.transport.agent import NixlAgent
-from vllm_commext.nixl.transport.pauses import pause
-from vllm_commext.nixl.transport.posting import Posting, Reader
+from vllm_commext.nixl.transport.posting import Posting, Reader, pause
 from vllm_commext.nixl.transport.tables import RemoteTable
-from vllm_commext.nixl.wire.tables import FENCES, GENERATIONS
+from vllm_commext.nixl.wire.description import FENCES, GENERATIONS
 
 PATIENCE = 4
 """A read counts as moving along with the others of its link until these have moved so many times

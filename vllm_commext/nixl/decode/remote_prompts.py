@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from vllm_commext.errors import CommextError, ProtocolError
 from vllm_commext.nixl.decode.load_state import LoadPhase, LoadState, Source, TokenPhase
-from vllm_commext.nixl.decode.prompt_match import PromptMatch
+from vllm_commext.nixl.decode.prompt_match import PromptMatch, Trust
 from vllm_commext.nixl.decode.quarantine import Quarantine
 from vllm_commext.nixl.decode.remote_tokens import RemoteTokens
-from vllm_commext.nixl.decode.trust import Trust
 from vllm_commext.nixl.engine_context import EngineContext
 from vllm_commext.nixl.first_token import refusal_of
 from vllm_commext.nixl.geometry.request_blocks import blocks_to_fill, is_at_block_boundary

@@ -15,7 +15,7 @@ from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.posting import Posting
-from vllm_commext.nixl.wire.tables import FENCES
+from vllm_commext.nixl.wire.description import FENCES
 
 SPLIT_DESCRIPTORS = 1024
 """Descriptors of a read from which on NIXL shares it out, where ``split_batch_size`` is not set."""

@@ -26,11 +26,10 @@ from vllm_commext.nixl.decode.transfers import (
 )
 from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
-from vllm_commext.nixl.outcomes import CompletionQueue
-from vllm_commext.nixl.requests import Load, RemoteRequest, Wait
+from vllm_commext.nixl.requests import CompletionQueue, Load, RemoteRequest, Wait
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire.notifications import Released, short_id
+from vllm_commext.nixl.wire.messages import Released, short_id
 
 
 class Uses:

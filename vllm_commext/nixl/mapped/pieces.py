@@ -17,7 +17,7 @@ import numpy.typing as npt
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.descriptors import Int32Array, UInt64Array
 from vllm_commext.nixl.geometry.plan import Pairs
-from vllm_commext.nixl.transport.pauses import in_pieces
+from vllm_commext.nixl.transport.posting import in_pieces
 
 Int64Array = npt.NDArray[np.int64]
 MAX_PIECES = 8192
@@ -145,7 +145,7 @@ def num_runs(local: Places, remote: Places, pairs: Pairs) -> int:
 
 
 def batches(local: Places, remote: Places, pairs: Pairs) -> Iterator[Batch]:
-    """What is to be launched to copy these pairs, with a pause between two; see ``pauses``."""
+    """What is to be launched to copy these pairs, with a pause between two."""
     for part in in_pieces(len(pairs.local), MAX_PIECES):
         target, lengths = local.at(pairs.local[part])
         source, _ = remote.at(pairs.remote[part])

@@ -1,18 +1,25 @@
-"""Opens a prefill worker's memory, and reads from it as long as its link is used."""
+"""Reads of prefill workers' memory that is mapped here, as long as their links are used: what a
+worker offers to others, and what opens theirs.
+"""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from vllm_commext.anonymous_memory import host_identity
 from vllm_commext.errors import UnsupportedError
+from vllm_commext.gpu import ipc
+from vllm_commext.gpu.ipc import allocation_of
+from vllm_commext.nixl.config import AUTO, ConnectorConfig
 from vllm_commext.nixl.geometry.descriptors import strided_row
 from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan
-from vllm_commext.nixl.mapped.gather import PLACES_BYTES, Device, Gatherer
+from vllm_commext.nixl.log import logger
+from vllm_commext.nixl.mapped.gather import PLACES_BYTES, CudaDevice, Device, Gatherer
 from vllm_commext.nixl.mapped.pieces import (
     Batch,
     Places,
@@ -23,7 +30,7 @@ from vllm_commext.nixl.mapped.pieces import (
     num_runs,
 )
 from vllm_commext.nixl.transport.posting import Posting
-from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.description import MappedOffer, MappedRegion
 
 LARGE_BYTES = 8 << 20
 """Of pieces as long as these the copy engines behind NIXL move more a second than a kernel loads,
@@ -52,7 +59,7 @@ class Mapper:
         self._place = place
         self._gatherer = Gatherer(device)
 
-    def open(self, offer: wire.MappedOffer | None, plan: ReadPlan) -> MappedReader:
+    def open(self, offer: MappedOffer | None, plan: ReadPlan) -> MappedReader:
         """Map a worker's memory, and see that it is the worker's.
 
         Raises:
@@ -89,7 +96,7 @@ class Mapper:
         while regions:
             self._device.unmap(regions.pop().mapped)
 
-    def _check(self, offer: wire.MappedOffer, opened: list[Region]) -> None:
+    def _check(self, offer: MappedOffer, opened: list[Region]) -> None:
         """Read the bytes that the worker has put there.
 
         Raises:
@@ -157,3 +164,70 @@ class MappedReader:
     def close(self) -> None:
         """Give the mapping back; none of its reads may be under way."""
         self._unmap()
+
+
+TOKEN_BYTES = 256
+OTHERWISE = "reads go through NIXL"
+
+
+class Mapped:
+    """One worker's side of it; without any where the configuration or the machine has none.
+
+    Attributes: ``mapper``: opens other workers' memory.  ``offer``: what others open.
+
+    Args:
+        config: the connector's settings.
+    """
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        self._is_wanted = config.mapped_reads == AUTO
+        self._token_address = 0
+        self.mapper: Mapper | None = None
+        self.offer: MappedOffer | None = None
+
+    def prepare(self, ranges: Sequence[tuple[int, int]], *, is_on_gpu: bool) -> None:
+        """Make what is wanted, or say in one line why there is none.
+
+        Args:
+            ranges: ``(address, num_bytes)`` of each allocation with parts of the cache.
+            is_on_gpu: it is memory of a GPU of NVIDIA's.
+        """
+        if not self._is_wanted:
+            return
+        if not is_on_gpu:
+            logger.debug("mapped_reads: the KV cache is in host memory; %s", OTHERWISE)
+            return
+        try:
+            self.mapper = Mapper(CudaDevice(), place_of_process())
+        except Exception as error:  # noqa: BLE001 whatever it is, there is NIXL
+            logger.warning("mapped_reads: this worker cannot read so: %s; %s", error, OTHERWISE)
+        try:
+            self.offer = self._make_offer(ranges)
+        except Exception as error:  # noqa: BLE001 whatever it is, there is NIXL
+            self.close()
+            ipc.forget_error()
+            logger.warning("mapped_reads: others cannot map this worker's cache: %s", error)
+
+    def close(self) -> None:
+        """Offer nothing any more; safe to repeat."""
+        address, self._token_address = self._token_address, 0
+        self.offer = None
+        if address:
+            ipc.free(address)
+
+    def _make_offer(self, ranges: Sequence[tuple[int, int]]) -> MappedOffer:
+        token = os.urandom(TOKEN_BYTES)
+        # Whole pieces of memory: smaller ones are shared together with their neighbours.
+        self._token_address = ipc.allocate(ipc.round_up(TOKEN_BYTES))
+        ipc.write(self._token_address, token)
+        addresses = [self._token_address, *(address for address, _ in ranges)]
+        found = dict(map(allocation_of, addresses))
+        return MappedOffer(
+            place=place_of_process(),
+            regions=[
+                MappedRegion(address=base, num_bytes=size, handle=ipc.export_handle(base))
+                for base, size in found.items()
+            ],
+            token_address=self._token_address,
+            token=token,
+        )

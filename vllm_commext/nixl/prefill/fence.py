@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_commext.nixl.transport.tables import Table
-from vllm_commext.nixl.wire.tables import FENCES
+from vllm_commext.nixl.wire.description import FENCES
 
 NUM_SLOTS = 65536
 """Finished prefills that one engine can hold at a time."""

@@ -6,12 +6,11 @@ from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
-from vllm_commext.nixl.outcomes import CompletionQueue
 from vllm_commext.nixl.prefill.leases import Beat, LeaseLedger
-from vllm_commext.nixl.requests import Hold
+from vllm_commext.nixl.requests import CompletionQueue, Hold
 from vllm_commext.nixl.tables import WorkerTables
 from vllm_commext.nixl.transport.agent import NixlAgent
-from vllm_commext.nixl.wire.notifications import KeepAlive, Released, decode_notification, short_id
+from vllm_commext.nixl.wire.messages import KeepAlive, Released, decode_notification, short_id
 
 EARLY_RELEASE_SECONDS = 60.0
 """How long a release may come before the scheduler's word that the request has finished."""

@@ -1,18 +1,22 @@
-"""The life of a prompt that is computed for another engine, as the scheduler side of its engine
-sees it.  docs/design/requests.md draws it.
+"""One prompt that is computed for another engine, as the scheduler side of its engine sees it: its
+life, which docs/design/requests.md draws; the keys by which a router has it released; and which
+step completes it.
 
 Pure: who has a state moves it on, and acts on the move.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from vllm_commext.nixl.wire.params import as_key
 from vllm_commext.reasons import Reason
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 
@@ -103,3 +107,97 @@ class PrefillState:
     def row(self) -> int:
         """Where readers are told of its progress, -1 where they are not, or not yet."""
         return self.stream.row if self.stream is not None and self.slot >= 0 else -1
+
+
+MAX_RELEASES = 1024
+"""Keys that one request may name."""
+MAX_EARLY = 4096
+"""Keys remembered whose prefills have not come in."""
+
+
+def prefill_key_of(params: Mapping[str, Any] | None) -> str:
+    """The key that a router gives a prefill, "" for none."""
+    return as_key((params or {}).get("prefill_key"))
+
+
+def releases_of(params: Mapping[str, Any] | None) -> list[str]:
+    """The keys of prefills that a router has released; "" for each that is none."""
+    named = (params or {}).get("release")
+    return [as_key(one) for one in named[:MAX_RELEASES]] if isinstance(named, list) else []
+
+
+class PrefillKeys:
+    """Keys of the prefills that are computed or kept."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, PrefillState] = {}
+        self._early: OrderedDict[str, None] = OrderedDict()
+
+    def add(self, key: str, state: PrefillState) -> None:
+        """A prefill has come in."""
+        if key in self._early:
+            del self._early[key]
+            state.move(PrefillPhase.UNWANTED)
+        elif key and key not in self._states:
+            self._states[key], state.key = state, key
+
+    def release(self, key: str) -> PrefillState | None:
+        """Nobody will read a prefill, which is returned; None where none with that key is
+        known."""
+        state = self._states.get(key)
+        if state is not None:
+            self.forget(state)
+        elif key:
+            self._early[key] = None
+            if len(self._early) > MAX_EARLY:
+                self._early.popitem(last=False)
+        return state
+
+    def forget(self, state: PrefillState) -> None:
+        """A prefill is neither computed nor kept any more."""
+        self._states.pop(state.key, None)
+        state.key = ""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a step does for one request.
+
+    Attributes:
+        request_id: the request.
+        begins: ``block_ids`` are all of its blocks; otherwise they come behind those it has.
+        block_ids: by group and position.
+        num_computed: tokens that have been computed before the step.
+        end: the same after the step.
+    """
+
+    request_id: str
+    begins: bool
+    block_ids: Sequence[Sequence[int]]
+    num_computed: int
+    end: int
+
+
+def progress_in(step: SchedulerOutput) -> Iterator[Progress]:
+    """What a step does for each of its requests."""
+    counts = step.num_scheduled_tokens
+    for new in step.scheduled_new_reqs:
+        end = new.num_computed_tokens + counts.get(new.req_id, 0)
+        yield Progress(new.req_id, True, new.block_ids, new.num_computed_tokens, end)
+    cached = step.scheduled_cached_reqs
+    columns = (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens)
+    for request_id, block_ids, num_computed in zip(*columns, strict=True):
+        end = num_computed + counts.get(request_id, 0)
+        begins = request_id in cached.resumed_req_ids
+        yield Progress(request_id, begins, block_ids or (), num_computed, end)
+
+
+def completes(state: PrefillState, progress: Progress) -> bool:
+    """Whether a step completes a prompt, whose blocks are followed."""
+    if progress.begins:
+        state.block_ids = []
+    if progress.block_ids:
+        state.block_ids = state.block_ids or [[] for _ in progress.block_ids]
+        for known, added in zip(state.block_ids, progress.block_ids, strict=True):
+            known += added
+    return progress.num_computed < state.request.num_prompt_tokens <= progress.end

@@ -21,12 +21,16 @@ from vllm_commext.nixl.geometry.request_blocks import (
 from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.prefill.fence import FenceSlots
-from vllm_commext.nixl.prefill.keys import PrefillKeys, prefill_key_of
-from vllm_commext.nixl.prefill.prefill_state import PrefillPhase, PrefillState
-from vllm_commext.nixl.prefill.prompt_tracker import completes, progress_in
+from vllm_commext.nixl.prefill.prefill_state import (
+    PrefillKeys,
+    PrefillPhase,
+    PrefillState,
+    completes,
+    prefill_key_of,
+    progress_in,
+)
 from vllm_commext.nixl.requests import Hold, Listed, RemoteRequest
-from vllm_commext.nixl.stream.directory import StreamDirectory
-from vllm_commext.nixl.stream.producer import StreamProducer
+from vllm_commext.nixl.stream.producer import StreamDirectory, StreamProducer
 from vllm_commext.nixl.wire.params import TransferParams, write_params
 from vllm_commext.nixl.wire.prompt import digests, prompt_of
 

@@ -19,11 +19,11 @@ from typing import NamedTuple
 from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.prefill.listener import Connection, Listener
-from vllm_commext.nixl.reuse.table import OfferTable
-from vllm_commext.nixl.stream.directory import StreamDirectory
+from vllm_commext.nixl.reuse.offers import OfferTable
+from vllm_commext.nixl.stream.producer import StreamDirectory
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire.compatibility import digest
 from vllm_commext.nixl.wire.connection import addresses
+from vllm_commext.nixl.wire.description import describe, digest, open_description
 from vllm_commext.nixl.wire.seal import FrameVerifier
 
 _RETRY_SECONDS = 0.2
@@ -125,11 +125,10 @@ class SideChannelServer:
         self._next_late = math.inf
         self._asking: set[Connection] = set()
         described = {
-            number: wire.describe(body, incarnation, host, port)
-            for number, body in descriptions.items()
+            number: describe(body, incarnation, host, port) for number, body in descriptions.items()
         }
         self._answers = {number: wire.encode(answer) for number, answer in described.items()}
-        opened = [wire.open_description(answer) for answer in described.values()]
+        opened = [open_description(answer) for answer in described.values()]
         self._configurations = {digest(one.facts) for one in opened}
         self._pp_size = max((one.layout.pp_size for one in opened), default=1)
         self._log = RateLimitedLog()

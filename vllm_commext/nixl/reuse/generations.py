@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from vllm_commext.anonymous_memory import AnonymousMemory, Offer
 from vllm_commext.nixl.transport.tables import Table
-from vllm_commext.nixl.wire.tables import GENERATIONS
+from vllm_commext.nixl.wire.description import GENERATIONS
 
 Generations = npt.NDArray[np.uint64]
 MIN_CELLS = 4096

@@ -1,4 +1,10 @@
-"""What of an engine's finished requests is on offer, and until when.
+"""What of an engine's finished requests is on offer to others, under which names, and until when.
+
+A block's name is a hash of all that its bytes follow from: the tokens in it, the hash of the block
+before it, and at the root the engine's configuration, the block size, the LoRA adapter and the
+cache salt. So equal hashes mean equal beginnings of one tenant under one model, and a hash says
+nothing to who does not know them. vLLM's own block hashes begin with a number drawn by each process
+and cannot be compared.
 
 Nothing is kept: the blocks are freed as ever, and vLLM's block pool tells when it hands one out
 again, before it does (``unpin_blocks``, vLLM 0.32 and newer).
@@ -6,16 +12,124 @@ again, before it does (``unpin_blocks``, vLLM 0.32 and newer).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+import numpy as np
+
 from vllm_commext.nixl.geometry.request_blocks import NULL_BLOCK
-from vllm_commext.nixl.reuse.hashes import chain, root_of
-from vllm_commext.nixl.reuse.table import OfferTable
+from vllm_commext.nixl.reuse.generations import Generations
+from vllm_commext.nixl.wire.messages import HASH_BYTES
 from vllm_commext.nixl.wire.prompt import Prompt, prompt_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+
+_ROOT = b"commext reuse"
+_BLOCK = b"commext block"
+
+
+def root_of(configuration: str, block_size: int, *, lora: str, cache_salt: str) -> bytes:
+    """``HASH_BYTES`` bytes that a chain begins with.
+
+    Args:
+        configuration: digest of the facts on which engines must agree.
+        block_size: tokens of a block.
+        lora: what tells the LoRA adapter from others, "" for none.
+        cache_salt: the request's, "" for none.
+    """
+    content = msgspec.msgpack.encode((configuration, block_size, lora, cache_salt))
+    return hashlib.blake2b(content, digest_size=HASH_BYTES, person=_ROOT).digest()
+
+
+def chain(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """The hash of each whole block of these tokens.
+
+    Raises:
+        OverflowError: a token id is below 0 or above 2**32 - 1.
+    """
+    num_blocks = len(token_ids) // block_size
+    ids = np.array(token_ids[: num_blocks * block_size], dtype="<u4").tobytes()
+    step, last, found = 4 * block_size, root, list[bytes]()
+    for begin in range(0, len(ids), step):
+        one = hashlib.blake2b(last, digest_size=HASH_BYTES, person=_BLOCK)
+        one.update(ids[begin : begin + step])
+        last = one.digest()
+        found.append(last)
+    return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """Blocks that hold the beginning of a prompt, by position, and the generation of each."""
+
+    block_ids: list[int]
+    generations: list[int]
+
+
+class OfferTable:
+    """Safe for threads.
+
+    Args:
+        tables: the generations of each worker, ``[num_blocks]`` uint64 each.  All hold the same;
+            where they begin is drawn, so that no start of an engine repeats another's.
+    """
+
+    def __init__(self, tables: Sequence[Generations]) -> None:
+        self._tables = tables
+        self._lock = threading.Lock()
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        first = np.uint64(secrets.randbits(63))
+        for table in tables:
+            table[:] = first
+
+    def __len__(self) -> int:
+        """Blocks on offer."""
+        return len(self._hash_of)
+
+    def offer(self, hashes: Iterable[bytes], block_ids: Iterable[int]) -> None:
+        """These blocks hold what these hashes say, until ``drop``.  Of two blocks that hold the
+        same, the one offered last is found: it is likely to be the last to go."""
+        with self._lock:
+            for one, block_id in zip(hashes, block_ids, strict=True):
+                self._hash_of[block_id] = one
+                self._block_of[one] = block_id
+
+    def drop(self, block_id: int) -> None:
+        """The block is about to get other bytes: whoever reads it meanwhile finds that out."""
+        with self._lock:
+            for table in self._tables:
+                table[block_id] += np.uint64(1)
+            one = self._hash_of.pop(block_id, None)
+            if one is not None and self._block_of.get(one) == block_id:
+                del self._block_of[one]
+
+    def clear(self) -> None:
+        """Nothing is on offer, nor was anything that is being read: another model's weights."""
+        with self._lock:
+            for table in self._tables:
+                table += np.uint64(1)
+            self._block_of.clear()
+            self._hash_of.clear()
+
+    def find(self, hashes: Iterable[bytes]) -> Run:
+        """The blocks with these hashes, up to the first that is not on offer."""
+        found = list[int]()
+        with self._lock:
+            for one in hashes:
+                block_id = self._block_of.get(one)
+                if block_id is None:
+                    break
+                found.append(block_id)
+            generations = self._tables[0][found].tolist() if found else []
+        return Run(found, generations)
 
 
 class Names:

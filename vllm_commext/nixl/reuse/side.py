@@ -16,8 +16,7 @@ from vllm_commext.nixl.reasons import NoReuse
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.reuse.finder import BlockFinder
 from vllm_commext.nixl.reuse.generations import open_generations
-from vllm_commext.nixl.reuse.offers import Names, Offers
-from vllm_commext.nixl.reuse.table import OfferTable
+from vllm_commext.nixl.reuse.offers import Names, Offers, OfferTable
 from vllm_commext.nixl.wire.messages import FoundBlocks
 from vllm_commext.nixl.wire.params import params_of
 from vllm_commext.nixl.wire.places import places_for_reuse

@@ -1,22 +1,26 @@
-"""The prefill engine's scheduler side of chunk streaming: which prompts have a row, and what each
-step adds to them."""
+"""The prefill engine's scheduler side of chunk streaming: which prompts have a row, what each step
+adds to them, and what its side channel answers about them: by key, where a prompt is read, and
+which token follows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from vllm_commext.nixl.features import Streaming
 from vllm_commext.nixl.geometry.layout import FULL
 from vllm_commext.nixl.geometry.plan import num_blocks_for
 from vllm_commext.nixl.geometry.request_blocks import keeps_every_token
 from vllm_commext.nixl.prefill.fence import FenceSlots
-from vllm_commext.nixl.prefill.prefill_state import PrefillState, Stream
-from vllm_commext.nixl.prefill.prompt_tracker import Progress, progress_in
+from vllm_commext.nixl.prefill.prefill_state import PrefillState, Progress, Stream, progress_in
 from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.requests import Chunk, Listed, Restart
-from vllm_commext.nixl.stream.directory import StreamDirectory
 from vllm_commext.nixl.stream.rows import num_rows_of
-from vllm_commext.nixl.stream.streaming import Streaming
 from vllm_commext.nixl.wire.messages import FoundStream
 from vllm_commext.nixl.wire.params import key_of, params_of
 from vllm_commext.nixl.wire.prompt import digests, prompt_of
@@ -24,6 +28,67 @@ from vllm_commext.nixl.wire.prompt import digests, prompt_of
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+
+MAX_ENDED = 4096
+"""Keys of ended requests that are remembered, so that who comes too late is told so."""
+
+
+class StreamDirectory:
+    """Streams by key; safe for threads.
+
+    Attributes: ``on_change``: called with a key of which something new is known, by who says it.
+    """
+
+    def __init__(self) -> None:
+        self.on_change: Callable[[str], None] = lambda _: None
+        self._lock = threading.Lock()
+        self._found: dict[str, FoundStream] = {}
+        self._ended: OrderedDict[str, FoundStream] = OrderedDict()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._found or key in self._ended
+
+    def open(self, key: str, stream: FoundStream) -> None:
+        """A prompt can be read, or never will be."""
+        with self._lock:
+            if stream.refusal:
+                self._remember(key, stream)
+            else:
+                self._found[key] = stream
+        self.on_change(key)
+
+    def tell(self, key: str, first_token: int, sampling: str) -> None:
+        """A prompt that can be read is computed, and this token follows, drawn by this."""
+        with self._lock:
+            known = self._found[key]
+            self._found[key] = msgspec.structs.replace(
+                known, first_token=first_token, sampling=sampling
+            )
+        self.on_change(key)
+
+    def end(self, key: str) -> None:
+        """Its blocks are going to be freed."""
+        with self._lock:
+            if self._found.pop(key, None) is not None:
+                self._remember(key, FoundStream(refusal="the prefill has ended"))
+        self.on_change(key)
+
+    def find(self, keys: Iterable[str], awaited: Iterable[str] = ()) -> dict[str, FoundStream]:
+        """What is known of these keys; of those *awaited*, if their first token is, or none
+        follows."""
+        with self._lock:
+            known = {key: self._found.get(key) or self._ended.get(key) for key in keys}
+            for key in awaited:
+                stream = self._found.get(key) or self._ended.get(key)
+                if stream is not None and (stream.first_token >= 0 or stream.refusal):
+                    known[key] = stream
+        return {key: stream for key, stream in known.items() if stream is not None}
+
+    def _remember(self, key: str, stream: FoundStream) -> None:
+        self._ended[key] = stream
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
 
 
 class StreamProducer:

@@ -16,13 +16,12 @@ from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.decode.transfers import Failure, Part, Use
 from vllm_commext.nixl.geometry.descriptors import Int32Array
 from vllm_commext.nixl.geometry.plan import Pairs
-from vllm_commext.nixl.stream.cursor import Cursor, Look, Wanted, cursor_of
-from vllm_commext.nixl.stream.poll_schedule import LONGEST_SECONDS
+from vllm_commext.nixl.stream.cursor import LONGEST_SECONDS, Cursor, Look, Wanted, cursor_of
 from vllm_commext.nixl.stream.progress import ENDED, Header, header_of
 from vllm_commext.nixl.stream.rows import MAX_PIECES, pieces
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.posting import Posting
-from vllm_commext.nixl.wire.tables import STREAM_HEADERS, STREAM_PIECES
+from vllm_commext.nixl.wire.description import STREAM_HEADERS, STREAM_PIECES
 
 RETRY_SECONDS = 0.005
 """From a refused chunk to the next look."""

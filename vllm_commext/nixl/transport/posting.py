@@ -2,18 +2,38 @@
 them have ended.
 
 NIXL holds the interpreter's lock while it makes or releases a read, in proportion to the number of
-descriptors: 40,000 of them would stop the engine's thread for milliseconds.
+descriptors: 40,000 of them would stop the engine's thread for milliseconds.  A thread that wants
+the lock makes its holder give it up only after ``sys.getswitchinterval()``, 5 ms, and a call into C
+code is never interrupted.  Long work of the I/O thread is therefore done in pieces, with a pause
+after each: the engine's thread then waits for one piece at most.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS, NixlAgent
-from vllm_commext.nixl.transport.pauses import in_pieces, pause
+
+PAUSE_SECONDS = 20e-6
+"""Long enough that a waiting thread has woken up and taken the lock."""
+
+
+def pause() -> None:
+    """Give up the interpreter's lock for a moment."""
+    time.sleep(PAUSE_SECONDS)
+
+
+def in_pieces(count: int, size: int) -> Iterator[slice]:
+    """Slices of at most ``size`` that make up ``range(count)``, with a pause between two."""
+    for begin in range(0, count, size):
+        if begin:
+            pause()
+        yield slice(begin, min(begin + size, count))
+
 
 MAX_DESCRIPTORS = 4096
 """In one piece of a read."""

@@ -1,29 +1,23 @@
 """What crosses the network between engines: msgpack frames with a magic and a version.
 
-Two channels carry them: the side channel, whose questions and answers are here, and NIXL, see
-``notifications``.
+Two channels carry them: the side channel, with its questions and answers, and NIXL, by which a
+decode worker tells a prefill worker that it has read a request's blocks, or that it is going to.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from typing import Annotated, TypeVar
 
 import msgspec
 
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.geometry.layout import CacheLayout, check_layout
 
 MAGIC = "commext-nixl"
 PROTOCOL_VERSION = 4
 
 MAX_REQUEST_BYTES = 4 * 1024
 MAX_REPLY_BYTES = 4 * 1024 * 1024
-MAX_DEVICES = 4096
-MAX_ROWS = 4096
-MAX_PIECES = 1 << 18
-"""Of a progress table: rows, and pieces of block ids in each."""
 MAX_WAIT_SECONDS = 1.0
 MAX_KEYS = 64
 """Streams in one question."""
@@ -31,11 +25,6 @@ KEY_DIGITS = 32
 HASH_BYTES = 32
 MAX_HASHES = 1 << 15
 """Blocks in one question: half a million tokens in blocks of 16."""
-MAX_MAPPED_REGIONS = 4096
-HANDLE_BYTES = 64
-"""Of a handle of CUDA's."""
-MAX_ADDRESS = 1 << 62
-MAX_TOKEN_BYTES = 1024
 MAX_QUESTION_BYTES = MAX_HASHES * HASH_BYTES + MAX_REQUEST_BYTES
 """Of a request to an engine that has blocks on offer."""
 
@@ -174,7 +163,7 @@ class FindBlocks(Frame, tag="find_blocks", frozen=True):
     """Side channel, between any two engines: which of these blocks are on offer?
 
     Attributes:
-        hashes: of a prompt's blocks from its first on, see ``reuse.hashes``, one behind the other,
+        hashes: of a prompt's blocks from its first on, see ``reuse.offers``, one behind the other,
             ``HASH_BYTES`` each and at most ``MAX_HASHES``.
         consumer: who asks, engine id.
     """
@@ -206,86 +195,12 @@ class FoundBlocks(Frame, tag="found_blocks", frozen=True):
     generations: list[Annotated[int, msgspec.Meta(ge=0)]]
 
 
-class MappedRegion(msgspec.Struct, frozen=True, kw_only=True):
-    """An allocation of a worker's GPU memory, by which other processes of its host map it.
-
-    Attributes:
-        address: in the worker's process.
-        num_bytes: of the allocation.
-        handle: CUDA's, for another process.
-    """
-
-    address: int
-    num_bytes: int
-    handle: bytes
-
-
-class MappedOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """How a worker's cache is read by processes of its host through a mapping, see ``mapped``.
-
-    Attributes:
-        place: what processes have in common that can open the handles, see
-            ``mapped.reader.place_of_process``.
-        regions: all allocations with parts of the cache, and the token's.
-        token_address: where a reader finds the token, within a region.
-        token: drawn at the worker's start.
-    """
-
-    place: str
-    regions: list[MappedRegion]
-    token_address: int
-    token: bytes
-
-
-class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a decode worker must know of a prefill worker.
-
-    Attributes:
-        engine_id: the engine's id as in the request parameters.
-        facts: configuration on which both sides must agree, name to value.
-        agent_metadata: what NIXL needs to reach the agent.
-        memory_type: NIXL memory type of the cache, "DRAM" or "VRAM".
-        device_id: device of the cache.
-        layout: what the cache looks like in memory.
-        fence_address: address of the worker's nonces, see ``fence``.
-        num_fence_slots: how many there are, 0 for none.
-        lease_seconds: how long the worker keeps a request's blocks after the last sign of a reader,
-            0 where it takes no ``KeepAlive``.
-        stream_headers: address of the headers of its progress table, see
-            ``stream.rows``.
-        stream_entries: address of the progress table's block ids.
-        num_stream_rows: rows of the progress table, 0 where it streams nothing.
-        pieces_per_row: pieces of block ids in a row.
-        generations: address of its blocks' generations, see ``reuse.generations``.
-        num_generations: how many there are: one a block, or 0 where it has no blocks on offer.
-        mapped: how its cache is read through a mapping, None where it is not.
-    """
-
-    engine_id: str
-    facts: dict[str, str]
-    agent_metadata: bytes
-    memory_type: str
-    device_id: int
-    layout: CacheLayout
-    fence_address: int = 0
-    num_fence_slots: int = 0
-    lease_seconds: float = 0.0
-    stream_headers: int = 0
-    stream_entries: int = 0
-    num_stream_rows: int = 0
-    pieces_per_row: int = 0
-    generations: int = 0
-    num_generations: int = 0
-    mapped: MappedOffer | None = None
-
-
 AnyRequest = DescribeRequest | FindStreams | FindBlocks
 AnyReply = Described | FoundStreams | FoundBlocks
 _Any = TypeVar("_Any")
 _REQUEST = msgspec.msgpack.Decoder(AnyRequest)
 _REPLY = msgspec.msgpack.Decoder(AnyReply | Refused)
 _NEWS = msgspec.msgpack.Decoder(Draining)
-_DESCRIPTION = msgspec.msgpack.Decoder(WorkerDescription)
 
 
 def encode(frame: Frame) -> bytes:
@@ -306,59 +221,6 @@ def decode_reply(frame: bytes) -> AnyReply | Refused:
 def decode_news(frame: bytes) -> Draining:
     """Decode what a side channel sends after its answer; raises ProtocolError."""
     return checked(decode(_NEWS, frame, MAX_REQUEST_BYTES, "side-channel news"))
-
-
-def encode_description(description: WorkerDescription) -> bytes:
-    """A worker's description as msgpack, for ``describe``."""
-    return msgspec.msgpack.encode(description)
-
-
-def describe(description: bytes, incarnation: str, host: str = "", port: int = 0) -> Described:
-    """Wrap an encoded ``WorkerDescription`` for the side channel at ``host`` and ``port``."""
-    checksum = hashlib.sha256(description).digest()
-    return Described(
-        incarnation=incarnation, description=description, checksum=checksum, host=host, port=port
-    )
-
-
-def open_description(reply: Described) -> WorkerDescription:
-    """Check and decode a worker's description.
-
-    Raises:
-        ProtocolError: the checksum does not fit, or the description is not complete and consistent.
-    """
-    if hashlib.sha256(reply.description).digest() != reply.checksum:
-        raise ProtocolError("the worker description does not fit its checksum: it was altered")
-    opened = decode(_DESCRIPTION, reply.description, MAX_REPLY_BYTES, "worker description")
-    check_layout(opened.layout)
-    if not 0 <= opened.device_id < MAX_DEVICES or opened.num_fence_slots < 0:
-        raise ProtocolError("the worker description's device or number of slots is out of range")
-    if not (0 <= opened.num_stream_rows <= MAX_ROWS and 0 <= opened.pieces_per_row <= MAX_PIECES):
-        raise ProtocolError("the worker description's progress table is out of range")
-    if opened.num_generations not in (0, opened.layout.num_blocks):
-        raise ProtocolError(
-            f"expected num_generations 0 or {opened.layout.num_blocks}, as there are blocks, got "
-            f"{opened.num_generations}"
-        )
-    if opened.mapped is not None:
-        _check_offer(opened.mapped)
-    if not 0 <= opened.lease_seconds < math.inf:
-        raise ProtocolError(
-            f"expected lease_seconds of at least 0 and finite, got {opened.lease_seconds}"
-        )
-    return opened
-
-
-def _check_offer(offer: MappedOffer) -> None:
-    numbers = [number for one in offer.regions for number in (one.address, one.num_bytes)]
-    in_range = all(0 < number < MAX_ADDRESS for number in (*numbers, offer.token_address))
-    has_handles = all(len(one.handle) == HANDLE_BYTES for one in offer.regions)
-    if (
-        not (in_range and has_handles)
-        or len(offer.regions) > MAX_MAPPED_REGIONS
-        or not 0 < len(offer.token) <= MAX_TOKEN_BYTES
-    ):
-        raise ProtocolError("the worker description's offer of mapped memory is out of range")
 
 
 def decode(decoder: msgspec.msgpack.Decoder[_Any], frame: bytes, max_bytes: int, what: str) -> _Any:
@@ -382,3 +244,72 @@ def checked(frame: _AnyFrame) -> _AnyFrame:
             f"{frame.version}: install the same vllm-commext on both sides"
         )
     return frame
+
+
+MAX_NOTIFICATION_BYTES = 64 * 1024
+MAX_ID_CHARACTERS = 128
+"""Of a request or consumer, see `short_id`."""
+MAX_CONSUMERS = 1024
+"""Of one request."""
+
+
+class Released(Frame, tag="released", frozen=True):
+    """NIXL notification, decode to prefill: a consumer needs the request's blocks no longer.
+
+    Attributes:
+        request_id: the request's id in the prefill engine, as `short_id` gives it.
+        consumer: engine id and worker number of the reader; the same consumer counts once.
+        num_consumers: consumers that the prefill worker has to wait for.
+    """
+
+    request_id: str
+    consumer: str
+    num_consumers: int
+
+
+class KeepAlive(Frame, tag="keep_alive", frozen=True):
+    """NIXL notification, decode to prefill: a consumer still waits for these requests' blocks or
+    reads them.
+
+    Attributes:
+        consumer: engine id and worker number of the reader, as in ``Released``.
+        sender: differs at every start of the reader.
+        sequence: grows with each message of the sender.
+        request_ids: the requests' ids in the prefill engine, as `short_id` gives them.
+    """
+
+    consumer: str
+    sender: str
+    sequence: int
+    request_ids: list[str]
+
+
+_NOTIFICATION = msgspec.msgpack.Decoder(Released | KeepAlive)
+
+
+def decode_notification(frame: bytes) -> Released | KeepAlive:
+    """Decode a NIXL notification; raises ProtocolError."""
+    told = checked(decode(_NOTIFICATION, frame, MAX_NOTIFICATION_BYTES, "notification"))
+    if isinstance(told, Released):
+        names = (told.request_id, told.consumer)
+        if not 0 < told.num_consumers <= MAX_CONSUMERS:
+            raise ProtocolError(
+                f"notification: expected 1 to {MAX_CONSUMERS} consumers, got {told.num_consumers}"
+            )
+    else:
+        names = (told.consumer, told.sender, *told.request_ids)
+    longest = max(map(len, names))
+    if longest > MAX_ID_CHARACTERS:
+        raise ProtocolError(
+            f"notification: expected ids of at most {MAX_ID_CHARACTERS} characters, got {longest}"
+        )
+    return told
+
+
+def short_id(name: str) -> str:
+    """What notifications call a request or consumer: its id, or as much of a long one as fits and a
+    digest."""
+    if len(name) <= MAX_ID_CHARACTERS:
+        return name
+    digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()
+    return f"{name[: MAX_ID_CHARACTERS - len(digest)]}{digest}"

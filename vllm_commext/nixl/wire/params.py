@@ -17,7 +17,8 @@ import msgspec
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.requests import RemoteRequest
-from vllm_commext.nixl.wire.messages import KEY_DIGITS, MAX_ROWS, PROTOCOL_VERSION
+from vllm_commext.nixl.wire.description import MAX_ROWS
+from vllm_commext.nixl.wire.messages import KEY_DIGITS, PROTOCOL_VERSION
 from vllm_commext.nixl.wire.places import NOT_CONVERTED, PLACE_SEAL, check_range, prove_place
 from vllm_commext.nixl.wire.prompt import DIGEST_DIGITS, PARTS
 from vllm_commext.nixl.wire.seal import SECRET_VARIABLE, check_params, prove_params

@@ -1,12 +1,14 @@
-"""Whether an engine streams by chunks, and what its streams need."""
+"""Whether an engine streams prompts by chunks and reuses blocks across engines, why not, and what
+that needs to know of it.
+"""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from vllm_commext.nixl.geometry.layout import FULL, Group
 from vllm_commext.nixl.geometry.request_blocks import keeps_every_token
-from vllm_commext.nixl.reasons import Handover
+from vllm_commext.nixl.reasons import Handover, NoReuse
 from vllm_commext.nixl.stream.rows import Region, regions_of
 
 
@@ -37,7 +39,7 @@ class Streaming:
         return sum(one.num_pieces for one in self.regions)
 
 
-def refusal_of(
+def streaming_refusal(
     groups: Sequence[Group], *, is_on: bool, keeps_host_copy: bool, zeroes_blocks: bool
 ) -> Handover | None:
     """Why an engine with these groups of blocks does not stream, None where it does."""
@@ -50,3 +52,33 @@ def refusal_of(
     # Zeroing comes before the fence is replaced: only a read that follows the prompt's end, as that
     # of a state does, proves that none of the blocks was taken away before.
     return Handover.ZEROED if zeroes_blocks and keeps_every_token(groups) else None
+
+
+@dataclass(frozen=True)
+class Reusing:
+    """What an engine does of reuse.
+
+    Attributes:
+        refusal: why it does nothing of it, None where it does.
+        block_size: tokens of a block.
+        max_blocks: blocks of the longest prompt.
+        configuration: gives the digest of the facts on which engines must agree.
+    """
+
+    refusal: NoReuse | None = NoReuse.OFF
+    block_size: int = 0
+    max_blocks: int = 0
+    configuration: Callable[[], str] = field(default=str, compare=False)
+
+
+def reuse_refusal(
+    groups: Sequence[Group], *, is_on: bool, keeps_host_copy: bool, zeroes_blocks: bool
+) -> NoReuse | None:
+    """Why an engine with these groups of blocks reuses none, None where nothing is known yet."""
+    if not is_on:
+        return NoReuse.OFF
+    if len(groups) != 1 or groups[0].kind != FULL:
+        return NoReuse.LAYERS
+    if keeps_host_copy:
+        return NoReuse.HOST_COPY
+    return NoReuse.ZEROED if zeroes_blocks else None

@@ -1,0 +1,248 @@
+"""What a worker says of itself on the side channel: its cache, its tables and its engine's facts,
+which are compared one by one, so that a difference has a name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from vllm_commext.errors import ProtocolError, UnsupportedError
+from vllm_commext.nixl.geometry.layout import CacheLayout, check_layout
+from vllm_commext.nixl.wire.messages import MAX_REPLY_BYTES, Described, decode
+
+MAX_DEVICES = 4096
+MAX_ROWS = 4096
+MAX_PIECES = 1 << 18
+"""Of a progress table: rows, and pieces of block ids in each."""
+MAX_MAPPED_REGIONS = 4096
+HANDLE_BYTES = 64
+"""Of a handle of CUDA's."""
+MAX_ADDRESS = 1 << 62
+MAX_TOKEN_BYTES = 1024
+
+
+class MappedRegion(msgspec.Struct, frozen=True, kw_only=True):
+    """An allocation of a worker's GPU memory, by which other processes of its host map it.
+
+    Attributes:
+        address: in the worker's process.
+        num_bytes: of the allocation.
+        handle: CUDA's, for another process.
+    """
+
+    address: int
+    num_bytes: int
+    handle: bytes
+
+
+class MappedOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker's cache is read by processes of its host through a mapping, see ``mapped``.
+
+    Attributes:
+        place: what processes have in common that can open the handles, see
+            ``mapped.reader.place_of_process``.
+        regions: all allocations with parts of the cache, and the token's.
+        token_address: where a reader finds the token, within a region.
+        token: drawn at the worker's start.
+    """
+
+    place: str
+    regions: list[MappedRegion]
+    token_address: int
+    token: bytes
+
+
+class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a decode worker must know of a prefill worker.
+
+    Attributes:
+        engine_id: the engine's id as in the request parameters.
+        facts: configuration on which both sides must agree, name to value.
+        agent_metadata: what NIXL needs to reach the agent.
+        memory_type: NIXL memory type of the cache, "DRAM" or "VRAM".
+        device_id: device of the cache.
+        layout: what the cache looks like in memory.
+        fence_address: address of the worker's nonces, see ``fence``.
+        num_fence_slots: how many there are, 0 for none.
+        lease_seconds: how long the worker keeps a request's blocks after the last sign of a reader,
+            0 where it takes no ``KeepAlive``.
+        stream_headers: address of the headers of its progress table, see
+            ``stream.rows``.
+        stream_entries: address of the progress table's block ids.
+        num_stream_rows: rows of the progress table, 0 where it streams nothing.
+        pieces_per_row: pieces of block ids in a row.
+        generations: address of its blocks' generations, see ``reuse.generations``.
+        num_generations: how many there are: one a block, or 0 where it has no blocks on offer.
+        mapped: how its cache is read through a mapping, None where it is not.
+    """
+
+    engine_id: str
+    facts: dict[str, str]
+    agent_metadata: bytes
+    memory_type: str
+    device_id: int
+    layout: CacheLayout
+    fence_address: int = 0
+    num_fence_slots: int = 0
+    lease_seconds: float = 0.0
+    stream_headers: int = 0
+    stream_entries: int = 0
+    num_stream_rows: int = 0
+    pieces_per_row: int = 0
+    generations: int = 0
+    num_generations: int = 0
+    mapped: MappedOffer | None = None
+
+
+_DESCRIPTION = msgspec.msgpack.Decoder(WorkerDescription)
+
+
+def encode_description(description: WorkerDescription) -> bytes:
+    """A worker's description as msgpack, for ``describe``."""
+    return msgspec.msgpack.encode(description)
+
+
+def describe(description: bytes, incarnation: str, host: str = "", port: int = 0) -> Described:
+    """Wrap an encoded ``WorkerDescription`` for the side channel at ``host`` and ``port``."""
+    checksum = hashlib.sha256(description).digest()
+    return Described(
+        incarnation=incarnation, description=description, checksum=checksum, host=host, port=port
+    )
+
+
+def open_description(reply: Described) -> WorkerDescription:
+    """Check and decode a worker's description.
+
+    Raises:
+        ProtocolError: the checksum does not fit, or the description is not complete and consistent.
+    """
+    if hashlib.sha256(reply.description).digest() != reply.checksum:
+        raise ProtocolError("the worker description does not fit its checksum: it was altered")
+    opened = decode(_DESCRIPTION, reply.description, MAX_REPLY_BYTES, "worker description")
+    check_layout(opened.layout)
+    if not 0 <= opened.device_id < MAX_DEVICES or opened.num_fence_slots < 0:
+        raise ProtocolError("the worker description's device or number of slots is out of range")
+    if not (0 <= opened.num_stream_rows <= MAX_ROWS and 0 <= opened.pieces_per_row <= MAX_PIECES):
+        raise ProtocolError("the worker description's progress table is out of range")
+    if opened.num_generations not in (0, opened.layout.num_blocks):
+        raise ProtocolError(
+            f"expected num_generations 0 or {opened.layout.num_blocks}, as there are blocks, got "
+            f"{opened.num_generations}"
+        )
+    if opened.mapped is not None:
+        _check_offer(opened.mapped)
+    if not 0 <= opened.lease_seconds < math.inf:
+        raise ProtocolError(
+            f"expected lease_seconds of at least 0 and finite, got {opened.lease_seconds}"
+        )
+    return opened
+
+
+def _check_offer(offer: MappedOffer) -> None:
+    numbers = [number for one in offer.regions for number in (one.address, one.num_bytes)]
+    in_range = all(0 < number < MAX_ADDRESS for number in (*numbers, offer.token_address))
+    has_handles = all(len(one.handle) == HANDLE_BYTES for one in offer.regions)
+    if (
+        not (in_range and has_handles)
+        or len(offer.regions) > MAX_MAPPED_REGIONS
+        or not 0 < len(offer.token) <= MAX_TOKEN_BYTES
+    ):
+        raise ProtocolError("the worker description's offer of mapped memory is out of range")
+
+
+FENCES, GENERATIONS = "fences", "generations"
+STREAM_HEADERS, STREAM_PIECES = "stream headers", "stream pieces"
+_FIELDS = {
+    FENCES: ("fence_address", "num_fence_slots"),
+    GENERATIONS: ("generations", "num_generations"),
+    STREAM_HEADERS: ("stream_headers", "num_stream_rows"),
+    STREAM_PIECES: ("stream_entries", "pieces_per_row"),
+}
+"""Address and number of records; of pieces, that in each row."""
+
+Places = Mapping[str, tuple[int, int]]
+"""Address and number of records by the table's name."""
+
+
+def described(tables: Places) -> dict[str, int]:
+    """The fields of ``WorkerDescription`` that say where tables are."""
+    fields: dict[str, int] = {}
+    for name, place in tables.items():
+        fields.update(zip(_FIELDS[name], place, strict=True))
+    if STREAM_PIECES in tables:
+        fields["pieces_per_row"] //= fields["num_stream_rows"]
+    return fields
+
+
+def tables_in(description: WorkerDescription) -> Places:
+    """Where a worker's tables are; what it does not have is not there."""
+    found = {
+        name: (getattr(description, address), getattr(description, number))
+        for name, (address, number) in _FIELDS.items()
+    }
+    address, per_row = found[STREAM_PIECES]
+    found[STREAM_PIECES] = address, per_row * description.num_stream_rows
+    return {name: place for name, place in found.items() if place[1]}
+
+
+GEOMETRY = (
+    "dtype",
+    "layer_specs",
+    "cache_dtype",
+    "num_kv_heads",
+    "head_size",
+    "num_layers",
+)
+"""Facts that fix what the bytes mean: a difference here is refused whatever the settings say.
+Sizes and order of the bytes themselves are compared by the planner."""
+
+INFORMATIVE = ("vllm_version",)
+"""Facts that are told and never refused: what they may change is compared by itself."""
+
+
+def digest(facts: Mapping[str, str]) -> str:
+    """SHA-256 of the facts, hexadecimal; equal if and only if all are that could be refused."""
+    compared = {name: value for name, value in facts.items() if name not in INFORMATIVE}
+    return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()
+
+
+def differences(local: Mapping[str, str], remote: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Facts that differ: name to (local value, remote value); a missing value reads "(unknown)"."""
+    names = sorted(set(local) | set(remote))
+    pairs = {name: (local.get(name, "(unknown)"), remote.get(name, "(unknown)")) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def check_facts(
+    local: Mapping[str, str], remote: Mapping[str, str], *, enforce: bool
+) -> dict[str, tuple[str, str]]:
+    """Compare two engines' facts.
+
+    Args:
+        local: the decode engine's facts.
+        remote: the prefill engine's facts.
+        enforce: refuse any difference but one that only informs, not only one of geometry.
+
+    Returns:
+        The tolerated differences, to be logged.
+
+    Raises:
+        UnsupportedError: a difference that is not tolerated; the message lists every one of them.
+    """
+    found = differences(local, remote)
+    names = set(found) - set(INFORMATIVE) if enforce else set(found) & set(GEOMETRY)
+    refused = {name: pair for name, pair in found.items() if name in names}
+    if not refused:
+        return found
+    listed = "; ".join(
+        f"{name}: decode {ours!r}, prefill {theirs!r}" for name, (ours, theirs) in refused.items()
+    )
+    remedy = "start both engines with the same value"
+    if not any(name in GEOMETRY for name in refused):
+        remedy += ', or set "enforce_handshake_compat": false if they mean the same'
+    raise UnsupportedError(f"the engines' configurations differ: {listed}. Remedy: {remedy}")
