@@ -32,7 +32,15 @@ TARGETS = {
     "planner": Target(
         tuple(
             f"{GEOMETRY}/{name}.py"
-            for name in ("plan", "lanes", "layout", "mamba", "topology", "request_blocks")
+            for name in (
+                "plan",
+                "lanes",
+                "layout",
+                "mamba",
+                "topology",
+                "request_blocks",
+                "descriptors",
+            )
         ),
         tuple(
             f"{NIXL}/test_{name}.py"
@@ -53,6 +61,21 @@ TARGETS = {
     ),
     "fence": Target(("vllm_commext/nixl/prefill/fence.py",), (f"{NIXL}/test_fence.py",)),
     "leases": Target(("vllm_commext/nixl/prefill/leases.py",), (f"{NIXL}/test_leases.py",)),
+    "records": Target(
+        ("vllm_commext/nixl/decode/load_state.py", "vllm_commext/nixl/prefill/prefill_state.py"),
+        tuple(
+            f"{NIXL}/test_{name}.py"
+            for name in ("request_phases", "prompt_tracker", "prefill_keys", "quarantine")
+        ),
+    ),
+    "client": Target(
+        ("vllm_commext/nixl/wire/client.py",),
+        tuple(f"{NIXL}/test_{name}.py" for name in ("client", "peer_states")),
+    ),
+    "tables": Target(
+        ("vllm_commext/nixl/transport/tables.py",),
+        (f"{NIXL}/test_tables.py",),
+    ),
     "codec": Target(
         ("vllm_commext/shm/codec.py",),
         (f"{SHM}/test_plain.py", f"{SHM}/test_codec.py", f"{SHM}/test_steps.py"),

@@ -34,6 +34,7 @@ FRAMES: list[tuple[Decode, wire.Frame]] = [
     (wire.decode_request, REQUEST),
     (wire.decode_reply, DESCRIBED),
     (wire.decode_reply, REFUSED),
+    (wire.decode_reply, wire.Draining(drains=True)),
     (decode_notification, RELEASED),
     (decode_notification, KEEP_ALIVE),
 ]

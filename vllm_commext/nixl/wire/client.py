@@ -190,16 +190,19 @@ class SideChannel:
         self._is_sent = True
 
     def _take(self, frame: bytes) -> None:
-        """Take an answer, or what the engine says after it."""
+        """Take an answer, or what the engine says unasked."""
         try:
             frame = self._signer.check(frame)
         except OtherAnswerError:
-            return  # to a question that another one has replaced
-        if not self._is_sent:
+            return  # to a replaced question, or of a drain, of which the answer to come tells again
+        reply = wire.decode_reply(frame)
+        if isinstance(reply, wire.Draining):
             if self._on_draining is not None:
-                self._on_draining(wire.decode_news(frame).drains)
+                self._on_draining(reply.drains)
             return
-        reply = _answer_to(self._questions[0].request, frame)
+        if not self._is_sent:
+            return  # the same without a secret
+        _check_kind(reply, self._questions[0].request)
         question = self._questions.popleft()
         self._is_sent = False
         try:
@@ -353,15 +356,13 @@ class ClientThread(SideChannelClient):
         self._wakeup.clear()
 
 
-def _answer_to(request: wire.AnyRequest, frame: bytes) -> wire.AnyReply:
-    """Decode an answer, of which the question says what it is; raises ProtocolError."""
-    reply = wire.decode_reply(frame)
+def _check_kind(reply: wire.AnyReply | wire.Refused, request: wire.AnyRequest) -> None:
+    """Raise ProtocolError where a question, which says what its answer is, has another one."""
     if isinstance(reply, wire.Refused):
         raise ProtocolError(f"the prefill engine refused the handshake: {reply.reason[:1000]}")
     expected = _ANSWERS[type(request)]
     if type(reply) is not expected:
         raise ProtocolError(f"expected {expected.__name__}, got {type(reply).__name__}")
-    return reply
 
 
 def _as_error(error: Exception, name: str) -> CommextError:

@@ -199,8 +199,7 @@ AnyRequest = DescribeRequest | FindStreams | FindBlocks
 AnyReply = Described | FoundStreams | FoundBlocks
 _Any = TypeVar("_Any")
 _REQUEST = msgspec.msgpack.Decoder(AnyRequest)
-_REPLY = msgspec.msgpack.Decoder(AnyReply | Refused)
-_NEWS = msgspec.msgpack.Decoder(Draining)
+_REPLY = msgspec.msgpack.Decoder(AnyReply | Refused | Draining)
 
 
 def encode(frame: Frame) -> bytes:
@@ -213,14 +212,9 @@ def decode_request(frame: bytes, max_bytes: int = MAX_REQUEST_BYTES) -> AnyReque
     return checked(decode(_REQUEST, frame, max_bytes, "handshake request"))
 
 
-def decode_reply(frame: bytes) -> AnyReply | Refused:
-    """Decode the answer of a side channel; raises ProtocolError."""
+def decode_reply(frame: bytes) -> AnyReply | Refused | Draining:
+    """Decode what a side channel sends; raises ProtocolError."""
     return checked(decode(_REPLY, frame, MAX_REPLY_BYTES, "handshake reply"))
-
-
-def decode_news(frame: bytes) -> Draining:
-    """Decode what a side channel sends after its answer; raises ProtocolError."""
-    return checked(decode(_NEWS, frame, MAX_REQUEST_BYTES, "side-channel news"))
 
 
 def decode(decoder: msgspec.msgpack.Decoder[_Any], frame: bytes, max_bytes: int, what: str) -> _Any:
