@@ -186,6 +186,8 @@ def measure(args: argparse.Namespace, rounds: Rounds, output: Output) -> None:
             chosen.append((name, saturation * share / 100 if rate.endswith("%") else share))
     print(f"warm-up of {args.warm_up_seconds:g} s each", flush=True)
     rounds.warm_up(*chosen[len(chosen) // 2], args.warm_up_seconds)
+    turns = len(chosen) * args.rounds
+    print(f"{turns} turns of all contestants, {rounds.turn_seconds():.0f} s each", flush=True)
     left_out: list[str] = []
     for number in range(args.rounds):
         for name, rate in chosen:

@@ -70,6 +70,10 @@ class Rounds:
     def seconds_left(self) -> float:
         return self._end - time.monotonic()
 
+    def turn_seconds(self) -> float:
+        """About how long all contestants' turns take, by what they took so far."""
+        return len(self._runners) * (self._load.seconds + self._tail)
+
     def warm_up(self, name: str, rate: float, seconds: float) -> None:
         """The same load on every contestant, which counts for nothing."""
         arrivals = self._load.arrivals(name, rate, seconds)
@@ -91,8 +95,7 @@ class Rounds:
 
     def round(self, name: str, rate: float, number: int) -> list[Play]:
         """All contestants' turns, in another order each time; none where the time is over."""
-        needed = len(self._runners) * (self._load.seconds + self._tail)
-        if self.seconds_left() < needed:
+        if self.seconds_left() < self.turn_seconds():
             return []
         arrivals = self._load.arrivals(name, rate, self._load.seconds)
         shift = self._num_rounds % len(self._runners)

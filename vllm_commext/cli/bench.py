@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import importlib
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: an option that cannot be.
-        EndpointError: an endpoint that does not answer.
+        EndpointError: an endpoint that does not answer, or fails all requests of the warm-up.
     """
     try:
         importlib.import_module("vllm_commext.bench.client")
@@ -142,7 +143,13 @@ async def _run(args: argparse.Namespace) -> int:
         print(text)
     if args.json:
         args.json.write_text(json.dumps(_content(args, contestants, limits, found)) + "\n")
-    return int(any(is_bad for _, is_bad in found))
+    mostly_failed = [2 * num_failed(one) > args.rounds * len(arrivals) for one in contestants]
+    return int(any(mostly_failed) or any(is_bad for _, is_bad in found))
+
+
+def num_failed(one: Contestant) -> int:
+    """Requests of all rounds that failed."""
+    return sum(bool(sample.error) for of in one.rounds for sample in of)
 
 
 def _arrivals(args: argparse.Namespace, most: int) -> "list[Arrival]":
@@ -187,6 +194,12 @@ async def _measure(
             played = await client.play(
                 one.endpoint, chosen, made, wait_seconds=args.wait, progress=tell
             )
+            reasons = [sample.error for sample in played.samples]
+            if not number and reasons and all(reasons):
+                raise client.EndpointError(
+                    f"{one.endpoint.url}: expected completions, but each request of the warm-up "
+                    f"failed, the first with: {reasons[0]}"
+                )
             if number:
                 one.rounds.append(played.samples)
                 late = max(late, played.late)
@@ -220,19 +233,20 @@ def table(contestants: Sequence[Contestant], limits: "Limits") -> list[str]:
 
 
 def _three(seconds: Sequence[float]) -> str:
+    if any(map(math.isnan, seconds)):
+        return "-"
     return " / ".join(f"{1e3 * one:.3g}" if one < 1 else f"{1e3 * one:,.0f}" for one in seconds)
 
 
 def _verdicts(contestants: Sequence[Contestant], limits: "Limits") -> list[tuple[str, bool]]:
-    """A sentence for each endpoint but the first, and whether it says that nobody wants it."""
+    """A sentence for each endpoint but the first, and whether that is worse."""
     from vllm_commext.bench import figures
 
     found: list[tuple[str, bool]] = []
     first = contestants[0]
     for one in contestants[1:]:
         compared = figures.compare(first.rounds, one.rounds, limits)
-        is_bad = 2 * max(compared.failed) > compared.total
-        is_bad = is_bad or (compared.differs and compared.ratio < 1)
+        is_bad = compared.differs and compared.ratio < 1
         found.append((figures.verdict((first.name, one.name), compared), is_bad))
     return found
 

@@ -74,7 +74,6 @@ def urls() -> Iterator[dict[str, str]]:
         (("flaky", "good"), 0, "B serves 1.5"),
         (("good", "flaky"), 1, "not worth it; 1"),
         (("good", "good"), 0, "both serve all but 0 of"),
-        (("good", "broken"), 1, "nothing can be said"),
         (("good",), 0, "100.0%"),
     ],
 )
@@ -99,6 +98,14 @@ def test_the_table_ends_with_a_verdict(
     found = json.loads(file.read_text())
     assert [len(one["rounds"]) for one in found["endpoints"]] == [2] * len(names)
     assert len(found["verdicts"]) == len(names) - 1
+
+
+def test_a_server_that_only_fails_is_an_error(
+    urls: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--seconds", "1", "--scale", "0.02"]
+    assert main(["bench", "--endpoint", urls["broken"], *options]) == 2
+    assert "failed, the first with: HTTP 503: full" in capsys.readouterr().err
 
 
 def test_a_server_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
