@@ -2,18 +2,21 @@
 
 vLLM computes as much of prompts in a step as its step has room for, whatever the answers of the
 same step lose by it, and has one threshold for long prompts, read in every step.  Before each step
-it is set here to what the answers have to spare, where requests name a limit (``tpot_ms`` in their
-``kv_transfer_params``).  Several prompts share that: each gets a part, so that a short one ends
-early.  Hybrid models are left alone: their states are cut where blocks end.
+it is set here to what the answers have to spare, where requests name limits (``tpot_ms`` and
+``ttft_ms`` in their ``kv_transfer_params``).  Several prompts share that: each gets a part, so that
+a short one ends early.  Hybrid models are left alone: their states are cut where blocks end.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.nixl.step_budget import Answer, StepBudget
-from vllm_commext.nixl.wire.params import limit_of
+from vllm.v1.request import RequestStatus
+
+from vllm_commext.nixl.step_budget import FIRST_TOKEN_MARGIN, Answer, Prompt, StepBudget
+from vllm_commext.nixl.wire.params import TPOT, TTFT, limit_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -40,7 +43,7 @@ class PrefillPieces:
 
     def add(self, request: Request) -> None:
         """A request came in."""
-        limit = limit_of(request)
+        limit = limit_of(request, TPOT)
         if limit is not None:
             self._limits[request.request_id] = limit
 
@@ -70,16 +73,19 @@ class PrefillPieces:
         self._has_step_under_way = bool(getattr(core, "batch_queue", None))
         under_way = self._steps[-1] if self._has_step_under_way and self._steps else None
         running = scheduler.running
-        num_prompts = sum(one.num_computed_tokens < one.num_prompt_tokens for one in running)
+        waiting = itertools.islice(scheduler.waiting, MAX_SHARING)
+        prompts = [one for one in running if one.num_computed_tokens < one.num_prompt_tokens]
+        prompts += [one for one in waiting if one.status != RequestStatus.WAITING_FOR_REMOTE_KVS]
         tokens = self._budget.prompt_tokens(
             now,
             [answer for one in running if (answer := self._answer_of(one, now)) is not None],
+            [prompt for one in prompts if (prompt := _prompt_of(one)) is not None],
             None if under_way is None else self._budget.seconds(under_way),
         )
         if tokens is None:
             self._restore(scheduler.scheduler_config)
             return
-        shared_by = min(max(1, num_prompts + len(scheduler.waiting)), MAX_SHARING)
+        shared_by = min(max(1, len(prompts)), MAX_SHARING)
         self._cut(scheduler.scheduler_config, max(1, tokens // shared_by))
 
     def _cut(self, config: Any, tokens: int) -> None:
@@ -110,3 +116,12 @@ class PrefillPieces:
         first_at, num_then = self._begun.setdefault(request.request_id, (now, num_tokens))
         left = request.max_tokens - num_tokens
         return Answer(first_at, num_tokens - num_then + 1, left, limit)
+
+
+def _prompt_of(request: Request) -> Prompt | None:
+    """A prompt with a limit."""
+    limit = limit_of(request, TTFT)
+    if limit is None:
+        return None
+    end = request.arrival_time + FIRST_TOKEN_MARGIN * limit
+    return Prompt(request.num_tokens - request.num_computed_tokens, end - time.time())

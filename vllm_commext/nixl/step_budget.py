@@ -4,14 +4,19 @@ are arguments.
 An answer's time per output token is a mean over the answer, so that what it has been faster than
 its limit is time that a prompt may take. A step is therefore as long as every answer keeps its
 limit with it, wherever the answer ends: whole prompts where no answer is near its limit, small
-pieces where one is. How long steps take is learned from them.
+pieces where one is, and larger ones where a prompt's own limit could not be kept otherwise. How
+long steps take is learned from them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 MARGIN = 0.97
-"""Share of a limit that is used up on purpose."""
+"""Share of an answer's limit that is used up on purpose."""
+FIRST_TOKEN_MARGIN = 0.9
+"""Share of a prompt's limit within which it is computed."""
+_FULL = 0.95
+"""Share of an engine's time for prompts from which on they are computed whole."""
 MIN_TOKENS = 32
 """Of prompts, in any step: they go on whatever the answers have left."""
 UNKNOWN_TOKENS = 256
@@ -35,6 +40,15 @@ class Answer:
     tokens: int
     left: int
     limit: float
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that is computed or waits for it. tokens: of it that are left. seconds: until its
+    limit, below zero where that is past."""
+
+    tokens: int
+    seconds: float
 
 
 class StepBudget:
@@ -61,13 +75,18 @@ class StepBudget:
         return self._alone + (prompt_tokens * self._extra / self._tokens if self._tokens else 0.0)
 
     def prompt_tokens(
-        self, now: float, answers: Sequence[Answer], under_way: float | None
+        self,
+        now: float,
+        answers: Sequence[Answer],
+        prompts: Sequence[Prompt],
+        under_way: float | None,
     ) -> int | None:
         """Tokens of prompts for the next step, None for no limit.
 
         Args:
             now: the time.
             answers: those with a limit.
+            prompts: those with a limit, in the order in which they are computed.
             under_way: seconds that a step will take which is under way before it; None without.
         """
         kept = [one for one in answers if not _is_lost(one, now, under_way, self._alone)]
@@ -76,7 +95,23 @@ class StepBudget:
         if not self._extra:
             return UNKNOWN_TOKENS
         spare = min(_seconds_left(one, now, under_way) for one in kept) - self._alone
-        return max(MIN_TOKENS, int(spare * self._tokens / self._extra))
+        token = self._extra / self._tokens
+        needed = _tokens_a_second(prompts)
+        if needed * token >= _FULL:
+            return None
+        in_time = needed * self._alone / (1.0 - needed * token)
+        return max(MIN_TOKENS, int(in_time), int(spare / token))
+
+
+def _tokens_a_second(prompts: Sequence[Prompt]) -> float:
+    """Speed at which each prompt whose limit is not past is computed in time, those before it
+    too."""
+    tokens, needed = 0, 0.0
+    for prompt in prompts:
+        tokens += prompt.tokens
+        if prompt.seconds > 0.0:
+            needed = max(needed, tokens / prompt.seconds)
+    return needed
 
 
 def _seconds_left(answer: Answer, now: float, under_way: float | None) -> float:
@@ -86,6 +121,7 @@ def _seconds_left(answer: Answer, now: float, under_way: float | None) -> float:
 
 
 def _is_lost(answer: Answer, now: float, under_way: float | None, alone: float) -> bool:
-    """Whether the answer misses its limit, were it to go on beside no prompt to its longest."""
-    gained = max(0.0, answer.limit - alone) * answer.left
+    """Whether the answer misses its limit, were it to go on beside no prompt for as many tokens
+    again as it has, or is allowed."""
+    gained = max(0.0, answer.limit - alone) * min(answer.left, answer.tokens)
     return _seconds_left(answer, now, under_way) + gained < min(alone, answer.limit)

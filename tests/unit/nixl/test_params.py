@@ -17,6 +17,8 @@ from vllm_commext.nixl.wire.params import (
     MAX_SAMPLING_CHARACTERS,
     OWN_FIELDS,
     PIPELINE_PROTOCOL,
+    TPOT,
+    TTFT,
     OtherProtocolError,
     TransferParams,
     is_for_decode,
@@ -349,4 +351,4 @@ def test_half_a_character_is_refused_with_a_secret(name: str, half: str) -> None
 )
 def test_a_limit_is_a_time(value: object, seconds: float | None) -> None:
     request: Any = SimpleNamespace(kv_transfer_params={"tpot_ms": value})
-    assert limit_of(request) == seconds
+    assert (limit_of(request, TPOT), limit_of(request, TTFT)) == (seconds, None)

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.nixl.step_budget import MARGIN, MIN_TOKENS, UNKNOWN_TOKENS, Answer, StepBudget
+from vllm_commext.nixl.step_budget import (
+    MARGIN,
+    MIN_TOKENS,
+    UNKNOWN_TOKENS,
+    Answer,
+    Prompt,
+    StepBudget,
+)
 
 ALONE, EACH, MIXED, TOKEN = 0.006, 40e-6, 0.002, 25e-6
 ROOM = 8192
@@ -37,7 +44,7 @@ class Engine:
             expected = None if under_way is None else self.budget.seconds(under_way)
             done = num if under_way is None else num - 1
             answers = [Answer(began, done, 10_000, self.limit)] * self.num_answers
-            piece = self.budget.prompt_tokens(self.now, answers, expected)
+            piece = self.budget.prompt_tokens(self.now, answers, [], expected)
             step = ROOM if piece is None else min(piece, ROOM)
             self.computed += step
             ending, under_way = (under_way, step) if self.is_async else (step, None)
@@ -65,11 +72,36 @@ def test_answers_keep_their_limit_and_prompts_get_the_rest(
     assert engine.computed >= 0.9 * possible
 
 
+@pytest.mark.parametrize(
+    ("prompts", "tokens_a_second"),
+    [
+        ([Prompt(6000, 1.0)], 6000),
+        ([Prompt(9000, -1.0), Prompt(3000, 1.0)], 12000),
+        ([Prompt(8000, 0.5), Prompt(100, 9.0)], 16000),
+    ],
+)
+def test_prompts_keep_their_own_limit_first(prompts: list[Prompt], tokens_a_second: int) -> None:
+    budget = StepBudget()
+    for prompt_tokens in (0, 100, 200, 300, 400) * 20:
+        budget.note_step(prompt_tokens, ALONE + TOKEN * prompt_tokens)
+    answer = Answer(99.9, 10, 1000, 0.0105)  # has less than a step
+    piece = budget.prompt_tokens(100.0, [answer], prompts, None)
+    assert piece is not None
+    assert piece / (ALONE + TOKEN * piece) == pytest.approx(tokens_a_second, rel=0.03)
+
+
+def test_prompts_that_need_all_of_the_engine_are_whole() -> None:
+    engine = Engine(4, 0.02, is_async=False)
+    engine.run(LEARNING)
+    answer = Answer(engine.now, 1, 1000, 0.02)
+    assert engine.budget.prompt_tokens(engine.now, [answer], [Prompt(90_000, 1.0)], None) is None
+
+
 def test_what_an_answer_has_saved_is_spent_on_a_whole_prompt() -> None:
     engine = Engine(4, 0.02, is_async=False)
     engine.run(20)
     saved = Answer(engine.now - 100 * 0.007, 101, 1000, 0.02)
-    piece = engine.budget.prompt_tokens(engine.now, [saved], None)
+    piece = engine.budget.prompt_tokens(engine.now, [saved], [], None)
     assert piece is not None
     assert piece > ROOM
 
@@ -92,12 +124,12 @@ def test_which_answers_count(answers: list[Answer], expected: int | None) -> Non
     budget = StepBudget()
     for prompt_tokens in (0, 0, 0, 100, 200, 300, 400):
         budget.note_step(prompt_tokens, seconds_of(4, prompt_tokens))
-    assert budget.prompt_tokens(100.0, answers, None) == expected
+    assert budget.prompt_tokens(100.0, answers, [], None) == expected
 
 
 def test_pieces_are_small_before_anything_is_known() -> None:
     answer = Answer(100.0, 1, 100, 0.02)
-    assert StepBudget().prompt_tokens(100.0, [answer], None) == UNKNOWN_TOKENS
+    assert StepBudget().prompt_tokens(100.0, [answer], [], None) == UNKNOWN_TOKENS
 
 
 @given(
@@ -116,5 +148,5 @@ def test_a_piece_is_never_below_the_least(
     budget = StepBudget()
     for step in steps:
         budget.note_step(*step)
-    piece = budget.prompt_tokens(10.0, [Answer(*one) for one in answers], under_way)
+    piece = budget.prompt_tokens(10.0, [Answer(*one) for one in answers], [], under_way)
     assert piece is None or piece >= MIN_TOKENS
