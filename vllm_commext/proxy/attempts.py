@@ -11,7 +11,8 @@ from vllm_commext.proxy.choice import Plan
 from vllm_commext.proxy.engines import Engine, EnginePool, SideChannelFields, places_of
 from vllm_commext.proxy.outcome import Losses, ProxyError
 from vllm_commext.proxy.response import Opened
-from vllm_commext.proxy.resume import Resume, Room, Transcript
+from vllm_commext.proxy.resume import Resume, Room
+from vllm_commext.proxy.transcript import Transcript, without_prompt
 from vllm_commext.proxy.two_step import ENDPOINTS
 from vllm_commext.proxy.upstream import Payload, Prefilled
 
@@ -72,7 +73,7 @@ class Attempts:
 
     def asking(self, payload: Payload, transcript: Transcript) -> Payload:
         """A decode engine's payload, where what the client gets is kept."""
-        edit = resume.without_prompt if transcript.hides_ids else payload.edit
+        edit = without_prompt if transcript.hides_ids else payload.edit
         return replace(payload, body=transcript.asking(payload.body), edit=edit)
 
     def begun(self) -> None:

@@ -14,8 +14,8 @@ from vllm_commext.proxy.connections import cut
 from vllm_commext.proxy.deadline import ClientStalledError, EngineLostError, StreamWatch
 from vllm_commext.proxy.outcome import ClientGoneError, Losses, ProxyError
 from vllm_commext.proxy.response import Opened, bad_answer, failure_of, failure_told
-from vllm_commext.proxy.resume import Transcript
 from vllm_commext.proxy.sse import DONE, error_event, with_cached_tokens
+from vllm_commext.proxy.transcript import Transcript
 
 logger = logging.getLogger("vllm.commext.proxy")
 

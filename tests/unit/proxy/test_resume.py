@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.proxy.resume import Resume, Room, Transcript, refusal, without_prompt
+from vllm_commext.proxy.resume import Resume, Room, refusal
+from vllm_commext.proxy.transcript import Transcript, without_prompt
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DONE = b"data: [DONE]\n\n"
-NOTE = b": resumed\n\n"
 USAGE = b'data: {"id":"%s","created":%d,"choices":[],"usage":{"completion_tokens":9}}\n\n'
 ROOM_BYTES = 1 << 20
 
@@ -152,6 +152,13 @@ SPLICES: dict[str, tuple[bytes, bytes, Any]] = {
         + says(1, delta={"content": "bc"}, token_ids=[2]),
         {"content": "c"},
     ),
+    "log probabilities": (
+        says(0, delta={"content": "ab"}, token_ids=[1, 2], logprobs={"content": ["A", "B"]}),
+        says(
+            1, delta={"content": "abc"}, token_ids=[1, 2, 3], logprobs={"content": ["A", "B", "C"]}
+        ),
+        {"content": "c", "logprobs": {"content": ["C"]}},
+    ),
     "other tokens": (
         says(0, delta={"content": "ab"}, token_ids=[1]),
         says(1, delta={"content": "ab"}, token_ids=[2]),
@@ -189,9 +196,9 @@ def test_what_the_client_has_not(case: str) -> None:
     if expected is None:
         assert got == b"failed"
         return
-    assert got.startswith(NOTE)
     (content,) = contents(got)
-    assert content["choices"][0]["delta"] == expected
+    choice, logprobs = content["choices"][0], expected.pop("logprobs", None)
+    assert (choice["delta"], choice["logprobs"]) == (expected, logprobs)
     assert (content["id"], content["created"]) == ("one-0", 1000)
 
 
@@ -266,9 +273,7 @@ STREAM: dict[str, Any] = {"stream": True, "messages": []}
 REFUSALS: dict[str, tuple[str, dict[str, Any], Resume | None]] = {
     "a chat": (CHAT, {}, None),
     "ids are asked for": (CHAT, {"return_token_ids": True}, None),
-    "no log probabilities": (CHAT, {"logprobs": False}, None),
-    "log probabilities": (CHAT, {"logprobs": True}, Resume.LOGPROBS),
-    "none but the tokens'": (CHAT, {"logprobs": 0}, Resume.LOGPROBS),
+    "log probabilities": (CHAT, {"logprobs": True}, None),
     "samples": (CHAT, {"n": 2}, Resume.SAMPLES),
     "no stream": (CHAT, {"stream": False}, Resume.ENDPOINT),
     "an echo": (CHAT, {"echo": True}, Resume.ECHO),
@@ -326,6 +331,7 @@ async def test_a_stream_goes_on_at_another_engine(kit: Any, path: str, how: str)
             has_begun.set()
             text, ids, names, ends = told(got := got + await response.read())
         assert (text, ids, names, ends) == ("abc", [], {("one-0", 1000)}, ["stop"])
+        assert [one.get("commext_resumed") for one in contents(got)][-2:] == [1, None]
         assert got.endswith(DONE)
         (call,) = second.calls
         assert call.body["kv_transfer_params"] == {**kit.kv_params, "answer_token_ids": [1, 2]}
@@ -344,7 +350,7 @@ ENDS: dict[str, tuple[dict[str, Any], list[bytes], Resume, str]] = {
         "bad_answer",
     ),
     "no answer": ({}, [], Resume.FAILED, "lost"),
-    "not to be resumed": ({"logprobs": 1}, stream(1, COMPLETIONS, WORDS), Resume.LOGPROBS, "lost"),
+    "not to be resumed": ({"echo": True}, stream(1, COMPLETIONS, WORDS), Resume.ECHO, "lost"),
 }
 
 

@@ -1,0 +1,364 @@
+"""Streams that go on at another decode engine when theirs is lost.
+
+What the client of a stream has got is kept until the stream ends: the ids of the answer's tokens,
+which the engine is asked to tell, and the text of each of its fields.  When the engine is lost, the
+request is served anew, with these ids, and of the new stream the client gets what it has not.  An
+engine that can goes on after the last of these tokens; one that cannot answers from the beginning.
+Either way what comes is compared with what the client has, token by token and letter by letter.
+
+Pure: events in, events out.
+"""
+
+import re
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from vllm_commext.proxy.body import decode, dumps
+from vllm_commext.proxy.resume import Resume, Room
+from vllm_commext.proxy.sse import DONE
+
+ANSWER = "answer_token_ids"
+_GROWTH_BYTES = 16 << 10
+_DATA = b"data: "
+_END = b"\n\n"
+_IDS = b'"token_ids":['
+_PROMPT_IDS = re.compile(rb'("prompt_token_ids":)\[[\d,]*\]')
+_GIVEN_UP = ("abort", "error")
+_NOTE = b',"commext_resumed":%d}'
+"""In the event that tells how an answer ends: times that it has gone on at another engine."""
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    text: str = ""
+    delta: dict[str, Any] | None = None
+    token_ids: list[int] | None = None
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+
+class _Event(msgspec.Struct):
+    id: str = ""
+    created: int = 0
+    choices: list[_Choice] | None = None
+    error: Any = None
+
+
+_DECODER = msgspec.json.Decoder(_Event)
+
+
+class _DiffersError(Exception):
+    """Another engine has answered otherwise."""
+
+
+class _UnknownError(Exception):
+    """A part of an answer that is not known here."""
+
+
+_UNKNOWN = (_UnknownError, AttributeError, TypeError, OverflowError)
+
+
+Edit = Callable[[str, str], str]
+"""Gives what is to stay of the text of a field."""
+
+
+def _edited(delta: Mapping[str, Any], edit: Edit) -> dict[str, Any]:
+    """A part of a chat without its role, each text of it as *edit* leaves it."""
+    kept: dict[str, Any] = {}
+    for name, value in delta.items():
+        if name == "role" or not value:
+            continue
+        if name == "tool_calls":
+            calls = (_edited_call(call, edit) for call in value)
+            value = [call for call in calls if call]
+        elif isinstance(value, str):
+            value = edit(name, value)
+        else:
+            raise _UnknownError
+        if value:
+            kept[name] = value
+    return kept
+
+
+def _edited_call(call: Mapping[str, Any], edit: Edit) -> dict[str, Any]:
+    """A part of a call; one that the client knows is told by its number alone."""
+    number, function = call.get("index"), call.get("function") or {}
+    kept: dict[str, str] = {}
+    for name in ("name", "arguments"):
+        if text := edit(f"{number} {name}", function.get(name) or ""):
+            kept[name] = text
+    if "name" in kept:
+        return {**call, "function": {**function, **kept}}
+    return {"index": number, "function": kept} if kept else {}
+
+
+class _Replay:
+    """What another engine has still to repeat of what the client has."""
+
+    def __init__(self, ids: Sequence[int], texts: Mapping[str, bytearray]) -> None:
+        self._ids = list(ids)
+        self._texts = {name: bytes(text) for name, text in texts.items()}
+
+    @property
+    def is_over(self) -> bool:
+        return not self._ids and not any(self._texts.values())
+
+    def new_ids(self, ids: list[int]) -> list[int]:
+        """Those of *ids* that the client has not."""
+        count = min(len(ids), len(self._ids))
+        if ids[:count] != self._ids[:count]:
+            raise _DiffersError
+        del self._ids[:count]
+        return ids[count:]
+
+    def new_text(self, name: str, text: str) -> str:
+        """The part of a field's *text* that the client has not."""
+        raw, sent = text.encode(), self._texts.get(name, b"")
+        count = min(len(raw), len(sent))
+        if raw[:count] != sent[:count]:
+            raise _DiffersError
+        self._texts[name] = sent[count:]
+        return raw[count:].decode()
+
+
+class Transcript:
+    """What the client of one stream has of it.
+
+    refusal: why the stream is not resumed. has_failed: the engine has given the stream up, or
+    answers otherwise than the one before; what it has told of that, and the client has not got,
+    is *held*, and nothing that follows is looked at.
+
+    Args:
+        room: what is kept counts there, until `close`.
+        body: the client's request, of *num_bytes*.
+    """
+
+    def __init__(self, room: Room, body: Mapping[str, Any], num_bytes: int) -> None:
+        self._room = room
+        self._num_taken, self._num_bytes = 0, num_bytes
+        self._hides_ids = not body.get("return_token_ids")
+        self._ids = array("i")
+        self._texts: dict[str, bytearray] = {}
+        self._has_finished, self._num_resumed = False, 0
+        self._replay: _Replay | None = None
+        self._first: _Event | None = None
+        self._renames: tuple[tuple[bytes, bytes], ...] | None = ()
+        self.has_failed = False
+        self.held = b""
+        self.refusal: Resume | None = None
+        self._take_room()
+
+    @property
+    def hides_ids(self) -> bool:
+        """The client has not asked for the tokens' ids."""
+        return self._hides_ids
+
+    def asking(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Body for a decode engine, which is to tell the tokens' ids, and to go on after those
+        that the client has."""
+        asked = {**body, "return_token_ids": True}
+        if self._ids:
+            params = body.get("kv_transfer_params") or {}
+            asked["kv_transfer_params"] = {**params, ANSWER: self._ids.tolist()}
+        return asked
+
+    def begin_again(self) -> None:
+        """Another engine's events follow."""
+        self.has_failed, self.held, self._num_resumed = False, b"", self._num_resumed + 1
+        self._replay, self._renames = _Replay(self._ids, self._texts), None
+
+    def close(self) -> None:
+        """Forget what is kept."""
+        self._room.give_back(self._num_taken)
+        self._num_taken, self._ids, self._texts, self._replay = 0, array("i"), {}, None
+
+    def pass_on(self, events: bytes) -> bytes:
+        """What goes to the client of whole *events*."""
+        if events.find(_END) == len(events) - len(_END):
+            return self._pass_on(events)
+        return b"".join(self._pass_on(event + _END) for event in events.split(_END) if event)
+
+    def _pass_on(self, event: bytes) -> bytes:
+        if self.has_failed:
+            return b""
+        if self.refusal is None:
+            return self._take(event)
+        return _without_ids(event) if self._hides_ids else event
+
+    def _take(self, event: bytes) -> bytes:
+        """Note an event; returns what the client gets of it."""
+        if event.startswith((DONE, b":")) and self._replay is None:
+            return event
+        try:
+            told = _DECODER.decode(event[len(_DATA) :])
+        except ValueError:
+            return self._leave(Resume.NOT_TOLD, event)
+        choice = told.choices[0] if told.choices else None
+        if _is_given_up(told.error, choice):
+            self.held = _without_ids(event) if self._hides_ids else event
+            return self._fail(None)
+        if told.choices is None:
+            return self._leave(Resume.NOT_TOLD, event)
+        if self._renames != ():
+            event = self._renamed(event, told)
+        if self._replay is not None:
+            return self._spliced(event, choice, self._replay)
+        if choice is None:
+            return event
+        if self._first is None:
+            self._first = told
+        if len(told.choices) > 1 or not self._has_noted(choice):
+            return self._leave(Resume.NOT_TOLD, event)
+        if choice.finish_reason is not None:
+            event = self._ended(event)
+        if not self._hides_ids:
+            return event
+        # A token that says nothing is told of where ids are asked for, and nowhere else.
+        is_empty = choice.delta == {} and choice.finish_reason is None and not choice.logprobs
+        return b"" if is_empty else _without_ids(event)
+
+    def _ended(self, event: bytes) -> bytes:
+        """An answer's last event, which says how often it has gone on elsewhere."""
+        is_object = self._num_resumed and event.endswith(b"}" + _END)
+        return event[:-3] + _NOTE % self._num_resumed + _END if is_object else event
+
+    def _has_noted(self, choice: _Choice) -> bool:
+        """Note a part of an answer; False where it is not known, or its tokens are not told."""
+        ids, delta = choice.token_ids, choice.delta
+        try:
+            if ids is None:
+                return delta is not None and "role" in delta and not _edited(delta, _same)
+            if delta is None:
+                self._note_text("text", choice.text)
+            else:
+                _edited(delta, self._note_text)
+            self._ids.extend(ids)
+        except _UNKNOWN:
+            return False
+        if choice.finish_reason is not None:
+            self._has_finished = True
+        self._num_bytes += 4 * len(ids)
+        if self._num_bytes > self._num_taken:
+            self._take_room()
+        return True
+
+    def _note_text(self, name: str, text: str) -> str:
+        raw = text.encode()
+        try:
+            self._texts[name] += raw
+        except KeyError:
+            self._texts[name] = bytearray(raw)
+        self._num_bytes += len(raw)
+        return text
+
+    def _spliced(self, event: bytes, choice: _Choice | None, replay: _Replay) -> bytes:
+        """What the client has not of an event."""
+        has_finished = self._has_finished
+        if choice is None:
+            return self._fail(Resume.DIFFERS)
+        if choice.token_ids is None:
+            return b"" if self._has_noted(choice) else self._fail(Resume.DIFFERS)
+        try:
+            num_tokens = len(choice.token_ids)
+            choice.token_ids = replay.new_ids(choice.token_ids)
+            choice.logprobs = _last(choice.logprobs, num_tokens - len(choice.token_ids))
+            choice.text = replay.new_text("text", choice.text)
+            if choice.delta is not None:
+                choice.delta = _edited(choice.delta, replay.new_text)
+        except (_DiffersError, *_UNKNOWN):
+            return self._fail(Resume.DIFFERS)
+        ends = choice.finish_reason is not None
+        if (ends and not replay.is_over) or not self._has_noted(choice):
+            return self._fail(Resume.DIFFERS)
+        if replay.is_over:
+            self._replay = None
+        is_told = choice.token_ids and (choice.logprobs or not self._hides_ids)
+        is_new = ends or choice.text or choice.delta or is_told
+        if self.has_failed or has_finished or not is_new:
+            return b""
+        event = self._rewritten(event, choice)
+        return self._ended(event) if ends else event
+
+    def _rewritten(self, event: bytes, choice: _Choice) -> bytes:
+        """An event with what is left of it."""
+        content = decode(event[len(_DATA) :])
+        (told,) = content["choices"]
+        told["token_ids"] = None if self._hides_ids else choice.token_ids
+        told["logprobs"] = choice.logprobs
+        if choice.delta is None:
+            told["text"], told["prompt_token_ids"] = choice.text, None
+        else:
+            told["delta"] = choice.delta
+        return _DATA + dumps(content) + _END
+
+    def _renamed(self, event: bytes, told: _Event) -> bytes:
+        """An event under the names of the first engine's."""
+        if self._renames is None:
+            first = self._first or told
+            names = (b'"id":%s', dumps(told.id), dumps(first.id))
+            times = (b'"created":%s', dumps(told.created), dumps(first.created))
+            every = [(form % new, form % old) for form, new, old in (names, times)]
+            self._renames = tuple(one for one in every if one[0] != one[1])
+        for new, old in self._renames:
+            event = event.replace(new, old, 1)
+        return event
+
+    def _take_room(self) -> None:
+        """Have more kept, or leave the stream where there is no room for it."""
+        missing = max(self._num_bytes - self._num_taken, _GROWTH_BYTES)
+        if self._room.take(missing):
+            self._num_taken += missing
+        else:
+            self._leave(Resume.NO_ROOM, b"")
+
+    def _leave(self, reason: Resume, event: bytes) -> bytes:
+        """The stream is not resumed any more; returns what the client gets of an event."""
+        if self._replay is not None:
+            return self._fail(Resume.DIFFERS)
+        self.refusal = reason
+        self.close()
+        return _without_ids(event) if self._hides_ids else event
+
+    def _fail(self, reason: Resume | None) -> bytes:
+        self.has_failed = True
+        if reason is not None:
+            self.refusal = reason
+            self.close()
+        return b""
+
+
+def _is_given_up(error: Any, choice: _Choice | None) -> bool:
+    """Whether an event tells of an engine's failure; a refusal is the client's."""
+    if error is None:
+        return choice is not None and choice.finish_reason in _GIVEN_UP
+    code = error.get("code") if isinstance(error, dict) else None
+    return not isinstance(code, int) or code >= 500
+
+
+def _last(logprobs: dict[str, Any] | None, num_told: int) -> dict[str, Any] | None:
+    """Log probabilities without those of the first tokens."""
+    if not logprobs:
+        return logprobs
+    every = logprobs.items()
+    return {name: value[num_told:] if isinstance(value, list) else value for name, value in every}
+
+
+def _same(name: str, text: str) -> str:
+    return text
+
+
+def _without_ids(event: bytes) -> bytes:
+    """An event as it is where the tokens' ids are not asked for."""
+    begin = event.find(_IDS)
+    if begin < 0:
+        return event
+    end = event.index(b"]", begin)
+    return event[: begin + len(_IDS) - 1] + b"null" + event[end + 1 :]
+
+
+def without_prompt(events: bytes) -> bytes:
+    """The same for the prompt's ids, which come with the first token's."""
+    return _PROMPT_IDS.sub(rb"\1null", events) if b'"prompt_token_ids":[' in events else events
