@@ -71,8 +71,8 @@ def judge(reference: Completion, answer: Answer, bound_seconds: float) -> str:
 
 
 def is_right(reference: Completion, got: Completion) -> bool:
-    """Equal tokens, or another of two equally likely ones; equal logprobs up to there."""
+    """Equal tokens, or another of two equally likely ones; equal logprobs, if any, up to there."""
     if len(got.token_ids) != len(reference.token_ids):
         return False
-    distance = compare(reference, got, NOISE_NATS).max_logprob
+    distance = compare(reference, got, NOISE_NATS).max_logprob if got.logprobs else 0.0
     return distance <= NOISE_NATS and near_enough(reference, got, NOISE_NATS)

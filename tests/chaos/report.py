@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Recovery
 from tests.chaos.schedule import KINDS
+from vllm_commext.proxy.resume import Resume
 
 VERDICTS = (RIGHT, ERROR, LATE, WRONG)
 
@@ -51,6 +52,7 @@ class RunRecord:
         faults: each fault.
         verdicts: requests of the load by verdict.
         errors: error answers of the load by what they said.
+        resumes: streams whose decode engine was lost, by what became of them.
         samples: details of wrong and late answers.
         censuses: descriptors, threads and memory of each engine at both ends of its life.
         problems: what should not have happened outside of a fault.
@@ -62,6 +64,7 @@ class RunRecord:
     faults: list[FaultRecord] = field(default_factory=list[FaultRecord])
     verdicts: Counter[str] = field(default_factory=Counter[str])
     errors: Counter[str] = field(default_factory=Counter[str])
+    resumes: Counter[str] = field(default_factory=Counter[str])
     samples: list[str] = field(default_factory=list[str])
     censuses: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     problems: list[str] = field(default_factory=list[str])
@@ -80,6 +83,9 @@ def failures(run: RunRecord, *, timed: bool = True) -> list[str]:
         found.append(f"{run.verdicts[WRONG]} answers with status 200 and wrong tokens")
     if run.verdicts[LATE]:
         found.append(f"{run.verdicts[LATE]} requests took longer than their bound")
+    broken = run.resumes.total() - run.resumes[Resume.RESUMED]
+    if run.settings.get("spares") and broken:
+        found.append(f"{broken} streams broke off beside a second decode engine")
     for fault in run.faults:
         name = f"fault {fault.number} ({fault.kind})"
         found += [f"{name}: {problem}" for problem in fault.problems]
@@ -97,7 +103,9 @@ def describe(recovery: Recovery) -> str:
 
 def as_json(run: RunRecord) -> dict[str, Any]:
     """The whole record, with its failures."""
-    counts = {"verdicts": dict(run.verdicts), "errors": dict(run.errors)}
+    counts = {
+        name: dict(counted) for name, counted in vars(run).items() if isinstance(counted, Counter)
+    }
     faults = [asdict(fault) for fault in run.faults]
     return {**vars(run), **counts, "faults": faults, "failures": failures(run)}
 
@@ -112,6 +120,8 @@ def as_markdown(run: RunRecord) -> str:
         f"{run.seconds:.0f} s",
         f"- {run.verdicts.total()} requests: "
         + ", ".join(f"{run.verdicts[verdict]} {verdict}" for verdict in VERDICTS),
+        f"- {run.resumes.total()} streams lost their decode engine: "
+        + (", ".join(f"{count} {result}" for result, count in run.resumes.items()) or "none"),
         "",
     ]
     lines += _table(

@@ -101,6 +101,7 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
         record.seconds = time.monotonic() - started
         record.faults = [fault.with_drain(load.spans) for fault in record.faults]
         record.verdicts, record.errors, record.samples = load.verdicts, load.errors, load.samples
+        record.resumes = testbed.resumes()
         record.censuses = testbed.censuses
     return record
 

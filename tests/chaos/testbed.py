@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.kit.servers import (
     free_port,
 )
 from vllm_commext.errors import CommextError
+from vllm_commext.proxy.resume import Resume
 
 HANDSHAKE_SECONDS = 3.0
 TRANSFER_SECONDS = 4.0
@@ -205,6 +207,13 @@ class Testbed:
     def mapped_bytes(self) -> float:
         """Read by the decode engine through a mapping since its start."""
         return self.metrics(DECODE).total(MAPPED_BYTES)
+
+    def resumes(self) -> Counter[str]:
+        """The streams that have lost their decode engine, by what became of them."""
+        page = self.proxy_metrics()
+        name = "commext_proxy_resumes_total"
+        counts = {result: int(page.total(name, result=result)) for result in Resume}
+        return Counter({str(result): count for result, count in counts.items() if count})
 
     def proxy_metrics(self) -> Metrics:
         """The proxy's metrics now."""

@@ -201,7 +201,7 @@ def _completion(prompt: tuple[int, ...], choices: Sequence[Mapping[str, Any]]) -
         if choice["logprobs"] is not None:
             logprobs += map(_by_token_id, choice["logprobs"]["top_logprobs"])
         finish_reason = choice["finish_reason"] or finish_reason
-    if len(token_ids) != len(logprobs):
+    if logprobs and len(token_ids) != len(logprobs):
         raise ProtocolError(
             f"expected one logprob entry a token, got {len(logprobs)} for {len(token_ids)} tokens"
         )

@@ -190,7 +190,7 @@ class Transcript:
 
     def _take(self, event: bytes) -> bytes:
         """Note an event; returns what the client gets of it."""
-        if event.startswith((DONE, b":")) and self._replay is None:
+        if event.startswith(b":") or (event.startswith(DONE) and self._replay is None):
             return event
         try:
             told = _DECODER.decode(event[len(_DATA) :])
