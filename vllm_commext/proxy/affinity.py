@@ -125,11 +125,6 @@ class Memory:
             held = max(held, self._sessions.get(prefix.session))
         return max(0, min(int(held), prefix.tokens - 1))
 
-    def holds_start(self, prefix: Prefix) -> bool:
-        """Whether the engine may hold anything of the prompt."""
-        has_block = bool(prefix.blocks) and self._blocks.get(prefix.blocks[0]) > 0.0
-        return has_block or (bool(prefix.session) and self._sessions.get(prefix.session) > 0.0)
-
     def note(self, prefix: Prefix) -> None:
         """The engine has taken this on."""
         # The last block first: a prompt is forgotten from its end, as engines forget it too.

@@ -1,6 +1,5 @@
 """Which engines take a request: what the policy of placement has to say of those usable now."""
 
-import itertools
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from typing import Any
 
 from vllm_commext.proxy.affinity import Prefix
 from vllm_commext.proxy.engines import BOTH, DECODE, PREFILL, Engine, EnginePool
-from vllm_commext.proxy.placement import WINDOW, Candidate, Placement, Planner
+from vllm_commext.proxy.placement import Candidate, Placement, Planner
 
 AUTO, ADAPTIVE, LOCAL, FIXED = "auto", "adaptive", "local", "fixed"
 HANDED_OVER = "handed_over"
@@ -17,6 +16,9 @@ KINDS = (LOCAL, HANDED_OVER, LEAST_WORK)
 """Ways in which a request is placed: by the policy, wholly at one engine or one step at each of
 two, or wholly at the engine with the least work."""
 MOST_TOKENS = 1 << 15
+MAX_REMEMBERED = 1 << 16
+WINDOW = 10
+"""Engines that are looked at for a request, others for each."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Chooser:
         self._planner = planner
         self._pools = pools
         self._turn = 0
+        self._last: dict[bytes, Engine] = {}
 
     def plan(
         self,
@@ -91,27 +94,45 @@ class Chooser:
                     found.append(candidate)
             return found
 
-        sources = candidates(self._pools[PREFILL].engines) if may_hand_over else []
-        placement = self._planner.place(
-            now, max(tokens, 1), most_tokens(body), sources, candidates(decode)
-        )
+        targets = candidates(decode)
+        sources: list[Candidate] = []
+        if may_hand_over:
+            prefill = self._pools[PREFILL].engines
+            sources = targets if prefill == decode else candidates(prefill)
+        most = most_tokens(body)
+        placement = self._planner.place(now, max(tokens, 1), most, sources, targets)
         if placement is None:
             return Plan()
-        prefill, engine = placement.prefill.key, placement.decode.key
-        assert isinstance(prefill, Engine)  # as made above
+        source, engine = placement.prefill.key, placement.decode.key
+        assert isinstance(source, Engine)  # as made above
         assert isinstance(engine, Engine)
-        source = None if placement.is_local else prefill
+        self._note(prefix, engine)
+        source = None if placement.is_local else source
         return Plan(source, engine, placement, now + placement.first_token)
 
     def _window(self, engines: Sequence[Engine], prefix: Prefix) -> Sequence[Engine]:
-        """Some of many engines, others each time, with those that may hold the prompt."""
+        """Some of many engines, others each time, with the one that has had the prompt's beginning
+        last."""
         start = self._turn % max(len(engines), 1)
         window = [*engines[start : start + WINDOW]]
         window += engines[: min(start, WINDOW - len(window))]
-        if len(engines) > WINDOW and (prefix.blocks or prefix.session):
-            holding = (one for one in engines if one.memory.holds_start(prefix))
-            window += itertools.islice((one for one in holding if one not in window), 2)
+        last = self._last.get(_name_of(prefix))
+        if last is not None and last in engines and last not in window:
+            window.append(last)
         return window
+
+    def _note(self, prefix: Prefix, engine: Engine) -> None:
+        name = _name_of(prefix)
+        if name:
+            self._last.pop(name, None)
+            self._last[name] = engine
+            if len(self._last) > MAX_REMEMBERED:
+                del self._last[next(iter(self._last))]
+
+
+def _name_of(prefix: Prefix) -> bytes:
+    """What the requests of a conversation have in common, b"" for none."""
+    return prefix.session or (prefix.blocks[0] if prefix.blocks else b"")
 
 
 def most_tokens(body: Mapping[str, Any]) -> int:

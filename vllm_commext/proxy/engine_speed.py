@@ -55,9 +55,15 @@ class LeastSquares:
 
     def predict(self, features: Sequence[float]) -> float:
         """The value for *features*, 0 where nothing is known."""
+        solution = self.solution
+        return sum([factor * value for factor, value in zip(solution, features, strict=True)])
+
+    @property
+    def solution(self) -> list[float]:
+        """The coefficients."""
         if self._solution is None:
             self._solution = self._solved()
-        return sum(map(float.__mul__, self._solution, features))
+        return self._solution
 
     def _solved(self) -> list[float]:
         """Minimum by coordinate descent, the features that come last beginning from zero."""
@@ -80,53 +86,39 @@ class LeastSquares:
         return found
 
 
+_LENGTH_FORGETTING = 0.995
 _GROWTH = math.log(1.12)
-_MAX_TOKENS = 1 << 15
-_NUM_BINS = int(math.log(_MAX_TOKENS) / _GROWTH) + 2
-_SMALL = [0] + [int(math.log(n) / _GROWTH) for n in range(1, 4096)]
-
-
-def _bin_of(tokens: float) -> int:
-    count = int(tokens)
-    if count < len(_SMALL):
-        return _SMALL[max(count, 0)]
-    return min(int(math.log(count) / _GROWTH), _NUM_BINS - 1)
+MOST_BINNED = 1 << 15
+_NUM_BINS = int(math.log(MOST_BINNED) / _GROWTH) + 1
+bins = [0] + [int(math.log(count) / _GROWTH) for count in range(1, MOST_BINNED)]
+"""Of each length of an answer, the idx of its share among those that are longer."""
 
 
 class Lengths:
-    """How many tokens answers have, by the recent ones: a share of them for each length."""
+    """How many tokens answers have, by the recent ones. longer: share of those in a bin or longer,
+    half of the bin's own left out."""
 
     def __init__(self) -> None:
         self._counts = [0.0] * _NUM_BINS
-        self._longer = [1.0] * _NUM_BINS
-        self.num_samples = 0.0
+        self.longer = [1.0] * _NUM_BINS
+        self._num_samples = 0.0
         self._sum = 0.0
 
     def add(self, tokens: int) -> None:
         """An answer has ended after *tokens*."""
-        keep = 0.995
-        self._counts = [count * keep for count in self._counts]
-        self._counts[_bin_of(tokens)] += 1.0
-        self.num_samples = self.num_samples * keep + 1.0
-        self._sum = self._sum * keep + tokens
-        left, longer = 0.0, self._longer
+        self._counts = [count * _LENGTH_FORGETTING for count in self._counts]
+        self._counts[bins[min(tokens, MOST_BINNED - 1)]] += 1.0
+        self._num_samples = self._num_samples * _LENGTH_FORGETTING + 1.0
+        self._sum = self._sum * _LENGTH_FORGETTING + tokens
+        left = 0.0
         for idx in range(_NUM_BINS - 1, -1, -1):
-            half = self._counts[idx] / 2
-            longer[idx] = (left + half) / self.num_samples
+            self.longer[idx] = (left + self._counts[idx] / 2) / self._num_samples
             left += self._counts[idx]
 
     @property
     def mean(self) -> float:
         """Mean length, 1 where none is known."""
-        return self._sum / self.num_samples if self.num_samples else 1.0
-
-    def share_longer(self, tokens: float, so_far: float = 0.0) -> float:
-        """Share of answers with at least *tokens*, among those with at least *so_far*."""
-        if tokens <= so_far:
-            return 1.0
-        longer = self._longer
-        among = longer[_bin_of(so_far)] if so_far >= 1.0 else 1.0
-        return longer[_bin_of(tokens)] / among if among > 0.0 else 1.0
+        return self._sum / self._num_samples if self._num_samples else 1.0
 
 
 class Speeds:
@@ -168,7 +160,9 @@ class EngineSpeed:
 
     def prefill_seconds(self, new_tokens: float, held_tokens: float, is_idle: bool) -> float:
         """Time to compute *new_tokens* of a prompt behind *held_tokens* that need not be."""
-        return self._prefill.predict(_prefill_features(new_tokens, held_tokens, is_idle))
+        each, area, idle = self._prefill.solution
+        took = each * new_tokens / 1000.0 + area * area_of(new_tokens, held_tokens)
+        return took + idle if is_idle else took
 
     def note_prefill(self, new: float, area: float, num_idle: float, seconds: float) -> None:
         """Prompts of *new* tokens in all took so long. area: see `area_of`."""
@@ -177,7 +171,8 @@ class EngineSpeed:
 
     def step_seconds(self, answers: float, context_tokens: float) -> float:
         """Time of one step with so many running answers, and tokens before theirs."""
-        return self._steps.predict((1.0, answers / 16.0, context_tokens / 65536.0))
+        alone, each, context = self._steps.solution
+        return alone + each * answers / 16.0 + context * context_tokens / 65536.0
 
     def note_steps(self, answers: float, context_tokens: float, seconds: float) -> None:
         """A step took *seconds*, as `step_seconds` has it."""
@@ -187,9 +182,3 @@ class EngineSpeed:
 def area_of(new_tokens: float, held_tokens: float) -> float:
     """What attention costs: tokens times the tokens before them, in millions."""
     return new_tokens * (held_tokens + new_tokens / 2.0) / 1e6
-
-
-def _prefill_features(
-    new_tokens: float, held_tokens: float, is_idle: bool
-) -> tuple[float, float, float]:
-    return new_tokens / 1000.0, area_of(new_tokens, held_tokens), float(is_idle)

@@ -9,8 +9,8 @@ from functools import cached_property
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_commext.proxy.affinity import NO_PREFIX, Memory, Prefix
+from vllm_commext.proxy.engine_load import EngineLoad
 from vllm_commext.proxy.engine_speed import Speeds
-from vllm_commext.proxy.placement import EngineLoad
 
 logger = logging.getLogger("vllm.commext.proxy")
 

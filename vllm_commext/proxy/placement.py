@@ -12,23 +12,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_commext.proxy.engine_speed import EngineSpeed, Speeds, area_of
+from vllm_commext.proxy.engine_load import EngineLoad
+from vllm_commext.proxy.engine_speed import MOST_BINNED, Speeds, bins
 
-MAX_SEEN = 16
-"""Answers of one engine that are looked at for a request; they stand for the others."""
-MAX_CANDIDATES = 4
+MAX_SEEN = 20
+"""Answers that are looked at for a request; they stand for the others of their engines."""
+MAX_CANDIDATES = 2
 """Engines looked at for each of both steps."""
-WINDOW = 32
-"""Engines among which those are found, others for each request."""
-SHARE_SECONDS = 6.0
-"""An engine's share of time for prefills is that of about so long."""
 DELAY_WEIGHT = 0.02
 """Missed limits that one second of delay is worth."""
 OTHERS_DELAY = 0.1
 """What a second of other answers' delay counts for, beside one of the request's own."""
-MIN_CLEAN_TOKENS = 16
-SAME_STEP_SECONDS = 0.004
-"""Prompts that end within so short a time were computed together."""
 
 
 @dataclass(frozen=True)
@@ -40,182 +34,7 @@ class Limits:
     per_token: float = 0.0
 
 
-class Job:
-    """A prompt that an engine computes."""
-
-    __slots__ = ("asked", "held", "is_idle", "is_seen", "load", "new", "seconds", "until")
-
-    def __init__(self, load: "EngineLoad", new: int, held: int, now: float, is_seen: bool) -> None:
-        self.load, self.new, self.held, self.asked = load, new, held, now
-        self.is_seen = is_seen
-        self.is_idle = not load.jobs
-        self.seconds = load.speed.prefill_seconds(new, held, self.is_idle)
-        self.until = now + load.backlog(now) + self.seconds
-
-    def end(self, now: float, is_done: bool = True) -> None:
-        """The prompt is computed, or nobody waits for it any more."""
-        if self in self.load.jobs:
-            self.load.end_job(self, now, is_done)
-
-
-class Answer:
-    """An answer that an engine gives, or is to give at *first_at*."""
-
-    __slots__ = (
-        *("context", "first_at", "has_begun", "is_loading", "last_at", "load"),
-        *("max_tokens", "tokens"),
-    )
-
-    def __init__(
-        self, load: "EngineLoad", context: int, max_tokens: int, due: float, is_loading: bool
-    ) -> None:
-        self.load, self.context, self.max_tokens = load, context, max_tokens
-        self.is_loading = is_loading
-        self.first_at = self.last_at = due
-        self.tokens = 0
-        self.has_begun = False
-
-    def begin(self, now: float) -> None:
-        """Its first token is there."""
-        load = self.load
-        load.learn_steps(now)
-        self.has_begun, self.tokens = True, 1
-        self.first_at = self.last_at = now
-        load.num_begun += 1
-        load.context += self.context
-
-    def go_on(self, tokens: int, now: float) -> None:
-        """There are *tokens* more of it."""
-        load, since = self.load, self.last_at
-        self.last_at = now
-        if self.is_loading:
-            self.is_loading = False
-            load.learn_second_token(now - since)
-            since = -math.inf
-        self.tokens += tokens
-        load.context += tokens
-        if since >= load.clean_since:
-            load.clean_tokens += tokens
-            load.clean_seconds += now - since
-
-    def end(self, now: float, is_whole: bool = True) -> None:
-        """It has ended, or nobody waits for it any more."""
-        load = self.load
-        if self not in load.answers:
-            return
-        load.learn_steps(now)
-        del load.answers[self]
-        if self.has_begun:
-            load.num_begun -= 1
-            load.context -= self.context + self.tokens - 1
-            if is_whole:
-                load.shared.lengths.add(self.tokens)
-
-
-class EngineLoad:
-    """One engine's work as the proxy knows it, and its speed."""
-
-    def __init__(self, shared: Speeds) -> None:
-        self.shared = shared
-        self.speed = EngineSpeed(shared)
-        self.jobs: dict[Job, None] = {}
-        self.answers: dict[Answer, None] = {}
-        self.num_begun = 0
-        self.context = 0
-        self.clean_since = 0.0
-        self.clean_tokens = 0
-        self.clean_seconds = 0.0
-        self._queued = 0.0
-        self._last_done = 0.0
-        self._together: list[float] = []
-        self._share = 0.0
-        self._share_at = 0.0
-
-    def ask(self, new_tokens: int, held_tokens: int, now: float, is_seen: bool = True) -> Job:
-        """The engine is asked to compute *new_tokens* of a prompt behind *held_tokens*. is_seen:
-        whoever asks sees when it has."""
-        self.learn_steps(now)
-        self.prefill_share(now)
-        job = Job(self, new_tokens, held_tokens, now, is_seen)
-        self.jobs[job] = None
-        self._queued += job.seconds
-        self.clean_since = math.inf
-        return job
-
-    def expect(
-        self, context_tokens: int, max_tokens: int, due: float, is_loading: bool = False
-    ) -> Answer:
-        """The engine is to answer from about *due* on. is_loading: another one's prompt."""
-        answer = Answer(self, context_tokens, max_tokens, due, is_loading)
-        self.answers[answer] = None
-        return answer
-
-    def end_job(self, job: Job, now: float, is_done: bool) -> None:
-        """See `Job.end`."""
-        self.prefill_share(now)
-        is_first = next(iter(self.jobs)) is job
-        del self.jobs[job]
-        self._queued -= job.seconds
-        if is_done and is_first:
-            self._learn_prefill(job, now)
-        if is_done:
-            self._last_done = now
-        if not self.jobs:
-            self._queued, self.clean_since = 0.0, now
-
-    def _learn_prefill(self, job: Job, now: float) -> None:
-        """The time since the one before it was done is its own; of several that end together, it is
-        that of all."""
-        seconds = now - max(job.asked, self._last_done)
-        row = [job.new, area_of(job.new, job.held), float(job.is_idle), seconds]
-        if self._together and seconds > SAME_STEP_SECONDS:
-            new, area, num_idle, took = self._together
-            self.speed.note_prefill(new, area, num_idle, took)
-            self._together = []
-        self._together = [a + b for a, b in zip(self._together or [0.0] * 4, row, strict=True)]
-        if not self.speed.is_known:
-            self.speed.note_prefill(*self._together)
-
-    def learn_second_token(self, gap: float) -> None:
-        """The second token came *gap* seconds after the first, which another engine computed."""
-        if self.speed.is_known:
-            step = self.speed.step_seconds(self.num_begun, self.context)
-            self.shared.second_token.add(max(0.0, gap - step))
-
-    def learn_steps(self, now: float) -> None:
-        """What is running changes: learn from the gaps until now."""
-        tokens, seconds = self.clean_tokens, self.clean_seconds
-        if tokens >= MIN_CLEAN_TOKENS or (tokens and not self.speed.is_known):
-            self.speed.note_steps(self.num_begun, self.context, seconds / tokens)
-        self.clean_tokens, self.clean_seconds = 0, 0.0
-        if not self.jobs:
-            self.clean_since = now
-
-    def backlog(self, now: float) -> float:
-        """Seconds until the prompts that it has been asked for are computed."""
-        while True:
-            first = next(iter(self.jobs), None)
-            if first is None:
-                return 0.0
-            began = max(first.asked, self._last_done)
-            under_way = now - began
-            if first.is_seen or under_way < first.seconds:
-                break
-            self.end_job(first, now, False)  # as far as anybody can tell
-            self._last_done = began + first.seconds
-        return max(0.0, self._queued - min(first.seconds, under_way))
-
-    def prefill_share(self, now: float) -> float:
-        """Share of its recent time in which it has computed prompts."""
-        past = now - self._share_at
-        if past > 0.0:
-            kept = math.exp(-past / SHARE_SECONDS)
-            self._share = self._share * kept + (1.0 - kept) * bool(self.jobs)
-            self._share_at = now
-        return self._share
-
-
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Candidate:
     """An engine that may take a step, with what it holds of the prompt. key: the caller's own."""
 
@@ -240,19 +59,21 @@ class Placement:
         return self.prefill is self.decode
 
 
-@dataclass
+@dataclass(slots=True)
 class _Costs:
-    """Of one engine: time until it is free, time for the prompt, time of a step with one answer
-    more, and how many of its answers come late with: the prefill, the answer, both."""
+    """Of one engine: how many answers it gives, times until it is free, for the prompt, for a step
+    with one answer more, and for one beside the prompts that it computes of late; and how many of
+    its answers come late by the prompt, the answer, both."""
 
     candidate: Candidate
+    num_answers: int
     backlog: float
     prefill: float
     step: float
-    share: float
-    by_prefill: float
-    by_answer: float
-    by_both: float
+    pace: float
+    by_prefill: float = 0.0
+    by_answer: float = 0.0
+    by_both: float = 0.0
 
 
 class Planner:
@@ -279,109 +100,124 @@ class Planner:
         same candidates."""
         if not decode or not decode[0].load.speed.is_known:
             return None
-        costs: dict[int, _Costs] = {}
+        local, sources, targets = self._shortlisted(prefill, decode, now)
+        looked = {id(one): one for one in (*local, *sources, *targets)}
+        seen = max(2, MAX_SEEN // len(looked))
+        costs = {key: self._costs(one, tokens, now, seen) for key, one in looked.items()}
+        pairs = [(costs[id(one)], costs[id(one)]) for one in local]
+        pairs += [(costs[id(p)], costs[id(d)]) for p in sources for d in targets if p is not d]
+        options = [self._option(source, at, max_tokens) for source, at in pairs]
+        idx = min(range(len(pairs)), key=options.__getitem__)
+        (source, at), (_, misses, first, per_token) = pairs[idx], options[idx]
+        return Placement(source.candidate, at.candidate, first, per_token, misses)
 
-        def of(candidate: Candidate) -> _Costs:
-            found = costs.get(id(candidate))
-            if found is None:
-                found = costs[id(candidate)] = self._costs(candidate, tokens, now)
-            return found
+    def _shortlisted(
+        self, prefill: Sequence[Candidate], decode: Sequence[Candidate], now: float
+    ) -> tuple[Sequence[Candidate], Sequence[Candidate], Sequence[Candidate]]:
+        """Engines that might take both steps, the first and the second: those with least to do."""
+        hands_over = self.limits.per_token > 0.0
+        if len(decode) <= MAX_CANDIDATES >= len(prefill):
+            return decode, prefill if hands_over else (), decode if hands_over else ()
 
-        best, least = None, math.inf
-        for one in decode:
-            cost, placement = self._local(of(one), max_tokens)
-            if cost < least:
-                best, least = placement, cost
-        if self.limits.per_token:
-            for source in prefill:
-                for one in decode:
-                    if one.load is source.load:
-                        continue
-                    cost, placement = self._handed_over(of(source), of(one), max_tokens)
-                    if cost < least:
-                        best, least = placement, cost
-        return best
+        def until_prefilled(one: Candidate) -> float:
+            load, held = one.load, one.held_tokens
+            saved = load.speed.prefill_seconds(held, 0, False) if held else 0.0
+            return (load.backlog(now) if load.jobs else 0.0) - saved
 
-    def _local(self, at: _Costs, max_tokens: int) -> tuple[float, Placement]:
-        first = at.backlog + at.prefill
-        misses, per_token = self._own_misses(first, 0.0, at, max_tokens)
-        misses += at.by_both
-        delay = first + OTHERS_DELAY * at.prefill * len(at.candidate.load.answers)
-        cost = misses + DELAY_WEIGHT * (delay + self._decode_seconds(at))
-        return cost, Placement(at.candidate, at.candidate, first, per_token, misses)
+        local = sorted(decode, key=until_prefilled)[:MAX_CANDIDATES]
+        if not hands_over:
+            return local, (), ()
+        sources = local
+        if prefill is not decode:
+            sources = sorted(prefill, key=until_prefilled)[:MAX_CANDIDATES]
+        targets = sorted(decode, key=_burden)[:MAX_CANDIDATES]
+        return [*local, *(one for one in targets if one not in local)], sources, targets
 
-    def _handed_over(self, source: _Costs, at: _Costs, max_tokens: int) -> tuple[float, Placement]:
-        first = source.backlog + source.prefill + self.shared.handover.value
-        late = max(0.0, at.backlog - first) + self.shared.second_token.value
-        misses, per_token = self._own_misses(first, late, at, max_tokens)
-        misses += source.by_prefill + at.by_answer
-        delay = first + late
-        delay += OTHERS_DELAY * source.prefill * len(source.candidate.load.answers)
-        cost = misses + DELAY_WEIGHT * (delay + self._decode_seconds(at))
-        return cost, Placement(source.candidate, at.candidate, first, per_token, misses)
-
-    def _decode_seconds(self, at: _Costs) -> float:
-        return self.shared.lengths.mean * at.step / max(1.0 - at.share, 0.05)
-
-    def _own_misses(
-        self, first: float, late: float, at: _Costs, max_tokens: int
-    ) -> tuple[float, float]:
-        """How likely the request itself misses a limit, and its time per token."""
-        limits = self.limits
-        step = at.step / max(1.0 - at.share, 0.05)
-        mean = max(min(self.shared.lengths.mean, max_tokens) - 1.0, 1.0)
-        per_token = step + late / mean
+    def _option(
+        self, source: "_Costs", at: "_Costs", max_tokens: int
+    ) -> tuple[float, float, float, float]:
+        """What it costs to compute the prompt at *source* and to answer *at* an engine: in all, in
+        limits missed, and how long the first token and each after it take."""
+        limits, shared = self.limits, self.shared
+        first, late = source.backlog + source.prefill, 0.0
+        if source is at:
+            misses = at.by_both
+        else:
+            misses = source.by_prefill + at.by_answer
+            first += shared.handover.value
+            late = max(0.0, at.backlog - first) + shared.second_token.value
         in_time = 1.0
         if limits.first_token:
             in_time = 1.0 - _ramp(first / limits.first_token)
         if limits.per_token:
-            in_time *= 1.0 - self._late_share(late, 1, max_tokens, step)
-        return 1.0 - in_time, per_token
+            room = limits.per_token - at.pace
+            needed = (late + room) / room if room > 0.0 else math.inf
+            in_time *= 1.0 - _late_share(needed, 1, max_tokens, shared.lengths.longer)
+        misses += 1.0 - in_time
+        seconds = at.pace * shared.lengths.mean + late
+        delay = first + seconds + OTHERS_DELAY * source.prefill * source.num_answers
+        per_token = seconds / max(shared.lengths.mean, 1.0)
+        return misses + DELAY_WEIGHT * delay, misses, first, per_token
 
-    def _late_share(self, spent: float, tokens: int, max_tokens: int, step: float) -> float:
-        """Share of answers with *tokens* so far, for which *spent* seconds more were or will be
-        waited than steps take, that end above the limit."""
-        limit = self.limits.per_token
-        room = limit - step
-        lengths = self.shared.lengths
-        needed = spent + limit - tokens * step
-        if room <= 0.0:
-            if needed >= 0.0 or room == 0.0:
-                return 1.0
-            return lengths.share_longer(needed / room, tokens)
-        needed /= room
-        if needed <= tokens:
-            return 0.0
-        return 1.0 if needed > max_tokens else 1.0 - lengths.share_longer(needed, tokens)
-
-    def _costs(self, candidate: Candidate, tokens: int, now: float) -> _Costs:
-        load = candidate.load
+    def _costs(self, candidate: Candidate, tokens: int, now: float, max_seen: int) -> _Costs:
+        load, speed = candidate.load, candidate.load.speed
         held = min(candidate.held_tokens, tokens - 1)
-        backlog = load.backlog(now)
-        seconds = load.speed.prefill_seconds(tokens - held, held, not load.jobs)
-        num, context = len(load.answers), load.context
-        step = load.speed.step_seconds(num, context)
-        slower = load.speed.step_seconds(num + 1, context + tokens)
-        found = _Costs(candidate, backlog, seconds, slower, load.prefill_share(now), 0, 0, 0)
-        if not self.limits.per_token or not load.answers:
-            return found
-        stride = -(-num // MAX_SEEN)
-        late = self._late_share
-        seen = list(load.answers)[::stride]
-        for answer in seen:
-            wait = max(0.0, answer.first_at - now)
-            spent = max(0.0, now - answer.first_at) if answer.has_begun else 0.0
-            had, most = max(answer.tokens, 1), answer.max_tokens
-            before, after = max(0.0, backlog - wait), max(0.0, backlog + seconds - wait)
-            already = late(spent + before, had, most, step)
-            found.by_prefill += late(spent + after, had, most, step) - already
-            found.by_answer += late(spent + before, had, most, slower) - already
-            found.by_both += late(spent + after, had, most, slower) - already
-        scale = num / len(seen)
-        found.by_prefill *= scale
-        found.by_answer *= scale
-        found.by_both *= scale
+        seconds = speed.prefill_seconds(tokens - held, held, not load.jobs)
+        num = len(load.answers)
+        step = speed.step_seconds(num, load.context)
+        slower = speed.step_seconds(num + 1, load.context + tokens)
+        pace = slower / max(1.0 - load.prefill_share(now), 0.05)
+        found = _Costs(candidate, num, load.backlog(now), seconds, slower, pace)
+        if self.limits.per_token > step and load.answers:
+            self._count_late(found, now, step, -(-num // max_seen))
         return found
+
+    def _count_late(self, found: _Costs, now: float, step: float, stride: int) -> None:
+        """Count the answers at an engine that a prefill, one more answer or both will make late,
+        by every one of *stride* answers. The time of this loop is most of a placement's."""
+        limit, longer = self.limits.per_token, self.shared.lengths.longer
+        slower, backlog, both = found.step, found.backlog, found.backlog + found.prefill
+        per_second = 1.0 / (limit - step)
+        slower_per_second = 1.0 / (limit - slower) if slower < limit else math.inf
+        by_prefill = by_answer = by_both = 0.0
+        for answer in list(found.candidate.load.answers)[::stride]:
+            wait = answer.first_at - now
+            had, spent = answer.tokens or 1, limit
+            before, after = backlog, both
+            if wait > 0.0:
+                before, after = max(0.0, before - wait), max(0.0, after - wait)
+            elif answer.has_begun:
+                spent -= wait
+            late_at = had, answer.max_tokens, longer
+            used, slower_used = spent - had * step, spent - had * slower
+            worst = _late_share((slower_used + after) * slower_per_second, *late_at)
+            if worst == 0.0:
+                continue
+            already = _late_share((used + before) * per_second, *late_at)
+            if already == 1.0:
+                continue
+            by_both += worst - already
+            by_prefill += _late_share((used + after) * per_second, *late_at) - already
+            by_answer += _late_share((slower_used + before) * slower_per_second, *late_at) - already
+        found.by_prefill = by_prefill * stride
+        found.by_answer, found.by_both = by_answer * stride, by_both * stride
+
+
+def _burden(one: Candidate) -> float:
+    """How little room an engine has for one more answer."""
+    load = one.load
+    return (1.0 + len(load.answers)) * (1.0 + 2.0 * load.share)
+
+
+def _late_share(needed: float, had: int, most: int, longer: Sequence[float]) -> float:
+    """Share of answers of *had* tokens so far, and *most* at most, that end before they have those
+    *needed* to keep the limit. longer: share of all answers that are, by bins."""
+    if needed <= had:
+        return 0.0
+    if needed > most or needed >= MOST_BINNED:
+        return 1.0
+    among = longer[bins[had]] if had < MOST_BINNED else 0.0
+    return 1.0 - longer[bins[int(needed)]] / among if among > 0.0 else 0.0
 
 
 def _ramp(share: float) -> float:

@@ -17,9 +17,9 @@ from vllm_commext.proxy.body import decode
 from vllm_commext.proxy.config import MIB
 from vllm_commext.proxy.connections import complaints
 from vllm_commext.proxy.deadline import EngineLostError
+from vllm_commext.proxy.engine_load import Answer
 from vllm_commext.proxy.engines import BOTH, DECODE, PREFILL, Engine, EnginePool
 from vllm_commext.proxy.outcome import EngineAnswer, Losses, ProxyError, lack
-from vllm_commext.proxy.placement import Answer
 from vllm_commext.proxy.sse import (
     EventCutter,
     ends_empty,

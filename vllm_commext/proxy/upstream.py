@@ -17,10 +17,10 @@ from vllm_commext.proxy.body import encode
 from vllm_commext.proxy.choice import Plan, most_tokens
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline
+from vllm_commext.proxy.engine_load import Answer, Job
 from vllm_commext.proxy.engines import PREFILL, Engine, EnginePool
 from vllm_commext.proxy.metrics import ProxyMetrics
 from vllm_commext.proxy.outcome import Losses, ProxyError
-from vllm_commext.proxy.placement import Answer, Job
 from vllm_commext.proxy.releases import Key, Releases, new_key
 from vllm_commext.proxy.response import (
     Opened,

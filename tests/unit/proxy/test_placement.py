@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_commext.proxy.engine_speed import EngineSpeed, LeastSquares, Lengths, Speeds
-from vllm_commext.proxy.placement import Candidate, EngineLoad, Limits, Placement, Planner
+from vllm_commext.proxy.engine_load import EngineLoad
+from vllm_commext.proxy.engine_speed import EngineSpeed, LeastSquares, Lengths, Speeds, bins
+from vllm_commext.proxy.placement import Candidate, Limits, Placement, Planner
 
 NOW = 100.0
 STEP = 0.007
@@ -201,10 +202,9 @@ def test_one_stall_does_not_make_a_slow_engine() -> None:
 
 def test_lengths_tell_how_many_answers_are_longer() -> None:
     lengths = Lengths()
-    assert lengths.share_longer(50) == 1.0
+    assert set(lengths.longer) == {1.0}
     for tokens in (10, 100, 1000, 10) * 25:
         lengths.add(tokens)
-    assert lengths.share_longer(50) == pytest.approx(0.5, abs=0.05)
-    assert lengths.share_longer(500, 50) == pytest.approx(0.5, abs=0.05)
-    assert lengths.share_longer(20, 50) == 1.0
-    assert lengths.share_longer(1 << 20, 50) <= 0.25
+    shares = [lengths.longer[bins[tokens]] for tokens in (1, 50, 500, 5000)]
+    assert shares == pytest.approx([1.0, 0.5, 0.25, 0.0], abs=0.05)
+    assert lengths.mean == pytest.approx(280, rel=0.1)

@@ -1,0 +1,189 @@
+"""What engines work on as a proxy knows it, and what that tells of their speed. Pure: every time is
+an argument.
+"""
+
+import math
+
+from vllm_commext.proxy.engine_speed import EngineSpeed, Speeds, area_of
+
+SHARE_SECONDS = 6.0
+"""An engine's share of time for prefills is that of about so long."""
+MIN_CLEAN_TOKENS = 16
+SAME_STEP_SECONDS = 0.004
+"""Prompts that end within so short a time were computed together."""
+
+
+class Job:
+    """A prompt that an engine computes."""
+
+    __slots__ = ("asked", "held", "is_idle", "is_seen", "load", "new", "seconds", "until")
+
+    def __init__(self, load: "EngineLoad", new: int, held: int, now: float, is_seen: bool) -> None:
+        self.load, self.new, self.held, self.asked = load, new, held, now
+        self.is_seen = is_seen
+        self.is_idle = not load.jobs
+        self.seconds = load.speed.prefill_seconds(new, held, self.is_idle)
+        self.until = now + load.backlog(now) + self.seconds
+
+    def end(self, now: float, is_done: bool = True) -> None:
+        """The prompt is computed, or nobody waits for it any more."""
+        if self in self.load.jobs:
+            self.load.end_job(self, now, is_done)
+
+
+class Answer:
+    """An answer that an engine gives, or is to give at *first_at*."""
+
+    __slots__ = (
+        *("context", "first_at", "has_begun", "is_loading", "last_at", "load"),
+        *("max_tokens", "tokens"),
+    )
+
+    def __init__(
+        self, load: "EngineLoad", context: int, max_tokens: int, due: float, is_loading: bool
+    ) -> None:
+        self.load, self.context, self.max_tokens = load, context, max_tokens
+        self.is_loading = is_loading
+        self.first_at = self.last_at = due
+        self.tokens = 0
+        self.has_begun = False
+
+    def begin(self, now: float) -> None:
+        """Its first token is there."""
+        load = self.load
+        load.learn_steps(now)
+        self.has_begun, self.tokens = True, 1
+        self.first_at = self.last_at = now
+        load.num_begun += 1
+        load.context += self.context
+
+    def go_on(self, tokens: int, now: float) -> None:
+        """There are *tokens* more of it."""
+        load, since = self.load, self.last_at
+        self.last_at = now
+        if self.is_loading:
+            self.is_loading = False
+            load.learn_second_token(now - since)
+            since = -math.inf
+        self.tokens += tokens
+        load.context += tokens
+        if since >= load.clean_since:
+            load.clean_tokens += tokens
+            load.clean_seconds += now - since
+
+    def end(self, now: float, is_whole: bool = True) -> None:
+        """It has ended, or nobody waits for it any more."""
+        load = self.load
+        if self not in load.answers:
+            return
+        load.learn_steps(now)
+        del load.answers[self]
+        if self.has_begun:
+            load.num_begun -= 1
+            load.context -= self.context + self.tokens - 1
+            if is_whole:
+                load.shared.lengths.add(self.tokens)
+
+
+class EngineLoad:
+    """One engine's work as the proxy knows it, and its speed."""
+
+    def __init__(self, shared: Speeds) -> None:
+        self.shared = shared
+        self.speed = EngineSpeed(shared)
+        self.jobs: dict[Job, None] = {}
+        self.answers: dict[Answer, None] = {}
+        self.num_begun = 0
+        self.context = 0
+        self.clean_since = 0.0
+        self.clean_tokens = 0
+        self.clean_seconds = 0.0
+        self._queued = 0.0
+        self._last_done = 0.0
+        self._together: list[float] = []
+        self.share = 0.0
+        """See `prefill_share`; of when that was asked last."""
+        self._share_at = 0.0
+
+    def ask(self, new_tokens: int, held_tokens: int, now: float, is_seen: bool = True) -> Job:
+        """The engine is asked to compute *new_tokens* of a prompt behind *held_tokens*. is_seen:
+        whoever asks sees when it has."""
+        self.learn_steps(now)
+        self.prefill_share(now)
+        job = Job(self, new_tokens, held_tokens, now, is_seen)
+        self.jobs[job] = None
+        self._queued += job.seconds
+        self.clean_since = math.inf
+        return job
+
+    def expect(
+        self, context_tokens: int, max_tokens: int, due: float, is_loading: bool = False
+    ) -> Answer:
+        """The engine is to answer from about *due* on. is_loading: another one's prompt."""
+        answer = Answer(self, context_tokens, max_tokens, due, is_loading)
+        self.answers[answer] = None
+        return answer
+
+    def end_job(self, job: Job, now: float, is_done: bool) -> None:
+        """See `Job.end`."""
+        self.prefill_share(now)
+        is_first = next(iter(self.jobs)) is job
+        del self.jobs[job]
+        self._queued -= job.seconds
+        if is_done and is_first:
+            self._learn_prefill(job, now)
+        if is_done:
+            self._last_done = now
+        if not self.jobs:
+            self._queued, self.clean_since = 0.0, now
+
+    def _learn_prefill(self, job: Job, now: float) -> None:
+        """The time since the one before it was done is its own; of several that end together, it is
+        that of all."""
+        seconds = now - max(job.asked, self._last_done)
+        row = [job.new, area_of(job.new, job.held), float(job.is_idle), seconds]
+        if self._together and seconds > SAME_STEP_SECONDS:
+            new, area, num_idle, took = self._together
+            self.speed.note_prefill(new, area, num_idle, took)
+            self._together = []
+        self._together = [a + b for a, b in zip(self._together or [0.0] * 4, row, strict=True)]
+        if not self.speed.is_known:
+            self.speed.note_prefill(*self._together)
+
+    def learn_second_token(self, gap: float) -> None:
+        """The second token came *gap* seconds after the first, which another engine computed."""
+        if self.speed.is_known:
+            step = self.speed.step_seconds(self.num_begun, self.context)
+            self.shared.second_token.add(max(0.0, gap - step))
+
+    def learn_steps(self, now: float) -> None:
+        """What is running changes: learn from the gaps until now."""
+        tokens, seconds = self.clean_tokens, self.clean_seconds
+        if tokens >= MIN_CLEAN_TOKENS or (tokens and not self.speed.is_known):
+            self.speed.note_steps(self.num_begun, self.context, seconds / tokens)
+        self.clean_tokens, self.clean_seconds = 0, 0.0
+        if not self.jobs:
+            self.clean_since = now
+
+    def backlog(self, now: float) -> float:
+        """Seconds until the prompts that it has been asked for are computed."""
+        while True:
+            first = next(iter(self.jobs), None)
+            if first is None:
+                return 0.0
+            began = max(first.asked, self._last_done)
+            under_way = now - began
+            if first.is_seen or under_way < first.seconds:
+                break
+            self.end_job(first, now, False)  # as far as anybody can tell
+            self._last_done = began + first.seconds
+        return max(0.0, self._queued - min(first.seconds, under_way))
+
+    def prefill_share(self, now: float) -> float:
+        """Share of its recent time in which it has computed prompts."""
+        past = now - self._share_at
+        if past > 0.0:
+            kept = math.exp(-past / SHARE_SECONDS)
+            self.share = self.share * kept + (1.0 - kept) * bool(self.jobs)
+            self._share_at = now
+        return self.share
