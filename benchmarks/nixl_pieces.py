@@ -34,8 +34,7 @@ from vllm_commext.gpu import ipc
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.descriptors import Int32Array, UInt64Array, strided_row
 from vllm_commext.nixl.geometry.plan import Pairs
-from vllm_commext.nixl.mapped.gather import CudaDevice, Gatherer
-from vllm_commext.nixl.mapped.pieces import Places
+from vllm_commext.nixl.mapped.gather import CudaDevice, Gatherer, Places
 from vllm_commext.nixl.mapped.reader import MappedReader
 from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
 

@@ -142,7 +142,7 @@ def sample_of(target: Target, size: int, seed: int) -> tuple[list[Mutant], int]:
 
 def copy_project(folder: Path, target: Target) -> None:
     """What the target's tests need, the target's files as they are written for each mutant."""
-    for name in ("vllm_commext", "tests", "tools", "docs"):
+    for name in ("vllm_commext", "tests", "tools", "docs", "csrc"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     for path in target.files:

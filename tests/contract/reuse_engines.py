@@ -16,7 +16,7 @@ from tests.contract.scheduled_core import Core, has_ended, request_of, turn_unti
 from tests.kit.descriptions import description
 from tests.kit.ports import free_port
 from vllm_commext.nixl.metadata import HandshakeMetadata
-from vllm_commext.nixl.reuse.generations import GenerationTable
+from vllm_commext.nixl.reuse.offers import GenerationTable
 from vllm_commext.nixl.wire.places import write_place
 
 HOST = "127.0.0.1"

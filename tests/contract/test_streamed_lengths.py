@@ -44,8 +44,7 @@ from vllm_commext.nixl.prefill.prefills import Prefills
 from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.requests import Load, RemoteRequest
 from vllm_commext.nixl.stream.cursor import Cursor, cursor_of
-from vllm_commext.nixl.stream.progress import ProgressTable, Publisher, header_of
-from vllm_commext.nixl.stream.rows import PIECE_IDS
+from vllm_commext.nixl.stream.progress import PIECE_IDS, ProgressTable, Publisher, header_of
 from vllm_commext.nixl.vllm_cache import groups_of
 from vllm_commext.nixl.wire.description import FENCES, STREAM_HEADERS, STREAM_PIECES
 

@@ -13,7 +13,7 @@ from tests.unit.allreduce.push_emulation import compile_kernel
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu.nvrtc import Program
 from vllm_commext.nixl.mapped import gather
-from vllm_commext.nixl.mapped.gather import PLACES_BYTES, SCRATCH_BYTES, Slab, make_arguments
+from vllm_commext.nixl.mapped.gather import PLACES_BYTES, SCRATCH_BYTES, make_arguments
 from vllm_commext.nixl.wire.description import HANDLE_BYTES, MappedOffer, MappedRegion
 
 APART = 1 << 45
@@ -47,7 +47,7 @@ class HostSlab:
 
 
 class HostDevice:
-    """A ``gather.Device`` whose launches are run when somebody looks for their end.
+    """Stands in for a ``gather.CudaDevice``; launches are run when somebody looks for their end.
 
     Attributes:
         opened: how often each mapping is open.
@@ -68,10 +68,10 @@ class HostDevice:
     def enter(self) -> None:
         """Nothing is to be entered."""
 
-    def make_slab(self) -> Slab:
+    def make_slab(self) -> HostSlab:
         return HostSlab()
 
-    def launch(self, arguments: ctypes.Structure, slab: Slab) -> None:
+    def launch(self, arguments: ctypes.Structure, slab: HostSlab) -> None:
         assert slab.address == arguments.places
         assert slab.address not in self._waiting, "a slab is used twice"
         if self.num_refused:
@@ -79,7 +79,7 @@ class HostDevice:
             raise UnsupportedError("no launch now")
         self._waiting[slab.address] = arguments
 
-    def is_done(self, slab: Slab) -> bool:
+    def is_done(self, slab: HostSlab) -> bool:
         """Run what is waited for."""
         if self.is_held:
             return False
@@ -91,7 +91,7 @@ class HostDevice:
         self.num_launches += 1
         return True
 
-    def _translate(self, arguments: ctypes.Structure, slab: Slab) -> None:
+    def _translate(self, arguments: ctypes.Structure, slab: HostSlab) -> None:
         """As the GPU does: from where memory is mapped to where it is."""
         num_pieces = max(
             run.first + (run.end - begin) // run.parts

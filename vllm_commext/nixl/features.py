@@ -9,7 +9,7 @@ from functools import cached_property
 from vllm_commext.nixl.geometry.layout import FULL, Group
 from vllm_commext.nixl.geometry.request_blocks import keeps_every_token
 from vllm_commext.nixl.reasons import Handover, NoReuse
-from vllm_commext.nixl.stream.rows import Region, regions_of
+from vllm_commext.nixl.stream.progress import Region, regions_of
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,11 @@ class RemoteRequest:
         stream_row: where its progress stands, as it is read while it is computed and its
             ``block_ids`` are not known yet; -1 for one that has been.
         stream_regions: where each group's block ids begin in the row, in pieces; see
-            ``stream.rows``.
+            ``stream.progress``.
         stream_tag: what tells it from other requests that get the row.
         pp_size: the engine's pipeline stages.
         generations: one a block, where the blocks are kept for nobody: what was read counts if each
-            still stands there afterwards, see ``reuse.generations``. Without fence and lease.
+            still stands there afterwards, see ``reuse.offers``. Without fence and lease.
     """
 
     engine_id: str

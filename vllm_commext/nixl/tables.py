@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm_commext.nixl.prefill.fence import FenceTable
 from vllm_commext.nixl.requests import Hold
-from vllm_commext.nixl.reuse.generations import GenerationTable
+from vllm_commext.nixl.reuse.offers import GenerationTable
 from vllm_commext.nixl.stream.progress import ProgressTable
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire.description import described

@@ -20,7 +20,7 @@ from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMe
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.pipeline import ONE_STAGE, Pipeline
 from vllm_commext.nixl.requests import Load, Outcomes, Release
-from vllm_commext.nixl.reuse.generations import MIN_CELLS, GenerationTable
+from vllm_commext.nixl.reuse.offers import MIN_CELLS, GenerationTable
 from vllm_commext.nixl.stream.progress import ProgressTable, Publisher
 from vllm_commext.nixl.tables import WorkerTables
 from vllm_commext.nixl.transfer_thread import GiveUp, Look, Renew, TransferThread
@@ -73,7 +73,7 @@ class WorkerSide:
         keeps_host_copy: peers read from a copy of the cache in host memory.
         pipeline: this worker's place among the engine's stages.
         stream_pieces: of a row of block ids, where prompts are read while they are computed, see
-            ``stream.rows``; 0 where they are not.
+            ``stream.progress``; 0 where they are not.
         max_reuse_blocks: blocks of the longest prompt, where blocks of finished requests are reused
             across engines; 0 where they are not.
     """

@@ -36,7 +36,7 @@ from vllm_commext.nixl.mapped.reader import Mapper
 from vllm_commext.nixl.metrics.recorder import Ends, TransferRecorder, empty_data, merge
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Chunk, Load, Outcomes, RemoteRequest
-from vllm_commext.nixl.reuse.generations import GenerationTable
+from vllm_commext.nixl.reuse.offers import GenerationTable
 from vllm_commext.nixl.stream.progress import ProgressTable, Publisher
 from vllm_commext.nixl.tables import WorkerTables
 from vllm_commext.nixl.transfer_thread import TransferThread

@@ -19,7 +19,7 @@ from tests.cpu.nixl_agents.harness import (
 from tests.cpu.nixl_agents.streams import BLOCKS, CHUNKS, Decode, Prefill
 from tests.kit.host_kernels import COMPILER
 from tests.kit.mapped_memory import HostDevice, HostOffer
-from vllm_commext.nixl.mapped import pieces
+from vllm_commext.nixl.mapped import gather
 from vllm_commext.nixl.mapped.reader import Mapper
 from vllm_commext.nixl.prefill.fence import KEY_BYTES, FenceSlots
 from vllm_commext.nixl.requests import Hold
@@ -81,7 +81,7 @@ def pair(make_engine: MakeEngine) -> Pair:
 def test_every_byte_arrives_and_is_counted_as_mapped(
     pair: Pair, log_lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "MAX_PIECES", 7)
+    monkeypatch.setattr(gather, "MAX_PIECES", 7)
     dice = random.Random(3)
     local, remote = dice.sample(range(24), 20), dice.sample(range(24), 20)
     expected = expected_after(

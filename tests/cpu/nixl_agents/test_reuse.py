@@ -20,8 +20,7 @@ from tests.cpu.nixl_agents.harness import (
     wait_until,
 )
 from vllm_commext.nixl.requests import RemoteRequest
-from vllm_commext.nixl.reuse.generations import open_generations
-from vllm_commext.nixl.reuse.offers import OfferTable
+from vllm_commext.nixl.reuse.offers import OfferTable, open_generations
 from vllm_commext.nixl.transfer_thread import GiveUp
 
 NUM_OVERWRITES = 1000

@@ -11,8 +11,7 @@ from vllm_commext.allreduce.fused import kernels as fused
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import launch, peer_check
 from vllm_commext.gpu.launch import arguments_type
-from vllm_commext.nixl.mapped.gather import make_arguments
-from vllm_commext.nixl.mapped.pieces import MAX_RUNS
+from vllm_commext.nixl.mapped.gather import MAX_RUNS, make_arguments
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from tests.kit.mapped_memory import run_kernel
 from vllm_commext.gpu.nvrtc import Program
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.mapped import gather
-from vllm_commext.nixl.mapped.gather import Gather, Gatherer
-from vllm_commext.nixl.mapped.pieces import CHUNK_BYTES, Places, batches
+from vllm_commext.nixl.mapped.gather import CHUNK_BYTES, Gather, Gatherer, Places, batches
 from vllm_commext.nixl.transport.agent import DONE
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ on this machine")

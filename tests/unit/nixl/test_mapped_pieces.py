@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.descriptors import UInt64Array, expand_rows
 from vllm_commext.nixl.geometry.plan import Pairs
-from vllm_commext.nixl.mapped import pieces
-from vllm_commext.nixl.mapped.pieces import Batch, Places, Region, batches, mapped_rows
+from vllm_commext.nixl.mapped import gather
+from vllm_commext.nixl.mapped.gather import Batch, Places, Region, batches, mapped_rows
 
-LENGTHS = (1, 16, 48, 100, pieces.CHUNK_BYTES - 1, pieces.CHUNK_BYTES, pieces.CHUNK_BYTES + 1)
-LENGTHS += (3 * pieces.CHUNK_BYTES, 5 * pieces.CHUNK_BYTES + 7)
+LENGTHS = (1, 16, 48, 100, gather.CHUNK_BYTES - 1, gather.CHUNK_BYTES, gather.CHUNK_BYTES + 1)
+LENGTHS += (3 * gather.CHUNK_BYTES, 5 * gather.CHUNK_BYTES + 7)
 Copy = tuple[int, int, int]  # source, target, bytes
 
 
@@ -24,8 +24,8 @@ def chunks_of(batch: Batch) -> list[Copy]:
         begin = max((one.end for one in batch.runs if one.end <= number), default=0)
         piece, part = divmod(number - begin, run.parts)
         source, target = batch.places[run.first + piece].tolist()
-        offset = part * pieces.CHUNK_BYTES
-        size = min(run.num_bytes - offset, pieces.CHUNK_BYTES)
+        offset = part * gather.CHUNK_BYTES
+        size = min(run.num_bytes - offset, gather.CHUNK_BYTES)
         assert size > 0
         found.append((source + offset, target + offset, size))
     return found
@@ -82,8 +82,8 @@ def test_every_pair_is_copied_once_and_nothing_else(
         for a, b in zip(pairs.local, pairs.remote, strict=True)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "MAX_PIECES", max_pieces)
-        patch.setattr(pieces, "MAX_RUNS", max_runs)
+        patch.setattr(gather, "MAX_PIECES", max_pieces)
+        patch.setattr(gather, "MAX_RUNS", max_runs)
         found = list(batches(Places.of(local), Places.of(remote), pairs))
     assert all(len(batch.places) <= max_pieces for batch in found)
     assert all(len(batch.runs) <= max_runs for batch in found)
@@ -91,11 +91,11 @@ def test_every_pair_is_copied_once_and_nothing_else(
 
 
 def test_a_read_of_one_size_is_one_run_a_launch() -> None:
-    count = 2 * pieces.MAX_PIECES + 5
+    count = 2 * gather.MAX_PIECES + 5
     rows = np.array([[4096, 32768, 0, 65536, count]], dtype=np.uint64)
     order = np.arange(count, dtype=np.int32)
     found = list(batches(Places.of(rows), Places.of(rows), Pairs(order, order, 0)))
-    assert [len(batch.places) for batch in found] == [pieces.MAX_PIECES, pieces.MAX_PIECES, 5]
+    assert [len(batch.places) for batch in found] == [gather.MAX_PIECES, gather.MAX_PIECES, 5]
     assert [batch.runs for batch in found[2:]] == [((10, 0, 2, 32768),)]
 
 
@@ -114,7 +114,7 @@ def test_neighbours_on_both_sides_count_once(
     )
     chosen = np.array(order, dtype=np.int32)
     pairs = Pairs(chosen[:, 0], chosen[:, 1], 64 * len(order))
-    assert pieces.num_runs(Places.of(rows[0]), Places.of(rows[1]), pairs) == expected
+    assert gather.num_runs(Places.of(rows[0]), Places.of(rows[1]), pairs) == expected
 
 
 @given(reads(), st.data())
@@ -159,7 +159,7 @@ def test_what_is_not_within_a_region_is_refused(row: list[int]) -> None:
 
 
 def test_a_piece_beyond_what_a_launch_can_count_is_refused() -> None:
-    size = pieces.MAX_PIECE_BYTES + 1
+    size = gather.MAX_PIECE_BYTES + 1
     rows = np.array([[4096, size, 0, size, 1]], dtype=np.uint64)
     with pytest.raises(UnsupportedError, match="pieces of at most"):
         mapped_rows(rows, [Region(4096, size, 1 << 50)])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kit.load_states import known
-from vllm_commext.nixl.decode.quarantine import Quarantine
+from vllm_commext.nixl.decode.load_state import Quarantine
 
 
 @dataclass(eq=False)

@@ -6,8 +6,7 @@ import sys
 
 import numpy as np
 
-from vllm_commext.nixl.reuse.generations import GenerationTable, open_generations
-from vllm_commext.nixl.reuse.offers import OfferTable
+from vllm_commext.nixl.reuse.offers import GenerationTable, OfferTable, open_generations
 
 NUM_BLOCKS = 8
 
@@ -105,7 +104,7 @@ def test_another_process_writes_there_too() -> None:
     table = GenerationTable(NUM_BLOCKS, 4)
     code = (
         "from vllm_commext.anonymous_memory import Offer\n"
-        "from vllm_commext.nixl.reuse.generations import open_generations\n"
+        "from vllm_commext.nixl.reuse.offers import open_generations\n"
         "from vllm_commext.nixl.reuse.offers import OfferTable\n"
         f"OfferTable([open_generations({table.offer!r})]).drop(5)"
     )

@@ -8,8 +8,7 @@ import pytest
 
 from vllm_commext.nixl.geometry.layout import FULL, WINDOW, Group
 from vllm_commext.nixl.stream.cursor import Cursor, Wanted
-from vllm_commext.nixl.stream.progress import Header
-from vllm_commext.nixl.stream.rows import PIECE_IDS, entries_of, regions_of
+from vllm_commext.nixl.stream.progress import PIECE_IDS, Header, entries_of, regions_of
 
 NONCE, LATER = 77, 78
 BLOCK = 4

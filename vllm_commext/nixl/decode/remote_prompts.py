@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from vllm_commext.errors import CommextError, ProtocolError
-from vllm_commext.nixl.decode.load_state import LoadPhase, LoadState, Source, TokenPhase
+from vllm_commext.nixl.decode.load_state import LoadPhase, LoadState, Quarantine, Source, TokenPhase
 from vllm_commext.nixl.decode.prompt_match import PromptMatch, Trust
-from vllm_commext.nixl.decode.quarantine import Quarantine
 from vllm_commext.nixl.decode.remote_tokens import RemoteTokens
 from vllm_commext.nixl.engine_context import EngineContext
 from vllm_commext.nixl.first_token import refusal_of

@@ -1,12 +1,20 @@
-"""Launches the kernel that copies pieces of mapped memory; see ``csrc/cuda/gather_pieces.cu``.
+"""From descriptors of a read to launches of the kernel that copies pieces of mapped memory; see
+``csrc/cuda/gather_pieces.cu``.
 
-Each launch is one of the handles that a ``Posting`` takes, and ``Gatherer`` does with them what
-NIXL's agent does with its own.
+NIXL is told of descriptors by their numbers in lists that it was given before; a kernel of our own
+is told addresses, for the peer's side those at which its memory is mapped here. Each launch is one
+of the handles that a ``Posting`` takes, and ``Gatherer`` does with them what NIXL's agent does with
+its own.
 """
 
+from __future__ import annotations
+
+import bisect
 import contextlib
 import ctypes
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +24,167 @@ from vllm_commext.gpu import ipc, launch
 from vllm_commext.gpu.ipc import PinnedMemory
 from vllm_commext.gpu.launch import arguments_type
 from vllm_commext.gpu.nvrtc import Program
-from vllm_commext.nixl.mapped.pieces import CHUNK_BYTES, MAX_PIECES, MAX_RUNS, Batch
+from vllm_commext.nixl.geometry.descriptors import Int32Array, UInt64Array
+from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS
+from vllm_commext.nixl.transport.posting import in_pieces
+
+Int64Array = npt.NDArray[np.int64]
+MAX_PIECES = 8192
+"""Of a launch: the first one is under way while the next one's addresses are worked out."""
+MAX_RUNS = 16
+"""Of a launch."""
+CHUNK_BYTES = 16 << 10
+"""Of a piece, that one warp copies at a time."""
+MAX_PIECE_BYTES = 1 << 31
+
+
+class Region(NamedTuple):
+    """Memory of a peer: address there, bytes, address here."""
+
+    address: int
+    num_bytes: int
+    mapped: int
+
+
+class Run(NamedTuple):
+    """Neighbouring pieces of one length, as the kernel has it.
+
+    Attributes:
+        end: number of the first chunk behind it.
+        first: number of its first piece.
+        parts: chunks of a piece.
+        num_bytes: of a piece.
+    """
+
+    end: int
+    first: int
+    parts: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one launch copies.
+
+    Attributes:
+        places: ``[n, 2]``, of each piece the address where it is and the one where it belongs.
+        runs: what lengths they have, at most ``MAX_RUNS``.
+    """
+
+    places: Int64Array
+    runs: tuple[Run, ...]
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of all pieces."""
+        return self.runs[-1].end
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the descriptors of a list are; see ``of``.
+
+    Attributes:
+        starts: number of each row's first descriptor.
+        addresses: of that descriptor.
+        lengths: bytes of each descriptor of the row.
+        strides: bytes between neighbours in the row.
+    """
+
+    starts: Int64Array
+    addresses: Int64Array
+    lengths: Int64Array
+    strides: Int64Array
+
+    @classmethod
+    def of(cls, rows: UInt64Array) -> Places:
+        """Of ``[n, 5]`` strided descriptors."""
+        address, length, _, stride, count = rows.astype(np.int64).T
+        return cls(np.cumsum(count) - count, address, length, stride)
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether no two descriptors of a row are neighbours in memory."""
+        return bool((self.strides != self.lengths).all())
+
+    def at(self, indices: Int32Array) -> tuple[Int64Array, Int64Array]:
+        """Address and length of each of these descriptors."""
+        row = np.searchsorted(self.starts, indices, side="right") - 1
+        address = self.addresses[row] + (indices - self.starts[row]) * self.strides[row]
+        return address, self.lengths[row]
+
+
+def mapped_rows(rows: UInt64Array, regions: Sequence[Region]) -> UInt64Array:
+    """The same descriptors at the addresses where their memory is mapped here.
+
+    Args:
+        rows: ``[n, 5]`` strided descriptors of the peer's.
+        regions: what is mapped of the peer's memory.
+
+    Raises:
+        UnsupportedError: one of them is not within a region, so that a kernel must not load it, or
+            is too long.
+    """
+    found = rows.copy()
+    known = sorted(regions)
+    bases = [region.address for region in known]
+    for number, row in enumerate(rows.tolist()):  # numbers of any size: they came from a peer
+        address, length, _, stride, count = row
+        region = known[max(0, bisect.bisect_right(bases, address) - 1)] if known else None
+        end = address + (count - 1) * stride + length
+        if region is None or not region.address <= address < end <= sum(region[:2]):
+            raise UnsupportedError(
+                f"expected all of the KV cache in the memory that is offered, got bytes {address} "
+                f"to {end} outside of it"
+            )
+        if length > MAX_PIECE_BYTES:
+            raise UnsupportedError(
+                f"expected pieces of at most {MAX_PIECE_BYTES} bytes, got {length}"
+            )
+        found[number, 0] = address - region.address + region.mapped
+    return found
+
+
+def num_runs(local: Places, remote: Places, pairs: Pairs) -> int:
+    """Pieces that are left where neighbours are merged, as NIXL does it; about."""
+    if local.has_gaps or remote.has_gaps:
+        return len(pairs.local)
+    breaks = (np.diff(pairs.local) != 1) | (np.diff(pairs.remote) != 1)
+    return int(np.count_nonzero(breaks)) + min(1, len(pairs.local))
+
+
+def batches(local: Places, remote: Places, pairs: Pairs) -> Iterator[Batch]:
+    """What is to be launched to copy these pairs, with a pause between two."""
+    for part in in_pieces(len(pairs.local), MAX_PIECES):
+        target, lengths = local.at(pairs.local[part])
+        source, _ = remote.at(pairs.remote[part])
+        yield from _batches_of(np.stack((source, target), axis=1), lengths)
+
+
+def _batches_of(places: Int64Array, lengths: Int64Array) -> Iterator[Batch]:
+    """Pieces of one length side by side, and so many lengths in each batch as a launch takes."""
+    if lengths.min() < lengths.max():
+        order = np.argsort(lengths, kind="stable")
+        places, lengths = places[order], lengths[order]
+    ends = [*(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
+    for number in range(0, len(ends), MAX_RUNS):
+        stops = ends[number : number + MAX_RUNS]
+        first = ends[number - 1] if number else 0
+        yield Batch(places[first : stops[-1]], _runs(lengths, first, stops))
+
+
+def _runs(lengths: Int64Array, first: int, stops: Sequence[int]) -> tuple[Run, ...]:
+    runs: list[Run] = []
+    begin, chunk = first, 0
+    for stop in stops:
+        num_bytes = int(lengths[begin])
+        parts = -(-num_bytes // CHUNK_BYTES)
+        chunk += (stop - begin) * parts
+        runs.append(Run(chunk, begin - first, parts, num_bytes))
+        begin = stop
+    return tuple(runs)
+
 
 NAME = "gather_pieces"
 NUM_THREADS = 512
@@ -47,48 +214,9 @@ def make_arguments() -> ctypes.Structure:
     return arguments_type(f"{NAME}.cu", MAX_RUNS=MAX_RUNS)()
 
 
-class Slab(Protocol):
-    """Host memory of one launch, which the GPU reads and writes.
-
-    Attributes:
-        address: of its first byte, for both.
-        content: ``[PLACES_BYTES + SCRATCH_BYTES]``, places first.
-    """
-
-    address: int
-    content: npt.NDArray[np.uint8]
-
-
-class Device(Protocol):
-    """The GPU of this worker, as far as reads through mappings need it; owned by one thread."""
-
-    def enter(self) -> None:
-        """Let the calling thread use it."""
-
-    def make_slab(self) -> Slab:
-        """New memory for a launch."""
-        ...
-
-    def launch(self, arguments: ctypes.Structure, slab: Slab) -> None:
-        """Begin with a copy behind those that were begun before; raises where it cannot."""
-
-    def is_done(self, slab: Slab) -> bool:
-        """Whether the copy with this slab has ended; raises where it has failed."""
-        ...
-
-    def open(self, handle: bytes) -> int:
-        """Where a peer's allocation is mapped; raises ``UnsupportedError`` where it is not."""
-        ...
-
-    def unmap(self, address: int) -> None:
-        """Undo ``open``; nothing may read there any more."""
-
-    def close(self) -> None:
-        """Give everything back; nothing may be under way."""
-
-
 class CudaSlab(PinnedMemory):
-    """A slab, and the event behind the launch that uses it."""
+    """Host memory of one launch, which the GPU reads and writes, places first; and the event behind
+    the launch."""
 
     def __init__(self) -> None:
         super().__init__(PLACES_BYTES + SCRATCH_BYTES)
@@ -98,7 +226,7 @@ class CudaSlab(PinnedMemory):
 
 
 class CudaDevice:
-    """A GPU of NVIDIA's: the current one of torch's.
+    """A GPU of NVIDIA's: the current one of torch's.  Owned by one thread.
 
     Launches are on a stream of their own, beside what the engine computes.
 
@@ -122,42 +250,42 @@ class CudaDevice:
         self._slabs: list[CudaSlab] = []
 
     def enter(self) -> None:
-        """See ``Device``.  Graphs that other threads capture meanwhile stay as they are."""
+        """Let the calling thread use it; graphs that others capture meanwhile stay as they are."""
         launch.enter_context(self._function.driver, self._device.ordinal)
         relaxed = self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
         changed = self._runtime.cudaThreadExchangeStreamCaptureMode(relaxed)
         ipc.check(changed, "letting other threads capture graphs")
 
     def make_slab(self) -> CudaSlab:
-        """See ``Device``."""
+        """New memory for a launch."""
         self._slabs.append(CudaSlab())
         return self._slabs[-1]
 
-    def launch(self, arguments: ctypes.Structure, slab: Slab) -> None:
-        """See ``Device``."""
+    def launch(self, arguments: ctypes.Structure, slab: CudaSlab) -> None:
+        """Begin with a copy behind those that were begun before; raises where it cannot."""
         num_blocks = min(self._num_blocks, -(-arguments.num_chunks // WARPS))
         self._function.launch(arguments, num_blocks, self._stream)
-        recorded = self._runtime.cudaEventRecord(self._event(slab), self._stream)
+        recorded = self._runtime.cudaEventRecord(slab.event, self._stream)
         ipc.check(recorded, "recording an event")
 
-    def is_done(self, slab: Slab) -> bool:
-        """See ``Device``."""
-        (status,) = self._runtime.cudaEventQuery(self._event(slab))
+    def is_done(self, slab: CudaSlab) -> bool:
+        """Whether the copy with this slab has ended; raises where it has failed."""
+        (status,) = self._runtime.cudaEventQuery(slab.event)
         if status == self._runtime.cudaError_t.cudaErrorNotReady:
             return False
         ipc.check((status,), "copying from the mapped memory")
         return True
 
     def open(self, handle: bytes) -> int:
-        """See ``Device``."""
+        """Where a peer's allocation is mapped; raises ``UnsupportedError`` where it is not."""
         return ipc.open_handle(handle, "the prefill worker")
 
     def unmap(self, address: int) -> None:
-        """See ``Device``."""
+        """Undo ``open``; nothing may read there any more."""
         ipc.close_handle(address)
 
     def close(self) -> None:
-        """See ``Device``."""
+        """Give everything back; nothing may be under way."""
         with contextlib.suppress(UnsupportedError):  # at a process's end CUDA may have gone before
             while self._slabs:
                 slab = self._slabs.pop()
@@ -165,16 +293,11 @@ class CudaDevice:
                 slab.close()
             ipc.check(self._runtime.cudaStreamDestroy(self._stream), "giving back the stream")
 
-    @staticmethod
-    def _event(slab: Slab) -> Any:
-        assert isinstance(slab, CudaSlab)  # made by ``make_slab``
-        return slab.event
-
 
 class Gather:
     """One launch: what it copies, and what it holds meanwhile."""
 
-    def __init__(self, batch: Batch, slab: Slab) -> None:
+    def __init__(self, batch: Batch, slab: CudaSlab) -> None:
         self.batch = batch
         self.slab = slab
         self.is_launched = self.has_ended = False
@@ -187,17 +310,17 @@ class Gatherer:
         device: where they run.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._free = [device.make_slab() for _ in range(NUM_SLABS)]
 
-    def make(self, batch: Batch, slab: Slab | None = None) -> Gather:
+    def make(self, batch: Batch, slab: CudaSlab | None = None) -> Gather:
         """A launch that is still to be posted; with a slab of its own or one that is free."""
         if slab is None:
             slab = self.take_slab()
         return Gather(batch, slab)
 
-    def take_slab(self) -> Slab:
+    def take_slab(self) -> CudaSlab:
         """A slab that nothing uses."""
         return self._free.pop() if self._free else self._device.make_slab()
 

@@ -19,9 +19,11 @@ from vllm_commext.nixl.config import AUTO, ConnectorConfig
 from vllm_commext.nixl.geometry.descriptors import strided_row
 from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan
 from vllm_commext.nixl.log import logger
-from vllm_commext.nixl.mapped.gather import PLACES_BYTES, CudaDevice, Device, Gatherer
-from vllm_commext.nixl.mapped.pieces import (
+from vllm_commext.nixl.mapped.gather import (
+    PLACES_BYTES,
     Batch,
+    CudaDevice,
+    Gatherer,
     Places,
     Region,
     Run,
@@ -54,7 +56,7 @@ class Mapper:
         place: where this process is, see ``place_of_process``.
     """
 
-    def __init__(self, device: Device, place: str) -> None:
+    def __init__(self, device: CudaDevice, place: str) -> None:
         self._device = device
         self._place = place
         self._gatherer = Gatherer(device)

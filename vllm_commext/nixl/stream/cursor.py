@@ -18,11 +18,12 @@ from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.decode.transfers import Part
 from vllm_commext.nixl.geometry.layout import FULL, Group
 from vllm_commext.nixl.geometry.plan import Blocks, Pairs, num_blocks_for
-from vllm_commext.nixl.stream.progress import ENDED, Header
-from vllm_commext.nixl.stream.rows import (
+from vllm_commext.nixl.stream.progress import (
+    ENDED,
     MAX_PIECES,
     PIECE_IDS,
     Entries,
+    Header,
     Ids,
     Region,
     ids_in,

@@ -20,7 +20,7 @@ from vllm_commext.nixl.prefill.fence import FenceSlots
 from vllm_commext.nixl.prefill.prefill_state import PrefillState, Progress, Stream, progress_in
 from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.requests import Chunk, Listed, Restart
-from vllm_commext.nixl.stream.rows import num_rows_of
+from vllm_commext.nixl.stream.progress import num_rows_of
 from vllm_commext.nixl.wire.messages import FoundStream
 from vllm_commext.nixl.wire.params import key_of, params_of
 from vllm_commext.nixl.wire.prompt import digests, prompt_of
@@ -101,7 +101,7 @@ class StreamProducer:
         fences: the engine's.
         directory: what its side channel answers.
         streaming: what the engine does.
-        num_rows: rows of each worker's progress table; by default as ``rows`` has it.
+        num_rows: rows of each worker's progress table; by default as `num_rows_of` says.
     """
 
     def __init__(

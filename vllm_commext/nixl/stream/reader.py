@@ -17,8 +17,7 @@ from vllm_commext.nixl.decode.transfers import Failure, Part, Use
 from vllm_commext.nixl.geometry.descriptors import Int32Array
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.stream.cursor import LONGEST_SECONDS, Cursor, Look, Wanted, cursor_of
-from vllm_commext.nixl.stream.progress import ENDED, Header, header_of
-from vllm_commext.nixl.stream.rows import MAX_PIECES, pieces
+from vllm_commext.nixl.stream.progress import ENDED, MAX_PIECES, Header, header_of, pieces
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.posting import Posting
 from vllm_commext.nixl.wire.description import STREAM_HEADERS, STREAM_PIECES

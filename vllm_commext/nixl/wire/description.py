@@ -72,11 +72,11 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
         lease_seconds: how long the worker keeps a request's blocks after the last sign of a reader,
             0 where it takes no ``KeepAlive``.
         stream_headers: address of the headers of its progress table, see
-            ``stream.rows``.
+            ``stream.progress``.
         stream_entries: address of the progress table's block ids.
         num_stream_rows: rows of the progress table, 0 where it streams nothing.
         pieces_per_row: pieces of block ids in a row.
-        generations: address of its blocks' generations, see ``reuse.generations``.
+        generations: address of its blocks' generations, see ``reuse.offers``.
         num_generations: how many there are: one a block, or 0 where it has no blocks on offer.
         mapped: how its cache is read through a mapping, None where it is not.
     """

@@ -113,7 +113,7 @@ class FoundStream(msgspec.Struct, kw_only=True, frozen=True):
         refusal: why it will not be, "" where it is.
         request_id: the request's id in the prefill engine.
         num_tokens: tokens of its prompt.
-        row: its row of the workers' progress tables, see ``stream.rows``.
+        row: its row of the workers' progress tables, see ``stream.progress``.
         tag: what tells it there from other requests that get the row.
         fence_slot: slot of its fence.
         fence_nonce: what stands there until the request is preempted or ends.
@@ -183,7 +183,7 @@ class FoundBlocks(Frame, tag="found_blocks", frozen=True):
         tp_size: the engine's tensor-parallel ranks.
         block_ids: by position in the prompt.
         generations: what stands at each of them as long as its bytes do, see
-            ``reuse.generations``.
+            ``reuse.offers``.
     """
 
     engine_id: str
