@@ -93,7 +93,7 @@ class Reader:
     def _wait(self, request_id: str) -> None:
         deadline = time.monotonic() + READ_SECONDS
         while time.monotonic() < deadline:
-            outcomes = self._thread.take_outcomes()
+            outcomes = self._thread.outcomes.take()
             if outcomes.failed:
                 raise RuntimeError(f"the read {request_id} failed")
             if request_id in outcomes.received:

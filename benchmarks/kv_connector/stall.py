@@ -126,7 +126,7 @@ class OurReader:
         self._thread.submit(self._load)
 
     def ended(self) -> bool:
-        outcomes = self._thread.take_outcomes()
+        outcomes = self._thread.outcomes.take()
         if outcomes.failed:
             raise RuntimeError(f"our reads failed: {outcomes.failed}")
         return self._load.request_id in outcomes.received

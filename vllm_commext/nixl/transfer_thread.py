@@ -17,7 +17,7 @@ from vllm_commext.nixl.decode.loader import Loader
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.prefill.lease_manager import LeaseManager
-from vllm_commext.nixl.requests import CompletionQueue, Hold, Load, Outcomes, Release, Wait
+from vllm_commext.nixl.requests import CompletionQueue, Hold, Load, Release, Wait
 from vllm_commext.nixl.stream.progress import Publisher
 from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
 
@@ -63,6 +63,8 @@ Command = Load | Wait | Hold | Release | GiveUp | Look | Renew
 class TransferThread:
     """Runs one worker's transfers.
 
+    Attributes: ``outcomes``: what has ended.
+
     Args:
         agent: the agent with the worker's memory registered; the thread owns it from ``start`` on.
         config: the connector's settings.
@@ -90,9 +92,9 @@ class TransferThread:
         self._mapper = local.mapper
         self._on_start = on_start
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._outcomes = CompletionQueue()
-        self._loader = Loader(agent, config, local, recorder, self._outcomes, probe)
-        self._lease_manager = LeaseManager(agent, local.tables, config, recorder, self._outcomes)
+        self.outcomes = CompletionQueue()
+        self._loader = Loader(agent, config, local, recorder, self.outcomes, probe)
+        self._lease_manager = LeaseManager(agent, local.tables, config, recorder, self.outcomes)
         self._wait_seconds = IDLE_WAIT_SECONDS
         self._next_turn = 0.0
         self._recorder = recorder
@@ -109,14 +111,6 @@ class TransferThread:
         """Hand over a command; returns at once."""
         self._commands.put(command)
 
-    def notify_by(self, notifier: Callable[[], None]) -> None:
-        """Call this from now on when there is an outcome to take and there was none."""
-        self._outcomes.on_first = notifier
-
-    def take_outcomes(self) -> Outcomes:
-        """What ended since the last call."""
-        return self._outcomes.take()
-
     def stop(self) -> None:
         """End the thread and give back what the agent holds; bounded by ``STOP_SECONDS``."""
         if not self._thread.is_alive():
@@ -131,7 +125,7 @@ class TransferThread:
             self._on_start()
         except Exception as error:  # noqa: BLE001 whatever it is, each load fails with it
             logger.exception("the transfer thread could not be set up; no load will be tried")
-            self._loader.refuse_all(error)
+            self._loader.uses.refuse_all(error)
         while self._guard("commands", self._take_commands, lost=True):
             if time.monotonic() >= self._next_turn:
                 self._turn()
@@ -177,9 +171,10 @@ class TransferThread:
             if progressed or self._wait_seconds > PENDING_WAIT_SECONDS:
                 return BUSY_WAIT_SECONDS
             return min(WAIT_GROWTH * self._wait_seconds, PENDING_WAIT_SECONDS)
-        if self._loader.num_handshakes or self._num_launched():
+        if self._loader.client.asking or self._num_launched():
             return PENDING_WAIT_SECONDS
-        return self._loader.seconds_to_look() if self._loader.num_streams else None
+        streams = self._loader.streams
+        return streams.seconds_to_look() if len(streams) else None
 
     def _wait_at_rest(self) -> float:
         """The same for what others may ask for."""
@@ -207,7 +202,7 @@ class TransferThread:
         if isinstance(command, Load):
             self._loader.begin(command)
         elif isinstance(command, Wait):
-            self._loader.wait(command)
+            self._loader.uses.wait(command)
         elif isinstance(command, GiveUp):
             self._loader.give_up(command.request_id)
         elif isinstance(command, Hold):
@@ -215,12 +210,12 @@ class TransferThread:
         elif isinstance(command, Release):
             self._lease_manager.release(command.request_id)
         elif isinstance(command, Renew):
-            self._loader.renew(is_on=command.is_on)
+            self._loader.uses.keep_alive.is_on = command.is_on
 
     def _close(self) -> None:
         """No agent is taken down under a read: that could end the peer's process."""
         deadline = time.monotonic() + STOP_SECONDS / 2
-        self._loader.end_streams()
+        self._loader.streams.end_all()
         while self._loader.num_reads and time.monotonic() < deadline:
             self._loader.poll_reads()
             time.sleep(PENDING_WAIT_SECONDS)

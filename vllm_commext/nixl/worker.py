@@ -191,7 +191,7 @@ class WorkerSide:
             self._tables.fences.arm(step.fence_key)
         if step.wakeup:
             number = worker_number(self._pipeline.index, self._model.rank)
-            thread.notify_by(notifier(step.wakeup, number))
+            thread.outcomes.on_first = notifier(step.wakeup, number)
         if step.renews is not None:
             thread.submit(Renew(step.renews))
         for wait in step.waits:
@@ -214,7 +214,7 @@ class WorkerSide:
     def take_outcomes(self) -> Outcomes:
         """What ended since the last call; the late and settled loads are kept for
         ``take_metadata``."""
-        outcomes = self._outcomes = self._require_thread().take_outcomes()
+        outcomes = self._outcomes = self._require_thread().outcomes.take()
         if self._host is not None:
             for request_id in outcomes.received - outcomes.failed:
                 if request_id in self._loads:

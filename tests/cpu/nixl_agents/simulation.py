@@ -101,7 +101,7 @@ class Worker:
 
     def collect(self) -> Outcomes:
         """Everything that has ended so far; what is reported twice is an error."""
-        new = self.thread.take_outcomes()
+        new = self.thread.outcomes.take()
         for name in ("sent", "received", "failed", "late", "settled"):
             seen, more = getattr(self.outcomes, name), getattr(new, name)
             assert not seen & more, f"{name} reported twice: {seen & more}"

@@ -163,7 +163,7 @@ class Requests:
 
     def collect(self) -> None:
         """Take what has ended on both sides, and check it."""
-        new = self.decode.thread.take_outcomes()
+        new = self.decode.thread.outcomes.take()
         for request_id in new.late:
             self.late.add(request_id)
             self.decode.thread.submit(GiveUp(request_id))
@@ -180,7 +180,7 @@ class Requests:
                 self.free_blocks.append(block)
         for request_id in new.settled:
             self.free_blocks.append(self.kept.pop(request_id))
-        for name in self.prefill.thread.take_outcomes().sent:
+        for name in self.prefill.thread.outcomes.take().sent:
             del self.held[name]  # each ends once
 
     def _is_right(self, block: int, remote_block: int) -> bool:
@@ -216,7 +216,7 @@ def test_every_request_ends_whatever_raises(
     wait_until(lambda: requests.collect() or not requests.loading, "the last loads")
     wait_until(lambda: requests.collect() or not requests.held, "P's blocks")
     loader = decode.thread._loader
-    wait_until(lambda: not loader._uses and not loader._uses._uses, "D's transfers")
+    wait_until(lambda: not loader.uses and not loader.uses._uses, "D's transfers")
     wait_until(lambda: requests.collect() or not requests.kept, "D's blocks kept out of use")
     assert sorted(requests.free_blocks) == list(range(NUM_BLOCKS))
     assert not loader.num_reads

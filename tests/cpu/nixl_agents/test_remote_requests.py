@@ -40,7 +40,7 @@ def hold(prefill: Any, name: str, slot: int) -> Any:
 
 def nothing_left(decode: Any) -> bool:
     loader = decode.thread._loader
-    return not loader._uses and not loader._uses._uses and not loader._reads
+    return not loader.uses and not loader.uses._uses and not loader._reads
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1], ids=["together", "apart"])

@@ -78,7 +78,7 @@ def test_blocks_that_stay_are_read_and_nobody_is_told(owner: Owner, reader: Any)
     reader.load(load_of("r", owner.remote("once", names), [0, 4, 1]))
     assert "r" not in reader.outcomes.failed
     assert same(reader.memory, expected)
-    wait_until(lambda: not reader.thread._loader._uses, "the transfer to be forgotten")
+    wait_until(lambda: not reader.thread._loader.uses, "the transfer to be forgotten")
     after = owner.engine.recorder.take() or {}
     assert not (before or {}).get("unmatched_notifications")
     assert not after.get("unmatched_notifications")

@@ -102,6 +102,7 @@ class KeepAlive:
 
     Attributes:
         is_on: whether heartbeats are sent.
+        watched: what is kept alive, and where.
 
     Args:
         agent: whose notifications are sent.
@@ -113,13 +114,9 @@ class KeepAlive:
         self._agent = agent
         self._consumer = short_id(consumer)
         self._peers = peers
-        self._watched = Heartbeats()
+        self.watched = Heartbeats()
         self._sequence = itertools.count(1)
         self.is_on = True
-
-    def __len__(self) -> int:
-        """Pairs of a request and a prefill worker that keeps blocks for it."""
-        return len(self._watched)
 
     def watch(self, use: Use) -> None:
         """A request waits for its load, so its lease may have begun long ago, or is about to be
@@ -132,24 +129,16 @@ class KeepAlive:
             key = use.transfer.sources[worker].key
             link = self._peers.find(key) if use.load is not None else None
             delay = 0.0 if use.load is None else _interval(link)
-            self._watched.watch(use.request_id, key, remote_id, now + delay)
-
-    def end(self, use: Use, key: PeerKey) -> None:
-        """A use needs a peer no more."""
-        self._watched.drop(use.request_id, key)
-
-    def end_all(self, request_id: str) -> None:
-        """A request needs no peer any more, as far as is known."""
-        self._watched.drop_everywhere(request_id)
+            self.watched.watch(use.request_id, key, remote_id, now + delay)
 
     def send_due(self) -> None:
         """Send what is due."""
         if not self.is_on:
             return
         now = time.monotonic()
-        for key in self._watched.due(now):
+        for key in self.watched.due(now):
             link = self._ready(key)
-            request_ids = self._watched.take(key, now + _interval(link))
+            request_ids = self.watched.take(key, now + _interval(link))
             if link is not None and link.lease_seconds:
                 self._send(link, request_ids)
 

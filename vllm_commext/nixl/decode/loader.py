@@ -23,7 +23,7 @@ from vllm_commext.nixl.decode.transfers import (
 from vllm_commext.nixl.decode.uses import Uses
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
-from vllm_commext.nixl.requests import CompletionQueue, Load, Wait
+from vllm_commext.nixl.requests import CompletionQueue, Load
 from vllm_commext.nixl.stream.reader import StreamReader, failure_of_stream
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire.client import SideChannelClient
@@ -33,6 +33,11 @@ from vllm_commext.nixl.wire.seal import read_secret
 
 class Loader:
     """Runs one worker's loads.  Owned by one thread.
+
+    Attributes:
+        client: asks peers' side channels.
+        streams: parts that are read while their prompts are computed.
+        uses: what requests of this engine use of others.
 
     Args:
         agent: the agent with the worker's memory registered.
@@ -57,54 +62,40 @@ class Loader:
         self._outcomes = outcomes
         self._probe = probe
         self._probing: tuple[Link, Generator[None]] | None = None
-        self._client = SideChannelClient(read_secret(config.side_channel_secret_file))
-        self._peers = PeerTable(agent, config, local, recorder, self._client)
+        self.client = SideChannelClient(read_secret(config.side_channel_secret_file))
+        self._peers = PeerTable(agent, config, local, recorder, self.client)
         request = self._peers.request_for("", 0)
-        self._preconnect = Preconnect(self._client, config, request, self._connect)
+        self._preconnect = Preconnect(self.client, config, request, self._connect)
         self._reads = ReadSet(agent, recorder, config.max_bytes_in_flight, config.transfer_timeout)
-        self._streams = StreamReader(agent, config.transfer_timeout)
+        self.streams = StreamReader(agent, config.transfer_timeout)
         self._log = RateLimitedLog()
-        self._uses = Uses(agent, local, self._peers, recorder, outcomes)
+        self.uses = Uses(agent, local, self._peers, recorder, outcomes)
 
     @property
     def num_reads(self) -> int:
         """Reads under way."""
-        return len(self._reads) + self._streams.num_looks + self._peers.is_sweeping
-
-    @property
-    def num_streams(self) -> int:
-        """Prompts that are read while they are computed."""
-        return len(self._streams)
-
-    def seconds_to_look(self) -> float:
-        """Until it is looked how far one of them is."""
-        return self._streams.seconds_to_look()
-
-    @property
-    def num_handshakes(self) -> int:
-        """Peers that have been asked and have not answered yet."""
-        return len(self._client.asking)
+        return len(self._reads) + self.streams.num_looks + self._peers.is_sweeping
 
     @property
     def has_duties(self) -> bool:
         """Whether releases, heartbeats or sweeps will be due although nothing is under way."""
-        is_kept = len(self._uses) > 0 or len(self._uses.keep_alive) > 0
+        is_kept = len(self.uses) > 0 or len(self.uses.keep_alive.watched) > 0
         is_known = not len(self._preconnect) and self._probing is None
         return is_kept or not is_known or self._peers.has_sweeps_due
 
     def poll(self) -> bool:
         """One look at everything under way; whether anything has moved on."""
-        num_moves = self._streams.num_moves
-        self._client.poll()
+        num_moves = self.streams.num_moves
+        self.client.poll()
         ended = self._peers.poll()
         for peer in ended:
             self._on_handshake_done(peer)
         self._read_streams()
         self._serve_waiting()
-        self._uses.keep_alive.send_due()
-        self._uses.release_due()
+        self.uses.keep_alive.send_due()
+        self.uses.release_due()
         has_progressed = self.poll_reads() or bool(ended)
-        has_progressed = has_progressed or self._streams.num_moves > num_moves
+        has_progressed = has_progressed or self.streams.num_moves > num_moves
         self._go_on_probing()
         return has_progressed
 
@@ -113,39 +104,23 @@ class Loader:
         peers = {f"peers/{state}": num for state, num in self._peers.count_states().items()}
         return {"transfers_in_flight": len(self._reads), **peers}
 
-    def renew(self, *, is_on: bool) -> None:
-        """Have the blocks of requests kept that wait or are read, or not."""
-        self._uses.keep_alive.is_on = is_on
-
-    def end_streams(self) -> None:
-        """Read nothing more of prompts that are not computed yet."""
-        self._streams.end_all()
-
-    def refuse_all(self, error: Exception) -> None:
-        """Nothing can be read on this worker: let each load fail with the reason."""
-        self._uses.refuse_all(error)
-
     def close(self) -> None:
         """Release what was read, and forget all peers; no read may be under way."""
         self._end_probing()
-        self._uses.release_all()
+        self.uses.release_all()
         self._peers.close()
-        self._client.close()
-
-    def wait(self, wait: Wait) -> None:
-        """Have a request's blocks kept until its load begins, and its peers made ready."""
-        self._uses.wait(wait)
+        self.client.close()
 
     def begin(self, load: Load) -> None:
         """Start a load: a part for each prefill worker that it reads from."""
-        self._uses.begin(load, self._start)
+        self.uses.begin(load, self._start)
 
     def _start(self, part: Part) -> None:
         """Queue a part at its peer, and go on with what is queued there."""
         try:
             peer = self._peers.prepare(part.key, part.remote.incarnation)
         except Exception as error:  # noqa: BLE001 one part's error is no other's
-            self._uses.close(part, failure_of(error, "handshake"))
+            self.uses.close(part, failure_of(error, "handshake"))
             return
         peer.waiting.append(part)
         self._serve(peer)
@@ -172,15 +147,15 @@ class Loader:
             self._fail_waiting(peer, failure_of(peer.channel.error, "handshake"))
         releases, peer.releases = peer.releases, []
         for transfer, source in releases:
-            self._uses.send_release(transfer, source)
+            self.uses.send_release(transfer, source)
 
     def _fail_waiting(self, peer: Peer, failure: Failure) -> None:
         while peer.waiting:
-            self._uses.close(peer.waiting.popleft(), failure)
+            self.uses.close(peer.waiting.popleft(), failure)
 
     def _connect(self, host: str, port: int, incarnation: str, first: WorkerDescription) -> None:
         """Connect to the workers of an engine that this one will read from."""
-        for worker in self._uses.workers(first.layout.tp_size, first.layout.pp_size):
+        for worker in self.uses.workers(first.layout.tp_size, first.layout.pp_size):
             key = (first.engine_id, host, port, worker)
             try:
                 self._peers.prepare(key, incarnation)
@@ -217,7 +192,7 @@ class Loader:
             try:
                 has_begun = self._read(part, link)
             except CommextError as error:
-                self._uses.close(part, failure_of(error, "request"))
+                self.uses.close(part, failure_of(error, "request"))
             except Exception as error:  # noqa: BLE001 NIXL raises many types; only this part failed
                 self._retry(part, link, error)
             else:
@@ -228,22 +203,22 @@ class Loader:
     def _read(self, part: Part, link: Link) -> bool:
         """Start reading, or end where nothing is to be read; False where there is no room."""
         if part.use.failure is not None:
-            self._uses.close(part)
+            self.uses.close(part)
             return True
         if not link.serves(part.remote.incarnation):
-            self._uses.close(part, restarted(part.remote))
+            self.uses.close(part, restarted(part.remote))
             return True
         if part.remote.stream_row >= 0:
-            self._uses.check_size(part, link)
-            self._streams.begin(part, link)
+            self.uses.check_size(part, link)
+            self.streams.begin(part, link)
             return True
         if part.pairs is None or part.pairs[0] is not link:
-            self._uses.check_size(part, link)
+            self.uses.check_size(part, link)
             self._check_fence(part)
             part.pairs = link, prepare(part, link)
         pairs = part.pairs[1]
         if not len(pairs.local):
-            self._uses.close(part)
+            self.uses.close(part)
         elif not self._reads.has_room(pairs, link):
             return False
         else:
@@ -252,22 +227,22 @@ class Loader:
 
     def _read_streams(self) -> None:
         """Look how far prompts are, and read what has been computed, as far as there is room."""
-        for cursor in self._streams.due():
+        for cursor in self.streams.due():
             part, link = cursor.part, cursor.link
             try:
                 if part.use.failure is not None:
                     self._end_stream(part)
                     continue
-                pairs = self._streams.advance(cursor)
+                pairs = self.streams.advance(cursor)
                 if pairs is None:
                     continue
                 if not len(pairs.local):  # a stage that has no layer of this worker's
-                    self._streams.note_posted(cursor)
-                    if not self._streams.note_end(part, None):
-                        self._uses.close(part)
+                    self.streams.note_posted(cursor)
+                    if not self.streams.note_end(part, None):
+                        self.uses.close(part)
                 elif self._reads.has_room(pairs, link):
                     self._reads.post(part, link, pairs)
-                    self._streams.note_posted(cursor)
+                    self.streams.note_posted(cursor)
             except Exception as error:  # noqa: BLE001 NIXL raises many types; only this part failed
                 failure = failure_of_stream(error)
                 if failure.reason in ("timeout", "transfer"):
@@ -275,14 +250,14 @@ class Loader:
                 self._end_stream(part, failure)
 
     def _end_stream(self, part: Part, failure: Failure | None = None) -> None:
-        self._streams.leave(part)
-        self._uses.close(part, failure)
+        self.streams.leave(part)
+        self.uses.close(part, failure)
 
     def _retry(self, part: Part, link: Link, error: Exception) -> None:
         """A peer that cannot be reached may have been restarted: ask it once more."""
         self._peers.doubt(link, broken=True)
         if part.retried:
-            self._uses.close(part, Failure("transfer", ProtocolError(str(error))))
+            self.uses.close(part, Failure("transfer", ProtocolError(str(error))))
             return
         part.retried = True
         logger.info("prefill engine %s: %s; connecting anew", link.key, error)
@@ -308,7 +283,7 @@ class Loader:
             if end is not None:
                 num_ended += 1
                 self._end_read(read, end)
-        self._streams.poll_left()
+        self.streams.poll_left()
         self._note_late()
         self._peers.sweep()
         return num_ended > 0 or self._reads.num_proofs > num_proofs
@@ -318,8 +293,8 @@ class Loader:
             self._guard("record", lambda: self._reads.record(read))
         if end.failure is not None and end.failure.reason == "transfer":
             self._peers.doubt(read.link, broken=True)
-        if read.part.stream is None or not self._streams.note_end(read.part, end.failure):
-            self._uses.close(read.part, end.failure)
+        if read.part.stream is None or not self.streams.note_end(read.part, end.failure):
+            self.uses.close(read.part, end.failure)
 
     def _note_late(self) -> None:
         """Have what is late taken out of use, and fail what has waited behind it."""
@@ -341,7 +316,7 @@ class Loader:
                 continue
             # What has come a moment ago is tried: else it would not have had its time.
             while peer.waiting and now - peer.waiting[0].begun >= limit / 2:
-                self._uses.close(peer.waiting.popleft(), self._lateness(is_closed=False))
+                self.uses.close(peer.waiting.popleft(), self._lateness(is_closed=False))
 
     def _lateness(self, *, is_closed: bool) -> Failure:
         if is_closed:
@@ -351,7 +326,7 @@ class Loader:
 
     def give_up(self, request_id: str) -> None:
         """End a late load; its reads may go on, into blocks that the scheduler keeps out of use."""
-        use = self._uses.get(request_id)
+        use = self.uses.get(request_id)
         if use is None or use.load is None:
             self._outcomes.settled(request_id)
             return
@@ -359,9 +334,9 @@ class Loader:
         failure = use.lateness or given_up
         use.failure = use.failure or failure
         use.is_given_up = True
-        self._uses.report(use.load, failure)
-        for part in self._peers.withdraw(use) + self._streams.withdraw(use):
-            self._uses.close(part, failure)
+        self.uses.report(use.load, failure)
+        for part in self._peers.withdraw(use) + self.streams.withdraw(use):
+            self.uses.close(part, failure)
 
     def _guard(self, what: str, step: Callable[[], None]) -> None:
         """Run a step that no load depends on."""

@@ -91,7 +91,7 @@ class Uses:
 
     def begin(self, load: Load, start: Callable[[Part], None]) -> None:
         """Start a load: a part for each prefill worker that it reads from."""
-        self.keep_alive.end_all(load.request_id)
+        self.keep_alive.watched.drop_everywhere(load.request_id)
         known = self._uses.get(load.request_id)
         try:
             transfer = known.transfer if known is not None else self._transfer_of(remote_of(load))
@@ -111,7 +111,7 @@ class Uses:
     def close(self, part: Part, failure: Failure | None = None) -> None:
         """A part has ended."""
         use, transfer = part.use, part.use.transfer
-        self.keep_alive.end(use, part.key)
+        self.keep_alive.watched.drop(use.request_id, part.key)
         if transfer.close(part, failure):
             self._end(use, part.load)
         self._release(transfer, time.perf_counter())
