@@ -59,7 +59,7 @@ _CHECKS: CheckRows = {
         "environment_variables": (
             "our toggles are known names to vLLM and part of its compile-cache key",
             maps_to_callables("vllm.envs:environment_variables"),
-        ),
+        )
     },
     **CONNECTOR_CHECKS,
     "shm_queue": {

@@ -270,6 +270,6 @@ CONNECTOR_CHECKS: CheckRows = {
             "whoever gives up a block that others may still read is told when it is used again",
             takes(f"{BLOCKS}:BlockPool.unpin_blocks", "blocks", "on_reuse"),
             "0.30",
-        ),
+        )
     },
 }

@@ -41,10 +41,7 @@ def queue() -> None:
     reader = GroupMessageQueue.create_from_handle(writer.export_handle(), 0)
     _expect("names of queues", [], sorted(name for name in used if not hasattr(writer, name)))
     answer = dataclasses.replace(
-        EMPTY_MODEL_RUNNER_OUTPUT,
-        req_ids=["a"],
-        req_id_to_index={"a": 0},
-        sampled_token_ids=[[7]],
+        EMPTY_MODEL_RUNNER_OUTPUT, req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[7]]
     )
     status = executor.WorkerProc.ResponseStatus
     for message in (
@@ -180,9 +177,7 @@ def states() -> None:
 
     kv_connector.is_dim_first()
     spec: Any = MambaSpec(
-        block_size=BLOCK_TOKENS,
-        shapes=((16, 3), (2, 4, 4)),
-        dtypes=(torch.float32, torch.float32),
+        block_size=BLOCK_TOKENS, shapes=((16, 3), (2, 4, 4)), dtypes=(torch.float32, torch.float32)
     )
     _described(spec, torch.zeros(NUM_BLOCKS, 1, 1, spec.page_size_bytes, dtype=torch.uint8))
 

@@ -147,12 +147,7 @@ class IpcBuffer:
         UnsupportedError: memory cannot be had or a peer's cannot be mapped, on any rank.
     """
 
-    def __init__(
-        self,
-        collective: Collective,
-        size: int,
-        fill: int = 0,
-    ) -> None:
+    def __init__(self, collective: Collective, size: int, fill: int = 0) -> None:
         self.rank, self.world_size = collective.rank, collective.world_size
         self.size = round_up(size)
         self._collective = collective

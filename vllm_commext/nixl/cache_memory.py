@@ -95,7 +95,6 @@ class LastBlocks:
     Args:
         caches: layer name to its cache ``[rows, ...]``, as many rows a block in each.
         layers: for each group, the names of its layers.
-        groups: the groups.
         num_blocks: blocks that the cache manager hands out.
     """
 

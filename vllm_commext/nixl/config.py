@@ -93,27 +93,11 @@ class ConnectorConfig:
     side_channel_secret_file: str = ""
 
 
-KNOWN_KEYS = tuple(sorted(field.name for field in dataclasses.fields(ConnectorConfig)))
-_SECONDS = (
-    "kv_lease_duration",
-    "kv_lease_max_duration",
-    "progress_interval",
-    "handshake_timeout",
-    "transfer_timeout",
-    "peer_idle_timeout",
-    "stream_begin_timeout",
-    "reuse_lookup_timeout",
-)
+_FIELDS = dataclasses.fields(ConnectorConfig)
+KNOWN_KEYS = tuple(sorted(one.name for one in _FIELDS))
+_SECONDS = tuple(one.name for one in _FIELDS if one.type is float)
+_TOGGLES = tuple(one.name for one in _FIELDS if one.type is bool)
 _ADDRESS = re.compile(r"(\[(?P<ipv6>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>\d{1,5})")
-_TOGGLES = (
-    "enforce_handshake_compat",
-    "require_fence",
-    "host_copy",
-    "transport_probe",
-    "first_token_from_prefill",
-    "stream_chunks",
-    "reuse_blocks",
-)
 
 
 def parse_config(

@@ -209,7 +209,6 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
-        """Statistics from plain data."""
         return CommextNixlStats(data)
 
     @classmethod
@@ -220,7 +219,6 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
-        """The Prometheus metrics."""
         return CommextNixlPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # Scheduler side.
@@ -247,7 +245,6 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_side.serve({(0, rank): worker for rank, worker in metadata.items()})
 
     def on_new_request(self, request: Request) -> None:
-        """Note when a request came in."""
         self.scheduler_side.note_arrival(request)
         if self.pieces is not None:
             self.pieces.add(request)
@@ -271,7 +268,6 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_side.prompts.plan(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """What the workers must do in this step."""
         if self.pieces is not None:
             self.pieces.note_scheduled(scheduler_output)
         return self.scheduler_side.take_step(scheduler_output)
@@ -315,7 +311,6 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_side.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """This worker's description."""
         return self.worker_side.handshake
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -363,7 +358,6 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker_side.take_metadata()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What was recorded since the last call."""
         if self._worker_side is not None:
             data = self._worker_side.recorder.take()
         else:

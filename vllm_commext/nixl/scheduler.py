@@ -178,7 +178,6 @@ class SchedulerSide:
         return self.engine.step != StepMetadata()
 
     def is_loading(self, request_id: str) -> bool:
-        """See ``RemotePrompts.is_loading``."""
         return self.prompts.is_loading(request_id)
 
     def note_outcomes(self, received: set[str], sent: set[str], worker: Any) -> None:

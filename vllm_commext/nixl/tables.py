@@ -32,7 +32,6 @@ class WorkerTables:
         self.by_name = {table.name: table for table in tables}
 
     def register(self, agent: NixlAgent) -> None:
-        """Make them readable by peers."""
         for table in self.by_name.values():
             table.register(agent)
 

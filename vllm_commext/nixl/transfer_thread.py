@@ -67,9 +67,6 @@ class TransferThread:
 
     Args:
         agent: the agent with the worker's memory registered; the thread owns it from ``start`` on.
-        config: the connector's settings.
-        local: this worker's side of a handshake.
-        recorder: where counts and timings go.
         on_start: called once in the thread, before anything else (selects the GPU).
         probe: given the first peer that is reached, measures in the thread how fast it is read, in
             turns.
@@ -104,7 +101,6 @@ class TransferThread:
         self._thread = threading.Thread(target=self._run, name="commext-transfer", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def submit(self, command: Command) -> None:

@@ -66,7 +66,6 @@ class WorkerSide:
 
     Args:
         engine_id: this engine's id.
-        config: the connector's settings.
         facts: this engine's configuration facts.
         kv_cache_config: groups and specifications of the cache.
         model: what these do not say.

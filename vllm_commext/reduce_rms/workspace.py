@@ -170,9 +170,7 @@ class LamportWorkspace(Workspace):
         self._agree(world_size)
         _check_peers(self._collective)
         self._buffer: IpcBuffer | None = IpcBuffer(
-            self._collective,
-            layout.NUM_SLOTS * self.comm_size,
-            fill=layout.SENTINEL_BITS,
+            self._collective, layout.NUM_SLOTS * self.comm_size, fill=layout.SENTINEL_BITS
         )
         try:
             self._collective.agree(lambda: self._allocate(self._buffer, rank, capacity))

@@ -65,11 +65,7 @@ class ShmRingBuffer:
     """
 
     def __init__(
-        self,
-        n_reader: int,
-        max_chunk_bytes: int,
-        max_chunks: int,
-        name: RingAddress | None = None,
+        self, n_reader: int, max_chunk_bytes: int, max_chunks: int, name: RingAddress | None = None
     ) -> None:
         self.n_reader = n_reader
         self.max_chunk_bytes = max_chunk_bytes

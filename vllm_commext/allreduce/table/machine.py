@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 NO_ACCESS = "no peer access"  # instead of how GPUs are joined, where nothing can go over it
 # A library's minor release may bring other kernels: what was measured of its own is void then.
-COLUMNS = {
-    "flashinfer": (*names.FLASHINFER, names.FUSED_FLASHINFER),
-    "nccl": (names.NCCL,),
-}
+COLUMNS = {"flashinfer": (*names.FLASHINFER, names.FUSED_FLASHINFER), "nccl": (names.NCCL,)}
 MEASURED_WITH = ("vllm", "torch", "nccl", "flashinfer", "driver")
 DISABLE, LEVEL = "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"
 NEVER = ("LOC", "0")  # of `LEVEL`

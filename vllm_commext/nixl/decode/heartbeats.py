@@ -105,7 +105,6 @@ class KeepAlive:
         watched: what is kept alive, and where.
 
     Args:
-        agent: whose notifications are sent.
         consumer: this reader, as in its releases.
         peers: the known prefill workers.
     """
@@ -132,7 +131,6 @@ class KeepAlive:
             self.watched.watch(use.request_id, key, remote_id, now + delay)
 
     def send_due(self) -> None:
-        """Send what is due."""
         if not self.is_on:
             return
         now = time.monotonic()

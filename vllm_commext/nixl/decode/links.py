@@ -189,8 +189,6 @@ class Links:
     """Makes the connections to peers.  Owned by one thread.
 
     Args:
-        agent: this worker's.
-        local: this worker.
         on_removal: called when NIXL was told to forget a peer.
     """
 

@@ -115,7 +115,6 @@ class LoadState:
 
     @property
     def request_id(self) -> str:
-        """The request's id in this engine."""
         return self.request.request_id
 
     @property

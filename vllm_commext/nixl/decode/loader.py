@@ -14,12 +14,7 @@ from vllm_commext.nixl.decode.links import Link, LocalWorker
 from vllm_commext.nixl.decode.peers import Peer, PeerTable
 from vllm_commext.nixl.decode.preconnect import Preconnect
 from vllm_commext.nixl.decode.reads import End, Read, ReadSet, prepare
-from vllm_commext.nixl.decode.transfers import (
-    Failure,
-    Part,
-    failure_of,
-    restarted,
-)
+from vllm_commext.nixl.decode.transfers import Failure, Part, failure_of, restarted
 from vllm_commext.nixl.decode.uses import Uses
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
@@ -41,10 +36,6 @@ class Loader:
 
     Args:
         agent: the agent with the worker's memory registered.
-        config: the connector's settings.
-        local: this worker's side of a handshake.
-        recorder: where counts and timings go.
-        outcomes: where ends of loads are reported.
         probe: given the first peer that is reached, measures how fast it is read, in turns.
     """
 
@@ -73,7 +64,6 @@ class Loader:
 
     @property
     def num_reads(self) -> int:
-        """Reads under way."""
         return len(self._reads) + self.streams.num_looks + self._peers.is_sweeping
 
     @property

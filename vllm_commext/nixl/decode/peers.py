@@ -79,7 +79,6 @@ class PeerTable:
         return {state: counts[state] for state in (*PeerState, DRAINING, RETIRED)}
 
     def get(self, key: PeerKey) -> Peer | None:
-        """What is known of a peer."""
         return self._peers.get(key)
 
     def find(self, key: PeerKey, incarnation: str = "") -> Link | None:

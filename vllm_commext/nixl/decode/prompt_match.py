@@ -25,7 +25,6 @@ class PromptMatch:
     """What of a request's prompt can be read where it is said to be.
 
     Args:
-        groups: the cache's groups.
         sampler: what first tokens follow from beside requests.
     """
 
@@ -97,7 +96,6 @@ class Trust:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the engine is paused."""
         return self._paused_since is not None
 
     def renounce(self) -> None:

@@ -166,8 +166,6 @@ class ReadSet:
     Attributes: ``num_proofs``: proofs that were posted so far.
 
     Args:
-        agent: whose reads they are.
-        recorder: where timings go.
         max_bytes: bytes under way on one link, unless a single read has more.
         limit_seconds: a read that has not moved on for as long is late.
     """
@@ -183,11 +181,9 @@ class ReadSet:
         self.num_proofs = 0
 
     def __len__(self) -> int:
-        """Reads under way."""
         return len(self._reads)
 
     def under_way(self) -> list[Read]:
-        """The reads, in the order in which they were posted."""
         return list(self._reads)
 
     def has_room(self, pairs: Pairs, link: Link) -> bool:

@@ -45,7 +45,6 @@ class RemotePrompts:
         quarantine: loads that the workers run.
 
     Args:
-        engine: this engine.
         reuse: what it does of reuse across engines.
     """
 

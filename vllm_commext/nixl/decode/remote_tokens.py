@@ -27,7 +27,6 @@ class RemoteTokens:
     """First tokens of one engine's requests, until they are sent or computed here.
 
     Args:
-        engine: this engine.
         asker: asks for those of prompts that are read while they are computed.
     """
 

@@ -68,7 +68,6 @@ class Sweeper:
         return self._last_round + ROUND_SECONDS * 2 ** (NUM_ROUNDS - self._num_due)
 
     def note_removal(self) -> None:
-        """A peer was removed."""
         self._num_due = NUM_ROUNDS if self._count else 0
 
     def poll(self, links: Sequence[Link]) -> Link | None:

@@ -62,7 +62,6 @@ def failure_of(error: Exception, reason: str) -> Failure:
 
 
 def restarted(remote: RemoteRequest) -> Failure:
-    """Why a load fails whose parameters are of another start of the prefill engine."""
     text = (
         f"the prefill engine {remote.engine_id!r} was restarted since it computed this request: "
         "its blocks are gone"
@@ -162,7 +161,6 @@ class Part:
 
     @property
     def remote(self) -> RemoteRequest:
-        """What is read from."""
         return self.load.remote or self.use.transfer.remote
 
 
@@ -173,7 +171,6 @@ class Transfer:
         those that this worker has to do with.  ``uses``: by request id of this engine.
 
     Args:
-        remote: the remote request.
         found: this worker's part in reading from its engine.
     """
 

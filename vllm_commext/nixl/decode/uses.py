@@ -36,11 +36,7 @@ class Uses:
     """Requests that wait for loads or are loaded, and what they load.  Owned by one thread.
 
     Args:
-        agent: whose notifications are sent.
-        local: this worker.
         peers: the known prefill workers.
-        recorder: where failures are counted.
-        outcomes: where ends of loads are reported.
 
     Attributes: ``keep_alive``: has the blocks kept meanwhile.
     """
@@ -73,7 +69,6 @@ class Uses:
         return len(self._transfers)
 
     def get(self, request_id: str) -> Use | None:
-        """What a request of this engine uses."""
         return self._uses.get(request_id)
 
     def workers(self, tp_size: int, pp_size: int) -> list[int]:

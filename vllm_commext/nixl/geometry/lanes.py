@@ -49,7 +49,6 @@ class Grid:
 
     @property
     def num_cells(self) -> int:
-        """Cells of a lane."""
         return self.num_rows * self.cells_per_row
 
     @property

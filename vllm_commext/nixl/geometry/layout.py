@@ -179,12 +179,10 @@ class CacheLayout(msgspec.Struct, frozen=True):
 
     @property
     def pp_size(self) -> int:
-        """Pipeline stages of the engine."""
         return max(1, len(self.stages))
 
     @property
     def num_regions(self) -> int:
-        """Layers."""
         return sum(len(family.names) for family in self.families)
 
     def own_names(self) -> set[str]:

@@ -50,7 +50,6 @@ class StateTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a state."""
         return math.prod(self.shape) * self.item_bytes
 
 

@@ -33,7 +33,6 @@ def blocks_to_fill(
     """The decode side's blocks, a group at a time.
 
     Args:
-        groups: the cache's groups.
         block_ids: blocks of each group, by position.
         num_local_tokens: tokens that this engine has already; whole blocks of each group that has
             tokens.

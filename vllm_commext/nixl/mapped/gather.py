@@ -77,7 +77,6 @@ class Batch:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of all pieces."""
         return self.runs[-1].end
 
 

@@ -176,9 +176,6 @@ class Mapped:
     """One worker's side of it; without any where the configuration or the machine has none.
 
     Attributes: ``mapper``: opens other workers' memory.  ``offer``: what others open.
-
-    Args:
-        config: the connector's settings.
     """
 
     def __init__(self, config: ConnectorConfig) -> None:

@@ -25,21 +25,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _SECONDS_BUCKETS = [
-    1e-4,
-    2.5e-4,
-    5e-4,
-    1e-3,
-    2.5e-3,
-    5e-3,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    5.0,
-    30.0,
+    *(1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 ]
 
 HISTOGRAMS = {
@@ -86,7 +72,6 @@ class CommextNixlStats(KVConnectorStats):
         super().__init__(data=merge(empty_data(), data or {}))
 
     def reset(self) -> None:
-        """Forget everything recorded."""
         self.data = empty_data()
 
     def aggregate(self, other: KVConnectorStats) -> CommextNixlStats:
@@ -95,7 +80,6 @@ class CommextNixlStats(KVConnectorStats):
         return self
 
     def is_empty(self) -> bool:
-        """Whether nothing was recorded."""
         return is_empty(self.data)
 
     def reduce(self) -> dict[str, int | float]:

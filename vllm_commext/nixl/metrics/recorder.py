@@ -39,7 +39,6 @@ class Ends:
     expired: set[str] = field(default_factory=set[str])
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
         return bool(self.failed or self.expired)
 
     def add(self, other: Ends) -> None:
@@ -88,7 +87,6 @@ def empty_data() -> dict[str, Any]:
 
 
 def is_empty(data: dict[str, Any]) -> bool:
-    """Whether nothing was recorded."""
     return not any(data.values())
 
 

@@ -22,9 +22,6 @@ class LeaseManager:
     Args:
         agent: the agent that readers notify.
         tables: where readers see that blocks are not kept any more.
-        config: the connector's settings.
-        recorder: where counts go.
-        outcomes: where the ends of holds are reported.
     """
 
     def __init__(

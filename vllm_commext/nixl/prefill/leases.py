@@ -62,7 +62,6 @@ class LeaseCounts:
     ignored_beats: int = 0
 
     def __bool__(self) -> bool:
-        """Whether anything happened."""
         return any(vars(self).values())
 
 

@@ -100,7 +100,6 @@ class PrefillState:
 
     @property
     def request_id(self) -> str:
-        """The request's id in this engine."""
         return self.request.request_id
 
     @property

@@ -47,9 +47,6 @@ class Prefills:
     Attributes:
         directory: what the side channel answers about prompts that are read meanwhile.
         num_held: prefills that are kept for their readers.
-
-    Args:
-        engine: this engine.
     """
 
     def __init__(self, engine: EngineContext) -> None:

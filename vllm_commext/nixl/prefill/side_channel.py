@@ -234,7 +234,6 @@ class SideChannelServer:
                 del self._waiting[key]
 
     def _reply(self, connection: Connection, frame: bytes) -> None:
-        """Answer one frame."""
         now = time.time()
         try:
             body, nonce = self._verifier.admit(frame, now, connection.address)

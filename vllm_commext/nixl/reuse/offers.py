@@ -239,9 +239,7 @@ class Offers:
     """Blocks of finished requests, as others find them.
 
     Args:
-        names: what blocks are called.
         table: what the side channel answers from.
-        pool: vLLM's block pool.
     """
 
     def __init__(self, names: Names, table: OfferTable, pool: Any) -> None:

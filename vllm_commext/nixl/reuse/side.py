@@ -68,11 +68,7 @@ class BlockFinder:
     """
 
     def __init__(
-        self,
-        client: ClientThread,
-        consumer: str,
-        limit_seconds: float,
-        notify: Callable[[], None],
+        self, client: ClientThread, consumer: str, limit_seconds: float, notify: Callable[[], None]
     ) -> None:
         self._client = client
         self._consumer = consumer
@@ -158,9 +154,6 @@ class ReuseSide:
 
     Attributes:
         has_steps: the engine tells of its steps, before which it computes what has failed.
-
-    Args:
-        engine: this engine.
     """
 
     def __init__(self, engine: EngineContext) -> None:
@@ -184,7 +177,6 @@ class ReuseSide:
         return self._is_on
 
     def bind(self, pool: Any) -> None:
-        """Learn of vLLM's block pool."""
         self._pool = pool
         is_told = hasattr(pool, "unpin_blocks") and not evidence.why_not("nixl reuse")
         if self._is_on and not is_told:

@@ -51,7 +51,6 @@ class StreamReader:
 
     @property
     def num_looks(self) -> int:
-        """Looks under way."""
         return len(self._looks)
 
     def seconds_to_look(self) -> float:
@@ -88,7 +87,6 @@ class StreamReader:
                 self._advance(look)
 
     def end_all(self) -> None:
-        """Read nothing more."""
         for cursor in list(self._cursors):
             self._leave(cursor)
 

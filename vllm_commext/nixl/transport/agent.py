@@ -252,7 +252,6 @@ class NixlAgent:
         return self._own_lists[-1]
 
     def release_list(self, prepared: Any) -> None:
-        """Give a prepared list back."""
         self._agent.release_dlist_handle(prepared)
 
     def make_read(

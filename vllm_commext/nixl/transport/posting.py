@@ -86,7 +86,6 @@ class NixlReader:
     """Reads by NIXL; see ``Reader``.
 
     Args:
-        agent: this worker's.
         local_list: prepared list of this worker's side of the plan.
         remote_list: of the peer's; both None where the plan has nothing to read.
     """

@@ -37,7 +37,6 @@ class Speed:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes a second."""
         return self.num_bytes / self.seconds
 
 

@@ -83,7 +83,6 @@ class SideChannel:
         retry_at: when it may be asked again, in seconds of ``time.monotonic``.
 
     Args:
-        client: asks.
         address: of the side channel.
         back_off: how long it is not asked again after failures.
         on_draining: called when the engine has said whether it drains.

@@ -103,7 +103,6 @@ _DESCRIPTION = msgspec.msgpack.Decoder(WorkerDescription)
 
 
 def encode_description(description: WorkerDescription) -> bytes:
-    """A worker's description as msgpack, for ``describe``."""
     return msgspec.msgpack.encode(description)
 
 
@@ -190,14 +189,7 @@ def tables_in(description: WorkerDescription) -> Places:
     return {name: place for name, place in found.items() if place[1]}
 
 
-GEOMETRY = (
-    "dtype",
-    "layer_specs",
-    "cache_dtype",
-    "num_kv_heads",
-    "head_size",
-    "num_layers",
-)
+GEOMETRY = ("dtype", "layer_specs", "cache_dtype", "num_kv_heads", "head_size", "num_layers")
 """Facts that fix what the bytes mean: a difference here is refused whatever the settings say.
 Sizes and order of the bytes themselves are compared by the planner."""
 

@@ -259,12 +259,7 @@ def write_params(
     if chunk_tokens:
         fields["remote_chunk_tokens"] = chunk_tokens
         fields[PLACE_SEAL] = prove_place(secret, remote.host, remote.port)
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        **fields,
-        "transfer_mode": "pull",
-    }
+    return {"do_remote_prefill": True, "do_remote_decode": False, **fields, "transfer_mode": "pull"}
 
 
 def _check_seal(remote: _RemoteParams, secret: bytes | None) -> None:

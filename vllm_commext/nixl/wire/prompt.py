@@ -80,7 +80,6 @@ def digests(prompt: Prompt, num_tokens: int) -> dict[str, str]:
     """SHA-256, hexadecimal, of each part that the prompt has.
 
     Args:
-        prompt: the prompt.
         num_tokens: how many of its first tokens count.  A multimodal item counts from its first
             token on, since its content decides all of its tokens.
     """
