@@ -1,6 +1,5 @@
 """Whether an engine streams prompts by chunks and reuses blocks across engines, why not, and what
-that needs to know of it.
-"""
+that needs to know of it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

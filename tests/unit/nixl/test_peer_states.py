@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.nixl.decode.peer import Peer, PeerState
+from vllm_commext.nixl.decode.peers import Peer, PeerState
 from vllm_commext.nixl.wire.client import BackOff
 
 NOBODY: Any = None

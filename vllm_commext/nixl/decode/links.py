@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.descriptors import UInt64Array
-from vllm_commext.nixl.geometry.layout import CacheLayout
+from vllm_commext.nixl.geometry.layout import CacheLayout, describe_place
 from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan
 from vllm_commext.nixl.geometry.topology import Sources, Split, check_even, over_stages, sources
 from vllm_commext.nixl.log import RateLimitedLog, logger
@@ -339,3 +339,22 @@ class Links:
         del self._agents[name]
         self._agent.remove_peer(name)
         self._on_removal()
+
+
+def log_ready(link: Link, described: WorkerDescription, tolerated: str) -> None:
+    """Say once how a peer will be read."""
+    engine_id, host, port, _ = link.key
+    lengths = link.plan.local_rows[:, 1]
+    logger.info(
+        "prefill engine %s at %s:%d is ready: %s, %d blocks; %d descriptors of "
+        "%d to %d bytes for each run of tokens or state%s",
+        engine_id,
+        host,
+        port,
+        describe_place(described.layout),
+        described.layout.num_blocks,
+        sum(section.num_lanes for section in link.plan.sections),
+        lengths.min(initial=1 << 62) if len(lengths) else 0,
+        lengths.max(initial=0),
+        f"; tolerated differences: {tolerated}" if tolerated else "",
+    )

@@ -1,6 +1,5 @@
 """Which prompts that other engines have computed count here: those that are the request's own, and
-none from before this engine had its weights and caches.
-"""
+none from before this engine had its weights and caches."""
 
 from __future__ import annotations
 

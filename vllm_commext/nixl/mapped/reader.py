@@ -1,6 +1,5 @@
 """Reads of prefill workers' memory that is mapped here, as long as their links are used: what a
-worker offers to others, and what opens theirs.
-"""
+worker offers to others, and what opens theirs."""
 
 from __future__ import annotations
 

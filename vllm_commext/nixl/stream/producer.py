@@ -1,7 +1,6 @@
 """The prefill engine's scheduler side of chunk streaming: which prompts have a row, what each step
 adds to them, and what its side channel answers about them: by key, where a prompt is read, and
-which token follows.
-"""
+which token follows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """NIXL as the connector uses it: one agent a worker, memory registered by regions, prepared lists,
-reads; and what UCX below it logs.
-"""
+reads; and what UCX below it logs."""
 
 import contextlib
 import ctypes

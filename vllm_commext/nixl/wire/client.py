@@ -1,6 +1,5 @@
 """Asks side channels, all those of a process from one thread: questions with deadlines, one after
-the other over a connection that stays open, and one way to wait after failures.
-"""
+the other over a connection that stays open, and one way to wait after failures."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """What a worker says of itself on the side channel: its cache, its tables and its engine's facts,
-which are compared one by one, so that a difference has a name.
-"""
+which are compared one by one, so that a difference has a name."""
 
 from __future__ import annotations
 
