@@ -70,7 +70,7 @@ TARGETS = {
     ),
     "client": Target(
         ("vllm_commext/nixl/wire/client.py",),
-        tuple(f"{NIXL}/test_{name}.py" for name in ("client", "peer_states")),
+        tuple(f"{NIXL}/test_{name}.py" for name in ("client", "client_thread", "peer_states")),
     ),
     "tables": Target(
         ("vllm_commext/nixl/transport/tables.py",),
@@ -92,6 +92,8 @@ TARGETS = {
     ),
 }
 _PREFILL = "vllm_commext/nixl/prefill"
+_CLIENT = "vllm_commext/nixl/wire/client.py"
+_LONG_PAST = "a time that has passed on every clock"
 _DISPATCHER = "vllm_commext/allreduce/dispatcher.py"
 _TABLE = "vllm_commext/allreduce/table/table.py"
 _NEVER_ASKED = "the dispatcher makes the plan for no elements by itself and asks nobody"
@@ -100,8 +102,12 @@ _SHM = "vllm_commext/shm"
 _CODEC = f"{_SHM}/codec.py"
 CAPACITY = "a capacity: another number is as right"
 CAPACITIES: dict[str, tuple[str, ...]] = {
-    f"{_PREFILL}/leases.py": ("MAX_EARLY_RELEASES", "MAX_SENDERS"),
+    f"{_PREFILL}/leases.py": ("MAX_EARLY_RELEASES", "MAX_EARLY_CONSUMERS", "MAX_SENDERS"),
     f"{_PREFILL}/fence.py": ("NUM_SLOTS", "NUM_CELLS", "KEY_BYTES"),
+    _CLIENT: (
+        *("CHECK_SECONDS", "LOOK_SECONDS", "MAX_FRAMES", "_CLOSE_SECONDS"),
+        *("first_seconds: float", "most_seconds: float"),
+    ),
     f"{GEOMETRY}/layout.py": ("MAX_COUNT", "MAX_STAGES", "MAX_PARTS"),
     f"{GEOMETRY}/plan.py": ("MAX_IDS",),
     _DISPATCHER: ("MAX_PLANS",),
@@ -112,6 +118,10 @@ CAPACITIES: dict[str, tuple[str, ...]] = {
 refused, done in steps or done in another way, with the same outcome. Tests take the number from
 there, and try what is on either side of it."""
 EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (_CLIENT, "doublings = min(num_failures - 1, 62)", "62 -> 63"): "beyond the longest wait",
+    (_CLIENT, "NO_BACK_OFF = BackOff(0.0, 0.0)", "0.0 -> 1.0"): "the other one bounds it",
+    (_CLIENT, "self.retry_at = 0.0", "0.0 -> 1.0"): _LONG_PAST,
+    (_CLIENT, "self._next_check = 0.0", "0.0 -> 1.0"): _LONG_PAST,
     (_DISPATCHER, _EMPTY, "0 -> 1"): _NEVER_ASKED,
     (_DISPATCHER, _EMPTY, "message.num_elements == 0 -> message.num_elements != 0"): _NEVER_ASKED,
     (_TABLE, "SCHEMA = 1", "1 -> 2"): "a version: any number would do",

@@ -14,10 +14,8 @@ from vllm_commext.nixl.wire import client as module
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.client import (
     CHECK_SECONDS,
-    LOOK_SECONDS,
     NO_BACK_OFF,
     BackOff,
-    ClientThread,
     SideChannel,
     SideChannelClient,
 )
@@ -26,9 +24,8 @@ from vllm_commext.nixl.wire.seal import FrameVerifier
 
 ADDRESS = ("prefill-0", 5600)
 SECRET = b"a secret of sixteen bytes and more"
-BACK_OFF = BackOff(first_seconds=8.0, most_seconds=12.0)
+BACK_OFF = BackOff(first_seconds=8.0, most_seconds=40.0)
 QUESTION = wire.FindBlocks(hashes=b"h" * wire.HASH_BYTES)
-BOUND_SECONDS = 20.0
 
 
 def found(*block_ids: int) -> wire.FoundBlocks:
@@ -99,8 +96,8 @@ class Asked:
         *,
         replaces: bool = False,
     ) -> None:
-        said = on_reply or self.told.append
-        self.channel.ask(request, seconds, said, self.told.append, replaces=replaces)
+        said, how = on_reply or self.told.append, {"replaces": True} if replaces else {}
+        self.channel.ask(request, seconds, said, self.told.append, **how)
 
     def poll(self, *arriving: wire.Frame, after: float = 0.0) -> None:
         """Look once, when this has arrived and so many seconds have passed."""
@@ -204,7 +201,7 @@ def test_the_time_of_a_question_begins_when_it_is_asked(asked: Asked) -> None:
 
 
 def test_waits_after_failures_grow_and_an_answer_ends_them(asked: Asked) -> None:
-    for number, wait in enumerate((8.0, 12.0, 12.0), 1):
+    for number, wait in enumerate((8.0, 16.0, 32.0, 40.0, 40.0), 1):
         asked.ask(seconds=1.0)
         asked.poll()
         asked.poll(after=1.0)
@@ -212,7 +209,7 @@ def test_waits_after_failures_grow_and_an_answer_ends_them(asked: Asked) -> None
         assert asked.channel.num_failures == number
         assert asked.channel.retry_at == asked.now + wait
         asked.now += wait / 2
-        with pytest.raises(CommextTimeoutError, match=f"is asked again in {wait / 2:.1g} s"):
+        with pytest.raises(CommextTimeoutError, match=f"is asked again in {wait / 2:.2g} s"):
             asked.ask()
         asked.now += wait / 2
     asked.ask()
@@ -347,52 +344,3 @@ def test_who_hangs_up_hears_nothing_and_may_ask_again(asked: Asked) -> None:
     assert asked.take() == [found(1)]
     asked.client.close()
     assert asked.connections[1].error == "closed"
-
-
-def test_what_is_to_be_done_later_is_done_in_order_whatever_one_of_them_raises(
-    asked: Asked,
-) -> None:
-    done: list[Any] = []
-    asked.client.after(2.0, lambda: done.append("late"))
-    asked.client.after(1.0, buggy)
-    asked.client.after(1.0, lambda: done.append("early"))
-    asked.client.after(0.0, lambda: asked.client.after(0.0, lambda: done.append("again")))
-    for after, expected in ((0.0, ["again"]), (0.5, ["again"]), (0.5, ["again", "early"])):
-        asked.poll(after=after)
-        assert done == expected
-    asked.client.close()
-    asked.poll(after=5.0)
-    assert done == ["again", "early"]
-
-
-def test_how_long_a_thread_may_sleep(asked: Asked) -> None:
-    registered: list[Any] = []
-    poller: Any = SimpleNamespace(register=lambda *one: registered.append(one))
-    asked.ask(seconds=5.0)
-    assert asked.channel.wait_by(poller, asked.now) == 0.0  # it is still to be sent
-    asked.poll()
-    assert asked.channel.wait_by(poller, asked.now) == LOOK_SECONDS  # it is being connected to
-    assert registered == []
-    asked.connections[0].number = 5
-    for passed, wait in ((0.0, CHECK_SECONDS), (4.95, 0.05)):
-        assert asked.channel.wait_by(poller, asked.now + passed) == pytest.approx(wait)
-    assert registered == [(asked.connections[0], 1)] * 2
-
-
-def test_a_thread_does_what_it_is_told_in_order_and_ends() -> None:
-    client, done = ClientThread(None), deque[Any]()
-    client.call(buggy)
-    for number in range(100):
-        client.call(done.append, number)
-    client.call(client.after, 0.02, lambda: done.append("later"))
-    begun = time.monotonic()
-    while len(done) < 101:
-        assert time.monotonic() - begun < BOUND_SECONDS
-        time.sleep(0.001)
-    assert [*done] == [*range(100), "later"]
-    assert client._thread is not None
-    client.close()
-    assert not client._thread.is_alive()
-    client.call(done.append, "after its end")
-    client.close()
-    assert done[-1] == "later"

@@ -251,6 +251,13 @@ def test_every_release_and_every_end_counts_once() -> None:
     assert ledger.take_counts() == LeaseCounts(expired=3)
 
 
+def test_a_lease_that_is_dropped_is_over_and_is_dropped_once() -> None:
+    ledger = LeaseLedger()
+    ledger.hold("r", 0.0, 5.0)
+    assert [ledger.drop("r"), ledger.drop("r"), len(ledger)] == [True, False, 0]
+    assert ledger.expire(9.0, EARLY_SECONDS) == {}
+
+
 def test_of_the_early_releases_the_oldest_are_forgotten() -> None:
     ledger = LeaseLedger()
     ledger.release("old", "d/0", 1, 0.0)

@@ -137,7 +137,7 @@ class BlockFinder:
         self._log.warning(
             "reuse",
             f"the engine at {channel.address} was asked in vain which blocks it has, and is not "
-            f"asked again for {channel.retry_at - time.monotonic():.1g} s: {error}",
+            f"asked again for {channel.retry_at - time.monotonic():.2g} s: {error}",
         )
         self._note_end(search)
 

@@ -135,7 +135,7 @@ class SideChannel:
         now = time.monotonic()
         if now < self.retry_at:
             raise type(self.error)(
-                f"{self.error}; it is asked again in {self.retry_at - now:.1g} s"
+                f"{self.error}; it is asked again in {self.retry_at - now:.2g} s"
             ) from self.error
         if replaces:
             self._questions.clear()
