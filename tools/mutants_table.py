@@ -103,6 +103,7 @@ _CODEC = f"{_SHM}/codec.py"
 CAPACITY = "a capacity: another number is as right"
 CAPACITIES: dict[str, tuple[str, ...]] = {
     f"{_PREFILL}/leases.py": ("MAX_EARLY_RELEASES", "MAX_EARLY_CONSUMERS", "MAX_SENDERS"),
+    f"{_PREFILL}/prefill_state.py": ("MAX_RELEASES", "MAX_EARLY"),
     f"{_PREFILL}/fence.py": ("NUM_SLOTS", "NUM_CELLS", "KEY_BYTES"),
     _CLIENT: (
         *("CHECK_SECONDS", "LOOK_SECONDS", "MAX_FRAMES", "_CLOSE_SECONDS"),

@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tests.kit.stream_requests import step
 from vllm_commext.nixl.prefill.prefill_state import PrefillState, completes, progress_in
 
@@ -37,3 +39,17 @@ def test_a_preempted_prompt_begins_anew() -> None:
     assert completed(state, step(new={"r": (0, [[1]], 4)})) == []
     again = step(cached={"r": (0, [[8, 9]], 6)}, resumed=("r",))
     assert completed(state, again) == [[[8, 9]]]
+
+
+def test_a_prompt_that_is_listed_as_new_again_begins_anew() -> None:
+    state = prompt(6)
+    assert completed(state, step(new={"r": (0, [[1]], 4)})) == []
+    assert completed(state, step(new={"r": (0, [[8, 9]], 6)})) == [[[8, 9]]]
+
+
+@pytest.mark.parametrize("how", ["new", "cached"])
+def test_a_step_without_tokens_of_a_prompt_does_not_complete_it(how: str) -> None:
+    state = prompt(6)
+    made: Any = step(**{how: {"r": (5, [[1]], 0)}})
+    made.num_scheduled_tokens = {}
+    assert completed(state, made) == []

@@ -55,7 +55,10 @@ def test_late_blocks_are_free_only_when_all_workers_have_settled() -> None:
     quarantine = quarantine_over(pool, num_workers=2)
     blocks: Any = pool.take(3)
     quarantine.begin(known("r", blocks=blocks))
+    loading = quarantine.find("r")
+    assert loading is not None
     assert quarantine.note_late({"r"}) == ["r"]
+    assert quarantine.find("r") is loading
     pool.free_blocks(blocks)  # the scheduler gives the failed request's blocks back
     assert (pool.num_free, len(quarantine)) == (9, 3)
     quarantine.note_settled({"r": 1, "other": 1})
