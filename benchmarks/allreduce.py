@@ -41,7 +41,7 @@ class Variants:
 
     def __init__(self, group: Any) -> None:
         from vllm_commext.allreduce.backends import flashinfer
-        from vllm_commext.allreduce.backends.flashinfer_workspaces import MEASURING_BYTES
+        from vllm_commext.allreduce.backends.flashinfer import MEASURING_BYTES
         from vllm_commext.allreduce.creation import Parts, create_dispatcher
         from vllm_commext.allreduce.table.machine import have_access, measurable
         from vllm_commext.collective import Collective

@@ -139,10 +139,10 @@ class Bench:
             return None
         from flashinfer import comm
 
-        from vllm_commext.allreduce.backends.flashinfer import shared
-        from vllm_commext.allreduce.backends.flashinfer_workspaces import (
+        from vllm_commext.allreduce.backends.flashinfer import (
             MEASURING_BYTES,
             WorkspaceKey,
+            shared,
         )
 
         shared.budget_bytes, group = MEASURING_BYTES, self.communicator.cpu_group

@@ -20,7 +20,7 @@ import torch
 from tests.kit.gpu_ranks import checks_of, run_checks
 from vllm_commext.allreduce import creation, multicast, names
 from vllm_commext.allreduce.backends import flashinfer
-from vllm_commext.allreduce.backends.flashinfer_workspaces import MEASURING_BYTES
+from vllm_commext.allreduce.backends.flashinfer import MEASURING_BYTES
 from vllm_commext.allreduce.backends.push import PushBackend
 from vllm_commext.allreduce.creation import Parts, create_dispatcher
 from vllm_commext.allreduce.dispatcher import Dispatcher

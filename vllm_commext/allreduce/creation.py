@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_commext.allreduce import multicast, names
 from vllm_commext.allreduce.backends import flashinfer, host, limits, push
 from vllm_commext.allreduce.backends.backend import Backend, CustomBackend, NcclBackend
-from vllm_commext.allreduce.backends.flashinfer_workspaces import MAX_MESSAGE_BYTES, is_compiled
+from vllm_commext.allreduce.backends.flashinfer import MAX_MESSAGE_BYTES, is_compiled
 from vllm_commext.allreduce.dispatcher import Dispatcher
 from vllm_commext.allreduce.message import ITEM_BYTES
 from vllm_commext.allreduce.table import builtin, cache, measure

@@ -44,7 +44,7 @@ def run(options: RankOptions) -> None:
     """Measure all backends; rank 0 reports."""
     from vllm_commext.allreduce import multicast
     from vllm_commext.allreduce.backends import flashinfer
-    from vllm_commext.allreduce.backends.flashinfer_workspaces import MEASURING_BYTES
+    from vllm_commext.allreduce.backends.flashinfer import MEASURING_BYTES
     from vllm_commext.allreduce.creation import Parts, create_dispatcher
     from vllm_commext.allreduce.table import cache, measure
     from vllm_commext.allreduce.table.machine import have_access, measurable, read_machine

@@ -21,9 +21,9 @@ import torch
 from torch import distributed
 
 from vllm_commext.allreduce import creation, names
-from vllm_commext.allreduce.backends import flashinfer_workspaces
+from vllm_commext.allreduce.backends import flashinfer as backend_module
 from vllm_commext.allreduce.backends.backend import NcclBackend, Ready
-from vllm_commext.allreduce.backends.flashinfer_workspaces import WorkspaceKey, Workspaces
+from vllm_commext.allreduce.backends.flashinfer import WorkspaceKey, Workspaces
 from vllm_commext.allreduce.creation import (
     Parts,
     Requirements,
@@ -194,7 +194,7 @@ def check_facts(rank: int, world: int) -> Any:
 
 def check_workspace(rank: int, world: int) -> Any:
     """A library that creates in several exchanges, and on rank 1 fails between two of them."""
-    flashinfer_workspaces._check_memory = lambda _: None
+    backend_module._check_memory = lambda _: None
     released: list[str] = []
     states: list[bool] = []
 
@@ -205,8 +205,8 @@ def check_workspace(rank: int, world: int) -> Any:
         collective.barrier()
         return f"{rows} {handles}"
 
-    flashinfer_workspaces._create = create
-    flashinfer_workspaces._release = released.append
+    backend_module._create = create
+    backend_module._release = released.append
     workspaces = Workspaces(budget_bytes=1 << 20)
     group = distributed.group.WORLD
     found: list[Any] = []

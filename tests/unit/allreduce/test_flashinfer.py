@@ -10,9 +10,12 @@ import torch
 from torch import distributed
 
 from vllm_commext.allreduce import multicast
-from vllm_commext.allreduce.backends import flashinfer_workspaces
-from vllm_commext.allreduce.backends.flashinfer import FlashInferBackend
-from vllm_commext.allreduce.backends.flashinfer_workspaces import Workspaces, check_flashinfer
+from vllm_commext.allreduce.backends import flashinfer as backend_module
+from vllm_commext.allreduce.backends.flashinfer import (
+    FlashInferBackend,
+    Workspaces,
+    check_flashinfer,
+)
 from vllm_commext.allreduce.message import Message
 from vllm_commext.errors import UnsupportedError
 
@@ -66,7 +69,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Stub:
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(distributed, "get_world_size", lambda _=None: 2)
     monkeypatch.setattr(distributed, "get_rank", lambda _=None: 0)
-    monkeypatch.setattr(flashinfer_workspaces, "_check_memory", lambda _: None)
+    monkeypatch.setattr(backend_module, "_check_memory", lambda _: None)
     monkeypatch.setattr(
         distributed,
         "all_gather_object",
@@ -103,7 +106,7 @@ def test_one_without_a_compiler_is_refused(stub: Stub) -> None:
 
 def test_without_flashinfer_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    assert not flashinfer_workspaces.is_compiled()
+    assert not backend_module.is_compiled()
 
 
 def test_the_workspace_is_trtllms_by_name_and_leaves_random_numbers_alone(stub: Stub) -> None:
@@ -116,7 +119,7 @@ def test_the_workspace_is_trtllms_by_name_and_leaves_random_numbers_alone(stub: 
     assert options["hidden_dim"] == 4096
     assert options["dtype"] is torch.bfloat16
     assert (options["world_size"], options["rank"]) == (2, 0)
-    assert options["max_token_num"] * 4096 * 2 == flashinfer_workspaces.MAX_MESSAGE_BYTES
+    assert options["max_token_num"] * 4096 * 2 == backend_module.MAX_MESSAGE_BYTES
 
 
 def test_there_is_one_for_each_dtype_class_and_hidden_size(stub: Stub) -> None:

@@ -1,23 +1,216 @@
-"""FlashInfer's all-reduce, one-shot and two-shot."""
+"""FlashInfer's all-reduce, one-shot and two-shot, and its workspaces: one a group, dtype class and
+hidden size, within a memory budget.
 
+Creating one is collective and succeeds on all ranks or on none. Python's random state is left as it
+was: FlashInfer names its sockets by it, and vLLM seeds all ranks alike.
+"""
+
+import importlib
+import logging
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.allreduce import names
+from packaging.version import Version
+
+from vllm_commext.allreduce import multicast, names
 from vllm_commext.allreduce.backends import limits
-from vllm_commext.allreduce.backends.flashinfer_workspaces import (
-    MAX_MESSAGE_BYTES,
-    MNNVL,
-    TRTLLM,
-    Workspace,
-    WorkspaceKey,
-    Workspaces,
-    check_flashinfer,
-)
 from vllm_commext.allreduce.message import ITEM_BYTES, Message, message_of
+from vllm_commext.collective import Collective
+from vllm_commext.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+
+
+logger = logging.getLogger("vllm.commext.allreduce")
+
+OLDEST = Version("0.6.16")  # the first whose trtllm workspace does without multicast
+MIB = 1 << 20
+BUDGET_BYTES = 256 * MIB  # of all workspaces of one process
+MEASURING_BYTES = 4096 * MIB  # where all hidden sizes are measured, and nothing else is there
+MAX_MESSAGE_BYTES = 8 * MIB
+TRTLLM, MNNVL = "trtllm", "mnnvl"
+
+
+@dataclass(frozen=True)
+class WorkspaceKey:
+    """Name of a workspace among those of a process.
+
+    Attributes:
+        group_name: of the process group.
+        wide: float32, whose sentinel has 32 bits; else both 16-bit types.
+        hidden: elements of a row.
+        backend: ``trtllm`` or ``mnnvl``.
+    """
+
+    group_name: str
+    wide: bool
+    hidden: int
+    backend: str = TRTLLM
+
+
+@dataclass
+class Workspace:
+    """A workspace and the largest message that it takes; `handle` is FlashInfer's own object."""
+
+    handle: Any
+    size: limits.WorkspaceSize
+
+
+def check_flashinfer() -> Any:
+    """Import FlashInfer's collectives, and compile and load its kernels.
+
+    Raises:
+        UnsupportedError: it is missing, too old, or its kernels cannot be had.
+    """
+    try:
+        version = Version(importlib.import_module("flashinfer").__version__)
+        comm = importlib.import_module("flashinfer.comm")
+    except ImportError as error:
+        raise UnsupportedError(f"FlashInfer cannot be imported: {error}") from error
+    if version < OLDEST:
+        raise UnsupportedError(f"expected FlashInfer {OLDEST} or newer, found {version}")
+    try:
+        importlib.import_module("flashinfer.comm.trtllm_ar").get_trtllm_comm_module()
+    except Exception as error:
+        reason = str(error).strip().splitlines()[:1] or [""]
+        raise UnsupportedError(f"FlashInfer's kernels cannot be compiled: {reason[0]}") from error
+    return comm
+
+
+def is_compiled() -> bool:
+    """Return whether FlashInfer is here and its kernels were compiled before."""
+    try:
+        module = importlib.import_module("flashinfer.jit.comm").gen_trtllm_comm_module()
+        return bool(module.is_compiled)
+    except Exception:  # noqa: BLE001 - whatever is amiss, it cannot be used at once
+        return False
+
+
+@contextmanager
+def own_random_state() -> Iterator[None]:
+    """Give unpredictable random numbers inside, and outside those that were due anyway."""
+    state = random.getstate()
+    random.seed(int.from_bytes(os.urandom(16), "big"))
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+class Workspaces:
+    """All workspaces of a process.
+
+    Args:
+        budget_bytes: of GPU memory, for all of them together.
+    """
+
+    def __init__(self, budget_bytes: int = BUDGET_BYTES) -> None:
+        self.budget_bytes = budget_bytes
+        self._made: dict[WorkspaceKey, Workspace | None] = {}
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the GPU's memory that they take now."""
+        return sum(made.size.device_bytes for made in self._made.values() if made)
+
+    def find(self, key: WorkspaceKey) -> Workspace | None:
+        """Return the workspace, or None where it failed or was never asked for."""
+        return self._made.get(key)
+
+    def get_or_create(
+        self, key: WorkspaceKey, dtype: "torch.dtype", max_message_bytes: int, group: "ProcessGroup"
+    ) -> Workspace | None:
+        """Return the workspace, created at the first call; collective. A failure is logged once."""
+        if key not in self._made:
+            self._made[key] = self._try_create(key, dtype, max_message_bytes, group)
+        return self._made[key]
+
+    def _try_create(
+        self, key: WorkspaceKey, dtype: "torch.dtype", max_message_bytes: int, group: "ProcessGroup"
+    ) -> Workspace | None:
+        collective = Collective.over(group)
+        left = self.budget_bytes - self.device_bytes
+        size = limits.flashinfer_workspace(
+            key.hidden, dtype.itemsize, collective.world_size, max_message_bytes, left
+        )
+        if size.max_rows < 1:
+            logger.info("commext: allreduce: no memory budget for FlashInfer's %s", key)
+            return None
+        handles: list[Any] = []
+        try:
+            collective.agree(lambda: _check_memory(size.device_bytes))
+            collective.agree(
+                lambda: handles.append(_create(key, dtype, size.max_rows, collective, group))
+            )
+        except UnsupportedError as error:
+            for handle in handles:
+                _release(handle)
+            if collective.rank == 0:
+                logger.warning(
+                    "commext: allreduce: no FlashInfer workspace, other backends remain: %s", error
+                )
+            return None
+        return Workspace(handles[0], size)
+
+    def destroy(self, group_name: str | None = None) -> None:
+        """Free those of a group, or all; they can be created again afterwards."""
+        for key in [key for key in self._made if group_name in (None, key.group_name)]:
+            made = self._made.pop(key)
+            if made is not None:
+                _release(made.handle)
+
+
+def _check_memory(num_bytes: int) -> None:
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    if free < 2 * num_bytes:
+        raise UnsupportedError(
+            f"expected {2 * num_bytes >> 20} MiB of free GPU memory, got {free >> 20} MiB"
+        )
+
+
+def _create(
+    key: WorkspaceKey,
+    dtype: "torch.dtype",
+    max_rows: int,
+    collective: Collective,
+    group: "ProcessGroup",
+) -> Any:
+    if key.backend != TRTLLM and not multicast.is_allowed():
+        raise UnsupportedError(f"{key.backend} needs multicast: {multicast.switched_off_by()}")
+    comm = importlib.import_module("flashinfer.comm")
+    # Where FlashInfer shares memory through torch, torch's rendezvous is to keep off it too.
+    with own_random_state(), multicast.torch_guard():
+        return comm.create_allreduce_fusion_workspace(
+            backend=key.backend,
+            world_size=collective.world_size,
+            rank=collective.rank,
+            max_token_num=max_rows,
+            hidden_dim=key.hidden,
+            dtype=dtype,
+            comm_backend=collective,
+            group=group,
+        )
+
+
+def _release(handle: Any) -> None:
+    """Free the memory, of which FlashInfer keeps a second reference in a table of its own."""
+    forget = getattr(
+        importlib.import_module("flashinfer.comm.trtllm_ar"),
+        "trtllm_destroy_ipc_workspace_for_all_reduce_fusion",
+        None,
+    )
+    if forget is not None and hasattr(handle, "ipc_handles"):
+        forget(handle.ipc_handles)
+    handle.destroy()
+
 
 shared = Workspaces()  # of this process
 
