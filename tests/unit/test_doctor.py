@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_commext.cli import doctor, machine_probes, main, probes
+from vllm_commext.cli import doctor, main, probes
 from vllm_commext.cli.report import Check, Level, as_json, as_text, decode, encode, exit_status
 
 ABSENT = ("vllm", "torch", "nixl", "flashinfer")
@@ -179,38 +179,38 @@ def test_a_free_and_a_taken_port() -> None:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(server.getsockname()[1]),
         }
-        taken = machine_probes.side_channel_port(environ)
+        taken = probes.side_channel_port(environ)
     assert taken.level is Level.WARNING
     assert "in use" in taken.value
-    assert machine_probes.side_channel_port(environ).level is Level.OK
+    assert probes.side_channel_port(environ).level is Level.OK
 
 
 @pytest.mark.parametrize("port", ["", "x", "-1", "65536"])
 def test_a_port_that_is_none(port: str) -> None:
-    check = machine_probes.side_channel_port({"VLLM_NIXL_SIDE_CHANNEL_PORT": port})
+    check = probes.side_channel_port({"VLLM_NIXL_SIDE_CHANNEL_PORT": port})
     assert check.level is Level.ERROR
 
 
 def test_a_host_that_does_not_resolve() -> None:
-    check = machine_probes.side_channel_port({"VLLM_NIXL_SIDE_CHANNEL_HOST": "no-such.invalid"})
+    check = probes.side_channel_port({"VLLM_NIXL_SIDE_CHANNEL_HOST": "no-such.invalid"})
     assert check.level is Level.WARNING
 
 
 def test_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine_probes, "SHM", tmp_path)
-    monkeypatch.setattr(machine_probes, "MIN_FREE_SHM_BYTES", 0)
-    assert machine_probes.shared_memory().level is Level.OK
-    monkeypatch.setattr(machine_probes, "MIN_FREE_SHM_BYTES", 1 << 62)
-    assert machine_probes.shared_memory().level is Level.WARNING
-    monkeypatch.setattr(machine_probes, "SHM", tmp_path / "gone")
-    assert machine_probes.shared_memory().level is Level.ERROR
+    monkeypatch.setattr(probes, "SHM", tmp_path)
+    monkeypatch.setattr(probes, "MIN_FREE_SHM_BYTES", 0)
+    assert probes.shared_memory().level is Level.OK
+    monkeypatch.setattr(probes, "MIN_FREE_SHM_BYTES", 1 << 62)
+    assert probes.shared_memory().level is Level.WARNING
+    monkeypatch.setattr(probes, "SHM", tmp_path / "gone")
+    assert probes.shared_memory().level is Level.ERROR
 
 
 def test_peer_access_names_the_pairs_that_lack_it() -> None:
-    check = machine_probes.peer_access(3, lambda a, b: (a, b) != (0, 2))
+    check = probes.peer_access(3, lambda a, b: (a, b) != (0, 2))
     assert (check.value, check.level) == ("not 0->2", Level.WARNING)
-    assert machine_probes.peer_access(2, lambda a, b: True).value == "all 2 pairs"
-    assert machine_probes.peer_access(1, lambda a, b: False).level is Level.INFO
+    assert probes.peer_access(2, lambda a, b: True).value == "all 2 pairs"
+    assert probes.peer_access(1, lambda a, b: False).level is Level.INFO
 
 
 def test_the_timeout_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
