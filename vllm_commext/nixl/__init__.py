@@ -9,7 +9,8 @@ decode/                        remote requests, their reads, and the peers they 
 stream/                        prompts that are read while they are computed
 reuse/                         blocks of finished requests, read by hash, kept for nobody
 prefill/                       held requests, leases, fences, the side channel's server
+mapped/                        reads through a mapping of a prefill worker's GPU memory
 wire/                          messages, request parameters, seals, the side channel's client
-transport/                     the care that NIXL and UCX need
+transport/                     the care that NIXL and UCX need, tables that peers read
 metrics/                       counters, and their Prometheus form
 """
