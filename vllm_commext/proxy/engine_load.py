@@ -6,8 +6,8 @@ import math
 
 from vllm_commext.proxy.engine_speed import EngineSpeed, Speeds, area_of
 
-SHARE_SECONDS = 6.0
-"""An engine's share of time for prefills is that of about so long."""
+RECENT_SECONDS = 10.0
+"""An engine's recent time is about so long."""
 MIN_CLEAN_TOKENS = 16
 SAME_STEP_SECONDS = 0.004
 """Prompts that end within so short a time were computed together."""
@@ -52,6 +52,7 @@ class Answer:
         """Its first token is there."""
         load = self.load
         load.learn_steps(now)
+        load.look(now)
         self.has_begun, self.tokens = True, 1
         self.first_at = self.last_at = now
         load.num_begun += 1
@@ -77,6 +78,7 @@ class Answer:
         if self not in load.answers:
             return
         load.learn_steps(now)
+        load.look(now)
         del load.answers[self]
         if self.has_begun:
             load.num_begun -= 1
@@ -102,14 +104,16 @@ class EngineLoad:
         self._last_done = 0.0
         self._together: list[float] = []
         self.share = 0.0
-        """See `prefill_share`; of when that was asked last."""
-        self._share_at = 0.0
+        """Of its recent time, in which it has computed prompts."""
+        self.mean_answers = 0.0
+        self.mean_context = 0.0
+        self._looked_at = 0.0
 
     def ask(self, new_tokens: int, held_tokens: int, now: float, is_seen: bool = True) -> Job:
         """The engine is asked to compute *new_tokens* of a prompt behind *held_tokens*. is_seen:
         whoever asks sees when it has."""
         self.learn_steps(now)
-        self.prefill_share(now)
+        self.look(now)
         job = Job(self, new_tokens, held_tokens, now, is_seen)
         self.jobs[job] = None
         self._queued += job.seconds
@@ -126,7 +130,7 @@ class EngineLoad:
 
     def end_job(self, job: Job, now: float, is_done: bool) -> None:
         """See `Job.end`."""
-        self.prefill_share(now)
+        self.look(now)
         is_first = next(iter(self.jobs)) is job
         del self.jobs[job]
         self._queued -= job.seconds
@@ -179,11 +183,13 @@ class EngineLoad:
             self._last_done = began + first.seconds
         return max(0.0, self._queued - min(first.seconds, under_way))
 
-    def prefill_share(self, now: float) -> float:
-        """Share of its recent time in which it has computed prompts."""
-        past = now - self._share_at
+    def look(self, now: float) -> None:
+        """Bring what is known of its recent time up to now."""
+        past = now - self._looked_at
         if past > 0.0:
-            kept = math.exp(-past / SHARE_SECONDS)
-            self.share = self.share * kept + (1.0 - kept) * bool(self.jobs)
-            self._share_at = now
-        return self.share
+            kept = math.exp(-past / RECENT_SECONDS)
+            new = 1.0 - kept
+            self.share = self.share * kept + new * bool(self.jobs)
+            self.mean_answers = self.mean_answers * kept + new * len(self.answers)
+            self.mean_context = self.mean_context * kept + new * self.context
+            self._looked_at = now

@@ -17,6 +17,9 @@ from vllm_commext.proxy.engine_speed import MOST_BINNED, Speeds, bins
 
 MAX_SEEN = 20
 """Answers that are looked at for a request; they stand for the others of their engines."""
+NOW_SHARE = 0.1
+"""What an engine's present answers count for beside its recent ones, where its next steps are
+foreseen: a peak is over before the answers of it are."""
 MAX_CANDIDATES = 2
 """Engines looked at for each of both steps."""
 DELAY_WEIGHT = 0.02
@@ -163,10 +166,14 @@ class Planner:
         load, speed = candidate.load, candidate.load.speed
         held = min(candidate.held_tokens, tokens - 1)
         seconds = speed.prefill_seconds(tokens - held, held, not load.jobs)
+        load.look(now)
         num = len(load.answers)
-        step = speed.step_seconds(num, load.context)
-        slower = speed.step_seconds(num + 1, load.context + tokens)
-        pace = slower / max(1.0 - load.prefill_share(now), 0.05)
+        # Those that run now are some time at the engine, and then as many as of late.
+        most = NOW_SHARE * num + (1.0 - NOW_SHARE) * load.mean_answers
+        context = NOW_SHARE * load.context + (1.0 - NOW_SHARE) * load.mean_context
+        step = speed.step_seconds(most, context)
+        slower = speed.step_seconds(most + 1.0, context + tokens)
+        pace = slower / max(1.0 - load.share, 0.05)
         found = _Costs(candidate, num, load.backlog(now), seconds, slower, pace)
         if self.limits.per_token > step and load.answers:
             self._count_late(found, now, step, -(-num // max_seen))

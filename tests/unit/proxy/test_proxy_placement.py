@@ -1,6 +1,7 @@
 """A proxy before engines that take either step: where requests go, and what tells of it."""
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -77,21 +78,36 @@ async def test_an_engine_of_both_roles_is_one_engine(kit: Any) -> None:
 async def test_a_prompt_is_handed_over_where_a_running_answer_would_miss_its_limit(
     kit: Any,
 ) -> None:
-    """Learned from the engines' own times: nothing else tells how fast they are."""
-    async with kit.cluster(1, 0, num_both=1, tpot_ms=14, affinity=False) as cluster:
-        for engine in (*cluster.prefill, *cluster.both):
-            engine.behave = serves(0.2, 0.01, 40)
-        alone = [await cluster.ask(BODY) for _ in range(3)]
-        running = asyncio.create_task(cluster.ask(BODY))
-        await asyncio.sleep(0.35)
-        answer = await cluster.ask(BODY)
-        await running
+    async with kit.cluster(1, 0, num_both=1, tpot_ms=12, affinity=False) as cluster:
+        load = cluster.proxy.registry.engines[1].load
+        for tokens in (500, 1000, 2000, 4000) * 8:
+            load.speed.note_prefill(tokens, 0.0, 0.0, tokens / 4000)
+            load.speed.note_steps(1, 2000, 0.01)
+            load.shared.lengths.add(100)
+        now = time.monotonic()
+        answer = load.expect(2000, 200, now)
+        answer.begin(now)
+        handed = await cluster.ask(BODY)
+        answer.end(now, False)
+        alone = await cluster.ask(BODY)
         page = await cluster.metrics()
-    assert [one.headers[PLACED].split(";")[0] for one in alone] == ["least_work", "local", "local"]
-    assert answer.headers[PLACED].startswith("handed_over; first-token=2")
-    assert answer.headers["X-Commext-Prefill"] == "prefill0"
-    assert answer.headers["X-Commext-Decode"] == "engine0"
-    assert count(page, "commext_proxy_placements", kind="handed_over") == 1
+    assert handed.headers[PLACED].startswith("handed_over; first-token=5")
+    assert handed.headers["X-Commext-Prefill"] == "prefill0"
+    assert handed.headers["X-Commext-Decode"] == "engine0"
+    assert alone.headers[PLACED].startswith("local; ")
+    for kind in ("handed_over", "local"):
+        assert count(page, "commext_proxy_placements", kind=kind) == 1
+
+
+async def test_speed_is_learned_from_streams_that_pass(kit: Any) -> None:
+    async with kit.cluster(0, 0, num_both=1, tpot_ms=1000, affinity=False) as cluster:
+        cluster.both[0].behave = serves(0.2, 0.01, 40)
+        placed = [(await cluster.ask(BODY)).headers[PLACED] for _ in range(3)]
+        speed = cluster.proxy.registry.engines[0].load.speed
+        assert 0.2 <= speed.prefill_seconds(2000, 0, True) < 0.4
+        assert 0.01 <= speed.step_seconds(1, 2000) < 0.04
+        assert cluster.proxy.planner.shared.lengths.mean == pytest.approx(40, abs=2)
+    assert [one.split(";")[0] for one in placed] == ["least_work", "local", "local"]
 
 
 @pytest.mark.parametrize("placement", ["adaptive", "local"])
