@@ -1,9 +1,10 @@
 """The proxy's costs: processor time a token and a request, and the latency that it adds.
 
 Engines that answer at once and pace their tokens stand in for vLLM, so what is left is the
-proxy. Three ways to the same decode engine take turns in every round: directly, through
-`vllm-commext proxy`, and through a two-step proxy of FastAPI and httpx in the manner of vLLM's toy
-(`proxy_load/toy.py`). Added latency is what a way takes longer than the direct one.
+proxy. Four ways to the same decode engine take turns in every round: directly, through
+`vllm-commext proxy`, through it with `--no-resume`, and through a two-step proxy of FastAPI and
+httpx in the manner of vLLM's toy (`proxy_load/toy.py`). Added latency is what a way takes longer
+than the direct one.
 
 Streams that begin one after the other tell the latency: each lasts a second or ten tokens, and is
 followed by another one. Long streams that all begin within one interval tell the processor time of
@@ -34,6 +35,7 @@ from tests.kit.processes import cpu_seconds
 from tests.kit.supervisor import descendants
 
 DIRECT, OURS, TOY = "direct", "vllm-commext", "FastAPI + httpx"
+NO_RESUME = "vllm-commext --no-resume"
 WARM_UP_SECONDS = 1.0
 BIG_BODY_BYTES = 33_000_000
 PROMPT = "Disaggregated prefill means that " * 8
@@ -78,9 +80,10 @@ def way_to(way: str, prefill: int, decode: int, folder: Path) -> Iterator[tuple[
     port = free_port()
     urls = [f"http://127.0.0.1:{each}" for each in (prefill, decode)]
     command = [sys.executable, str(HERE / "toy.py"), str(port), *urls]
-    if way == OURS:
+    if way in (OURS, NO_RESUME):
         command = [sys.executable, "-m", "vllm_commext", "proxy", "--port", str(port)]
         command += ["--prefill", urls[0], "--decode", urls[1], "--log-level", "warning"]
+        command += ["--no-resume"] if way == NO_RESUME else []
     with running(command, folder / "proxy.log") as process:
         wait_listening(port)
         yield port, process.pid
@@ -164,7 +167,7 @@ def report(rows: Sequence[Row]) -> Iterator[str]:
     for load in loads:
         is_direct_known = any(row.way == DIRECT and row.load == load for row in rows)
         direct = medians(rows, DIRECT, load) if is_direct_known else {}
-        for way in (OURS, TOY):
+        for way in (OURS, NO_RESUME, TOY):
             got = medians(rows, way, load)
             added = {name: 1e3 * (value - direct.get(name, 0.0)) for name, value in got.items()}
             first = f"{added['first_token_p50']:.2f} / {added['first_token_p99']:.2f}"
@@ -191,7 +194,7 @@ def main() -> int:
     lines = [f"before: {conditions()}"]
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(args.rounds):
-            for way in (DIRECT, OURS, TOY):
+            for way in (DIRECT, OURS, NO_RESUME, TOY):
                 rows += one_round(way, Path(folder), args.seconds)
     lines += ["", *report(rows), "", f"after: {conditions()}"]
     sys.stdout.write("\n".join(lines) + "\n")

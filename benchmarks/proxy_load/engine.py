@@ -23,9 +23,12 @@ def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def _event() -> bytes:
-    """About as long as one of vLLM's: with the instant of sending, in nanoseconds."""
-    choice = '"choices":[{"index":0,"text":" tok","logprobs":null,"finish_reason":null}]'
+def _event(token_ids: str) -> bytes:
+    """As one of vLLM's, and with the instant of sending, in nanoseconds."""
+    choice = (
+        '"choices":[{"index":0,"text":" tok","logprobs":null,"finish_reason":null,'
+        f'"stop_reason":null,"prompt_token_ids":null,"token_ids":{token_ids}}}]'
+    )
     head = '"id":"cmpl-0123456789abcdef0123456789abcdef","object":"text_completion","model":"m"'
     return f'data: {{"sent":{time.monotonic_ns()},{head},{choice}}}\n\n'.encode()
 
@@ -42,9 +45,10 @@ async def _read_request(reader: asyncio.StreamReader) -> tuple[str, bytes]:
 async def _stream(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
     writer.write(_STREAM_HEAD)
     interval = float(body.get("token_interval", 0.0))
+    token_ids = "[1234]" if body.get("return_token_ids") else "null"
     due = time.monotonic()
     for _ in range(int(body["max_tokens"])):
-        writer.write(_chunk(_event()))
+        writer.write(_chunk(_event(token_ids)))
         await writer.drain()
         if interval:
             due += interval

@@ -120,7 +120,7 @@ class Service:
         is_lost = failure.can_restart or failure.kind == ENGINES_LOST
         if opened is None or opened.cutter is None or not is_lost:
             return None
-        result = attempts.refusal if transcript is None else transcript.refusal
+        result = attempts.refusal if transcript is None else transcript.settle()
         opened = None
         if transcript is not None and result is None:
             result = Resume.FAILED

@@ -11,12 +11,13 @@ Pure: events in, events out.
 
 import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from vllm_commext.proxy.body import decode, dumps
+from vllm_commext.proxy.replay import UNKNOWN, DiffersError, Replay, edited
 from vllm_commext.proxy.resume import Resume, Room
 from vllm_commext.proxy.sse import DONE
 
@@ -27,6 +28,16 @@ _END = b"\n\n"
 _IDS = b'"token_ids":['
 _PROMPT_IDS = re.compile(rb'("prompt_token_ids":)\[[\d,]*\]')
 _GIVEN_UP = ("abort", "error")
+_PLAIN = {
+    "text": (b'"choices":[{"index":0,"text":"', b'","logprobs":null,"finish_reason":null,'),
+    "content": (
+        b'"choices":[{"index":0,"delta":{"content":"',
+        b'"},"logprobs":null,"finish_reason":null,',
+    ),
+}
+"""What vLLM writes around the text of an event in the midst of an answer, by its field. No text has
+a quote in it that is not escaped."""
+_MAX_RAW_BYTES = 4 << 10
 _NOTE = b',"commext_resumed":%d}'
 """In the event that tells how an answer ends: times that it has gone on at another engine."""
 
@@ -50,80 +61,6 @@ class _Event(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Event)
 
 
-class _DiffersError(Exception):
-    """Another engine has answered otherwise."""
-
-
-class _UnknownError(Exception):
-    """A part of an answer that is not known here."""
-
-
-_UNKNOWN = (_UnknownError, AttributeError, TypeError, OverflowError)
-
-
-Edit = Callable[[str, str], str]
-"""Gives what is to stay of the text of a field."""
-
-
-def _edited(delta: Mapping[str, Any], edit: Edit) -> dict[str, Any]:
-    """A part of a chat without its role, each text of it as *edit* leaves it."""
-    kept: dict[str, Any] = {}
-    for name, value in delta.items():
-        if name == "role" or not value:
-            continue
-        if name == "tool_calls":
-            calls = (_edited_call(call, edit) for call in value)
-            value = [call for call in calls if call]
-        elif isinstance(value, str):
-            value = edit(name, value)
-        else:
-            raise _UnknownError
-        if value:
-            kept[name] = value
-    return kept
-
-
-def _edited_call(call: Mapping[str, Any], edit: Edit) -> dict[str, Any]:
-    """A part of a call; one that the client knows is told by its number alone."""
-    number, function = call.get("index"), call.get("function") or {}
-    kept: dict[str, str] = {}
-    for name in ("name", "arguments"):
-        if text := edit(f"{number} {name}", function.get(name) or ""):
-            kept[name] = text
-    if "name" in kept:
-        return {**call, "function": {**function, **kept}}
-    return {"index": number, "function": kept} if kept else {}
-
-
-class _Replay:
-    """What another engine has still to repeat of what the client has."""
-
-    def __init__(self, ids: Sequence[int], texts: Mapping[str, bytearray]) -> None:
-        self._ids = list(ids)
-        self._texts = {name: bytes(text) for name, text in texts.items()}
-
-    @property
-    def is_over(self) -> bool:
-        return not self._ids and not any(self._texts.values())
-
-    def new_ids(self, ids: list[int]) -> list[int]:
-        """Those of *ids* that the client has not."""
-        count = min(len(ids), len(self._ids))
-        if ids[:count] != self._ids[:count]:
-            raise _DiffersError
-        del self._ids[:count]
-        return ids[count:]
-
-    def new_text(self, name: str, text: str) -> str:
-        """The part of a field's *text* that the client has not."""
-        raw, sent = text.encode(), self._texts.get(name, b"")
-        count = min(len(raw), len(sent))
-        if raw[:count] != sent[:count]:
-            raise _DiffersError
-        self._texts[name] = sent[count:]
-        return raw[count:].decode()
-
-
 class Transcript:
     """What the client of one stream has of it.
 
@@ -143,8 +80,10 @@ class Transcript:
         self._ids = array("i")
         self._texts: dict[str, bytearray] = {}
         self._has_finished, self._num_resumed = False, 0
-        self._replay: _Replay | None = None
+        self._replay: Replay | None = None
         self._first: _Event | None = None
+        self._field = ""
+        self._raw_ids, self._raw_text = bytearray(), bytearray()
         self._renames: tuple[tuple[bytes, bytes], ...] | None = ()
         self.has_failed = False
         self.held = b""
@@ -159,6 +98,7 @@ class Transcript:
     def asking(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Body for a decode engine, which is to tell the tokens' ids, and to go on after those
         that the client has."""
+        self.settle()
         asked = {**body, "return_token_ids": True}
         if self._ids:
             params = body.get("kv_transfer_params") or {}
@@ -167,13 +107,35 @@ class Transcript:
 
     def begin_again(self) -> None:
         """Another engine's events follow."""
+        self.settle()
         self.has_failed, self.held, self._num_resumed = False, b"", self._num_resumed + 1
-        self._replay, self._renames = _Replay(self._ids, self._texts), None
+        self._replay, self._renames = Replay(self._ids, self._texts), None
+        self._field = ""
+
+    def settle(self) -> Resume | None:
+        """Read all that the client has; returns why the stream is not resumed."""
+        if self._raw_ids and self.refusal is None:
+            try:
+                told = _DECODER.decode(
+                    b'{"choices":[{"text":"%b","token_ids":[%b]}]}'
+                    % (self._raw_text, self._raw_ids[:-1])
+                )
+            except ValueError:
+                told = _Event()
+            for choice in told.choices or ():
+                if self._field != "text":
+                    choice.delta = {self._field: choice.text}
+            if not told.choices or not self._has_noted(told.choices[0]):
+                self._leave(Resume.NOT_TOLD, b"")
+        self._raw_ids.clear()
+        self._raw_text.clear()
+        return self.refusal
 
     def close(self) -> None:
         """Forget what is kept."""
         self._room.give_back(self._num_taken)
         self._num_taken, self._ids, self._texts, self._replay = 0, array("i"), {}, None
+        self._field = ""
 
     def pass_on(self, events: bytes) -> bytes:
         """What goes to the client of whole *events*."""
@@ -184,9 +146,27 @@ class Transcript:
     def _pass_on(self, event: bytes) -> bytes:
         if self.has_failed:
             return b""
-        if self.refusal is None:
+        if self._field and (passed := self._pass_plain(event)) is not None:
+            return passed
+        if self.settle() is None:
             return self._take(event)
         return _without_ids(event) if self._hides_ids else event
+
+    def _pass_plain(self, event: bytes) -> bytes | None:
+        """Pass on an event like most, unread, which costs a fraction; None for any other."""
+        opening, closing = _PLAIN[self._field]
+        begin = event.find(opening)
+        end = event.find(closing, begin)
+        first = event.find(_IDS, end) + len(_IDS)
+        last = event.find(b"]", first)
+        if not len(_IDS) <= first < last or begin < 0 or end < 0:
+            return None
+        self._raw_text += event[begin + len(opening) : end]
+        self._raw_ids += event[first:last]
+        self._raw_ids += b","
+        if len(self._raw_ids) + len(self._raw_text) > _MAX_RAW_BYTES:
+            self.settle()
+        return event[: first - 1] + b"null" + event[last + 1 :] if self._hides_ids else event
 
     def _take(self, event: bytes) -> bytes:
         """Note an event; returns what the client gets of it."""
@@ -212,8 +192,11 @@ class Transcript:
             self._first = told
         if len(told.choices) > 1 or not self._has_noted(choice):
             return self._leave(Resume.NOT_TOLD, event)
+        self._field = ""
         if choice.finish_reason is not None:
             event = self._ended(event)
+        elif self._renames == () and self.refusal is None:
+            self._field = "content" if choice.delta is not None else "text"
         if not self._hides_ids:
             return event
         # A token that says nothing is told of where ids are asked for, and nowhere else.
@@ -230,13 +213,13 @@ class Transcript:
         ids, delta = choice.token_ids, choice.delta
         try:
             if ids is None:
-                return delta is not None and "role" in delta and not _edited(delta, _same)
+                return delta is not None and "role" in delta and not edited(delta, _same)
             if delta is None:
                 self._note_text("text", choice.text)
             else:
-                _edited(delta, self._note_text)
+                edited(delta, self._note_text)
             self._ids.extend(ids)
-        except _UNKNOWN:
+        except UNKNOWN:
             return False
         if choice.finish_reason is not None:
             self._has_finished = True
@@ -254,7 +237,7 @@ class Transcript:
         self._num_bytes += len(raw)
         return text
 
-    def _spliced(self, event: bytes, choice: _Choice | None, replay: _Replay) -> bytes:
+    def _spliced(self, event: bytes, choice: _Choice | None, replay: Replay) -> bytes:
         """What the client has not of an event."""
         has_finished = self._has_finished
         if choice is None:
@@ -267,8 +250,8 @@ class Transcript:
             choice.logprobs = _last(choice.logprobs, num_tokens - len(choice.token_ids))
             choice.text = replay.new_text("text", choice.text)
             if choice.delta is not None:
-                choice.delta = _edited(choice.delta, replay.new_text)
-        except (_DiffersError, *_UNKNOWN):
+                choice.delta = edited(choice.delta, replay.new_text)
+        except (DiffersError, *UNKNOWN):
             return self._fail(Resume.DIFFERS)
         ends = choice.finish_reason is not None
         if (ends and not replay.is_over) or not self._has_noted(choice):

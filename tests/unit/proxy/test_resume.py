@@ -22,7 +22,8 @@ ROOM_BYTES = 1 << 20
 
 def event(engine: int, path: str, **choice: Any) -> bytes:
     """As vLLM writes it; each engine has an id and a time of its own."""
-    every = {"index": 0, "logprobs": None, "finish_reason": None, **choice}
+    text = {name: choice.pop(name) for name in ("text", "delta") if name in choice}
+    every = {"index": 0, **text, "logprobs": None, "finish_reason": None, **choice}
     content = {"id": f"one-{engine}", "created": 1000 + engine, "choices": [every]}
     return (
         b"data: "
@@ -261,6 +262,22 @@ def test_what_an_engine_is_asked() -> None:
     params = {"b": 2, "answer_token_ids": [4, 5]}
     assert transcript.asking(body)["kv_transfer_params"] == params
     assert transcript.asking({})["kv_transfer_params"] == {"answer_token_ids": [4, 5]}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_long_answer_is_kept_whole(path: str) -> None:
+    """Most of its events are passed on before they are read."""
+    answer = [(n, f'"{n}\\ü\n') for n in range(2000)]
+    transcript = Transcript(Room(ROOM_BYTES), {}, 0)
+    events = stream(0, path, [[one] for one in answer])[:-3]
+    got = b"".join(map(transcript.pass_on, events))
+    assert told(got)[0] == "".join(word for _, word in answer[:-1])
+    assert b'"token_ids":[' not in got
+    asked = transcript.asking({})["kv_transfer_params"]["answer_token_ids"]
+    assert asked == list(range(1999))
+    transcript.begin_again()
+    rest = transcript.pass_on(b"".join(stream(1, path, [answer])))
+    assert told(rest)[0] == answer[-1][1]
 
 
 def test_the_prompts_ids_are_left_out() -> None:
