@@ -100,7 +100,8 @@ class EngineLoad:
         self.clean_since = 0.0
         self.clean_tokens = 0
         self.clean_seconds = 0.0
-        self._queued = 0.0
+        self.queued = 0.0
+        """Seconds that its prompts take, that which it computes included."""
         self._last_done = 0.0
         self._together: list[float] = []
         self.share = 0.0
@@ -116,7 +117,7 @@ class EngineLoad:
         self.look(now)
         job = Job(self, new_tokens, held_tokens, now, is_seen)
         self.jobs[job] = None
-        self._queued += job.seconds
+        self.queued += job.seconds
         self.clean_since = math.inf
         return job
 
@@ -133,13 +134,13 @@ class EngineLoad:
         self.look(now)
         is_first = next(iter(self.jobs)) is job
         del self.jobs[job]
-        self._queued -= job.seconds
+        self.queued -= job.seconds
         if is_done and is_first:
             self._learn_prefill(job, now)
         if is_done:
             self._last_done = now
         if not self.jobs:
-            self._queued, self.clean_since = 0.0, now
+            self.queued, self.clean_since = 0.0, now
 
     def _learn_prefill(self, job: Job, now: float) -> None:
         """The time since the one before it was done is its own; of several that end together, it is
@@ -181,7 +182,7 @@ class EngineLoad:
                 break
             self.end_job(first, now, False)  # as far as anybody can tell
             self._last_done = began + first.seconds
-        return max(0.0, self._queued - min(first.seconds, under_way))
+        return max(0.0, self.queued - min(first.seconds, under_way))
 
     def look(self, now: float) -> None:
         """Bring what is known of its recent time up to now."""

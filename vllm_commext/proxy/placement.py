@@ -121,20 +121,22 @@ class Planner:
         hands_over = self.limits.per_token > 0.0
         if len(decode) <= MAX_CANDIDATES >= len(prefill):
             return decode, prefill if hands_over else (), decode if hands_over else ()
-
-        def until_prefilled(one: Candidate) -> float:
-            load, held = one.load, one.held_tokens
-            saved = load.speed.prefill_seconds(held, 0, False) if held else 0.0
-            return (load.backlog(now) if load.jobs else 0.0) - saved
-
-        local = sorted(decode, key=until_prefilled)[:MAX_CANDIDATES]
+        soonest = min(decode, key=_until_free)
         if not hands_over:
-            return local, (), ()
-        sources = local
-        if prefill is not decode:
-            sources = sorted(prefill, key=until_prefilled)[:MAX_CANDIDATES]
-        targets = sorted(decode, key=_burden)[:MAX_CANDIDATES]
-        return [*local, *(one for one in targets if one not in local)], sources, targets
+            return [soonest], (), ()
+        patience = 4.0 / self.limits.first_token if self.limits.first_token else 1.0
+
+        def alone(one: Candidate) -> float:
+            return len(one.load.answers) + patience * _until_free(one)
+
+        for one in decode:
+            one.load.look(now)
+        steadiest = sorted(decode, key=_pace)[:MAX_CANDIDATES]
+        sources = list[Candidate]()
+        if prefill:
+            sources += dict.fromkeys((min(prefill, key=_until_free), min(prefill, key=alone)))
+        local = dict.fromkeys((soonest, *steadiest, *(one for one in sources if one in decode)))
+        return list(local), sources, steadiest
 
     def _option(
         self, source: "_Costs", at: "_Costs", max_tokens: int
@@ -210,10 +212,18 @@ class Planner:
         found.by_answer, found.by_both = by_answer * stride, by_both * stride
 
 
-def _burden(one: Candidate) -> float:
-    """How little room an engine has for one more answer."""
+def _until_free(one: Candidate) -> float:
+    """Work of an engine in seconds, less what it need not compute."""
+    load, held = one.load, one.held_tokens
+    saved = load.speed.prefill_seconds(held, 0, False) if held else 0.0
+    return load.queued - saved
+
+
+def _pace(one: Candidate) -> float:
+    """Seconds to each token of an engine's answers, by its recent time."""
     load = one.load
-    return (1.0 + len(load.answers)) * (1.0 + 2.0 * load.share)
+    step = load.speed.step_seconds(load.mean_answers, load.mean_context)
+    return step / max(1.0 - load.share, 0.05)
 
 
 def _late_share(needed: float, had: int, most: int, longer: Sequence[float]) -> float:
