@@ -48,6 +48,11 @@ class Answer:
         self.tokens = 0
         self.has_begun = False
 
+    @property
+    def per_token(self) -> float:
+        """Seconds to each token after the first so far, as a mean."""
+        return (self.last_at - self.first_at) / max(self.tokens - 1, 1)
+
     def begin(self, now: float) -> None:
         """Its first token is there."""
         load = self.load

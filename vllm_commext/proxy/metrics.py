@@ -20,6 +20,7 @@ SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _GAP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 5, 30)
+_TOKEN_SECONDS = (0.005, 0.0075, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.05, 0.1, 0.25, 1)
 _PAGE_SHARE = 4
 _SHARED_BYTES = 1 << 20
 _SHARED_KINDS = ("counter", "histogram", "gauge_livesum", "gauge_livemin")
@@ -128,6 +129,17 @@ class ProxyMetrics:
             "Between two pieces of a streamed answer, by decode engine.",
             "engine",
             buckets=_GAP_SECONDS,
+        )
+        self.expected_first_token = self._seconds(
+            "commext_proxy_placement_first_token_seconds",
+            "Time to the first token of streams that were placed, as expected and as it came.",
+            "kind",
+        )
+        self.expected_per_token = self._seconds(
+            "commext_proxy_placement_per_token_seconds",
+            "Time to each token after it, as a mean over the answer, as expected and as it came.",
+            "kind",
+            buckets=_TOKEN_SECONDS,
         )
         self.request_seconds = self._seconds(
             "commext_proxy_request_seconds",

@@ -13,6 +13,7 @@ from vllm_commext.proxy.affinity import SESSION_HEADER
 from vllm_commext.proxy.attempts import Attempts
 from vllm_commext.proxy.choice import LOCAL, Chooser
 from vllm_commext.proxy.config import ProxyConfig
+from vllm_commext.proxy.engine_load import Answer
 from vllm_commext.proxy.engines import DECODE, Engine, EnginePool
 from vllm_commext.proxy.intake import Intake
 from vllm_commext.proxy.metrics import ProxyMetrics
@@ -98,6 +99,9 @@ class Service:
             try:
                 opened = await self._attempt(attempts, outcome)
                 if opened.response.status < 400:
+                    if attempts.prefilled is not None and opened.cutter is not None:
+                        later = opened.opened_at - attempts.prefilled_at
+                        self._planner.shared.handover.add(max(0.0, later))
                     attempts.prefilled = None  # read, or on its way to be released by who reads
                 return opened
             except ProxyError as error:
@@ -285,6 +289,18 @@ class Service:
         self._metrics.local_prefills.labels(reason).inc()
         return None
 
+    def _note_expected(self, attempts: Attempts, answer: Answer, outcome: Outcome) -> None:
+        """Count what was expected of a placement, and what came of it."""
+        expected = attempts.plan.expected if attempts.plan is not None else None
+        is_timed = not attempts.num_resumed and answer.tokens > 1
+        if expected is None or not is_timed or outcome.first_token_seconds is None:
+            return
+        first, each = self._metrics.expected_first_token, self._metrics.expected_per_token
+        first.labels("expected").observe(expected.first_token)
+        first.labels("real").observe(outcome.first_token_seconds)
+        each.labels("expected").observe(expected.per_token)
+        each.labels("real").observe(answer.per_token)
+
     async def _relay(
         self, request: web.Request, opened: Opened, attempts: Attempts, outcome: Outcome
     ) -> web.StreamResponse:
@@ -307,6 +323,7 @@ class Service:
             outcome.is_answered = relay.has_sent_end
             if relay.has_sent_end and opened.answer is not None:
                 opened.answer.end(time.monotonic())
+                self._note_expected(attempts, opened.answer, outcome)
         if relayed.failure is not None:
             outcome.set(relayed.failure.kind, relayed.failure.side)
             logger.warning("request %s broke: %s", outcome.request_id, relayed.failure)

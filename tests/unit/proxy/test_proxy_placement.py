@@ -89,6 +89,7 @@ async def test_a_prompt_is_handed_over_where_a_running_answer_would_miss_its_lim
         answer.begin(now)
         handed = await cluster.ask(BODY)
         answer.end(now, False)
+        assert load.shared.handover.value > 0.0
         alone = await cluster.ask(BODY)
         page = await cluster.metrics()
     assert handed.headers[PLACED].startswith("handed_over; first-token=5")
@@ -107,7 +108,11 @@ async def test_speed_is_learned_from_streams_that_pass(kit: Any) -> None:
         assert 0.2 <= speed.prefill_seconds(2000, 0, True) < 0.4
         assert 0.01 <= speed.step_seconds(1, 2000) < 0.04
         assert cluster.proxy.planner.shared.lengths.mean == pytest.approx(40, abs=2)
+        page = await cluster.metrics()
     assert [one.split(";")[0] for one in placed] == ["least_work", "local", "local"]
+    for name in ("first_token", "per_token"):
+        for kind in ("expected", "real"):
+            assert f'placement_{name}_seconds_count{{kind="{kind}"}} 2.0' in page
 
 
 @pytest.mark.parametrize("placement", ["adaptive", "local"])
