@@ -1,0 +1,192 @@
+"""Tables of simulated goodput: `python -m goodputs.simulated TABLE`, in the folder benchmarks.
+
+`measured`: beside the cells of a measurement on two H100. `grid`: goodput by workload, limits and
+rate. `highest`: the highest rate with 90 % of requests in time. `fleets`: many engines, some of
+them slow, some lost and back.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+
+from goodputs.policies import Adaptive, Fixed, InTurn, Knowing, Overflow, Replicas
+from goodputs.simulator import Hardware, Policy, Request, Simulation, Turn
+from vllm_commext.bench.figures import Limits, quantile
+from vllm_commext.bench.workload import CONVERSATION, MIXED, make
+
+PAIR = (Hardware(), Hardware())
+SECONDS, WARM_SECONDS, SEEDS = 45.0, 10.0, (1, 2, 3)
+GOOD = 0.9
+STEPS = 6
+WORKLOADS = (MIXED, CONVERSATION, "document", "short")
+SATURATION = {MIXED: 19.0, CONVERSATION: 6.0, "document": 8.0, "short": 85.0}
+"""Requests a second that two engines could take without any limit, about."""
+Build = Callable[[Sequence[Hardware], Limits], Policy]
+CONTESTANTS: dict[str, Build] = {
+    "replicas": lambda hardware, _: Replicas(hardware),
+    "fixed": lambda hardware, _: Fixed(hardware),
+    "adaptive": Adaptive,
+    "knowing": Knowing,
+}
+MEASURED: dict[tuple[float, str], str] = {
+    (5, "in turn"): "111/445/768 7.3/9.0/18.1 93/97/100",
+    (5, "replicas"): "132/378/619 7.5/10.5/22.9 87/96/100",
+    (5, "fixed"): "173/685/1073 7.2/7.9/8.8 99/99/99",
+    (5, "overflow"): "141/508/608 7.6/10.1/14.6 90/100/100",
+    (8, "in turn"): "126/810/1290 9.6/16.4/33.1 54/81/91",
+    (8, "replicas"): "114/493/630 9.5/19.1/29.2 57/81/96",
+    (8, "fixed"): "330/1352/1787 8.3/9.1/9.9 76/76/76",
+    (8, "overflow"): "137/564/1036 9.3/17.9/24.7 60/86/98",
+}
+"""First token and time per token in ms, p50/p90/p99, and % in time by 1 s and 10, 15, 25 ms."""
+
+
+def play(
+    build: Callable[[Sequence[Hardware]], Policy],
+    workload: str,
+    rate: float,
+    *,
+    hardware: Sequence[Hardware] = PAIR,
+    seconds: float = SECONDS,
+    warm_seconds: float = WARM_SECONDS,
+    seeds: Sequence[int] = SEEDS,
+    turns: Sequence[Turn] = (),
+) -> list[Request]:
+    """The requests of one run a seed, those of its first seconds left out."""
+    found: list[Request] = []
+    for seed in seeds:
+        arrivals = make(workload, rate, seconds, seed)
+        requests = Simulation(hardware, arrivals, build(hardware), turns).run()
+        found += [one for one in requests if one.arrival.at >= warm_seconds]
+    return found
+
+
+def share_good(name: str, workload: str, rate: float, limits: Limits) -> float:
+    """Share of requests of a contestant that are in time."""
+    requests = play(lambda hardware: CONTESTANTS[name](hardware, limits), workload, rate)
+    return sum(one.is_good(limits) for one in requests) / max(len(requests), 1)
+
+
+def highest_rate(cell: tuple[str, str, Limits]) -> float:
+    """The highest rate at which `GOOD` of a contestant's requests are in time, by bisection."""
+    name, workload, limits = cell
+    low, high = 0.02, 1.2
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        rate = middle * SATURATION[workload]
+        if share_good(name, workload, rate, limits) >= GOOD:
+            low = middle
+        else:
+            high = middle
+    return low * SATURATION[workload]
+
+
+def print_measured(_: ProcessPoolExecutor) -> None:
+    ways = {"in turn": InTurn, "replicas": Replicas, "fixed": Fixed, "overflow": Overflow}
+    print("| requests/s | way | simulated | measured |\n|---|---|---|---|")
+    for (rate, name), measured in MEASURED.items():
+        requests = play(ways[name], MIXED, rate, seconds=20.0, warm_seconds=0.0, seeds=range(8))
+        told = [
+            "/".join(f"{1e3 * quantile(values, share):.{digits}f}" for share in (0.5, 0.9, 0.99))
+            for digits, values in (
+                (0, [one.first_token for one in requests]),
+                (1, [one.per_token for one in requests]),
+            )
+        ]
+        limits = [Limits(tpot, 1.0) for tpot in (0.010, 0.015, 0.025)]
+        good = [sum(one.is_good(of) for one in requests) / len(requests) for of in limits]
+        told.append("/".join(f"{100 * share:.0f}" for share in good))
+        print(f"| {rate:g} | {name} | {' '.join(told)} | {measured} |")
+
+
+def print_grid(workers: ProcessPoolExecutor) -> None:
+    shares = (0.3, 0.5, 0.7, 0.9, 1.1)
+    cells = [
+        (workload, Limits(tpot / 1e3, first))
+        for workload in WORKLOADS
+        for tpot in (10, 15, 25, 50)
+        for first in (0.5, 1.0, 2.0)
+    ]
+    jobs = [
+        (name, workload, share * SATURATION[workload], limits)
+        for workload, limits in cells
+        for share in shares
+        for name in CONTESTANTS
+    ]
+    results = iter([100 * good for good in workers.map(share_good, *zip(*jobs, strict=True))])
+    told = " | ".join(f"{share:.0%}" for share in shares)
+    print(f"{' / '.join(CONTESTANTS)}, % in time\n\n| workload | limits | {told} |")
+    print("|---|---|" + "---|" * len(shares))
+    for workload, limits in cells:
+        row = [" ".join(f"{next(results):.0f}" for _ in CONTESTANTS) for _ in shares]
+        print(f"| {workload} | {limits} | {' | '.join(row)} |")
+
+
+def print_highest(workers: ProcessPoolExecutor) -> None:
+    cells = [
+        (workload, Limits(tpot / 1e3, 1.0)) for workload in WORKLOADS for tpot in (12, 15, 20, 50)
+    ]
+    jobs = [(name, *cell) for cell in cells for name in CONTESTANTS]
+    results = iter(list(workers.map(highest_rate, jobs)))
+    print(f"| workload | limits | {' | '.join(CONTESTANTS)} | adaptive : better |")
+    print("|---|---|" + "---|" * (len(CONTESTANTS) + 1))
+    for workload, limits in cells:
+        rates = {name: next(results) for name in CONTESTANTS}
+        gain = rates["adaptive"] / max(rates["replicas"], rates["fixed"])
+        told = " | ".join(f"{rate:.1f}" for rate in rates.values())
+        print(f"| {workload} | {limits} | {told} | {gain:.2f} |")
+
+
+def fleet(num: int) -> tuple[list[Hardware], list[Turn]]:
+    """Engines of which each eighth takes twice the time, and one in sixteen goes and comes back."""
+    hardware = [Hardware(slowness=2.0 if idx % 8 == 3 else 1.0) for idx in range(num)]
+    lost = range(1, num, 16)
+    turns = [Turn(at, idx, is_up) for idx in lost for at, is_up in ((14.0, False), (19.0, True))]
+    return hardware, turns
+
+
+def fleet_share(job: tuple[int, str]) -> float:
+    """Share of a fleet's requests in time, some of its engines being slow or lost."""
+    num, name = job
+    limits = Limits(0.015, 1.0)
+    hardware, turns = fleet(num)
+    requests = play(
+        lambda engines: CONTESTANTS[name](engines, limits),
+        MIXED,
+        0.45 * SATURATION[MIXED] * num / 2,
+        hardware=hardware,
+        seconds=24.0,
+        warm_seconds=8.0,
+        seeds=(1,),
+        turns=turns,
+    )
+    return sum(one.is_good(limits) for one in requests) / max(len(requests), 1)
+
+
+def print_fleets(workers: ProcessPoolExecutor) -> None:
+    jobs = [(num, name) for num in (4, 16, 64, 256) for name in CONTESTANTS]
+    results = iter(list(workers.map(fleet_share, jobs)))
+    print(f"| engines | {' | '.join(CONTESTANTS)} |\n|---|" + "---|" * len(CONTESTANTS))
+    for num in (4, 16, 64, 256):
+        print(f"| {num} | {' | '.join(f'{next(results):.0%}' for _ in CONTESTANTS)} |")
+
+
+TABLES = {
+    "measured": print_measured,
+    "grid": print_grid,
+    "highest": print_highest,
+    "fleets": print_fleets,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("table", choices=TABLES)
+    parser.add_argument("--processes", type=int, default=2)
+    args = parser.parse_args()
+    with ProcessPoolExecutor(args.processes) as workers:
+        TABLES[args.table](workers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Engines under open load, simulated step by step, behind a policy that places requests.
+
+An engine's step has a budget of tokens: each running answer takes one, chunks of prompts fill the
+rest in the order in which they came. Everything follows from the arguments.
+"""
+
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from vllm_commext.bench.figures import Limits
+from vllm_commext.bench.workload import Arrival
+from vllm_commext.proxy.engine_speed import area_of
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """An engine's times, in seconds: of a step by itself, for each running answer, each token
+    before it, each token of a prompt and a million pairs of those in its attention. The default is
+    an H100 with 8 G parameters in bfloat16, fitted to a first measurement.
+
+    overhead: from a request's arrival to its first step. handover, second_token: by how much a
+    first token, and the one after it, come later where another engine has computed the prompt.
+    slowness: factor of all.
+    """
+
+    step: float = 0.0055
+    answer: float = 40e-6
+    context_token: float = 4.5e-8
+    prompt_token: float = 2.32e-5
+    million_pairs: float = 1.04e-3
+    step_tokens: int = 2048
+    overhead: float = 0.020
+    handover: float = 0.006
+    second_token: float = 0.018
+    slowness: float = 1.0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """At a time an engine goes, or comes back empty."""
+
+    at: float
+    engine: int
+    is_up: bool
+
+
+@dataclass(eq=False)
+class Request:
+    """One arrival's way. left, done: of its prompt; note: the policy's own."""
+
+    arrival: Arrival
+    left: int = 0
+    done: int = 0
+    prefill: int = -1
+    decode: int = -1
+    first: float = math.inf
+    end: float = math.inf
+    tokens: int = 0
+    num_losses: int = 0
+    note: Any = None
+
+    @property
+    def first_token(self) -> float:
+        return self.first - self.arrival.at
+
+    @property
+    def per_token(self) -> float:
+        return (self.end - self.first) / max(self.arrival.output_tokens - 1, 1)
+
+    def is_good(self, limits: Limits) -> bool:
+        is_whole = self.end < math.inf
+        return is_whole and self.first_token <= limits.first and self.per_token <= limits.tpot
+
+
+class Policy(Protocol):
+    """Places requests on two engines, which may be one, and is told what a proxy sees."""
+
+    def place(self, request: Request, now: float) -> tuple[int, int]: ...
+    def prefilled(self, request: Request, now: float) -> None: ...
+    def first(self, request: Request, now: float) -> None: ...
+    def token(self, request: Request, now: float) -> None: ...
+    def ended(self, request: Request, now: float) -> None: ...
+    def turned(self, turn: Turn) -> None: ...
+
+
+@dataclass
+class _Engine:
+    """context: tokens before all running answers; ending: prompts whose last chunk is in the step
+    that runs; held: by group, tokens of the longest prompt or answer there."""
+
+    hardware: Hardware
+    queue: deque[Request] = field(default_factory=deque[Request])
+    running: list[Request] = field(default_factory=list[Request])
+    context: int = 0
+    step: int = 0
+    is_busy: bool = False
+    is_up: bool = True
+    ending: list[Request] = field(default_factory=list[Request])
+    held: dict[int, int] = field(default_factory=dict[int, int])
+
+    def take_step(self) -> float:
+        """Take a step's prompts from the queue; how long it lasts."""
+        hardware = self.hardware
+        budget = hardware.step_tokens - len(self.running)
+        seconds = hardware.step + hardware.answer * len(self.running)
+        seconds += hardware.context_token * self.context
+        self.ending = []
+        while self.queue and budget > 0:
+            request = self.queue[0]
+            chunk = min(budget, request.left)
+            seconds += hardware.prompt_token * chunk
+            seconds += hardware.million_pairs * area_of(chunk, request.done)
+            request.done += chunk
+            request.left -= chunk
+            budget -= chunk
+            if request.left == 0:
+                self.ending.append(self.queue.popleft())
+        return seconds * hardware.slowness
+
+    def lose(self) -> list[Request]:
+        """Everything that it works on, which is forgotten with all that it held."""
+        lost = [*self.queue, *self.running, *(one for one in self.ending if one.left == 0)]
+        self.queue.clear()
+        self.running, self.ending, self.held, self.context = [], [], {}, 0
+        return lost
+
+
+class Simulation:
+    """One run of *arrivals* over engines of *hardware*."""
+
+    def __init__(
+        self,
+        hardware: Sequence[Hardware],
+        arrivals: Iterable[Arrival],
+        policy: Policy,
+        turns: Iterable[Turn] = (),
+    ) -> None:
+        self.engines = [_Engine(one) for one in hardware]
+        self.requests = [Request(one) for one in arrivals]
+        self._policy = policy
+        self._events: list[tuple[float, int, Callable[..., None], Any]] = []
+        self._count = itertools.count()
+        self.now = 0.0
+        for request in self.requests:
+            self._at(request.arrival.at, self._arrive, request)
+        for turn in turns:
+            self._at(turn.at, self._turn, turn)
+
+    def _at(self, when: float, call: Callable[..., None], what: Any) -> None:
+        heapq.heappush(self._events, (when, next(self._count), call, what))
+
+    def run(self) -> list[Request]:
+        """All requests, ended or lost."""
+        while self._events:
+            self.now, _, call, what = heapq.heappop(self._events)
+            call(what)
+        return self.requests
+
+    def _turn(self, turn: Turn) -> None:
+        engine = self.engines[turn.engine]
+        engine.is_up = turn.is_up
+        self._policy.turned(turn)
+        if not turn.is_up:
+            engine.step += 1
+            engine.is_busy = False
+            for request in engine.lose():
+                self._lose(request)
+
+    def _lose(self, request: Request) -> None:
+        """As the proxy does: once more from the start, unless the client has seen a token."""
+        self._policy.ended(request, self.now)
+        request.num_losses += 1
+        if request.tokens == 0 and request.num_losses == 1:
+            self._at(self.now, self._arrive, request)
+
+    def _arrive(self, request: Request) -> None:
+        request.prefill, request.decode = self._policy.place(request, self.now)
+        engine, arrival = self.engines[request.prefill], request.arrival
+        held = min(engine.held.get(arrival.group, 0), arrival.shared_tokens)
+        request.done, request.left = held, max(1, arrival.prompt_tokens - held)
+        self._at(self.now + engine.hardware.overhead, self._queue, request)
+
+    def _queue(self, request: Request) -> None:
+        if not self.engines[request.prefill].is_up:
+            self._lose(request)
+            return
+        self.engines[request.prefill].queue.append(request)
+        self._start(request.prefill)
+
+    def _start(self, idx: int) -> None:
+        engine = self.engines[idx]
+        if not engine.is_busy and engine.is_up and (engine.queue or engine.running):
+            engine.is_busy = True
+            self._at(self.now + engine.take_step(), self._end_step, (idx, engine.step))
+
+    def _end_step(self, what: tuple[int, int]) -> None:
+        idx, step = what
+        engine = self.engines[idx]
+        if step != engine.step:
+            return  # the engine has gone meanwhile
+        engine.step += 1
+        engine.is_busy = False
+        engine.context += len(engine.running)
+        ended: list[Request] = []
+        for request in engine.running:
+            request.tokens += 1
+            self._policy.token(request, self.now)
+            if request.tokens >= request.arrival.output_tokens:
+                ended.append(request)
+        for request in ended:
+            engine.running.remove(request)
+            engine.context -= request.arrival.prompt_tokens + request.tokens - 1
+            self._end(request)
+        prefilled, engine.ending = engine.ending, []
+        for request in prefilled:
+            self._prefilled(request)
+        self._start(idx)
+
+    def _prefilled(self, request: Request) -> None:
+        engine = self.engines[request.prefill]
+        if request.arrival.group >= 0:
+            engine.held[request.arrival.group] = request.arrival.prompt_tokens
+        self._policy.prefilled(request, self.now)
+        if request.prefill == request.decode:
+            self._first(request)
+        else:
+            self._at(self.now + engine.hardware.handover, self._first, request)
+
+    def _first(self, request: Request) -> None:
+        request.first, request.tokens = self.now, 1
+        self._policy.first(request, self.now)
+        if request.prefill == request.decode:
+            self._join(request)
+        else:
+            seconds = self.engines[request.decode].hardware.second_token
+            self._at(self.now + seconds, self._join, request)
+
+    def _join(self, request: Request) -> None:
+        engine = self.engines[request.decode]
+        if request.tokens >= request.arrival.output_tokens:
+            self._end(request)
+        elif not engine.is_up:
+            self._lose(request)
+        else:
+            engine.running.append(request)
+            engine.context += request.arrival.prompt_tokens
+            self._start(request.decode)
+
+    def _end(self, request: Request) -> None:
+        request.end = self.now
+        arrival = request.arrival
+        if arrival.group >= 0:
+            held = self.engines[request.decode].held
+            held[arrival.group] = arrival.prompt_tokens + request.tokens
+        self._policy.ended(request, self.now)

@@ -1,0 +1,86 @@
+"""Simulated engines, and the policy of placement behind them."""
+
+import math
+from itertools import pairwise
+
+import pytest
+from goodputs import simulated
+from goodputs.policies import Adaptive, Fixed, Knowing, Replicas
+from goodputs.simulator import Hardware, Policy, Request, Simulation, Turn
+
+from vllm_commext.bench.figures import Limits
+from vllm_commext.bench.workload import MIXED, Arrival, make
+
+LIMITS = Limits(0.015, 1.0)
+ONE = (Hardware(),)
+
+
+class Seen(Replicas):
+    """Whole requests to engines, and what a proxy sees of them."""
+
+    def __init__(self, hardware: tuple[Hardware, ...] = ONE) -> None:
+        super().__init__(hardware)
+        self.times: list[float] = []
+
+    def first(self, request: Request, now: float) -> None:
+        self.times.append(now)
+
+    token = first
+
+
+def test_one_request_takes_its_prompt_and_its_steps() -> None:
+    hardware, seen = ONE[0], Seen()
+    (request,) = Simulation(ONE, [Arrival(1.0, 4096, 3)], seen).run()
+    prompt = hardware.prompt_token * 4096 + hardware.million_pairs * 4096**2 / 2e6
+    first = hardware.overhead + 2 * hardware.step + prompt
+    assert request.first_token == pytest.approx(first)
+    step = hardware.step + hardware.answer + hardware.context_token * 4096
+    assert request.per_token == pytest.approx(step, rel=1e-3)
+    assert [late - early for early, late in pairwise(seen.times)] == pytest.approx(
+        [step, step], rel=1e-3
+    )
+
+
+def test_a_prompt_makes_an_answer_wait_by_chunks() -> None:
+    arrivals = [Arrival(0.0, 100, 40), Arrival(0.1, 4096, 1)]
+    answer, prompt = Simulation(ONE, arrivals, Seen()).run()
+    alone = Simulation(ONE, arrivals[:1], Seen()).run()[0]
+    lost = (answer.per_token - alone.per_token) * 39
+    assert lost == pytest.approx(ONE[0].prompt_token * 4096, rel=0.2)
+    assert prompt.end == prompt.first
+
+
+@pytest.mark.parametrize("build", [Replicas, Fixed, Adaptive, Knowing])
+def test_every_request_ends_and_each_run_is_the_same(build: type[Policy]) -> None:
+    hardware = simulated.PAIR
+
+    def run() -> list[tuple[float, float, int, int]]:
+        policy = build(hardware, LIMITS) if issubclass(build, Adaptive) else build(hardware)
+        requests = Simulation(hardware, make(MIXED, 8.0, 12.0, 3), policy).run()
+        assert all(one.tokens == one.arrival.output_tokens for one in requests)
+        return [(one.first, one.end, one.prefill, one.decode) for one in requests]
+
+    assert run() == run()
+
+
+def test_engines_that_go_lose_what_has_begun_alone() -> None:
+    turns = [Turn(2.0, 0, False), Turn(4.0, 0, True)]
+    arrivals = make(MIXED, 6.0, 10.0, 5)
+    requests = Simulation(simulated.PAIR, arrivals, Adaptive(simulated.PAIR, LIMITS), turns).run()
+    lost = [one for one in requests if math.isinf(one.end)]
+    assert all(one.tokens > 0 and one.num_losses == 1 for one in lost)
+    assert len(lost) < len(requests) / 4
+    assert all(0 not in (one.prefill, one.decode) for one in requests if 2 < one.arrival.at < 4)
+
+
+@pytest.mark.parametrize(("tpot", "rate"), [(0.012, 7.0), (0.025, 9.0), (0.05, 11.0)])
+def test_placed_requests_are_in_time_as_often_as_by_the_better_fixed_way(
+    tpot: float, rate: float
+) -> None:
+    limits = Limits(tpot, 1.0)
+    good = {
+        name: simulated.share_good(name, MIXED, rate, limits)
+        for name in ("replicas", "fixed", "adaptive")
+    }
+    assert good["adaptive"] >= 0.97 * max(good["replicas"], good["fixed"])
+    assert good["adaptive"] >= 0.85
