@@ -17,7 +17,7 @@ from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.requests import Hold, Load
 from vllm_commext.nixl.transfer_thread import GiveUp
 from vllm_commext.nixl.transport.agent import NixlAgent
-from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire import description
 from vllm_commext.nixl.wire.description import (
     WorkerDescription,
     describe,
@@ -131,7 +131,7 @@ def test_a_description_that_does_not_hold(
     prefill = make_engine("p")
     right = open_description(describe(prefill.description, "x"))
     with monkeypatch.context() as patched:  # a peer that does not check what it sends
-        patched.setattr(wire, "check_layout", lambda layout: None)
+        patched.setattr(description, "check_layout", lambda layout: None)
         prefill.serve(encode_description(altered(right, **change)))
     decode = make_engine("d", seed=2)
     load = load_of("r", prefill.remote("x", [1]), [1])

@@ -133,7 +133,7 @@ def raise_once(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     patch.setattr(owner, name, call)
 
 
-@pytest.mark.parametrize("where", ["make_connection", "prep_xfer_dlist", "_log_ready"])
+@pytest.mark.parametrize("where", ["make_connection", "prep_xfer_dlist", "log_ready"])
 def test_a_connection_that_fails_half_way_leaves_nothing_behind(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -151,7 +151,7 @@ def test_a_connection_that_fails_half_way_leaves_nothing_behind(
         monkeypatch.setattr(
             nixl, give, lambda one, remove=remove: (given_back.append(one), remove(one))
         )
-    raise_once(monkeypatch, peers if where == "_log_ready" else nixl, where)
+    raise_once(monkeypatch, peers if where == "log_ready" else nixl, where)
     decode.load(load_of("r", prefill.remote("x", [1]), [1]))
     assert decode.outcomes.failed == {"r"}
     assert len(made) >= 1
