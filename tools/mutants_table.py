@@ -105,10 +105,7 @@ CAPACITIES: dict[str, tuple[str, ...]] = {
     f"{_PREFILL}/leases.py": ("MAX_EARLY_RELEASES", "MAX_EARLY_CONSUMERS", "MAX_SENDERS"),
     f"{_PREFILL}/prefill_state.py": ("MAX_RELEASES", "MAX_EARLY"),
     f"{_PREFILL}/fence.py": ("NUM_SLOTS", "NUM_CELLS", "KEY_BYTES"),
-    _CLIENT: (
-        *("CHECK_SECONDS", "LOOK_SECONDS", "MAX_FRAMES", "_CLOSE_SECONDS"),
-        *("first_seconds: float", "most_seconds: float"),
-    ),
+    _CLIENT: ("MAX_FRAMES",),
     f"{GEOMETRY}/layout.py": ("MAX_COUNT", "MAX_STAGES", "MAX_PARTS"),
     f"{GEOMETRY}/plan.py": ("MAX_IDS",),
     _DISPATCHER: ("MAX_PLANS",),
