@@ -7,7 +7,8 @@ import math
 from vllm_commext.proxy.engine_speed import EngineSpeed, Speeds, area_of
 
 RECENT_SECONDS = 10.0
-"""An engine's recent time is about so long."""
+"""An engine's recent time is about so long, of that in which it has had something to do: load that
+comes back after a pause is foreseen from its first request on."""
 MIN_CLEAN_TOKENS = 16
 SAME_STEP_SECONDS = 0.004
 """Prompts that end within so short a time were computed together."""
@@ -192,10 +193,10 @@ class EngineLoad:
     def look(self, now: float) -> None:
         """Bring what is known of its recent time up to now."""
         past = now - self._looked_at
-        if past > 0.0:
+        if past > 0.0 and (self.jobs or self.answers):
             kept = math.exp(-past / RECENT_SECONDS)
             new = 1.0 - kept
             self.share = self.share * kept + new * bool(self.jobs)
             self.mean_answers = self.mean_answers * kept + new * len(self.answers)
             self.mean_context = self.mean_context * kept + new * self.context
-            self._looked_at = now
+        self._looked_at = max(self._looked_at, now)

@@ -53,6 +53,19 @@ def test_nothing_is_placed_before_anything_is_known() -> None:
     assert planner().place(NOW, 4000, 100, [], []) is None
 
 
+def test_a_pause_is_no_part_of_an_engines_recent_time() -> None:
+    load = planner().new_load()
+    answer = load.expect(1000, 100, NOW)
+    load.ask(4000, 0, NOW).end(NOW + 5.0)
+    answer.end(NOW + 10.0)
+    busy = load.share, load.mean_answers
+    load.look(NOW + 500.0)
+    assert (load.share, load.mean_answers) == busy
+    load.expect(1000, 100, NOW + 500.0)
+    load.look(NOW + 520.0)
+    assert load.share < busy[0] / 5
+
+
 @pytest.mark.parametrize("busy", [0, 1])
 def test_without_a_limit_the_engine_with_the_least_work_takes_both_steps(busy: int) -> None:
     made = planner()
