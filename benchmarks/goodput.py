@@ -3,8 +3,7 @@
 Engines are started once, one a GPU, and every contestant has as many of them, behind a proxy of
 its own: `replicas`, each request to one engine that does all of it; `fixed`, prefill on one half,
 decode on the other; `adaptive`, placed request by request so that the limits of `--told` (ms a
-token : ms to the first) are kept, one contestant for each pair; `pieces`, as `replicas` with
-prompts cut by our connector so that the same limits are kept; `nixl`, as `fixed` with vLLM's
+token : ms to the first) are kept, one contestant for each pair; `nixl`, as `fixed` with vLLM's
 NixlConnector; `--replica-step`: replicas without connector with so many tokens a step.  All but
 the last two share their engines.  A way that this proxy does not know is left out.
 

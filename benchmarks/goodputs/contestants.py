@@ -14,8 +14,8 @@ from tests.kit.servers import Server
 from vllm_commext.bench.figures import Limits
 from vllm_commext.errors import ConfigError
 
-REPLICAS, FIXED, ADAPTIVE, PIECES = "replicas", "fixed", "adaptive", "pieces"
-NAMES = (REPLICAS, FIXED, ADAPTIVE, PIECES, NIXL)
+REPLICAS, FIXED, ADAPTIVE = "replicas", "fixed", "adaptive"
+NAMES = (REPLICAS, FIXED, ADAPTIVE, NIXL)
 READY_SECONDS = 60.0
 HELP_SECONDS = 60.0
 
@@ -78,9 +78,7 @@ def make(
         elif name == NIXL:
             found.append(Contestant(name, EngineSet(NIXL, step), split=True))
         elif name == ADAPTIVE:
-            found += [_told(name, both, "adaptive", limits) for limits in told]
-        elif name == PIECES:
-            found += [_told(name, both, "local", limits) for limits in told]
+            found += [_adaptive(both, limits) for limits in told]
         else:
             raise ConfigError(f"contestants: expected some of {NAMES}, got {name!r}")
     for replica_step in replica_steps:
@@ -89,10 +87,10 @@ def make(
     return _told_apart(found)
 
 
-def _told(name: str, engines: EngineSet, placement: str, limits: Limits) -> Contestant:
+def _adaptive(engines: EngineSet, limits: Limits) -> Contestant:
     tpot, first = (f"{1e3 * seconds:g}" for seconds in (limits.tpot, limits.first))
-    options = ("--placement", placement, "--ttft-ms", first, "--tpot-ms", tpot)
-    return Contestant(f"{name} {tpot}/{first}", engines, options, told=limits)
+    options = ("--placement", "adaptive", "--ttft-ms", first, "--tpot-ms", tpot)
+    return Contestant(f"{ADAPTIVE} {tpot}/{first}", engines, options, told=limits)
 
 
 def _told_apart(contestants: Sequence[Contestant]) -> list[Contestant]:

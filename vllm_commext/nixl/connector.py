@@ -21,13 +21,11 @@ from vllm_commext.compat.kv_connector import (
     required_cache_layout,
     transfer_results_class,
 )
-from vllm_commext.compat.prefill_pieces import PrefillPieces
 from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.nixl import engine_facts
 from vllm_commext.nixl.config import ConnectorConfig, parse_config
 from vllm_commext.nixl.engine_context import EngineContext
 from vllm_commext.nixl.first_token import Sampler
-from vllm_commext.nixl.geometry.layout import STATE
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.metrics.prometheus import CommextNixlPromMetrics, CommextNixlStats
 from vllm_commext.nixl.pipeline import ONE_STAGE, Pipeline, gather_bytes
@@ -106,7 +104,6 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_side: WorkerSide | None = None
         self.engine_wait: engine_wait.EngineWait | None = None
         self.pauses: resets.Pauses | None = None
-        self.pieces: PrefillPieces | None = None
         if role == KVConnectorRole.SCHEDULER:
             engine = EngineContext(
                 engine_id=transfer.engine_id,
@@ -171,14 +168,10 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self.pauses = pauses = resets.Pauses(side)
         first_tokens = FirstTokens(side.prompts)
-        is_hybrid = any(group.kind == STATE for group in side.engine.groups)
-        self.pieces = pieces = None if is_hybrid else PrefillPieces()
 
         def before_step(core: Any) -> None:
             pauses.before_step(core)
             first_tokens.before_step(core)
-            if pieces is not None:
-                pieces.before_step(core)
 
         self.engine_wait = engine_wait.EngineWait(side.engine.wakeup, side, before_step)
 
@@ -246,8 +239,6 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler_side.note_arrival(request)
-        if self.pieces is not None:
-            self.pieces.add(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """All groups are loaded."""
@@ -268,8 +259,6 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_side.prompts.plan(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        if self.pieces is not None:
-            self.pieces.note_scheduled(scheduler_output)
         return self.scheduler_side.take_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -294,14 +283,12 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended: keep its blocks for a reader?"""
-        return self.request_finished_all_groups(request, (block_ids,))
+        return self.scheduler_side.finish(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The same, called by vLLM where the connector serves every KV cache group."""
-        if self.pieces is not None:
-            self.pieces.finish(request.request_id)
         return self.scheduler_side.finish(request, block_ids)
 
     # Worker side.

@@ -11,7 +11,7 @@ from vllm_commext.proxy import streams, two_step
 from vllm_commext.proxy.access import SIDE
 from vllm_commext.proxy.affinity import SESSION_HEADER
 from vllm_commext.proxy.attempts import Attempts
-from vllm_commext.proxy.choice import LOCAL, Chooser
+from vllm_commext.proxy.choice import Chooser
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engine_load import Answer
 from vllm_commext.proxy.engines import DECODE, Engine, EnginePool
@@ -67,10 +67,6 @@ class Service:
         self._pools = pools
         self._metrics = metrics
         self._room = Room(config.resume_bytes)
-        # Elsewhere the policy keeps them, by where it places requests.
-        limits = {"ttft_ms": config.ttft_ms, "tpot_ms": config.tpot_ms}
-        is_local = config.placement == LOCAL
-        self._told = {name: limit for name, limit in limits.items() if limit and is_local}
 
     async def serve(
         self, request: web.Request, intake: Intake, headers: Mapping[str, str], outcome: Outcome
@@ -162,7 +158,6 @@ class Service:
                 self._metrics.local_prefills.labels(LocalPrefill.NO_READER).inc()
                 prefilled = None
             outcome.path = LOCAL_PREFILL
-            body = two_step.decode_body(body, self._told) if self._told else body
         else:
             outcome.path = DIRECT
         if prefilled is not None and prefilled.kv_transfer_params is not None:

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +16,10 @@ from vllm_commext.nixl.wire.params import (
     MAX_SAMPLING_CHARACTERS,
     OWN_FIELDS,
     PIPELINE_PROTOCOL,
-    TPOT,
-    TTFT,
     OtherProtocolError,
     TransferParams,
     is_for_decode,
     is_for_prefill,
-    limit_of,
     read_params,
     write_params,
 )
@@ -342,13 +338,3 @@ def test_half_a_character_is_refused_with_a_secret(name: str, half: str) -> None
         place_of_stream({**params, "remote_host": half}, SECRET)
     with pytest.raises(ProtocolError, match="kv_transfer_params"):
         places_for_reuse({"reuse_from": [{"host": half, "port": 1, "seal": "0"}]}, SECRET)
-
-
-@pytest.mark.parametrize(
-    ("value", "seconds"),
-    [(20, 0.02), (7.5, 0.0075), ("20", None), (True, None), (None, None), (0, None), (-1, None)]
-    + [(1e300, None), (float("nan"), None), ([20], None)],
-)
-def test_a_limit_is_a_time(value: object, seconds: float | None) -> None:
-    request: Any = SimpleNamespace(kv_transfer_params={"tpot_ms": value})
-    assert (limit_of(request, TPOT), limit_of(request, TTFT)) == (seconds, None)

@@ -50,21 +50,6 @@ async def test_requests_are_shared_out_among_engines_that_do_both(kit: Any) -> N
     assert count(page, "commext_proxy_placements", kind="least_work") == 4
 
 
-@pytest.mark.parametrize(
-    ("placement", "expected"),
-    [("local", {"ttft_ms": 900, "tpot_ms": 15}), ("adaptive", None), ("fixed", None)],
-)
-async def test_an_engine_that_does_all_is_told_of_the_limits(
-    kit: Any, placement: str, expected: object
-) -> None:
-    async with kit.cluster(
-        0, 0, num_both=1, placement=placement, ttft_ms=900, tpot_ms=15, resume=False
-    ) as cluster:
-        await cluster.ask(BODY)
-        (call,) = [one for one in cluster.both[0].calls if "do_remote_decode" not in str(one.body)]
-        assert call.body.get("kv_transfer_params") == expected
-
-
 async def test_an_engine_of_both_roles_is_one_engine(kit: Any) -> None:
     async with kit.cluster(1, 1, num_both=1) as cluster:
         registry, pools = cluster.proxy.registry, cluster.proxy.pools

@@ -49,9 +49,6 @@ OWN_FIELDS = (
 )
 ANSWER = "answer_token_ids"
 """What another decode engine has answered so far, which a router sets: the answer goes on here."""
-TTFT, TPOT = "ttft_ms", "tpot_ms"
-"""Limits that a router names, in milliseconds: for the first token, and for each output token after
-it as a mean over the answer."""
 _NONCE = re.compile("[0-9a-f]{16}")
 _KEY = re.compile(f"[0-9a-f]{{{KEY_DIGITS}}}")
 _DIGEST = re.compile(f"[0-9a-f]{{{DIGEST_DIGITS}}}")
@@ -110,15 +107,6 @@ def params_of(request: Request) -> dict[str, Any] | None:
     as a client of vLLM's can put there whatever JSON has (``vllm_xargs``)."""
     params: Any = request.kv_transfer_params
     return params if isinstance(params, dict) else None
-
-
-def limit_of(request: Request, name: str) -> float | None:
-    """Seconds that a request names for its first (``TTFT``) or each further token (``TPOT``); None
-    without, or for no such time."""
-    limit: Any = (params_of(request) or {}).get(name)
-    if not isinstance(limit, int | float) or isinstance(limit, bool):
-        return None
-    return limit / 1000 if 0 < limit <= MAX_MILLISECONDS else None
 
 
 def is_for_prefill(params: Mapping[str, Any] | None) -> bool:
