@@ -42,19 +42,28 @@ class InTurn(Silent):
 
 
 class _Work:
-    """Prompt tokens under way at each engine of one role, as the proxy counts them."""
+    """Prompt tokens under way at each engine of one role, and those that it holds of prompts, as
+    the proxy counts them."""
 
     def __init__(self, engines: Sequence[int]) -> None:
         self._engines = engines
         self._tokens = dict.fromkeys(engines, 0)
+        self._held: dict[int, dict[int, int]] = {idx: {} for idx in engines}
         self._down: set[int] = set()
         self._turn = 0
 
     def give(self, request: Request) -> int:
-        num = len(self._engines)
+        arrival, num = request.arrival, len(self._engines)
         in_turn = [self._engines[(self._turn + step) % num] for step in range(num)]
         up = [idx for idx in in_turn if idx not in self._down] or in_turn
-        idx = min(up, key=self._tokens.__getitem__)
+
+        def until_through(idx: int) -> int:
+            held = self._held[idx].get(arrival.group, 0)
+            return self._tokens[idx] - min(held, arrival.shared_tokens)
+
+        idx = min(up, key=until_through)
+        if arrival.group >= 0:
+            self._held[idx][arrival.group] = arrival.prompt_tokens
         self._turn = (self._engines.index(idx) + 1) % num
         self._tokens[idx] += REQUEST_TOKENS + request.arrival.prompt_tokens
         return idx
@@ -64,6 +73,7 @@ class _Work:
 
     def turned(self, turn: Turn) -> None:
         (self._down.discard if turn.is_up else self._down.add)(turn.engine)
+        self._held.get(turn.engine, {}).clear()
 
 
 class Replicas(Silent):
