@@ -7,7 +7,7 @@ import sys
 from dataclasses import fields
 
 from vllm_commext.errors import ConfigError
-from vllm_commext.proxy.config import MODES, PLACEMENTS, ProxyConfig
+from vllm_commext.proxy.config import MODES, ORDERS, PLACEMENTS, ProxyConfig
 from vllm_commext.proxy.process import run_loop
 
 HELP = "an OpenAI endpoint in front of prefill and decode engines"
@@ -76,6 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="adaptive: both steps at one engine, or one at each of two, by measured speed and the "
         "limits given; local: both at the engine with the least work; fixed: by engines' roles; "
         "auto: adaptive where an engine takes both steps, else fixed; default: %(default)s",
+    )
+    parser.add_argument(
+        "--prompt-order",
+        choices=ORDERS,
+        default=ProxyConfig.prompt_order,
+        help="in which order prompts go to an engine that computes others: short ones before long "
+        "ones, or as they come, at once; default: %(default)s",
     )
     parser.add_argument(
         "--reuse-blocks",

@@ -12,6 +12,8 @@ from vllm_commext.errors import ConfigError
 MIB = 1 << 20
 AUTO, NEVER = MODES = ("auto", "never")
 """Which requests go to both engines at once: all that can, none."""
+SHORTEST, ARRIVAL = ORDERS = ("shortest", "arrival")
+"""In which order prompts that wait for an engine are sent to it."""
 PLACEMENTS = ("auto", "adaptive", "local", "fixed")
 DNS_SCHEME = "dns+"
 
@@ -115,6 +117,7 @@ class ProxyConfig:
     resume: bool = True
     stream_chunks: str = AUTO
     placement: str = "auto"
+    prompt_order: str = SHORTEST
     reuse_blocks: bool = False
     admin_token_file: str = _file("holds the admin port's token")
     drain_timeout_seconds: float = _option(30.0, "for running requests to end after SIGTERM")
@@ -128,6 +131,10 @@ class ProxyConfig:
         if self.stream_chunks not in MODES:
             raise ConfigError(
                 f"stream_chunks: expected one of {list(MODES)}, got {self.stream_chunks!r}"
+            )
+        if self.prompt_order not in ORDERS:
+            raise ConfigError(
+                f"prompt_order: expected one of {list(ORDERS)}, got {self.prompt_order!r}"
             )
         if self.placement not in PLACEMENTS:
             raise ConfigError(

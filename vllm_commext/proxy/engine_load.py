@@ -3,12 +3,18 @@ an argument.
 """
 
 import math
+from collections.abc import Callable, Sequence
 
 from vllm_commext.proxy.engine_speed import EngineSpeed, Speeds, area_of
 
 RECENT_SECONDS = 10.0
 """An engine's recent time is about so long, of that in which it has had something to do: load that
 comes back after a pause is foreseen from its first request on."""
+PATIENCE = 4.0
+"""A prompt that waits is overtaken by shorter ones for so many times as long as it takes itself,
+and by those that can be in time for as many times the limit."""
+IN_TIME = 0.95
+"""Share of a limit that a prompt is planned to be computed in."""
 MIN_CLEAN_TOKENS = 16
 SAME_STEP_SECONDS = 0.004
 """Prompts that end within so short a time were computed together."""
@@ -93,6 +99,34 @@ class Answer:
                 load.shared.lengths.add(self.tokens)
 
 
+class Waiting:
+    """A prompt that waits to be sent since a time, and will take some seconds."""
+
+    __slots__ = ("due", "seconds", "since")
+
+    def __init__(self, since: float, seconds: float) -> None:
+        self.since, self.seconds = since, seconds
+        self.due = since + PATIENCE * seconds
+
+
+def next_of(waiting: Sequence[Waiting], now: float, limit: float) -> Waiting:
+    """Which is sent to an engine that is free, for the most to begin within *limit*, 0 for none."""
+    if not limit:
+        return min(waiting, key=lambda one: one.due)
+    in_time: list[Waiting] = []
+    end = now
+    for one in waiting:
+        if now > one.since + PATIENCE * limit:
+            return one
+        in_time.append(one)
+        end += one.seconds
+        if end > one.since + IN_TIME * limit:
+            longest = max(in_time, key=lambda one: one.seconds)
+            in_time.remove(longest)
+            end -= longest.seconds
+    return in_time[0] if in_time else min(waiting, key=lambda one: one.seconds)
+
+
 class EngineLoad:
     """One engine's work as the proxy knows it, and its speed."""
 
@@ -101,6 +135,9 @@ class EngineLoad:
         self.speed = EngineSpeed(shared)
         self.jobs: dict[Job, None] = {}
         self.answers: dict[Answer, None] = {}
+        self.waiting: dict[Waiting, None] = {}
+        self.on_done: Callable[[], None] = lambda: None
+        """Called when the engine has one prompt less."""
         self.num_begun = 0
         self.context = 0
         self.clean_since = 0.0
@@ -147,6 +184,7 @@ class EngineLoad:
             self._last_done = now
         if not self.jobs:
             self.queued, self.clean_since = 0.0, now
+        self.on_done()
 
     def _learn_prefill(self, job: Job, now: float) -> None:
         """The time since the one before it was done is its own; of several that end together, it is
@@ -189,6 +227,15 @@ class EngineLoad:
             self.end_job(first, now, False)  # as far as anybody can tell
             self._last_done = began + first.seconds
         return max(0.0, self.queued - min(first.seconds, under_way))
+
+    def wait_seconds(self, seconds: float, now: float) -> float:
+        """Seconds until a prompt that takes so long is begun."""
+        wait = self.backlog(now)
+        if self.waiting:
+            overtakes = not self.shared.first_token
+            due = now + PATIENCE * seconds if overtakes else math.inf
+            wait += sum(one.seconds for one in self.waiting if one.due <= due)
+        return wait
 
     def look(self, now: float) -> None:
         """Bring what is known of its recent time up to now."""

@@ -128,6 +128,8 @@ class Speeds:
         self.prefill = LeastSquares(3)
         self.steps = LeastSquares(3)
         self.lengths = Lengths()
+        self.first_token = 0.0
+        """The operator's limit, 0 for none."""
         self.handover = Mean()
         """Seconds by which a first token is later where another engine has computed the prompt."""
         self.second_token = Mean()

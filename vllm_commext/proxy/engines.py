@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_commext.proxy.affinity import NO_PREFIX, Memory, Prefix
 from vllm_commext.proxy.engine_load import EngineLoad
 from vllm_commext.proxy.engine_speed import Speeds
+from vllm_commext.proxy.turns import Turns
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -111,6 +112,7 @@ class Engine:
     not been reachable for so long that nobody should wait for it any more. memory: what it was
     asked last, forgotten when it becomes unhealthy, and so are its capabilities. num_waiting:
     decode engines' answers that wait for what it computes. load: what requests are placed by.
+    turns: prompts that wait for it here.
     """
 
     role: str
@@ -132,6 +134,9 @@ class Engine:
     capabilities: Capabilities = UNKNOWN
     num_waiting: int = 0
     load: EngineLoad = field(default_factory=lambda: EngineLoad(Speeds()))
+
+    def __post_init__(self) -> None:
+        self.turns = Turns(self.load)
 
     @property
     def name(self) -> str:

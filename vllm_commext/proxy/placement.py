@@ -85,6 +85,7 @@ class Planner:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.shared = Speeds()
+        self.shared.first_token = limits.first_token
 
     def new_load(self) -> EngineLoad:
         """Load of an engine that has just come."""
@@ -176,7 +177,7 @@ class Planner:
         step = speed.step_seconds(most, context)
         slower = speed.step_seconds(most + 1.0, context + tokens)
         pace = slower / max(1.0 - load.share, 0.05)
-        found = _Costs(candidate, num, load.backlog(now), seconds, slower, pace)
+        found = _Costs(candidate, num, load.wait_seconds(seconds, now), seconds, slower, pace)
         if self.limits.per_token > step and load.answers:
             self._count_late(found, now, step, -(-num // max_seen))
         return found
@@ -216,7 +217,8 @@ def _until_free(one: Candidate) -> float:
     """Work of an engine in seconds, less what it need not compute."""
     load, held = one.load, one.held_tokens
     saved = load.speed.prefill_seconds(held, 0, False) if held else 0.0
-    return load.queued - saved
+    waiting = sum(one.seconds for one in load.waiting) if load.waiting else 0.0
+    return load.queued + waiting - saved
 
 
 def _pace(one: Candidate) -> float:

@@ -15,7 +15,7 @@ from vllm_commext.proxy.access import engine_tls
 from vllm_commext.proxy.affinity import NO_PREFIX, Prefix
 from vllm_commext.proxy.body import encode
 from vllm_commext.proxy.choice import Plan, most_tokens
-from vllm_commext.proxy.config import ProxyConfig
+from vllm_commext.proxy.config import SHORTEST, ProxyConfig
 from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engine_load import Answer, Job
 from vllm_commext.proxy.engines import PREFILL, Engine, EnginePool
@@ -162,6 +162,7 @@ class Upstream:
         key. Raises `ProxyError`, at once if there is no engine."""
 
         async def ask(engine: Engine, held: int) -> Prefilled:
+            await self._take_turn(engine, payload, held, PREFILL)
             key = new_key(engine, payload.headers, payload.body)
             asked = await payload_for(engine, key.value)
             try:
@@ -193,6 +194,8 @@ class Upstream:
 
         async def ask(engine: Engine, held: int) -> Opened:
             on_ask(engine)
+            if not payload.is_loading:
+                await self._take_turn(engine, payload, held)
             return await self._open_decode(engine, payload, held)
 
         pool, config = self._decode_pool, self._config
@@ -290,6 +293,20 @@ class Upstream:
         self._metrics.affinity_tokens.labels(pool.role, "held").inc(held)
         self._metrics.affinity_tokens.labels(pool.role, "new").inc(payload.tokens - held)
         return chosen
+
+    async def _take_turn(self, engine: Engine, payload: Payload, held: int, side: str = "") -> None:
+        """Wait until an engine has nearly computed what it has been sent, where it is known that
+        it computes one prompt after the other."""
+        is_known = self._config.prompt_order == SHORTEST and len(engine.capabilities.ranks) == 1
+        if not is_known or payload.tokens == 0 or not engine.load.speed.is_known:
+            return
+        seconds = self._config.prefill_timeout_seconds
+        with (
+            engine.working(payload.tokens - held),
+            failures_of(engine, seconds, payload.losses, side),
+            Deadline(seconds, engine.on_lost),
+        ):
+            await engine.turns.take(payload.tokens - held, held)
 
     async def _prefill_on(self, engine: Engine, payload: Payload, held: int) -> dict[str, Any]:
         """Step 1 on an engine that need not compute the *held* first tokens of the prompt."""

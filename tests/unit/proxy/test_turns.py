@@ -1,0 +1,136 @@
+"""Prompts that wait for an engine's turn: which goes first, and that none waits for ever."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from vllm_commext.proxy.engine_load import PATIENCE, EngineLoad, Waiting, next_of
+from vllm_commext.proxy.engine_speed import Speeds
+from vllm_commext.proxy.turns import Turns
+
+TOKEN = 25e-6
+BOUND_SECONDS = 20.0
+
+
+def known() -> EngineLoad:
+    load = EngineLoad(Speeds())
+    for tokens in (500, 1000, 2000, 4000) * 8:
+        load.speed.note_prefill(tokens, 0.0, 0.0, TOKEN * tokens)
+        load.speed.note_steps(1, 2000, 0.01)
+    return load
+
+
+class Line:
+    """Prompts by their lengths in the order in which they may go."""
+
+    def __init__(self) -> None:
+        self.load = known()
+        self.turns = Turns(self.load)
+        self.gone: list[int] = []
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def add(self, tokens: int) -> None:
+        async def wait() -> None:
+            await self.turns.take(tokens, 0)
+            self.gone.append(tokens)
+            job = self.load.ask(tokens, 0, time.monotonic())
+            await asyncio.sleep(TOKEN * tokens)
+            job.end(time.monotonic())
+
+        self.tasks[tokens] = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+
+    async def ended(self) -> list[int]:
+        async with asyncio.timeout(BOUND_SECONDS):
+            await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+        assert not self.load.waiting
+        return self.gone
+
+
+async def test_a_shorter_prompt_overtakes_longer_ones_that_wait() -> None:
+    line = Line()
+    for tokens in (12000, 9000, 7000, 500):
+        await line.add(tokens)
+    assert line.gone == [12000]
+    assert len(line.load.waiting) == 3
+    assert await line.ended() == [12000, 500, 7000, 9000]
+
+
+async def test_nobody_waits_for_an_idle_engine_or_one_that_is_nearly_done() -> None:
+    line = Line()
+    for tokens in (400, 300, 200):
+        await line.add(tokens)
+    assert line.gone == [400, 300, 200]
+    await line.ended()
+
+
+async def test_a_long_prompt_is_overtaken_for_some_times_its_length_alone() -> None:
+    line = Line()
+    await line.add(8000)
+    await line.add(2000)
+    (waiting,) = line.load.waiting
+    due, seconds = waiting.due, waiting.seconds
+    assert due - time.monotonic() == pytest.approx(PATIENCE * seconds, abs=0.1)
+    later = line.load.wait_seconds(TOKEN, time.monotonic() + PATIENCE * seconds + 0.2)
+    assert later >= seconds  # one that comes then is behind it
+    assert line.load.wait_seconds(TOKEN, time.monotonic()) < 0.25
+    await line.ended()
+
+
+@pytest.mark.parametrize("turn_has_come", [False, True])
+async def test_who_leaves_holds_up_nobody(turn_has_come: bool) -> None:
+    line = Line()
+    for tokens in (4000, 500, 1000):
+        await line.add(tokens)
+    if turn_has_come:
+        line.load.jobs.clear()
+        line.load.queued = 0.0
+        line.load.on_done()
+    line.tasks[500].cancel()
+    assert [tokens for tokens in await line.ended() if tokens != 500] == [4000, 1000]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "limit", "expected"),
+    [
+        pytest.param([(9.9, 0.5), (9.95, 0.1)], 0.0, 1, id="no limit: the shortest"),
+        pytest.param([(9.0, 0.2), (9.95, 0.3)], 0.0, 0, id="no limit: overtaken for long enough"),
+        pytest.param([(9.9, 0.5), (9.95, 0.1)], 1.0, 0, id="both in time: as they came"),
+        pytest.param([(9.9, 0.8), (9.95, 0.3)], 1.0, 1, id="not both in time: the longest is off"),
+        pytest.param([(9.1, 0.8), (9.95, 0.3), (9.96, 0.4)], 1.0, 1, id="it could not be in time"),
+        pytest.param([(8.0, 0.8), (8.5, 0.3)], 1.0, 1, id="none in time: the shortest"),
+        pytest.param([(5.9, 0.8), (9.95, 0.3)], 1.0, 0, id="put off for long enough"),
+    ],
+)
+def test_the_most_prompts_are_in_time(
+    waiting: list[tuple[float, float]], limit: float, expected: int
+) -> None:
+    line = [Waiting(since, seconds) for since, seconds in waiting]
+    assert next_of(line, 10.0, limit) is line[expected]
+
+
+async def test_prompts_are_sent_in_turn(kit: Any) -> None:
+    """And by `--prompt-order arrival` at once."""
+    for order, num_sent in (("shortest", 1), ("arrival", 3)):
+        release = asyncio.Event()
+        async with kit.cluster(1, 1, prompt_order=order, affinity=False) as cluster:
+            (prefill,) = cluster.prefill
+            load = cluster.proxy.registry.engines[0].load
+            load.speed.note_prefill(2000, 0.0, 0.0, 30.0)
+            load.speed.note_steps(1, 2000, 0.01)
+            prefill.behave = kit.held(release, kit.prefill_ok)
+            asked = [
+                asyncio.create_task(cluster.ask({"prompt": letter * length}))
+                for letter, length in (("a", 8000), ("b", 6000), ("c", 2000))
+            ]
+            await kit.until(lambda: cluster.proxy.num_in_flight == 3, "all to be in")  # noqa: B023
+            await kit.until(lambda: len(prefill.calls) >= num_sent, "prompts")  # noqa: B023
+            await asyncio.sleep(0.1)
+            assert len(prefill.calls) == num_sent
+            release.set()
+            assert [answer.status for answer in await asyncio.gather(*asked)] == [200] * 3
+            if order == "shortest":
+                lengths = [len(call.body["prompt"]) for call in prefill.calls]
+                assert lengths == [8000, 2000, 6000]

@@ -1,0 +1,68 @@
+"""Prompts that wait here for an engine's turn, so that a long one does not hold up short ones.
+
+An engine computes prompts in the order in which it gets them. Those that it would not begin soon
+wait here. With a limit to the first token they go as they came, but the longest are put off of
+those that cannot all be in time: so the most are. Without one the shortest goes first, and
+overtakes each other one for no longer than some times that one's own length. None waits for ever.
+"""
+
+import asyncio
+import time
+
+from vllm_commext.proxy.engine_load import EngineLoad, Waiting, next_of
+
+LEAD_SECONDS = 0.03
+"""Work that an engine is given ahead, beside what it takes to reach it, so that it never waits for
+the next prompt."""
+
+
+class Turns:
+    """Those that wait for one engine, whose work is *load*."""
+
+    def __init__(self, load: EngineLoad) -> None:
+        self._load = load
+        self._turns: dict[Waiting, asyncio.Future[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        load.on_done = self._wake
+
+    async def take(self, new_tokens: int, held_tokens: int) -> None:
+        """Wait until a prompt is to be sent to the engine."""
+        load, now = self._load, time.monotonic()
+        if not self._turns and self._seconds_left(now) <= 0.0:
+            return
+        seconds = load.speed.prefill_seconds(new_tokens, held_tokens, False)
+        waiting = Waiting(now, seconds)
+        turn = self._turns[waiting] = asyncio.get_running_loop().create_future()
+        load.waiting[waiting] = None
+        self._set_timer(now)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._wake()  # another one's turn
+            raise
+        finally:
+            self._turns.pop(waiting, None)
+            load.waiting.pop(waiting, None)
+
+    def _wake(self) -> None:
+        """Let the next one go if it is time."""
+        now = time.monotonic()
+        if self._turns and self._seconds_left(now) <= 0.0:
+            waiting = next_of(list(self._turns), now, self._load.shared.first_token)
+            self._turns.pop(waiting).set_result(None)
+        self._set_timer(now)
+
+    def _seconds_left(self, now: float) -> float:
+        """Seconds until the next one is to be sent."""
+        reach = self._load.speed.prefill_seconds(0, 0, True)
+        return self._load.backlog(now) - LEAD_SECONDS - reach
+
+    def _set_timer(self, now: float) -> None:
+        """Look again when the engine's work is nearly done, or the one let go has been sent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._turns:
+            left = max(self._seconds_left(now), LEAD_SECONDS / 10)
+            self._timer = asyncio.get_running_loop().call_later(left, self._wake)
