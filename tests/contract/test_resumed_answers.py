@@ -32,12 +32,6 @@ def answer_of(num_tokens: int, prompt: list[int] = PROMPT) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def started(core: Core) -> Core:
-    """An engine that has taken a step, before which it knows of none."""
-    core.turn()
-    return core
-
-
 def resume(core: Core, begun: list[int], params: Any = None, **sampling: Any) -> Any:
     told = {**(params or {}), "answer_token_ids": begun}
     core.add(request_of("r", PROMPT, told, **{"max_tokens": MOST, **sampling}))
@@ -68,7 +62,7 @@ def test_the_answer_goes_on(make_core: MakeCore, case: str, role: str, is_async:
     num_begun, sampling, end = ENDS[case]
     reads = role != "kv_producer"
     params = prefilled(make_core("kv_producer"), PROMPT) if reads else None
-    core = started(make_core(role, is_async=is_async))
+    core = make_core(role, is_async=is_async)
     got = resume(core, WHOLE[:num_begun], params, **sampling)
     assert got.tokens == WHOLE[:end]
     assert got.finish_reason == (FinishReason.LENGTH if end == MOST else FinishReason.STOP)
@@ -81,12 +75,12 @@ def test_the_answer_goes_on(make_core: MakeCore, case: str, role: str, is_async:
 def test_a_wrong_beginning_is_gone_on_from(make_core: MakeCore) -> None:
     """The comparison with one engine would find an answer that is drawn anew."""
     wrong = [(token + 1) % NUM_TOKENS for token in WHOLE[:9]]
-    got = resume(started(make_core("kv_consumer")), wrong)
+    got = resume(make_core("kv_consumer"), wrong)
     assert got.tokens == [*wrong, *answer_of(MOST - 9, [*PROMPT, *wrong])]
 
 
 def test_the_beginning_is_told_at_once(make_core: MakeCore) -> None:
-    core = started(make_core("kv_consumer"))
+    core = make_core("kv_consumer")
     core.worker.holds_loads = True
     params = {**prefilled(make_core("kv_producer"), PROMPT), "answer_token_ids": WHOLE[:9]}
     core.add(request_of("r", PROMPT, params, max_tokens=MOST))
@@ -98,11 +92,19 @@ def test_the_beginning_is_told_at_once(make_core: MakeCore) -> None:
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_load_that_fails_is_computed_here(make_core: MakeCore, policy: str) -> None:
-    core = started(make_core("kv_consumer", policy=policy))
+    core = make_core("kv_consumer", policy=policy)
     core.worker.fails = lambda request_id: True
     got = resume(core, WHOLE[:9], prefilled(make_core("kv_producer"), PROMPT))
     assert got.tokens == WHOLE
     assert core.worker.computed["r"] == list(range(len(PROMPT) + MOST - 1))
+
+
+def test_parameters_of_another_prompt_change_nothing(make_core: MakeCore) -> None:
+    core = make_core("kv_consumer")
+    params = prefilled(make_core("kv_producer"), [*PROMPT[1:], 99])
+    got = resume(core, WHOLE[:9], params)
+    assert got.tokens == WHOLE
+    assert core.ways == {FirstToken.RESUMED: 1}
 
 
 ANEW: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -128,14 +130,14 @@ def test_what_cannot_be_gone_on_from_is_drawn_from_its_beginning(
     make_core: MakeCore, case: str
 ) -> None:
     begun, sampling = ANEW[case]
-    core = started(make_core("kv_consumer"))
+    core = make_core("kv_consumer")
     got = resume(core, begun, **sampling)
     assert got.tokens == WHOLE[: sampling.get("max_tokens", MOST)]
     assert core.ways == {}
 
 
 def test_a_prefill_engine_begins_no_answer(make_core: MakeCore) -> None:
-    prefill = started(make_core("kv_producer"))
+    prefill = make_core("kv_producer")
     params = {"do_remote_decode": True, "answer_token_ids": WHOLE[:3]}
     prefill.add(request_of("p", PROMPT, params, max_tokens=1))
     prefill.run("p")
@@ -143,7 +145,7 @@ def test_a_prefill_engine_begins_no_answer(make_core: MakeCore) -> None:
 
 
 def test_a_paused_engine_draws_it_from_its_beginning(make_core: MakeCore) -> None:
-    core = started(make_core("kv_consumer"))
+    core = make_core("kv_consumer")
     core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     core.add(request_of("r", PROMPT, {"answer_token_ids": WHOLE[:9]}, max_tokens=MOST))
     core.turn()
@@ -156,7 +158,7 @@ def test_a_paused_engine_draws_it_from_its_beginning(make_core: MakeCore) -> Non
 
 def test_a_preempted_request_goes_on_with_what_it_has_said(make_core: MakeCore) -> None:
     """Three requests over blocks for two."""
-    core = started(make_core("kv_consumer", num_blocks=20))
+    core = make_core("kv_consumer", num_blocks=20)
     prompts = {f"r{n}": list(range(n, n + 13)) for n in range(3)}
     whole = {name: answer_of(24, tokens) for name, tokens in prompts.items()}
     for name, tokens in prompts.items():

@@ -316,9 +316,10 @@ class Service:
             relayed = await relay.run(told)
         finally:
             outcome.is_answered = relay.has_sent_end
-            if relay.has_sent_end and opened.answer is not None:
-                opened.answer.end(time.monotonic())
-                self._note_expected(attempts, opened.answer, outcome)
+            answer = (attempts.opened or opened).answer
+            if relay.has_sent_end and answer is not None:
+                answer.end(time.monotonic())
+                self._note_expected(attempts, answer, outcome)
         if relayed.failure is not None:
             outcome.set(relayed.failure.kind, relayed.failure.side)
             logger.warning("request %s broke: %s", outcome.request_id, relayed.failure)

@@ -67,7 +67,8 @@ class RemotePrompts:
         are until there is room for them here, and look whether the first token is there."""
         is_streamed = asks_for_stream(params_of(request))
         source = Source.STREAMED if is_streamed else Source.GIVEN
-        phase = TokenPhase.SENT if self._resume(request) else TokenPhase.AWAITED
+        is_resumed = self._tokens.resume(request)
+        phase = TokenPhase.READY if is_resumed else TokenPhase.AWAITED
         state = LoadState(request, source, token_phase=phase)
         self._states[request.request_id] = state
         if is_streamed:
@@ -78,14 +79,10 @@ class RemotePrompts:
     def search(self, request: Request) -> None:
         """A request came in whose prompt is computed here: look for what other engines have."""
         if not is_for_prefill(params_of(request)):
-            self._resume(request)
+            self._tokens.resume(request)
         if self._reuse.search(request):
             state = LoadState(request, Source.REUSED, token_phase=TokenPhase.COMPUTED)
             self._states[request.request_id] = state
-
-    def _resume(self, request: Request) -> bool:
-        """See ``RemoteTokens.resume``; not where nothing is done before steps."""
-        return self._reuse.has_steps and self._tokens.resume(request)
 
     def _ask(self, state: LoadState) -> None:
         """Ask for the request's key until its prefill engine has begun."""
@@ -126,21 +123,23 @@ class RemotePrompts:
     def _read(self, state: LoadState) -> None:
         """Read the request's parameters."""
         state.move(LoadPhase.KNOWN)
+        is_awaited = state.token_phase is TokenPhase.AWAITED
         self._engine.recorder.count_reason(HANDOVERS, Handover.NO_KEY)
         try:
             found = read_params(params_of(state.request) or {}, self._engine.secret)
             self._match.check(state.request, found)
         except ProtocolError as error:
             state.answer = error
-            if isinstance(error, OtherPromptError):
+            if is_awaited and isinstance(error, OtherPromptError):
                 self._tokens.refuse(state, FirstToken.DIFFERS)
-            state.move(TokenPhase.COMPUTED)
+            if is_awaited:
+                state.move(TokenPhase.COMPUTED)
             return
         state.answer, state.arrived = found, time.monotonic()
         state.is_void = not self._trust.admits(found.computed_at)
-        if state.is_void:
+        if state.is_void and is_awaited:
             self._tokens.refuse(state, FirstToken.DIFFERS)
-        else:
+        elif not state.is_void:
             self._engine.step.waits.append(Wait(state.request_id, found.remote))
             self._tokens.offer(state, found.first_token, found.sampling)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm_commext.nixl.decode.load_state import LoadState, Source, TokenPhase
+from vllm_commext.nixl.decode.load_state import LoadPhase, LoadState, Source, TokenPhase
 from vllm_commext.nixl.engine_context import EngineContext
 from vllm_commext.nixl.first_token import refusal_of, source_of
 from vllm_commext.nixl.metrics.recorder import FIRST_TOKENS
@@ -76,7 +76,8 @@ class RemoteTokens:
 
     def _end_waiting(self, state: LoadState, phase: TokenPhase) -> bool:
         has_moved = state.move(phase)
-        if has_moved and state.source is Source.STREAMED:
+        is_asked = state.phase is LoadPhase.ASKED  # for its blocks, too
+        if has_moved and state.source is Source.STREAMED and not is_asked:
             self._asker.forget(state.request_id)
         return has_moved
 
