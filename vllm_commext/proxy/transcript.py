@@ -161,7 +161,10 @@ class Transcript:
         last = event.find(b"]", first)
         if not len(_IDS) <= first < last or begin < 0 or end < 0:
             return None
-        self._raw_text += event[begin + len(opening) : end]
+        text = event[begin + len(opening) : end]
+        if b'":' in text:  # perhaps another field
+            return None
+        self._raw_text += text
         self._raw_ids += event[first:last]
         self._raw_ids += b","
         if len(self._raw_ids) + len(self._raw_text) > _MAX_RAW_BYTES:

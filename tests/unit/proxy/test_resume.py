@@ -133,6 +133,13 @@ SPLICES: dict[str, tuple[bytes, bytes, Any]] = {
         says(1, delta={"reasoning": "hmm", "content": "so"}, token_ids=[1, 2]),
         {"reasoning": "m", "content": "so"},
     ),
+    "content and reasoning at once": (
+        says(0, delta={"content": "a"}, token_ids=[1])
+        + says(0, delta={"content": "b", "reasoning": "h"}, token_ids=[2])
+        + says(0, delta={"content": '":'}, token_ids=[3]),
+        says(1, delta={"content": 'ab":c', "reasoning": "hm"}, token_ids=[1, 2, 3, 4]),
+        {"content": "c", "reasoning": "m"},
+    ),
     "a call that the client knows": (
         calls(0, [1, 2], (0, "name", "f"), (0, "arguments", '{"a')),
         calls(1, [1, 2, 3], (0, "name", "f"), (0, "arguments", '{"a": 1')),
