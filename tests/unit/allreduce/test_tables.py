@@ -78,13 +78,17 @@ def test_a_crossover_lies_between_its_sizes(
 
 
 def test_lines_that_cross_in_the_middle_do_so_at_the_geometric_mean() -> None:
-    assert tables.crossover(1024, 4096, (10, 30), (20, 20)) == pytest.approx(2048, abs=1)
+    for half in (10, 0.5):  # microseconds
+        found = tables.crossover(1024, 4096, (10, 20 + half), (10 + half, 20))
+        assert found == pytest.approx(2048, abs=1)
 
 
 def test_a_sample_counts_as_its_slowest_rank() -> None:
     assert tables.median_of_slowest([[1, 9, 2], [4, 3, 2]]) == 4
     with pytest.raises(ValueError, match="at least one"):
         tables.median_of_slowest([[], []])
+    with pytest.raises(ValueError, match="shorter"):
+        tables.median_of_slowest([[1, 9], [4]])
 
 
 def test_noise_does_not_change_the_winner() -> None:
@@ -152,6 +156,14 @@ def test_a_table_says_how_far_a_backend_leads() -> None:
     table = Table(2, {"float16": rows}, "")
     assert table.leads_up_to("float16", ("a", "b")) == 16
     assert table.leads_up_to("float16", ("d",)) == table.leads_up_to("float32", ("a",)) == 0
+
+
+def test_a_table_is_described_by_who_comes_first_up_to_which_size() -> None:
+    rows = (Row(100, ("a", "b")), Row(1 << 10, ("a", "c")), Row(7680 << 10, ("b", "a")))
+    (line,) = tables.describe(Table(2, {"float16": rows}, "here"))
+    then = "then vLLM's default dispatch (here)"
+    assert line == f"float16: a up to 1 KiB, b up to 7.5 MiB, {then}"
+    assert tables.size_text(1023) == "1023 B"
 
 
 class TestOfOurs:
