@@ -90,8 +90,8 @@ async def test_speed_is_learned_from_streams_that_pass(kit: Any) -> None:
         cluster.both[0].behave = serves(0.2, 0.01, 40)
         placed = [(await cluster.ask(BODY)).headers[PLACED] for _ in range(3)]
         speed = cluster.proxy.registry.engines[0].load.speed
-        assert 0.2 <= speed.prefill_seconds(2000, 0, True) < 0.4
-        assert 0.01 <= speed.step_seconds(1, 2000) < 0.04
+        assert 0.2 <= speed.prefill_seconds(2000, 0, True) < 2.0
+        assert 0.01 <= speed.step_seconds(1, 2000) < 0.4
         assert cluster.proxy.planner.shared.lengths.mean == pytest.approx(40, abs=2)
         page = await cluster.metrics()
     assert [one.split(";")[0] for one in placed] == ["least_work", "local", "local"]
