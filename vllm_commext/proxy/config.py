@@ -117,7 +117,7 @@ class ProxyConfig:
     resume: bool = True
     stream_chunks: str = AUTO
     placement: str = "auto"
-    prompt_order: str = SHORTEST
+    prompt_order: str = ARRIVAL
     reuse_blocks: bool = False
     admin_token_file: str = _file("holds the admin port's token")
     drain_timeout_seconds: float = _option(30.0, "for running requests to end after SIGTERM")
