@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol
 from urllib.error import URLError
@@ -62,6 +63,7 @@ CUDA_ENVIRON: Mapping[str, str] = {
     "VLLM_HOST_IP": LOOPBACK,
     **NO_MULTICAST,
 }
+EXCEPTION = re.compile(r"\b[A-Z]\w*(?:Error|Exception): ")
 ACTIVE = re.compile(r"commext: (\w+) active")
 GLOO_THREAD = "gloo_tcp_loop"  # what the thread of a device of Gloo's is called
 
@@ -160,7 +162,7 @@ class Server:
             if not self.running():
                 raise ServerEndedError(
                     f"{self.name}: expected to become ready, but it ended with status "
-                    f"{self.exit_status()}; "
+                    f"{self.exit_status()}; its first errors: {self.first_errors()}; "
                     f"the end of {self.log_path}:\n{self.log_tail()}"
                 )
             if time.monotonic() > deadline:
@@ -226,6 +228,11 @@ class Server:
     def active(self) -> set[str]:
         """The capabilities of ours that are on, by what the log says."""
         return set(ACTIVE.findall(self.log_text()))
+
+    def first_errors(self, num: int = 3) -> list[str]:
+        """The exceptions that the log names first: a cause stands far above what follows of it."""
+        named = (line for line in self.log_text().splitlines() if EXCEPTION.search(line))
+        return list(islice(dict.fromkeys(named), num))
 
     def log_tail(self, num_lines: int = TAIL_LINES) -> str:
         """The last lines the server has written."""
