@@ -51,6 +51,7 @@ def look(root: Path) -> tuple[dict[str, dict[str, str]], str]:
     return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_all_of_it_together_costs_those_parts_alone(tmp_path: Path) -> None:
     found, log = look(altered_vllm.make(tmp_path, *COSTS))
     out = {name for name, why in found["why"].items() if why}

@@ -177,7 +177,7 @@ def kv_depends_on(inputs: dict[str, Any], num_tokens: int) -> tuple[Any, ...]:
 
 @given(st.lists(inputs_of_a_request(), min_size=2, max_size=4), st.randoms())
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_mixed_up_parameters_are_used_exactly_where_the_kv_cache_is_the_same(
     make_engine: MakeEngine, requests: list[dict[str, Any]], dice: Any

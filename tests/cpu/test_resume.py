@@ -39,7 +39,11 @@ USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 CONTINUOUS: dict[str, Any] = {
     "stream_options": {"include_usage": True, "continuous_usage_stats": True}
 }
-SERVED = ("llama", "granite1", pytest.param("qwen3next", marks=pytest.mark.long))
+SERVED = (
+    "llama",
+    pytest.param("granite1", marks=pytest.mark.long),
+    pytest.param("qwen3next", marks=pytest.mark.long),
+)
 # What is asked for, and whether the other server goes on from the tokens or begins again.
 ASKED: dict[str, tuple[str, dict[str, Any], bool]] = {
     "usage": (COMPLETIONS, USAGE, True),
