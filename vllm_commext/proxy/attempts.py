@@ -18,10 +18,16 @@ from vllm_commext.proxy.upstream import Payload, Prefilled
 
 
 class Attempts:
-    """A request's body, and the engines that have failed it so far."""
+    """A request's body, and the engines that have failed it so far. local_reason: why one engine
+    has to take both steps; None also for what has no first one."""
 
     def __init__(
-        self, path: str, body: Any, headers: Mapping[str, str], decode: EnginePool
+        self,
+        path: str,
+        body: Any,
+        headers: Mapping[str, str],
+        decode: EnginePool,
+        min_prompt_tokens: int,
     ) -> None:
         self._decode = decode
         self.path = path
@@ -42,6 +48,11 @@ class Attempts:
         self._headers = headers
         self._prompt = two_step.prompt_of(ENDPOINTS.get(path), self.body)
         self.tokens = num_tokens(self._prompt)
+        self.local_reason = (
+            two_step.local_prefill_reason(ENDPOINTS[path], self.body, min_prompt_tokens)
+            if path in ENDPOINTS
+            else None
+        )
         self.losses = Losses()
 
     def remember(self, session: str | None) -> None:

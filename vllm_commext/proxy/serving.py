@@ -75,7 +75,10 @@ class Service:
         attempts: Attempts | None = None
         try:
             try:
-                attempts = Attempts(request.path, intake.body, headers, self._pools[DECODE])
+                attempts = Attempts(
+                    *(request.path, intake.body, headers, self._pools[DECODE]),
+                    self._config.min_prompt_tokens,
+                )
                 if self._config.affinity and request.path in ENDPOINTS:
                     attempts.remember(request.headers.get(SESSION_HEADER))
                 refusal = None if self._config.resume else Resume.OFF
@@ -175,17 +178,11 @@ class Service:
             attempts.tokens,
             attempts.body,
             attempts.failed_prefill + attempts.failed_decode,
-            self._local_reason(attempts) is None,
+            attempts.local_reason is None,
         )
         if plan is not None:
             outcome.placement = plan.as_header()
             self._metrics.placements.labels(plan.kind).inc()
-
-    def _local_reason(self, attempts: Attempts) -> LocalPrefill | None:
-        """Reason why one engine has to take both steps."""
-        return two_step.local_prefill_reason(
-            ENDPOINTS[attempts.path], attempts.body, self._config.min_prompt_tokens
-        )
 
     async def _decode(
         self, attempts: Attempts, payload: Payload, avoided: Sequence[Engine], outcome: Outcome
@@ -254,7 +251,7 @@ class Service:
 
     async def _prefill(self, attempts: Attempts, stream: Stream) -> Prefilled | None:
         """Step 1, or None (counted, with the reason) if the request goes without it."""
-        reason, plan = self._local_reason(attempts), attempts.plan
+        reason, plan = attempts.local_reason, attempts.plan
         if reason is None and plan is not None and plan.prefill is None:
             reason = LocalPrefill.PLACEMENT
         if reason is None:

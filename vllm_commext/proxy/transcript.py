@@ -64,9 +64,10 @@ _DECODER = msgspec.json.Decoder(_Event)
 class Transcript:
     """What the client of one stream has of it.
 
-    refusal: why the stream is not resumed. has_failed: the engine has given the stream up, or
-    answers otherwise than the one before; what it has told of that, and the client has not got,
-    is *held*, and nothing that follows is looked at.
+    refusal: why the stream is not resumed. hides_ids: the client has not asked for the tokens' ids.
+    has_failed: the engine has given the stream up, or answers otherwise than the one before; what
+    it has told of that, and the client has not got, is *held*, and nothing that follows is looked
+    at.
 
     Args:
         room: what is kept counts there, until `close`.
@@ -76,7 +77,7 @@ class Transcript:
     def __init__(self, room: Room, body: Mapping[str, Any], num_bytes: int) -> None:
         self._room = room
         self._num_taken, self._num_bytes = 0, num_bytes
-        self._hides_ids = not body.get("return_token_ids")
+        self.hides_ids = not body.get("return_token_ids")
         self._ids = array("i")
         self._texts: dict[str, bytearray] = {}
         self._has_finished, self._num_resumed = False, 0
@@ -89,11 +90,6 @@ class Transcript:
         self.held = b""
         self.refusal: Resume | None = None
         self._take_room()
-
-    @property
-    def hides_ids(self) -> bool:
-        """The client has not asked for the tokens' ids."""
-        return self._hides_ids
 
     def asking(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Body for a decode engine, which is to tell the tokens' ids, and to go on after those
@@ -150,7 +146,7 @@ class Transcript:
             return passed
         if self.settle() is None:
             return self._take(event)
-        return _without_ids(event) if self._hides_ids else event
+        return self._shown(event)
 
     def _pass_plain(self, event: bytes) -> bytes | None:
         """Pass on an event like most, unread, which costs a fraction; None for any other."""
@@ -169,7 +165,7 @@ class Transcript:
         self._raw_ids += b","
         if len(self._raw_ids) + len(self._raw_text) > _MAX_RAW_BYTES:
             self.settle()
-        return event[: first - 1] + b"null" + event[last + 1 :] if self._hides_ids else event
+        return event[: first - 1] + b"null" + event[last + 1 :] if self.hides_ids else event
 
     def _take(self, event: bytes) -> bytes:
         """Note an event; returns what the client gets of it."""
@@ -181,7 +177,7 @@ class Transcript:
             return self._leave(Resume.NOT_TOLD, event)
         choice = told.choices[0] if told.choices else None
         if _is_given_up(told.error, choice):
-            self.held = _without_ids(event) if self._hides_ids else event
+            self.held = self._shown(event)
             return self._fail(None)
         if told.choices is None:
             return self._leave(Resume.NOT_TOLD, event)
@@ -200,11 +196,15 @@ class Transcript:
             event = self._ended(event)
         elif self._renames == () and self.refusal is None:
             self._field = "content" if choice.delta is not None else "text"
-        if not self._hides_ids:
+        if not self.hides_ids:
             return event
         # A token that says nothing is told of where ids are asked for, and nowhere else.
         is_empty = choice.delta == {} and choice.finish_reason is None and not choice.logprobs
-        return b"" if is_empty else _without_ids(event)
+        return b"" if is_empty else self._shown(event)
+
+    def _shown(self, event: bytes) -> bytes:
+        """An event without the ids that the client has not asked for."""
+        return _without_ids(event) if self.hides_ids else event
 
     def _ended(self, event: bytes) -> bytes:
         """An answer's last event, which says how often it has gone on elsewhere."""
@@ -261,7 +261,7 @@ class Transcript:
             return self._fail(Resume.DIFFERS)
         if replay.is_over:
             self._replay = None
-        is_told = choice.token_ids and (choice.logprobs or not self._hides_ids)
+        is_told = choice.token_ids and (choice.logprobs or not self.hides_ids)
         is_new = ends or choice.text or choice.delta or is_told
         if self.has_failed or has_finished or not is_new:
             return b""
@@ -272,7 +272,7 @@ class Transcript:
         """An event with what is left of it."""
         content = decode(event[len(_DATA) :])
         (told,) = content["choices"]
-        told["token_ids"] = None if self._hides_ids else choice.token_ids
+        told["token_ids"] = None if self.hides_ids else choice.token_ids
         told["logprobs"] = choice.logprobs
         if choice.delta is None:
             told["text"], told["prompt_token_ids"] = choice.text, None
@@ -306,7 +306,7 @@ class Transcript:
             return self._fail(Resume.DIFFERS)
         self.refusal = reason
         self.close()
-        return _without_ids(event) if self._hides_ids else event
+        return self._shown(event)
 
     def _fail(self, reason: Resume | None) -> bytes:
         self.has_failed = True
