@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 from goodputs.simulator import Hardware, Request, Turn
@@ -223,13 +224,9 @@ class Knowing(Adaptive):
 class TrueLengths(Lengths):
     """Each answer is as long as its request allows."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.longer = [1.0] * len(bins)
-
-    def add(self, tokens: int) -> None:
-        super().add(tokens)
-        self.longer = [1.0] * len(bins)
+    @cached_property
+    def longer(self) -> list[float]:
+        return [1.0] * len(bins)
 
 
 class TrueSpeed(EngineSpeed):

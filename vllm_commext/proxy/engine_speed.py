@@ -3,7 +3,7 @@ pieces after them. Pure: every time is an argument.
 """
 
 import math
-from collections.abc import Sequence
+from itertools import accumulate
 
 FORGETTING = 0.97
 """What a sample still counts for after one more: about the last 30 decide."""
@@ -13,38 +13,39 @@ _SWEEPS = 12
 MAX_RATIO = 3.0
 """A time this many times as long as expected, and any beyond, counts for as much."""
 _KNOWN_SAMPLES = 8
+Features = tuple[float, float, float]
 
 
 class LeastSquares:
-    """Coefficients, none below zero, of a linear model whose older samples count for less.
+    """Coefficients, none below zero, of a linear model of three features whose older samples count
+    for less.
 
     Normal equations are kept, so that a sample and a solution take a fixed time. base: the model
     of all engines, which speaks where this one has seen little.
     """
 
-    def __init__(self, num_features: int, base: "LeastSquares | None" = None) -> None:
-        self._size = num_features
-        self._products = [[0.0] * num_features for _ in range(num_features)]
-        self._targets = [0.0] * num_features
+    def __init__(self, base: "LeastSquares | None" = None) -> None:
+        # Products of the features, 00 01 02 11 12 22, and of each with the value.
+        self._sums = [0.0] * 9
         self._base = base
         self.num_samples = 0.0
-        self._solution: list[float] | None = None
+        self._solution: Features | None = None
 
-    def add(self, features: Sequence[float], value: float, weight: float = 1.0) -> None:
+    def add(self, features: Features, value: float, weight: float = 1.0) -> None:
         """Learn that *features* took *value*; its *weight* beside others' is 1 / variance."""
-        expected = self.predict(features)
-        if self.num_samples > _KNOWN_SAMPLES and expected > 0.0:
-            value = min(value, MAX_RATIO * expected)
+        if self.num_samples > _KNOWN_SAMPLES:
+            expected = self.predict(features)
+            if expected > 0.0:
+                value = min(value, MAX_RATIO * expected)
         self._learn(features, value, weight)
         if self._base is not None:
             self._base._learn(features, value, weight)
 
-    def _learn(self, features: Sequence[float], value: float, weight: float) -> None:
-        for row, left in enumerate(features):
-            products, scaled = self._products[row], left * weight
-            for column, right in enumerate(features):
-                products[column] = products[column] * FORGETTING + scaled * right
-            self._targets[row] = self._targets[row] * FORGETTING + scaled * value
+    def _learn(self, features: Features, value: float, weight: float) -> None:
+        a, b, c = features
+        x, y, z = a * weight, b * weight, c * weight
+        new = (x * a, x * b, x * c, y * b, y * c, z * c, x * value, y * value, z * value)
+        self._sums = [old * FORGETTING + one for old, one in zip(self._sums, new, strict=True)]
         self.num_samples = self.num_samples * FORGETTING + 1.0
         self._solution = None
 
@@ -53,40 +54,35 @@ class LeastSquares:
         """Whether there was any sample, of this engine or another one."""
         return self.num_samples > 0.0 or (self._base is not None and self._base.is_known)
 
-    def predict(self, features: Sequence[float]) -> float:
+    def predict(self, features: Features) -> float:
         """The value for *features*, 0 where nothing is known."""
-        solution = self.solution
-        return sum([factor * value for factor, value in zip(solution, features, strict=True)])
+        (x, y, z), (a, b, c) = self.solution, features
+        return x * a + y * b + z * c
 
     @property
-    def solution(self) -> list[float]:
+    def solution(self) -> Features:
         """The coefficients."""
         if self._solution is None:
             self._solution = self._solved()
         return self._solution
 
-    def _solved(self) -> list[float]:
+    def _solved(self) -> Features:
         """Minimum by coordinate descent, the features that come last beginning from zero."""
-        size, base = self._size, self._base
-        products, targets = self._products, self._targets
+        sums, base = self._sums, self._base
         if base is not None and base.num_samples > 0.0:
             share = SHARED_WEIGHT / (base.num_samples + SHARED_WEIGHT)
-            products = [
-                [own + share * other for own, other in zip(*rows, strict=True)]
-                for rows in zip(products, base._products, strict=True)
-            ]
-            targets = [o + share * b for o, b in zip(targets, base._targets, strict=True)]
-        found = [0.0] * size
+            sums = [own + share * other for own, other in zip(sums, base._sums, strict=True)]
+        aa, ab, ac, bb, bc, cc, a, b, c = sums
+        x = y = z = 0.0
         for _ in range(_SWEEPS):
-            for row in range(size):
-                own = products[row][row]
-                if own > 0.0:
-                    rest = sum(products[row][c] * found[c] for c in range(size) if c != row)
-                    found[row] = max(0.0, (targets[row] - rest) / own)
-        return found
+            x = max(0.0, (a - ab * y - ac * z) / aa) if aa > 0.0 else 0.0
+            y = max(0.0, (b - ab * x - bc * z) / bb) if bb > 0.0 else 0.0
+            z = max(0.0, (c - ac * x - bc * y) / cc) if cc > 0.0 else 0.0
+        return x, y, z
 
 
 _LENGTH_FORGETTING = 0.995
+_MOST_WEIGHT = 1e100
 _GROWTH = math.log(1.12)
 MOST_BINNED = 1 << 15
 _NUM_BINS = int(math.log(MOST_BINNED) / _GROWTH) + 1
@@ -95,25 +91,37 @@ bins = [0] + [int(math.log(count) / _GROWTH) for count in range(1, MOST_BINNED)]
 
 
 class Lengths:
-    """How many tokens answers have, by the recent ones. longer: share of those in a bin or longer,
-    half of the bin's own left out."""
+    """How many tokens answers have, by the recent ones."""
 
     def __init__(self) -> None:
         self._counts = [0.0] * _NUM_BINS
-        self.longer = [1.0] * _NUM_BINS
+        self._weight = 1.0
+        """Of the latest answer: it grows in place of the older ones' becoming less."""
         self._num_samples = 0.0
         self._sum = 0.0
+        self._longer: list[float] | None = [1.0] * _NUM_BINS
 
     def add(self, tokens: int) -> None:
         """An answer has ended after *tokens*."""
-        self._counts = [count * _LENGTH_FORGETTING for count in self._counts]
-        self._counts[bins[min(tokens, MOST_BINNED - 1)]] += 1.0
-        self._num_samples = self._num_samples * _LENGTH_FORGETTING + 1.0
-        self._sum = self._sum * _LENGTH_FORGETTING + tokens
-        left = 0.0
-        for idx in range(_NUM_BINS - 1, -1, -1):
-            self.longer[idx] = (left + self._counts[idx] / 2) / self._num_samples
-            left += self._counts[idx]
+        self._weight /= _LENGTH_FORGETTING
+        self._counts[bins[min(tokens, MOST_BINNED - 1)]] += self._weight
+        self._num_samples += self._weight
+        self._sum += self._weight * tokens
+        self._longer = None
+        if self._weight > _MOST_WEIGHT:
+            self._counts = [count / self._weight for count in self._counts]
+            self._num_samples /= self._weight
+            self._sum /= self._weight
+            self._weight = 1.0
+
+    @property
+    def longer(self) -> list[float]:
+        """Share of those in a bin or longer, half of the bin's own left out."""
+        if self._longer is None:
+            counts, per_answer = self._counts[::-1], 1.0 / self._num_samples
+            pairs = zip(accumulate(counts), counts, strict=True)
+            self._longer = [(more - own / 2) * per_answer for more, own in pairs][::-1]
+        return self._longer
 
     @property
     def mean(self) -> float:
@@ -125,8 +133,8 @@ class Speeds:
     """What engines have in common: the model of all of them, and the lengths of answers."""
 
     def __init__(self) -> None:
-        self.prefill = LeastSquares(3)
-        self.steps = LeastSquares(3)
+        self.prefill = LeastSquares()
+        self.steps = LeastSquares()
         self.lengths = Lengths()
         self.first_token = 0.0
         """The operator's limit, 0 for none."""
@@ -152,8 +160,8 @@ class EngineSpeed:
     """One engine's speed."""
 
     def __init__(self, shared: Speeds) -> None:
-        self._prefill = LeastSquares(3, shared.prefill)
-        self._steps = LeastSquares(3, shared.steps)
+        self._prefill = LeastSquares(shared.prefill)
+        self._steps = LeastSquares(shared.steps)
 
     @property
     def is_known(self) -> bool:

@@ -206,11 +206,11 @@ def test_a_slow_engine_is_known_apart_from_others() -> None:
 
 
 def test_one_stall_does_not_make_a_slow_engine() -> None:
-    model = LeastSquares(1)
+    model = LeastSquares()
     for _ in range(30):
-        model.add((1.0,), 0.01)
-    model.add((1.0,), 60.0)
-    assert model.predict((1.0,)) < 0.012
+        model.add((1.0, 0.0, 0.0), 0.01)
+    model.add((1.0, 0.0, 0.0), 60.0)
+    assert model.predict((1.0, 0.0, 0.0)) < 0.012
 
 
 def test_lengths_tell_how_many_answers_are_longer() -> None:
@@ -221,3 +221,8 @@ def test_lengths_tell_how_many_answers_are_longer() -> None:
     shares = [lengths.longer[bins[tokens]] for tokens in (1, 50, 500, 5000)]
     assert shares == pytest.approx([1.0, 0.5, 0.25, 0.0], abs=0.05)
     assert lengths.mean == pytest.approx(280, rel=0.1)
+    for tokens in (20, 2000) * 30_000:  # so many that weights begin anew
+        lengths.add(tokens)
+    shares = [lengths.longer[bins[tokens]] for tokens in (1, 200, 5000)]
+    assert shares == pytest.approx([1.0, 0.5, 0.0], abs=0.05)
+    assert lengths.mean == pytest.approx(1010, rel=0.05)
