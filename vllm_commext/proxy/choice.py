@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_commext.proxy.affinity import Prefix
-from vllm_commext.proxy.engines import BOTH, DECODE, PREFILL, Engine, EnginePool
+from vllm_commext.proxy.config import ADAPTIVE, AUTO, LOCAL, SHORTEST, ProxyConfig
+from vllm_commext.proxy.engines import DECODE, PREFILL, Engine, EnginePool
 from vllm_commext.proxy.placement import Candidate, Placement, Planner
 
-AUTO, ADAPTIVE, LOCAL, FIXED = "auto", "adaptive", "local", "fixed"
 HANDED_OVER = "handed_over"
 LEAST_WORK = "least_work"
 KINDS = (LOCAL, HANDED_OVER, LEAST_WORK)
@@ -51,6 +51,16 @@ class Plan:
         return f"{self.kind}; first-token={first:.0f}; per-token={each:.1f}"
 
 
+def is_adaptive(mode: str, decode: EnginePool) -> bool:
+    """Whether requests are placed by what engines work on, as far as *mode* decides that."""
+    return mode == ADAPTIVE or (mode == AUTO and decode.has_both)
+
+
+def reads_load(config: ProxyConfig, decode: EnginePool) -> bool:
+    """Whether somebody asks what engines work on, and how fast; else nothing is learned of it."""
+    return config.prompt_order == SHORTEST or is_adaptive(config.placement, decode)
+
+
 class Chooser:
     """Makes plans for requests."""
 
@@ -71,15 +81,11 @@ class Chooser:
     ) -> Plan | None:
         """Plan for a prompt of *tokens*, with none of *failed* where there are others; None where
         the engines' roles decide. may_hand_over: it can take its steps at two engines."""
-        decode = self._pools[DECODE].engines
-        mode = self._mode
-        if mode == AUTO:
-            mode = ADAPTIVE if any(one.role == BOTH for one in decode) else FIXED
-        if mode == FIXED:
-            return None
-        if mode == LOCAL:
+        if self._mode == LOCAL:
             return Plan()
-        now = time.monotonic()
+        if not is_adaptive(self._mode, self._pools[DECODE]):
+            return None
+        decode, now = self._pools[DECODE].engines, time.monotonic()
         known: dict[Engine, Candidate] = {}
         self._turn += max(1, min(WINDOW, len(decode) - WINDOW))
 

@@ -14,7 +14,7 @@ AUTO, NEVER = MODES = ("auto", "never")
 """Which requests go to both engines at once: all that can, none."""
 SHORTEST, ARRIVAL = ORDERS = ("shortest", "arrival")
 """In which order prompts that wait for an engine are sent to it."""
-PLACEMENTS = ("auto", "adaptive", "local", "fixed")
+AUTO, ADAPTIVE, LOCAL, FIXED = PLACEMENTS = ("auto", "adaptive", "local", "fixed")
 DNS_SCHEME = "dns+"
 
 
@@ -116,7 +116,7 @@ class ProxyConfig:
     affinity: bool = True
     resume: bool = True
     stream_chunks: str = AUTO
-    placement: str = "auto"
+    placement: str = AUTO
     prompt_order: str = ARRIVAL
     reuse_blocks: bool = False
     admin_token_file: str = _file("holds the admin port's token")

@@ -234,6 +234,8 @@ class EnginePool:
         self._affinity_tokens = affinity_tokens
         self._speeds = speeds or Speeds()
         self.engines: tuple[Engine, ...] = ()
+        self.has_both = False
+        """Whether one of them takes either step."""
         self._next_idx = 0
         for url in urls:
             self.add(url)
@@ -250,10 +252,14 @@ class EnginePool:
 
     def join(self, engine: Engine) -> None:
         """Have an engine of both roles, which is in the other pool already."""
-        self.engines = (*self.engines, engine)
+        self._set((*self.engines, engine))
 
     def remove(self, engine: Engine) -> None:
-        self.engines = tuple(one for one in self.engines if one is not engine)
+        self._set(tuple(one for one in self.engines if one is not engine))
+
+    def _set(self, engines: tuple[Engine, ...]) -> None:
+        self.engines = engines
+        self.has_both = any(one.role == BOTH for one in engines)
 
     def find(self, url: str) -> Engine | None:
         return next((engine for engine in self.engines if engine.url == url), None)

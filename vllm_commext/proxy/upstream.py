@@ -14,7 +14,7 @@ import aiohttp
 from vllm_commext.proxy.access import engine_tls
 from vllm_commext.proxy.affinity import NO_PREFIX, Prefix
 from vllm_commext.proxy.body import encode
-from vllm_commext.proxy.choice import Plan, most_tokens
+from vllm_commext.proxy.choice import Plan, most_tokens, reads_load
 from vllm_commext.proxy.config import SHORTEST, ProxyConfig
 from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engine_load import Answer, Job
@@ -276,19 +276,15 @@ class Upstream:
         moment: after an outage, the engine is back before the next check tells."""
         end = time.monotonic() + wait_seconds
         planned = payload.plan.engine(pool.role) if payload.plan is not None else None
+        chosen: tuple[Engine, int] | None = None
         if planned is not None and planned.usable and planned not in tried:
-            return self._counted(
-                pool, payload, (planned, planned.memory.held_tokens(payload.prefix))
-            )
-        while (chosen := pool.choose(tried, payload.prefix)) is None:
-            if time.monotonic() >= end:
-                break
-            await asyncio.sleep(PICK_INTERVAL_SECONDS)
-        return chosen and self._counted(pool, payload, chosen)
-
-    def _counted(
-        self, pool: EnginePool, payload: Payload, chosen: tuple[Engine, int]
-    ) -> tuple[Engine, int]:
+            chosen = planned, planned.memory.held_tokens(payload.prefix)
+        while chosen is None:
+            chosen = pool.choose(tried, payload.prefix)
+            if chosen is None:
+                if time.monotonic() >= end:
+                    return None
+                await asyncio.sleep(PICK_INTERVAL_SECONDS)
         held = chosen[1]
         self._metrics.affinity_tokens.labels(pool.role, "held").inc(held)
         self._metrics.affinity_tokens.labels(pool.role, "new").inc(payload.tokens - held)
@@ -313,7 +309,7 @@ class Upstream:
         seconds = self._config.prefill_timeout_seconds
         with (
             engine.working(payload.tokens - held),
-            _computing(engine, payload, held),
+            self._computing(engine, payload, held),
             failures_of(engine, seconds, payload.losses, PREFILL),
             Deadline(seconds, engine.on_lost),
         ):
@@ -337,11 +333,12 @@ class Upstream:
         bound = seconds if payload.is_stream else None
         with ExitStack() as work:
             work.enter_context(engine.working(payload.tokens))
-            answer, job = _expected(engine, payload, held)
+            answer, job = self._expected(engine, payload, held)
 
             def forget() -> None:
                 now = time.monotonic()
-                answer.end(now, False)
+                if answer is not None:
+                    answer.end(now, False)
                 if job is not None:
                     job.end(now, False)
 
@@ -356,9 +353,37 @@ class Upstream:
             begins = response.status < 400 and cutter is not None
             if job is not None:
                 job.end(now, begins)
-            if begins:
+            if begins and answer is not None:
                 answer.begin(now)
             return Opened(engine, response, first, cutter, has_end, now, work.pop_all(), answer)
+
+    @contextmanager
+    def _computing(self, engine: Engine, payload: Payload, held: int) -> Iterator[None]:
+        """Have the policy of placement know of a prompt while *engine* computes it."""
+        job, is_done = None, False
+        if payload.tokens and reads_load(self._config, self._decode_pool):
+            job = engine.load.ask(payload.tokens - held, held, time.monotonic())
+        try:
+            yield
+            is_done = True
+        finally:
+            if job is not None:
+                job.end(time.monotonic(), is_done)
+
+    def _expected(
+        self, engine: Engine, payload: Payload, held: int
+    ) -> tuple[Answer | None, Job | None]:
+        """Have the policy of placement know of an answer, and of its prompt where *engine* computes
+        that."""
+        if not reads_load(self._config, self._decode_pool):
+            return None, None
+        now, load, plan = time.monotonic(), engine.load, payload.plan
+        job, due = None, plan.first_token_at if plan is not None else now
+        if payload.tokens and not payload.is_loading:
+            job = load.ask(payload.tokens - held, held, now, is_seen=payload.is_stream)
+            due = job.until
+        answer = load.expect(payload.tokens, most_tokens(payload.body), due, payload.is_loading)
+        return answer, job
 
     async def _post(self, engine: Engine, payload: Payload) -> aiohttp.ClientResponse:
         bound = self._config.connect_timeout_seconds
@@ -371,28 +396,3 @@ class Upstream:
         )
         check_not_draining(engine, response)
         return response
-
-
-@contextmanager
-def _computing(engine: Engine, payload: Payload, held: int) -> Iterator[None]:
-    """Have the policy of placement know of a prompt while *engine* computes it."""
-    job = engine.load.ask(payload.tokens - held, held, time.monotonic()) if payload.tokens else None
-    is_done = False
-    try:
-        yield
-        is_done = True
-    finally:
-        if job is not None:
-            job.end(time.monotonic(), is_done)
-
-
-def _expected(engine: Engine, payload: Payload, held: int) -> tuple[Answer, Job | None]:
-    """Have the policy of placement know of an answer, and of its prompt where *engine* computes
-    that."""
-    now, load, plan = time.monotonic(), engine.load, payload.plan
-    job, due = None, plan.first_token_at if plan is not None else now
-    if payload.tokens and not payload.is_loading:
-        job = load.ask(payload.tokens - held, held, now, is_seen=payload.is_stream)
-        due = job.until
-    answer = load.expect(payload.tokens, most_tokens(payload.body), due, payload.is_loading)
-    return answer, job

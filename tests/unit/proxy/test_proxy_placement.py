@@ -110,3 +110,23 @@ async def test_what_is_left_of_two_engines_serves_all(kit: Any, placement: str) 
         answers = await asyncio.gather(*(cluster.ask(BODY) for _ in range(4)))
         assert [answer.status for answer in answers] == [200] * 4
         assert {answer.headers["X-Commext-Decode"] for answer in answers} == {"engine0"}
+
+
+@pytest.mark.parametrize(
+    ("num_both", "config", "is_read"),
+    [
+        pytest.param(0, {}, False, id="roles decide"),
+        pytest.param(1, {"placement": "local"}, False, id="least work decides"),
+        pytest.param(1, {}, True, id="an engine of both roles"),
+        pytest.param(0, {"placement": "adaptive"}, True, id="placed by choice"),
+        pytest.param(0, {"prompt_order": "shortest"}, True, id="prompts in turn"),
+    ],
+)
+async def test_work_is_followed_where_somebody_asks(
+    kit: Any, num_both: int, config: dict[str, str], is_read: bool
+) -> None:
+    async with kit.cluster(1, 1, num_both=num_both, affinity=False, **config) as cluster:
+        for _ in range(3):
+            assert (await cluster.ask(BODY)).status == 200
+        loads = [one.load for one in cluster.proxy.registry.engines]
+    assert any(load.share > 0.0 for load in loads) == is_read
