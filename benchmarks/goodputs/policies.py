@@ -239,6 +239,8 @@ class TrueSpeed(EngineSpeed):
     def is_known(self) -> bool:
         return True
 
+    knows_steps = is_known
+
     def prefill_seconds(self, new_tokens: float, held_tokens: float, is_idle: bool) -> float:
         one = self._hardware
         seconds = one.prompt_token * new_tokens

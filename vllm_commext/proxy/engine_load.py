@@ -201,14 +201,14 @@ class EngineLoad:
 
     def learn_second_token(self, gap: float) -> None:
         """The second token came *gap* seconds after the first, which another engine computed."""
-        if self.speed.is_known:
+        if self.speed.knows_steps:
             step = self.speed.step_seconds(self.num_begun, self.context)
             self.shared.second_token.add(max(0.0, gap - step))
 
     def learn_steps(self, now: float) -> None:
         """What is running changes: learn from the gaps until now."""
         tokens, seconds = self.clean_tokens, self.clean_seconds
-        if tokens >= MIN_CLEAN_TOKENS or (tokens and not self.speed.is_known):
+        if tokens >= MIN_CLEAN_TOKENS or (tokens and not self.speed.knows_steps):
             self.speed.note_steps(self.num_begun, self.context, seconds / tokens)
         self.clean_tokens, self.clean_seconds = 0, 0.0
         if not self.jobs:

@@ -165,8 +165,14 @@ class EngineSpeed:
 
     @property
     def is_known(self) -> bool:
-        """Whether both predictions stand on something."""
-        return self._prefill.is_known and self._steps.is_known
+        """Whether anything has been learned of prompts. Steps are seen only while an engine
+        computes none, which one that is flooded from the start never does."""
+        return self._prefill.is_known
+
+    @property
+    def knows_steps(self) -> bool:
+        """Whether anything has been learned of steps; until then they seem to take no time."""
+        return self._steps.is_known
 
     def prefill_seconds(self, new_tokens: float, held_tokens: float, is_idle: bool) -> float:
         """Time to compute *new_tokens* of a prompt behind *held_tokens* that need not be."""

@@ -53,6 +53,19 @@ def test_nothing_is_placed_before_anything_is_known() -> None:
     assert planner().place(NOW, 4000, 100, [], []) is None
 
 
+def test_an_engine_that_is_flooded_from_the_start_is_placed_by_its_prompts() -> None:
+    """No step is seen where prompts are computed all the time."""
+    made = Planner(Limits(1.0, 0.01))
+    both = engines(made)
+    jobs = [both[0].load.ask(4000, 0, NOW) for _ in range(9)]
+    jobs[0].end(NOW + 0.1)
+    both[0].load.expect(4000, 100, NOW).begin(NOW + 0.1)
+    assert not both[0].load.speed.knows_steps
+    placed = made.place(NOW + 0.2, 4000, 100, both, both)
+    assert placed is not None
+    assert placed.decode is both[1]
+
+
 def test_a_pause_is_no_part_of_an_engines_recent_time() -> None:
     load = planner().new_load()
     answer = load.expect(1000, 100, NOW)
