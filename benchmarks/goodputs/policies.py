@@ -144,9 +144,12 @@ class _Note:
 
 
 class Adaptive:
-    """The proxy's policy, which learns from what a proxy sees."""
+    """The proxy's policy, which learns from what a proxy sees. refuses: what would come late."""
 
-    def __init__(self, hardware: Sequence[Hardware], limits: figures.Limits) -> None:
+    def __init__(
+        self, hardware: Sequence[Hardware], limits: figures.Limits, refuses: bool = False
+    ) -> None:
+        self.refuses = refuses
         self.planner = Planner(Limits(limits.first, limits.tpot))
         self.candidates = [
             Candidate(self.planner.new_load(), 0, idx) for idx in range(len(hardware))
@@ -159,7 +162,7 @@ class Adaptive:
         """Length that the request allows."""
         return MOST_TOKENS
 
-    def place(self, request: Request, now: float) -> tuple[int, int]:
+    def place(self, request: Request, now: float) -> tuple[int, int] | None:
         arrival = request.arrival
         for candidate, held in zip(self.candidates, self._held, strict=True):
             candidate.held_tokens = min(held.get(arrival.group, 0), arrival.shared_tokens)
@@ -172,6 +175,8 @@ class Adaptive:
         if placed is None:  # as the proxy does, by the tokens under way
             least = min(up, key=lambda one: sum(job.new for job in one.load.jobs))
             placed = Placement(least, least)
+        if self.refuses and placed.late > 0.0:
+            return None
         self.num_placed += 1
         self.num_local += placed.is_local
         held = min(placed.prefill.held_tokens, tokens - 1)

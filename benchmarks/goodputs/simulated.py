@@ -1,7 +1,8 @@
 """Tables of simulated goodput: `python -m goodputs.simulated TABLE`, in the folder benchmarks.
 
 `measured`: beside the cells of a measurement on two H100. `grid`: goodput by workload, limits and
-rate. `highest`: the highest rate with 90 % of requests in time. `fleets`: many engines, some of
+rate. `highest`: the highest rate with 90 % of requests in time. `refusals`: what refusing brings
+under too much load. `fleets`: many engines, some of
 them slow, some lost and back.
 """
 
@@ -137,6 +138,33 @@ def print_highest(workers: ProcessPoolExecutor) -> None:
         print(f"| {workload} | {limits} | {told} | {gain:.2f} |")
 
 
+def shares_taken(job: tuple[str, float, Limits, bool]) -> str:
+    """Of all requests the share taken, of those the share in time, and of all that in time."""
+    workload, rate, limits, refuses = job
+    requests = play(lambda hardware: Adaptive(hardware, limits, refuses), workload, rate)
+    num_taken = sum(one.decode >= 0 for one in requests)
+    num_good = sum(one.is_good(limits) for one in requests)
+    shares = num_taken / len(requests), num_good / num_taken, num_good / len(requests)
+    return " ".join(f"{share:.0%}" for share in shares)
+
+
+def print_refusals(workers: ProcessPoolExecutor) -> None:
+    loads = (0.5, 0.9, 1.1, 1.3, 1.5)
+    cells = [
+        (workload, Limits(tpot / 1e3, 1.0), refuses)
+        for workload in WORKLOADS
+        for tpot in (15, 50)
+        for refuses in (False, True)
+    ]
+    jobs = [(name, load * SATURATION[name], *rest) for name, *rest in cells for load in loads]
+    results = iter(list(workers.map(shares_taken, jobs)))
+    print(f"| workload | limits | refuses | {' | '.join(f'{load:.0%}' for load in loads)} |")
+    print("|---|---|---|" + "---|" * len(loads))
+    for workload, limits, refuses in cells:
+        row = " | ".join(next(results) for _ in loads)
+        print(f"| {workload} | {limits} | {'yes' if refuses else 'no'} | {row} |")
+
+
 def fleet(num: int) -> tuple[list[Hardware], list[Turn]]:
     """Engines of which each eighth takes twice the time, and one in sixteen goes and comes back."""
     hardware = [Hardware(slowness=2.0 if idx % 8 == 3 else 1.0) for idx in range(num)]
@@ -175,6 +203,7 @@ TABLES = {
     "measured": print_measured,
     "grid": print_grid,
     "highest": print_highest,
+    "refusals": print_refusals,
     "fleets": print_fleets,
 }
 

@@ -78,9 +78,10 @@ class Request:
 
 
 class Policy(Protocol):
-    """Places requests on two engines, which may be one, and is told what a proxy sees."""
+    """Places requests on two engines, which may be one, or refuses them, and is told what a proxy
+    sees."""
 
-    def place(self, request: Request, now: float) -> tuple[int, int]: ...
+    def place(self, request: Request, now: float) -> tuple[int, int] | None: ...
     def prefilled(self, request: Request, now: float) -> None: ...
     def first(self, request: Request, now: float) -> None: ...
     def token(self, request: Request, now: float) -> None: ...
@@ -179,7 +180,10 @@ class Simulation:
             self._at(self.now, self._arrive, request)
 
     def _arrive(self, request: Request) -> None:
-        request.prefill, request.decode = self._policy.place(request, self.now)
+        placed = self._policy.place(request, self.now)
+        if placed is None:
+            return
+        request.prefill, request.decode = placed
         engine, arrival = self.engines[request.prefill], request.arrival
         held = min(engine.held.get(arrival.group, 0), arrival.shared_tokens)
         request.done, request.left = held, max(1, arrival.prompt_tokens - held)

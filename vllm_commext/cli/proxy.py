@@ -78,6 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "auto: adaptive where an engine takes both steps, else fixed; default: %(default)s",
     )
     parser.add_argument(
+        "--refuse-late",
+        action="store_true",
+        help="answer 503 with Retry-After where a request's first token is expected later than "
+        "--ttft-ms because of prompts before it, wherever it is placed best",
+    )
+    parser.add_argument(
         "--prompt-order",
         choices=ORDERS,
         default=ProxyConfig.prompt_order,

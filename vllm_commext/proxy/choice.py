@@ -1,13 +1,16 @@
 """Which engines take a request: what the policy of placement has to say of those usable now."""
 
+import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from typing import Any
 
 from vllm_commext.proxy.affinity import Prefix
 from vllm_commext.proxy.config import ADAPTIVE, AUTO, LOCAL, SHORTEST, ProxyConfig
 from vllm_commext.proxy.engines import DECODE, PREFILL, Engine, EnginePool
+from vllm_commext.proxy.outcome import ProxyError
 from vllm_commext.proxy.placement import Candidate, Placement, Planner
 
 HANDED_OVER = "handed_over"
@@ -41,6 +44,20 @@ class Plan:
     def engine(self, role: str) -> Engine | None:
         """The engine that is to take the step of a *role*."""
         return self.prefill if role == PREFILL else self.decode
+
+    def check_in_time(self) -> None:
+        """Raises `ProxyError` 503 where the first token is expected too late because of others'
+        prompts; never at an engine that has none."""
+        expected = self.expected
+        if expected is None or not expected.late:
+            return
+        seconds = math.ceil(expected.late)
+        message = (
+            f"the first token is expected after {expected.first_token:.2f} s, which is "
+            f"{expected.late:.2f} s too late for --ttft-ms, behind others' prompts; retry after "
+            f"{seconds} s"
+        )
+        raise ProxyError(503, "late", message, retry_seconds=seconds)
 
     def as_header(self) -> str:
         """For clients: the kind, and what was expected in milliseconds."""
@@ -85,13 +102,14 @@ class Chooser:
             return Plan()
         if not is_adaptive(self._mode, self._pools[DECODE]):
             return None
-        decode, now = self._pools[DECODE].engines, time.monotonic()
+        decode, prefill = self._pools[DECODE].engines, self._pools[PREFILL].engines
+        now, most = time.monotonic(), most_tokens(body)
         known: dict[Engine, Candidate] = {}
         self._turn += max(1, min(WINDOW, len(decode) - WINDOW))
 
         def candidates(engines: Sequence[Engine]) -> list[Candidate]:
             found: list[Candidate] = []
-            for one in self._window(engines, prefix):
+            for one in engines:
                 if one.usable and not one.suspected and one not in failed:
                     candidate = known.get(one)
                     if candidate is None:
@@ -100,13 +118,16 @@ class Chooser:
                     found.append(candidate)
             return found
 
-        targets = candidates(decode)
-        sources: list[Candidate] = []
-        if may_hand_over:
-            prefill = self._pools[PREFILL].engines
-            sources = targets if prefill == decode else candidates(prefill)
-        most = most_tokens(body)
-        placement = self._planner.place(now, max(tokens, 1), most, sources, targets)
+        def best(among: Callable[[Sequence[Engine]], Sequence[Engine]]) -> Placement | None:
+            targets = candidates(among(decode))
+            sources: list[Candidate] = []
+            if may_hand_over:
+                sources = targets if prefill == decode else candidates(among(prefill))
+            return self._planner.place(now, max(tokens, 1), most, sources, targets)
+
+        placement = best(lambda engines: self._window(engines, prefix))
+        if placement is not None and placement.late and len(decode) > WINDOW:
+            placement = best(_idlest)
         if placement is None:
             return Plan()
         source, engine = placement.prefill.key, placement.decode.key
@@ -134,6 +155,12 @@ class Chooser:
             self._last[name] = engine
             if len(self._last) > MAX_REMEMBERED:
                 del self._last[next(iter(self._last))]
+
+
+def _idlest(engines: Sequence[Engine]) -> Sequence[Engine]:
+    """Of all engines as many as are looked at, those with the least to compute first."""
+    usable = [one for one in engines if one.usable]
+    return nsmallest(WINDOW, usable, key=lambda one: one.load.queued)
 
 
 def _name_of(prefix: Prefix) -> bytes:

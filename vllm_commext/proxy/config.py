@@ -116,6 +116,7 @@ class ProxyConfig:
     affinity: bool = True
     resume: bool = True
     stream_chunks: str = AUTO
+    refuse_late: bool = False
     placement: str = AUTO
     prompt_order: str = ARRIVAL
     reuse_blocks: bool = False
@@ -139,6 +140,11 @@ class ProxyConfig:
         if self.placement not in PLACEMENTS:
             raise ConfigError(
                 f"placement: expected one of {list(PLACEMENTS)}, got {self.placement!r}"
+            )
+        if self.refuse_late and (not self.ttft_ms or self.placement in (LOCAL, FIXED)):
+            raise ConfigError(
+                "refuse_late: expected a limit to the first token and requests that are placed by "
+                f"it, got --ttft-ms {self.ttft_ms} and --placement {self.placement}"
             )
         if self.admin_port is not None and not self.admin_token_file:
             raise ConfigError("the admin port needs a token: expected --admin-token-file FILE")

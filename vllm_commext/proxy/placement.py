@@ -24,6 +24,8 @@ MAX_CANDIDATES = 2
 """Engines looked at for each of both steps."""
 DELAY_WEIGHT = 0.02
 """Missed limits that one second of delay is worth."""
+RISKY, MISSED = 0.85, 1.1
+"""Shares of a limit: expected to be needed from which on it may be missed, and is missed."""
 OTHERS_DELAY = 0.1
 """What a second of other answers' delay counts for, beside one of the request's own."""
 
@@ -49,13 +51,16 @@ class Candidate:
 @dataclass(frozen=True)
 class Placement:
     """Where one request goes, with what is expected of it, in seconds. prefill is decode where one
-    engine does both. misses: requests more than without it that are expected to miss a limit."""
+    engine does both. misses: requests more than without it that are expected to miss a limit.
+    late: by how much the first token had to wait less to come in time for sure, of what it waits
+    for prompts before its own."""
 
     prefill: Candidate
     decode: Candidate
     first_token: float = 0.0
     per_token: float = 0.0
     misses: float = 0.0
+    late: float = 0.0
 
     @property
     def is_local(self) -> bool:
@@ -113,7 +118,10 @@ class Planner:
         options = [self._option(source, at, max_tokens) for source, at in pairs]
         idx = min(range(len(pairs)), key=options.__getitem__)
         (source, at), (_, misses, first, per_token) = pairs[idx], options[idx]
-        return Placement(source.candidate, at.candidate, first, per_token, misses)
+        late, limit = 0.0, self.limits.first_token
+        if limit:
+            late = max(0.0, min(first - RISKY * limit, source.backlog))
+        return Placement(source.candidate, at.candidate, first, per_token, misses, late)
 
     def _shortlisted(
         self, prefill: Sequence[Candidate], decode: Sequence[Candidate], now: float
@@ -241,4 +249,4 @@ def _late_share(needed: float, had: int, most: int, longer: Sequence[float]) -> 
 
 def _ramp(share: float) -> float:
     """How likely a limit is missed of which *share* is expected to be needed."""
-    return min(1.0, max(0.0, (share - 0.85) / 0.25))
+    return min(1.0, max(0.0, (share - RISKY) / (MISSED - RISKY)))

@@ -181,6 +181,8 @@ class Service:
             attempts.local_reason is None,
         )
         if plan is not None:
+            if self._config.refuse_late and not attempts.num_failed + attempts.num_resumed:
+                plan.check_in_time()
             outcome.placement = plan.as_header()
             self._metrics.placements.labels(plan.kind).inc()
 

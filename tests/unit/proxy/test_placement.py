@@ -125,6 +125,27 @@ def test_a_limit_to_the_first_token_outweighs_one_late_answer_no_more() -> None:
         assert place(made, [source], [target]).is_local == is_local
 
 
+@pytest.mark.parametrize(
+    ("queue", "tokens", "late"),
+    [
+        pytest.param(0, 4000, 0.0, id="in time"),
+        pytest.param(16000, 4000, 0.075, id="behind others"),
+        pytest.param(0, 40000, 0.0, id="by itself"),
+        pytest.param(1000, 40000, 0.025, id="by itself, behind little"),
+    ],
+)
+def test_a_first_token_is_late_by_what_it_waits_for_others(
+    queue: int, tokens: int, late: float
+) -> None:
+    made = planner(first_token=0.5)
+    (engine,) = engines(made, 1)
+    if queue:
+        engine.load.ask(queue, 0, NOW)
+    placed = made.place(NOW, tokens, 1000, [], [engine])
+    assert placed is not None
+    assert placed.late == pytest.approx(late, rel=0.05)
+
+
 def test_held_tokens_are_not_computed_again() -> None:
     made = planner(per_token=0.012)
     both = [Candidate(made.new_load(), held, held) for held in (0, 3900)]
