@@ -1,11 +1,13 @@
 """What the connector says of a cache's bytes, against those that vLLM's own views of it touch."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -33,6 +35,7 @@ ALONE = Rank(1, 0)
 NUM_HEADS = 4
 ORDERS = ["HND", "NHD", *(["blocks outermost"] if HAS_LAYOUTS else [])]
 LATENT = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=24, dtype=torch.bfloat16)
+INDEXER = getattr(getattr(kv_cache_interface, "SparseCacheRole", None), "INDEXER", None)
 
 Caches = Mapping[str, torch.Tensor]
 
@@ -185,6 +188,16 @@ def test_a_quantization_with_scales_of_its_own_makes_pages(dtype: str, content: 
     (family,) = describe(caches, config, backend="FLASHINFER").families
     assert isinstance(family.geometry, AttentionGeometry)
     assert family.geometry.content == content
+
+
+@pytest.mark.skipif(INDEXER is None, reason="this vLLM does not tell an indexer's cache apart")
+def test_an_indexer_keeps_the_scales_of_a_block_behind_its_data() -> None:
+    indexer = replace(LATENT, head_size=132, dtype=torch.uint8, cache_role=INDEXER)
+    config, caches = make_caches({"latent": LATENT, "indexer": indexer})
+    layout = describe(caches, config)
+    contents = {name: family.geometry for name, _, family in regions(layout)}
+    told = {name: getattr(geometry, "content", "") for name, geometry in contents.items()}
+    assert told == {"latent": "tokens", "indexer": "pages of INDEXER"}
 
 
 def test_layers_that_share_a_cache_are_told_once() -> None:

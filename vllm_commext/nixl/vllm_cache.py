@@ -211,10 +211,13 @@ def _all_heads(name: str, spec: AttentionSpec, model: ModelFacts) -> int:
 
 
 def _content(name: str, spec: AttentionSpec, model: ModelFacts) -> str:
-    """Whether a token can be moved alone; latent attention has one head and keeps tokens apart."""
+    """Whether a token can be moved alone; latent attention has one head and keeps tokens apart, but
+    for the indexer of sparse attention, whose scales stand behind the data of a block's tokens."""
     quantization = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
     if quantization not in _IN_PLACE:
         return PAGES + quantization
+    if getattr(getattr(spec, "cache_role", None), "name", "") == "INDEXER":
+        return f"{PAGES}INDEXER"
     backend = model.backends.get(name, "an unknown backend")
     if isinstance(spec, MLAAttentionSpec) or backend in _BY_TOKEN:
         return TOKENS
