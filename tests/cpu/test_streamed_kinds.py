@@ -25,7 +25,7 @@ LENGTHS = (2 * CHUNK_TOKENS, 4 * CHUNK_TOKENS + 1, 3 * CHUNK_TOKENS + 64)
 PREFIX = "vllm:commext_nixl_"
 HANDOVERS = f"{PREFIX}handovers_total"
 PAIRS = (("1", "2"), ("2", "1"))
-SERVED = ("llama", "swa", "granite1", "qwen3next")
+SERVED = ("llama", "swa", "granite1", "qwen3next", "gptoss", "mixtral")
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 

@@ -18,6 +18,7 @@ from tests.kit.tiny_model import write_tiny_model
 
 NUM_PROMPTS, NUM_PROMPT_TOKENS = 2, 200
 NUM_GENERATED = 16
+SERVED = [name for name, kind in KINDS.items() if kind.on_cpus]
 ENGINES_SECONDS = 600
 # Nats, by data type. Rounding (another tensor-parallel size, a prompt in two steps) moves what is
 # computed in float32 by less than 1e-4, in bfloat16 by 0.1.
@@ -82,11 +83,11 @@ def draw_prompts() -> tuple[list[Prompt], list[Prompt]]:
 
 def ask(folder: Path, prompts: list[Prompt]) -> dict[str, list[Answer]]:
     """Answers of a fresh engine of each kind, one prompt at a time."""
-    folders = {kind: write_tiny_model(folder / kind, kind) for kind in KINDS}
+    folders = {kind: write_tiny_model(folder / kind, kind) for kind in SERVED}
     asked = {
         "kinds": {
             kind: (str(folders[kind]), KINDS[kind].cpu_dtype, KINDS[kind].cpu_attention)
-            for kind in KINDS
+            for kind in SERVED
         },
         "prompts": prompts,
         "tokens": NUM_GENERATED,
@@ -104,7 +105,7 @@ def ask(folder: Path, prompts: list[Prompt]) -> dict[str, list[Answer]]:
     made.stdin.close()
     assert status == 0, log.read_text()[-4000:]
     found = json.loads(answers.read_text())
-    return {kind: [to_answer(one) for one in found[kind]] for kind in KINDS}
+    return {kind: [to_answer(one) for one in found[kind]] for kind in SERVED}
 
 
 def to_answer(positions: Sequence[tuple[int, Mapping[str, float]]]) -> Answer:
@@ -123,7 +124,7 @@ def all_answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
     }
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=SERVED)
 def answers(request: pytest.FixtureRequest, all_answers: dict[str, Answers]) -> Answers:
     return all_answers[request.param]
 

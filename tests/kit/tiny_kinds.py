@@ -1,11 +1,12 @@
 """Architectures of the tiny models, small in every dimension.
 
 What they have in common: a byte-level vocabulary; no choice between experts, which would turn
-rounding into other tokens; heads, groups and widths that two tensor-parallel ranks can share, but
-for those that a kind has only one of on purpose; rotary positions.
+rounding into other tokens, but in kinds that say so; heads, groups and widths that two
+tensor-parallel ranks can share, but for those that a kind has only one of on purpose; rotary
+positions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +44,11 @@ class Kind:
     have it, one token of many would not show at that width. Vectors (norms, biases) keep what the
     architecture's own initialisation gives them. ``cpu_dtype`` is the ``--dtype`` that vLLM's CPU
     kernels compute the architecture in, and ``cpu_attention`` the ``--attention-backend`` where
-    vLLM's choice depends on the processor.
+    vLLM's choice depends on the processor; ``on_cpus``: vLLM serves it there. ``gpu_options`` are
+    what an engine on GPUs is to be given. ``chooses_experts``: which experts compute a token
+    depends on its rounding, so that engines of different tensor-parallel sizes may differ in whole
+    tokens. ``renames``: patterns of names that transformers gives to tensors, and what published
+    checkpoints call them.
     """
 
     model_type: str
@@ -52,6 +57,10 @@ class Kind:
     attention_out_std: float = STD
     cpu_dtype: str = "float32"
     cpu_attention: str = ""
+    on_cpus: bool = True
+    gpu_options: Sequence[str] = ()
+    chooses_experts: bool = False
+    renames: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def cpu_options(self) -> list[str]:
@@ -89,6 +98,17 @@ def _mamba2(num_groups: int) -> dict[str, Any]:
     }
 
 
+DEEPSEEK_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": MAX_POSITIONS // 4,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
 KINDS: Mapping[str, Kind] = {
     "llama": Kind(
         "llama", "dense, grouped-query attention: 8 heads, 4 KV heads, 4 layers", {"head_dim": 32}
@@ -122,16 +142,7 @@ KINDS: Mapping[str, Kind] = {
             "v_head_dim": 32,
             # Scaled, as DeepSeek's own: vLLM's CPU kernel for plain rotary positions counts the
             # rows of MLA's three-dimensional query wrongly and rotates others.
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": MAX_POSITIONS // 4,
-                "beta_fast": 32,
-                "beta_slow": 1,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-            },
+            "rope_parameters": DEEPSEEK_ROPE,
         },
         # Where the processor has AMX, vLLM takes kernels that have no float32.
         cpu_attention="CPU_MLA",
@@ -177,10 +188,86 @@ KINDS: Mapping[str, Kind] = {
             "partial_rotary_factor": 0.5,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
+            # The one size that FlashInfer's kernel for prompts takes, which vLLM chooses on Hopper.
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
         },
         attention_out_std=0.96,
         cpu_dtype="bfloat16",
+        # FlashInfer's has to be compiled for minutes first.
+        gpu_options=("--gdn-prefill-backend", "triton"),
+    ),
+    "gptoss": Kind(
+        "gpt_oss",
+        "2 layers of attention over 64 tokens, 2 of full attention, all with sinks; 4 experts",
+        {
+            "layer_types": [SLIDING, FULL, SLIDING, FULL],
+            "sliding_window": 64,
+            "head_dim": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 4,
+        },
+    ),
+    "mixtral": Kind(
+        "mixtral",
+        "grouped-query attention; 2 of 8 experts a token",
+        {
+            "head_dim": 32,
+            "intermediate_size": 256,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": None,
+        },
+        chooses_experts=True,
+    ),
+    "dsv32": Kind(
+        "deepseek_v32",
+        "multi-head latent attention to 512 tokens that an indexer with a cache of its own chooses",
+        {
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 3,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": 256,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "index_head_dim": 128,
+            "index_n_heads": 64,
+            "index_topk": 512,
+            "n_routed_experts": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": DEEPSEEK_ROPE,
+        },
+        on_cpus=False,
+    ),
+    "kimi": Kind(
+        "kimi_linear",
+        "hybrid: 3 layers of Kimi delta attention, 1 of latent attention without positions",
+        {
+            "first_k_dense_replace": 3,
+            "num_key_value_heads": 8,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "mla_use_nope": True,
+            "moe_intermediate_size": 256,
+            "num_experts": 4,
+            "num_experts_per_token": 4,
+            "num_shared_experts": 1,
+            "linear_attn_config": {
+                "kda_layers": [1, 2, 3],
+                "full_attn_layers": [4],
+                "num_heads": 4,
+                "head_dim": 128,
+                "short_conv_kernel_size": 4,
+            },
+        },
+        attention_out_std=0.48,
+        on_cpus=False,
+        renames={r"block_sparse_moe\.(gate|up|down)_proj": r"mlp.\1_proj"},
     ),
 }

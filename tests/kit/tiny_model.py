@@ -8,7 +8,8 @@ a KV connector on such weights cannot fail.
 import argparse
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,14 @@ def write_tiny_model(
         config = AutoConfig.for_model(chosen.model_type, **fields)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _draw_weights(model, chosen, seed)
-    _save(model.to(getattr(torch, dtype)), target)
+    _save(model.to(getattr(torch, dtype)), target, chosen.renames)
     write_tokenizer(target)
     return target
 
 
-def _save(model: Any, folder: Path) -> None:
-    """``save_pretrained`` without its progress bar."""
+def _save(model: Any, folder: Path, renames: Mapping[str, str]) -> None:
+    """``save_pretrained`` without its progress bar, and with other names."""
+    from safetensors.torch import load_file, save_file
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -91,6 +93,12 @@ def _save(model: Any, folder: Path) -> None:
     finally:
         if shown:
             logging.enable_progress_bar()
+    if renames:
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        for old, new in renames.items():
+            tensors = {re.sub(old, new, name): tensor for name, tensor in tensors.items()}
+        save_file(tensors, path, metadata={"format": "pt"})
 
 
 def kv_bytes_per_token(folder: Path | str) -> int:
@@ -114,13 +122,13 @@ def _draw_weights(model: Any, kind: Kind, seed: int) -> None:
 
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
-        if parameter.ndim >= 2:
+        if name.endswith("A_log"):
+            parameter.data.copy_(_slow_decay(parameter.numel()).view(parameter.shape))
+        elif parameter.ndim >= 2:
             values = torch.empty(parameter.shape, dtype=torch.float32).normal_(
                 0.0, _width(name, parameter.shape, kind), generator=generator
             )
             parameter.data.copy_(values)
-        elif name.endswith("A_log"):
-            parameter.data.copy_(_slow_decay(len(parameter)))
 
 
 def _width(name: str, shape: Sequence[int], kind: Kind) -> float:

@@ -27,6 +27,7 @@ NEEDED = {
     "httpx": "httpx (pip install httpx)",
     "aiohttp": "what the proxy needs (pip install 'vllm-commext[proxy]')",
 }
+MODELS = sorted(name for name, kind in KINDS.items() if kind.on_cpus)
 MIN_REQUESTS = 8
 TP_SIZES = (1, 2, 4)
 
@@ -36,10 +37,10 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.kit.demo", description=HELP)
     parser.add_argument(
         "--model",
-        choices=sorted(KINDS),
+        choices=MODELS,
         default="llama",
         metavar="KIND",
-        help=f"tiny model to serve: {', '.join(sorted(KINDS))}; default: %(default)s",
+        help=f"tiny model to serve: {', '.join(MODELS)}; default: %(default)s",
     )
     parser.add_argument(
         "--tp",
