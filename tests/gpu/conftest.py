@@ -27,3 +27,18 @@ def report(
     from tests.kit.gpu_checks import tell
 
     return lambda check: tell(outcomes, check, record_property)
+
+
+@pytest.fixture
+def matrix(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Takes lines that the summary shows, whether the test passes or not."""
+    return lambda line: record_property("matrix", line)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests have told their ``matrix``, with how they ended."""
+    for outcome in ("passed", "failed", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            for name, line in getattr(report, "user_properties", []):
+                if name == "matrix":
+                    terminalreporter.write_line(f"{line} [{outcome}]")

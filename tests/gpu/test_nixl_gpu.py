@@ -1,29 +1,25 @@
 """Prefill on some GPUs, decode on others: real servers, dense and hybrid, several tensor-parallel
 sizes.
 
-A decode engine computes only the last token of a prompt.  So does an engine that may compute as
-many tokens a step as the prompt has without its last one: all engines are started so, that they
-compute with the same kernels, and what a decode engine answers by itself is the oracle.  With equal
-tensor-parallel sizes the answers are equal to the bit; between different ones they may differ as
-much as those sizes' own answers do.
+The oracle is what a decode engine answers by itself, of engines that compute with the same kernels
+(``gpu_engines``): with equal tensor-parallel sizes the answers are equal to the bit; between
+different ones they may differ as much as those sizes' own answers do.
 """
 
 import os
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.kit import fixed_cache
 from tests.kit.cluster import disaggregated
 from tests.kit.gpu_checks import NUM_GPUS, needs_gpus
+from tests.kit.gpu_engines import EngineKind, gpu_server, prompts
 from tests.kit.metrics import scrape
 from tests.kit.parity import Completion, compare, complete, near_enough
-from tests.kit.servers import LOOPBACK, VllmServer, free_port
+from tests.kit.servers import VllmServer
+from tests.kit.tiny_kinds import KINDS
 from tests.kit.tiny_model import write_tiny_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -32,8 +28,8 @@ PROMPT_TOKENS = 577
 NUM_PROMPTS = 4
 MAX_TOKENS = 8
 PREFIX = "vllm:commext_nixl_"
-KINDS = os.environ.get("COMMEXT_GPU_KINDS", "llama,granite,granite1,qwen3next").split(",")
-ENVIRON = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": LOOPBACK}
+CHOSEN = os.environ.get("COMMEXT_GPU_KINDS", "llama,granite,granite1,qwen3next").split(",")
+PROMPTS = prompts(NUM_PROMPTS, PROMPT_TOKENS)
 # Engines that are up at the same time: "P" or "D" and the tensor-parallel size, and where it is. On
 # two GPUs those of different sizes share some.
 CLUSTERS: Mapping[int, Sequence[Mapping[str, str]]] = {
@@ -41,7 +37,6 @@ CLUSTERS: Mapping[int, Sequence[Mapping[str, str]]] = {
     4: [{"P2": "0,1", "D1": "2", "P1": "3"}, {"P2": "0,1", "D2": "2,3"}, {"P1": "0", "D2": "2,3"}],
 }
 SETS = CLUSTERS[4 if NUM_GPUS >= 4 else 2]
-EAGER = os.environ.get("COMMEXT_GPU_EAGER", "0") == "1"
 MAPPED_READS = os.environ.get("COMMEXT_GPU_MAPPED_READS", "never")
 
 pytestmark = [
@@ -59,46 +54,9 @@ class Cluster:
     own: Mapping[str, Sequence[Completion]]
 
 
-def gpu_server(name: str, gpus: str, model: Path, folder: Path) -> VllmServer:
-    """One engine on the given GPUs."""
-    role = "kv_producer" if name.startswith("P") else "kv_consumer"
-    config: dict[str, Any] = {
-        "kv_connector": "CommextNixlConnector",
-        "kv_role": role,
-        "kv_connector_extra_config": {
-            "side_channel_host": LOOPBACK,
-            "side_channel_port": free_port(),
-            "handshake_timeout": 60,
-            "mapped_reads": MAPPED_READS,
-        },
-    }
-    return VllmServer(
-        name,
-        model,
-        folder,
-        tensor_parallel_size=len(gpus.split(",")),
-        kv_transfer_config=config,
-        args=[
-            *("--dtype", "bfloat16", "--max-model-len", "2048", "--no-enable-prefix-caching"),
-            *fixed_cache(1 << 29),
-            *("--max-num-seqs", "16"),
-            *("--max-num-batched-tokens", str(PROMPT_TOKENS - 1)),
-            *(("--enforce-eager",) if EAGER else ()),
-        ],
-        environ={"CUDA_VISIBLE_DEVICES": gpus},
-        base_environ=ENVIRON,
-        ready_seconds=500,
-    )
-
-
-def prompts() -> list[list[int]]:
-    numbers = random.Random(0)
-    return [[numbers.randrange(256) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
-
-
 @pytest.fixture(
     scope="module",
-    params=[(kind, number) for kind in KINDS for number in range(len(SETS))],
+    params=[(kind, number) for kind in CHOSEN for number in range(len(SETS))],
     ids=lambda param: f"{param[0]}-{'+'.join(SETS[param[1]])}",
 )
 def cluster(
@@ -107,9 +65,12 @@ def cluster(
     kind, number = request.param
     folder = tmp_path_factory.mktemp(kind)
     model = write_tiny_model(folder / "model", kind, dtype="bfloat16")
+    engine = EngineKind(PROMPT_TOKENS - 1, KINDS[kind].gpu_options, MAPPED_READS)
     places = SETS[number]
     with ExitStack() as stack:
-        servers = {name: gpu_server(name, gpus, model, folder) for name, gpus in places.items()}
+        servers = {
+            name: gpu_server(name, gpus, model, folder, engine) for name, gpus in places.items()
+        }
         for server in servers.values():
             stack.callback(server.stop)
             server.start()
@@ -118,7 +79,7 @@ def cluster(
         own = {
             name: [
                 complete(server.url, str(model), prompt, max_tokens=MAX_TOKENS)
-                for prompt in prompts()
+                for prompt in PROMPTS
             ]
             for name, server in servers.items()
         }
@@ -142,7 +103,7 @@ def check(
     before = scrape(target.url)
     got = [
         disaggregated(source.url, target.url, cluster.model, prompt, max_tokens=MAX_TOKENS)
-        for prompt in prompts()
+        for prompt in PROMPTS
     ]
     moved = scrape(target.url).minus(before)
     assert moved.total(f"{PREFIX}bytes_total") > 0

@@ -170,12 +170,14 @@ def disaggregated(
     prompt: Sequence[int],
     *,
     changes: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Completion:
     """The two steps of a proxy: prefill one token, then decode with the parameters that this gave.
 
-    ``changes`` are laid over those parameters, to see what a wrong one does; ``options`` go to
-    ``complete()``.
+    ``changes`` are laid over those parameters, to see what a wrong one does, and ``extra`` over the
+    request to decode; ``options`` go to ``complete()``.
     """
     params = {**prefill(prefill_url, model, prompt), **(changes or {})}
-    return complete(decode_url, model, prompt, extra={"kv_transfer_params": params}, **options)
+    body = {"kv_transfer_params": params, **(extra or {})}
+    return complete(decode_url, model, prompt, extra=body, **options)

@@ -3,7 +3,8 @@ notice.
 
 Use it on the decode side, in ``--kv-transfer-config``:
 ``"kv_connector": "CorruptingNixlConnector"``,
-``"kv_connector_module_path": "tests.kit.corrupting_connector"``.
+``"kv_connector_module_path": "tests.kit.corrupting_connector"``. ``MarkedCorruptingConnector``
+damages only what requests with ``MARK`` in their id receive, so that one engine serves both.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ logger = logging.getLogger("vllm.commext.testing")
 # The top bit of every byte: of a float that is its sign, the lowest bit of its exponent and part of
 # its mantissa, so that numbers change and stay numbers.
 FLIPPED_BITS = 0x80
+MARK = "damaged"
 
 
 def flip_block(cache: torch.Tensor, block_id: int, num_blocks: int) -> None:
@@ -84,11 +86,17 @@ class CorruptingNixlConnector(CommextNixlConnector):
 
     def _damage(self, received: Iterable[str]) -> None:
         for request_id in received:
+            if not self._is_meant(request_id):
+                self._first_blocks.pop(request_id, None)
+                continue
             first = self._first_blocks.pop(request_id, [])
             for block_id, layers in zip(first, self._layers, strict=False):
                 if block_id is not None:
                     self._flip(block_id, layers)
             logger.warning("request %s: damaged blocks %s on purpose", request_id, first)
+
+    def _is_meant(self, request_id: str) -> bool:
+        return True
 
     def _flip(self, block_id: int, layers: Iterable[str]) -> None:
         """Damage a block once in each layer of its group: other groups may share its bytes."""
@@ -96,3 +104,10 @@ class CorruptingNixlConnector(CommextNixlConnector):
             self._caches[name].data_ptr(): self._caches[name] for name in layers
         }.values():
             flip_block(cache, block_id, self._num_blocks)
+
+
+class MarkedCorruptingConnector(CorruptingNixlConnector):
+    """Damages only the loads of requests with ``MARK`` in their id."""
+
+    def _is_meant(self, request_id: str) -> bool:
+        return MARK in request_id

@@ -1,0 +1,113 @@
+"""What is split between prefill and decode engines: tiny models with the options that change what
+is in their caches, each with how it is written and how its engines are started."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.kit.tiny_draft import add_mtp, favour, write_eagle
+from tests.kit.tiny_kinds import KINDS
+from tests.kit.tiny_lora import RANK, write_lora
+from tests.kit.tiny_model import write_tiny_model
+from tests.kit.tiny_quantized import pack_experts, quantize_llama
+
+NUM_FAVOURED = 4
+FP8_CACHE = ("--kv-cache-dtype", "fp8")
+FP8_WEIGHTS = ("--quantization", "fp8_per_tensor")
+ADAPTER = "adapter"
+
+
+@dataclass(frozen=True)
+class Served:
+    """One thing to serve.
+
+    Attributes:
+        kind: of the tiny model.
+        args: options of all engines; ``{model}`` and ``{folder}`` stand for the model's folder and
+            the one it is in.
+        change: what makes this of the tiny model, in its folder.
+        name: what requests call the model, its folder if empty.
+        nats: how far answers after a load may be from the decode engine's own in a log
+            probability; 0.0: equal to the bit. Drafts are checked in steps that begin elsewhere
+            after a load, and what is computed in another step is rounded in another way.
+        streams: whether its prompts are read while they are computed.
+        refused: what the connector says at the start where it does not serve this.
+    """
+
+    kind: str = "llama"
+    args: Sequence[str] = ()
+    change: Callable[[Path], object] | None = None
+    name: str = ""
+    nats: float = 0.0
+    streams: bool = True
+    refused: str = ""
+
+    def write(self, folder: Path) -> Path:
+        """Write the model into ``folder``; return where it is."""
+        model = write_tiny_model(folder / "model", self.kind, dtype="bfloat16")
+        if self.change is not None:
+            self.change(model)
+        return model
+
+    def gpu_options(self, model: Path) -> list[str]:
+        """Options of an engine on GPUs."""
+        places = {"{model}": str(model), "{folder}": str(model.parent)}
+        options = [*KINDS[self.kind].gpu_options, *self.args]
+        for mark, path in places.items():
+            options = [option.replace(mark, path) for option in options]
+        return options
+
+    @property
+    def chooses_experts(self) -> bool:
+        return KINDS[self.kind].chooses_experts
+
+
+def _speculation(**config: object) -> tuple[str, str]:
+    return "--speculative-config", json.dumps({"num_speculative_tokens": 1, **config})
+
+
+def _with_eagle(model: Path) -> None:
+    write_eagle(model.parent / "eagle", favour(model, NUM_FAVOURED))
+
+
+def _with_mtp(model: Path) -> None:
+    add_mtp(favour(model, NUM_FAVOURED))
+
+
+def _with_adapter(model: Path) -> None:
+    write_lora(model.parent / ADAPTER, model, seed=0)
+
+
+NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+ROUNDED_NATS = 0.25
+ONE_STATE = "transfers one state a request, and with speculative decoding"
+
+SERVED: Mapping[str, Served] = {
+    **{name: Served(name) for name in KINDS},
+    # Sums of tokens in the order in which a kernel has chosen them, which is not always the same.
+    # Two data types share the cache, so that vLLM zeroes blocks, and a read has to come after that.
+    "dsv32": Served("dsv32", nats=ROUNDED_NATS, streams=False),
+    "gptoss-mxfp4": Served("gptoss", ("--moe-backend", "marlin"), change=pack_experts),
+    "llama-fp8": Served(args=FP8_WEIGHTS),
+    "llama-fp8-cache": Served(args=FP8_CACHE),
+    "llama-fp8-scales": Served(args=FP8_CACHE, change=quantize_llama),
+    "mla-fp8-cache": Served("mla", FP8_CACHE),
+    "llama-lora": Served(
+        args=(
+            *("--enable-lora", "--max-lora-rank", str(RANK)),
+            *("--lora-modules", f"{ADAPTER}={{folder}}/{ADAPTER}"),
+        ),
+        change=_with_adapter,
+        name=ADAPTER,
+    ),
+    "llama-mtp": Served(args=_speculation(method="mtp"), change=_with_mtp, nats=ROUNDED_NATS),
+    "llama-eagle3": Served(
+        args=_speculation(method="eagle3", model="{folder}/eagle"),
+        change=_with_eagle,
+        nats=ROUNDED_NATS,
+    ),
+    "llama-ngram": Served(args=_speculation(**NGRAM), nats=ROUNDED_NATS),
+    "qwen3next-ngram": Served("qwen3next", _speculation(**NGRAM), refused=ONE_STATE),
+    "granite-ngram": Served("granite", _speculation(**NGRAM), refused=ONE_STATE),
+}
