@@ -101,7 +101,7 @@ lint: env ## ruff, pyright, and who may import whom
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
 
-docs: env ## Write the generated pages under docs/, the README's tables and its picture
+docs: env ## Write the generated pages under docs/, the tables of README.md and docs/performance.md, and the picture
 	$(BIN)/python tools/generate_docs.py
 	$(BIN)/python tools/readme_figures.py
 

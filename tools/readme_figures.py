@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Write the README's tables of measurements and docs/first_token.svg from the result files.
+"""Write the tables of README.md and docs/performance.md, and docs/added_latency.svg, from the
+result files.
 
-python tools/readme_figures.py             # write both
-python tools/readme_figures.py --check     # exit 1 where either differs; write nothing
+python tools/readme_figures.py             # write all
+python tools/readme_figures.py --check     # exit 1 where one differs; write nothing
 """
 
 import argparse
@@ -12,14 +13,22 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from readme_evidence import goodput, latency
 from readme_picture import draw
-from readme_rows import FIRST, FOUR, LENGTHS, ROWS, TWO, TWO_H100, TWO_H100_0_33, Row
+from readme_rows import FIRST, FOUR, ROWS, TWO, TWO_H100, TWO_H100_0_33, Row
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
-PICTURE = ROOT / "docs" / "first_token.svg"
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+PERFORMANCE = ROOT / "docs" / "performance.md"
+PICTURE = ROOT / "docs" / "added_latency.svg"
+GOODPUT = "2026-11-26_goodput_two_h100"
+BARS = (
+    ("first token", 1000, "first token, 1,000 tokens"),
+    ("second token", 1000, "second token"),
+    ("first token", 8000, "first token, 8,000 tokens"),
+    ("second token", 8000, "second token"),
+)
 ON_GPUS = (TWO_H100, TWO_H100_0_33, TWO, FOUR)
 
 
@@ -44,14 +53,14 @@ def label(file: str) -> str:
 
 
 def link(file: str) -> str:
-    """Where a result file's run is described: its section of its benchmark's page.
+    """Where a result file's run is described, from docs/: its section of its benchmark's page.
 
     Raises:
         SystemExit: no page has one.
     """
     for page in sorted(RESULTS.glob("*.md")):
         if f'<a id="{file}"></a>' in page.read_text():
-            return f"{page.relative_to(ROOT)}#{file}"
+            return f"../{page.relative_to(ROOT)}#{file}"
     raise SystemExit(f"readme_figures: expected a page with the section {file}, found none")
 
 
@@ -77,22 +86,32 @@ def picture() -> str:
     results = load(FIRST)
     about = results["about"]
     lines = (
-        f"{about['GPU']}, {about['versions']}, commit {about['commit']}, medians, no multicast",
-        "vllm_commext behind its proxy, prompts read while they are computed",
+        f"Two {about['GPU']}, {about['versions']}, one request at a time",
+        f"Medians; whiskers: least and greatest round; no multicast; commit {about['commit']}",
     )
-    return draw(results["rows"], LENGTHS, lines)
+    return draw(results["rows"], BARS, lines)
 
 
-def with_tables(text: str, new: str) -> str:
-    """The README's text with other tables between the two marks.
+def with_table(path: Path, text: str, mark: str, new: str) -> str:
+    """The text of a page with another table between the two marks of this name.
 
     Raises:
         SystemExit: it does not have each mark once.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise SystemExit(f"readme_figures: expected {BEGIN} and {END} once each in README.md")
-    head, _, rest = text.partition(BEGIN)
-    return f"{head}{BEGIN}\n{new}\n{END}{rest.partition(END)[2]}"
+    begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise SystemExit(f"readme_figures: expected {begin} and {end} once each in {path.name}")
+    head, _, rest = text.partition(begin)
+    return f"{head}{begin}\n{new}\n{end}{rest.partition(end)[2]}"
+
+
+def wanted() -> dict[Path, str]:
+    """Each file with the text that it should have."""
+    readme = with_table(README, README.read_text(), "latency", latency(load(FIRST)))
+    if (RESULTS / f"{GOODPUT}.json").is_file():
+        readme = with_table(README, readme, "goodput", goodput(load(GOODPUT)))
+    page = with_table(PERFORMANCE, PERFORMANCE.read_text(), "measured", tables())
+    return {README: readme, PERFORMANCE: page, PICTURE: picture()}
 
 
 def main() -> int:
@@ -103,14 +122,12 @@ def main() -> int:
         "--check", action="store_true", help="write nothing; exit 1 on a difference"
     )
     args = parser.parse_args()
-    wanted = {README: with_tables(README.read_text(), tables()), PICTURE: picture()}
-    stale = [
-        path for path, text in wanted.items() if not path.is_file() or path.read_text() != text
-    ]
+    pages = wanted()
+    stale = [path for path, text in pages.items() if not path.is_file() or path.read_text() != text]
     for path in stale:
         print(f"{path.relative_to(ROOT)} differs from the result files")
         if not args.check:
-            path.write_text(wanted[path])
+            path.write_text(pages[path])
     return 1 if stale and args.check else 0
 
 

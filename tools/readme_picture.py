@@ -1,4 +1,4 @@
-"""The README's picture: first token and time per output token beside vLLM, as SVG made from a
+"""The README's picture: milliseconds that disaggregation adds to one server's, as SVG made from a
 result file of `benchmarks/handover.py`.  Pure."""
 
 from collections.abc import Mapping, Sequence
@@ -6,61 +6,90 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 ENGINES = {
-    "plain": ("one vLLM server, no hand-over", "#9aa5b1"),
-    "vLLM's": ("prefill and decode, vLLM's NixlConnector", "#d98c3f"),
-    "ours, proxy, streamed": ("prefill and decode, vllm_commext", "#2f7fc1"),
+    "vLLM's": ("vLLM's NixlConnector", "#d98c3f"),
+    "ours, proxy, streamed": ("vllm_commext, behind its proxy", "#2f7fc1"),
 }
-WIDTH, LABEL, BAR_SPACE, GAP, BAR = 760, 112, 500, 14, 16
+PLAIN = "plain"
+WIDTH, LEFT, SCALE, BAR, GAP = 760, 180, 500, 20, 14
+STEP_MS = 50
 STYLE = 'font-family="sans-serif" font-size="12" fill="#333"'
+LINE = 'stroke="#333" stroke-width="1"'
+GRID = 'stroke="#ddd" stroke-width="1"'
 
 
-def draw(rows: Sequence[Mapping[str, Any]], lengths: Sequence[int], about: Sequence[str]) -> str:
-    """Horizontal bars: a panel a figure, a group a prompt length, a bar an engine.
+def added(
+    rows: Sequence[Mapping[str, Any]], figure: str, tokens: int, engine: str
+) -> tuple[float, float, float]:
+    """What an engine's median, least and greatest round take more than one server's median, ms."""
+    found = {(row["tokens"], row["engine"]): row for row in rows if row["at once"] == 1}
+    one = found[tokens, PLAIN][figure]
+    row = found[tokens, engine]
+    rounds = [each[figure] for each in row["rounds"]]
+    return row[figure] - one, min(rounds) - one, max(rounds) - one
+
+
+def draw(
+    rows: Sequence[Mapping[str, Any]],
+    bars: Sequence[tuple[str, int, str]],
+    about: Sequence[str],
+) -> str:
+    """Horizontal bars on one axis, with a whisker from the least to the greatest round.
 
     Args:
         rows: of the result file, one request at a time.
-        lengths: the prompt lengths to show, tokens.
+        bars: figure, prompt length in tokens and label of each group; a bar an engine.
         about: the lines below: hardware, versions, commit.
     """
-    found = {(row["tokens"], row["engine"]): row for row in rows if row["at once"] == 1}
-    parts: list[str] = []
-    y = 20
-    for x, (engine, (label, colour)) in zip((10, 230, 500), ENGINES.items(), strict=True):
-        parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 18}" y="{y}" {STYLE}>{escape(label)}</text>')
-        assert (lengths[0], engine) in found, f"no row of {engine} in the result file"
-    y += 26
-    for figure, title in (
-        ("first token", "Time to first token, ms, one request"),
-        ("TPOT", "Time per output token, ms"),
-    ):
-        parts.append(f'<text x="10" y="{y}" {STYLE} font-weight="bold">{title}</text>')
-        y += 10
-        for length in lengths:
-            most = max(found[length, engine][figure] for engine in ENGINES)
-            middle = y + BAR * len(ENGINES) / 2 + 4
-            parts.append(f'<text x="10" y="{middle:.0f}" {STYLE}>{length:,} tokens</text>')
-            for engine, (_, colour) in ENGINES.items():
-                value = found[length, engine][figure]
-                width = BAR_SPACE * value / most
-                parts.append(
-                    f'<rect x="{LABEL}" y="{y}" width="{width:.1f}" height="{BAR - 3}" '
-                    f'fill="{colour}"/>'
-                )
-                shown = f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
-                parts.append(
-                    f'<text x="{LABEL + width + 6:.1f}" y="{y + BAR - 5}" {STYLE}>{shown}</text>'
-                )
-                y += BAR
-            y += GAP
-        y += 14
+    groups = [
+        (label, [added(rows, figure, tokens, engine) for engine in ENGINES])
+        for figure, tokens, label in bars
+    ]
+    most = max(top for _, found in groups for _, _, top in found)
+    end = STEP_MS * -(-int(most + 1) // STEP_MS)
+    unit = SCALE / end
+    parts = [
+        f'<text x="10" y="20" {STYLE} font-weight="bold">Milliseconds more than one server</text>'
+    ]
+    for x, (name, colour) in zip((300, 480), ENGINES.values(), strict=True):
+        parts.append(f'<rect x="{x}" y="10" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 18}" y="20" {STYLE}>{escape(name)}</text>')
+    top = 36
+    y = top + 6
+    bottom = y + len(groups) * (BAR * len(ENGINES) + GAP)
+    for tick in range(0, end + 1, STEP_MS):
+        x = LEFT + tick * unit
+        parts.append(f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}" {GRID}/>')
+        parts.append(
+            f'<text x="{x:.1f}" y="{bottom + 16}" {STYLE} text-anchor="middle">{tick}</text>'
+        )
+    for label, found in groups:
+        parts.append(f'<text x="10" y="{y + BAR + 2}" {STYLE}>{escape(label)}</text>')
+        for (_, colour), one in zip(ENGINES.values(), found, strict=True):
+            parts += _bar(y, unit, colour, one)
+            y += BAR
+        y += GAP
+    y = bottom + 40
     for text in about:
         parts.append(f'<text x="10" y="{y}" {STYLE} font-style="italic">{escape(text)}</text>')
-        y += BAR
-    height = y - BAR + 12
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
-        f'viewBox="0 0 {WIDTH} {height}">'
-    )
-    back = f'<rect width="{WIDTH}" height="{height}" fill="white"/>'
+        y += 16
+    size = f'width="{WIDTH}" height="{y}" viewBox="0 0 {WIDTH} {y}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
+    back = f'<rect width="{WIDTH}" height="{y}" fill="white"/>'
     return "\n".join([head, back, *parts, "</svg>", ""])
+
+
+def _bar(y: float, unit: float, colour: str, found: tuple[float, float, float]) -> list[str]:
+    """A bar with its whisker, and its value behind both."""
+    value, least, most = found
+    middle = y + (BAR - 4) / 2
+    end, *whisker = (LEFT + each * unit for each in (value, least, most))
+
+    def line(x1: float, y1: float, x2: float, y2: float) -> str:
+        return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" {LINE}/>'
+
+    return [
+        f'<rect x="{LEFT}" y="{y}" width="{end - LEFT:.1f}" height="{BAR - 4}" fill="{colour}"/>',
+        line(whisker[0], middle, whisker[1], middle),
+        *(line(x, middle - 4, x, middle + 4) for x in whisker),
+        f'<text x="{max(end, *whisker) + 8:.1f}" y="{middle + 4:.1f}" {STYLE}>+{value:.0f}</text>',
+    ]

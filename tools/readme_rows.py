@@ -1,5 +1,5 @@
-"""The rows of the README's table of measurements, each computed from a result file.  Pure: a row is
-a function of what the file holds."""
+"""The rows of docs/performance.md's tables of measurements, each computed from a result file.
+Pure: a row is a function of what the file holds."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ class Row:
         """Baseline, ours and speedup, as the table has them."""
         found = self.figures(results)
         baseline, ours = (
-            "; ".join(_figure(one[side]) for one in found) + (f" {self.unit}" * bool(self.unit))
+            "; ".join(number(one[side]) for one in found) + (f" {self.unit}" * bool(self.unit))
             for side in (0, 1)
         )
         return baseline, ours, "; ".join(f"{speedup:.2f}x" for _, _, speedup in found)
@@ -44,7 +44,7 @@ def _times(baseline: float, ours: float) -> tuple[float, float, float]:
     return baseline, ours, baseline / ours
 
 
-def _figure(value: float) -> str:
+def number(value: float) -> str:
     """Three significant digits, thousands with commas."""
     if value >= 100:
         return f"{value:,.0f}"
@@ -214,13 +214,6 @@ ROWS = (
         fused_engine("first token", ours=AUTO),
     ),
     Row(
-        "one server (b), tokens a second: noise, 0.85x to 1.76x",
-        f"{SERVE}gpu_single",
-        TWO,
-        "",
-        serve("throughput", "single, minimax, TP 2"),
-    ),
-    Row(
         "fused all-reduce + norm (c), 16 KiB; 2 MiB",
         FUSED,
         TWO,
@@ -309,4 +302,4 @@ ROWS = (
         serve("throughput", "single, llama, TP 2"),
     ),
 )
-"""In the order of the README, a table for each `where`."""
+"""In the order of the page, a table for each `where`."""

@@ -10,6 +10,7 @@ import pytest
 
 from tests.contract.vllm_process import IMPORTS, python, run_at_once
 from vllm_commext.compat.evidence import PROVEN_MACHINES
+from vllm_commext.compat.monkey_patch import INVENTORY
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
 pytestmark = pytest.mark.timeout(600)
@@ -146,3 +147,25 @@ def test_the_command_line_of_vllm_works_with_the_plugin() -> None:
     assert "usage: vllm serve" in done.stdout
     assert "commext: nixl active" in done.stdout + done.stderr
     assert "Unknown vLLM environment variable" not in done.stdout + done.stderr
+
+
+# What is patched after a registration, as if this vLLM were one for NVIDIA's GPUs.
+PATCHED = """
+import json, sys
+from vllm.platforms import current_platform
+type(current_platform).is_cuda = lambda self: True
+type(current_platform).is_cpu = lambda self: False
+from vllm_commext import plugin
+from vllm_commext.compat.monkey_patch import INVENTORY, is_patched
+plugin.register()
+loaded = [row for row in INVENTORY if row.symbol.partition(":")[0] in sys.modules]
+print(json.dumps([row.symbol for row in loaded if is_patched(row)]))
+"""
+
+
+def test_by_default_on_gpus_only_the_communicators_methods_are_patched() -> None:
+    """As README.md counts them; a module that is not loaded has nothing patched."""
+    done = python(PATCHED)
+    assert done.returncode == 0, done.stderr
+    patched = json.loads(done.stdout.splitlines()[-1])
+    assert patched == [row.symbol for row in INVENTORY if "CudaCommunicator." in row.symbol]

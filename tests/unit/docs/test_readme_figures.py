@@ -1,25 +1,39 @@
-"""The README's tables and its picture are what the result files say."""
+"""README.md and docs/performance.md are what the result files and the code say."""
 
+import ast
 import importlib
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from vllm_commext.compat.monkey_patch import INVENTORY
+from vllm_commext.compat.versions import WINDOW
+from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.settings import TOGGLES
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOLS = ROOT / "tools"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROSE = " ".join(README.split())
+FAILURES = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8")
+DEFECTS = ROOT / "tests" / "cpu" / "test_defects.py"
+MAX_LINES, MAX_COLUMNS, MAX_TABLE_COLUMNS = 130, 120, 160
+LEASE_SECONDS = ConnectorConfig(side_channel_host="", side_channel_port=0).kv_lease_duration
+
+
+def tool(name: str) -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(TOOLS)
+        return importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
-def rows() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(TOOLS)
-        yield importlib.import_module("readme_rows")
+def rows() -> ModuleType:
+    return tool("readme_rows")
 
 
 def test_the_tables_and_the_picture_are_current() -> None:
@@ -33,9 +47,44 @@ def test_the_tables_and_the_picture_are_current() -> None:
     assert done.returncode == 0, f"run python tools/readme_figures.py: {done.stdout}{done.stderr}"
 
 
-def test_no_line_of_the_readme_is_too_long() -> None:
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert [line for line in lines if len(line) > 120] == []
+def test_the_readme_is_short() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= MAX_LINES
+    assert [line for line in lines if len(line) > MAX_COLUMNS and line[0] not in "|!"] == []
+    assert [line for line in lines if len(line) > MAX_TABLE_COLUMNS] == []
+
+
+def test_what_the_prose_says_of_added_latency_is_what_was_measured() -> None:
+    picture, figures = tool("readme_picture"), tool("readme_figures")
+    found = figures.load(figures.FIRST)["rows"]
+
+    def more(engine: str) -> list[str]:
+        return [
+            f"{picture.added(found, 'first token', tokens, engine)[0]:.0f}"
+            for tokens in (1000, 8000)
+        ]
+
+    theirs, proxy, client = (more(name) for name in ("vLLM's", "ours, proxy, streamed", "ours"))
+    adds = f"adds {' to '.join(proxy)} ms to a first token"
+    assert f"{adds} where `NixlConnector` adds {' to '.join(theirs)}" in PROSE
+    assert f"NixlConnector {' and '.join(theirs)} to the first token" in PROSE
+    assert f"vllm_commext {' and '.join(proxy)}]" in PROSE
+    assert f"{' and '.join(client)} ms more than one server's" in PROSE
+
+
+def test_a_goodput_row_counts_all_rounds(tmp_path: Path) -> None:
+    evidence = tool("readme_evidence")
+
+    def row(way: str, good: list[int]) -> dict[str, object]:
+        one = {"workload": "mixed", "rate": 9.0, "requests": 200, "rounds": len(good), "way": way}
+        return {**one, "good": {evidence.LIMIT: good}}
+
+    made = [row("replicas", [50, 60]), row("fixed", [100, 20]), row("adaptive 15/1000", [90, 95])]
+    told_otherwise = row("adaptive 10/1000", [0, 0])
+    table = evidence.goodput({"rows": [*made, told_otherwise]})
+    assert table.splitlines()[2:] == [
+        "| prompts of 4,000, answers of 160, 9/s | 55 % | 60 % | 92 % |"
+    ]
 
 
 def test_a_loss_is_shown_as_one(rows: ModuleType) -> None:
@@ -83,7 +132,67 @@ def test_the_speedup_of_collectives_is_that_of_the_rounds(rows: ModuleType) -> N
 
 
 def test_the_readme_counts_the_monkey_patched_symbols() -> None:
+    """`tests/contract/test_plugin.py` holds the defaults against a registration."""
     assert all(row.symbol.startswith("vllm.") for row in INVENTORY)
-    assert f"monkey-patch {len(INVENTORY)} symbols of vLLM" in " ".join(
-        (ROOT / "README.md").read_text().split()
+    named = re.search(
+        r"monkey-patches (\d+) symbols .* GPUs (\d+) of the .*, and (\d+) more", PROSE
     )
+    assert named
+    with_connector = ("tests/contract/test_engine_wait.py", "tests/contract/test_resets.py")
+    assert [int(number) for number in named.groups()] == [
+        len(INVENTORY),
+        sum("CudaCommunicator." in row.symbol for row in INVENTORY),
+        sum(row.test in with_connector for row in INVENTORY),
+    ]
+
+
+def test_the_readmes_defaults_are_those_of_the_code() -> None:
+    defaults = {toggle.name: toggle.default for toggle in TOGGLES}
+    named = dict(re.findall(r"^\|[^|]+\| `(VLLM_COMMEXT_\w+)` \| (\w+) \|", README, re.MULTILINE))
+    assert named == {name: defaults[name] for name in named}
+    parts = {"NIXL", "ALLREDUCE", "SHM_QUEUE", "CPU_COLLECTIVES", "REDUCE_RMS"}
+    assert set(named) == {f"VLLM_COMMEXT_{part}" for part in parts}
+    assert f"at most {LEASE_SECONDS:g} s after the last sign" in PROSE
+
+
+def test_the_readmes_versions_are_those_that_are_tested() -> None:
+    def newest_first(layer: str) -> str:
+        *rest, last = [row.minor for row in reversed(WINDOW) if getattr(row, layer)]
+        return f"{', '.join(rest)} and {last}"
+
+    said = f"vLLM {newest_first('gpus')} on GPUs; {newest_first('servers')} on CPUs"
+    assert said in PROSE
+    environment = tool("cpu_env")
+    makefile = (ROOT / "Makefile").read_text()
+    vllm = re.search(r"^VLLM \?= (\d+\.\d+)", makefile, re.MULTILINE)
+    assert vllm
+    assert f"CPU vLLM {vllm[1]}, NIXL {environment.NIXL}" in PROSE
+    assert f"nixl=={environment.NIXL}" in README
+
+
+def test_each_fault_has_its_row_and_each_row_its_test() -> None:
+    anchors = re.findall(r"^\| \[[^]]+\]\(docs/failures\.md#([\w-]+)\)", README, re.MULTILINE)
+    named = re.findall(r'^\| <a id="([\w-]+)"></a>.*\| `(test_\w+)` \|$', FAILURES, re.MULTILINE)
+    assert anchors == [anchor for anchor, _ in named]
+    tests = {
+        node.name
+        for node in ast.walk(ast.parse(DEFECTS.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+    assert {test for _, test in named} == tests
+    page = (ROOT / "benchmarks" / "results" / "connector_defects.md").read_text()
+    assert f"{len(tests)} passed" in page
+    assert f"{len(tests)} failed" in page
+
+
+def test_the_chaos_figures_are_those_of_the_run() -> None:
+    named = re.search(r"of ([\d,]+) requests \[(\d+) got an error", PROSE)
+    assert named
+    requests, errors = named.groups()
+    assert f"of {requests} requests were answered right and {errors} got an error" in " ".join(
+        FAILURES.split()
+    )
+    page = (ROOT / "benchmarks" / "results" / "chaos.md").read_text()
+    section = page.partition('<a id="2026-11-24_chaos"></a>')[2].partition("<a id=")[0]
+    assert f"- {requests.replace(',', '')} requests: " in section
+    assert f" {errors} error, 0 late, 0 wrong" in section

@@ -1,0 +1,110 @@
+"""The alert rules for Prometheus ask for metrics, labels and values that exist, and fire."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contract.test_operations import BY, NAME, OTHER_LABELS, PAGE, samples
+from vllm_commext.nixl.decode.peers import PeerState
+from vllm_commext.nixl.metrics.recorder import FAILURE_REASONS
+from vllm_commext.proxy.two_step import LocalPrefill
+
+yaml = pytest.importorskip("yaml")
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "deploy" / "prometheus" / "commext_alerts.yml"
+RULES: list[dict[str, Any]] = yaml.safe_load(FILE.read_text())["groups"][0]["rules"]
+MATCHER = re.compile(r'(\w+)=~?"([^"]+)"')
+VALUES = {
+    "vllm:commext_nixl_failures_total": set(FAILURE_REASONS),
+    "vllm:commext_nixl_peers": {state.value for state in PeerState},
+    "commext_proxy_local_prefills_total": {reason.value for reason in LocalPrefill},
+    "commext_proxy_engines_healthy": {"decode"},
+}
+# As promtool writes them: a value at the start, and so much more each minute.
+SERIES = {
+    'vllm:commext_nixl_failures_total{instance="D", reason="timeout"}': "0+1x60",
+    'vllm:commext_nixl_failures_total{instance="D", reason="expired"}': "0+1x60",
+    'vllm:commext_nixl_quarantined_blocks{instance="D"}': "3+0x60",
+    'vllm:commext_nixl_peers{instance="D", state="lost"}': "1+0x60",
+    'vllm:commext_nixl_expired_requests_total{instance="P"}': "0+1x60",
+    'commext_proxy_engines_healthy{instance="proxy", role="decode"}': "0+0x60",
+    'commext_proxy_local_prefills_total{instance="proxy", reason="prefill_away"}': "0+1x60",
+}
+by_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+
+
+@by_rule
+def test_a_rule_asks_for_what_exists(rule: dict[str, Any]) -> None:
+    known = samples()
+    (name,) = NAME.findall(rule["expr"])
+    assert name in known
+    for label, values in MATCHER.findall(rule["expr"]):
+        assert label in known[name]
+        assert set(values.split("|")) <= VALUES[name]
+    by = {label.strip() for found in BY.findall(rule["expr"]) for label in found.split(",")}
+    assert by <= known[name] | OTHER_LABELS
+
+
+def test_every_reason_of_a_failed_load_has_an_alert() -> None:
+    asked = {
+        reason
+        for rule in RULES
+        if "failures_total" in rule["expr"]
+        for _, values in MATCHER.findall(rule["expr"])
+        for reason in values.split("|")
+    }
+    assert asked == set(FAILURE_REASONS)
+
+
+@by_rule
+def test_the_page_has_the_alert(rule: dict[str, Any]) -> None:
+    assert f"| `{rule['alert']}` |" in PAGE
+
+
+def promtool(*arguments: object) -> None:
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("no promtool: apt-get install prometheus brings it")
+    done = subprocess.run(
+        [program, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_finds_nothing_in_the_rules() -> None:
+    promtool("check", "rules", FILE)
+
+
+def test_each_alert_fires_on_what_it_is_for_and_not_before(tmp_path: Path) -> None:
+    checks = [
+        {"eval_time": time, "alertname": rule["alert"], "exp_alerts": fired}
+        for rule in RULES
+        for time, fired in (("30s", []), ("40m", [expected(rule)]))
+    ]
+    series = [{"series": name, "values": values} for name, values in SERIES.items()]
+    test = {"interval": "1m", "input_series": series, "alert_rule_test": checks}
+    file = tmp_path / "rules_test.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(FILE)], "tests": [test]}))
+    promtool("test", "rules", file)
+
+
+def expected(rule: dict[str, Any]) -> dict[str, Any]:
+    """The alert that the series of its metric make."""
+    (name,) = NAME.findall(rule["expr"])
+    asked = {value for _, values in MATCHER.findall(rule["expr"]) for value in values.split("|")}
+    for one, values in SERIES.items():
+        labels = dict(re.findall(r'(\w+)="([^"]+)"', one))
+        others = set(labels.values()) - {labels["instance"]}
+        if one.startswith(name + "{") and others <= asked:
+            summary = rule["annotations"]["summary"].replace("{{ $value }}", values.split("+")[0])
+            for label, value in labels.items():
+                summary = summary.replace("{{ $labels." + label + " }}", value)
+            return {
+                "exp_labels": {**labels, **rule["labels"]},
+                "exp_annotations": {"summary": summary},
+            }
+    raise AssertionError(f"no series for {rule['alert']}")

@@ -1,0 +1,57 @@
+"""The README's own tables: what disaggregation takes beside one server, and how many requests are
+in time at equal GPUs.  Pure: a table is a function of a result file's content."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from readme_picture import ENGINES, PLAIN
+from readme_rows import number
+
+Results = Mapping[str, Any]
+FIGURES = (
+    ("first token", 1000, "first token, prompt of 1,000 tokens", True),
+    ("first token", 8000, "first token, 8,000 tokens", True),
+    ("second token", 8000, "second token, 8,000 tokens", True),
+    ("TPOT", 8000, "time per output token, 8,000 tokens", False),
+    ("CPU", 8000, "CPU time of all processes for an output token", False),
+)
+"""Figure, prompt length, label, and whether what it adds to one server's is shown."""
+LIMIT = "15 ms, 1000 ms"
+WAYS = ("replicas", "fixed", "adaptive")
+WORKLOADS = {
+    "mixed": "prompts of 4,000, answers of 160",
+    "document": "prompts of 8,000, answers of 256",
+}
+
+
+def latency(results: Results) -> str:
+    """Rows of one server, vLLM's connector and this package, milliseconds."""
+    found = {(row["tokens"], row["engine"]): row for row in results["rows"] if row["at once"] == 1}
+    lines = ["| milliseconds | one server | `NixlConnector` | vllm_commext |", "|---|---|---|---|"]
+    for figure, tokens, label, is_added in FIGURES:
+        one = found[tokens, PLAIN][figure]
+        cells = [number(one)]
+        for engine in ENGINES:
+            value = found[tokens, engine][figure]
+            cells.append(number(value) + (f" (+{number(value - one)})" if is_added else ""))
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def goodput(results: Results) -> str:
+    """Percent of requests within the limits, a row a workload and rate."""
+    cells: dict[tuple[str, float], dict[str, str]] = {}
+    for row in results["rows"]:
+        way = row["way"].partition(" ")[0]
+        is_told = "/" not in row["way"] or row["way"].endswith("15/1000")
+        if way in WAYS and is_told and LIMIT in row["good"]:
+            share = sum(row["good"][LIMIT]) / row["requests"]
+            rounds = " (one round)" if row["rounds"] == 1 else ""
+            at = cells.setdefault((row["workload"], row["rate"]), {"rounds": rounds})
+            at[way] = f"{share:.0%}".replace("%", " %")
+    lines = ["| requests in time | two replicas | fixed 1P1D | adaptive |", "|---|---|---|---|"]
+    for (workload, rate), at in cells.items():
+        if all(way in at for way in WAYS):
+            label = f"{WORKLOADS[workload]}, {rate:g}/s{at['rounds']}"
+            lines.append(f"| {label} | {' | '.join(at[way] for way in WAYS)} |")
+    return "\n".join(lines)
