@@ -99,6 +99,18 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.parametrize(("option", "is_told"), [("--verbose", True), ("--json", False)])
+def test_what_takes_long_is_told_on_standard_error(
+    option: str, is_told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "PROGRESS_SECONDS", 0.05)
+    as_command(monkeypatch, "import time; time.sleep(0.5)")
+    main.main(["doctor", option])
+    said = capsys.readouterr().err.splitlines()
+    assert bool(said) == is_told
+    assert all(re.fullmatch(r"checking [a-z, ]+ \.\.\. \d+ s", line) for line in said)
+
+
 def test_a_probe_without_a_result_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     as_command(monkeypatch, "raise SystemExit(3)")
     (check,) = doctor.run_guarded("gpu", timeout_seconds=60)

@@ -1,8 +1,12 @@
 """The short form of the doctor's report, and what it offers to switch on."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from vllm_commext.cli.report import OFFERS, Check, Level, as_summary, suggestions
+from vllm_commext.settings import TOGGLES
 
 NATIVE = Check("package", "native queue", "built", Level.OK)
 PEERS = Check("gpu", "peer access", "all 2 pairs", Level.OK)
@@ -59,20 +63,50 @@ def test_gpus_are_counted_and_named() -> None:
     )
 
 
-def test_only_what_is_off_and_fits_is_offered() -> None:
+def h200(count: int) -> list[Check]:
+    name = "NVIDIA H200, 140 GiB, sm_90"
+    return [PEERS, *(Check("gpu", f"GPU {number}", name, Level.OK) for number in range(count))]
+
+
+def test_only_what_is_off_and_was_measured_on_such_gpus_is_offered() -> None:
     every = off("shm_queue", "reduce_rms", "allreduce")
-    assert {one.capability for one in suggestions([NATIVE, PEERS, *every])} == {
-        one.capability for one in OFFERS
-    }
-    assert [one.capability for one in suggestions([NATIVE, NO_PEERS, *every])] == ["shm_queue"]
-    assert suggestions([NO_PEERS, *every]) == []
-    active = [Check("capabilities", "shm_queue", "active", Level.OK)]
-    assert suggestions([NATIVE, PEERS, *active]) == []
+    assert [one.capability for one in suggestions([*h200(2), *every])] == ["reduce_rms"]
+    assert suggestions([*h200(3), *every]) == []
+    assert suggestions([NO_PEERS, *h200(2)[1:], *every]) == []
+    other = Check("gpu", "GPU 1", "NVIDIA A100", Level.OK)
+    assert suggestions([PEERS, h200(1)[1], other, *every]) == []
+    active = [Check("capabilities", "reduce_rms", "active", Level.OK)]
+    assert suggestions([*h200(2), *active]) == []
 
 
-def test_an_offer_is_a_line_to_paste() -> None:
-    text = as_summary([NATIVE, *off("shm_queue")])
-    assert "  export VLLM_COMMEXT_SHM_QUEUE=1" in text.splitlines()
+def test_an_offer_is_a_line_to_paste_that_its_toggle_takes() -> None:
+    text = as_summary([*h200(2), *off("reduce_rms")])
+    assert "  export VLLM_COMMEXT_REDUCE_RMS=auto" in text.splitlines()
+    choices = {toggle.name: toggle.choices for toggle in TOGGLES}
+    for one in OFFERS:
+        name, _, value = one.line.partition("=")
+        assert value in choices[name]
+
+
+def test_the_figures_of_an_offer_are_those_of_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| QK RMSNorm (g)")]
+    speedups = sorted(found for row in rows for found in re.findall(r"(\d\.\d\d)x", row))
+    assert f"takes {speedups[0]}x to {speedups[-1]}x less" in OFFERS[0].brings
+
+
+def test_without_vllm_the_verdict_says_so_and_the_problem_is_said_once() -> None:
+    missing = Check("vllm", "vllm", "not installed", Level.WARNING, "pip install vllm")
+    lines = as_summary([NATIVE, missing]).splitlines()
+    assert "vLLM is not installed, only `proxy` and `bench` can run here" in lines[0]
+    assert sum("not installed" in line for line in lines[1:]) == 1
+
+
+def test_what_is_decided_later_is_not_called_active() -> None:
+    names = ("nixl", "allreduce")
+    checks = [Check("capabilities", name, "active", Level.OK) for name in names]
+    text = " ".join(as_summary([*checks, *off("reduce_rms")]).split())
+    assert "on: nixl (in engines that name it), allreduce (decided for each group of ranks)" in text
 
 
 def test_no_line_is_too_long() -> None:

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import msgspec
@@ -75,10 +76,11 @@ def run_guarded(probe: str, timeout_seconds: float) -> list[Check]:
             return [_failure(probe, _how_it_ended(status), stderr)]
 
 
-HELP = "Say whether all is well here, what is amiss, and what could be switched on; exit 0, 1 or 2."
+HELP = "check the installation and this machine; exit status 0: ok, 1: warnings, 2: errors"
 PROBES = ("package", "toggles", "vllm", "nixl", "gpu", "machine")
 MAX_PARALLEL = 3
 TIMEOUT_SECONDS = 120.0
+PROGRESS_SECONDS = 2.0
 
 
 def _seconds(text: str) -> float:
@@ -106,15 +108,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _checks(timeout_seconds: float) -> list[Check]:
+def _checks(timeout_seconds: float, shows_progress: bool) -> list[Check]:
     with ThreadPoolExecutor(MAX_PARALLEL) as pool:
-        found = pool.map(lambda probe: run_guarded(probe, timeout_seconds), PROBES)
-        return [check for one in found for check in one]
+        running = {probe: pool.submit(run_guarded, probe, timeout_seconds) for probe in PROBES}
+        if shows_progress:
+            _tell_progress(running)
+        return [check for one in running.values() for check in one.result()]
+
+
+def _tell_progress(running: dict[str, "Future[list[Check]]"]) -> None:
+    """Say on standard error, every `PROGRESS_SECONDS`, which probes are awaited."""
+    began = time.monotonic()
+    while left := [probe for probe, one in running.items() if not one.done()]:
+        wait([running[probe] for probe in left], PROGRESS_SECONDS)
+        left = [probe for probe in left if not running[probe].done()]
+        if left and (seconds := time.monotonic() - began) >= PROGRESS_SECONDS:
+            print(f"checking {', '.join(left)} ... {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; returns the exit status."""
-    checks = _checks(args.timeout)
+    checks = _checks(args.timeout, shows_progress=not args.json)
     if args.json:
         print(as_json(checks))
     else:

