@@ -30,6 +30,9 @@ class Silent:
     def turned(self, turn: Turn) -> None:
         pass
 
+    def read(self, engine: int, used_tokens: float) -> None:
+        pass
+
 
 class InTurn(Silent):
     """Whole requests to each engine in turn."""
@@ -144,12 +147,18 @@ class _Note:
 
 
 class Adaptive:
-    """The proxy's policy, which learns from what a proxy sees. refuses: what would come late."""
+    """The proxy's policy, which learns from what a proxy sees. refuses: what would come late;
+    reads_caches: engines' metrics, that is."""
 
     def __init__(
-        self, hardware: Sequence[Hardware], limits: figures.Limits, refuses: bool = False
+        self,
+        hardware: Sequence[Hardware],
+        limits: figures.Limits,
+        refuses: bool = False,
+        reads_caches: bool = True,
     ) -> None:
-        self.refuses = refuses
+        self.refuses, self.reads_caches = refuses, reads_caches
+        self._hardware = hardware
         self.planner = Planner(Limits(limits.first, limits.tpot))
         self.candidates = [
             Candidate(self.planner.new_load(), 0, idx) for idx in range(len(hardware))
@@ -191,6 +200,9 @@ class Adaptive:
         note.prefilled_at = now
         self._held[request.prefill][request.arrival.group] = request.arrival.prompt_tokens
         note.job.end(now)
+        if request.prefill != request.decode:
+            note.job.keep()
+            note.answer.source = note.job
 
     def first(self, request: Request, now: float) -> None:
         note: _Note = request.note
@@ -211,6 +223,11 @@ class Adaptive:
     def turned(self, turn: Turn) -> None:
         (self._down.discard if turn.is_up else self._down.add)(turn.engine)
         self._held[turn.engine].clear()
+
+    def read(self, engine: int, used_tokens: float) -> None:
+        if self.reads_caches:
+            load, size = self.candidates[engine].load, self._hardware[engine].cache_tokens
+            load.note_cache(size, used_tokens)
 
 
 class Knowing(Adaptive):

@@ -2,7 +2,7 @@
 
 `measured`: beside the cells of a measurement on two H100. `grid`: goodput by workload, limits and
 rate. `highest`: the highest rate with 90 % of requests in time. `refusals`: what refusing brings
-under too much load. `fleets`: many engines, some of
+under too much load. `caches`: engines with small KV caches. `fleets`: many engines, some of
 them slow, some lost and back.
 """
 
@@ -28,6 +28,12 @@ CONTESTANTS: dict[str, Build] = {
     "fixed": lambda hardware, _: Fixed(hardware),
     "adaptive": Adaptive,
     "knowing": Knowing,
+}
+CACHE_CONTESTANTS: dict[str, Build] = {
+    "replicas": CONTESTANTS["replicas"],
+    "fixed": CONTESTANTS["fixed"],
+    "not told": lambda hardware, limits: Adaptive(hardware, limits, reads_caches=False),
+    "adaptive": Adaptive,
 }
 MEASURED: dict[tuple[float, str], str] = {
     (5, "in turn"): "111/445/768 7.3/9.0/18.1 93/97/100",
@@ -165,6 +171,34 @@ def print_refusals(workers: ProcessPoolExecutor) -> None:
         print(f"| {workload} | {limits} | {'yes' if refuses else 'no'} | {row} |")
 
 
+def share_with_caches(job: tuple[str, float, Limits, tuple[float, float]]) -> float:
+    """Share in time of two engines whose KV caches have room for so many tokens."""
+    name, rate, limits, caches = job
+    requests = play(
+        lambda engines: CACHE_CONTESTANTS[name](engines, limits),
+        MIXED,
+        rate,
+        hardware=[Hardware(cache_tokens=tokens) for tokens in caches],
+    )
+    return sum(one.is_good(limits) for one in requests) / len(requests)
+
+
+def print_caches(workers: ProcessPoolExecutor) -> None:
+    cells = [
+        (rate, Limits(tpot, 1.0), caches)
+        for caches in ((6e4, 6e4), (3.6e4, 3.6e4), (12e4, 3e4), (2.4e4, 12e4))
+        for rate, tpot in ((5.0, 0.015), (7.0, 0.05), (9.0, 0.05))
+    ]
+    jobs = [(name, *cell) for cell in cells for name in CACHE_CONTESTANTS]
+    results = iter(list(workers.map(share_with_caches, jobs)))
+    print(f"| requests/s | limits | tokens | {' | '.join(CACHE_CONTESTANTS)} |")
+    print("|---|---|---|" + "---|" * len(CACHE_CONTESTANTS))
+    for rate, limits, caches in cells:
+        row = " | ".join(f"{next(results):.0%}" for _ in CACHE_CONTESTANTS)
+        told = " and ".join(f"{tokens:,.0f}" for tokens in caches)
+        print(f"| {rate:g} | {limits} | {told} | {row} |")
+
+
 def fleet(num: int) -> tuple[list[Hardware], list[Turn]]:
     """Engines of which each eighth takes twice the time, and one in sixteen goes and comes back."""
     hardware = [Hardware(slowness=2.0 if idx % 8 == 3 else 1.0) for idx in range(num)]
@@ -204,6 +238,7 @@ TABLES = {
     "grid": print_grid,
     "highest": print_highest,
     "refusals": print_refusals,
+    "caches": print_caches,
     "fleets": print_fleets,
 }
 

@@ -25,7 +25,7 @@ class Hardware:
 
     overhead: from a request's arrival to its first step. handover, second_token: by how much a
     first token, and the one after it, come later where another engine has computed the prompt.
-    slowness: factor of all.
+    slowness: factor of all. cache_tokens: of its KV cache.
     """
 
     step: float = 0.0055
@@ -38,6 +38,7 @@ class Hardware:
     handover: float = 0.006
     second_token: float = 0.018
     slowness: float = 1.0
+    cache_tokens: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,9 @@ class Turn:
 
 @dataclass(eq=False)
 class Request:
-    """One arrival's way. left, done: of its prompt; note: the policy's own."""
+    """One arrival's way. left, done: of its prompt; note: the policy's own. is_in: the engine that
+    computes its prompt keeps it in its KV cache; has_place: so does the one that is to read it;
+    is_handed_over: that may; num_preempted: how often it was thrown out."""
 
     arrival: Arrival
     left: int = 0
@@ -62,7 +65,16 @@ class Request:
     end: float = math.inf
     tokens: int = 0
     num_losses: int = 0
+    is_in: bool = False
+    has_place: bool = False
+    is_handed_over: bool = False
+    num_preempted: int = 0
     note: Any = None
+
+    @property
+    def size(self) -> int:
+        """Tokens before the next one."""
+        return self.arrival.prompt_tokens + max(self.tokens - 1, 0)
 
     @property
     def first_token(self) -> float:
@@ -87,22 +99,48 @@ class Policy(Protocol):
     def token(self, request: Request, now: float) -> None: ...
     def ended(self, request: Request, now: float) -> None: ...
     def turned(self, turn: Turn) -> None: ...
+    def read(self, engine: int, used_tokens: float) -> None: ...
 
 
 @dataclass
 class _Engine:
-    """context: tokens before all running answers; ending: prompts whose last chunk is in the step
-    that runs; held: by group, tokens of the longest prompt or answer there."""
+    """context: tokens before all running answers; reserved: of prompts in its KV cache besides;
+    loading: requests without a place there for another engine's prompt; ending: prompts whose last
+    chunk is in the step that runs; held: by group, tokens of the longest prompt or answer there."""
 
     hardware: Hardware
     queue: deque[Request] = field(default_factory=deque[Request])
     running: list[Request] = field(default_factory=list[Request])
     context: int = 0
+    reserved: int = 0
+    loading: deque[Request] = field(default_factory=deque[Request])
     step: int = 0
     is_busy: bool = False
     is_up: bool = True
     ending: list[Request] = field(default_factory=list[Request])
     held: dict[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def used(self) -> int:
+        return self.context + self.reserved
+
+    def has_room(self, tokens: int) -> bool:
+        return self.used + tokens <= self.hardware.cache_tokens or self.used == 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step has anything to do."""
+        first = self.queue[0] if self.queue else None
+        return bool(self.running) or bool(first and (first.is_in or self.has_room(first.size)))
+
+    def preempt(self) -> None:
+        """Throw out the latest answers that do not fit any more, to be computed anew."""
+        while self.used > self.hardware.cache_tokens and len(self.running) > 1:
+            request = self.running.pop()
+            self.context -= request.size
+            request.done, request.left, request.is_in = 0, request.size, False
+            request.num_preempted += 1
+            self.queue.appendleft(request)
 
     def take_step(self) -> float:
         """Take a step's prompts from the queue; how long it lasts."""
@@ -113,6 +151,11 @@ class _Engine:
         self.ending = []
         while self.queue and budget > 0:
             request = self.queue[0]
+            if not request.is_in:
+                if not self.has_room(request.size):
+                    break
+                request.is_in = True
+                self.reserved += request.size
             chunk = min(budget, request.left)
             seconds += hardware.prompt_token * chunk
             seconds += hardware.million_pairs * area_of(chunk, request.done)
@@ -126,8 +169,10 @@ class _Engine:
     def lose(self) -> list[Request]:
         """Everything that it works on, which is forgotten with all that it held."""
         lost = [*self.queue, *self.running, *(one for one in self.ending if one.left == 0)]
+        lost += self.loading
         self.queue.clear()
-        self.running, self.ending, self.held, self.context = [], [], {}, 0
+        self.loading.clear()
+        self.running, self.ending, self.held, self.context, self.reserved = [], [], {}, 0, 0
         return lost
 
 
@@ -151,6 +196,9 @@ class Simulation:
             self._at(request.arrival.at, self._arrive, request)
         for turn in turns:
             self._at(turn.at, self._turn, turn)
+        if any(one.cache_tokens < math.inf for one in hardware):
+            for at in range(math.ceil(self.requests[-1].arrival.at if self.requests else 0.0)):
+                self._at(at, self._read, None)
 
     def _at(self, when: float, call: Callable[..., None], what: Any) -> None:
         heapq.heappush(self._events, (when, next(self._count), call, what))
@@ -161,6 +209,10 @@ class Simulation:
             self.now, _, call, what = heapq.heappop(self._events)
             call(what)
         return self.requests
+
+    def _read(self, _: None) -> None:
+        for idx, engine in enumerate(self.engines):
+            self._policy.read(idx, engine.used)
 
     def _turn(self, turn: Turn) -> None:
         engine = self.engines[turn.engine]
@@ -184,6 +236,7 @@ class Simulation:
         if placed is None:
             return
         request.prefill, request.decode = placed
+        request.is_in = request.has_place = request.is_handed_over = False
         engine, arrival = self.engines[request.prefill], request.arrival
         held = min(engine.held.get(arrival.group, 0), arrival.shared_tokens)
         request.done, request.left = held, max(1, arrival.prompt_tokens - held)
@@ -194,11 +247,24 @@ class Simulation:
             self._lose(request)
             return
         self.engines[request.prefill].queue.append(request)
+        if request.prefill != request.decode:
+            self.engines[request.decode].loading.append(request)
+            self._give_places(request.decode)
         self._start(request.prefill)
+
+    def _give_places(self, idx: int) -> None:
+        """Let those in whose prompts are to be read, in the order in which they came."""
+        engine = self.engines[idx]
+        while engine.loading and engine.has_room(engine.loading[0].size):
+            request = engine.loading.popleft()
+            engine.reserved += request.size
+            request.has_place = True
+            if request.is_handed_over:
+                self._first(request)
 
     def _start(self, idx: int) -> None:
         engine = self.engines[idx]
-        if not engine.is_busy and engine.is_up and (engine.queue or engine.running):
+        if not engine.is_busy and engine.is_up and engine.has_work:
             engine.is_busy = True
             self._at(self.now + engine.take_step(), self._end_step, (idx, engine.step))
 
@@ -218,11 +284,16 @@ class Simulation:
                 ended.append(request)
         for request in ended:
             engine.running.remove(request)
-            engine.context -= request.arrival.prompt_tokens + request.tokens - 1
+            engine.context -= request.size
             self._end(request)
         prefilled, engine.ending = engine.ending, []
         for request in prefilled:
-            self._prefilled(request)
+            if request.tokens:  # thrown out before
+                self._join(request)
+            else:
+                self._prefilled(request)
+        engine.preempt()
+        self._give_places(idx)
         self._start(idx)
 
     def _prefilled(self, request: Request) -> None:
@@ -233,7 +304,12 @@ class Simulation:
         if request.prefill == request.decode:
             self._first(request)
         else:
-            self._at(self.now + engine.hardware.handover, self._first, request)
+            self._at(self.now + engine.hardware.handover, self._handed_over, request)
+
+    def _handed_over(self, request: Request) -> None:
+        request.is_handed_over = True
+        if request.has_place:
+            self._first(request)
 
     def _first(self, request: Request) -> None:
         request.first, request.tokens = self.now, 1
@@ -246,14 +322,22 @@ class Simulation:
 
     def _join(self, request: Request) -> None:
         engine = self.engines[request.decode]
+        self._free(request, request.decode)
+        if request.is_handed_over and not request.num_preempted:
+            self._free(request, request.prefill)
+            self._start(request.prefill)
         if request.tokens >= request.arrival.output_tokens:
             self._end(request)
         elif not engine.is_up:
             self._lose(request)
         else:
             engine.running.append(request)
-            engine.context += request.arrival.prompt_tokens
+            engine.context += request.size
             self._start(request.decode)
+
+    def _free(self, request: Request, idx: int) -> None:
+        engine = self.engines[idx]
+        engine.reserved = max(0, engine.reserved - request.size)
 
     def _end(self, request: Request) -> None:
         request.end = self.now

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from vllm_commext.proxy.access import ApiKeys, answer_errors, log_access
 from vllm_commext.proxy.admin import AdminState
+from vllm_commext.proxy.choice import is_adaptive
 from vllm_commext.proxy.config import ProxyConfig, read_secret
 from vllm_commext.proxy.connections import serving
 from vllm_commext.proxy.deadline import end_tasks
@@ -88,7 +89,8 @@ class ProxyApp:
             self._upstream = Upstream(session, self.config, *self.pools, self.metrics)
             self._service = Service(self.config, self._upstream, pools, self.metrics, self.planner)
             await self._sources.look()
-            monitor = HealthMonitor(session, self.config)
+            mode, pool = self.config.placement, self.decode_pool
+            monitor = HealthMonitor(session, self.config, lambda: is_adaptive(mode, pool))
             async with monitor.running(self.registry.engines):
                 self.registry.on_added = monitor.watch
                 self.registry.on_removed = monitor.forget

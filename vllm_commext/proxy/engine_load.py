@@ -23,11 +23,14 @@ SAME_STEP_SECONDS = 0.004
 class Job:
     """A prompt that an engine computes."""
 
-    __slots__ = ("asked", "held", "is_idle", "is_seen", "load", "new", "seconds", "until")
+    __slots__ = (
+        *("asked", "held", "is_idle", "is_kept", "is_seen", "load", "new", "seconds"),
+        "until",
+    )
 
     def __init__(self, load: "EngineLoad", new: int, held: int, now: float, is_seen: bool) -> None:
         self.load, self.new, self.held, self.asked = load, new, held, now
-        self.is_seen = is_seen
+        self.is_seen, self.is_kept = is_seen, False
         self.is_idle = not load.jobs
         self.seconds = load.speed.prefill_seconds(new, held, self.is_idle)
         self.until = now + load.backlog(now) + self.seconds
@@ -37,13 +40,24 @@ class Job:
         if self in self.load.jobs:
             self.load.end_job(self, now, is_done)
 
+    def keep(self) -> None:
+        """It is computed, and its KV cache waits for a reader."""
+        self.is_kept = True
+        self.load.unread += self.new + self.held
+
+    def read(self) -> None:
+        """Nobody will read its KV cache from now on."""
+        if self.is_kept:
+            self.is_kept = False
+            self.load.unread -= self.new + self.held
+
 
 class Answer:
     """An answer that an engine gives, or is to give at *first_at*."""
 
     __slots__ = (
         *("context", "first_at", "has_begun", "is_loading", "last_at", "load"),
-        *("max_tokens", "tokens"),
+        *("max_tokens", "source", "tokens"),
     )
 
     def __init__(
@@ -54,6 +68,8 @@ class Answer:
         self.first_at = self.last_at = due
         self.tokens = 0
         self.has_begun = False
+        self.source: Job | None = None
+        """The prompt at another engine whose KV cache is read for it."""
 
     @property
     def per_token(self) -> float:
@@ -69,6 +85,7 @@ class Answer:
         self.first_at = self.last_at = now
         load.num_begun += 1
         load.context += self.context
+        load.coming -= self.context
 
     def go_on(self, tokens: int, now: float) -> None:
         """There are *tokens* more of it."""
@@ -76,6 +93,7 @@ class Answer:
         self.last_at = now
         if self.is_loading:
             self.is_loading = False
+            self._have_read()
             load.learn_second_token(now - since)
             since = -math.inf
         self.tokens += tokens
@@ -89,14 +107,21 @@ class Answer:
         load = self.load
         if self not in load.answers:
             return
+        self._have_read()
         load.learn_steps(now)
         load.look(now)
         del load.answers[self]
-        if self.has_begun:
+        if not self.has_begun:
+            load.coming -= self.context
+        else:
             load.num_begun -= 1
             load.context -= self.context + self.tokens - 1
             if is_whole:
                 load.shared.lengths.add(self.tokens)
+
+    def _have_read(self) -> None:
+        if self.source is not None:
+            self.source.read()
 
 
 class Waiting:
@@ -140,6 +165,14 @@ class EngineLoad:
         """Called when the engine has one prompt less."""
         self.num_begun = 0
         self.context = 0
+        """Tokens before the answers that have begun, and of these."""
+        self.coming = 0
+        """Tokens before those that have not."""
+        self.unread = 0
+        """Tokens of prompts whose KV cache waits for a reader."""
+        self.cache_tokens = 0.0
+        """Tokens that its KV cache has room for, 0 where that is not known."""
+        self._told = self._others = 0.0
         self.clean_since = 0.0
         self.clean_tokens = 0
         self.clean_seconds = 0.0
@@ -170,6 +203,7 @@ class EngineLoad:
         """The engine is to answer from about *due* on. is_loading: another one's prompt."""
         answer = Answer(self, context_tokens, max_tokens, due, is_loading)
         self.answers[answer] = None
+        self.coming += context_tokens
         return answer
 
     def end_job(self, job: Job, now: float, is_done: bool) -> None:
@@ -236,6 +270,34 @@ class EngineLoad:
             due = now + PATIENCE * seconds if overtakes else math.inf
             wait += sum(one.seconds for one in self.waiting if one.due <= due)
         return wait
+
+    def note_cache(self, tokens: float, used: float) -> None:
+        """Of its KV cache, which has room for *tokens*, it says that so many are in use: more than
+        is known here by others' requests, less where prompts share their beginnings. Whether those
+        that are coming are among them cannot be told. An engine says it anew by each step, so that
+        one that says the same twice gives no answer to others: what it said may be long past."""
+        self.cache_tokens = tokens
+        if used == self._told:
+            self._others = min(0.0, self._others)
+            return
+        self._told = used
+        surely = self.context + self.unread
+        perhaps = surely + self.coming + sum(job.new + job.held for job in self.jobs)
+        self._others = max(0.0, used - perhaps) + min(0.0, used - surely)
+
+    def room_seconds(self, tokens: float, pace: float) -> float:
+        """Seconds until *tokens* more fit its KV cache, where each token of an answer takes *pace*
+        seconds: answers leave it when they end, prompts of others' answers when they are read."""
+        if not self.cache_tokens:
+            return 0.0
+        length = self.shared.lengths.mean
+        used = max(0.0, self._others + self.context + self.coming + self.unread)
+        lacking = used + tokens + len(self.answers) * length / 2.0 - self.cache_tokens
+        if lacking <= 0.0 or not used:
+            return 0.0
+        unread = min(self.unread, used)
+        stays = (used - unread) * length * pace + unread * self.shared.second_token.value
+        return lacking / min(used, self.cache_tokens) * stays / used
 
     def look(self, now: float) -> None:
         """Bring what is known of its recent time up to now."""

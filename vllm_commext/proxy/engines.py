@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from vllm_commext.proxy.affinity import NO_PREFIX, Memory, Prefix
 from vllm_commext.proxy.engine_load import EngineLoad
@@ -27,6 +28,7 @@ MAX_PLACES = 16
 """Side channels that are named for one request."""
 SideChannelFields = Mapping[str, str | int]
 INFO_METRIC = "vllm:commext_nixl_info"
+CACHE_METRIC, CACHE_USE_METRIC = "vllm:cache_config_info", "vllm:kv_cache_usage_perc"
 _LABELS = frozenset(("engine", "host", "port", "seal", "streams", "reuse", "releases"))
 
 
@@ -98,6 +100,25 @@ def read_capabilities(page: str) -> Capabilities:
             flags = {name: labels[name] == "1" for name in ("streams", "reuse", "releases")}
             ranks.append(Rank(labels["engine"], channel, **flags))
     return Capabilities(tuple(ranks), is_known=True)
+
+
+def read_cache(page: str) -> tuple[float, float] | None:
+    """Tokens that the KV cache of a metrics page's engine has room for, and how many are in use,
+    those kept for readers included; None where it does not say. Raises `ValueError`."""
+    found: dict[str, list[Sample]] = {}
+    for name in (CACHE_METRIC, CACHE_USE_METRIC):
+        lines = [line for line in page.splitlines() if line.startswith(name + "{")]
+        families = text_string_to_metric_families("".join(f"{line}\n" for line in lines))
+        found[name] = [sample for family in families for sample in family.samples]
+    if not all(found.values()):
+        return None
+    labels, use = found[CACHE_METRIC][0].labels, [one.value for one in found[CACHE_USE_METRIC]]
+    each = labels.get("kv_cache_size_tokens", "")
+    if each.isdigit():
+        tokens = int(each) * len(use)
+    else:  # by older versions, which sum up the blocks of all ranks
+        tokens = int(labels.get("num_gpu_blocks", "")) * int(labels.get("block_size", ""))
+    return tokens, tokens * sum(use) / len(use)
 
 
 @dataclass(eq=False)
@@ -185,6 +206,7 @@ class Engine:
 
     def _forget(self) -> None:
         self.memory.clear()
+        self.load.cache_tokens = 0.0
         self.capabilities = UNKNOWN
 
     def lose(self) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -11,7 +11,7 @@ from vllm_commext.drain import HEADER
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.connections import complaints
 from vllm_commext.proxy.deadline import end_tasks
-from vllm_commext.proxy.engines import PREFILL, Engine, read_capabilities
+from vllm_commext.proxy.engines import PREFILL, Engine, read_cache, read_capabilities
 from vllm_commext.proxy.outcome import lack
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -27,7 +27,14 @@ class _LackError(Exception):
 class HealthMonitor:
     """Keeps `Engine.healthy` true to what the engines say of themselves."""
 
-    def __init__(self, session: aiohttp.ClientSession, config: ProxyConfig) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        config: ProxyConfig,
+        reads_cache: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """reads_cache: whether engines are asked after each check how full their KV cache is."""
+        self._reads_cache = reads_cache
         self._session = session
         self._config = config
         self._timeout = aiohttp.ClientTimeout(total=config.health_timeout_seconds)
@@ -102,8 +109,10 @@ class HealthMonitor:
         return status is not None
 
     async def _learn_page(self, engine: Engine) -> None:
-        """Ask an engine's metrics page, once in its life, what it can."""
-        if engine.capabilities.is_known:
+        """Ask an engine's metrics page what it can, once in its life, and what its KV cache holds,
+        where that is wanted."""
+        is_known, reads_cache = engine.capabilities.is_known, self._reads_cache()
+        if is_known and not reads_cache:
             return
         try:
             async with self._session.get(
@@ -112,11 +121,17 @@ class HealthMonitor:
                 allow_redirects=False,
                 raise_for_status=True,
             ) as response:
-                engine.capabilities = read_capabilities(await response.text())
+                page = await response.text()
+            if not is_known:
+                engine.capabilities = read_capabilities(page)
+            if reads_cache and (cache := read_cache(page)):
+                engine.load.note_cache(*cache)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             logger.info("%s (%s) does not say what it offers: %s", engine.name, engine.url, error)
             return
-        if self._config.reuse_blocks and engine.role != PREFILL and not engine.capabilities.offers:
+        if is_known or not self._config.reuse_blocks or engine.role == PREFILL:
+            return
+        if not engine.capabilities.offers:
             logger.warning(
                 "%s (%s) offers no blocks for reuse: set reuse_blocks in its "
                 "kv_connector_extra_config",

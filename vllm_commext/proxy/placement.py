@@ -26,6 +26,9 @@ DELAY_WEIGHT = 0.02
 """Missed limits that one second of delay is worth."""
 RISKY, MISSED = 0.85, 1.1
 """Shares of a limit: expected to be needed from which on it may be missed, and is missed."""
+ROOM_WEIGHT = 1.0
+"""Missed limits that a second of waiting for room in a KV cache is worth: those that come later
+wait there, too."""
 OTHERS_DELAY = 0.1
 """What a second of other answers' delay counts for, beside one of the request's own."""
 
@@ -70,8 +73,9 @@ class Placement:
 @dataclass(slots=True)
 class _Costs:
     """Of one engine: how many answers it gives, times until it is free, for the prompt, for a step
-    with one answer more, and for one beside the prompts that it computes of late; and how many of
-    its answers come late by the prompt, the answer, both."""
+    with one answer more, and for one beside the prompts that it computes of late; until its KV
+    cache has room for the prompt, and for its answer, too; and how many of its answers come late by
+    the prompt, the answer, both."""
 
     candidate: Candidate
     num_answers: int
@@ -79,6 +83,8 @@ class _Costs:
     prefill: float
     step: float
     pace: float
+    prompt_room: float
+    room: float
     by_prefill: float = 0.0
     by_answer: float = 0.0
     by_both: float = 0.0
@@ -120,7 +126,8 @@ class Planner:
         (source, at), (_, misses, first, per_token) = pairs[idx], options[idx]
         late, limit = 0.0, self.limits.first_token
         if limit:
-            late = max(0.0, min(first - RISKY * limit, source.backlog))
+            wait = max(source.backlog, source.room if source is at else source.prompt_room)
+            late = max(0.0, min(first - RISKY * limit, wait))
         return Placement(source.candidate, at.candidate, first, per_token, misses, late)
 
     def _shortlisted(
@@ -140,7 +147,7 @@ class Planner:
 
         for one in decode:
             one.load.look(now)
-        steadiest = sorted(decode, key=_pace)[:MAX_CANDIDATES]
+        steadiest = sorted(decode, key=_pace_with_room)[:MAX_CANDIDATES]
         sources = list[Candidate]()
         if prefill:
             sources += dict.fromkeys((min(prefill, key=_until_free), min(prefill, key=alone)))
@@ -153,13 +160,15 @@ class Planner:
         """What it costs to compute the prompt at *source* and to answer *at* an engine: in all, in
         limits missed, and how long the first token and each after it take."""
         limits, shared = self.limits, self.shared
-        first, late = source.backlog + source.prefill, 0.0
+        late, wait = 0.0, at.room
         if source is at:
             misses = at.by_both
+            first = max(at.backlog, at.room) + at.prefill
         else:
-            misses = source.by_prefill + at.by_answer
+            misses, wait = source.by_prefill + at.by_answer, wait + source.prompt_room
+            first = max(source.backlog, source.prompt_room) + source.prefill
             first += shared.handover.value
-            late = max(0.0, at.backlog - first) + shared.second_token.value
+            late = max(0.0, at.backlog - first, at.room - first) + shared.second_token.value
         in_time = 1.0
         if limits.first_token:
             in_time = 1.0 - _ramp(first / limits.first_token)
@@ -171,7 +180,8 @@ class Planner:
         seconds = at.pace * shared.lengths.mean + late
         delay = first + seconds + OTHERS_DELAY * source.prefill * source.num_answers
         per_token = seconds / max(shared.lengths.mean, 1.0)
-        return misses + DELAY_WEIGHT * delay, misses, first, per_token
+        cost = misses + ROOM_WEIGHT * wait + DELAY_WEIGHT * delay
+        return cost, misses, first, per_token
 
     def _costs(self, candidate: Candidate, tokens: int, now: float, max_seen: int) -> _Costs:
         load, speed = candidate.load, candidate.load.speed
@@ -185,7 +195,9 @@ class Planner:
         step = speed.step_seconds(most, context)
         slower = speed.step_seconds(most + 1.0, context + tokens)
         pace = slower / max(1.0 - load.share, 0.05)
-        found = _Costs(candidate, num, load.wait_seconds(seconds, now), seconds, slower, pace)
+        wait, length = load.wait_seconds(seconds, now), self.shared.lengths.mean
+        rooms = load.room_seconds(tokens, pace), load.room_seconds(tokens + length, pace)
+        found = _Costs(candidate, num, wait, seconds, slower, pace, *rooms)
         if self.limits.per_token > step and load.answers:
             self._count_late(found, now, step, -(-num // max_seen))
         return found
@@ -226,7 +238,7 @@ def _until_free(one: Candidate) -> float:
     load, held = one.load, one.held_tokens
     saved = load.speed.prefill_seconds(held, 0, False) if held else 0.0
     waiting = sum(one.seconds for one in load.waiting) if load.waiting else 0.0
-    return load.queued + waiting - saved
+    return max(load.queued + waiting, _pace_with_room(one) - _pace(one)) - saved
 
 
 def _pace(one: Candidate) -> float:
@@ -234,6 +246,12 @@ def _pace(one: Candidate) -> float:
     load = one.load
     step = load.speed.step_seconds(load.mean_answers, load.mean_context)
     return step / max(1.0 - load.share, 0.05)
+
+
+def _pace_with_room(one: Candidate) -> float:
+    """The same, and the seconds until its KV cache has room at all."""
+    pace = _pace(one)
+    return pace + one.load.room_seconds(0.0, pace)
 
 
 def _late_share(needed: float, had: int, most: int, longer: Sequence[float]) -> float:

@@ -98,10 +98,7 @@ class Service:
             try:
                 opened = await self._attempt(attempts, outcome)
                 if opened.response.status < 400:
-                    if attempts.prefilled is not None and opened.cutter is not None:
-                        later = opened.opened_at - attempts.prefilled_at
-                        self._planner.shared.handover.add(max(0.0, later))
-                    attempts.prefilled = None  # read, or on its way to be released by who reads
+                    self._note_handover(attempts, opened)
                 return opened
             except ProxyError as error:
                 attempts.num_failed += 1
@@ -113,6 +110,19 @@ class Service:
                 logger.warning("request %s is served anew: %s", outcome.request_id, error)
             finally:
                 self._release(attempts, outcome.request_id)
+
+    def _note_handover(self, attempts: Attempts, opened: Opened) -> None:
+        """The prefill engine's KV cache is read, or on its way to be released by who reads it."""
+        prefilled, attempts.prefilled = attempts.prefilled, None
+        if prefilled is None:
+            return
+        if opened.cutter is not None:
+            later = opened.opened_at - attempts.prefilled_at
+            self._planner.shared.handover.add(max(0.0, later))
+        if opened.answer is not None:
+            opened.answer.source = prefilled.job
+        elif prefilled.job is not None:
+            prefilled.job.read()
 
     async def _resume(
         self, attempts: Attempts, outcome: Outcome, failure: ProxyError
@@ -206,6 +216,8 @@ class Service:
         prefilled, attempts.prefilled = attempts.prefilled, None
         if prefilled is None:
             return
+        if prefilled.job is not None:
+            prefilled.job.read()
         self._upstream.releases.add(prefilled.key)
         if not prefilled.key.value:
             logger.warning(
@@ -274,6 +286,8 @@ class Service:
             else:
                 attempts.prefilled_at = time.monotonic()
                 if prefilled.kv_transfer_params is not None:
+                    if prefilled.job is not None:
+                        prefilled.job.keep()
                     return prefilled
                 reason = LocalPrefill.NO_PARAMETERS
                 logger.info(

@@ -46,11 +46,12 @@ _WINDOW_BYTES = 128 << 10
 
 @dataclass(frozen=True)
 class Prefilled:
-    """Result of a prefill step: the engine's whole answer. key: what has it released."""
+    """An engine's whole answer to a prefill step. key, job: what has it released and forgotten."""
 
     engine: Engine
     answer: Mapping[str, Any]
     key: Key
+    job: Job | None = None
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:
@@ -166,12 +167,12 @@ class Upstream:
             key = new_key(engine, payload.headers, payload.body)
             asked = await payload_for(engine, key.value)
             try:
-                answer = await self._prefill_on(engine, asked, held)
+                answer, job = await self._prefill_on(engine, asked, held)
             except BaseException as error:
                 if not isinstance(error, ProxyError) or error.status >= 500:
                     self.releases.add(key)  # it may have ended well all the same
                 raise
-            return Prefilled(engine, answer, key)
+            return Prefilled(engine, answer, key, job)
 
         began = time.monotonic()
         tried = list(failed)
@@ -304,12 +305,14 @@ class Upstream:
         ):
             await engine.turns.take(payload.tokens - held, held)
 
-    async def _prefill_on(self, engine: Engine, payload: Payload, held: int) -> dict[str, Any]:
+    async def _prefill_on(
+        self, engine: Engine, payload: Payload, held: int
+    ) -> tuple[dict[str, Any], Job | None]:
         """Step 1 on an engine that need not compute the *held* first tokens of the prompt."""
         seconds = self._config.prefill_timeout_seconds
         with (
             engine.working(payload.tokens - held),
-            self._computing(engine, payload, held),
+            self._computing(engine, payload, held) as job,
             failures_of(engine, seconds, payload.losses, PREFILL),
             Deadline(seconds, engine.on_lost),
         ):
@@ -320,7 +323,7 @@ class Upstream:
                 response.close()
             content = prefill_answer(engine, response.status, answer)
             engine.memory.note(payload.prefix)
-            return content
+            return content, job
 
     async def _post_release(
         self, engine: Engine, headers: Mapping[str, str], body: Mapping[str, Any]
@@ -337,10 +340,9 @@ class Upstream:
 
             def forget() -> None:
                 now = time.monotonic()
-                if answer is not None:
-                    answer.end(now, False)
-                if job is not None:
-                    job.end(now, False)
+                for one in (answer, job):
+                    if one is not None:
+                        one.end(now, False)
 
             work.callback(forget)
             with failures_of(engine, seconds, payload.losses), Deadline(bound, engine.on_lost):
@@ -358,13 +360,13 @@ class Upstream:
             return Opened(engine, response, first, cutter, has_end, now, work.pop_all(), answer)
 
     @contextmanager
-    def _computing(self, engine: Engine, payload: Payload, held: int) -> Iterator[None]:
+    def _computing(self, engine: Engine, payload: Payload, held: int) -> Iterator[Job | None]:
         """Have the policy of placement know of a prompt while *engine* computes it."""
         job, is_done = None, False
         if payload.tokens and reads_load(self._config, self._decode_pool):
             job = engine.load.ask(payload.tokens - held, held, time.monotonic())
         try:
-            yield
+            yield job
             is_done = True
         finally:
             if job is not None:

@@ -147,7 +147,8 @@ class EngineServer:
     """One engine. `behave` answers what is posted; drains: it refuses that, as the engines' gate
     does; num_left: connections the proxy closed; streams, keys: its metrics say that it streams,
     and that it knows prefills by keys; channel: where its side channel is, under its HTTP port's
-    number unless told. `models` answers for the list of models."""
+    number unless told; cache: tokens of its KV cache, and the share in use. `models` answers for
+    the list of models."""
 
     behave: Behaviour
     models: Behaviour = answering(200, b'{"object": "list", "data": []}')
@@ -159,6 +160,7 @@ class EngineServer:
     streams: bool = False
     keys: bool = False
     channel: tuple[str, int, str] | None = None
+    cache: tuple[int, float] | None = None
     num_left: int = 0
     num_refused: int = 0
     port: int = 0
@@ -173,7 +175,12 @@ class EngineServer:
         host, port, seal = self.channel or ("127.0.0.1", self.port, "ab")
         flags = f'streams="{self.streams:d}",reuse="1",releases="{self.keys:d}"'
         place = f'host="{host}",port="{port}",seal="{seal}"'
-        return f'vllm:commext_nixl_info{{model_name="tiny",engine="0",{place},{flags}}} 1.0\n'
+        told = f'vllm:commext_nixl_info{{model_name="tiny",engine="0",{place},{flags}}} 1.0\n'
+        if self.cache is not None:
+            size, use = self.cache[0], self.cache[1] + 1e-6 * self.num_scrapes  # of other steps
+            told += f'vllm:cache_config_info{{engine="0",kv_cache_size_tokens="{size}"}} 1.0\n'
+            told += f'vllm:kv_cache_usage_perc{{engine="0"}} {use}\n'
+        return told
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["EngineServer"]:

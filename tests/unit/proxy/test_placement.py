@@ -155,6 +155,72 @@ def test_held_tokens_are_not_computed_again() -> None:
     assert placed.decode is both[1]
 
 
+def test_an_engine_whose_cache_is_full_costs_what_waiting_there_costs() -> None:
+    made = planner(first_token=1.0, per_token=0.02)
+    both = engines(made)
+    for tokens, used, chosen in ((0, 0, 0), (20000, 16500, 1), (20000, 15000, 0)):
+        both[0].load.note_cache(tokens, used)
+        assert place(made, both, both).decode.key == chosen
+    both[0].load.note_cache(20000, 19000)
+    both[1].load.note_cache(20000, 19900)
+    placed = place(made, both, both)
+    life = 160 * STEP
+    assert placed.first_token == pytest.approx(life * 3160 / 19000 + 4000 * TOKEN, rel=0.1)
+
+
+def test_a_cache_is_as_full_as_its_engine_says_and_what_was_sent_since() -> None:
+    load = planner().new_load()
+
+    def room(tokens: int) -> float:
+        return load.room_seconds(tokens, STEP)
+
+    assert room(10**9) == 0.0  # it has not said how large it is
+    load.note_cache(10000, 2000)
+    assert room(8000) == 0.0 < room(8001)
+    answer = load.expect(3000, 100, NOW)
+    load.note_cache(10000, 5000)  # the answer's prompt among them
+    assert room(5000 - 80) == 0.0 < room(5001 - 80)
+    answer.begin(NOW)
+    answer.go_on(20, NOW + 1)
+    assert room(5000 - 100) == 0.0 < room(5001 - 100)
+    answer.end(NOW + 2)
+    assert room(8000) == 0.0 < room(8001)
+    load.note_cache(10000, 5000)  # the same twice: it takes no steps
+    assert room(10000) == 0.0
+
+
+def test_a_prompt_fills_its_engines_cache_until_it_is_read() -> None:
+    made = planner()
+    source, target = (made.new_load() for _ in range(2))
+    for load in (source, target):
+        load.note_cache(10000, 0)
+    job = source.ask(6000, 1000, NOW)
+    answer = target.expect(7000, 100, NOW, is_loading=True)
+    job.end(NOW + 0.1)
+    job.keep()
+    answer.source = job
+    for load in (source, target):
+        assert load.room_seconds(3001, STEP) > 0.0
+    answer.begin(NOW + 0.2)
+    assert source.room_seconds(3001, STEP) > 0.0
+    answer.go_on(1, NOW + 0.3)
+    assert source.room_seconds(10000, STEP) == 0.0
+    answer.end(NOW + 0.4)
+    assert source.unread == target.context == target.coming == 0
+
+
+def test_what_nobody_reads_leaves_its_engines_cache() -> None:
+    load = planner().new_load()
+    job = load.ask(6000, 0, NOW)
+    job.end(NOW)
+    job.read()
+    assert load.unread == 0
+    job.keep()
+    job.read()
+    job.read()
+    assert load.unread == 0
+
+
 @quick
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=6),

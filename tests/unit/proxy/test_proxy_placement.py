@@ -110,6 +110,31 @@ async def test_what_would_come_late_is_refused_until_it_would_not(kit: Any, num_
     assert count(page, "commext_proxy_placements", kind="local") == num_both
 
 
+async def test_an_engine_that_says_that_its_cache_is_full_is_avoided(kit: Any) -> None:
+    options = {"ttft_ms": 1000, "health_interval_seconds": 0.05, "affinity": False}
+    async with kit.cluster(0, 0, num_both=2, **options) as cluster:
+        loads = [engine.load for engine in cluster.proxy.registry.engines]
+        for tokens in (500, 1000, 2000, 4000) * 8:
+            loads[0].speed.note_prefill(tokens, 0.0, 0.0, tokens / 400000)
+            loads[0].speed.note_steps(1, 2000, 0.01)
+            loads[0].shared.lengths.add(100)
+        for full in (0, 1):
+            for idx, engine in enumerate(cluster.both):
+                engine.cache = (10000, 0.9 if idx == full else 0.5)
+            await kit.until(
+                lambda full=full: (
+                    loads[full].room_seconds(2000, 0.01) > 0.0
+                    and loads[1 - full].room_seconds(2000, 0.01) == 0.0
+                ),
+                "checks",
+            )
+            answers = [await cluster.ask(BODY) for _ in range(4)]
+            told = {answer.headers["X-Commext-Decode"] for answer in answers}
+            assert told == {f"engine{1 - full}"}
+        await cluster.both[0].stop()
+        await kit.until(lambda: not loads[0].cache_tokens, "it to be forgotten")
+
+
 async def test_speed_is_learned_from_streams_that_pass(kit: Any) -> None:
     async with kit.cluster(0, 0, num_both=1, tpot_ms=1000, affinity=False) as cluster:
         cluster.both[0].behave = serves(0.2, 0.01, 40)

@@ -15,6 +15,7 @@ from vllm_commext.proxy.engines import (
     UNKNOWN,
     EnginePool,
     places_of,
+    read_cache,
     read_capabilities,
 )
 
@@ -46,6 +47,33 @@ def test_flags_are_each_ones_own() -> None:
     known = read_capabilities(page(some, row("d", 5601)))
     assert (known.streams, len(known.offers)) == (False, 1)
     assert read_capabilities(page(some)).streams
+
+
+CACHE = 'vllm:cache_config_info{block_size="16",%sengine="0",num_gpu_blocks="100"} 1.0\n'
+USE = 'vllm:kv_cache_usage_perc{engine="%d",model_name="tiny"} %s\n'
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        pytest.param("", None, id="none"),
+        pytest.param(USE % (0, 0.5), None, id="no size"),
+        pytest.param(CACHE % "", None, id="no use"),
+        pytest.param(CACHE % "" + USE % (0, 0.25), (1600, 400), id="blocks"),
+        pytest.param(
+            CACHE % 'kv_cache_size_tokens="1000",' + USE % (0, 0.25), (1000, 250), id="tokens"
+        ),
+        pytest.param(
+            CACHE % 'kv_cache_size_tokens="1000",' + USE % (0, 0.25) + USE % (1, 0.75),
+            (2000, 1000),
+            id="two ranks",
+        ),
+    ],
+)
+def test_an_engine_says_what_its_cache_holds(
+    page: str, expected: tuple[float, float] | None
+) -> None:
+    assert read_cache(page) == expected
 
 
 def test_a_page_without_one_is_known_to_have_none() -> None:
