@@ -16,7 +16,6 @@ What each pair showed is in the summary, a line beginning with "kind".
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -37,8 +36,8 @@ MAX_TOKENS = 8
 NIXL = "vllm:commext_nixl_"
 HANDOVERS = f"{NIXL}handovers_total"
 CHOSEN = os.environ.get("COMMEXT_GPU_KINDS", ",".join(SERVED)).split(",")
-WORKING = {name: SERVED[name] for name in CHOSEN if not SERVED[name].refused}
-REFUSED = {name: SERVED[name] for name in CHOSEN if SERVED[name].refused}
+WORKING = [name for name in CHOSEN if not SERVED[name].refused]
+REFUSED = [name for name in CHOSEN if SERVED[name].refused]
 SIDE_BY_SIDE = int(os.environ.get("COMMEXT_GPU_SIDE_BY_SIDE", max(2, (os.cpu_count() or 8) // 4)))
 SIZES = "12" if NUM_GPUS > 1 and os.environ.get("COMMEXT_GPU_TP") != "1" else "1"
 NUM_USED = min(NUM_GPUS, 2)
@@ -63,7 +62,8 @@ pytestmark = [needs_gpus(1), pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    made = Fleet(WORKING, tmp_path_factory.mktemp("kinds"), LAYOUT, SIDE_BY_SIDE)
+    kinds = {name: SERVED[name] for name in (*WORKING, *REFUSED)}
+    made = Fleet(kinds, tmp_path_factory.mktemp("kinds"), LAYOUT, SIDE_BY_SIDE)
     yield made
     made.close()
 
@@ -171,9 +171,7 @@ def test_a_damaged_block_shows(engines: Engines, matrix: Callable[[str], None]) 
     assert found.nats > 2 * bound
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_a_clear_line(
-    name: str, tmp_path: Path, matrix: Callable[[str], None]
-) -> None:
-    line = Engines(name, REFUSED[name], tmp_path, LAYOUT).refusal()
-    matrix(f"kind {name} refused: {line}")
+@pytest.mark.parametrize("engines", REFUSED, indirect=True)
+def test_refused_with_a_clear_line(engines: Engines, matrix: Callable[[str], None]) -> None:
+    matrix(f"kind {engines.name} refused: {engines.refusal}")
+    assert "start without --speculative-config" in engines.refusal

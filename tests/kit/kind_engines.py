@@ -43,7 +43,8 @@ class Layout:
 
 @dataclass
 class Engines:
-    """One kind's servers by name, and what each engine answers by itself."""
+    """One kind's servers by name, and what each engine answers by itself; or of a kind that is
+    refused, the line that says so."""
 
     name: str
     served: Served
@@ -54,6 +55,8 @@ class Engines:
         default_factory=dict[tuple[str, str], ProxyServer]
     )
     own: dict[str, list[Completion]] = field(default_factory=dict[str, list[Completion]])
+    refusal: str = ""
+    has_ended: bool = False
     _stack: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -75,6 +78,9 @@ class Engines:
         Skips where vLLM does not serve this kind without this package, either.
         """
         self.write()
+        if self.served.refused:
+            self.refusal = self._refusal()
+            return self
         for name in self.layout.gpus:
             self.servers[name] = self.make(name)
             self._begin(self.servers[name])
@@ -85,8 +91,10 @@ class Engines:
                 answers = pool.map(self._answers, self.servers.values())
                 self.own.update(zip(self.servers, answers, strict=True))
         except Exception as error:
+            if self.has_ended:
+                raise
             found = [server.first_errors(1) for server in self.servers.values()]
-            self.stop()
+            self._stack.close()
             if reason := self._error_of_its_own():
                 pytest.skip(f"kind {self.name} is not served by vLLM itself: {reason}")
             raise AssertionError(f"kind {self.name}: {found}") from error
@@ -133,17 +141,17 @@ class Engines:
             return str(server.first_errors(2) or error)[:600]
         return ""
 
-    def refusal(self) -> str:
+    def _refusal(self) -> str:
         """The line of the prefill engine's log that has the expected refusal."""
-        self.write()
         server = self.make("P1")
         with suppress(ServerEndedError), server:
-            pytest.fail(f"kind {self.name}: expected to be refused, but the engine started")
+            raise AssertionError(f"kind {self.name}: expected a refusal, but the engine started")
         line = server.wait_for_log(self.served.refused, 0.0)
-        return line[line.index(self.served.refused) - 60 :] if len(line) > 400 else line
+        return line[line.rindex("Error: ") :] if "Error: " in line else line
 
     def stop(self) -> None:
         """End everything."""
+        self.has_ended = True
         self._stack.close()
 
 
@@ -184,6 +192,6 @@ class Fleet:
         """End everything, and wait for it."""
         for prepared in self._prepared.values():
             prepared.cancel()
+        for name in self._prepared:
+            self.end(name)
         self._pool.shutdown()
-        for engines in self._engines.values():
-            engines.stop()
