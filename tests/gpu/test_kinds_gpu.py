@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.kit import DAMAGE_MARK
 from tests.kit.cluster import disaggregated
-from tests.kit.corrupting_connector import MARK
 from tests.kit.gpu_checks import NUM_GPUS, needs_gpus
 from tests.kit.gpu_engines import prompts
 from tests.kit.kind_engines import Engines, Fleet, Layout
@@ -159,7 +159,7 @@ def test_a_damaged_block_shows(engines: Engines, matrix: Callable[[str], None]) 
         disaggregated(
             *(source.url, target.url, engines.model_name, prompt),
             max_tokens=MAX_TOKENS,
-            extra={"request_id": f"{MARK}-{number}"},
+            extra={"request_id": f"{DAMAGE_MARK}-{number}"},
         )
         for number, prompt in enumerate(PROMPTS)
     ]

@@ -4,7 +4,7 @@ notice.
 Use it on the decode side, in ``--kv-transfer-config``:
 ``"kv_connector": "CorruptingNixlConnector"``,
 ``"kv_connector_module_path": "tests.kit.corrupting_connector"``. ``MarkedCorruptingConnector``
-damages only what requests with ``MARK`` in their id receive, so that one engine serves both.
+damages only what requests with ``DAMAGE_MARK`` in their id receive, so that one engine serves both.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests.kit import DAMAGE_MARK
 from vllm_commext.nixl.connector import CommextNixlConnector
 from vllm_commext.nixl.metadata import StepMetadata
 
@@ -28,7 +29,6 @@ logger = logging.getLogger("vllm.commext.testing")
 # The top bit of every byte: of a float that is its sign, the lowest bit of its exponent and part of
 # its mantissa, so that numbers change and stay numbers.
 FLIPPED_BITS = 0x80
-MARK = "damaged"
 
 
 def flip_block(cache: torch.Tensor, block_id: int, num_blocks: int) -> None:
@@ -107,7 +107,7 @@ class CorruptingNixlConnector(CommextNixlConnector):
 
 
 class MarkedCorruptingConnector(CorruptingNixlConnector):
-    """Damages only the loads of requests with ``MARK`` in their id."""
+    """Damages only the loads of requests with ``DAMAGE_MARK`` in their id."""
 
     def _is_meant(self, request_id: str) -> bool:
-        return MARK in request_id
+        return DAMAGE_MARK in request_id

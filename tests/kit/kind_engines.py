@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit import CORRUPTING_MODULE
+from tests.kit import CORRUPTING_MODULE, MARKED_CORRUPTING
 from tests.kit.cluster import PATIENT_PROXY_ARGS
 from tests.kit.gpu_engines import EngineKind, gpu_server
 from tests.kit.parity import Completion, complete
@@ -17,7 +17,7 @@ from tests.kit.served import Served
 from tests.kit.servers import ProxyServer, Server, ServerEndedError, VllmServer
 
 READY_SECONDS = 300.0
-CONNECTOR = ("MarkedCorruptingConnector", CORRUPTING_MODULE)
+CONNECTOR = (MARKED_CORRUPTING, CORRUPTING_MODULE)
 _writing = threading.Lock()
 """Models are drawn from generators of the whole process."""
 
