@@ -8,6 +8,7 @@ import pickle
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -212,14 +213,19 @@ def make_remote(
     host: str = LOCAL, n_local: int = 0, **options: Any
 ) -> tuple[MessageQueue, list[MessageQueue]]:
     writer = MessageQueue(n_local + 1, n_local, connect_ip=host, **options)
+    return writer, attached(writer, [*range(n_local), -1])
+
+
+def attached(writer: MessageQueue, ranks: Sequence[int]) -> list[MessageQueue]:
+    """All readers of the writer, which come again where the machine stood still as they came."""
     handle: Handle = pickle.loads(pickle.dumps(writer.export_handle()))
-    readers = [MessageQueue.create_from_handle(handle, rank) for rank in [*range(n_local), -1]]
+    readers = [MessageQueue.create_from_handle(handle, rank) for rank in ranks]
     threads = [in_thread(reader.wait_until_ready) for reader in readers]
     writer.wait_until_ready()
     for thread, results in threads:
         thread.join(10)
         assert results == [None]
-    return writer, readers
+    return readers
 
 
 @pytest.mark.parametrize("host", [LOCAL, "::1"])
@@ -313,13 +319,13 @@ def test_a_stranger_gets_nothing_and_holds_nobody_up(garbage: bytes) -> None:
     writer = MessageQueue(1, 0, connect_ip=LOCAL)
     strangers = [socket.create_connection(port_of(writer)) for _ in range(100)]
     for stranger in strangers:
-        stranger.settimeout(5)
+        stranger.settimeout(60)
         with contextlib.suppress(OSError):  # it may be closed already
             stranger.sendall(garbage)
-    reader = MessageQueue.create_from_handle(writer.export_handle(), -1)
+    [reader] = attached(writer, [-1])
     for number in range(50):
         writer.enqueue(number, timeout=20)
-        assert reader.dequeue(timeout=5) == number
+        assert reader.dequeue(timeout=20) == number
     for stranger in strangers:
         got = 0
         with contextlib.suppress(ConnectionError), stranger:
