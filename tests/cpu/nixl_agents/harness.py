@@ -45,6 +45,8 @@ from vllm_commext.nixl.wire.description import MappedOffer, WorkerDescription, e
 
 HOST = "127.0.0.1"
 BOUND_SECONDS = 60.0
+PATIENCE_SECONDS = 10 * BOUND_SECONDS
+"""For handshakes, of which none is to be late where the machine stands still for a minute."""
 DESCRIPTION = "description: "
 BLOCK_SIZE = 16
 NUM_HEADS = 2
@@ -145,7 +147,12 @@ class Engine:
         self.config = ConnectorConfig(
             side_channel_host=HOST,
             side_channel_port=self.port,
-            **{"num_threads": 1, "handshake_timeout": 20.0, "require_fence": False, **settings},
+            **{
+                "num_threads": 1,
+                "handshake_timeout": PATIENCE_SECONDS,
+                "require_fence": False,
+                **settings,
+            },
         )
         progress = ProgressTable(1, num_rows=4) if self.config.stream_chunks else None
         generations = GenerationTable(num_blocks, 64) if self.config.reuse_blocks else None

@@ -241,7 +241,7 @@ def test_an_unknown_backend_is_refused_by_name() -> None:
 
 def test_giving_up_a_load_that_waits_for_its_peer(make_engine: MakeEngine) -> None:
     prefill = make_engine("p")
-    decode = make_engine("d", seed=2, handshake_timeout=60.0)
+    decode = make_engine("d", seed=2)
     with silence() as port:
         decode.thread.submit(load_of("r", prefill.remote("x", [1], port=port), [1]))
         decode.thread.submit(GiveUp("r"))

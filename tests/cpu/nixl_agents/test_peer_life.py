@@ -51,7 +51,7 @@ def test_a_read_from_a_killed_peer_is_given_up_where_nixl_says_nothing(
 def test_a_peer_that_was_killed_fails_requests_at_once_until_it_is_back(
     make_engine: MakeEngine, log_lines: Lines
 ) -> None:
-    decode = make_engine("d", seed=2, handshake_timeout=30.0)
+    decode = make_engine("d", seed=2)
     with PeerProcess("p", seed=1, whole=True) as first:
         assert_works(decode, first)
         first.kill()
