@@ -38,7 +38,7 @@ class Recorder:
         self.modules.add(path.partition(":")[0])
         return object()
 
-    class_text = resolve
+    attributes_set = resolve
 
     def has_package(self, name: str) -> bool:
         return True

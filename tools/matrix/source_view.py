@@ -8,9 +8,11 @@ import abc
 import ast
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from vllm_commext.compat.api_probes import set_in
 
 PACKAGE = "vllm"
 # What a decorator does to how a name is looked up or called; all others are left out.
@@ -107,10 +109,10 @@ class SourceView:
         """True: the text is there whatever this machine has."""
         return True
 
-    def class_text(self, path: str) -> ast.AST:
-        """The parsed text of the class at ``package.module:Class``."""
+    def attributes_set(self, path: str) -> Collection[str]:
+        """What the methods of the class at ``package.module:Class`` set."""
         module, _, name = path.partition(":")
-        return self._module(module)[name]
+        return set_in(self._module(module)[name])
 
     def _file(self, module: str) -> Path | None:
         base = self._root.joinpath(*module.split("."))

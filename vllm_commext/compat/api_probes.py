@@ -10,10 +10,14 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import linecache
+import re
 import textwrap
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import Any, Protocol
 
 from vllm_commext.compat.monkey_patch import original_at
@@ -31,8 +35,8 @@ class View(Protocol):
         """Whether code that imports this package can be used."""
         ...
 
-    def class_text(self, path: str) -> ast.AST:
-        """The parsed text of the class at ``package.module:Class``."""
+    def attributes_set(self, path: str) -> Collection[str]:
+        """What the methods of the class at ``package.module:Class`` set."""
         ...
 
 
@@ -49,8 +53,29 @@ class Installed:
     def has_package(self, name: str) -> bool:
         return importlib.util.find_spec(name) is not None
 
-    def class_text(self, path: str) -> ast.AST:
-        return ast.parse(textwrap.dedent(inspect.getsource(self.resolve(path))))
+    def attributes_set(self, path: str) -> Collection[str]:
+        return _set_by_class(self.resolve(path))
+
+
+@cache
+def _set_by_class(found: type) -> Collection[str]:
+    text = "".join(linecache.getlines(inspect.getfile(found)))
+    # As far as a line that begins with neither a blank, a bracket's end nor a comment: what is cut
+    # short is no Python. `inspect` parses the whole file, which takes a tenth of a second for some.
+    cut = re.search(rf"^class {found.__name__}\b.*?(?=^[^\s)\]}}#]|\Z)", text, re.M | re.S)
+    with suppress(SyntaxError):
+        if cut is not None:
+            return set_in(ast.parse(cut[0]))
+    return set_in(ast.parse(textwrap.dedent(inspect.getsource(found))))
+
+
+def set_in(tree: ast.AST) -> Collection[str]:
+    """The attributes that code sets, whatever they belong to."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
 
 
 INSTALLED = Installed()
@@ -187,11 +212,7 @@ def has_attributes(path: str, *wanted: str) -> Probe:
     """Probe: the methods of the class set these attributes of its instances."""
 
     def probe(view: View) -> str:
-        set_here = {
-            node.attr
-            for node in ast.walk(view.class_text(path))
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        }
+        set_here = view.attributes_set(path)
         missing = [name for name in wanted if name not in set_here]
         return f"expected attributes {', '.join(missing)}, which are set nowhere" if missing else ""
 
