@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm
 from packaging.version import Version
 
 from tests.kit import cluster
 from tests.kit.composed import ATOL, NIXL, OWN, Cluster, check, prompts
+from tests.kit.installed import VLLM
 from tests.kit.metrics import scrape
 from tests.kit.parity import (
     PREFILL_PARAMS,
@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 # Nats: another prompt's answer is further away in bfloat16, the same one computed in other steps is
 # not (`test_tiny_model.py`).
 VISIBLE = 0.2
-VLLM = Version(vllm.__version__.split("+")[0])
 ALIGN = ["--mamba-cache-mode", "align", "--enable-prefix-caching"]
 NO_PREFIXES = ["--no-enable-prefix-caching"]
 STATES = {"qwen3next": VISIBLE, "granite": ATOL}

@@ -32,7 +32,7 @@ from tests.cpu.event_streams import (
 )
 from tests.cpu.first_tokens import FIRST_TOKENS, check_source
 from tests.cpu.test_speculation import NGRAM, speculation
-from tests.kit import cluster, late_connector, parity
+from tests.kit import LOADS_BEGIN, cluster, parity
 from tests.kit.composed import OWN, Cluster, Pair, prompts
 from tests.kit.metrics import scrape, wait_for_added
 from tests.kit.servers import ProxyServer, Server, VllmServer
@@ -251,9 +251,7 @@ def test_a_prefill_server_that_is_killed_before_its_blocks_are_read_changes_no_a
         policy=policy,
         extra={"transfer_timeout": 5},
     )
-    late = cluster.engine_server(
-        "late", model, tmp_path, config, environ={late_connector.FILE: str(file)}
-    )
+    late = cluster.engine_server("late", model, tmp_path, config, environ={LOADS_BEGIN: str(file)})
     dice = random.Random(37)
     prompt = [dice.randrange(32, 127) for _ in range(3 * CHUNK_TOKENS)]
     body = body_of(COMPLETIONS, {"prompt": prompt, **CONTINUOUS, "return_token_ids": True})
@@ -285,7 +283,7 @@ def test_a_decode_server_that_is_killed_after_the_first_token_ends_the_stream(
     )
     file = tmp_path / "loads-begin"
     mortal = cluster.engine_server(
-        "mortal", servers.model, tmp_path, config, environ={late_connector.FILE: str(file)}
+        "mortal", servers.model, tmp_path, config, environ={LOADS_BEGIN: str(file)}
     )
     with mortal, proxy_of(servers.prefill, mortal, tmp_path) as proxy:
         file.touch()

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.kit import cluster, late_connector, parity, undated_connector
+from tests.kit import FORGETS_NOTHING, LOADS_BEGIN, cluster, parity
 from tests.kit.metrics import Metrics, scrape, wait_for_added
 from tests.kit.parity import Completion
 from tests.kit.servers import ProxyServer, Server, VllmServer
@@ -152,7 +152,7 @@ def servers(
 ) -> Iterator[Servers]:
     folder = tmp_path_factory.mktemp("resets")
     files = folder / "loads-begin", folder / "forgets-nothing"
-    environ = {late_connector.FILE: str(files[0]), undated_connector.FILE: str(files[1])}
+    environ = {LOADS_BEGIN: str(files[0]), FORGETS_NOTHING: str(files[1])}
     files[0].touch()
     models = (model, other_model)
     plain = [

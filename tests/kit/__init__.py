@@ -9,6 +9,10 @@ CORRUPTING_MODULE = "tests.kit.corrupting_connector"
 MARKED_CORRUPTING = "MarkedCorruptingConnector"
 DAMAGE_MARK = "damaged"
 """The same, but only what requests with this mark in their id have read."""
+LOADS_BEGIN = "COMMEXT_TEST_LOADS_BEGIN"
+"""Names the file that ``late_connector`` waits for."""
+FORGETS_NOTHING = "COMMEXT_TEST_FORGETS_NOTHING"
+"""Names the file while which is there ``undated_connector`` forgets nothing."""
 
 
 def fixed_cache(num_bytes: int) -> tuple[str, ...]:

@@ -3,7 +3,7 @@ engine between a request's first token and its blocks.
 
 Use it on the decode side, in ``--kv-transfer-config``:
 ``"kv_connector": "LateNixlConnector"``,
-``"kv_connector_module_path": "tests.kit.late_connector"``, with the file in ``FILE``.
+``"kv_connector_module_path": "tests.kit.late_connector"``, with the file in ``LOADS_BEGIN``.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tests.kit import LOADS_BEGIN
 from vllm_commext.nixl.connector import CommextNixlConnector
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.requests import Load
-
-FILE = "COMMEXT_TEST_LOADS_BEGIN"
 
 
 class LateNixlConnector(CommextNixlConnector):
@@ -29,7 +28,7 @@ class LateNixlConnector(CommextNixlConnector):
         step = self._get_connector_metadata()
         if isinstance(step, StepMetadata):
             loads = [*self._kept, *step.loads]
-            may_begin = Path(os.environ[FILE]).exists()
+            may_begin = Path(os.environ[LOADS_BEGIN]).exists()
             self._kept = () if may_begin else tuple(one for one in loads if one.awaited)
             step.loads = [one for one in loads if one not in self._kept]
         super().start_load_kv(forward_context, **kwargs)

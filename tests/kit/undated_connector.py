@@ -3,8 +3,8 @@ it a test shows that it would notice.  Prompts whose loads it keeps back are kep
 those of requests that wait for room.
 
 Use it on the decode side, in ``--kv-transfer-config``: ``"kv_connector": "UndatedNixlConnector"``,
-``"kv_connector_module_path": "tests.kit.undated_connector"``, with the file in ``FILE``, and one in
-``late_connector.FILE``.
+``"kv_connector_module_path": "tests.kit.undated_connector"``, with the file in
+``FORGETS_NOTHING``, and one in ``LOADS_BEGIN``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests.kit import late_connector
+from tests.kit import FORGETS_NOTHING, LOADS_BEGIN, late_connector
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.requests import Wait
-
-FILE = "COMMEXT_TEST_FORGETS_NOTHING"
 
 
 class UndatedNixlConnector(late_connector.LateNixlConnector):
@@ -31,7 +29,7 @@ class UndatedNixlConnector(late_connector.LateNixlConnector):
         forget = side.forget_computed
 
         def forget_computed() -> None:
-            if not Path(os.environ[FILE]).exists():
+            if not Path(os.environ[FORGETS_NOTHING]).exists():
                 forget()
 
         side.forget_computed = forget_computed
@@ -39,7 +37,7 @@ class UndatedNixlConnector(late_connector.LateNixlConnector):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Renew the leases of what is kept back."""
         step = self._get_connector_metadata()
-        if isinstance(step, StepMetadata) and not Path(os.environ[late_connector.FILE]).exists():
+        if isinstance(step, StepMetadata) and not Path(os.environ[LOADS_BEGIN]).exists():
             step.waits += [
                 Wait(one.request_id, one.remote) for one in step.loads if one.awaited and one.remote
             ]
