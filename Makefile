@@ -35,6 +35,8 @@ NEIGHBOURS := -n 2 --dist worksteal
 FILES := -n 3 --dist loadfile --no-loadscope-reorder
 # What computes only takes what servers leave, which wait for a third of the time.
 AFTER := nice -n 2
+BEGAN := $(shell date +%s)
+REPORTS := build/servers.xml build/pure.xml
 DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
 	--requests $(REQUESTS) $(if $(filter-out 0,$(KEEP)),--keep)
 
@@ -47,14 +49,16 @@ help: ## List the targets
 demo: env ## Prefill and decode servers here, proven equal to one server; MODEL=granite P_TP=1 D_TP=2 TP=2 KEEP=1 REQUESTS=32
 	$(BIN)/python -m tests.kit.demo $(DEMO_ARGS)
 
-test: env ## Tests with real servers and a short chaos run; lint, unit and contract tests while those wait
-	$(MAKE) --jobs 3 servers pure checked
+test: env ## Tests with real servers and a short chaos run; lint, unit and contract tests while those wait; under ten minutes on two cores
+	@rm -f $(REPORTS)
+	@$(MAKE) --jobs 3 servers pure checked; status=$$?; \
+		$(BIN)/python tools/test_times.py $(BEGAN) $(REPORTS); exit $$status
 
 servers: env
-	$(PYTEST) $(FILES) tests/cpu tests/chaos $(PYTEST_ARGS)
+	$(PYTEST) $(FILES) --junitxml $(word 1,$(REPORTS)) tests/cpu tests/chaos $(PYTEST_ARGS)
 
 pure: env
-	$(AFTER) $(PYTEST) $(NEIGHBOURS) tests/unit tests/contract $(PYTEST_ARGS)
+	$(AFTER) $(PYTEST) $(NEIGHBOURS) --junitxml $(word 2,$(REPORTS)) tests/unit tests/contract $(PYTEST_ARGS)
 
 checked: env
 	$(AFTER) $(MAKE) lint
