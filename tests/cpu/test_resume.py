@@ -125,7 +125,10 @@ def test_answers_go_on_at_another_server(servers: Servers) -> None:
         servers.first.signal_all(signal.SIGKILL)
 
     barrier = threading.Barrier(len(ASKED), change)
-    streams = {name: Asked(servers, name, barrier) for name in ASKED}
+    with ThreadPoolExecutor(len(ASKED)) as pool:
+        streams = dict(
+            zip(ASKED, pool.map(lambda name: Asked(servers, name, barrier), ASKED), strict=True)
+        )
     told(servers.second, COMPLETIONS, body_of(COMPLETIONS, {}))  # it knows of its steps by then
     before = scrape(servers.second.url)
     with ThreadPoolExecutor(len(ASKED)) as pool:
