@@ -31,6 +31,7 @@ def test_service_survives_a_fault_of_each_kind_without_a_wrong_token(tmp_path: P
         num_requests=50,
         num_faults=len(KINDS),
         kinds=KINDS,
+        num_clients=2,
         num_prompts=12,
         namespaces=False,
         plain_reference=False,

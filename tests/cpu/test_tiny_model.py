@@ -18,7 +18,8 @@ from tests.kit.tiny_model import write_tiny_model
 
 NUM_PROMPTS, NUM_PROMPT_TOKENS = 2, 200
 NUM_GENERATED = 16
-SERVED = [name for name, kind in KINDS.items() if kind.on_cpus]
+ALWAYS = ("llama", "swa", "granite1")
+"""The kinds that `make test` has servers of."""
 ENGINES_SECONDS = 600
 # Nats, by data type. Rounding (another tensor-parallel size, a prompt in two steps) moves what is
 # computed in float32 by less than 1e-4, in bfloat16 by 0.1.
@@ -81,13 +82,13 @@ def draw_prompts() -> tuple[list[Prompt], list[Prompt]]:
     return prompts, [almost_the_same(prompt) for prompt in prompts]
 
 
-def ask(folder: Path, prompts: list[Prompt]) -> dict[str, list[Answer]]:
+def ask(kinds: Sequence[str], folder: Path, prompts: list[Prompt]) -> dict[str, list[Answer]]:
     """Answers of a fresh engine of each kind, one prompt at a time."""
-    folders = {kind: write_tiny_model(folder / kind, kind) for kind in SERVED}
+    folders = {kind: write_tiny_model(folder / kind, kind) for kind in kinds}
     asked = {
         "kinds": {
             kind: (str(folders[kind]), KINDS[kind].cpu_dtype, KINDS[kind].cpu_attention)
-            for kind in SERVED
+            for kind in kinds
         },
         "prompts": prompts,
         "tokens": NUM_GENERATED,
@@ -105,7 +106,7 @@ def ask(folder: Path, prompts: list[Prompt]) -> dict[str, list[Answer]]:
     made.stdin.close()
     assert status == 0, log.read_text()[-4000:]
     found = json.loads(answers.read_text())
-    return {kind: [to_answer(one) for one in found[kind]] for kind in SERVED}
+    return {kind: [to_answer(one) for one in found[kind]] for kind in kinds}
 
 
 def to_answer(positions: Sequence[tuple[int, Mapping[str, float]]]) -> Answer:
@@ -113,10 +114,19 @@ def to_answer(positions: Sequence[tuple[int, Mapping[str, float]]]) -> Answer:
     return Answer(tuple(token for token, _ in positions), first)
 
 
-@pytest.fixture(scope="module")
-def all_answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
+OTHERS = [name for name, kind in KINDS.items() if kind.on_cpus and name not in ALWAYS]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[ALWAYS, pytest.param(OTHERS, marks=pytest.mark.long)],
+    ids=["of make test", "others"],
+)
+def all_answers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Answers]:
     prompts, changed = draw_prompts()
-    found = ask(tmp_path_factory.mktemp("kinds"), [*prompts, *prompts, *changed])
+    found = ask(request.param, tmp_path_factory.mktemp("kinds"), [*prompts, *prompts, *changed])
     n = NUM_PROMPTS
     return {
         kind: Answers(VISIBLE[KINDS[kind].cpu_dtype], one[:n], one[n : 2 * n], one[2 * n :])
@@ -124,20 +134,19 @@ def all_answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
     }
 
 
-@pytest.fixture(params=SERVED)
-def answers(request: pytest.FixtureRequest, all_answers: dict[str, Answers]) -> Answers:
-    return all_answers[request.param]
+def test_an_early_token_changes_the_first_one(all_answers: dict[str, Answers]) -> None:
+    for kind, answers in all_answers.items():
+        for one, other in zip(answers.prompts, answers.changed, strict=True):
+            difference = logprob_difference(one.first_logprobs, other.first_logprobs)
+            assert difference > answers.visible, kind
 
 
-def test_an_early_token_changes_the_first_one(answers: Answers) -> None:
-    for one, other in zip(answers.prompts, answers.changed, strict=True):
-        assert logprob_difference(one.first_logprobs, other.first_logprobs) > answers.visible
+def test_the_same_prompt_gives_the_same(all_answers: dict[str, Answers]) -> None:
+    for kind, answers in all_answers.items():
+        assert answers.prompts == answers.again, kind
 
 
-def test_the_same_prompt_gives_the_same(answers: Answers) -> None:
-    assert answers.prompts == answers.again
-
-
-def test_greedy_output_is_varied(answers: Answers) -> None:
-    assert len({one.token_ids for one in answers.prompts}) == NUM_PROMPTS
-    assert all(len(set(one.token_ids)) > NUM_GENERATED // 4 for one in answers.prompts)
+def test_greedy_output_is_varied(all_answers: dict[str, Answers]) -> None:
+    for kind, answers in all_answers.items():
+        assert len({one.token_ids for one in answers.prompts}) == NUM_PROMPTS, kind
+        assert all(len(set(one.token_ids)) > NUM_GENERATED // 4 for one in answers.prompts), kind

@@ -38,8 +38,8 @@ SERVED = {
     "qwen3next": ALL,
     "swa": SPLIT,
 }
-# One of each kind of cache goes with `make test`: attention, windows, states.
-ALWAYS = ("llama", "granite1", "swa")
+# What goes with `make test`: attention and states; windows are in test_windows.py.
+ALWAYS = ("llama", "granite1")
 KINDS_SERVED = [
     kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.long) for kind in SERVED
 ]

@@ -60,14 +60,24 @@ def cluster_of(case: Case, theirs: Stages, ours: Stages, *, streams: bool = Fals
     return Cluster(case, theirs=theirs, ours=ours, streams=streams)
 
 
-by_pair = pytest.mark.parametrize(
-    "pair", PAIRS, ids=lambda pair: "-".join(f"pp{len(ends) + 1}tp{size}" for size, ends in pair)
+ALWAYS = PAIRS[5]
+"""The pair that each model has in `make test`; the hybrid one has all pairs."""
+every = pytest.mark.parametrize(
+    ("model", "pair"),
+    [
+        pytest.param(
+            model,
+            pair,
+            id="-".join([name, *(f"pp{len(ends) + 1}tp{size}" for size, ends in pair)]),
+            marks=() if model is HYBRID or pair is ALWAYS else pytest.mark.long,
+        )
+        for name, model in MODELS.items()
+        for pair in PAIRS
+    ],
 )
-by_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 
 
-@by_pair
-@by_model
+@every
 def test_every_byte_arrives_and_every_worker_is_released(
     model: Model, pair: tuple[tuple[int, list[int]], tuple[int, list[int]]]
 ) -> None:
@@ -79,8 +89,7 @@ def test_every_byte_arrives_and_every_worker_is_released(
         assert sum(worker.recorded["bytes"] for worker in cluster.decode.workers) > 0
 
 
-@by_pair
-@by_model
+@every
 def test_every_byte_arrives_while_the_stages_compute(
     model: Model, pair: tuple[tuple[int, list[int]], tuple[int, list[int]]]
 ) -> None:

@@ -41,20 +41,29 @@ def cluster_case(model: Model, sizes: tuple[int, int], num_requests: int = 3) ->
     return case_of(model, prefill, decode, spans, dice)
 
 
-@pytest.fixture(params=["strided", "expanded"])
-def descriptor_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both forms of NIXL's descriptor lists; older NIXL takes the second only."""
-    strided = request.param == "strided"
-    monkeypatch.setattr("vllm_commext.nixl.transport.agent.takes_strided_lists", lambda: strided)
-    return request.param
+MODELS = {"attention": ATTENTION, "hybrid": HYBRID}
+EXPANDED = ((2, 1), (2, 4))
+"""The sizes at which `make test` takes older NIXL's form of descriptor lists, too."""
+EVERY = [
+    pytest.param(
+        form,
+        model,
+        sizes,
+        id=f"{form}-{name}-{sizes[0]}:{sizes[1]}",
+        marks=() if form == "strided" or sizes in EXPANDED else pytest.mark.long,
+    )
+    for form in ("strided", "expanded")
+    for name, model in MODELS.items()
+    for sizes in PAIRS
+]
 
 
-@pytest.mark.parametrize("sizes", PAIRS, ids=lambda sizes: f"{sizes[0]}:{sizes[1]}")
-@pytest.mark.parametrize("model", [ATTENTION, HYBRID], ids=["attention", "hybrid"])
-@pytest.mark.usefixtures("descriptor_form")
+@pytest.mark.parametrize(("form", "model", "sizes"), EVERY)
 def test_every_byte_arrives_and_every_rank_is_released(
-    model: Model, sizes: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch, form: str, model: Model, sizes: tuple[int, int]
 ) -> None:
+    strided = form == "strided"
+    monkeypatch.setattr("vllm_commext.nixl.transport.agent.takes_strided_lists", lambda: strided)
     with Cluster(cluster_case(model, sizes)) as cluster:
         cluster.run()
         assert cluster.decode.faults(cluster.requests) == []
