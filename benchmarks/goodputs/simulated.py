@@ -2,7 +2,8 @@
 
 `measured`: beside the cells of a measurement on two H100. `grid`: goodput by workload, limits and
 rate. `highest`: the highest rate with 90 % of requests in time. `refusals`: what refusing brings
-under too much load. `caches`: engines with small KV caches. `fleets`: many engines, some of
+under too much load. `caches`: engines with small KV caches. `turns`: later turns
+of conversations. `fleets`: many engines, some of
 them slow, some lost and back.
 """
 
@@ -171,6 +172,35 @@ def print_refusals(workers: ProcessPoolExecutor) -> None:
         print(f"| {workload} | {limits} | {'yes' if refuses else 'no'} | {row} |")
 
 
+def turns_told(job: tuple[str, str, float, Limits]) -> str:
+    """Of later turns the share of the history's tokens that was computed where it is, and the
+    median first token in ms; of all requests the share in time."""
+    name, workload, rate, limits = job
+    requests = play(lambda engines: CONTESTANTS[name](engines, limits), workload, rate)
+    later = [one for one in requests if one.most_held]
+    share = sum(one.held for one in later) / sum(one.most_held for one in later)
+    first = 1e3 * quantile([one.first_token for one in later], 0.5)
+    good = sum(one.is_good(limits) for one in requests) / len(requests)
+    return f"{share:.0%} {first:.0f} {good:.0%}"
+
+
+def print_turns(workers: ProcessPoolExecutor) -> None:
+    names = ("replicas", "fixed", "adaptive")
+    cells = [
+        (workload, rate, Limits(tpot, 1.0))
+        for workload, rates in ((CONVERSATION, (1.5, 3.0)), ("agentic", (8.0, 14.0)))
+        for rate in rates
+        for tpot in (0.012, 0.025)
+    ]
+    jobs = [(name, *cell) for cell in cells for name in names]
+    results = iter(list(workers.map(turns_told, jobs)))
+    print(f"| workload | requests/s | limits | {' | '.join(names)} |")
+    print("|---|---|---|" + "---|" * len(names))
+    for workload, rate, limits in cells:
+        row = " | ".join(next(results) for _ in names)
+        print(f"| {workload} | {rate:g} | {limits} | {row} |")
+
+
 def share_with_caches(job: tuple[str, float, Limits, tuple[float, float]]) -> float:
     """Share in time of two engines whose KV caches have room for so many tokens."""
     name, rate, limits, caches = job
@@ -239,6 +269,7 @@ TABLES = {
     "highest": print_highest,
     "refusals": print_refusals,
     "caches": print_caches,
+    "turns": print_turns,
     "fleets": print_fleets,
 }
 

@@ -52,13 +52,16 @@ class Turn:
 
 @dataclass(eq=False)
 class Request:
-    """One arrival's way. left, done: of its prompt; note: the policy's own. is_in: the engine that
+    """One arrival's way. left, done: of its prompt; held, most_held: of it by the engine that
+    computes it, and by the one that holds most; note: the policy's own. is_in: the engine that
     computes its prompt keeps it in its KV cache; has_place: so does the one that is to read it;
     is_handed_over: that may; num_preempted: how often it was thrown out."""
 
     arrival: Arrival
     left: int = 0
     done: int = 0
+    held: int = 0
+    most_held: int = 0
     prefill: int = -1
     decode: int = -1
     first: float = math.inf
@@ -238,8 +241,10 @@ class Simulation:
         request.prefill, request.decode = placed
         request.is_in = request.has_place = request.is_handed_over = False
         engine, arrival = self.engines[request.prefill], request.arrival
-        held = min(engine.held.get(arrival.group, 0), arrival.shared_tokens)
-        request.done, request.left = held, max(1, arrival.prompt_tokens - held)
+        held = [min(one.held.get(arrival.group, 0), arrival.shared_tokens) for one in self.engines]
+        request.held, request.most_held = held[request.prefill], max(held)
+        request.done = request.held
+        request.left = max(1, arrival.prompt_tokens - request.done)
         self._at(self.now + engine.hardware.overhead, self._queue, request)
 
     def _queue(self, request: Request) -> None:

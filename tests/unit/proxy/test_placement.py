@@ -155,6 +155,26 @@ def test_held_tokens_are_not_computed_again() -> None:
     assert placed.decode is both[1]
 
 
+@pytest.mark.parametrize(
+    ("held", "num_running", "prefill", "decode"),
+    [
+        pytest.param(3900, 1, 1, 1, id="little is new"),
+        pytest.param(1000, 1, 0, 0, id="much is new, and nothing runs elsewhere"),
+        pytest.param(1000, 0, 1, 1, id="much is new, and nothing runs there"),
+    ],
+)
+def test_a_turn_is_computed_where_its_history_is_while_there_is_slack(
+    held: int, num_running: int, prefill: int, decode: int
+) -> None:
+    made = planner(per_token=0.0075)
+    both = engines(made)
+    both[1].held_tokens = held
+    for _ in range(num_running):
+        running(both[1].load, 100, 100 * STEP)
+    placed = place(made, both, both)
+    assert (placed.prefill.key, placed.decode.key) == (prefill, decode)
+
+
 def test_an_engine_whose_cache_is_full_costs_what_waiting_there_costs() -> None:
     made = planner(first_token=1.0, per_token=0.02)
     both = engines(made)
