@@ -137,20 +137,29 @@ class Planner:
         hands_over = self.limits.per_token > 0.0
         if len(decode) <= MAX_CANDIDATES >= len(prefill):
             return decode, prefill if hands_over else (), decode if hands_over else ()
-        soonest = min(decode, key=_until_free)
+        for one in decode if hands_over else ():
+            one.load.look(now)
+        engines = {id(one): one for one in (*decode, *prefill)}
+        outlooks = {key: _outlook(one) for key, one in engines.items()}
+
+        def pace(one: Candidate) -> float:
+            return outlooks[id(one)][0]
+
+        def until_free(one: Candidate) -> float:
+            return outlooks[id(one)][1]
+
+        soonest = min(decode, key=until_free)
         if not hands_over:
             return [soonest], (), ()
         patience = 4.0 / self.limits.first_token if self.limits.first_token else 1.0
 
         def alone(one: Candidate) -> float:
-            return len(one.load.answers) + patience * _until_free(one)
+            return len(one.load.answers) + patience * until_free(one)
 
-        for one in decode:
-            one.load.look(now)
-        steadiest = sorted(decode, key=_pace_with_room)[:MAX_CANDIDATES]
+        steadiest = sorted(decode, key=pace)[:MAX_CANDIDATES]
         sources = list[Candidate]()
         if prefill:
-            sources += dict.fromkeys((min(prefill, key=_until_free), min(prefill, key=alone)))
+            sources += dict.fromkeys((min(prefill, key=until_free), min(prefill, key=alone)))
         local = dict.fromkeys((soonest, *steadiest, *(one for one in sources if one in decode)))
         return list(local), sources, steadiest
 
@@ -233,25 +242,16 @@ class Planner:
         found.by_answer, found.by_both = by_answer * stride, by_both * stride
 
 
-def _until_free(one: Candidate) -> float:
-    """Work of an engine in seconds, less what it need not compute."""
+def _outlook(one: Candidate) -> tuple[float, float]:
+    """Seconds to each token of an engine's answers, by its recent time, and until it takes another
+    prompt, less what it need not compute of that; until its KV cache has room in either."""
     load, held = one.load, one.held_tokens
+    step = load.speed.step_seconds(load.mean_answers, load.mean_context)
+    pace = step / max(1.0 - load.share, 0.05)
     saved = load.speed.prefill_seconds(held, 0, False) if held else 0.0
     waiting = sum(one.seconds for one in load.waiting) if load.waiting else 0.0
-    return max(load.queued + waiting, _pace_with_room(one) - _pace(one)) - saved
-
-
-def _pace(one: Candidate) -> float:
-    """Seconds to each token of an engine's answers, by its recent time."""
-    load = one.load
-    step = load.speed.step_seconds(load.mean_answers, load.mean_context)
-    return step / max(1.0 - load.share, 0.05)
-
-
-def _pace_with_room(one: Candidate) -> float:
-    """The same, and the seconds until its KV cache has room at all."""
-    pace = _pace(one)
-    return pace + one.load.room_seconds(0.0, pace)
+    room = load.room_seconds(0.0, pace) if load.cache_tokens else 0.0
+    return pace + room, max(load.queued + waiting, room) - saved
 
 
 def _late_share(needed: float, had: int, most: int, longer: Sequence[float]) -> float:
