@@ -40,7 +40,6 @@ STAGED = ((2, 1), (2, 2))
 # What goes with `make test`, and all sizes of prefill and decode engines.
 CASES = [
     pytest.param("llama", ((2, 1), (1, 2)), id="llama"),
-    pytest.param("nemotron", ((1, 1), (2, 1)), id="nemotron", marks=pytest.mark.long),
     *(
         pytest.param(kind, EVERY, id=f"{kind}-every", marks=pytest.mark.long)
         for kind in ("llama", "nemotron", "mla")

@@ -8,6 +8,7 @@ import pytest
 
 from tests.cpu.nixl_agents.harness import wait_until
 from tests.cpu.nixl_agents.simulation import Cluster, Prefill
+from tests.kit.crossed import crossed
 from tests.unit.nixl.cluster_cases import Case, Model, Span, case_of, random_span
 from tests.unit.nixl.reference_cache import Attention, Engine, Group, State
 from tests.unit.nixl.reference_meaning import held
@@ -60,28 +61,22 @@ def cluster_of(case: Case, theirs: Stages, ours: Stages, *, streams: bool = Fals
     return Cluster(case, theirs=theirs, ours=ours, streams=streams)
 
 
-ALWAYS = PAIRS[5]
-"""The pair that each model has in `make test`; the hybrid one has all pairs."""
 every = pytest.mark.parametrize(
-    ("model", "pair"),
-    [
-        pytest.param(
-            model,
-            pair,
-            id="-".join([name, *(f"pp{len(ends) + 1}tp{size}" for size, ends in pair)]),
-            marks=() if model is HYBRID or pair is ALWAYS else pytest.mark.long,
-        )
-        for name, model in MODELS.items()
-        for pair in PAIRS
-    ],
+    ("kind", "pair"),
+    crossed(list(MODELS), PAIRS),
+    ids=lambda value: (
+        value
+        if isinstance(value, str)
+        else "-".join(f"pp{len(ends) + 1}tp{size}" for size, ends in value)
+    ),
 )
 
 
 @every
 def test_every_byte_arrives_and_every_worker_is_released(
-    model: Model, pair: tuple[tuple[int, list[int]], tuple[int, list[int]]]
+    kind: str, pair: tuple[tuple[int, list[int]], tuple[int, list[int]]]
 ) -> None:
-    case, theirs, ours = case_and_stages(model, *pair)
+    case, theirs, ours = case_and_stages(MODELS[kind], *pair)
     with cluster_of(case, theirs, ours) as cluster:
         cluster.run()
         assert cluster.decode.faults(cluster.requests) == []
@@ -91,11 +86,11 @@ def test_every_byte_arrives_and_every_worker_is_released(
 
 @every
 def test_every_byte_arrives_while_the_stages_compute(
-    model: Model, pair: tuple[tuple[int, list[int]], tuple[int, list[int]]]
+    kind: str, pair: tuple[tuple[int, list[int]], tuple[int, list[int]]]
 ) -> None:
-    nothing = (0,) * len(model)
+    nothing = (0,) * len(MODELS[kind])
     spans = [Span(count, count, nothing, nothing) for count in (41, 24)]
-    case, theirs, ours = case_and_stages(model, *pair, spans=spans)
+    case, theirs, ours = case_and_stages(MODELS[kind], *pair, spans=spans)
     with cluster_of(case, theirs, ours, streams=True) as cluster:
         cluster.stream(random.Random(f"steps {pair}"))
         assert cluster.decode.wait_received(cluster.requests) == [set()] * len(

@@ -3,10 +3,12 @@ byte."""
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from tests.cpu.nixl_agents.simulation import Cluster
+from tests.kit.crossed import crossed
 from tests.unit.nixl.cluster_cases import PAIRS, Case, Model, case_of, random_span
 from tests.unit.nixl.reference_cache import Attention, Cache, Engine, Group, State
 from tests.unit.nixl.reference_meaning import held
@@ -42,29 +44,22 @@ def cluster_case(model: Model, sizes: tuple[int, int], num_requests: int = 3) ->
 
 
 MODELS = {"attention": ATTENTION, "hybrid": HYBRID}
-EXPANDED = ((2, 1), (2, 4))
-"""The sizes at which `make test` takes older NIXL's form of descriptor lists, too."""
-EVERY = [
-    pytest.param(
-        form,
-        model,
-        sizes,
-        id=f"{form}-{name}-{sizes[0]}:{sizes[1]}",
-        marks=() if form == "strided" or sizes in EXPANDED else pytest.mark.long,
-    )
-    for form in ("strided", "expanded")
-    for name, model in MODELS.items()
-    for sizes in PAIRS
-]
+FORMS = ("strided", "expanded")
+"""Both forms of NIXL's descriptor lists; older NIXL takes the second only."""
 
 
-@pytest.mark.parametrize(("form", "model", "sizes"), EVERY)
+@pytest.mark.parametrize(
+    ("caches", "sizes"),
+    crossed(list(product(FORMS, MODELS)), PAIRS),
+    ids=lambda pair: "{}:{}".format(*pair),
+)
 def test_every_byte_arrives_and_every_rank_is_released(
-    monkeypatch: pytest.MonkeyPatch, form: str, model: Model, sizes: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch, caches: tuple[str, str], sizes: tuple[int, int]
 ) -> None:
+    form, kind = caches
     strided = form == "strided"
     monkeypatch.setattr("vllm_commext.nixl.transport.agent.takes_strided_lists", lambda: strided)
-    with Cluster(cluster_case(model, sizes)) as cluster:
+    with Cluster(cluster_case(MODELS[kind], sizes)) as cluster:
         cluster.run()
         assert cluster.decode.faults(cluster.requests) == []
         assert cluster.prefill.is_untouched()

@@ -21,6 +21,7 @@ from tests.cpu.nixl_agents.harness import (
 from tests.cpu.nixl_agents.ranks import PeerProcess
 from tests.cpu.nixl_agents.simulation import Cluster
 from tests.cpu.nixl_agents.streams import BLOCKS, CHUNKS, Decode, Prefill
+from tests.kit.crossed import crossed
 from tests.unit.nixl.cluster_cases import Case, Model, Span, case_of
 from tests.unit.nixl.reference_cache import Attention, Engine, Group, State
 from vllm_commext.errors import CommextError
@@ -328,16 +329,17 @@ def latent_case(sizes: tuple[int, int]) -> Case:
     return case_of(LATENT, prefill, decode, [Span(41, 41, (0,), (0,))], dice)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{sizes[0]}:{sizes[1]}")
-@pytest.mark.parametrize(
-    "make_case",
-    [dense_case, mixed_case, hybrid_case, latent_case],
-    ids=["dense", "windows and MLA", "hybrid", "MLA"],
-)
-def test_chunks_between_different_tensor_parallel_sizes(
-    make_case: Callable[[tuple[int, int]], Case], sizes: tuple[int, int]
-) -> None:
-    with Cluster(make_case(sizes), streams=True) as cluster:
+CASES = {
+    "dense": dense_case,
+    "windows and MLA": mixed_case,
+    "hybrid": hybrid_case,
+    "MLA": latent_case,
+}
+
+
+@pytest.mark.parametrize(("kind", "sizes"), crossed(list(CASES), SIZES), ids=str)
+def test_chunks_between_different_tensor_parallel_sizes(kind: str, sizes: tuple[int, int]) -> None:
+    with Cluster(CASES[kind](sizes), streams=True) as cluster:
         cluster.stream(random.Random(f"steps {sizes}"))
         assert cluster.decode.wait_received(cluster.requests) == [set()] * sizes[1]
         cluster.prefill.wait_released(cluster.requests)
