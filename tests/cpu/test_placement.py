@@ -13,7 +13,7 @@ from tests.kit.parity import Completion, complete, tls
 from tests.kit.prompts import Prompt, prompt_set
 from tests.kit.servers import ProxyServer, VllmServer
 
-NUM_PROMPTS = 18
+NUM_PROMPTS = 9
 NUM_AT_ONCE = 6
 PLACED = "commext_proxy_placements_total"
 
