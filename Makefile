@@ -72,8 +72,8 @@ contract: env ## Tests against the installed vLLM, without a model
 cpu: env ## Tests with real servers on CPUs
 	$(PYTEST) $(FILES) tests/cpu $(PYTEST_ARGS)
 
-long: env ## Tests that `make test` has no time for, each server started from nothing
-	COMMEXT_TEST_LONG=1 $(PYTEST) $(NEIGHBOURS) tests/unit tests/contract -m long $(PYTEST_ARGS)
+long: env ## Tests that `make test` has no time for, property tests with more examples, each server started from nothing
+	COMMEXT_TEST_LONG=1 $(PYTEST) $(NEIGHBOURS) tests/unit tests/contract -m "long or hypothesis" $(PYTEST_ARGS)
 	COMMEXT_TEST_LONG=1 COMMEXT_TEST_FORK=0 $(PYTEST) tests/cpu -m long $(PYTEST_ARGS)
 
 nightly: env ## Everything that runs here and takes hours: both demos, long, chaos, fuzz, mutants, matrix, stress, sanitizers, wheels

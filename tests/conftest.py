@@ -18,7 +18,8 @@ from vllm_commext.settings import PREFIX
 
 def pytest_configure(config: pytest.Config) -> None:
     """The processes of a run share their fork servers; tests that `make test` has no time for have
-    a mark; no example of a property test fails for taking long on a busy machine."""
+    a mark, and property tests fewer examples there; none of those fails for taking long on a busy
+    machine."""
     stack = ExitStack()
     stack.enter_context(fork_servers())
     config.add_cleanup(stack.close)
@@ -26,7 +27,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if importlib.util.find_spec("hypothesis") is not None:  # the GPU layer does without
         from hypothesis import HealthCheck, settings
 
-        patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        many = 400 if os.environ.get("COMMEXT_TEST_LONG") else 50
+        patient = settings(
+            deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=many
+        )
         settings.register_profile("patient", patient)
         settings.load_profile("patient")
 
@@ -41,22 +45,31 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 # Those that take longest, measured by the processor time of all of their processes.
 LONGEST = (
     "chaos/test_chaos.py",
-    "cpu/test_parameters.py",
     "cpu/test_topologies.py",
-    "cpu/test_demo.py",
-    "cpu/test_tiny_model.py",
-    "cpu/test_shm_queue.py",
-    "cpu/test_faults.py",
+    "cpu/test_pipeline.py",
     "cpu/test_first_token.py",
+    "cpu/test_parameters.py",
     "cpu/test_resets.py",
-    "cpu/test_defects.py",
-    "cpu/nixl_agents/test_restarts.py",
-    "cpu/test_windows.py",
-    "cpu/nixl_agents/test_simulated_cluster.py",
+    "cpu/test_unread_prefills.py",
+    "cpu/test_resume.py",
+    "cpu/test_demo.py",
+    "cpu/test_faults.py",
+    "cpu/nixl_agents/test_mapped.py",
+    "cpu/test_reuse.py",
+    "cpu/test_shm_queue.py",
+    "cpu/test_tiny_model.py",
     "cpu/test_mismatch.py",
+    "cpu/test_defects.py",
+    "cpu/test_placement.py",
+    "cpu/nixl_agents/test_pipeline_stages.py",
+    "cpu/nixl_agents/test_simulated_cluster.py",
+    "cpu/nixl_agents/test_streams.py",
     "cpu/nixl_agents/test_several_sources.py",
-    "chaos/test_fuzz.py",
+    "cpu/nixl_agents/test_restarts.py",
+    "cpu/nixl_agents/test_peer_life.py",
+    "cpu/test_windows.py",
     "cpu/nixl_agents/test_faults.py",
+    "chaos/test_fuzz.py",
 )
 
 

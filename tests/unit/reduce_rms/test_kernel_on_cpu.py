@@ -5,9 +5,10 @@ import platform
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.examples import examples
 from tests.kit.host_kernels import COMPILER
 from tests.unit.reduce_rms.emulation import Call, Ranks, exact, run
 from vllm_commext.reduce_rms.kernel import Shape, Tiling
@@ -96,7 +97,7 @@ def test_every_type_and_tiling_is_exact(dtype: str, weight_dtype: str, tiling: s
     assert all(ranks.failure(rank) is None for rank in ranks.ranks)
 
 
-@settings(max_examples=20)
+@examples(8)
 @given(
     st.sampled_from([(2, "a warp a token"), (3, "two warps a token"), (8, "a block a token")]),
     st.lists(st.integers(1, 24), min_size=1, max_size=12),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
+from tests.kit.examples import examples
 from vllm_commext.errors import ProtocolError
 from vllm_commext.shm._shm_ring import Packer
 from vllm_commext.shm.codec import MARK, Decoder, Encoder, StepClasses, unpacker
@@ -218,7 +219,7 @@ def other_message(draw: st.DrawFn) -> Any:
     )
 
 
-@settings(max_examples=200)
+@examples(50)
 @given(st.lists(st.tuples(st.one_of(call(), answer(), other_message()), st.booleans()), max_size=8))
 def test_any_steps_arrive_as_pickle_would_have_made_them(steps: list[tuple[Any, bool]]) -> None:
     encoder, decoder = Encoder(CLASSES), Decoder(CLASSES)
