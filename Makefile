@@ -35,6 +35,7 @@ NEIGHBOURS := -n 2 --dist worksteal
 FILES := -n 3 --dist loadfile --no-loadscope-reorder
 # What computes only takes what servers leave, which wait for a third of the time.
 AFTER := nice -n 2
+COMPILED := $(VENV)/commext-compiled-stamp
 BEGAN := $(shell date +%s)
 REPORTS := build/servers.xml build/pure.xml
 DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
@@ -54,10 +55,15 @@ test: env ## Tests with real servers and a short chaos run; lint, unit and contr
 	@$(MAKE) --jobs 3 servers pure checked; status=$$?; \
 		$(BIN)/python tools/test_times.py $(BEGAN) $(REPORTS); exit $$status
 
-servers: env
+# What the processes of both would each compile, as they start at the same time; lint runs beside it.
+$(COMPILED): | env
+	VLLM_LOGGING_LEVEL=ERROR $(BIN)/python -c "import vllm.entrypoints.openai.api_server, vllm.v1.worker.cpu_worker"
+	@touch $@
+
+servers: env $(COMPILED)
 	$(PYTEST) $(FILES) --junitxml $(word 1,$(REPORTS)) tests/cpu tests/chaos $(PYTEST_ARGS)
 
-pure: env
+pure: env $(COMPILED)
 	$(AFTER) $(PYTEST) $(NEIGHBOURS) --junitxml $(word 2,$(REPORTS)) tests/unit tests/contract $(PYTEST_ARGS)
 
 checked: env
