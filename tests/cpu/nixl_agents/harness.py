@@ -87,6 +87,12 @@ def wait_until(look: Callable[[], bool], what: str) -> None:
         before = now
 
 
+def num_sockets() -> int:
+    """Sockets that this process has open."""
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(one).startswith("socket:") for one in links if os.path.lexists(one))
+
+
 def memory_of(seed: int, num_layers: int, num_blocks: int, stride_bytes: int) -> list[Bytes]:
     """A row of bytes for each layer's cache; the same for the same arguments in every process."""
     return [

@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.cpu.nixl_agents.harness import SlowReads, assert_fails, assert_works, load_of, wait_until
+from tests.cpu.nixl_agents.harness import (
+    SlowReads,
+    assert_fails,
+    assert_works,
+    load_of,
+    num_sockets,
+    wait_until,
+)
 from tests.cpu.nixl_agents.ranks import PeerProcess
+from vllm_commext.nixl.decode import links
 from vllm_commext.nixl.decode.sweep import NUM_ROUNDS
 from vllm_commext.nixl.transfer_thread import GiveUp
 
@@ -116,6 +124,34 @@ def test_peers_that_are_not_needed_are_forgotten(make_engine: MakeEngine) -> Non
     wait_until(lambda: states(decode) == {}, "both to be forgotten")
     assert not decode.thread._loader._peers._links._local_lists
     assert_works(decode, make_engine("s", seed=4, serve=True), "later")
+
+
+@pytest.mark.parametrize("facts", [None, {"model": "another"}])
+def test_a_peer_that_is_forgotten_and_needed_again_keeps_its_connection(
+    make_engine: MakeEngine, facts: dict[str, str] | None
+) -> None:
+    """And one that does not fit, and is told so again and again."""
+    decode = make_engine("d", seed=2, peer_idle_timeout=0.2)
+    peer = make_engine("p", seed=3, serve=True, facts=facts)
+    counts: list[int] = []
+    for turn in range(4):
+        decode.load(load_of(f"r{turn}", peer.remote(f"p{turn}", [3]), [0]))
+        wait_until(lambda: states(decode) == {}, "it to be forgotten")
+        counts.append(num_sockets())
+    assert counts[-1] <= counts[0], counts
+    assert len(decode.outcomes.failed) == (4 if facts else 0)
+
+
+def test_few_agents_are_kept_for_peers_that_may_be_needed_again(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "MAX_KEPT", 2)
+    decode = make_engine("d", seed=2, peer_idle_timeout=1.0)  # longer than until a release
+    agents = decode.thread._loader._peers._links._agents
+    for number in range(4):
+        assert_works(decode, make_engine(f"p{number}", seed=3, serve=True), f"r{number}")
+        wait_until(lambda: states(decode) == {}, "it to be forgotten")
+        assert len(agents) == min(number + 1, 2)
 
 
 def test_the_peer_that_was_needed_least_recently_makes_room(make_engine: MakeEngine) -> None:

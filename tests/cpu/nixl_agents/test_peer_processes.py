@@ -11,8 +11,10 @@ from tests.cpu.nixl_agents.harness import (
     assert_works,
     expected_after,
     load_of,
+    num_sockets,
     same,
     wait_for_back_off,
+    wait_until,
 )
 from tests.cpu.nixl_agents.ranks import PeerProcess
 from vllm_commext.nixl.requests import Hold
@@ -100,6 +102,26 @@ def test_a_peer_that_stalled_is_asked_anew_while_its_late_read_goes_on(
         assert same(decode.memory, expected)
         assert_works(decode, peer, "third")
         assert decode.recorded["failures"] == {"timeout": 1}
+
+
+def test_a_peer_that_stalls_again_and_again_keeps_one_connection(make_engine: MakeEngine) -> None:
+    decode = make_engine("d", seed=2, transfer_timeout=1.0, handshake_timeout=1.0, num_threads=2)
+    with PeerProcess("p", seed=1, whole=True) as peer:
+        assert_works(decode, peer)
+        before = num_sockets()
+        for stall in range(3):
+            late, lost = f"late{stall}", f"lost{stall}"
+            peer.stop()
+            decode.thread.submit(load_of(late, peer.remote(late, [9]), [7]))
+            decode.wait(lambda late=late: late in decode.collect().late)
+            decode.thread.submit(GiveUp(late))
+            decode.load(load_of(lost, peer.remote(lost, [5]), [8]))
+            peer.go_on()
+            decode.wait(lambda late=late: late in decode.collect().settled)
+            wait_for_back_off(decode)
+            assert_works(decode, peer, f"after{stall}")
+        wait_until(lambda: num_sockets() <= before, f"{num_sockets()} sockets to be {before}")
+        assert decode.recorded["failures"] == {"timeout": 3, "handshake": 3}
 
 
 def test_stop_is_bounded_while_a_read_is_under_way(make_engine: MakeEngine) -> None:

@@ -30,6 +30,8 @@ from vllm_commext.nixl.wire.description import (
 )
 
 _log = RateLimitedLog()
+MAX_KEPT = 256
+"""Agents that nobody uses and that are kept, for workers that may be needed again."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class Link(_Counted):
         held: gives back what of NIXL's it uses, the last made first.
         num_users: who may still use it: its peer while it is its peer's link, and each read.
         retired: not to be used for further reads.
-        closed: its engine is gone, so that reads under way have no prospect.
+        closed: its engine does not answer, so that reads under way have no prospect.
         num_bytes: bytes of the reads under way that are not late.
         num_bytes_done: bytes of the reads that have ended.
         progressed: when a piece of a read last ended, in seconds of ``time.perf_counter``.
@@ -200,7 +202,11 @@ class Links:
         self._on_removal = on_removal
         self._all: list[Link] = []
         # A retired link whose reads go on, and the same peer connected anew, share NIXL's agent.
+        # Without users it is kept until it is forgotten: UCX does not close a connection to a
+        # process that lives, and one made anew would come on top of it, at both ends.
         self._agents: dict[str, RefCounted] = {}
+        self._names: dict[PeerKey, str] = {}
+        self._forgotten: set[str] = set()
         # Peers of one tensor-parallel size share this worker's side of their plans.
         self._local_lists: dict[bytes, RefCounted] = {}
 
@@ -209,21 +215,29 @@ class Links:
         """Retired links whose reads go on."""
         return len(self._existing()) - len(self.live())
 
-    def reach(self, described: WorkerDescription) -> RefCounted:
+    def reach(self, key: PeerKey, described: WorkerDescription) -> RefCounted:
         """The name of a worker's agent, for notifications; its user has to drop it.
 
         Raises:
             Exception: NIXL cannot use the description.
         """
         name = self._agent.add_peer(described.agent_metadata)
+        if self._names.get(key) != name:
+            self.forget(self._names.get(key, ""))  # of a start of the engine that is over
+        self._names[key] = name
         known = self._agents.get(name)
         if known is None:
-            shared = self._agents[name] = RefCounted(name, lambda: self._forget_agent(name))
+            kept = [one for one, agent in self._agents.items() if not agent.num_users]
+            for one in kept[: 1 - MAX_KEPT]:
+                self.forget(one)
+            shared = self._agents[name] = RefCounted(name, lambda: self._leave_agent(name))
         else:
             shared = known.hold()
+            self._forgotten.discard(name)
         try:
             self._agent.connect(name)
         except Exception:
+            self.forget(name)
             shared.drop()
             raise
         return shared
@@ -237,7 +251,7 @@ class Links:
             Exception: NIXL cannot use the description; nothing of it is kept then.
         """
         with ExitStack() as held:
-            name = self._hold(self.reach(described), held)
+            name = self._hold(self.reach(key, described), held)
             link = Link(
                 key=key,
                 incarnation=incarnation,
@@ -260,12 +274,22 @@ class Links:
             link.retired = True
             link.drop()
 
-    def close(self, key: PeerKey) -> None:
-        """The engine behind a key is gone: what is read from it has no prospect."""
+    def close(self, key: PeerKey, *, has_ended: bool) -> None:
+        """The engine behind a key does not answer, or its process has ended: what is read from it
+        has no prospect."""
         for link in self._existing():
             if link.key == key:
                 link.closed = True
                 self.retire(link)
+        if has_ended:
+            self.forget(self._names.get(key, ""))
+
+    def forget(self, name: str) -> None:
+        """NIXL's connection to the agent of this name is of no use any more, if there is one."""
+        if name in self._agents:
+            self._forgotten.add(name)
+            if not self._agents[name].num_users:
+                _run(lambda: self._leave_agent(name))
 
     def _existing(self) -> list[Link]:
         self._all = [link for link in self._all if link.num_users]
@@ -335,8 +359,12 @@ class Links:
     def _forget_local_list(self, key: bytes) -> None:
         self._agent.release_list(self._local_lists.pop(key).value)
 
-    def _forget_agent(self, name: str) -> None:
+    def _leave_agent(self, name: str) -> None:
+        if name not in self._forgotten:
+            return
+        self._forgotten.remove(name)
         del self._agents[name]
+        self._names = {key: one for key, one in self._names.items() if one != name}
         self._agent.remove_peer(name)
         self._on_removal()
 

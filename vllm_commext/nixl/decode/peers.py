@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
-from vllm_commext.errors import CommextError, ProtocolError
+from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import Link, Links, LocalWorker, RefCounted, log_ready
 from vllm_commext.nixl.decode.sweep import Sweeper, num_descriptors
@@ -209,6 +209,11 @@ class PeerTable:
             peer.link = None if broken else link
         if broken:
             self._links.retire(link)
+            self.forget(link.agent_name)
+
+    def forget(self, agent_name: str) -> None:
+        """NIXL's connection to this agent is broken."""
+        self._links.forget(agent_name)
 
     @property
     def is_sweeping(self) -> bool:
@@ -276,10 +281,11 @@ class PeerTable:
         )
         return self._peers.setdefault(key, Peer(key, channel))
 
-    def _fail(self, peer: Peer, _: CommextError) -> None:
+    def _fail(self, peer: Peer, error: CommextError) -> None:
         self._ended.append(peer)
         peer.state = PeerState.LOST
-        self._close_links(peer)
+        is_silent = isinstance(error, CommextTimeoutError)  # it may go on
+        self._close_links(peer, has_ended=not is_silent and peer.reach is None)
 
     def _admit(self, peer: Peer, reply: wire.Described) -> None:
         described = open_description(reply)
@@ -291,7 +297,7 @@ class PeerTable:
                 f"{found[0]!r}"
             )
         if peer.link is None or peer.link.incarnation != reply.incarnation:
-            self._close_links(peer)
+            self._close_links(peer, has_ended=False)
             self._connect(peer, described, reply.incarnation)
         self._recorder.observe(handshake_seconds=time.monotonic() - peer.asked)
         peer.state = PeerState.READY
@@ -310,7 +316,7 @@ class PeerTable:
                 remote_device=described.device_id,
             )
         except CommextError:
-            peer.reach = self._reach(described)
+            peer.reach = self._reach(peer.key, described)
             raise
         try:
             # The peer's before anything else can fail: what it has is given back with it.
@@ -321,11 +327,11 @@ class PeerTable:
             ) from error
         log_ready(peer.link, described, str(tolerated) if tolerated else "")
 
-    def _reach(self, described: WorkerDescription) -> RefCounted | None:
+    def _reach(self, key: PeerKey, described: WorkerDescription) -> RefCounted | None:
         """The agent of a worker that does not fit; why it does not matters more than that it cannot
         be told."""
         try:
-            return self._links.reach(described)
+            return self._links.reach(key, described)
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the lease frees the blocks
             self._log.warning(
                 "reach",
@@ -334,15 +340,10 @@ class PeerTable:
             )
             return None
 
-    def _close_links(self, peer: Peer) -> None:
-        """The engine that it was connected to is gone."""
+    def _close_links(self, peer: Peer, *, has_ended: bool) -> None:
+        """The engine that it was connected to does not answer, or its process has ended."""
         peer.link = None
-        self._links.close(peer.key)
-
-    def _drop(self, peer: Peer) -> None:
-        link, peer.link = peer.link, None
-        if link is not None:
-            self._links.retire(link)
+        self._links.close(peer.key, has_ended=has_ended)
 
     def _note_closed(self, key: PeerKey, error: CommextError) -> None:
         """A peer's connection has closed while nothing was asked."""
@@ -357,7 +358,7 @@ class PeerTable:
             text = f"the connection to prefill engine {key} has closed: {error}"
             self._log.warning("connection", text)
         if is_idle:
-            self._drop(peer)  # its process has ended, as far as can be told
+            self._close_links(peer, has_ended=True)  # as far as can be told
         elif peer.link is not None:
             self._prove(key, peer.link.incarnation)
 
@@ -385,6 +386,6 @@ class PeerTable:
 
     def _retire(self, peer: Peer) -> None:
         del self._peers[peer.key]
-        self._drop(peer)
+        self._close_links(peer, has_ended=peer.ready_link is None and peer.reach is None)
         peer.drop_reach()
         peer.channel.close()

@@ -148,6 +148,7 @@ class Uses:
                 self._agent.notify(agent_name, wire.encode(released))
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the lease frees the blocks
             link = self._peers.find(source.key)
+            self._peers.forget(agent_name)
             if agent_name and link is not None:
                 self._peers.doubt(link, broken=True)
             if agent_name and not source.is_retried:
