@@ -10,10 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-MAX_MORE_DESCRIPTORS = 8
-"""HTTP connections come and go.  Dead peers need no allowance: a survivor holds none of their
-sockets once it has read from another peer.  A connection between two agents is five sockets on
-either side, and one that a peer has given up goes only when UCX has found out."""
+MAX_MORE_DESCRIPTORS = 4
+"""HTTP connections come and go.  Peers need no allowance: all have met before the first census, one
+that lives keeps its connection, five sockets on either side, and a survivor holds none of a dead
+one's once it has read from another peer.  Where a link was cut, they go when UCX has found out."""
 SETTLE_SECONDS = 90.0
 """For what goes by itself; what stays longer is held for good."""
 MAX_MORE_THREADS = 3

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from tests.chaos.faults import LONG_PROMPT, inject
@@ -16,7 +17,7 @@ from tests.chaos.report import FaultRecord, RunRecord, describe
 from tests.chaos.schedule import DECODE, KINDS, PREFILL, Fault, plan_faults
 from tests.chaos.testbed import GPU_ARGS, Testbed, on_gpu
 from tests.kit import cluster
-from tests.kit.parity import Completion, complete
+from tests.kit.parity import Completion, complete, prefill
 from tests.kit.servers import ServerEndedError
 from vllm_commext.errors import CommextTimeoutError
 
@@ -200,10 +201,14 @@ class _Run:
             return [f"the fault itself failed: {type(error).__name__}: {error}"]
 
     def _warm_up(self) -> None:
-        """Let a new engine allocate what it will need: work space for long prompts among it."""
+        """Let a new engine allocate what it will need: work space for long prompts among it, and
+        connections to all engines of the other role, as some would meet long after the start."""
+        model, prompt = cluster.MODEL_NAME, (65,) * 2 * cluster.BLOCK_SIZE
         for role in (PREFILL, DECODE):
-            url = self._stage.url(role)
-            complete(url, cluster.MODEL_NAME, (65,) * LONG_PROMPT, max_tokens=2)
+            complete(self._stage.url(role), model, (65,) * LONG_PROMPT, max_tokens=2)
+        for source, target in product(self._stage.urls(PREFILL), self._stage.urls(DECODE)):
+            params = {"kv_transfer_params": prefill(source, model, prompt)}
+            complete(target, model, prompt, max_tokens=2, extra=params)
         time.sleep(WARM_UP_SECONDS)
 
     def _settle(self, when: str, roles: Sequence[str], *, compare: bool = False) -> None:

@@ -141,13 +141,11 @@ class Testbed:
                 self.spares[role] = self._begin(role, f"{role}-spare")
         for engine in self._all():
             self._wait_ready(engine)
-        urls = {
-            role: [self._url(engine) for engine in self._all() if engine.role == role]
-            for role in ROLES
-        }
         args = [*PROXY_ARGS, *(SPARE_PROXY_ARGS if self.with_spares else ())]
         args += ["--stream-chunks", "auto" if self.streams else "never"]
-        self.proxy = ProxyServer("proxy", urls[PREFILL], urls[DECODE], self.folder, args=args)
+        self.proxy = ProxyServer(
+            "proxy", self.urls(PREFILL), self.urls(DECODE), self.folder, args=args
+        )
         self.proxy.start()
         self.proxy.wait_ready()
 
@@ -162,6 +160,10 @@ class Testbed:
     def host(self, role: str) -> str:
         """Address of an engine."""
         return self.link.far_address if self.link and role == PREFILL else LOOPBACK
+
+    def urls(self, role: str) -> list[str]:
+        """Base URLs of all engines of a role."""
+        return [self._url(engine) for engine in self._all() if engine.role == role]
 
     def url(self, role: str) -> str:
         """Base URL of an engine."""
