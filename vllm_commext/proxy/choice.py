@@ -108,15 +108,11 @@ class Chooser:
         self._turn += max(1, min(WINDOW, len(decode) - WINDOW))
 
         def candidates(engines: Sequence[Engine]) -> list[Candidate]:
-            found: list[Candidate] = []
             for one in engines:
-                if one.usable and not one.suspected and one not in failed:
-                    candidate = known.get(one)
-                    if candidate is None:
-                        held = one.memory.held_tokens(prefix)
-                        candidate = known[one] = Candidate(one.load, held, one)
-                    found.append(candidate)
-            return found
+                if one not in known and one.usable and not one.suspected and one not in failed:
+                    held = one.memory.held_tokens(prefix) if prefix.tokens else 0
+                    known[one] = Candidate(one.load, held, one)
+            return [known[one] for one in engines if one in known]
 
         def best(among: Callable[[Sequence[Engine]], Sequence[Engine]]) -> Placement | None:
             targets = candidates(among(decode))

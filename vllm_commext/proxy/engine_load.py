@@ -10,6 +10,8 @@ from vllm_commext.proxy.engine_speed import EngineSpeed, Speeds, area_of
 RECENT_SECONDS = 10.0
 """An engine's recent time is about so long, of that in which it has had something to do: load that
 comes back after a pause is foreseen from its first request on."""
+OUTLOOK_SECONDS = 0.05
+"""What is foreseen of an engine by its recent time is at most so old."""
 PATIENCE = 4.0
 """A prompt that waits is overtaken by shorter ones for so many times as long as it takes itself,
 and by those that can be in time for as many times the limit."""
@@ -185,6 +187,8 @@ class EngineLoad:
         self.mean_answers = 0.0
         self.mean_context = 0.0
         self._looked_at = 0.0
+        self._outlook = 0.0, 0.0
+        self._outlook_until = 0.0
 
     def ask(self, new_tokens: int, held_tokens: int, now: float, is_seen: bool = True) -> Job:
         """The engine is asked to compute *new_tokens* of a prompt behind *held_tokens*. is_seen:
@@ -299,8 +303,22 @@ class EngineLoad:
         stays = (used - unread) * length * pace + unread * self.shared.second_token.value
         return lacking / min(used, self.cache_tokens) * stays / used
 
+    def outlook(self, now: float) -> tuple[float, float]:
+        """Seconds of its work, and to each token of its answers by its recent time, both with those
+        until its KV cache has room at all: made anew when a prompt or an answer has come or gone,
+        and after `OUTLOOK_SECONDS`."""
+        if now >= self._outlook_until:
+            self.look(now)
+            step = self.speed.step_seconds(self.mean_answers, self.mean_context)
+            pace = step / max(1.0 - self.share, 0.05)
+            room = self.room_seconds(0.0, pace)
+            self._outlook = max(self.queued, room), pace + room
+            self._outlook_until = now + OUTLOOK_SECONDS
+        return self._outlook
+
     def look(self, now: float) -> None:
-        """Bring what is known of its recent time up to now."""
+        """Bring what is known of its recent time up to now, before something changes."""
+        self._outlook_until = 0.0
         past = now - self._looked_at
         if past > 0.0 and (self.jobs or self.answers):
             kept = math.exp(-past / RECENT_SECONDS)

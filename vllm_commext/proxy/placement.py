@@ -72,8 +72,8 @@ class Placement:
 
 @dataclass(slots=True)
 class _Costs:
-    """Of one engine: how many answers it gives, times until it is free, for the prompt, for a step
-    with one answer more, and for one beside the prompts that it computes of late; until its KV
+    """Of one engine: how many answers it gives, times until it is free, for the prompt, for a step,
+    one with one answer more, and one beside the prompts that it computes of late; until its KV
     cache has room for the prompt, and for its answer, too; and how many of its answers come late by
     the prompt, the answer, both."""
 
@@ -82,12 +82,14 @@ class _Costs:
     backlog: float
     prefill: float
     step: float
+    slower: float
     pace: float
     prompt_room: float
     room: float
     by_prefill: float = 0.0
     by_answer: float = 0.0
     by_both: float = 0.0
+    is_counted: bool = False
 
 
 class Planner:
@@ -118,12 +120,19 @@ class Planner:
         local, sources, targets = self._shortlisted(prefill, decode, now)
         looked = {id(one): one for one in (*local, *sources, *targets)}
         seen = max(2, MAX_SEEN // len(looked))
-        costs = {key: self._costs(one, tokens, now, seen) for key, one in looked.items()}
+        costs = {key: self._costs(one, tokens, now) for key, one in looked.items()}
         pairs = [(costs[id(one)], costs[id(one)]) for one in local]
         pairs += [(costs[id(p)], costs[id(d)]) for p in sources for d in targets if p is not d]
         options = [self._option(source, at, max_tokens) for source, at in pairs]
-        idx = min(range(len(pairs)), key=options.__getitem__)
+        best = math.inf, 0, 0.0
+        for idx in sorted(range(len(pairs)), key=options.__getitem__):
+            if options[idx][0] > best[0]:
+                break  # even if it makes no other answer late
+            others = self._others_late(*pairs[idx], now, seen)
+            best = min(best, (options[idx][0] + others, idx, others))
+        _, idx, others = best
         (source, at), (_, misses, first, per_token) = pairs[idx], options[idx]
+        misses += others
         late, limit = 0.0, self.limits.first_token
         if limit:
             wait = max(source.backlog, source.room if source is at else source.prompt_room)
@@ -137,29 +146,22 @@ class Planner:
         hands_over = self.limits.per_token > 0.0
         if len(decode) <= MAX_CANDIDATES >= len(prefill):
             return decode, prefill if hands_over else (), decode if hands_over else ()
-        for one in decode if hands_over else ():
-            one.load.look(now)
-        engines = {id(one): one for one in (*decode, *prefill)}
-        outlooks = {key: _outlook(one) for key, one in engines.items()}
-
-        def pace(one: Candidate) -> float:
-            return outlooks[id(one)][0]
-
-        def until_free(one: Candidate) -> float:
-            return outlooks[id(one)][1]
-
-        soonest = min(decode, key=until_free)
+        work = [_work(one, now) for one in decode]
+        soonest = decode[work.index(min(work))]
         if not hands_over:
             return [soonest], (), ()
         patience = 4.0 / self.limits.first_token if self.limits.first_token else 1.0
-
-        def alone(one: Candidate) -> float:
-            return len(one.load.answers) + patience * until_free(one)
-
-        steadiest = sorted(decode, key=pace)[:MAX_CANDIDATES]
+        steadiest = sorted(decode, key=lambda one: one.load.outlook(now)[1])[:MAX_CANDIDATES]
         sources = list[Candidate]()
         if prefill:
-            sources += dict.fromkeys((min(prefill, key=until_free), min(prefill, key=alone)))
+            if prefill is not decode:
+                work = [_work(one, now) for one in prefill]
+            alone = [
+                len(one.load.answers) + patience * seconds
+                for one, seconds in zip(prefill, work, strict=True)
+            ]
+            least = work.index(min(work)), alone.index(min(alone))
+            sources += dict.fromkeys([prefill[idx] for idx in least])
         local = dict.fromkeys((soonest, *steadiest, *(one for one in sources if one in decode)))
         return list(local), sources, steadiest
 
@@ -167,36 +169,46 @@ class Planner:
         self, source: "_Costs", at: "_Costs", max_tokens: int
     ) -> tuple[float, float, float, float]:
         """What it costs to compute the prompt at *source* and to answer *at* an engine: in all, in
-        limits missed, and how long the first token and each after it take."""
+        limits missed, and how long the first token and each after it take; other answers that come
+        late by it left out."""
         limits, shared = self.limits, self.shared
-        late, wait = 0.0, at.room
+        late, wait, length = 0.0, at.room, shared.lengths.mean
         if source is at:
-            misses = at.by_both
             first = max(at.backlog, at.room) + at.prefill
         else:
-            misses, wait = source.by_prefill + at.by_answer, wait + source.prompt_room
+            wait += source.prompt_room
             first = max(source.backlog, source.prompt_room) + source.prefill
             first += shared.handover.value
             late = max(0.0, at.backlog - first, at.room - first) + shared.second_token.value
         in_time = 1.0
-        if limits.first_token:
+        if limits.first_token and first > RISKY * limits.first_token:
             in_time = 1.0 - _ramp(first / limits.first_token)
         if limits.per_token:
             room = limits.per_token - at.pace
-            needed = (late + room) / room if room > 0.0 else math.inf
-            in_time *= 1.0 - _late_share(needed, 1, max_tokens, shared.lengths.longer)
-        misses += 1.0 - in_time
-        seconds = at.pace * shared.lengths.mean + late
+            if late or room <= 0.0:
+                needed = (late + room) / room if room > 0.0 else math.inf
+                in_time *= 1.0 - _late_share(needed, 1, max_tokens, shared.lengths.longer)
+        misses = 1.0 - in_time
+        seconds = at.pace * length + late
         delay = first + seconds + OTHERS_DELAY * source.prefill * source.num_answers
-        per_token = seconds / max(shared.lengths.mean, 1.0)
+        per_token = seconds / max(length, 1.0)
         cost = misses + ROOM_WEIGHT * wait + DELAY_WEIGHT * delay
         return cost, misses, first, per_token
 
-    def _costs(self, candidate: Candidate, tokens: int, now: float, max_seen: int) -> _Costs:
+    def _others_late(self, source: _Costs, at: _Costs, now: float, max_seen: int) -> float:
+        """How many other answers come late where the prompt is computed at *source* and answered
+        *at* an engine."""
+        for one in (source, at):
+            if not one.is_counted:
+                one.is_counted = True
+                self._count_late(one, now, -(-one.num_answers // max_seen))
+        return max(0.0, at.by_both if source is at else source.by_prefill + at.by_answer)
+
+    def _costs(self, candidate: Candidate, tokens: int, now: float) -> _Costs:
         load, speed = candidate.load, candidate.load.speed
         held = min(candidate.held_tokens, tokens - 1)
         seconds = speed.prefill_seconds(tokens - held, held, not load.jobs)
-        load.look(now)
+        load.outlook(now)
         num = len(load.answers)
         # Those that run now are some time at the engine, and then as many as of late.
         most = NOW_SHARE * num + (1.0 - NOW_SHARE) * load.mean_answers
@@ -206,16 +218,16 @@ class Planner:
         pace = slower / max(1.0 - load.share, 0.05)
         wait, length = load.wait_seconds(seconds, now), self.shared.lengths.mean
         rooms = load.room_seconds(tokens, pace), load.room_seconds(tokens + length, pace)
-        found = _Costs(candidate, num, wait, seconds, slower, pace, *rooms)
-        if self.limits.per_token > step and load.answers:
-            self._count_late(found, now, step, -(-num // max_seen))
-        return found
+        return _Costs(candidate, num, wait, seconds, step, slower, pace, *rooms)
 
-    def _count_late(self, found: _Costs, now: float, step: float, stride: int) -> None:
+    def _count_late(self, found: _Costs, now: float, stride: int) -> None:
         """Count the answers at an engine that a prefill, one more answer or both will make late,
         by every one of *stride* answers. The time of this loop is most of a placement's."""
-        limit, longer = self.limits.per_token, self.shared.lengths.longer
-        slower, backlog, both = found.step, found.backlog, found.backlog + found.prefill
+        limit, step = self.limits.per_token, found.step
+        if limit <= step or not found.num_answers:
+            return
+        longer, slower = self.shared.lengths.longer, found.slower
+        backlog, both = found.backlog, found.backlog + found.prefill
         per_second = 1.0 / (limit - step)
         slower_per_second = 1.0 / (limit - slower) if slower < limit else math.inf
         by_prefill = by_answer = by_both = 0.0
@@ -242,16 +254,13 @@ class Planner:
         found.by_answer, found.by_both = by_answer * stride, by_both * stride
 
 
-def _outlook(one: Candidate) -> tuple[float, float]:
-    """Seconds to each token of an engine's answers, by its recent time, and until it takes another
-    prompt, less what it need not compute of that; until its KV cache has room in either."""
+def _work(one: Candidate, now: float) -> float:
+    """Seconds of an engine's work, less what it need not compute."""
     load, held = one.load, one.held_tokens
-    step = load.speed.step_seconds(load.mean_answers, load.mean_context)
-    pace = step / max(1.0 - load.share, 0.05)
-    saved = load.speed.prefill_seconds(held, 0, False) if held else 0.0
-    waiting = sum(one.seconds for one in load.waiting) if load.waiting else 0.0
-    room = load.room_seconds(0.0, pace) if load.cache_tokens else 0.0
-    return pace + room, max(load.queued + waiting, room) - saved
+    seconds = load.outlook(now)[0]
+    if load.waiting:
+        seconds = max(seconds, load.queued + sum(one.seconds for one in load.waiting))
+    return seconds - load.speed.prefill_seconds(held, 0, False) if held else seconds
 
 
 def _late_share(needed: float, had: int, most: int, longer: Sequence[float]) -> float:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_commext.proxy.engine_load import EngineLoad
 from vllm_commext.proxy.engine_speed import EngineSpeed, LeastSquares, Lengths, Speeds, bins
-from vllm_commext.proxy.placement import Candidate, Limits, Placement, Planner
+from vllm_commext.proxy.placement import MAX_SEEN, Candidate, Limits, Placement, Planner
 
 NOW = 100.0
 STEP = 0.007
@@ -262,6 +262,54 @@ def test_a_hand_over_is_from_one_of_the_given_to_another(
     assert placed.decode in both
     assert placed.is_local == (placed.prefill.load is placed.decode.load)
     assert math.isfinite(placed.first_token + placed.per_token + placed.misses)
+
+
+def plainly(of: Planner, both: list[Candidate]) -> tuple[Candidate, Candidate]:
+    """The best placement, with each one's costs worked out anew and to the end."""
+    local, sources, targets = of._shortlisted(both, both, NOW)
+    pairs = [(one, one) for one in local] + [(p, d) for p in sources for d in targets if p is not d]
+    seen = max(2, MAX_SEEN // len({id(one) for pair in pairs for one in pair}))
+
+    def cost(pair: tuple[Candidate, Candidate]) -> float:
+        source = at = of._costs(pair[0], 4000, NOW)
+        if pair[0] is not pair[1]:
+            at = of._costs(pair[1], 4000, NOW)
+        return of._option(source, at, 1000)[0] + of._others_late(source, at, NOW, seen)
+
+    return min(pairs, key=cost)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(100, 9000), max_size=3),
+            st.lists(st.tuples(st.integers(1, 150), st.floats(0.01, 3.0)), max_size=6),
+            st.integers(0, 4000),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    st.sampled_from([0.0, 0.0072, 0.0075, 0.008, 0.02]),
+    st.sampled_from([0.0, 0.3, 2.0]),
+)
+def test_what_cannot_win_is_left_out_and_the_best_is_found(
+    work: list[tuple[list[int], list[tuple[int, float]], int]], per_token: float, first_token: float
+) -> None:
+    made = planner(first_token, per_token)
+    both = engines(made, len(work))
+    for candidate, (prompts, answers, held) in zip(both, work, strict=True):
+        candidate.held_tokens = held
+        candidate.load.outlook(NOW)
+        for tokens in prompts:
+            candidate.load.ask(tokens, 0, NOW)
+        for tokens, seconds in answers:
+            running(candidate.load, tokens, seconds)
+        outlook = candidate.load.outlook(NOW)
+        candidate.load._outlook_until = 0.0
+        assert candidate.load.outlook(NOW) == outlook  # it had been made anew
+    placed = place(made, both, both)
+    assert (placed.prefill, placed.decode) == plainly(made, both)
 
 
 @quick
