@@ -11,8 +11,8 @@ from pathlib import Path
 from goodputs.engines import BOTH, NIXL, PLAIN, EngineSet
 from tests.kit.ports import LOOPBACK, free_port
 from tests.kit.servers import Server
-from vllm_commext.bench.figures import Limits
 from vllm_commext.errors import ConfigError
+from vllm_commext.limits import Limits
 
 REPLICAS, FIXED, ADAPTIVE = "replicas", "fixed", "adaptive"
 NAMES = (REPLICAS, FIXED, ADAPTIVE, NIXL)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_commext.bench.figures import Limits, Sample
+from vllm_commext.bench.figures import Sample
+from vllm_commext.limits import Limits
 
 DIGITS = 5
 

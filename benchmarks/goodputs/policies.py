@@ -7,12 +7,12 @@ from functools import cached_property
 from typing import cast
 
 from goodputs.simulator import Hardware, Request, Turn
-from vllm_commext.bench import figures
+from vllm_commext.limits import Limits
 from vllm_commext.proxy.choice import WINDOW
 from vllm_commext.proxy.engine_load import Answer, Job
 from vllm_commext.proxy.engine_speed import EngineSpeed, Lengths, area_of, bins
 from vllm_commext.proxy.engines import REQUEST_TOKENS
-from vllm_commext.proxy.placement import Candidate, Limits, Placement, Planner
+from vllm_commext.proxy.placement import Candidate, Placement, Planner
 
 MOST_TOKENS = 1024
 """What requests allow their answers, however long these turn out."""
@@ -153,13 +153,13 @@ class Adaptive:
     def __init__(
         self,
         hardware: Sequence[Hardware],
-        limits: figures.Limits,
+        limits: Limits,
         refuses: bool = False,
         reads_caches: bool = True,
     ) -> None:
         self.refuses, self.reads_caches = refuses, reads_caches
         self._hardware = hardware
-        self.planner = Planner(Limits(limits.first, limits.tpot))
+        self.planner = Planner(limits)
         self.candidates = [
             Candidate(self.planner.new_load(), 0, idx) for idx in range(len(hardware))
         ]
@@ -233,7 +233,7 @@ class Adaptive:
 class Knowing(Adaptive):
     """The same policy, told the engines' true times and the true length of each answer."""
 
-    def __init__(self, hardware: Sequence[Hardware], limits: figures.Limits) -> None:
+    def __init__(self, hardware: Sequence[Hardware], limits: Limits) -> None:
         super().__init__(hardware, limits)
         self.planner.shared.lengths = TrueLengths()
         for candidate, one in zip(self.candidates, hardware, strict=True):

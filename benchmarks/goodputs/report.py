@@ -13,7 +13,8 @@ import pages
 
 from goodputs.plays import Play
 from vllm_commext.bench import figures
-from vllm_commext.bench.figures import Limits, Sample
+from vllm_commext.bench.figures import Sample
+from vllm_commext.limits import Limits
 
 SHARE = 0.9
 TOLD = "told the limits"

@@ -13,8 +13,9 @@ from concurrent.futures import ProcessPoolExecutor
 
 from goodputs.policies import Adaptive, Fixed, InTurn, Knowing, Overflow, Replicas
 from goodputs.simulator import Hardware, Policy, Request, Simulation, Turn
-from vllm_commext.bench.figures import Limits, quantile
+from vllm_commext.bench.figures import quantile
 from vllm_commext.bench.workload import CONVERSATION, MIXED, make
+from vllm_commext.limits import Limits
 
 PAIR = (Hardware(), Hardware())
 SECONDS, WARM_SECONDS, SEEDS = 45.0, 10.0, (1, 2, 3)

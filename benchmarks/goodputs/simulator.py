@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from vllm_commext.bench.figures import Limits
 from vllm_commext.bench.workload import Arrival
+from vllm_commext.limits import Limits
 from vllm_commext.proxy.engine_speed import area_of
 
 
@@ -89,7 +89,7 @@ class Request:
 
     def is_good(self, limits: Limits) -> bool:
         is_whole = self.end < math.inf
-        return is_whole and self.first_token <= limits.first and self.per_token <= limits.tpot
+        return is_whole and limits.allow(self.per_token, self.first_token)
 
 
 class Policy(Protocol):

@@ -9,22 +9,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from vllm_commext.limits import Limits
+
 QUANTILES = (0.5, 0.9, 0.99)
 FEW = 2
 ALMOST_ALL = 0.99
 """Share of good requests from which on a rate is too low to tell two servers apart."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The longest time per output token and to the first one of a good request."""
-
-    tpot: float
-    first: float
-
-    def __str__(self) -> str:
-        first = f"{self.first:g} s" if self.first >= 1 else f"{self.first * 1e3:g} ms"
-        return f"{self.tpot * 1e3:g} ms a token and {first} to the first"
 
 
 @dataclass(frozen=True)
@@ -52,7 +42,7 @@ class Sample:
 
     def is_good(self, limits: Limits) -> bool:
         """Whether it ended within the limits."""
-        return not self.error and self.tpot <= limits.tpot and self.first <= limits.first
+        return not self.error and limits.allow(self.tpot, self.first)
 
 
 Round = Sequence[Sample]

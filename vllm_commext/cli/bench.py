@@ -21,8 +21,9 @@ from vllm_commext.proxy.config import read_secret
 
 if TYPE_CHECKING:
     from vllm_commext.bench.client import Endpoint
-    from vllm_commext.bench.figures import Limits, Sample
+    from vllm_commext.bench.figures import Sample
     from vllm_commext.bench.workload import Arrival
+    from vllm_commext.limits import Limits
 
 HELP = "compare servers under open load: goodput within limits, beside the noise"
 
@@ -114,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _run(args: argparse.Namespace) -> int:
     from vllm_commext.bench import client
-    from vllm_commext.bench.figures import Limits
+    from vllm_commext.limits import Limits
 
     key = read_secret(args.api_key_file) if args.api_key_file else ""
     contestants: list[Contestant] = []

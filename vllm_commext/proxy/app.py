@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
+from vllm_commext.limits import Limits
 from vllm_commext.proxy.access import ApiKeys, answer_errors, log_access
 from vllm_commext.proxy.admin import AdminState
 from vllm_commext.proxy.choice import is_adaptive
@@ -22,7 +23,7 @@ from vllm_commext.proxy.health import HealthMonitor
 from vllm_commext.proxy.intake import BodyBudget, Intake
 from vllm_commext.proxy.metrics import CONTENT_TYPE, ProxyMetrics
 from vllm_commext.proxy.outcome import SIDE_PROXY, ClientGoneError, Outcome, ProxyError, bad_request
-from vllm_commext.proxy.placement import Limits, Planner
+from vllm_commext.proxy.placement import Planner
 from vllm_commext.proxy.serving import DIRECT_ENDPOINTS, ENDPOINTS, Service
 from vllm_commext.proxy.upstream import Upstream, open_session
 
@@ -45,7 +46,7 @@ class ProxyApp:
 
     def __init__(self, config: ProxyConfig) -> None:
         self.config = config
-        limits = Limits(config.ttft_ms / 1000, config.tpot_ms / 1000)
+        limits = Limits(config.tpot_ms / 1000, config.ttft_ms / 1000)
         self.planner = Planner(limits)
         self.prefill_pool, self.decode_pool = (
             EnginePool(role, (), config.affinity_tokens, self.planner.shared) for role in ROLES

@@ -270,7 +270,7 @@ class EngineLoad:
         """Seconds until a prompt that takes so long is begun."""
         wait = self.backlog(now)
         if self.waiting:
-            overtakes = not self.shared.first_token
+            overtakes = not self.shared.limits.first
             due = now + PATIENCE * seconds if overtakes else math.inf
             wait += sum(one.seconds for one in self.waiting if one.due <= due)
         return wait

@@ -5,6 +5,9 @@ pieces after them. Pure: every time is an argument.
 import math
 from itertools import accumulate
 
+from vllm_commext.limits import Limits
+
+NO_LIMITS = Limits()
 FORGETTING = 0.97
 """What a sample still counts for after one more: about the last 30 decide."""
 SHARED_WEIGHT = 4.0
@@ -130,14 +133,14 @@ class Lengths:
 
 
 class Speeds:
-    """What engines have in common: the model of all of them, and the lengths of answers."""
+    """What engines have in common: the model of all of them, the lengths of answers, and the
+    operator's limits."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = NO_LIMITS) -> None:
+        self.limits = limits
         self.prefill = LeastSquares()
         self.steps = LeastSquares()
         self.lengths = Lengths()
-        self.first_token = 0.0
-        """The operator's limit, 0 for none."""
         self.handover = Mean()
         """Seconds by which a first token is later where another engine has computed the prompt."""
         self.second_token = Mean()

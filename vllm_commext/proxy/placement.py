@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_commext.limits import Limits
 from vllm_commext.proxy.engine_load import EngineLoad
 from vllm_commext.proxy.engine_speed import MOST_BINNED, Speeds, bins
 
@@ -31,15 +32,6 @@ ROOM_WEIGHT = 1.0
 wait there, too."""
 OTHERS_DELAY = 0.1
 """What a second of other answers' delay counts for, beside one of the request's own."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Operator's limits in seconds, 0 for none: to the first token, and for each token after it as
-    a mean over the answer."""
-
-    first_token: float = 0.0
-    per_token: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -96,9 +88,7 @@ class Planner:
     """Places requests. shared: what engines have in common, for their loads too."""
 
     def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.shared = Speeds()
-        self.shared.first_token = limits.first_token
+        self.shared = Speeds(limits)
 
     def new_load(self) -> EngineLoad:
         """Load of an engine that has just come."""
@@ -133,7 +123,7 @@ class Planner:
         _, idx, others = best
         (source, at), (_, misses, first, per_token) = pairs[idx], options[idx]
         misses += others
-        late, limit = 0.0, self.limits.first_token
+        late, limit = 0.0, self.shared.limits.first
         if limit:
             wait = max(source.backlog, source.room if source is at else source.prompt_room)
             late = max(0.0, min(first - RISKY * limit, wait))
@@ -143,14 +133,14 @@ class Planner:
         self, prefill: Sequence[Candidate], decode: Sequence[Candidate], now: float
     ) -> tuple[Sequence[Candidate], Sequence[Candidate], Sequence[Candidate]]:
         """Engines that might take both steps, the first and the second: those with least to do."""
-        hands_over = self.limits.per_token > 0.0
+        limits = self.shared.limits
         if len(decode) <= MAX_CANDIDATES >= len(prefill):
-            return decode, prefill if hands_over else (), decode if hands_over else ()
+            return decode, prefill if limits.tpot else (), decode if limits.tpot else ()
         work = [_work(one, now) for one in decode]
         soonest = decode[work.index(min(work))]
-        if not hands_over:
+        if not limits.tpot:
             return [soonest], (), ()
-        patience = 4.0 / self.limits.first_token if self.limits.first_token else 1.0
+        patience = 4.0 / limits.first if limits.first else 1.0
         steadiest = sorted(decode, key=lambda one: one.load.outlook(now)[1])[:MAX_CANDIDATES]
         sources = list[Candidate]()
         if prefill:
@@ -171,7 +161,7 @@ class Planner:
         """What it costs to compute the prompt at *source* and to answer *at* an engine: in all, in
         limits missed, and how long the first token and each after it take; other answers that come
         late by it left out."""
-        limits, shared = self.limits, self.shared
+        limits, shared = self.shared.limits, self.shared
         late, wait, length = 0.0, at.room, shared.lengths.mean
         if source is at:
             first = max(at.backlog, at.room) + at.prefill
@@ -181,10 +171,10 @@ class Planner:
             first += shared.handover.value
             late = max(0.0, at.backlog - first, at.room - first) + shared.second_token.value
         in_time = 1.0
-        if limits.first_token and first > RISKY * limits.first_token:
-            in_time = 1.0 - _ramp(first / limits.first_token)
-        if limits.per_token:
-            room = limits.per_token - at.pace
+        if limits.first and first > RISKY * limits.first:
+            in_time = 1.0 - _ramp(first / limits.first)
+        if limits.tpot:
+            room = limits.tpot - at.pace
             if late or room <= 0.0:
                 needed = (late + room) / room if room > 0.0 else math.inf
                 in_time *= 1.0 - _late_share(needed, 1, max_tokens, shared.lengths.longer)
@@ -223,7 +213,7 @@ class Planner:
     def _count_late(self, found: _Costs, now: float, stride: int) -> None:
         """Count the answers at an engine that a prefill, one more answer or both will make late,
         by every one of *stride* answers. The time of this loop is most of a placement's."""
-        limit, step = self.limits.per_token, found.step
+        limit, step = self.shared.limits.tpot, found.step
         if limit <= step or not found.num_answers:
             return
         longer, slower = self.shared.lengths.longer, found.slower

@@ -49,7 +49,7 @@ class Turns:
         """Let the next one go if it is time."""
         now = time.monotonic()
         if self._turns and self._seconds_left(now) <= 0.0:
-            waiting = next_of(list(self._turns), now, self._load.shared.first_token)
+            waiting = next_of(list(self._turns), now, self._load.shared.limits.first)
             self._turns.pop(waiting).set_result(None)
         self._set_timer(now)
 

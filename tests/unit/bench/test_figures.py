@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_commext.bench import figures
-from vllm_commext.bench.figures import Comparison, Limits, Sample
+from vllm_commext.bench.figures import Comparison, Sample
+from vllm_commext.limits import Limits
 
 LIMITS = Limits(0.015, 1.0)
 

@@ -7,8 +7,9 @@ from goodputs import contestants, picture, plays, report
 from goodputs.engines import BOTH, NIXL, PLAIN, EngineSet
 from goodputs.plays import Play
 
-from vllm_commext.bench.figures import Limits, Sample
+from vllm_commext.bench.figures import Sample
 from vllm_commext.errors import ConfigError
+from vllm_commext.limits import Limits
 
 TIGHT, LOOSE = LIMITS = contestants.limits_of("10:1000,25:500")
 URLS = ["http://a", "http://b", "http://c"]

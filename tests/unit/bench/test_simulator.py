@@ -8,8 +8,8 @@ from goodputs import simulated
 from goodputs.policies import Adaptive, Fixed, Knowing, Replicas
 from goodputs.simulator import Hardware, Policy, Request, Simulation, Turn
 
-from vllm_commext.bench.figures import Limits
 from vllm_commext.bench.workload import MIXED, Arrival, make
+from vllm_commext.limits import Limits
 
 LIMITS = Limits(0.015, 1.0)
 ONE = (Hardware(),)

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_commext.limits import Limits
 from vllm_commext.proxy.engine_load import EngineLoad
 from vllm_commext.proxy.engine_speed import EngineSpeed, LeastSquares, Lengths, Speeds, bins
-from vllm_commext.proxy.placement import MAX_SEEN, Candidate, Limits, Placement, Planner
+from vllm_commext.proxy.placement import MAX_SEEN, Candidate, Placement, Planner
 
 NOW = 100.0
 STEP = 0.007
@@ -18,7 +19,7 @@ quick = settings(max_examples=60, deadline=None)
 
 def planner(first_token: float = 0.0, per_token: float = 0.0, answer_tokens: int = 160) -> Planner:
     """One that has seen engines of a step of `STEP` and of `TOKEN` for each of a prompt."""
-    made = Planner(Limits(first_token, per_token))
+    made = Planner(Limits(per_token, first_token))
     speed = EngineSpeed(made.shared)
     for tokens in (500, 4000, 1000, 8000, 2000, 500, 4000, 1000, 8000, 2000) * 3:
         speed.note_prefill(tokens, 0.0, 0.0, TOKEN * tokens)
@@ -47,7 +48,7 @@ def place(of: Planner, prefill: list[Candidate], decode: list[Candidate]) -> Pla
 
 
 def test_nothing_is_placed_before_anything_is_known() -> None:
-    made = Planner(Limits(1.0, 0.01))
+    made = Planner(Limits(0.01, 1.0))
     both = engines(made)
     assert made.place(NOW, 4000, 100, both, both) is None
     assert planner().place(NOW, 4000, 100, [], []) is None
@@ -55,7 +56,7 @@ def test_nothing_is_placed_before_anything_is_known() -> None:
 
 def test_an_engine_that_is_flooded_from_the_start_is_placed_by_its_prompts() -> None:
     """No step is seen where prompts are computed all the time."""
-    made = Planner(Limits(1.0, 0.01))
+    made = Planner(Limits(0.01, 1.0))
     both = engines(made)
     jobs = [both[0].load.ask(4000, 0, NOW) for _ in range(9)]
     jobs[0].end(NOW + 0.1)
