@@ -19,6 +19,7 @@ from tests.cpu.nixl_agents.harness import (
 from tests.cpu.nixl_agents.ranks import PeerProcess
 from vllm_commext.nixl.requests import Hold
 from vllm_commext.nixl.transfer_thread import GiveUp
+from vllm_commext.nixl.wire.connection import CONNECT_SECONDS
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -104,8 +105,13 @@ def test_a_peer_that_stalled_is_asked_anew_while_its_late_read_goes_on(
         assert decode.recorded["failures"] == {"timeout": 1}
 
 
-def test_a_peer_that_stalls_again_and_again_keeps_one_connection(make_engine: MakeEngine) -> None:
-    decode = make_engine("d", seed=2, transfer_timeout=1.0, handshake_timeout=1.0, num_threads=2)
+@pytest.mark.parametrize("handshake_timeout", [1.0, CONNECT_SECONDS + 1.0])
+def test_a_peer_that_stalls_again_and_again_keeps_one_connection(
+    make_engine: MakeEngine, handshake_timeout: float
+) -> None:
+    """Whether no answer comes, or no connection."""
+    settings = {"transfer_timeout": 1.0, "handshake_timeout": handshake_timeout, "num_threads": 2}
+    decode = make_engine("d", seed=2, **settings)
     with PeerProcess("p", seed=1, whole=True) as peer:
         assert_works(decode, peer)
         before = num_sockets()

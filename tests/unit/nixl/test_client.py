@@ -47,6 +47,7 @@ class Connection:
         self.sent: list[wire.AnyRequest] = []
         self.frames: deque[bytes] = deque()
         self.error = ""
+        self.is_told = True
         self.events = 1
         self.number = -1
 

@@ -284,8 +284,7 @@ class PeerTable:
     def _fail(self, peer: Peer, error: CommextError) -> None:
         self._ended.append(peer)
         peer.state = PeerState.LOST
-        is_silent = isinstance(error, CommextTimeoutError)  # it may go on
-        self._close_links(peer, has_ended=not is_silent and peer.reach is None)
+        self._close_links(peer, has_ended=not _may_live(error) and peer.reach is None)
 
     def _admit(self, peer: Peer, reply: wire.Described) -> None:
         described = open_description(reply)
@@ -358,7 +357,7 @@ class PeerTable:
             text = f"the connection to prefill engine {key} has closed: {error}"
             self._log.warning("connection", text)
         if is_idle:
-            self._close_links(peer, has_ended=True)  # as far as can be told
+            self._close_links(peer, has_ended=not _may_live(error))
         elif peer.link is not None:
             self._prove(key, peer.link.incarnation)
 
@@ -389,3 +388,8 @@ class PeerTable:
         self._close_links(peer, has_ended=peer.ready_link is None and peer.reach is None)
         peer.drop_reach()
         peer.channel.close()
+
+
+def _may_live(error: CommextError) -> bool:
+    """Whether a peer that fails so may only be silent for a while."""
+    return isinstance(error, CommextTimeoutError)

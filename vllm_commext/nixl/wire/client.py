@@ -217,7 +217,8 @@ class SideChannel:
         if self._socket.error and self._questions and not self._is_sent:
             self._hang_up()
         elif self._socket.error:
-            raise ProtocolError(
+            kind = ProtocolError if self._socket.is_told else CommextTimeoutError
+            raise kind(
                 f"nothing takes connections at {self._name}, or it has closed the connection "
                 f"({self._socket.error}): is the engine up, and does this host reach the address, "
                 "which VLLM_NIXL_SIDE_CHANNEL_HOST names on the prefill host?"

@@ -137,6 +137,8 @@ class SideChannelSocket:
         self._until = time.monotonic() + CONNECT_SECONDS
         self.error = ""
         """Why the connection was not made or has ended, "" as long as it has not."""
+        self.is_told = True
+        """Whether the other end has said so, and does not merely keep silent."""
         if not (_HOST.fullmatch(host) and 0 < port < 65536):
             raise ProtocolError(f"not an address to ask: host {host!r}, port {port}")
         if _is_numeric(host):
@@ -160,7 +162,7 @@ class SideChannelSocket:
         try:
             self._flush()
         except OSError as error:
-            self._end(str(error))
+            self._end(str(error), is_told=isinstance(error, ConnectionError))
 
     def receive(self) -> bytes | None:
         """The next message, None where there is none yet.
@@ -192,7 +194,7 @@ class SideChannelSocket:
         bound_waits(made)
         status = made.connect_ex(address)
         if status not in (0, errno.EINPROGRESS):
-            self._end(os.strerror(status))
+            self._end(os.strerror(status), is_told=status == errno.ECONNREFUSED)
 
     def _move(self) -> bool:
         """Send and receive what can be at once; whether something has come."""
@@ -204,7 +206,7 @@ class SideChannelSocket:
                 self._connect(*found)
             data = self._exchange()
         except OSError as error:
-            self._end(str(error))
+            self._end(str(error), is_told=isinstance(error, ConnectionError))
             return False
         self._decoder.feed(data)
         self._count()
@@ -240,8 +242,9 @@ class SideChannelSocket:
             self.close()
             self.error = f"more than {MAX_UNFINISHED_BYTES} bytes of unfinished answers"
 
-    def _end(self, error: str) -> None:
-        self.error = self.error or error
+    def _end(self, error: str, *, is_told: bool = True) -> None:
+        if not self.error:
+            self.error, self.is_told = error, is_told
         made, self._socket, self._lookup = self._socket, None, None
         if made is not None:
             made.close()
