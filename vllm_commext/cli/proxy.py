@@ -62,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="end streams with an error where their decode engine is lost",
     )
     parser.add_argument(
+        "--no-move",
+        dest="move",
+        action="store_false",
+        help="let streams end at a decode engine that drains",
+    )
+    parser.add_argument(
         "--stream-chunks",
         choices=MODES,
         default=ProxyConfig.stream_chunks,

@@ -7,7 +7,7 @@ from typing import Any
 from vllm_commext.proxy import resume, two_step
 from vllm_commext.proxy.affinity import NO_PREFIX, prefix_of
 from vllm_commext.proxy.body import num_tokens
-from vllm_commext.proxy.choice import Plan
+from vllm_commext.proxy.choice import Plan, most_tokens
 from vllm_commext.proxy.engines import Engine, EnginePool, SideChannelFields, places_of
 from vllm_commext.proxy.outcome import Losses, ProxyError
 from vllm_commext.proxy.response import Opened
@@ -102,6 +102,22 @@ class Attempts:
             self.opened.close()
         return True
 
+    def staying(self) -> Resume | None:
+        """Reason why the answer ends where it is, though that engine drains."""
+        transcript, engine = self.transcript, self.opened and self.opened.engine
+        reason = self.refusal if transcript is None else transcript.settle()
+        if transcript is None or reason is not None:
+            return reason
+        num_left = most_tokens(self.body) - transcript.num_tokens
+        if transcript.has_finished or num_left < resume.MIN_LEFT:
+            return Resume.ENDING
+        others = [one for one in self._decode.engines if one.usable and one is not engine]
+        return None if others else Resume.FAILED
+
+    def can_warm(self) -> bool:
+        """Whether any decode engine that may be chosen caches what a request leaves there."""
+        return all(one.capabilities.caches for one in self._decode.engines if one.usable)
+
     def close(self) -> None:
         """Let go of the engine that answers, and of what is kept."""
         if self.opened is not None:
@@ -118,7 +134,8 @@ class Attempts:
         matters while one changes its role."""
         source = self.prefilled_by.url if self.prefilled_by else None
         itself = [one for one in self._decode.engines if one.url == source]
-        return self.failed_decode + itself
+        left = [self.opened.engine] if self.opened is not None else []
+        return self.failed_decode + itself + left
 
     def note(self, error: ProxyError) -> None:
         """Leave the next attempt to others: a load fails because of either side."""

@@ -94,6 +94,9 @@ class ProxyConfig:
     resume_bytes: int = _option(
         256 * MIB, "of requests and answers that are kept until streams end, to be resumed"
     )
+    move_pause_seconds: float = _option(
+        5.0, "that a stream may pause to leave an engine that drains, else it ends there"
+    )
     max_in_flight: int = _option(1024, "requests at a time; one more is refused with 503")
     max_connections: int = _option(
         4096, "connections of clients at a time; beyond, the one that has been idle longest goes"
@@ -115,6 +118,7 @@ class ProxyConfig:
     access_log: bool = False
     affinity: bool = True
     resume: bool = True
+    move: bool = True
     stream_chunks: str = AUTO
     refuse_late: bool = False
     placement: str = AUTO

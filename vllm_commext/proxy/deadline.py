@@ -16,6 +16,10 @@ class ClientStalledError(Exception):
     """The client takes no data."""
 
 
+class LeftError(Exception):
+    """The engine that was waited for is to be left."""
+
+
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel *tasks* and wait until all have ended."""
     ending = tuple(tasks)
@@ -111,8 +115,8 @@ class StreamWatch(_Watch):
     """The bounds on a stream's waits, by one timer for all of it.
 
     Call `reading` before each wait for the engine and `writing` before each wait for the
-    client; *since* is the loop's time of the last call. `TimeoutError`, `EngineLostError` or
-    `ClientStalledError` ends the block.
+    client; *since* is the loop's time of the last call. `TimeoutError`, `EngineLostError`,
+    `ClientStalledError` or `LeftError` ends the block.
     """
 
     def __init__(self, on_lost: OnLost, read_seconds: float, write_seconds: float) -> None:
@@ -135,6 +139,11 @@ class StreamWatch(_Watch):
             self._interrupt(ClientStalledError if self._is_writing else TimeoutError)
             return
         self._timer = self._loop.call_later(min(left, *self._limits.values()), self._look)
+
+    def leave(self) -> None:
+        """End a wait for the engine with `LeftError`; the client's goes on."""
+        if not self._is_writing:
+            self._interrupt(LeftError)
 
     def _lose(self) -> None:
         if not self._is_writing:

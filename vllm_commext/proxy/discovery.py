@@ -66,6 +66,9 @@ class Registry:
         """The engines at *urls*, and no others, get no new work though they are named."""
         self._drained = urls
         self._reconcile()
+        for engine in self.engines:
+            if engine.is_emptied:
+                engine.empty()
 
     def sweep(self) -> None:
         """Remove what is no longer named and has nothing left to do."""

@@ -29,6 +29,7 @@ MAX_PLACES = 16
 SideChannelFields = Mapping[str, str | int]
 INFO_METRIC = "vllm:commext_nixl_info"
 CACHE_METRIC, CACHE_USE_METRIC = "vllm:cache_config_info", "vllm:kv_cache_usage_perc"
+_CACHES = 'enable_prefix_caching="True"'
 _LABELS = frozenset(("engine", "host", "port", "seal", "streams", "reuse", "releases"))
 
 
@@ -63,10 +64,12 @@ class Rank:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Capabilities of an engine's ranks, as its metrics page tells; is_known: it was asked."""
+    """Capabilities of an engine's ranks, as its metrics page tells; is_known: it was asked.
+    caches: what one request has had computed is there for the next one with the same prefix."""
 
     ranks: tuple[Rank, ...] = ()
     is_known: bool = False
+    caches: bool = False
 
     @cached_property
     def streams(self) -> bool:
@@ -99,7 +102,8 @@ def read_capabilities(page: str) -> Capabilities:
             channel = SideChannel(labels["host"], int(labels["port"]), labels["seal"])
             flags = {name: labels[name] == "1" for name in ("streams", "reuse", "releases")}
             ranks.append(Rank(labels["engine"], channel, **flags))
-    return Capabilities(tuple(ranks), is_known=True)
+    caches = any(line.startswith(CACHE_METRIC) and _CACHES in line for line in page.splitlines())
+    return Capabilities(tuple(ranks), is_known=True, caches=caches and len(ranks) == 1)
 
 
 def read_cache(page: str) -> tuple[float, float] | None:
@@ -130,7 +134,8 @@ class Engine:
     draining: it gets no new work; what runs goes on. drains_itself: the same, since it says so
     itself; until a check passes. leaving: it is to go when nothing runs.
     detail: the last reason why it is unhealthy, for people. on_lost: called when the engine has
-    not been reachable for so long that nobody should wait for it any more. memory: what it was
+    not been reachable for so long that nobody should wait for it any more. on_drain: called,
+    perhaps again, when it gets no new work though it is well. memory: what it was
     asked last, forgotten when it becomes unhealthy, and so are its capabilities. num_waiting:
     decode engines' answers that wait for what it computes. load: what requests are placed by.
     turns: prompts that wait for it here.
@@ -150,6 +155,7 @@ class Engine:
     num_passed: int = 0
     num_failed: int = 0
     on_lost: set[Callable[[], None]] = field(default_factory=set[Callable[[], None]])
+    on_drain: set[Callable[[], None]] = field(default_factory=set[Callable[[], None]])
     on_suspect: Callable[[], None] | None = None
     memory: Memory = field(default_factory=lambda: Memory(0))
     capabilities: Capabilities = UNKNOWN
@@ -203,6 +209,17 @@ class Engine:
         if not self.drains_itself:
             self.drains_itself = True
             logger.info("%s (%s) drains", self.name, self.url)
+            self.empty()
+
+    @property
+    def is_emptied(self) -> bool:
+        """Whether its streams are to go on at other engines."""
+        return self.drains_itself or (self.draining and not self.leaving)
+
+    def empty(self) -> None:
+        """Have its streams go on at other engines, where they can."""
+        for called in tuple(self.on_drain):
+            called()
 
     def _forget(self) -> None:
         self.memory.clear()

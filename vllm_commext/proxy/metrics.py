@@ -72,6 +72,12 @@ class ProxyMetrics:
             "result",
             values=Resume,
         )
+        self.moves = counter(
+            "commext_proxy_moves",
+            "Streams whose decode engine drains, by what became of them there.",
+            "result",
+            values=Resume,
+        )
         self.streams = counter(
             "commext_proxy_streams",
             "Requests in two steps by whether both were taken at once, or why not.",
@@ -129,6 +135,10 @@ class ProxyMetrics:
             "Between two pieces of a streamed answer, by decode engine.",
             "engine",
             buckets=_GAP_SECONDS,
+        )
+        self.move_seconds = self._seconds(
+            "commext_proxy_move_pause_seconds",
+            "Between two tokens of a stream that went on at another engine as its own drained.",
         )
         self.expected_first_token = self._seconds(
             "commext_proxy_placement_first_token_seconds",

@@ -11,7 +11,12 @@ from prometheus_client import Histogram
 
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.connections import cut
-from vllm_commext.proxy.deadline import ClientStalledError, EngineLostError, StreamWatch
+from vllm_commext.proxy.deadline import (
+    ClientStalledError,
+    EngineLostError,
+    LeftError,
+    StreamWatch,
+)
 from vllm_commext.proxy.outcome import ClientGoneError, Losses, ProxyError
 from vllm_commext.proxy.response import Opened, bad_answer, failure_of, failure_told
 from vllm_commext.proxy.sse import DONE, error_event, with_cached_tokens
@@ -44,6 +49,8 @@ class _GivenUpError(Exception):
     """The engine says in a stream that it has given it up, or another one continues otherwise."""
 
 
+LEFT = "left"
+"""Kind of the failure of a stream that has been told to leave its engine, and can go on there."""
 Resuming = Callable[[ProxyError], Awaitable[Opened | None]]
 """Gives the rest of a stream that has failed so, from another engine; None where there is none."""
 
@@ -75,7 +82,15 @@ class Relay:
         self._transcript = transcript
         self._resuming = resuming
         self._is_engines_turn = False
+        self._watch: StreamWatch | None = None
+        self._leaves = False
         self.has_sent_end = False
+
+    def leave(self) -> None:
+        """Stop once the client has what has come, and go on as *resuming* says."""
+        self._leaves = True
+        if self._watch is not None:
+            self._watch.leave()
 
     async def run(self, extra_headers: Mapping[str, str]) -> Relayed:
         """Send everything. Raises `ClientGoneError`."""
@@ -97,6 +112,7 @@ class Relay:
             with StreamWatch(
                 self._opened.engine.on_lost, idle_seconds, self._config.client_timeout_seconds
             ) as watch:
+                self._watch = watch
                 await self._pass_on(response, watch)
         except (TimeoutError, ConnectionError, aiohttp.ClientError, OSError) as error:
             if not self._is_engines_turn:
@@ -104,6 +120,9 @@ class Relay:
             return failure_of(self._opened.engine, error, idle_seconds, self._losses)
         except EngineLostError as error:
             return failure_of(self._opened.engine, error, idle_seconds, self._losses)
+        except LeftError:
+            self._leaves, self._opened.first = False, b""
+            return ProxyError(503, LEFT, f"{self._opened.engine.name} drains")
         except _UnfinishedError:
             return bad_answer(self._opened.engine, "a stream without the event that ends it")
         except _GivenUpError:
@@ -116,6 +135,8 @@ class Relay:
         except Exception:
             logger.exception("unexpected error in the midst of an answer")
             return ProxyError(500, "internal", "unexpected error; see the proxy's log")
+        finally:
+            self._watch = None
         return None
 
     async def _pass_on(self, response: web.StreamResponse, watch: StreamWatch) -> None:
@@ -123,9 +144,9 @@ class Relay:
         cached_tokens, answer = self._opened.cached_tokens, self._opened.answer
         on_gap, transcript = self._gaps.labels(self._opened.engine.name).observe, self._transcript
         await response.prepare(self._request)
-        piece = ready = self._opened.first
+        ready, is_open = self._opened.first, True
         arrived = watch.since
-        while piece or ready:
+        while is_open or ready:
             if transcript is not None:
                 ready = transcript.pass_on(ready)
             if cached_tokens is not None:
@@ -137,7 +158,10 @@ class Relay:
                 raise _GivenUpError
             self._is_engines_turn = True
             watch.reading()
+            if self._leaves:
+                raise LeftError
             piece = await read()
+            is_open = bool(piece)
             self._is_engines_turn = False
             watch.writing()
             if cutter is None:

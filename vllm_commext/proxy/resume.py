@@ -8,10 +8,12 @@ from vllm_commext.reasons import Reason
 
 MAX_RESUMES = 4
 """Times that one stream goes on at another engine."""
+MIN_LEFT = 16
+"""Tokens that an answer may still have, or it ends where it is."""
 
 
 class Resume(Reason):
-    """What becomes of a stream whose decode engine is lost, or gives it up."""
+    """What becomes of a stream whose decode engine is lost, gives it up, or drains."""
 
     RESUMED = "resumed", "it went on at another decode engine"
     OFF = "off", "it is off"
@@ -22,6 +24,8 @@ class Resume(Reason):
     NOT_TOLD = "not_told", "its engine does not tell every token's id, or tells what is not known"
     DIFFERS = "differs", "what the other engine answered is not what the client had"
     FAILED = "failed", "no other engine could go on with it"
+    ENDING = "ending", "it is about to end where it is"
+    ANEW = "anew", "another engine would begin it anew, for longer than it may pause"
 
 
 class Room:

@@ -1,9 +1,9 @@
 """One request's way through the engines: two steps, or a decode engine alone."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from aiohttp import web
 
@@ -17,6 +17,7 @@ from vllm_commext.proxy.engine_load import Answer
 from vllm_commext.proxy.engines import DECODE, Engine, EnginePool
 from vllm_commext.proxy.intake import Intake
 from vllm_commext.proxy.metrics import ProxyMetrics
+from vllm_commext.proxy.moving import MAX_MOVES, Mover
 from vllm_commext.proxy.outcome import (
     DIRECT,
     ENGINES_LOST,
@@ -27,7 +28,7 @@ from vllm_commext.proxy.outcome import (
     ProxyError,
 )
 from vllm_commext.proxy.placement import Planner
-from vllm_commext.proxy.relay import Relay
+from vllm_commext.proxy.relay import LEFT, Relay
 from vllm_commext.proxy.response import Opened
 from vllm_commext.proxy.resume import Resume, Room
 from vllm_commext.proxy.streams import Stream
@@ -48,6 +49,8 @@ DIRECT_ENDPOINTS = {
     "/detokenize": "detokenize",
 }
 
+NO_CHANGES: Mapping[str, int] = {}
+
 
 class Service:
     """Serves requests that have been admitted."""
@@ -67,6 +70,7 @@ class Service:
         self._pools = pools
         self._metrics = metrics
         self._room = Room(config.resume_bytes)
+        self._turns = asyncio.Semaphore(MAX_MOVES)
 
     async def serve(
         self, request: web.Request, intake: Intake, headers: Mapping[str, str], outcome: Outcome
@@ -109,7 +113,7 @@ class Service:
                 self._metrics.restarts.labels(error.kind).inc()
                 logger.warning("request %s is served anew: %s", outcome.request_id, error)
             finally:
-                self._release(attempts, outcome.request_id)
+                self.release(attempts, outcome.request_id)
 
     def _note_handover(self, attempts: Attempts, opened: Opened) -> None:
         """The prefill engine's KV cache is read, or on its way to be released by who reads it."""
@@ -150,29 +154,40 @@ class Service:
         return opened if result is Resume.RESUMED else None
 
     async def _attempt(self, attempts: Attempts, outcome: Outcome) -> Opened:
-        prefilled, body = None, attempts.body
-        if attempts.path in ENDPOINTS:
-            self._plan(attempts, outcome)
-            stream = self._stream(attempts, outcome)
-            try:
-                prefilled = attempts.prefilled = await self._prefill(attempts, stream)
-                if prefilled is not None:
-                    await stream.check_place(prefilled.kv_transfer_params or {})
-                if prefilled is not None and stream.is_under_way:
-                    opened = await self._take_stream(stream, attempts, prefilled, outcome)
-                    if opened is not None:
-                        return opened
-            finally:
-                await stream.cancel()
-                if prefilled is not None:
-                    self._metrics.streams.labels(stream.way).inc()
-            if prefilled is not None and not attempts.has_reader(prefilled.engine):
-                self._release(attempts, outcome.request_id)
-                self._metrics.local_prefills.labels(LocalPrefill.NO_READER).inc()
-                prefilled = None
-            outcome.path = LOCAL_PREFILL
-        else:
+        if attempts.path not in ENDPOINTS:
             outcome.path = DIRECT
+        elif (opened := await self.first_step(attempts, outcome)) is not None:
+            return opened
+        return await self.second_step(attempts, outcome)
+
+    async def first_step(self, attempts: Attempts, outcome: Outcome) -> Opened | None:
+        """Have the prompt computed where the request takes two steps; the answer where both were
+        taken at once."""
+        self._plan(attempts, outcome)
+        stream, prefilled = self._stream(attempts, outcome), None
+        try:
+            prefilled = attempts.prefilled = await self._prefill(attempts, stream)
+            if prefilled is not None:
+                await stream.check_place(prefilled.kv_transfer_params or {})
+            if prefilled is not None and stream.is_under_way:
+                opened = await self._take_stream(stream, attempts, prefilled, outcome)
+                if opened is not None:
+                    return opened
+        finally:
+            await stream.cancel()
+            if prefilled is not None:
+                self._metrics.streams.labels(stream.way).inc()
+        if prefilled is not None and not attempts.has_reader(prefilled.engine):
+            self.release(attempts, outcome.request_id)
+            self._metrics.local_prefills.labels(LocalPrefill.NO_READER).inc()
+        outcome.path = LOCAL_PREFILL
+        return None
+
+    async def second_step(
+        self, attempts: Attempts, outcome: Outcome, changes: Mapping[str, int] = NO_CHANGES
+    ) -> Opened:
+        """A decode engine's answer, once the first step has been taken; *changes*: of the body."""
+        prefilled, body = attempts.prefilled, {**attempts.body, **changes}
         if prefilled is not None and prefilled.kv_transfer_params is not None:
             outcome.path, outcome.prefill = TWO_STEP, prefilled.engine.name
             body = two_step.decode_body(body, prefilled.kv_transfer_params)
@@ -211,7 +226,7 @@ class Service:
             outcome.first_token_seconds = opened.opened_at - outcome.began
         return opened
 
-    def _release(self, attempts: Attempts, request_id: str) -> None:
+    def release(self, attempts: Attempts, request_id: str) -> None:
         """Have the prefill engine free what no decode engine will read."""
         prefilled, attempts.prefilled = attempts.prefilled, None
         if prefilled is None:
@@ -321,13 +336,27 @@ class Service:
         elif opened.cutter is not None and outcome.first_token_seconds is not None:
             metrics.first_token_seconds.labels(engine).observe(outcome.first_token_seconds)
         gaps = metrics.inter_token_seconds
-        resuming = partial(self._resume, attempts, outcome)
+        mover = Mover(self, attempts, outcome, self._config, metrics, self._turns)
+
+        async def go_on(failure: ProxyError) -> Opened | None:
+            if failure.kind == LEFT:
+                found = await mover.move()
+            else:
+                await mover.close()
+                found = await self._resume(attempts, outcome, failure)
+            if found is not None:
+                mover.watch(found)
+            return found
+
         relay = Relay(
-            request, opened, self._config, gaps, attempts.losses, attempts.transcript, resuming
+            request, opened, self._config, gaps, attempts.losses, attempts.transcript, go_on
         )
+        mover.stop = relay.leave
+        mover.watch(opened)
         try:
             relayed = await relay.run(told)
         finally:
+            await mover.close()
             outcome.is_answered = relay.has_sent_end
             answer = (attempts.opened or opened).answer
             if relay.has_sent_end and answer is not None:

@@ -23,6 +23,7 @@ from vllm_commext.proxy.sse import DONE
 
 ANSWER = "answer_token_ids"
 _GROWTH_BYTES = 16 << 10
+_TRIAL_BYTES = 1 << 30
 _DATA = b"data: "
 _END = b"\n\n"
 _IDS = b'"token_ids":['
@@ -107,6 +108,28 @@ class Transcript:
         self.has_failed, self.held, self._num_resumed = False, b"", self._num_resumed + 1
         self._replay, self._renames = Replay(self._ids, self._texts), None
         self._field = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of what has been settled."""
+        return len(self._ids)
+
+    @property
+    def has_finished(self) -> bool:
+        return self._has_finished
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the engine has not repeated yet all that the client has."""
+        return self._replay is not None
+
+    def trial(self) -> "Transcript":
+        """A copy, on which another engine's events are tried before they follow."""
+        copy = Transcript(Room(_TRIAL_BYTES), {"return_token_ids": not self.hides_ids}, 0)
+        copy._ids, copy._first = self._ids[:], self._first
+        copy._texts = {name: text[:] for name, text in self._texts.items()}
+        copy.begin_again()
+        return copy
 
     def settle(self) -> Resume | None:
         """Read all that the client has; returns why the stream is not resumed."""

@@ -1,0 +1,222 @@
+"""Streams whose decode engine drains: they go on at another one, or stay where they are, and either
+way the client gets each token once."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from vllm_commext.proxy.resume import Resume
+from vllm_commext.proxy.transcript import ANSWER
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+DONE = b"data: [DONE]\n\n"
+ANSWERED = [(1, "a"), (2, "b"), (3, "c"), (4, "d")]
+OTHER = [(1, "a"), (9, "x"), (3, "c"), (4, "d")]
+
+
+def event(engine: int, path: str, tokens: Sequence[tuple[int, str]], end: str | None) -> bytes:
+    text = "".join(word for _, word in tokens)
+    part: dict[str, Any] = {"text": text} if path == COMPLETIONS else {"delta": {"content": text}}
+    ids = [token for token, _ in tokens]
+    choice = {"index": 0, **part, "logprobs": None, "finish_reason": end, "token_ids": ids}
+    content = {"id": f"one-{engine}", "created": 1000 + engine, "choices": [choice]}
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+
+
+class Told:
+    """What a client has got of a stream."""
+
+    def __init__(self, raw: bytes) -> None:
+        lines = [line for line in raw.split(b"\n\n") if line.startswith(b"data: {")]
+        self.events = [json.loads(line[len(b"data: ") :]) for line in lines]
+        choices = [choice for one in self.events for choice in one.get("choices", [])]
+        self.text = "".join(
+            one.get("text") or one.get("delta", {}).get("content") or "" for one in choices
+        )
+        self.names = {(one.get("id"), one.get("created")) for one in self.events}
+        self.resumed = [one["commext_resumed"] for one in self.events if "commext_resumed" in one]
+        self.is_whole = raw.endswith(DONE)
+
+
+class Engines:
+    """Behaviour of two decode engines. The first one says two tokens, and the rest once it is let
+    go; the other one repeats what it is told, or begins anew with *answer* in events of one token.
+    """
+
+    def __init__(self, path: str, answer: Sequence[tuple[int, str]] = ANSWERED) -> None:
+        self.path, self.answer = path, answer
+        self.release = asyncio.Event()
+        self.goes_on = True
+
+    async def first(self, call: Any) -> None:
+        await call.begin_stream()
+        for token in ANSWERED[:2]:
+            await call.chunk(event(0, self.path, [token], None))
+        await self.release.wait()
+        await call.chunk(event(0, self.path, ANSWERED[2:], "stop") + DONE)
+        await call.end_stream()
+
+    async def second(self, call: Any) -> None:
+        begun = call.body["kv_transfer_params"][ANSWER]
+        count = len(begun) if self.goes_on else 1
+        most = call.body.get("max_tokens", len(self.answer))
+        cuts = [self.answer[:count], *([one] for one in self.answer[count:most])]
+        await call.begin_stream()
+        for number, cut in enumerate(cuts, 1):
+            await asyncio.sleep(0 if self.goes_on else 0.05)
+            await call.chunk(event(1, self.path, cut, "stop" if number == len(cuts) else None))
+        await call.chunk(DONE)
+        await call.end_stream()
+
+
+def tell(cluster: Any, *, caches: bool) -> None:
+    """Whether decode engines cache prefixes."""
+    for engine in cluster.proxy.decode_pool.engines:
+        engine.capabilities = replace(engine.capabilities, caches=caches)
+
+
+async def drained(cluster: Any, engines: Engines, body: dict[str, Any], expected: Resume) -> bytes:
+    """What a client gets whose first engine is drained once it has two tokens."""
+    first, second = cluster.decode
+    first.behave, second.behave = engines.first, engines.second
+    body = {"prompt": "hello", "messages": [], "stream": True, **body}
+    counted = f'commext_proxy_moves_total{{result="{expected}"}} 1.0'
+    async with cluster.post(body, engines.path) as response:
+        got = b""
+        while got.count(b"\n\n") < 2:
+            got += await response.content.readany()
+        cluster.proxy.registry.drain(frozenset((first.url,)))
+        while counted not in await cluster.metrics():
+            await asyncio.sleep(0.01)
+        if expected is not Resume.RESUMED:
+            engines.release.set()
+        got += await response.read()
+    await cluster.idle()
+    return got
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("goes_on", [True, False], ids=["goes on", "begins anew"])
+@pytest.mark.parametrize("caches", [True, False], ids=["warmed", "not warmed"])
+async def test_a_stream_leaves_an_engine_that_drains(
+    kit: Any, path: str, goes_on: bool, caches: bool
+) -> None:
+    engines = Engines(path)
+    engines.goes_on = goes_on
+    async with kit.cluster(num_decode=2) as cluster:
+        tell(cluster, caches=caches)
+        got = Told(await drained(cluster, engines, {}, Resume.RESUMED))
+        assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [1])
+        assert got.names == {("one-0", 1000)}
+        first, second = cluster.decode
+        await kit.until(lambda: first.num_left == 1, "the first engine to be let go")
+        params = [call.body["kv_transfer_params"] for call in second.calls]
+        most = [call.body.get("max_tokens") for call in second.calls]
+        told = {ANSWER: [1, 2]}
+        if caches:
+            assert (params, most) == ([{**kit.kv_params, **told}, told], [3, None])
+        else:
+            assert (params, most) == ([{**kit.kv_params, **told}], [None])
+        assert len(cluster.prefill[0].calls) == 2
+        page = await cluster.metrics()
+        assert "commext_proxy_move_pause_seconds_count 1.0" in page
+        assert 'commext_proxy_resumes_total{result="resumed"} 0.0' in page
+
+
+STAYS: dict[str, tuple[dict[str, Any], dict[str, Any], Resume]] = {
+    # What is asked for, the proxy's options, and why the stream stays where it is.
+    "off": ({}, {"move": False}, Resume.OFF),
+    "nothing is kept": ({}, {"resume": False}, Resume.OFF),
+    "an echo": ({"echo": True}, {}, Resume.ECHO),
+    "samples": ({"n": 2}, {}, Resume.SAMPLES),
+    "about to end": ({"max_tokens": 12}, {}, Resume.ENDING),
+    "no answer in time": ({}, {"move_pause_seconds": 0.2}, Resume.FAILED),
+    "another answer": ({}, {}, Resume.DIFFERS),
+    "an error": ({}, {}, Resume.FAILED),
+    "a refusal": ({}, {}, Resume.FAILED),
+    "a stream that breaks off": ({}, {}, Resume.FAILED),
+}
+
+
+@pytest.mark.parametrize("caches", [True, False], ids=["warmed", "not warmed"])
+@pytest.mark.parametrize("case", STAYS)
+async def test_a_stream_that_cannot_leave_ends_where_it_is(
+    kit: Any, case: str, caches: bool
+) -> None:
+    body, options, expected = STAYS[case]
+    engines = Engines(COMPLETIONS, OTHER if case == "another answer" else ANSWERED)
+    answers = engines.second
+
+    async def fails(call: Any) -> None:
+        if case == "no answer in time":
+            is_warming = "max_tokens" in call.body
+            await (answers if is_warming else kit.hanging)(call)
+        elif case == "a stream that breaks off":
+            await call.begin_stream()
+            await call.chunk(event(1, COMPLETIONS, ANSWERED[:1], None))
+        else:
+            await call.answer(500 if case == "an error" else 400, b"{}")
+
+    if case in ("an error", "a refusal", "a stream that breaks off", "no answer in time"):
+        engines.second = fails  # type: ignore[method-assign]
+    async with kit.cluster(num_decode=2, **options) as cluster:
+        tell(cluster, caches=caches)
+        got = Told(await drained(cluster, engines, body, expected))
+        assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [])
+        assert cluster.decode[0].num_left == 0
+
+
+async def test_an_answer_that_is_begun_anew_after_long_stays(kit: Any) -> None:
+    """It would pause for about as long as it has taken."""
+    engines = Engines(COMPLETIONS)
+    engines.goes_on = False
+    async with kit.cluster(num_decode=2, move_pause_seconds=0.2) as cluster:
+        first_behaviour = engines.first
+
+        async def late(call: Any) -> None:
+            await asyncio.sleep(0.3)
+            await first_behaviour(call)
+
+        engines.first = late  # type: ignore[method-assign]
+        got = Told(await drained(cluster, engines, {}, Resume.ANEW))
+        assert (got.text, got.resumed) == ("abcd", [])
+
+
+async def test_the_only_engine_keeps_its_streams(kit: Any) -> None:
+    engines = Engines(COMPLETIONS)
+    async with kit.cluster(num_decode=2) as cluster:
+        cluster.proxy.decode_pool.engines[1].refuse("it is away")
+        got = Told(await drained(cluster, engines, {}, Resume.FAILED))
+        assert (got.text, got.resumed) == ("abcd", [])
+        assert cluster.decode[1].calls == []
+
+
+@pytest.mark.parametrize("caches", [True, False], ids=["warmed", "not warmed"])
+async def test_a_client_that_leaves_meanwhile_leaves_nothing(kit: Any, caches: bool) -> None:
+    engines = Engines(COMPLETIONS)
+    async with kit.cluster(num_decode=2) as cluster:
+        tell(cluster, caches=caches)
+        first, second = cluster.decode
+        first.behave, second.behave = engines.first, kit.hanging
+        async with cluster.post({"prompt": "hello", "stream": True}) as response:
+            await response.content.readany()
+            cluster.proxy.registry.drain(frozenset((first.url,)))
+            await kit.until(lambda: bool(second.calls), "the other engine to be asked")
+        await cluster.idle()
+        await kit.until(lambda: (first.num_left, second.num_left) == (1, 1), "both to be left")
+
+
+async def test_an_engine_that_says_itself_that_it_drains_is_left(kit: Any) -> None:
+    engines = Engines(COMPLETIONS)
+    async with kit.cluster(num_decode=2, health_interval_seconds=0.05) as cluster:
+        first, second = cluster.decode
+        first.behave, second.behave = engines.first, engines.second
+        async with cluster.post({"prompt": "hello", "stream": True}) as response:
+            got = await response.content.readany()
+            first.drains = True
+            got += await response.read()
+        assert (Told(got).text, Told(got).resumed) == ("abcd", [1])

@@ -1,0 +1,199 @@
+"""Streams that leave a decode engine that drains, and go on at another one.
+
+While the old engine goes on, a prefill engine computes the prompt, and where decode engines cache
+prefixes the new one gets the prompt's blocks and computes those of the answer so far. Then the
+stream stops at the end of an event, and the request is served as after the engine's death. The old
+engine is let go when the new one has repeated what the client has; until then the stream can go on
+where it was.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from vllm_commext.proxy.attempts import Attempts
+from vllm_commext.proxy.choice import Plan
+from vllm_commext.proxy.config import ProxyConfig
+from vllm_commext.proxy.deadline import Deadline, end_tasks
+from vllm_commext.proxy.engines import Engine
+from vllm_commext.proxy.metrics import ProxyMetrics
+from vllm_commext.proxy.outcome import Outcome, ProxyError
+from vllm_commext.proxy.response import Opened, failures_of
+from vllm_commext.proxy.resume import MAX_RESUMES, Resume
+from vllm_commext.proxy.transcript import Transcript
+
+logger = logging.getLogger("vllm.commext.proxy")
+
+MAX_MOVES = 8
+"""Streams for which another engine is prepared at a time; others go on meanwhile."""
+PREPARE_SECONDS = 60.0
+
+
+class Steps(Protocol):
+    """A request's way to an engine."""
+
+    async def first_step(self, attempts: Attempts, outcome: Outcome) -> Opened | None: ...
+
+    async def second_step(
+        self, attempts: Attempts, outcome: Outcome, changes: Mapping[str, int] = ...
+    ) -> Opened: ...
+
+    def release(self, attempts: Attempts, request_id: str) -> None: ...
+
+
+class Mover:
+    """Has one stream leave its engine when that drains. It is tried once an engine.
+
+    stop: has the stream stop where `move` is to be called. turns: of `MAX_MOVES`.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        attempts: Attempts,
+        outcome: Outcome,
+        config: ProxyConfig,
+        metrics: ProxyMetrics,
+        turns: asyncio.Semaphore,
+    ) -> None:
+        self._steps = steps
+        self._attempts = attempts
+        self._outcome = outcome
+        self._config = config
+        self._metrics = metrics
+        self._turns = turns
+        self._engine: Engine | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.stop: Callable[[], None] = lambda: None
+
+    def watch(self, opened: Opened) -> None:
+        """Leave the engine that answers once it drains."""
+        if opened.cutter is None or opened.engine is self._engine:
+            return
+        self._forget()
+        self._engine = opened.engine
+        self._engine.on_drain.add(self._begin)
+        if self._engine.is_emptied:
+            self._begin()
+
+    async def close(self) -> None:
+        """The engine is not left any more; what was prepared is released."""
+        self._forget()
+        if self._task is not None:
+            await end_tasks([self._task])
+            self._task = None
+            self._steps.release(self._attempts, self._outcome.request_id)
+
+    def _forget(self) -> None:
+        if self._engine is not None:
+            self._engine.on_drain.discard(self._begin)
+
+    def _begin(self) -> None:
+        self._forget()
+        self._task = asyncio.create_task(self._prepare())
+
+    async def _prepare(self) -> None:
+        result = Resume.FAILED
+        try:
+            async with self._turns, asyncio.timeout(PREPARE_SECONDS):
+                result = self._reason() or await self._prepared()
+        except (ProxyError, TimeoutError) as error:
+            logger.warning("request %s is not moved: %s", self._outcome.request_id, error)
+        if result is None:
+            self.stop()
+        else:
+            self._steps.release(self._attempts, self._outcome.request_id)
+            self._metrics.moves.labels(result).inc()
+
+    def _reason(self) -> Resume | None:
+        if not self._config.move:
+            return Resume.OFF
+        too_often = self._attempts.num_resumed >= MAX_RESUMES
+        return Resume.FAILED if too_often else self._attempts.staying()
+
+    async def _prepared(self) -> Resume | None:
+        """Prepare another engine; why the stream stays all the same, or None."""
+        attempts = self._attempts
+        outcome = replace(self._outcome)  # so far the client's request is answered where it was
+        attempts.num_resumed, attempts.prefilled_by = attempts.num_resumed + 1, None
+        await self._steps.first_step(attempts, outcome)
+        result = await self._warmed(outcome) if attempts.can_warm() else None
+        return result or attempts.staying()
+
+    async def _warmed(self, outcome: Outcome) -> Resume | None:
+        """Have another engine cache what the answer is to go on from."""
+        attempts, transcript = self._attempts, self._attempts.transcript
+        if transcript is None or transcript.settle() is not None:
+            return attempts.staying()
+        trial = transcript.trial()
+        most = ("max_tokens", "max_completion_tokens")
+        names = [name for name in most if name in attempts.body] or most[:1]
+        one_more = dict.fromkeys(names, transcript.num_tokens + 1)
+        opened = await self._steps.second_step(attempts, outcome, one_more)
+        try:
+            result = await self._caught_up(opened, trial)
+            while result is Resume.RESUMED and await self._read(opened):
+                pass
+        finally:
+            opened.close()
+        attempts.prefilled, now = None, time.monotonic()
+        attempts.plan = Plan(decode=opened.engine, first_token_at=now)
+        return None if result is Resume.RESUMED else result
+
+    async def move(self) -> Opened:
+        """The rest of a stream that has stopped: another engine's, or else its own's."""
+        attempts, began = self._attempts, time.monotonic()
+        old, transcript, opened = attempts.opened, attempts.transcript, None
+        assert old is not None  # it has been stopped
+        assert transcript is not None  # as those that stop have
+        result = attempts.staying() or Resume.FAILED
+        try:
+            if result is Resume.FAILED:
+                async with asyncio.timeout(self._config.move_pause_seconds):
+                    opened = await self._steps.second_step(attempts, self._outcome)
+                    attempts.prefilled = None
+                    result = await self._caught_up(opened, transcript.trial())
+        except (ProxyError, TimeoutError) as error:
+            logger.warning("request %s is not moved: %s", self._outcome.request_id, error)
+        finally:
+            self._steps.release(attempts, self._outcome.request_id)
+            if opened is not None and result is not Resume.RESUMED:
+                opened.close()
+        self._metrics.moves.labels(result).inc()
+        if opened is None or result is not Resume.RESUMED:
+            self._outcome.decode = old.engine.name
+            return old
+        self._metrics.move_seconds.observe(time.monotonic() - began)
+        opened.cached_tokens, attempts.opened = attempts.cached_tokens, opened
+        transcript.begin_again()
+        old.close()
+        return opened
+
+    async def _caught_up(self, opened: Opened, trial: Transcript) -> Resume:
+        """Read what another engine repeats of a stream; whether it can go on there. What is read is
+        `Opened.first` then."""
+        # To begin anew takes about as long as it has taken so far.
+        may_begin_anew = self._outcome.seconds <= self._config.move_pause_seconds
+        events, cutter = opened.first, opened.cutter
+        while cutter is not None:
+            trial.pass_on(events)
+            if trial.has_failed or trial.refusal is not None:
+                return trial.refusal or Resume.FAILED
+            if not trial.is_behind:
+                return Resume.RESUMED
+            if not may_begin_anew:
+                return Resume.ANEW
+            if not (piece := await self._read(opened)):
+                break
+            events = cutter.feed(piece)
+            opened.first += events
+        return Resume.FAILED
+
+    async def _read(self, opened: Opened) -> bytes:
+        """The next piece of another engine's answer. Raises `ProxyError`."""
+        engine, seconds = opened.engine, self._config.decode_idle_timeout_seconds
+        with failures_of(engine, seconds, self._attempts.losses), Deadline(seconds, engine.on_lost):
+            return await opened.response.content.readany()
