@@ -18,7 +18,7 @@ from tests.chaos.injectors import (
     send_side_channel_garbage,
 )
 from tests.chaos.judge import RIGHT
-from tests.chaos.load import Load, ask, make_prompts
+from tests.chaos.load import WITHOUT_LOGPROBS, Load, ask, make_prompts
 from tests.chaos.relay import relay_to
 from tests.chaos.schedule import DECODE, PREFILL, Fault
 from tests.chaos.testbed import (
@@ -37,6 +37,7 @@ NUM_ABORTS = 6
 LONG_PROMPT = 900
 NUM_CROWDING, CROWDING_PROMPT, CROWDING_TOKENS = 13, 400, 300
 """Each is let in with its prompt, and grows; three more can run beside them."""
+NUM_DRAINED, DRAINED_TOKENS = 6, 200
 PREEMPTIONS = "vllm:num_preemptions_total"
 FOREIGN: tuple[Mapping[str, Any], ...] = (
     {"remote_engine_id": "nobody"},
@@ -197,6 +198,25 @@ def _crowd_prefill(scene: Scene) -> list[str]:
     return [] if preempted else ["P has preempted nothing"]
 
 
+def _drain_decode(scene: Scene) -> list[str]:
+    """Half of the streams go on from their tokens, the others have log probabilities."""
+    testbed, most = scene.testbed, DRAINED_TOKENS
+    prompts = [scene.reference().prompt for _ in range(NUM_DRAINED)]
+    url, proxy_url = testbed.url(DECODE), testbed.proxy_url
+    expected = [complete(url, cluster.MODEL_NAME, prompt, max_tokens=most) for prompt in prompts]
+    with ThreadPoolExecutor(NUM_DRAINED) as pool:
+        asked = [
+            pool.submit(ask, proxy_url, prompt, stream=True, extra=extra, max_tokens=most)
+            for prompt, extra in zip(prompts, (None, WITHOUT_LOGPROBS) * NUM_DRAINED, strict=False)
+        ]
+        time.sleep(scene.rng.uniform(0.5, 1.5))
+        testbed.admin.drain(url)
+        testbed.admin.undrain(url)
+        answers = [one.result() for one in asked]
+    verdicts = [scene.load.note(*pair) for pair in zip(expected, answers, strict=True)]
+    return [f"a stream was {verdict}" for verdict in verdicts if verdict != RIGHT]
+
+
 _STALL = TRANSFER_SECONDS + HANDSHAKE_SECONDS
 ACTIONS: Mapping[str, Callable[[Scene], list[str] | None]] = {
     "kill_prefill": _restart(PREFILL, as_another=False),
@@ -217,6 +237,7 @@ ACTIONS: Mapping[str, Callable[[Scene], list[str] | None]] = {
     "slow_side_channel": _through_relay(cut=False),
     "cut_side_channel": _through_relay(cut=True),
     "crowd_prefill": _crowd_prefill,
+    "drain_decode": _drain_decode,
     "slow_network": _network(cut=False),
     "cut_network": _network(cut=True),
 }

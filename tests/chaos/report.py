@@ -53,6 +53,7 @@ class RunRecord:
         verdicts: requests of the load by verdict.
         errors: error answers of the load by what they said.
         resumes: streams whose decode engine was lost, by what became of them.
+        moves: streams whose decode engine drained, the same.
         samples: details of wrong and late answers.
         censuses: descriptors, threads and memory of each engine at both ends of its life.
         problems: what should not have happened outside of a fault.
@@ -65,6 +66,7 @@ class RunRecord:
     verdicts: Counter[str] = field(default_factory=Counter[str])
     errors: Counter[str] = field(default_factory=Counter[str])
     resumes: Counter[str] = field(default_factory=Counter[str])
+    moves: Counter[str] = field(default_factory=Counter[str])
     samples: list[str] = field(default_factory=list[str])
     censuses: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     problems: list[str] = field(default_factory=list[str])
@@ -122,6 +124,8 @@ def as_markdown(run: RunRecord) -> str:
         + ", ".join(f"{run.verdicts[verdict]} {verdict}" for verdict in VERDICTS),
         f"- {run.resumes.total()} streams lost their decode engine: "
         + (", ".join(f"{count} {result}" for result, count in run.resumes.items()) or "none"),
+        f"- {run.moves.total()} streams had theirs drained: "
+        + (", ".join(f"{count} {result}" for result, count in run.moves.items()) or "none"),
         "",
     ]
     lines += _table(

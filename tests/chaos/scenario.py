@@ -80,6 +80,8 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
             kinds = [kind for kind in kinds if not KINDS[kind].needs_namespace]
         if not scenario.streams:
             kinds = [kind for kind in kinds if not KINDS[kind].needs_streams]
+        if not scenario.spares:
+            kinds = [kind for kind in kinds if not KINDS[kind].needs_spares]
         references = (
             _plain_references(scenario, model, folder) if scenario.plain_reference else None
         )
@@ -102,7 +104,8 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
         record.seconds = time.monotonic() - started
         record.faults = [fault.with_drain(load.spans) for fault in record.faults]
         record.verdicts, record.errors, record.samples = load.verdicts, load.errors, load.samples
-        record.resumes = testbed.resumes()
+        record.resumes = testbed.streams_by("commext_proxy_resumes_total")
+        record.moves = testbed.streams_by("commext_proxy_moves_total")
         record.censuses = testbed.censuses
     return record
 

@@ -20,6 +20,7 @@ class Kind:
         kills: the engine that it ends, "" for none.
         needs_namespace: it needs the prefill engine in a network namespace of its own.
         needs_streams: it is one for prompts that are read while they are computed.
+        needs_spares: another engine has to take over meanwhile.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Kind:
     kills: str = ""
     needs_namespace: bool = False
     needs_streams: bool = False
+    needs_spares: bool = False
 
 
 KINDS = {
@@ -54,6 +56,7 @@ KINDS = {
             "P has not the blocks for all prompts that it is given, and preempts some",
             needs_streams=True,
         ),
+        Kind("drain_decode", "D is drained under long streams, and comes back", needs_spares=True),
         Kind("slow_network", "the link between P and D is throttled", needs_namespace=True),
         Kind("cut_network", "the link between P and D is cut", needs_namespace=True),
     )

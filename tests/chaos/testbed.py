@@ -16,6 +16,7 @@ from tests.chaos.census import Census, growth, leak, settled, take_census
 from tests.chaos.network import Link
 from tests.chaos.schedule import DECODE, PREFILL
 from tests.kit import CORRUPTING, CORRUPTING_MODULE, ROOT, cluster, fixed_cache
+from tests.kit.fleet import AdminPort
 from tests.kit.metrics import Metrics, scrape
 from tests.kit.parity import complete
 from tests.kit.servers import (
@@ -131,6 +132,7 @@ class Testbed:
     engines: dict[str, Engine] = field(default_factory=dict[str, Engine])
     spares: dict[str, Engine] = field(default_factory=dict[str, Engine])
     proxy: ProxyServer | None = None
+    admin: AdminPort = field(init=False)
     censuses: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def start(self) -> None:
@@ -143,6 +145,8 @@ class Testbed:
             self._wait_ready(engine)
         args = [*PROXY_ARGS, *(SPARE_PROXY_ARGS if self.with_spares else ())]
         args += ["--stream-chunks", "auto" if self.streams else "never"]
+        self.admin = AdminPort(self.folder)
+        args += self.admin.args
         self.proxy = ProxyServer(
             "proxy", self.urls(PREFILL), self.urls(DECODE), self.folder, args=args
         )
@@ -210,10 +214,9 @@ class Testbed:
         """Read by the decode engine through a mapping since its start."""
         return self.metrics(DECODE).total(MAPPED_BYTES)
 
-    def resumes(self) -> Counter[str]:
-        """The streams that have lost their decode engine, by what became of them."""
+    def streams_by(self, name: str) -> Counter[str]:
+        """The streams that have lost or left their decode engine, by what became of them."""
         page = self.proxy_metrics()
-        name = "commext_proxy_resumes_total"
         counts = {result: int(page.total(name, result=result)) for result in Resume}
         return Counter({str(result): count for result, count in counts.items() if count})
 

@@ -1,12 +1,14 @@
-"""A decode server that is killed in mid-stream: its answers go on at another one, and clients are
-told, but for times, what a plain server tells them."""
+"""A decode server that is killed in mid-stream, or drained: its answers go on at another one, and
+clients are told, but for times, what a plain server tells them."""
 
 import signal
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,16 +26,19 @@ from tests.cpu.event_streams import (
 )
 from tests.cpu.first_tokens import FIRST_TOKENS
 from tests.cpu.test_first_token import PLAIN_ENVIRON, TOOLS, with_markup
-from tests.kit import cluster
+from tests.kit import cluster, fleet
 from tests.kit.fleet import Routing
 from tests.kit.metrics import scrape, wait_for_added
 from tests.kit.servers import Server, VllmServer
 from tests.kit.tiny_kinds import KINDS
 from tests.kit.tiny_model import write_tiny_model
+from vllm_commext import private_files
 
 NUM_TOKENS, NUM_FIRST = 400, 5
 BOUND_SECONDS = 300.0
-RESUMES = "commext_proxy_resumes_total"
+MOVES, RESUMES = "commext_proxy_moves_total", "commext_proxy_resumes_total"
+ENDED = "vllm:request_success_total"
+NUM_MOVED_TOKENS = 600
 NOTE = b',"commext_resumed":1'
 USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 CONTINUOUS: dict[str, Any] = {
@@ -58,6 +63,10 @@ ASKED: dict[str, tuple[str, dict[str, Any], bool]] = {
     "a chat with token ids": (CHAT, {"return_token_ids": True, **CONTINUOUS}, True),
     "a chat with tools": (CHAT, {"tools": TOOLS, **USAGE}, True),
 }
+MOVED = (
+    *("usage", "token ids", "a stop string that does not come", "a seed", "log probabilities"),
+    *("a chat", "a chat with token ids", "a chat with tools"),
+)
 
 
 @dataclass
@@ -66,7 +75,26 @@ class Servers:
     prefill: VllmServer
     first: VllmServer
     second: VllmServer
-    routing: Routing
+    folder: Path
+    routing: Routing = field(init=False)
+
+    @property
+    def drain_file(self) -> Path:
+        return fleet.drain_file(self.folder, "first")
+
+    @contextmanager
+    def proxied(self, *args: str) -> Iterator[Server]:
+        """Another proxy, whose decode server is the first one."""
+        folder = self.folder / "-".join(["proxy", *args])
+        folder.mkdir()
+        self.routing = Routing(
+            folder,
+            {"prefill": self.prefill, "first": self.first, "second": self.second},
+            ["--move-pause", "120", *args],
+        )
+        self.routing.assign(prefill="prefill", first="decode")
+        with self.routing.proxy:
+            yield self.routing.proxy
 
 
 @pytest.fixture(scope="module", params=SERVED)
@@ -86,29 +114,38 @@ def servers(
     roles = {"prefill": "kv_producer", "first": "kv_consumer", "second": "kv_consumer"}
     made = {
         name: cluster.engine_server(
-            name, model, folder, cluster.kv_transfer_config(role), args=args
+            name,
+            model,
+            folder,
+            cluster.kv_transfer_config(role),
+            args=[*args, *fleet.DRAIN_ARGS],
+            environ=fleet.drain_environ(folder, name),
         )
         for name, role in roles.items()
     }
-    routing = Routing(folder, made)
-    routing.assign(prefill="prefill", first="decode")
-    with cluster.all_ready([plain, *made.values()]), routing.proxy:
-        yield Servers(plain, **made, routing=routing)
+    with cluster.all_ready([plain, *made.values()]):
+        yield Servers(plain, **made, folder=folder)
 
 
 class Asked:
     """A stream that is read by a thread of its own, and stays where it is after its first events
     until it is let go."""
 
-    def __init__(self, servers: Servers, name: str, barrier: threading.Barrier) -> None:
+    def __init__(
+        self, servers: Servers, name: str, barrier: threading.Barrier, num_tokens: int = NUM_TOKENS
+    ) -> None:
         path, changes, _ = ASKED[name]
-        long = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+        long = {"max_tokens": num_tokens, "ignore_eos": True}
         self.path, self.body = path, body_of(path, {**long, **changes})
         self.request_id = uuid.uuid4().hex
-        self.expected = told(servers.plain, path, self.body, self.request_id)
         self._servers, self._barrier = servers, barrier
 
+    def expect(self) -> Told:
+        """What a plain server tells."""
+        return told(self._servers.plain, self.path, self.body, self.request_id)
+
     def read(self) -> Told:
+        """What the proxy tells."""
         proxy = self._servers.routing.proxy
         with asked(proxy, self.path, self.body, self.request_id) as answer:
             pieces, raw = answer.iter_raw(), b""
@@ -118,25 +155,66 @@ class Asked:
             return Told("", raw + b"".join(pieces))
 
 
+@pytest.mark.parametrize("moves", [True, False], ids=["moved", "not moved"])
+def test_answers_leave_a_server_that_drains(servers: Servers, moves: bool) -> None:
+    """Where they are not moved, as a control, each ends where it has begun."""
+
+    def change() -> None:
+        """All clients have something."""
+        servers.routing.assign(prefill="prefill", first="decode", second="decode")
+        private_files.make(servers.drain_file)
+
+    with servers.proxied(*([] if moves else ["--no-move"])) as proxy:
+        barrier = threading.Barrier(len(MOVED), change)
+        streams = {name: Asked(servers, name, barrier, NUM_MOVED_TOKENS) for name in MOVED}
+        before = {one.name: scrape(one.url) for one in (servers.first, servers.second)}
+        expected = in_threads({name: one.expect for name, one in streams.items()})
+        found = in_threads({name: one.read for name, one in streams.items()})
+        fleet.drain(servers.first, servers.drain_file)
+        page = scrape(proxy.url)
+    servers.drain_file.unlink()
+    num_moved = int(page.total(MOVES, result="resumed"))
+    for name, stream in found.items():
+        is_moved = stream.raw.count(NOTE) == 1
+        assert is_moved or not moves or name == "a chat with tools", name
+        check(name, stream, expected[name])
+    assert num_moved == sum(NOTE in stream.raw for stream in found.values())
+    assert page.total(MOVES) == len(MOVED)
+    assert page.total(RESUMES) == 0
+    left, took = (
+        scrape(one.url).minus(before[one.name]) for one in (servers.first, servers.second)
+    )
+    assert left.total(ENDED, finished_reason="length") == len(MOVED) - num_moved
+    assert took.total(ENDED, finished_reason="length") >= num_moved
+    if moves:
+        assert num_moved >= len(MOVED) - 1
+    else:
+        assert page.total(MOVES, result="off") == len(MOVED)
+
+
+def in_threads(told_by: Mapping[str, Callable[[], Told]]) -> dict[str, Told]:
+    with ThreadPoolExecutor(len(told_by)) as pool:
+        reading = {name: pool.submit(one) for name, one in told_by.items()}
+        return {name: one.result(BOUND_SECONDS) for name, one in reading.items()}
+
+
 def test_answers_go_on_at_another_server(servers: Servers) -> None:
     def change() -> None:
         """All clients have something."""
         servers.routing.assign(prefill="prefill", second="decode")
         servers.first.signal_all(signal.SIGKILL)
 
-    barrier = threading.Barrier(len(ASKED), change)
-    with ThreadPoolExecutor(len(ASKED)) as pool:
-        streams = dict(
-            zip(ASKED, pool.map(lambda name: Asked(servers, name, barrier), ASKED), strict=True)
-        )
     told(servers.second, COMPLETIONS, body_of(COMPLETIONS, {}))  # it knows of its steps by then
-    before = scrape(servers.second.url)
-    with ThreadPoolExecutor(len(ASKED)) as pool:
-        reading = {name: pool.submit(one.read) for name, one in streams.items()}
-        found = {name: one.result(BOUND_SECONDS) for name, one in reading.items()}
+    with servers.proxied() as proxy:
+        barrier = threading.Barrier(len(ASKED), change)
+        streams = {name: Asked(servers, name, barrier) for name in ASKED}
+        expected = in_threads({name: one.expect for name, one in streams.items()})
+        before = scrape(servers.second.url)
+        found = in_threads({name: one.read for name, one in streams.items()})
+        page = scrape(proxy.url)
     for name, stream in found.items():
-        check(name, stream, streams[name].expected)
-    page = scrape(servers.routing.proxy.url)
+        assert stream.raw.count(NOTE) == 1, f"{name}: {stream.raw[-500:]!r}"
+        check(name, stream, expected[name])
     assert page.total(RESUMES, result="resumed") == page.total(RESUMES) == len(ASKED)
     wait_for_added(servers.second.url, before, FIRST_TOKENS, at_least=len(ASKED))
     added = scrape(servers.second.url).minus(before)
@@ -144,7 +222,6 @@ def test_answers_go_on_at_another_server(servers: Servers) -> None:
 
 
 def check(name: str, stream: Told, expected: Told) -> None:
-    assert stream.raw.count(NOTE) == 1, f"{name}: {stream.raw[-500:]!r}"
     whole = Told("", stream.raw.replace(NOTE, b""))
     look = tokens_and_first if name == "a chat with tools" else canonical
     assert look(whole) == look(expected), name

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from vllm_commext.proxy.engines import read_capabilities
 from vllm_commext.proxy.resume import Resume
 from vllm_commext.proxy.transcript import ANSWER
 
@@ -162,7 +163,7 @@ async def test_a_stream_that_cannot_leave_ends_where_it_is(
             await call.answer(500 if case == "an error" else 400, b"{}")
 
     if case in ("an error", "a refusal", "a stream that breaks off", "no answer in time"):
-        engines.second = fails  # type: ignore[method-assign]
+        engines.second = fails
     async with kit.cluster(num_decode=2, **options) as cluster:
         tell(cluster, caches=caches)
         got = Told(await drained(cluster, engines, body, expected))
@@ -181,7 +182,7 @@ async def test_an_answer_that_is_begun_anew_after_long_stays(kit: Any) -> None:
             await asyncio.sleep(0.3)
             await first_behaviour(call)
 
-        engines.first = late  # type: ignore[method-assign]
+        engines.first = late
         got = Told(await drained(cluster, engines, {}, Resume.ANEW))
         assert (got.text, got.resumed) == ("abcd", [])
 
@@ -208,6 +209,14 @@ async def test_a_client_that_leaves_meanwhile_leaves_nothing(kit: Any, caches: b
             await kit.until(lambda: bool(second.calls), "the other engine to be asked")
         await cluster.idle()
         await kit.until(lambda: (first.num_left, second.num_left) == (1, 1), "both to be left")
+
+
+@pytest.mark.parametrize("caches", ["True", "False"])
+def test_an_engine_says_whether_it_caches_prefixes(kit: Any, caches: str) -> None:
+    page = kit.engine(kit.decode_ok).page
+    setting = f'enable_prefix_caching="{caches}"'
+    page += f'vllm:cache_config_info{{block_size="16",{setting},engine="0"}} 1.0\n'
+    assert read_capabilities(page).caches == (caches == "True")
 
 
 async def test_an_engine_that_says_itself_that_it_drains_is_left(kit: Any) -> None:
