@@ -1,6 +1,7 @@
 """A decode server that is killed in mid-stream, or drained: its answers go on at another one, and
 clients are told, but for times, what a plain server tells them."""
 
+import logging
 import signal
 import threading
 import uuid
@@ -28,14 +29,18 @@ from tests.cpu.first_tokens import FIRST_TOKENS
 from tests.cpu.test_first_token import PLAIN_ENVIRON, TOOLS, with_markup
 from tests.kit import cluster, fleet
 from tests.kit.fleet import Routing
-from tests.kit.metrics import scrape, wait_for_added
+from tests.kit.metrics import Metrics, scrape, wait_for_added
 from tests.kit.servers import Server, VllmServer
 from tests.kit.tiny_kinds import KINDS
 from tests.kit.tiny_model import write_tiny_model
 from vllm_commext import private_files
+from vllm_commext.proxy.resume import Resume
 
 NUM_TOKENS, NUM_FIRST = 400, 5
 BOUND_SECONDS = 300.0
+logger = logging.getLogger("vllm.commext.tests")
+
+PAUSES = "commext_proxy_move_pause_seconds"
 MOVES, RESUMES = "commext_proxy_moves_total", "commext_proxy_resumes_total"
 ENDED = "vllm:request_success_total"
 NUM_MOVED_TOKENS = 600
@@ -173,12 +178,15 @@ def test_answers_leave_a_server_that_drains(servers: Servers, moves: bool) -> No
         fleet.drain(servers.first, servers.drain_file)
         page = scrape(proxy.url)
     servers.drain_file.unlink()
-    num_moved = int(page.total(MOVES, result="resumed"))
+    results = by_result(page)
+    num_moved = int(results.get(Resume.RESUMED, 0))
+    pauses = page.total(f"{PAUSES}_sum"), page.total(f"{PAUSES}_count")
+    logger.info("moved: %s; pauses of %s s in all %s", results, *pauses)
     for name, stream in found.items():
-        is_moved = stream.raw.count(NOTE) == 1
-        assert is_moved or not moves or name == "a chat with tools", name
         check(name, stream, expected[name])
-    assert num_moved == sum(NOTE in stream.raw for stream in found.values())
+    # Parsers may cut a chat otherwise where all tokens come at once: it stays.
+    gone = {name for name, stream in found.items() if NOTE in stream.raw}
+    assert len(gone) == num_moved
     assert page.total(MOVES) == len(MOVED)
     assert page.total(RESUMES) == 0
     left, took = (
@@ -187,9 +195,15 @@ def test_answers_leave_a_server_that_drains(servers: Servers, moves: bool) -> No
     assert left.total(ENDED, finished_reason="length") == len(MOVED) - num_moved
     assert took.total(ENDED, finished_reason="length") >= num_moved
     if moves:
-        assert num_moved >= len(MOVED) - 1
+        assert results.keys() <= {Resume.RESUMED, Resume.DIFFERS}
+        assert gone >= {name for name in MOVED if ASKED[name][0] == COMPLETIONS}, results
     else:
-        assert page.total(MOVES, result="off") == len(MOVED)
+        assert results == {Resume.OFF: len(MOVED)}
+
+
+def by_result(page: Metrics) -> dict[str, float]:
+    """What has become of the streams whose engine drained."""
+    return {one: count for one in Resume if (count := page.total(MOVES, result=one))}
 
 
 def in_threads(told_by: Mapping[str, Callable[[], Told]]) -> dict[str, Told]:

@@ -106,7 +106,7 @@ class Mover:
             self.stop()
         else:
             self._steps.release(self._attempts, self._outcome.request_id)
-            self._metrics.moves.labels(result).inc()
+            self._note(result)
 
     def _reason(self) -> Resume | None:
         if not self._config.move:
@@ -162,7 +162,7 @@ class Mover:
             self._steps.release(attempts, self._outcome.request_id)
             if opened is not None and result is not Resume.RESUMED:
                 opened.close()
-        self._metrics.moves.labels(result).inc()
+        self._note(result)
         if opened is None or result is not Resume.RESUMED:
             self._outcome.decode = old.engine.name
             return old
@@ -171,6 +171,12 @@ class Mover:
         transcript.begin_again()
         old.close()
         return opened
+
+    def _note(self, result: Resume) -> None:
+        self._metrics.moves.labels(result).inc()
+        name = self._engine.name if self._engine is not None else ""
+        text = "request %s, while %s drains: %s"
+        logger.info(text, self._outcome.request_id, name, result.meaning)
 
     async def _caught_up(self, opened: Opened, trial: Transcript) -> Resume:
         """Read what another engine repeats of a stream; whether it can go on there. What is read is
