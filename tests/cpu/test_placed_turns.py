@@ -1,0 +1,91 @@
+"""Conversations and changing load on two engines without roles: where requests are placed, what
+engines compute of them, and that answers stay those of one engine."""
+
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.kit import cluster
+from tests.kit.metrics import scrape
+from tests.kit.parity import complete
+from tests.kit.prompts import PRINTABLE, Prompt, equal_prompts
+from tests.kit.servers import ProxyServer, Server, VllmServer
+
+FIRST_TOKENS, NEW_TOKENS, ANSWER_TOKENS = 480, 40, 24
+NUM_CONVERSATIONS, NUM_TURNS = 4, 3
+HITS = "vllm:prefix_cache_hits_total"
+PLACED = "commext_proxy_placements_total"
+
+
+@pytest.fixture(scope="module")
+def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
+    folder = tmp_path_factory.mktemp("engines")
+    made = [
+        cluster.engine_server(name, model, folder, cluster.kv_transfer_config("kv_both"))
+        for name in ("one", "other")
+    ]
+    with cluster.all_ready(made):
+        yield made
+
+
+@contextmanager
+def proxy_before(engines: Sequence[Server], folder: Path, *args: str) -> Iterator[ProxyServer]:
+    urls = [option for engine in engines for option in ("--engine", engine.url)]
+    proxy = ProxyServer("proxy", [], [], folder, args=[*urls, *cluster.PATIENT_PROXY_ARGS, *args])
+    with cluster.all_ready([proxy]):
+        yield proxy
+
+
+def answer(url: str, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
+    return complete(url, cluster.MODEL_NAME, prompt, max_tokens=max_tokens, stream=True).token_ids
+
+
+def test_later_turns_go_where_their_history_is(engines: list[VllmServer], tmp_path: Path) -> None:
+    """Conversations that begin at the same time do at both engines, and each stays at its own."""
+    dice = random.Random(10)
+    talks = [dice.choices(PRINTABLE, k=FIRST_TOKENS) for _ in range(NUM_CONVERSATIONS)]
+    with (
+        proxy_before(engines, tmp_path, "--ttft-ms", "60000", "--tpot-ms", "60000") as proxy,
+        ThreadPoolExecutor(NUM_CONVERSATIONS) as clients,
+    ):
+        for prompt in equal_prompts(4, 100, 30):  # until engines' speed is known
+            answer(proxy.url, prompt, ANSWER_TOKENS)
+        begun = clients.map(lambda talk: answer(proxy.url, talk, ANSWER_TOKENS), talks)
+        for talk, tokens in zip(talks, begun, strict=True):
+            talk += tokens
+        before = [scrape(engine.url).total(HITS) for engine in engines]
+        possible = 0
+        for _ in range(NUM_TURNS):
+            for talk in talks:
+                possible += (len(talk) - 1) // cluster.BLOCK_SIZE * cluster.BLOCK_SIZE
+                talk += dice.choices(PRINTABLE, k=NEW_TOKENS)
+                talk += answer(proxy.url, talk, ANSWER_TOKENS)
+    pairs = zip(engines, before, strict=True)
+    hits = [scrape(engine.url).total(HITS) - earlier for engine, earlier in pairs]
+    assert sum(hits) >= 0.95 * possible
+    assert all(hits)
+
+
+def test_answers_stay_the_same_while_the_load_changes(
+    engines: list[VllmServer], tmp_path: Path
+) -> None:
+    """Long prompts beside answers that run, and then short ones with long answers."""
+    running: list[Prompt] = equal_prompts(6, 40, 31)
+    prompts, short = equal_prompts(18, 900, 32), equal_prompts(18, 12, 33)
+    loads = [[(one, 200) for one in running] + [(one, 4) for one in prompts]]
+    loads.append([(one, 60) for one in short])
+    expected = [[answer(engines[0].url, *one) for one in load] for load in loads]
+    with (
+        proxy_before(engines, tmp_path, "--ttft-ms", "2000", "--tpot-ms", "30") as proxy,
+        ThreadPoolExecutor(9) as clients,
+    ):
+        for load, right in [*zip(loads, expected, strict=True)] * 2:
+            got = [*clients.map(partial(answer, proxy.url), *zip(*load, strict=True))]
+            assert got == right
+        page = scrape(proxy.url)
+    assert page.total(PLACED, kind="local") + page.total(PLACED, kind="handed_over") > len(prompts)
