@@ -17,7 +17,12 @@ FIGURES = (
 )
 """Figure, prompt length, label, and whether what it adds to one server's is shown."""
 LIMIT = "15 ms, 1000 ms"
-WAYS = ("replicas", "fixed", "adaptive")
+WAYS = {
+    "replicas": "two replicas",
+    "nixl": "`NixlConnector` 1P1D",
+    "fixed": "vllm_commext 1P1D",
+    "adaptive": "vllm_commext adaptive",
+}
 WORKLOADS = {
     "mixed": "prompts of 4,000, answers of 160",
     "document": "prompts of 8,000, answers of 256",
@@ -49,7 +54,7 @@ def goodput(results: Results) -> str:
             rounds = " (one round)" if row["rounds"] == 1 else ""
             at = cells.setdefault((row["workload"], row["rate"]), {"rounds": rounds})
             at[way] = f"{share:.0%}".replace("%", " %")
-    lines = ["| requests in time | two replicas | fixed 1P1D | adaptive |", "|---|---|---|---|"]
+    lines = [f"| requests in time | {' | '.join(WAYS.values())} |", f"|---|{'---|' * len(WAYS)}"]
     for (workload, rate), at in cells.items():
         if all(way in at for way in WAYS):
             label = f"{WORKLOADS[workload]}, {rate:g}/s{at['rounds']}"

@@ -80,10 +80,11 @@ def test_a_goodput_row_counts_all_rounds(tmp_path: Path) -> None:
         return {**one, "good": {evidence.LIMIT: good}}
 
     made = [row("replicas", [50, 60]), row("fixed", [100, 20]), row("adaptive 15/1000", [90, 95])]
+    made.append(row("nixl", [100, 10]))
     told_otherwise = row("adaptive 10/1000", [0, 0])
     table = evidence.goodput({"rows": [*made, told_otherwise]})
     assert table.splitlines()[2:] == [
-        "| prompts of 4,000, answers of 160, 9/s | 55 % | 60 % | 92 % |"
+        "| prompts of 4,000, answers of 160, 9/s | 55 % | 55 % | 60 % | 92 % |"
     ]
 
 
