@@ -97,7 +97,7 @@ class Engines:
             self._stack.close()
             if reason := self._error_of_its_own():
                 pytest.skip(f"kind {self.name} is not served by vLLM itself: {reason}")
-            raise AssertionError(f"kind {self.name}: {found}") from error
+            raise AssertionError(f"kind {self.name}: {error!s:.400}; errors: {found}") from error
         for pair in self.layout.pairs:
             source, target = (self.servers[one].url for one in pair)
             label = f"proxy-{'-'.join(pair)}"
