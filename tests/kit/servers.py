@@ -231,7 +231,8 @@ class Server:
 
     def first_errors(self, num: int = 3) -> list[str]:
         """The exceptions that the log names first: a cause stands far above what follows of it."""
-        named = (line for line in self.log_text().splitlines() if EXCEPTION.search(line))
+        lines = (line for line in self.log_text().splitlines() if " WARNING " not in line)
+        named = (line for line in lines if EXCEPTION.search(line))
         return list(islice(dict.fromkeys(named), num))
 
     def log_tail(self, num_lines: int = TAIL_LINES) -> str:

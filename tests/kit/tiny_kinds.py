@@ -138,8 +138,9 @@ KINDS: Mapping[str, Kind] = {
             # The one size of latent that vLLM's CPU kernel takes.
             "kv_lora_rank": 512,
             "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 32,
-            "v_head_dim": 32,
+            # The sizes of DeepSeek's own, without which no kernel for GPUs takes a prompt.
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
             # Scaled, as DeepSeek's own: vLLM's CPU kernel for plain rotary positions counts the
             # rows of MLA's three-dimensional query wrongly and rotates others.
             "rope_parameters": DEEPSEEK_ROPE,
