@@ -37,6 +37,9 @@ def main() -> int:
         "--streams", action="store_true", help="read prompts while they are computed"
     )
     parser.add_argument(
+        "--adaptive", action="store_true", help="engines without roles, which the proxy places by"
+    )
+    parser.add_argument(
         "--gpus",
         nargs=2,
         default=(),
@@ -58,6 +61,7 @@ def main() -> int:
         policy=args.policy,
         spares=args.spares,
         streams=args.streams,
+        adaptive=args.adaptive,
         gpus=tuple(args.gpus),
     )
     model = write_tiny_model(folder / "model")

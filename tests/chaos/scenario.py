@@ -44,6 +44,7 @@ class Scenario:
         spares: each role has a second engine, which no fault is aimed at, and decode engines keep
             their policy.
         streams: prompts are read while they are computed.
+        adaptive: engines have no roles, on loopback alone.
         gpus: see ``Testbed``.
     """
 
@@ -60,6 +61,7 @@ class Scenario:
     corrupting: bool = False
     spares: bool = False
     streams: bool = False
+    adaptive: bool = False
     gpus: Sequence[str] = ()
 
 
@@ -87,7 +89,7 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
         )
         testbed = Testbed(
             *(model, folder, link, scenario.policy, scenario.corrupting, scenario.spares),
-            *(scenario.streams, scenario.gpus),
+            *(scenario.streams, scenario.adaptive, scenario.gpus),
         )
         stack.callback(testbed.stop)
         testbed.start()
@@ -123,7 +125,7 @@ def _plain_references(scenario: Scenario, model: Path, folder: Path) -> list[Com
 
 def _link(scenario: Scenario, record: RunRecord, stack: ExitStack) -> Link | None:
     reason = "not asked for"
-    if scenario.namespaces:
+    if scenario.namespaces and not scenario.adaptive:
         try:
             return stack.enter_context(namespace_link())
         except NetworkError as error:
@@ -164,6 +166,10 @@ class _Run:
             self._record.settings["streamed"] = streamed = int(self._stage.streamed())
             if not streamed:
                 self._record.problems.append("no request was streamed")
+        if self._scenario.adaptive:
+            self._record.settings["placed"] = placed = self._stage.placements()
+            if not all(placed[kind] for kind in ("local", "handed_over")):
+                self._record.problems.append(f"placed in one way alone: {placed}")
         if self._scenario.gpus:
             self._record.settings["mapped bytes"] = mapped = int(self._stage.mapped_bytes())
             if not mapped:

@@ -28,6 +28,7 @@ from tests.kit.servers import (
     free_port,
 )
 from vllm_commext.errors import CommextError
+from vllm_commext.proxy.choice import KINDS
 from vllm_commext.proxy.resume import Resume
 
 HANDSHAKE_SECONDS = 3.0
@@ -62,6 +63,8 @@ PROXY_ARGS = (
     "--decode-idle-timeout", f"{DECODE_STEP_SECONDS:g}",
     "--health-interval", "0.25", "--health-timeout", "2",
 )  # fmt: skip
+BOTH = "--engine"
+LIMITS = ("--ttft-ms", "1000", "--tpot-ms", "15")
 # Where another engine can serve it, no request waits for one that has fallen silent.
 SPARE_PROXY_ARGS = ("--engine-lost", "3")
 
@@ -115,6 +118,7 @@ class Testbed:
         with_spares: each role has a second engine, which no fault is aimed at, and the decode
             engines keep their policy.
         streams: prompts are computed in several chunks, and read while they are.
+        adaptive: every engine takes either step, as the proxy places it.
         gpus: the GPU of each role, in the order prefill, decode; none: all is on CPUs. On GPUs
             the prefill engine's memory is mapped.
         engines: by role, those that faults work on.
@@ -128,6 +132,7 @@ class Testbed:
     corrupting: bool = False
     with_spares: bool = False
     streams: bool = False
+    adaptive: bool = False
     gpus: Sequence[str] = ()
     engines: dict[str, Engine] = field(default_factory=dict[str, Engine])
     spares: dict[str, Engine] = field(default_factory=dict[str, Engine])
@@ -147,9 +152,11 @@ class Testbed:
         args += ["--stream-chunks", "auto" if self.streams else "never"]
         self.admin = AdminPort(self.folder)
         args += self.admin.args
-        self.proxy = ProxyServer(
-            "proxy", self.urls(PREFILL), self.urls(DECODE), self.folder, args=args
-        )
+        urls = {role: self.urls(role) for role in ROLES}
+        if self.adaptive:
+            args += [*LIMITS, *(part for of in urls.values() for url in of for part in (BOTH, url))]
+            urls = dict.fromkeys(ROLES, list[str]())
+        self.proxy = ProxyServer("proxy", urls[PREFILL], urls[DECODE], self.folder, args=args)
         self.proxy.start()
         self.proxy.wait_ready()
 
@@ -203,12 +210,20 @@ class Testbed:
 
     def failed_loads(self) -> float:
         """Requests so far whose load failed and that their decode engine then computed."""
-        decode = [one for one in self._all() if one.role == DECODE and one.policy == "recompute"]
-        return sum(scrape(self._url(engine)).total(FAILED_LOADS) for engine in decode)
+        readers = [one for one in self._all() if self.adaptive or one.role == DECODE]
+        readers = [one for one in readers if one.policy == "recompute"]
+        return sum(scrape(self._url(engine)).total(FAILED_LOADS) for engine in readers)
 
     def streamed(self) -> float:
         """Requests so far that both engines were asked for at once, and D has answered."""
         return self.proxy_metrics().total("commext_proxy_streams_total", way="streamed")
+
+    def placements(self) -> dict[str, int]:
+        """Attempts so far by where they were placed."""
+        page = self.proxy_metrics()
+        return {
+            kind: int(page.total("commext_proxy_placements_total", kind=kind)) for kind in KINDS
+        }
 
     def mapped_bytes(self) -> float:
         """Read by the decode engine through a mapping since its start."""
@@ -311,7 +326,7 @@ class Testbed:
         engine.heap_bytes = []
         corrupting = self.corrupting and engine.role == DECODE
         config = cluster.kv_transfer_config(
-            ROLES[engine.role],
+            "kv_both" if self.adaptive else ROLES[engine.role],
             connector=CORRUPTING if corrupting else cluster.CONNECTOR,
             module_path=CORRUPTING_MODULE if corrupting else None,
             policy=engine.policy,
