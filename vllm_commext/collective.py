@@ -77,7 +77,7 @@ class Collective:
         if failed:
             raise _LeftError("; ".join(failed))
         if any(met is not stage for met, _ in everybody):
-            raise _LeftError("the ranks took different numbers of steps")
+            raise _LeftError("ranks diverged: they took different numbers of steps")
         return [value for _, value in everybody]
 
     def run(self, step: Callable[[], Value]) -> list[Value]:

@@ -174,7 +174,7 @@ def _add_toggles() -> None:
     try:
         hooks.add_toggles(wanted)
     except Exception as error:  # noqa: BLE001 - without it vLLM only warns about the names
-        logger.warning("commext: the toggles stay unknown to vLLM: %s", error)
+        logger.warning("commext: could not register VLLM_COMMEXT_* variables with vLLM: %s", error)
 
 
 def _register() -> list[str]:

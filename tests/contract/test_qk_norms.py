@@ -85,5 +85,5 @@ def test_a_model_that_vllm_has_changed_is_left_to_vllm_and_the_others_are_not() 
     olmoe, hybrid = done.stdout.splitlines()[-2:]
     assert olmoe.endswith("olmoe.py")
     assert hybrid.endswith("reduce_rms_models.py")
-    said = f"vLLM {vllm.__version__} differs where we meet it: gone: it is gone"
+    said = f"vLLM {vllm.__version__} has an incompatible API: gone: it is gone"
     assert f"commext: reduce_rms leaves OLMoE to vLLM: {said}" in done.stdout + done.stderr

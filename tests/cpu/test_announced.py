@@ -44,4 +44,4 @@ def test_it_serves_and_says_once_what_it_lacks(model: Path, tmp_path: Path) -> N
     assert f"no test was run on vLLM {VERSION}" in told
     for part in ("engine step", "nixl first token", "nixl reuse", "nixl states", "shm_queue"):
         assert part in told.partition("; off: ")[2]
-    assert any("the engine goes on stepping while it waits" in line for line in lines)
+    assert any("idle sleep disabled" in line for line in lines)

@@ -186,4 +186,4 @@ def check_a_lease_outlives_the_signal(engines: Engines, source: str, target: str
     assert near_enough(reference, got, engines.noise)
     assert scrape(reader.url).minus(before).total(f"{PREFIX}failures_total") == 0
     assert fleet.wait_for_end(going) == 0
-    reader.wait_for_log("has gone, as it had said", fleet.BOUND_SECONDS)
+    reader.wait_for_log("shut down after draining", fleet.BOUND_SECONDS)

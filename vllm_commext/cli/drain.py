@@ -14,7 +14,7 @@ from vllm_commext import private_files
 from vllm_commext.drain import HEADER, MIDDLEWARE, VARIABLE
 from vllm_commext.errors import CommextError, ConfigError
 
-HELP = "let an engine of this host take no new work and finish what it has"
+HELP = "drain an engine on this host: it rejects new requests and finishes what it has"
 
 REQUEST_SECONDS = 10.0
 NOTICE_SECONDS = 10.0
@@ -64,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0: it has nothing left to do, or takes work again; 1: it still has after ``--wait``."""
     if not args.file:
-        raise ConfigError(f"expected --file FILE, or {VARIABLE}, as the engine has it")
+        raise ConfigError(
+            f"expected --file FILE, or {VARIABLE} set to the path that the engine uses"
+        )
     file, url = Path(args.file), args.url.rstrip("/")
     try:
         if args.undo:
@@ -135,4 +137,4 @@ def _get(url: str) -> tuple[Any, str]:
         with error:
             return error.headers, error.read().decode()
     except (OSError, ValueError) as error:
-        raise EngineAwayError(f"{url}: expected an engine that answers, got {error}") from error
+        raise EngineAwayError(f"cannot reach {url}: {error}") from error

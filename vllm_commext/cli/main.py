@@ -1,7 +1,7 @@
 """The command ``vllm-commext``: a table of command modules, imported when they are named.
 
 A command module has ``HELP``, ``add_arguments(parser)`` and ``run(args)``; the last returns the
-exit status.
+exit status. It may have an ``EPILOG``, an example that stands under its help.
 """
 
 import argparse
@@ -32,7 +32,13 @@ def _build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
     choices = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in commands:
         module = _load(command)
-        subparser = choices.add_parser(command, help=module.HELP, description=module.HELP)
+        subparser = choices.add_parser(
+            command,
+            help=module.HELP,
+            description=f"{module.HELP[0].upper()}{module.HELP[1:]}.",
+            epilog=getattr(module, "EPILOG", ""),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         module.add_arguments(subparser)
         subparser.set_defaults(run=module.run)
     return parser
@@ -41,6 +47,9 @@ def _build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status, or 2 for an error that it tells of."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
+        _build_parser(COMMANDS).print_help()
+        return EXIT_ERROR
     named = [arguments[0]] if arguments and arguments[0] in COMMANDS else list(COMMANDS)
     args = _build_parser(named).parse_args(arguments)
     try:

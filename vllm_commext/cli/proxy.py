@@ -4,7 +4,9 @@ import argparse
 import importlib
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import MODES, ORDERS, PLACEMENTS, ProxyConfig
@@ -16,10 +18,58 @@ _LOG_LEVELS = ("debug", "info", "warning", "error")
 _UNIT = "_seconds"
 
 
+EPILOG = """example, two prefill engines and one decode engine:
+  vllm-commext proxy --port 8000 --prefill http://p0:8100 --prefill http://p1:8100 \\
+      --decode http://d0:8200
+engines that take both steps, placed to keep 1 s to the first token and 15 ms for each other:
+  vllm-commext proxy --engine http://a:8100 --engine http://b:8100 --ttft-ms 1000 --tpot-ms 15"""
+_GROUPS = {
+    "engines": ("prefill", "decode", "both", "engines_file", "refresh_interval_seconds"),
+    "where it listens": ("host", "port", "workers", "log_level", "access_log"),
+    "which engines serve a request": (
+        *("placement", "ttft_ms", "tpot_ms", "refuse_late", "prompt_order", "min_prompt_tokens"),
+        *("stream_chunks", "affinity", "affinity_tokens", "reuse_blocks"),
+    ),
+    "health and failures": (
+        *("health_interval_seconds", "health_timeout_seconds", "health_fall", "health_rise"),
+        *("engine_wait_seconds", "engine_lost_seconds", "request_attempts", "prefill_attempts"),
+        *("decode_attempts", "resume", "resume_bytes", "move", "move_pause_seconds"),
+    ),
+    "timeouts": (
+        *("connect_timeout_seconds", "prefill_timeout_seconds", "decode_timeout_seconds"),
+        *("decode_idle_timeout_seconds", "client_timeout_seconds", "keep_alive_seconds"),
+        "drain_timeout_seconds",
+    ),
+    "limits, of each worker": (
+        *("max_in_flight", "max_body_bytes", "max_buffered_bytes", "upload_bytes_per_second"),
+        *("max_connections", "max_connections_per_peer"),
+    ),
+    "security": (
+        *("api_key_file", "engine_api_key_file", "tls_cert_file", "tls_key_file"),
+        "engine_ca_file",
+    ),
+    "admin port": ("admin_host", "admin_port", "admin_token_file"),
+}
+"""Every option, by the heading under which ``--help`` has it."""
+
+
+def _add(parser: argparse.ArgumentParser) -> Callable[..., None]:
+    """A function that adds an option to its group."""
+    groups = {title: parser.add_argument_group(title) for title in _GROUPS}
+    of = {name: groups[title] for title, names in _GROUPS.items() for name in names}
+
+    def add(flag: str, *, dest: str = "", **options: Any) -> None:
+        name = dest or flag.removeprefix("--").replace("-", "_")
+        of[name].add_argument(flag, dest=name, **options)
+
+    return add
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option a field of `ProxyConfig`."""
+    add = _add(parser)
     for role in ("prefill", "decode"):
-        parser.add_argument(
+        add(
             f"--{role}",
             action="append",
             default=[],
@@ -27,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"a {role} engine, http://HOST:PORT; repeat it for several; dns+http://NAME:PORT: "
             "one at each address of NAME",
         )
-    parser.add_argument(
+    add(
         "--engine",
         action="append",
         dest="both",
@@ -35,47 +85,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="an engine that takes either step (kv_role kv_both), or both of one request",
     )
-    parser.add_argument("--host", default=ProxyConfig.host, help="default: %(default)s")
-    parser.add_argument(
-        "--port", type=int, default=ProxyConfig.port, help="0: any free port; default: %(default)s"
-    )
-    parser.add_argument("--admin-host", default=ProxyConfig.admin_host, help="default: %(default)s")
-    parser.add_argument(
+    add("--host", default=ProxyConfig.host, help="default: %(default)s")
+    add("--port", type=int, default=ProxyConfig.port, help="0: any free port; default: %(default)s")
+    add("--admin-host", default=ProxyConfig.admin_host, help="default: %(default)s")
+    add(
         "--admin-port",
         type=int,
         default=None,
         help="port on which engines are added, removed and drained; 0: any free one; default: none",
     )
-    parser.add_argument(
-        "--access-log", action="store_true", help="log a line for every request that ends"
-    )
-    parser.add_argument(
+    add("--access-log", action="store_true", help="log a line for every request that ends")
+    add("--log-level", choices=_LOG_LEVELS, default="info", help="default: %(default)s")
+    _add_placement(add)
+    for option in fields(ProxyConfig):
+        name = "--" + option.name.removesuffix(_UNIT).replace("_", "-")
+        if "file" in option.metadata:
+            add(name, default="", metavar="FILE", help=option.metadata["file"])
+        if "help" in option.metadata:
+            add(
+                name,
+                dest=option.name,
+                type=type(option.default),
+                default=option.default,
+                metavar="SECONDS" if option.name.endswith(_UNIT) else "N",
+                help=f"{option.metadata['help']}; default: %(default)s",
+            )
+
+
+def _add_placement(add: Callable[..., None]) -> None:
+    """The options that say how requests are placed and served."""
+    add(
         "--no-affinity",
         dest="affinity",
         action="store_false",
         help="balance by load alone, whichever engine may hold the beginning of a prompt",
     )
-    parser.add_argument(
+    add(
         "--no-resume",
         dest="resume",
         action="store_false",
         help="end streams with an error where their decode engine is lost",
     )
-    parser.add_argument(
+    add(
         "--no-move",
         dest="move",
         action="store_false",
         help="let streams end at a decode engine that drains",
     )
-    parser.add_argument(
+    add(
         "--stream-chunks",
         choices=MODES,
         default=ProxyConfig.stream_chunks,
-        help="send prompts to both engines at once, so that D reads while P computes and sends the "
-        "first token when P has it: wherever the engines can, or never; "
-        "default: %(default)s",
+        help="concurrent prefill and decode, so that D reads while P computes: auto (wherever the "
+        "engines can) or never; default: %(default)s",
     )
-    parser.add_argument(
+    add(
         "--placement",
         choices=PLACEMENTS,
         default=ProxyConfig.placement,
@@ -83,39 +147,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "limits given; local: both at the engine with the least work; fixed: by engines' roles; "
         "auto: adaptive where an engine takes both steps, else fixed; default: %(default)s",
     )
-    parser.add_argument(
+    add(
         "--refuse-late",
         action="store_true",
         help="answer 503 with Retry-After where a request's first token is expected later than "
         "--ttft-ms because of prompts before it, wherever it is placed best",
     )
-    parser.add_argument(
+    add(
         "--prompt-order",
         choices=ORDERS,
         default=ProxyConfig.prompt_order,
         help="in which order prompts go to an engine that computes others: short ones before long "
         "ones, or as they come, at once; default: %(default)s",
     )
-    parser.add_argument(
+    add(
         "--reuse-blocks",
         action="store_true",
         help="name to P the decode engines that may hold the beginning of a prompt, whose blocks P "
         "then reads; needs reuse_blocks in all engines' kv_connector_extra_config",
     )
-    for option in fields(ProxyConfig):
-        if "file" in option.metadata:
-            name = "--" + option.name.replace("_", "-")
-            parser.add_argument(name, default="", metavar="FILE", help=option.metadata["file"])
-        if "help" in option.metadata:
-            parser.add_argument(
-                "--" + option.name.removesuffix(_UNIT).replace("_", "-"),
-                dest=option.name,
-                type=type(option.default),
-                default=option.default,
-                metavar="SECONDS" if option.name.endswith(_UNIT) else "N",
-                help=f"{option.metadata['help']}; default: %(default)s",
-            )
-    parser.add_argument("--log-level", choices=_LOG_LEVELS, default="info")
 
 
 def run(args: argparse.Namespace) -> int:

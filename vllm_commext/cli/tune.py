@@ -90,7 +90,7 @@ def progress_bar(done: int, total: int, columns_wide: int = 30) -> str:
     return f"[{'#' * filled:<{columns_wide}}] {done}/{total}"
 
 
-HELP = "Measure the all-reduce backends on this machine; the engine uses what was found."
+HELP = "benchmark all-reduce backends on this machine; vLLM uses the result at its next start"
 START_SECONDS = 420.0  # importing vLLM, and FlashInfer compiling its kernels for the first time
 FAILED_LINES = 15
 
@@ -127,7 +127,7 @@ def _check_gpus(wanted: int) -> None:
     found = torch.cuda.device_count()
     if wanted < 2 or found < wanted:
         raise UnsupportedError(
-            f"expected --tp of 2 or more GPUs, got --tp {wanted} on {found} GPUs"
+            f"--tp {wanted}: expected 2 or more, and as many GPUs; found {found} GPUs"
         )
 
 

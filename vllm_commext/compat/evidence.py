@@ -202,7 +202,7 @@ def admit(name: str) -> str:
     found = evidence_for(name)
     if broken := why_broken(name):
         kind = UnsupportedError if found.verdict is Verdict.TESTED else UntestedError
-        raise kind(f"vLLM {hooks.vllm_version()} differs where we meet it: {broken}")
+        raise kind(f"vLLM {hooks.vllm_version()} has an incompatible API: {broken}")
     if found.verdict is Verdict.TESTED:
         return ""
     choice = read_settings()["untested"]

@@ -74,7 +74,7 @@ def _act(name: str) -> None:
     try:
         action()
     except Exception as error:  # noqa: BLE001 - it must not become the import's own failure
-        logger.warning("commext: %s stays as it is: %s: %s", name, type(error).__name__, error)
+        logger.warning("commext: %s not patched: %s: %s", name, type(error).__name__, error)
 
 
 class _Loader(importlib.abc.Loader):

@@ -164,7 +164,11 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
             resets.install()
         except UnsupportedError as error:
             level = evidence.level_of(error)
-            logger.log(level, "the engine goes on stepping while it waits for transfers: %s", error)
+            logger.log(
+                level,
+                "idle sleep disabled, a core is busy while the engine waits for transfers: %s",
+                error,
+            )
             return
         self.pauses = pauses = resets.Pauses(side)
         first_tokens = FirstTokens(side.prompts)

@@ -3,12 +3,25 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.log import RateLimitedLog
+from vllm_commext.nixl.wire.connection import endpoint
 
-PeerKey = tuple[str, str, int, int]
-"""A prefill worker: engine id, host and port of its side channel, its number there."""
+
+class PeerKey(NamedTuple):
+    """A prefill worker: engine id, host and port of its side channel, its number there."""
+
+    engine_id: str
+    host: str
+    port: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.engine_id} at {endpoint(self.host, self.port)} (rank {self.number})"
+
+
 Listed = tuple[tuple[int, tuple[int, ...]], ...]
 """Block ids for a row of a prompt that is read meanwhile, each run with its place in the row."""
 
@@ -214,4 +227,6 @@ class CompletionQueue:
         try:
             self.on_first()
         except Exception as error:  # noqa: BLE001 who reports an outcome has to go on after it
-            self._log.warning("ring", f"the engine was not woken up for an outcome: {error!r}")
+            self._log.warning(
+                "ring", f"failed to wake the engine for a finished transfer: {error!r}"
+            )

@@ -151,7 +151,7 @@ class TransferThread:
         try:
             return step()
         except Exception:  # noqa: BLE001 the thread outlives any fault; logged with its trace
-            self._log.exception(what, f"a turn of the transfer thread failed ({what}); it goes on")
+            self._log.exception(what, f"transfer thread: iteration failed ({what}), continuing")
             time.sleep(PENDING_WAIT_SECONDS)
             return lost
 

@@ -166,8 +166,8 @@ class WorkerSide:
     def _log_registered(self, local: LocalWorker) -> None:
         layout = local.layout
         logger.info(
-            "engine %s, %s: %d layers in %d groups, %d blocks, registered, %d bytes a block "
-            "of each layer in all, %s, backends %s",
+            "registered the KV cache of engine %s, %s: %d layers in %d groups, %d blocks of %d "
+            "bytes over all layers, %s, backends %s",
             self._engine_id,
             describe_place(layout),
             layout.num_regions,

@@ -44,68 +44,68 @@ class ProxyConfig:
     both: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
-    connect_timeout_seconds: float = _option(5.0, "to connect to an engine")
-    prefill_timeout_seconds: float = _option(300.0, "for one whole prefill step")
+    connect_timeout_seconds: float = _option(5.0, "timeout for connecting to an engine")
+    prefill_timeout_seconds: float = _option(300.0, "timeout for one whole prefill step")
     decode_timeout_seconds: float = _option(
-        600.0, "for the first event of a streamed answer; one in a piece may take its time"
+        600.0, "timeout for the first event of a streamed answer; others have none"
     )
     decode_idle_timeout_seconds: float = _option(
-        120.0, "between two pieces of a streamed answer; never longer than --decode-timeout"
+        120.0, "timeout between two pieces of a streamed answer, at most --decode-timeout"
     )
     client_timeout_seconds: float = _option(
-        60.0, "for a client to send its request, or to take a piece of the answer"
+        60.0, "timeout for a client to send its request, or to take a piece of the answer"
     )
     upload_bytes_per_second: int = _option(
-        256 << 10, "that a body must have arrived at, on average, after --client-timeout"
+        256 << 10, "average rate that a body must arrive at after --client-timeout"
     )
-    health_interval_seconds: float = _option(2.0, "between two health checks of an engine")
-    health_timeout_seconds: float = _option(5.0, "for an engine to answer a health check")
+    health_interval_seconds: float = _option(2.0, "time between two health checks of an engine")
+    health_timeout_seconds: float = _option(5.0, "timeout for a health check")
     health_fall: int = _option(2, "failed checks in a row that make an engine unhealthy")
     health_rise: int = _option(1, "passed checks in a row that make it healthy again")
     engine_lost_seconds: float = _option(
-        30.0, "that an engine answers no check, before requests stop waiting for it"
+        30.0, "give up on requests to an engine that has answered no check for so long"
     )
-    engine_wait_seconds: float = _option(3.0, "for a healthy decode engine, while there is none")
+    engine_wait_seconds: float = _option(
+        3.0, "how long a request waits for a healthy decode engine, while there is none"
+    )
     keep_alive_seconds: float = _option(
-        4.0, "that an idle connection to an engine is kept; must be below the engine's own (5)"
+        4.0, "close idle connections to engines after so long; keep below the engine's own (5)"
     )
     request_attempts: int = _option(
-        2, "times that a request is served, while an engine has failed it before its first token"
+        2, "attempts at a request whose engine fails before its first token"
     )
     min_prompt_tokens: int = _option(
-        0, "about how many tokens a prompt needs to take two steps; a shorter one goes to decode"
+        0, "prompts of fewer tokens, about, are computed by a decode engine alone"
     )
     ttft_ms: int = _option(
-        0, "milliseconds to the first token that requests are placed to keep; 0: no limit"
+        0, "limit to the first token, milliseconds, that placement keeps; 0: none"
     )
     tpot_ms: int = _option(
-        0, "milliseconds for each token after it, as a mean over the answer; 0: no limit"
+        0, "limit for each later token, milliseconds, as a mean over the answer; 0: none"
     )
     prefill_attempts: int = _option(2, "prefill engines tried for one request")
     decode_attempts: int = _option(2, "decode engines tried, while none could be connected to")
     affinity_tokens: int = _option(
-        500_000, "about how many tokens of earlier prompts an engine is taken to hold still"
+        500_000, "tokens of earlier prompts that an engine is assumed to hold still"
     )
-    workers: int = _option(1, "processes that share the port; the limits below are each one's")
+    workers: int = _option(1, "processes that share the port; each has the limits for itself")
     max_body_bytes: int = _option(32 * MIB, "largest request body")
     max_buffered_bytes: int = _option(
-        512 * MIB, "of request bodies at a time; one more is refused with 503"
+        512 * MIB, "bytes of request bodies at a time; one more is refused with 503"
     )
-    resume_bytes: int = _option(
-        256 * MIB, "of requests and answers that are kept until streams end, to be resumed"
-    )
+    resume_bytes: int = _option(256 * MIB, "bytes of requests and answers kept to resume streams")
     move_pause_seconds: float = _option(
-        5.0, "that a stream may pause to leave an engine that drains, else it ends there"
+        5.0, "pause that a stream may take to leave an engine that drains, else it ends there"
     )
     max_in_flight: int = _option(1024, "requests at a time; one more is refused with 503")
     max_connections: int = _option(
-        4096, "connections of clients at a time; beyond, the one that has been idle longest goes"
+        4096, "client connections at a time; beyond, the one idle longest is closed"
     )
     max_connections_per_peer: int = _option(
         2048, "the same, of one address (of IPv6, one /64), which may be a gateway for many"
     )
     refresh_interval_seconds: float = _option(
-        2.0, "between two readings of --engines-file and two resolutions of dns+http names"
+        2.0, "time between two readings of --engines-file and resolutions of dns+http names"
     )
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
@@ -125,7 +125,9 @@ class ProxyConfig:
     prompt_order: str = ARRIVAL
     reuse_blocks: bool = False
     admin_token_file: str = _file("holds the admin port's token")
-    drain_timeout_seconds: float = _option(30.0, "for running requests to end after SIGTERM")
+    drain_timeout_seconds: float = _option(
+        30.0, "timeout for running requests to end after SIGTERM"
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -179,7 +179,9 @@ class Sources:
         except (ConfigError, OSError) as error:
             complaint = f"{error!r}" if isinstance(error, TimeoutError) else str(error)
             if self._complaints.get(source) != complaint:
-                logger.warning("engines from %s stay as they were: %s", source, complaint)
+                logger.warning(
+                    "could not refresh engines from %s, keeping the old list: %s", source, complaint
+                )
             self._complaints[source] = complaint
         else:
             self._complaints.pop(source, None)

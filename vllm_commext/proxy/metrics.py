@@ -59,11 +59,11 @@ class ProxyMetrics:
             values=LocalPrefill,
         )
         self.retries = counter(
-            "commext_proxy_retries", "Engines asked after the first one had failed.", "role"
+            "commext_proxy_retries", "Attempts on another engine after a failure, by role.", "role"
         )
         self.restarts = counter(
             "commext_proxy_restarts",
-            "Requests served anew because a decode engine failed them before the first token.",
+            "Requests retried from the start because decode failed before the first token.",
             "outcome",
         )
         self.resumes = counter(
@@ -80,7 +80,7 @@ class ProxyMetrics:
         )
         self.streams = counter(
             "commext_proxy_streams",
-            "Requests in two steps by whether both were taken at once, or why not.",
+            "Two-step requests, by concurrent dispatch (streamed) or the reason against it.",
             "way",
             values=AtOnce,
         )
@@ -99,7 +99,7 @@ class ProxyMetrics:
         )
         self.affinity_tokens = counter(
             "commext_proxy_affinity_tokens",
-            "About how many tokens of prompts the chosen engines were taken to hold, and not.",
+            "Estimated prompt tokens already cached (held) or not (new) on the chosen engine.",
             *("role", "kind"),
         )
         self.in_flight = gauge(

@@ -90,7 +90,7 @@ def announce_engine(engine: dict[str, Any], announce: Callable[[str], None]) -> 
 async def drained(proxy: ProxyApp) -> None:
     """Wait for the requests that run, as long as they may take."""
     if not await proxy.drain():
-        logger.warning("%d requests did not end in time and are cut", proxy.num_in_flight)
+        logger.warning("%d requests aborted at the shutdown timeout", proxy.num_in_flight)
 
 
 def make_runner(proxy: ProxyApp) -> web.AppRunner:

@@ -111,7 +111,7 @@ class Service:
                     raise
                 attempts.note(error)
                 self._metrics.restarts.labels(error.kind).inc()
-                logger.warning("request %s is served anew: %s", outcome.request_id, error)
+                logger.warning("retrying request %s from the start: %s", outcome.request_id, error)
             finally:
                 self.release(attempts, outcome.request_id)
 

@@ -179,4 +179,4 @@ def _close(decode: "asyncio.Task[Opened]") -> None:
     if error is None:
         decode.result().close()
     elif not isinstance(error, ProxyError):
-        logger.error("a decode engine could not be let go", exc_info=error)
+        logger.error("failed to close a connection to a decode engine", exc_info=error)

@@ -89,7 +89,7 @@ def _apply(proxy: ProxyApp, state: dict[str, Any]) -> None:
     try:
         proxy.apply(AdminState.from_json(state))
     except ConfigError as error:
-        logger.warning("what the admin port asks for cannot be: %s", error)
+        logger.warning("admin request rejected: %s", error)
 
 
 async def _set_gauges(proxy: ProxyApp) -> None:

@@ -189,7 +189,7 @@ class RingGroup:
             except CommextError as error:
                 raise type(error)(f"rank {rank}: {error}") from error
         if not isinstance(record, list) or len(record) != 2:
-            raise ProtocolError(f"rank {rank} has sent what no collective call sends")
+            raise ProtocolError(f"rank {rank}: unknown collective message")
         return record
 
     def _differ(self, mine: str, rank: int, theirs: str) -> NoReturn:

@@ -145,7 +145,7 @@ def test_nobody_answers(make_engine: MakeEngine, log_lines: Lines, host: str) ->
     decode = make_engine("d", seed=2, handshake_timeout=1.0)
     port = free_port()
     load = load_of("r", prefill.remote("x", [1], host=host, port=port), [1])
-    words = (f"{host}:{port}", "nothing takes connections")
+    words = (f"{host}:{port}", "connection refused by")
     assert_fails(decode, load, "handshake", log_lines, *words)
 
 

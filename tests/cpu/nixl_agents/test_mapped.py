@@ -182,10 +182,10 @@ def test_peers_that_are_not_needed_are_unmapped(make_engine: MakeEngine) -> None
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("older", "it offers none"),
+        ("older", "it offers no mapped memory"),
         ("place", "on another host, or in another IPC namespace"),
         ("refused", "CUDA has said no"),
-        ("token", "other bytes are read there"),
+        ("token", "data mismatch"),
         ("outside", "outside of it"),
         ("failed", "CUDA reports 700"),
         ("silent", "got none"),

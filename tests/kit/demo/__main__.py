@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--requests: expected at least {MIN_REQUESTS}, got {args.requests}")
     missing = [what for name, what in NEEDED.items() if importlib.util.find_spec(name) is None]
     if missing:
-        raise UnsupportedError(f"the demo needs {'; '.join(missing)}, and this Python lacks it")
+        raise UnsupportedError(f"missing packages: {'; '.join(missing)}")
     folder = args.folder or Path(tempfile.mkdtemp(prefix="vllm-commext-demo-"))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)

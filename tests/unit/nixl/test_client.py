@@ -146,7 +146,7 @@ BAD_ANSWERS: list[Any] = [
     (wire.Refused(reason="not here"), "", None, ProtocolError, "refused.*not here"),
     (describe(b"", "start-1"), "", None, ProtocolError, "expected FoundBlocks, got Described"),
     (QUESTION, "", None, ProtocolError, "not a frame of this protocol"),
-    (None, "reset", None, ProtocolError, "has closed the connection.*reset"),
+    (None, "reset", None, ProtocolError, "closed .*reset"),
     (found(), "", unfit, UnsupportedError, "^does not fit$"),
     (found(), "", buggy, ProtocolError, "prefill-0:5600: ValueError.*a bug"),
 ]

@@ -68,7 +68,7 @@ def test_a_machine_without_a_gpu_says_so_and_goes_on(
     mapped.prepare([(4096, 64)], is_on_gpu=True)
     assert mapped.offer is mapped.mapper is None
     first, second = log_lines.messages
-    assert "this worker cannot read so: no CUDA here; reads go through NIXL" in first
+    assert "unavailable on this worker: no CUDA here; reads go through NIXL" in first
     assert "others cannot map this worker's cache: no CUDA here" in second
 
 

@@ -106,7 +106,7 @@ def test_no_step_of_the_clock_lets_a_repetition_in_or_an_asker_out(step: float) 
     clock.now += 500.0
     for wall in (NOW + step, NOW, NOW + 30.0):
         for frame in first:
-            with pytest.raises(ProtocolError, match="repetition"):
+            with pytest.raises(ProtocolError, match="replayed request"):
                 verifier.admit(frame, wall)
     for number in range(3, 2000, 2):
         verifier.admit(numbered(1, number + 1, NOW + step), NOW + 500.0)
@@ -134,7 +134,7 @@ def test_a_process_asks_as_often_as_it_likes_and_in_any_order() -> None:
         for frame in reversed(frames[begin : begin + 200]):
             verifier.admit(frame, time.time())
     for frame in frames:
-        with pytest.raises(ProtocolError, match="repetition"):
+        with pytest.raises(ProtocolError, match="replayed request"):
             verifier.admit(frame, time.time())
     assert len(verifier._askers._known) == 1
 
@@ -200,7 +200,7 @@ def test_memory_for_askers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     verifier.admit(numbered(7, 1, NOW + 121), NOW + 121)
     assert len(verifier._askers._known) == 3
     for frame in frames:  # also of the one that was forgotten, whatever the clock says
-        with pytest.raises(ProtocolError, match="repetition"):
+        with pytest.raises(ProtocolError, match="replayed request"):
             verifier.admit(frame, NOW)
 
 

@@ -123,7 +123,7 @@ def _run(give_back: Callable[[], None]) -> None:
     try:
         give_back()
     except Exception as error:  # noqa: BLE001 NIXL raises many types; the peer may be gone
-        _log.warning("give back", f"NIXL did not give back what a peer needed: {error}")
+        _log.warning("give back", f"NIXL failed to release a removed peer's resources: {error}")
 
 
 @dataclass(eq=False)
@@ -371,14 +371,11 @@ class Links:
 
 def log_ready(link: Link, described: WorkerDescription, tolerated: str) -> None:
     """Say once how a peer will be read."""
-    engine_id, host, port, _ = link.key
     lengths = link.plan.local_rows[:, 1]
     logger.info(
-        "prefill engine %s at %s:%d is ready: %s, %d blocks; %d descriptors of "
-        "%d to %d bytes for each run of tokens or state%s",
-        engine_id,
-        host,
-        port,
+        "connected to prefill engine %s: %s, %d blocks, %d descriptors of %d to %d bytes for each "
+        "run of tokens or state%s",
+        link.key,
         describe_place(described.layout),
         described.layout.num_blocks,
         sum(section.num_lanes for section in link.plan.sections),

@@ -18,7 +18,7 @@ from vllm_commext.nixl.decode.transfers import Failure, Part, failure_of, restar
 from vllm_commext.nixl.decode.uses import Uses
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
-from vllm_commext.nixl.requests import CompletionQueue, Load
+from vllm_commext.nixl.requests import CompletionQueue, Load, PeerKey
 from vllm_commext.nixl.stream.reader import StreamReader, failure_of_stream
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire.client import SideChannelClient
@@ -146,7 +146,7 @@ class Loader:
     def _connect(self, host: str, port: int, incarnation: str, first: WorkerDescription) -> None:
         """Connect to the workers of an engine that this one will read from."""
         for worker in self.uses.workers(first.layout.tp_size, first.layout.pp_size):
-            key = (first.engine_id, host, port, worker)
+            key = PeerKey(first.engine_id, host, port, worker)
             try:
                 self._peers.prepare(key, incarnation)
             except CommextError as error:

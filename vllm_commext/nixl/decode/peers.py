@@ -352,9 +352,9 @@ class PeerTable:
         is_idle = peer.is_idle
         peer.doubt()
         if peer.drains and is_idle:
-            logger.info("prefill engine %s has gone, as it had said", key)
+            logger.info("prefill engine %s shut down after draining", key)
         else:
-            text = f"the connection to prefill engine {key} has closed: {error}"
+            text = f"the connection to prefill engine {key} closed: {error}"
             self._log.warning("connection", text)
         if is_idle:
             self._close_links(peer, has_ended=not _may_live(error))

@@ -178,7 +178,9 @@ class Transfer:
         self.remote = remote
         self._read = found.read
         self.sources = {
-            worker: Source((remote.engine_id, remote.host, remote.port, worker), num_consumers)
+            worker: Source(
+                PeerKey(remote.engine_id, remote.host, remote.port, worker), num_consumers
+            )
             for worker, num_consumers in found.num_consumers.items()
         }
         self.uses: dict[str, Use] = {}

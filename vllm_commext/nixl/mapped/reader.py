@@ -68,7 +68,8 @@ class Mapper:
         """
         if offer is None:
             raise UnsupportedError(
-                "it offers none: mapped_reads is not on there, or its log says why, or it is older"
+                "it offers no mapped memory: mapped_reads is off or unsupported there, or it is "
+                "older"
             )
         if offer.place != self._place:
             raise UnsupportedError("it is on another host, or in another IPC namespace of this one")
@@ -123,7 +124,7 @@ class Mapper:
             raise UnsupportedError(error)
         if scratch.tobytes() != offer.token:
             raise UnsupportedError(
-                "other bytes are read there than the prefill engine has written: this machine maps "
+                "data mismatch in the self-test of mapped memory: this machine maps "
                 "the memory of peers and does not deliver from it"
             )
 
@@ -198,7 +199,7 @@ class Mapped:
         try:
             self.mapper = Mapper(CudaDevice(), place_of_process())
         except Exception as error:  # noqa: BLE001 whatever it is, there is NIXL
-            logger.warning("mapped_reads: this worker cannot read so: %s; %s", error, OTHERWISE)
+            logger.warning("mapped_reads unavailable on this worker: %s; %s", error, OTHERWISE)
         try:
             self.offer = self._make_offer(ranges)
         except Exception as error:  # noqa: BLE001 whatever it is, there is NIXL

@@ -32,20 +32,20 @@ HISTOGRAMS = {
     "transfer_seconds": "Time from posting a read of KV blocks to its end.",
     "post_seconds": "Time to describe and post a read of KV blocks.",
     "handshake_seconds": "Time from asking a new prefill engine to its answer.",
-    "queue_seconds": "Time from a load's beginning to the posting of its read, handshake included.",
-    "handover_seconds": "Time from a request's arrival at the decode engine until its blocks are "
-    "there; of prompts that were handed over whole.",
+    "queue_seconds": "Time from KV load start to posting the read, handshake included.",
+    "handover_seconds": "Time from request arrival at the decode engine to KV blocks ready "
+    "(whole-prompt transfers).",
     "lease_age_seconds": "Age of a request's lease when its readers released it or it ran out.",
 }
 COUNTERS = {
     "bytes": "Bytes of KV cache read from prefill engines.",
-    "hidden_bytes": "Bytes of them whose reading began before the prompt was computed.",
-    "mapped_bytes": "Bytes of them that were read through a mapping of the peer's memory.",
+    "hidden_bytes": "KV bytes whose read started before the prefill engine finished the prompt.",
+    "mapped_bytes": "KV bytes read through CUDA IPC mappings instead of NIXL.",
     "blocks": "Blocks of this engine's KV cache that were read from prefill engines.",
     "descriptors": "Descriptors of the reads, before NIXL merges neighbours.",
     "merged_descriptors": "Descriptors of the reads that NIXL moved, after it merged neighbours.",
     "retries": "Reads that were tried again over a new connection.",
-    "expired_requests": "Prefilled requests whose blocks nobody fetched in time; they were freed.",
+    "expired_requests": "Prefilled requests whose lease expired before the blocks were read.",
     "released_requests": "Prefilled requests that a router released, as nobody was to read them.",
     "unknown_releases": "Releases by a router of prefills that are not known, or no more.",
     "unmatched_notifications": "Notifications that fitted no request or were not valid.",
@@ -54,7 +54,8 @@ COUNTERS = {
     "side_channel_rejects": "Frames that the side channel refused.",
     "reuse_lookups": "Requests for which other engines were asked which blocks they have.",
     "reuse_blocks": "Blocks that other engines had on offer, read and proven.",
-    "reuse_recomputed_blocks": "Such blocks that were read in vain: used again meanwhile, or lost.",
+    "reuse_recomputed_blocks": "Blocks on offer for reuse that were overwritten or lost, and "
+    "recomputed.",
 }
 GAUGES = {
     "transfers_in_flight": "Reads of KV blocks under way.",

@@ -146,8 +146,8 @@ class Prefills:
         if state.slot < 0:
             self._log.warning(
                 "fences",
-                f"request {state.request_id}: its blocks are not kept, as many prefills as this "
-                "engine can keep wait for their readers; the decode engine computes it itself",
+                f"request {state.request_id}: all prefill slots wait for their readers, its blocks "
+                "are not kept; the decode engine will recompute",
             )
             return None
         state.move(PrefillPhase.HELD)

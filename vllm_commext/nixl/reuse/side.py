@@ -136,8 +136,8 @@ class BlockFinder:
     def _note_error(self, search: _Search, channel: SideChannel, error: CommextError) -> None:
         self._log.warning(
             "reuse",
-            f"the engine at {channel.address} was asked in vain which blocks it has, and is not "
-            f"asked again for {channel.retry_at - time.monotonic():.2g} s: {error}",
+            f"block lookup at {channel.address} failed, retrying in "
+            f"{channel.retry_at - time.monotonic():.2g} s: {error}",
         )
         self._note_end(search)
 

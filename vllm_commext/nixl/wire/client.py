@@ -219,7 +219,7 @@ class SideChannel:
         elif self._socket.error:
             kind = ProtocolError if self._socket.is_told else CommextTimeoutError
             raise kind(
-                f"nothing takes connections at {self._name}, or it has closed the connection "
+                f"connection refused by {self._name}, or closed "
                 f"({self._socket.error}): is the engine up, and does this host reach the address, "
                 "which VLLM_NIXL_SIDE_CHANNEL_HOST names on the prefill host?"
             )

@@ -218,7 +218,7 @@ class _Askers:
                 f"expected at most {WINDOW_SECONDS:g} s either way: set the clocks (NTP)"
             )
         if sent <= self._forgotten:
-            raise ProtocolError("the request may be a repetition: retry with another asker, later")
+            raise ProtocolError("perhaps a replayed request: retry with another asker, later")
         begun, num_new = self._new.get(address, (now, 0))
         if now - begun > 2 * WINDOW_SECONDS:
             begun, num_new = now, 0
@@ -251,7 +251,7 @@ def _with_number(highest: int, seen: int, number: int) -> tuple[int, int]:
         ahead = min(number - highest, REORDERED)
         return number, (seen << ahead | 1) & ((1 << REORDERED) - 1)
     if highest - number >= REORDERED or seen >> (highest - number) & 1:
-        raise ProtocolError("the request was answered before: it is a repetition")
+        raise ProtocolError("replayed request: it was answered before")
     return highest, seen | 1 << (highest - number)
 
 
