@@ -18,7 +18,10 @@ from tests.kit.servers import ProxyServer, VllmServer
 NUM_BLOCKS = 40
 CHECK_SECONDS = 1.0
 LONG_PROMPT = 900
-STRANGERS = 2
+STRANGERS = (60, 75, 90, 110)
+"""Tokens of their answers, so different that two of them are there at any time: an engine says what
+is in use after each step, and nothing of the prompts that the next one computes."""
+STRANGE_PROMPT = 200
 NUM_PROMPTS = 24
 NUM_AT_ONCE = 12
 LIMITS = ("--ttft-ms", "60000", "--tpot-ms")
@@ -68,16 +71,16 @@ def placed_at(proxy: ProxyServer, seed: int, num_at_once: int = 1) -> set[str]:
 
 @contextmanager
 def strangers(engine: VllmServer) -> Iterator[None]:
-    """Requests that the proxy does not know of, one of which runs at any time."""
+    """Requests that the proxy does not know of."""
     is_over = threading.Event()
 
-    def ask(seed: int) -> None:
+    def ask(num_tokens: int) -> None:
+        (prompt,) = equal_prompts(1, STRANGE_PROMPT, num_tokens)
         while not is_over.is_set():
-            (prompt,) = equal_prompts(1, 600, seed)
-            complete(engine.url, cluster.MODEL_NAME, prompt, max_tokens=400)
+            complete(engine.url, cluster.MODEL_NAME, prompt, max_tokens=num_tokens)
 
-    with ThreadPoolExecutor(STRANGERS) as clients:
-        asking = [clients.submit(ask, 100 + idx) for idx in range(STRANGERS)]
+    with ThreadPoolExecutor(len(STRANGERS)) as clients:
+        asking = [clients.submit(ask, num_tokens) for num_tokens in STRANGERS]
         try:
             while scrape(engine.url).total(USE) < 0.5:
                 time.sleep(0.05)
