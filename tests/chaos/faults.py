@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tests.chaos.injectors import (
@@ -203,8 +204,9 @@ def _drain_decode(scene: Scene) -> list[str]:
     testbed, most = scene.testbed, DRAINED_TOKENS
     prompts = [scene.reference().prompt for _ in range(NUM_DRAINED)]
     url, proxy_url = testbed.url(DECODE), testbed.proxy_url
-    expected = [complete(url, cluster.MODEL_NAME, prompt, max_tokens=most) for prompt in prompts]
     with ThreadPoolExecutor(NUM_DRAINED) as pool:
+        alone = partial(complete, url, cluster.MODEL_NAME, max_tokens=most)
+        expected = list(pool.map(alone, prompts))
         asked = [
             pool.submit(ask, proxy_url, prompt, stream=True, extra=extra, max_tokens=most)
             for prompt, extra in zip(prompts, (None, WITHOUT_LOGPROBS) * NUM_DRAINED, strict=False)
