@@ -3,6 +3,7 @@ clients are told, but for times, what a plain server tells them."""
 
 import logging
 import signal
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -90,8 +91,7 @@ class Servers:
     @contextmanager
     def proxied(self, *args: str) -> Iterator[Server]:
         """Another proxy, whose decode server is the first one."""
-        folder = self.folder / "-".join(["proxy", *args])
-        folder.mkdir()
+        folder = Path(tempfile.mkdtemp(prefix="proxy", dir=self.folder))
         self.routing = Routing(
             folder,
             {"prefill": self.prefill, "first": self.first, "second": self.second},
