@@ -21,6 +21,10 @@ class UnprovenHereError(UnsupportedError):
     """`auto` leaves this alone: nobody has proven it on such a machine or with such a vLLM."""
 
 
+class OtherPlatformError(UnprovenHereError):
+    """It is for another kind of device than this vLLM is for."""
+
+
 class UntestedError(UnsupportedError):
     """What was tested with other sources of vLLM's stays out: the user wants it, or its own test
     fails here."""

@@ -13,7 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_commext import status
-from vllm_commext.errors import ConfigError, UnprovenHereError, UnsupportedError, UntestedError
+from vllm_commext.errors import (
+    ConfigError,
+    OtherPlatformError,
+    UnprovenHereError,
+    UnsupportedError,
+    UntestedError,
+)
 from vllm_commext.settings import MASTER, STRICT, TOGGLES, Settings, describe_unknown, read_settings
 from vllm_commext.status import CapabilityStatus, State
 
@@ -123,8 +129,10 @@ def _refused(capability: Capability, reason: str, required: bool) -> CapabilityS
 def _decide(capability: Capability, settings: Settings) -> CapabilityStatus:
     choice = settings[capability.name]
     toggle = next(toggle for toggle in TOGGLES if toggle.field == capability.name)
+    is_default = toggle.name not in os.environ
     if choice == "0":
-        return CapabilityStatus(capability.name, State.OFF, f"{toggle.name}=0")
+        reason = f"{toggle.name}=0"
+        return CapabilityStatus(capability.name, State.OFF, reason, is_quiet=is_default)
     try:
         if choice == "auto" and capability.proof:
             from vllm_commext.compat import evidence
@@ -133,7 +141,9 @@ def _decide(capability: Capability, settings: Settings) -> CapabilityStatus:
         remark = _admit(capability)
         capability.activate()
     except UnprovenHereError as error:
-        return CapabilityStatus(capability.name, State.OFF, f"{toggle.name}=auto: {error}")
+        is_quiet = is_default and isinstance(error, OtherPlatformError)
+        reason = f"{toggle.name}=auto: {error}"
+        return CapabilityStatus(capability.name, State.OFF, reason, is_quiet=is_quiet)
     except UnsupportedError as error:
         if isinstance(error, UntestedError) and choice == "auto" and capability.proof:
             reason = f"{toggle.name}=auto: {error}"

@@ -33,6 +33,7 @@ class CapabilityStatus:
         fallback: what takes its place where it is refused; may be empty.
         required: the user asked for it by name, so a refusal is an error and not only a warning.
         is_wanted: it is not off, or off for nothing but vLLM's version.
+        is_quiet: it is off where its default leaves it off, which is no news.
     """
 
     name: str
@@ -41,6 +42,7 @@ class CapabilityStatus:
     fallback: str = ""
     required: bool = False
     is_wanted: bool = False
+    is_quiet: bool = False
 
     def __post_init__(self) -> None:
         if self.state is not State.OFF:
@@ -56,7 +58,7 @@ class CapabilityStatus:
     def level(self) -> int:
         """The level, as in `logging`, at which `line` is logged."""
         if self.state is not State.REFUSED:
-            return logging.INFO
+            return logging.DEBUG if self.is_quiet else logging.INFO
         return logging.ERROR if self.required else logging.WARNING
 
 

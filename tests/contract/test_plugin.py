@@ -79,8 +79,7 @@ def test_by_default_the_connector_the_toggles_and_what_is_proven_here_are_there(
     assert states == {
         **dict.fromkeys(("nixl",), "active"),
         **dict.fromkeys(("shm_queue", "cpu_collectives"), proven),
-        **dict.fromkeys(("reduce_rms", "allreduce"), "off"),
-    }
+    }  # what is for GPUs, or off by default, is no news
     assert len(lines) == len(states)
 
 
@@ -167,5 +166,7 @@ def test_by_default_on_gpus_only_the_communicators_methods_are_patched() -> None
     """As README.md counts them; a module that is not loaded has nothing patched."""
     done = python(PATCHED)
     assert done.returncode == 0, done.stderr
+    said = [line for line in (done.stdout + done.stderr).splitlines() if "INFO commext: " in line]
+    assert [line.split("commext: ")[1] for line in said] == ["nixl active", "allreduce active"]
     patched = json.loads(done.stdout.splitlines()[-1])
     assert patched == [row.symbol for row in INVENTORY if "CudaCommunicator." in row.symbol]

@@ -34,6 +34,10 @@ def test_a_refusal_is_louder_where_it_was_asked_for(
     assert CapabilityStatus("nixl", state, required=required).level() == level
 
 
+def test_what_a_default_leaves_off_is_no_news() -> None:
+    assert CapabilityStatus("nixl", State.OFF, is_quiet=True).level() == logging.DEBUG
+
+
 def test_the_same_outcome_is_logged_once_and_a_changed_one_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -23,7 +23,13 @@ from typing import Any
 
 from vllm_commext.compat import api_checks, hooks, versions
 from vllm_commext.compat.parts import BY_NAME, IN_USE, PARTS, Part
-from vllm_commext.errors import CommextError, UnprovenHereError, UnsupportedError, UntestedError
+from vllm_commext.errors import (
+    CommextError,
+    OtherPlatformError,
+    UnprovenHereError,
+    UnsupportedError,
+    UntestedError,
+)
 from vllm_commext.settings import UNTESTED, read_settings
 
 KNOWN_SOURCES = Path(__file__).with_name("known_sources.json")
@@ -306,7 +312,7 @@ def require_proven_machine(capability: str) -> None:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
-        raise UnprovenHereError(
+        raise OtherPlatformError(
             f"proven with vLLM for CPUs, and this is for {current_platform.device_name}"
         )
     try:
@@ -326,7 +332,7 @@ def require_proven_gpus(capability: str) -> None:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
-        raise UnprovenHereError(
+        raise OtherPlatformError(
             f"proven on NVIDIA GPUs, and this vLLM is for {current_platform.device_name}"
         )
     version = hooks.vllm_version()
