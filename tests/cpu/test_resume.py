@@ -5,6 +5,7 @@ import logging
 import signal
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,7 @@ NUM_TOKENS, NUM_FIRST = 400, 5
 BOUND_SECONDS = 300.0
 logger = logging.getLogger("vllm.commext.tests")
 
+HEALTHY = "commext_proxy_engines_healthy"
 PAUSES = "commext_proxy_move_pause_seconds"
 MOVES, RESUMES = "commext_proxy_moves_total", "commext_proxy_resumes_total"
 ENDED = "vllm:request_success_total"
@@ -167,6 +169,10 @@ def test_answers_leave_a_server_that_drains(servers: Servers, moves: bool) -> No
     def change() -> None:
         """All clients have something."""
         servers.routing.assign(prefill="prefill", first="decode", second="decode")
+        deadline = time.monotonic() + BOUND_SECONDS
+        while scrape(proxy.url).total(HEALTHY, role="decode") < 2:
+            assert time.monotonic() < deadline, "the proxy does not know the other server"
+            time.sleep(0.05)
         private_files.make(servers.drain_file)
 
     with servers.proxied(*([] if moves else ["--no-move"])) as proxy:
