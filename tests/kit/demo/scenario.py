@@ -13,7 +13,7 @@ from tests.kit import cluster
 from tests.kit.demo.report import Claim, Expected, Noise, Pass, Traffic, table, verdict
 from tests.kit.metrics import scrape, wait_for_added
 from tests.kit.parity import Completion, complete
-from tests.kit.prompts import Prompt
+from tests.kit.prompts import PrefixCache, Prompt, blocks_one_at_a_time
 from tests.kit.servers import ProxyServer, Server, VllmServer, free_port
 from tests.kit.tiny_kinds import KINDS
 from tests.kit.tiny_model import kv_bytes_per_token, write_tiny_model
@@ -25,7 +25,8 @@ WATCH_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for; ``kind`` is one of ``KINDS``, ``port`` 0 means any free one."""
+    """What was asked for; ``kind`` is one of ``KINDS`` or ``smollm2``, ``port`` 0 means any free
+    one."""
 
     folder: Path
     kind: str
@@ -68,8 +69,7 @@ class Scenario(ABC):
     def run(self) -> bool:
         """Whether every claim held."""
         self.options.folder.mkdir(parents=True, exist_ok=True)
-        self.say(f"writing a tiny model, logs in {self.options.folder}")
-        self.model = write_tiny_model(self.options.folder / "model", self.options.kind)
+        self.model = self.write_model()
         self.ask_references()
         with ExitStack() as stack:
             prefill, decode = self.start_engines(stack)
@@ -82,6 +82,11 @@ class Scenario(ABC):
             self.say("stopping all servers")
         self.say("nothing is left running")
         return all(claim.held for claim in self.claims)
+
+    def write_model(self) -> Path:
+        """The folder of the model that all servers serve."""
+        self.say(f"writing a tiny model, logs in {self.options.folder}")
+        return write_tiny_model(self.options.folder / "model", self.options.kind)
 
     def say(self, text: str) -> None:
         """A progress line with the seconds since the start."""
@@ -153,6 +158,16 @@ class Scenario(ABC):
         self.passes.append(one)
         return one
 
+    def blocks_needed(self, cache: PrefixCache) -> Callable[[Sequence[Completion]], Expected]:
+        """What requests, sent in turn, make a decode engine read that holds ``cache``."""
+        block_bytes = kv_bytes_per_block(self.model, self.options.decode_tp)
+
+        def count(got: Sequence[Completion]) -> Expected:
+            blocks = blocks_one_at_a_time(cache, [(one.prompt, one.token_ids) for one in got])
+            return Expected(blocks * block_bytes, blocks)
+
+        return count
+
     def keep(self, servers: Sequence[Server]) -> None:
         """Leave the servers up until Ctrl-C, or until one of them ends."""
         body = json.dumps({"model": cluster.MODEL_NAME, "prompt": "Hello", "max_tokens": 16})
@@ -191,7 +206,7 @@ def at_once(url: str, prompts: Sequence[Prompt]) -> list[Completion]:
 
 
 def kv_bytes_per_block(model: Path, decode_tp: int) -> int:
-    """Bytes of a block of a tiny Llama on all ranks of a decode engine; ranks that share a KV head
+    """Bytes of a block of a Llama on all ranks of a decode engine; ranks that share a KV head
     hold it each."""
     heads: int = json.loads((model / "config.json").read_text())["num_key_value_heads"]
     return kv_bytes_per_token(model) * cluster.BLOCK_SIZE * max(heads, decode_tp) // heads

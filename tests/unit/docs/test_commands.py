@@ -27,6 +27,10 @@ DEMO = "tests/cpu/test_demo.py"
 # The first pattern that fits a command (without the variables before it) says what covers it.
 COVERAGE: tuple[tuple[str, str], ...] = (
     (r"make demo$", f"{DEMO}::test_all_claims_hold"),
+    (
+        r"make demo MODEL=smollm2$",
+        f"{DEMO}::test_a_pretrained_model_answers_questions_and_reads_a_long_file",
+    ),
     (r"make (test|unit / contract / cpu)$", ".ci/run"),
     (r"make long$", f"{DEMO}::test_a_hybrid_model_with_fewer_groups_than_decode_ranks"),
     (r"make chaos / fuzz$", "tests/chaos/test_fuzz.py"),
