@@ -20,12 +20,21 @@ from vllm_commext.errors import (
     UnsupportedError,
     UntestedError,
 )
-from vllm_commext.settings import MASTER, STRICT, TOGGLES, Settings, describe_unknown, read_settings
+from vllm_commext.settings import (
+    ALIAS,
+    MASTER,
+    STRICT,
+    TOGGLES,
+    Settings,
+    describe_unknown,
+    read_settings,
+)
 from vllm_commext.status import CapabilityStatus, State
 
 logger = logging.getLogger("vllm.commext.plugin")
 
 CONNECTOR_NAME = "CommextNixlConnector"
+VLLMS_NAME = "NixlConnector"
 CONNECTOR_MODULE = "vllm_commext.nixl.connector"
 REFUSED_MODULE = "vllm_commext.compat.refused_connector"
 
@@ -53,18 +62,26 @@ class Capability:
 
 
 def _activate_nixl() -> None:
-    from vllm_commext.compat import hooks, kv_connector
+    from vllm_commext.compat import kv_connector
 
     if importlib.util.find_spec("nixl") is None:
         raise UnsupportedError("NIXL is not installed, `pip install nixl` brings it")
     kv_connector.note_layout_choice()
-    hooks.add_connector(CONNECTOR_NAME, CONNECTOR_MODULE)
+    _add_connector(CONNECTOR_MODULE)
 
 
 def _refuse_nixl() -> None:
+    _add_connector(REFUSED_MODULE)
+
+
+def _add_connector(module: str) -> None:
+    """Under its name and, where that is wanted, under the one of vLLM's: also a refused one, so
+    that vLLM's never serves in its place unseen."""
     from vllm_commext.compat import hooks
 
-    hooks.add_connector(CONNECTOR_NAME, REFUSED_MODULE)
+    hooks.add_connector(CONNECTOR_NAME, module)
+    if os.environ.get(ALIAS) == "1":
+        hooks.rename_connector(VLLMS_NAME, module, CONNECTOR_NAME)
 
 
 def _activate_shm_queue() -> None:

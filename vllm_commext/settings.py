@@ -16,6 +16,7 @@ PREFIX = "VLLM_COMMEXT"
 MASTER = "VLLM_COMMEXT"
 STRICT = "VLLM_COMMEXT_STRICT"
 UNTESTED = "VLLM_COMMEXT_UNTESTED"
+ALIAS = "VLLM_COMMEXT_NIXL_ALIAS"
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,16 @@ TOGGLES: tuple[Toggle, ...] = (
         meaning=(
             "The KV connector `CommextNixlConnector`. `auto` registers it where NIXL is "
             "installed, `1` logs an error where it cannot run, `0` leaves it out."
+        ),
+    ),
+    Toggle(
+        name=ALIAS,
+        field="nixl_alias",
+        choices=("0", "1"),
+        default="0",
+        meaning=(
+            "`1` lets the KV connector answer to the name `NixlConnector`, too, for launchers that "
+            "allow no other; vLLM's own cannot be had under that name then."
         ),
     ),
     Toggle(

@@ -18,12 +18,12 @@ NAME = "CommextNixlConnector"
 TOGGLE = "VLLM_COMMEXT_NIXL"
 
 # Prints what vLLM looks like after it has loaded its plugins by itself, as one line of JSON.
-LOOK = f"""
+LOOK = """
 import json, sys
 from vllm.plugins import load_general_plugins
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-before = {{name: id(getter) for name, getter in envs.environment_variables.items()}}
+before = {name: id(getter) for name, getter in envs.environment_variables.items()}
 names_before = list(KVConnectorFactory._registry)
 load_general_plugins()
 if "vllm_commext.plugin" in sys.modules:
@@ -37,19 +37,21 @@ try:
     refused = ""
 except ValueError as error:
     refused = str(error)
-after = {{name: id(getter) for name, getter in envs.environment_variables.items()}}
-print(json.dumps({{
+after = {name: id(getter) for name, getter in envs.environment_variables.items()}
+print(json.dumps({
     "replaced": [name for name in before if after.get(name) != before[name]],
     "added": [name for name in after if name not in before],
     "connectors": [name for name in KVConnectorFactory._registry if name not in names_before],
-    "factors": {{k: v for k, v in envs.compile_factors().items() if "COMMEXT" in k}},
+    "factors": {k: v for k, v in envs.compile_factors().items() if "COMMEXT" in k},
     "imported": [name for name in sys.modules if name.startswith("vllm_commext")],
     "nixl": "nixl" in sys.modules,
     "refused": refused,
-}}))
-if "ask" in sys.argv:
-    KVConnectorFactory.get_connector_class_by_name({NAME!r})
+}))
+for name in sys.argv[1:]:
+    print(KVConnectorFactory.get_connector_class_by_name(name))
 """
+VLLMS_NAME = "NixlConnector"
+ALIAS = {"VLLM_COMMEXT_NIXL_ALIAS": "1"}
 WITHOUT_NIXL = "import sys; sys.modules['nixl'] = None\n"
 
 
@@ -121,16 +123,38 @@ def test_one_capability_turned_off() -> None:
 
 
 def test_without_nixl_the_name_is_there_and_tells_the_reason() -> None:
-    done = python(WITHOUT_NIXL + LOOK, "ask")
+    done = python(WITHOUT_NIXL + LOOK, NAME)
     assert done.returncode != 0
     assert f"{NAME} was asked for by name and cannot run: NIXL is not installed" in done.stderr
     assert "commext: nixl refused (NIXL is not installed" in done.stdout + done.stderr
 
 
 def test_a_bad_value_is_told_to_whoever_asks_for_the_connector() -> None:
-    done = python(LOOK, "ask", VLLM_COMMEXT_NIXL="yes")
+    done = python(LOOK, NAME, VLLM_COMMEXT_NIXL="yes")
     assert done.returncode != 0
     assert f"{NAME} was asked for by name and cannot run: {TOGGLE}: expected" in done.stderr
+
+
+@pytest.mark.parametrize(("wanted", "module"), [("1", "vllm_commext.nixl"), ("0", "vllm.dist")])
+def test_vllms_name_stands_for_ours_where_that_is_wanted(wanted: str, module: str) -> None:
+    """`LOOK` registers twice."""
+    done = python(LOOK, VLLMS_NAME, NAME, VLLM_COMMEXT_NIXL_ALIAS=wanted)
+    assert done.returncode == 0, done.stderr
+    under_vllms, under_ours = done.stdout.splitlines()[-2:]
+    assert module in under_vllms
+    assert (under_vllms == under_ours) == (wanted == "1")
+
+
+def test_a_refused_connector_is_refused_under_vllms_name_too() -> None:
+    done = python(WITHOUT_NIXL + LOOK, VLLMS_NAME, **ALIAS)
+    assert done.returncode != 0
+    assert f"{NAME} was asked for by name and cannot run: NIXL is not installed" in done.stderr
+
+
+def test_turned_off_vllms_name_is_vllms() -> None:
+    done = python(LOOK, VLLMS_NAME, **ALIAS, VLLM_COMMEXT="0")
+    assert done.returncode == 0, done.stderr
+    assert "vllm.dist" in done.stdout.splitlines()[-1]
 
 
 def test_strict_stops_vllm_where_a_capability_is_refused() -> None:

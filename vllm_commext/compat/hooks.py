@@ -63,6 +63,14 @@ def add_connector(name: str, module: str) -> None:
         KVConnectorFactory.register_connector(name, module, name)
 
 
+def rename_connector(name: str, module: str, own: str) -> None:
+    """Let the name of a connector of vLLM's stand for the class `own` of `module` from now on."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    KVConnectorFactory._registry.pop(name, None)  # pyright: ignore[reportPrivateUsage]
+    KVConnectorFactory.register_connector(name, module, own)
+
+
 Action = Callable[[], None]
 _actions: dict[str, Action] = {}
 
