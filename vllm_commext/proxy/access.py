@@ -34,8 +34,7 @@ async def answer_errors(
     except ProxyError as error:
         return _error_response(error)
     except web.HTTPException as error:
-        message = f"{error.reason}: {request.method} {request.path} is none of this proxy's routes"
-        return _error_response(ProxyError(error.status, "bad_request", message))
+        return _elsewhere(request, error)
     except ClientGoneError as gone:
         logger.info("%s", gone)
         return web.Response(status=499)  # nobody reads it
@@ -45,6 +44,21 @@ async def answer_errors(
             cut(request)
             raise ConnectionError("the answer had begun") from error
         return _error_response(ProxyError(500, "internal", "unexpected error; see the log"))
+
+
+def _elsewhere(request: web.Request, error: web.HTTPException) -> web.Response:
+    """For what is no route: the way to one that lacks the slash at its end, as vLLM answers it,
+    or what is wrong."""
+    path = request.path.removesuffix("/")
+    routes = {resource.canonical for resource in request.app.router.resources()}
+    if error.status == 404 and path != request.path and path in routes:
+        query = f"?{request.query_string}" if request.query_string else ""
+        return web.Response(status=307, headers={"Location": path + query})
+    message = f"{error.reason}: {request.method} {request.path} is none of this proxy's routes"
+    answer = _error_response(ProxyError(error.status, "bad_request", message))
+    if "Allow" in error.headers:
+        answer.headers["Allow"] = error.headers["Allow"]
+    return answer
 
 
 def _check_encoding(request: web.Request) -> None:

@@ -108,3 +108,23 @@ async def test_what_holds_no_parameters_goes_on_as_it_is(kit: Any) -> None:
     async with kit.cluster() as cluster:
         assert (await cluster.ask({**BODY, **own})).status == 200
         assert json.loads(cluster.decode[0].calls[0].raw)["vllm_xargs"] == own["vllm_xargs"]
+
+
+async def test_a_slash_at_the_end_leads_to_the_route_without_it(kit: Any) -> None:
+    async with kit.cluster() as cluster:
+        url = f"{cluster.url}/v1/completions/?a=1"
+        async with cluster.session.post(url, json=BODY, allow_redirects=False) as response:
+            assert (response.status, response.headers["Location"]) == (307, "/v1/completions?a=1")
+        async with cluster.session.post(url, json=BODY) as response:  # which follows it
+            assert response.status == 200
+        for path in ("/nothing/", "/v1/completions//", "//evil.example/"):
+            async with cluster.session.post(cluster.url + path, json=BODY) as response:
+                assert response.status == 404, path
+
+
+async def test_another_method_is_told_which_are_allowed(kit: Any) -> None:
+    async with (
+        kit.cluster() as cluster,
+        cluster.session.get(f"{cluster.url}/v1/completions") as response,
+    ):
+        assert (response.status, response.headers["Allow"]) == (405, "OPTIONS,POST")
