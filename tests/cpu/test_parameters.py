@@ -7,96 +7,35 @@ load, so that every answer can be compared: one that came from another prompt's 
 """
 
 import json
-import random
 import socket
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cpu import first_tokens
+from tests.cpu import first_tokens, official_client
+from tests.cpu.behind_proxy import SECRET, Servers, new_prompt, new_text, serving
 from tests.cpu.router_requests import ROUTERS, text_of
 from tests.kit import cluster
-from tests.kit.metrics import Metrics, scrape, wait_for_added
-from tests.kit.parity import PREFILL_PARAMS, Completion, compare, complete, post, prefill
-from tests.kit.servers import ProxyServer, Server, VllmServer
+from tests.kit.metrics import scrape
+from tests.kit.parity import PREFILL_PARAMS, compare, complete, post
+from tests.kit.servers import Server
 from vllm_commext.nixl.wire.params import read_params, write_params
 
 LOG_SECONDS = 30
 ATOL = 1e-4  # nats, at float32
-SECRET = {"COMMEXT_NIXL_SECRET": "0123456789abcdef0123456789abcdef"}
 BLOCKS = "vllm:commext_nixl_blocks_total"
 FAILURES = "vllm:commext_nixl_failures_total"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}<assistant>"
-    "{% endif %}"
-)
-_rng = random.Random(23)
-
-
-def new_prompt(num_tokens: int = 100) -> tuple[int, ...]:
-    """A prompt that no server has seen."""
-    return tuple(_rng.randrange(32, 127) for _ in range(num_tokens))
-
-
-def new_text(num_characters: int = 100) -> str:
-    return "".join(map(chr, new_prompt(num_characters)))
-
-
-@dataclass
-class Servers:
-    plain: Server
-    prefill: VllmServer
-    decode: VllmServer
-    proxy: Server
-
-    def reference(self, prompt: Sequence[int]) -> Completion:
-        return complete(self.plain.url, cluster.MODEL_NAME, prompt)
-
-    def prefilled(self, prompt: Sequence[int]) -> dict[str, Any]:
-        return prefill(self.prefill.url, cluster.MODEL_NAME, prompt)
-
-    def decoded(self, prompt: Sequence[int], params: Mapping[str, Any] | None) -> Completion:
-        extra = {"kv_transfer_params": dict(params)} if params is not None else None
-        return complete(self.decode.url, cluster.MODEL_NAME, prompt, extra=extra)
-
-    def added(self, before: Metrics, name: str, at_least: float) -> Metrics:
-        """What the decode server counts since ``before``; it reports with its next step."""
-        self.decoded(new_prompt(8), None)
-        return wait_for_added(self.decode.url, before, name, at_least=at_least)
 
 
 @pytest.fixture(scope="module")
 def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    folder = tmp_path_factory.mktemp("parameters")
-    template = folder / "chat.jinja"
-    template.write_text(CHAT_TEMPLATE)
-    args = ["--chat-template", str(template), "--enable-auto-tool-choice"]
-    args += ["--tool-call-parser", "hermes"]
-
-    def engine(name: str, role: str) -> VllmServer:
-        config = cluster.kv_transfer_config(role, policy="recompute")
-        return cluster.engine_server(name, model, folder, config, args=args, environ=SECRET)
-
-    # Without the connector. vLLM's own queue keeps a core busy for a second after each answer.
-    queue = {"VLLM_COMMEXT": "1", "VLLM_COMMEXT_NIXL": "0", **cluster.QUEUE_ENVIRON}
-    plain = cluster.plain_server("plain", model, folder, args=args, environ=queue)
-    engines = [plain, engine("prefill", "kv_producer"), engine("decode", "kv_consumer")]
-    _, prefill_server, decode = engines
-    proxy = ProxyServer(
-        "proxy",
-        prefill_urls=[prefill_server.url],
-        decode_urls=[decode.url],
-        folder=folder,
-        args=cluster.PATIENT_PROXY_ARGS,
-    )
-    with cluster.all_ready(engines), proxy:
-        yield Servers(plain, prefill_server, decode, proxy)
+    with serving(model, tmp_path_factory.mktemp("parameters")) as started:
+        yield started
 
 
 def test_swapped_parameters_answer_from_nobodys_cache_but_their_own(servers: Servers) -> None:
@@ -261,6 +200,19 @@ def test_every_kind_of_request_is_answered_as_by_one_server(
         at_least = abs(num_blocks)
         read = servers.added(before, BLOCKS, at_least=at_least).total(BLOCKS)
         assert read >= at_least if num_blocks < 0 else read == num_blocks, json.dumps(body)
+
+
+@pytest.mark.parametrize("case", official_client.CASES)
+def test_the_official_client_is_answered_as_by_one_server(servers: Servers, case: str) -> None:
+    text = new_text()
+    got = official_client.ask(servers.proxy.url, case, text)
+    assert got == official_client.ask(servers.plain.url, case, text)
+
+
+def test_the_official_client_asks_several_at_once(servers: Servers) -> None:
+    text = new_text()
+    got = official_client.ask_at_once(servers.proxy.url, text)
+    assert got == official_client.ask_at_once(servers.plain.url, text)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["at once", "stream"])

@@ -1,0 +1,89 @@
+"""A plain server, and a prefill and a decode server behind our proxy, of one tiny model.
+
+The decode server recomputes what it cannot load, so that every answer can be compared. Its
+connector goes by the name of vLLM's, which the package answers to where it is told to.
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.kit import cluster
+from tests.kit.metrics import Metrics, wait_for_added
+from tests.kit.parity import Completion, complete, prefill
+from tests.kit.servers import ProxyServer, Server, VllmServer
+from vllm_commext.plugin import VLLMS_NAME
+from vllm_commext.settings import ALIAS
+
+SECRET = {"COMMEXT_NIXL_SECRET": "0123456789abcdef0123456789abcdef"}
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}<assistant>"
+    "{% endif %}"
+)
+_rng = random.Random(23)
+
+
+def new_prompt(num_tokens: int = 100) -> tuple[int, ...]:
+    """A prompt that no server has seen."""
+    return tuple(_rng.randrange(32, 127) for _ in range(num_tokens))
+
+
+def new_text(num_characters: int = 100) -> str:
+    return "".join(map(chr, new_prompt(num_characters)))
+
+
+@dataclass
+class Servers:
+    plain: Server
+    prefill: VllmServer
+    decode: VllmServer
+    proxy: Server
+
+    def reference(self, prompt: Sequence[int]) -> Completion:
+        return complete(self.plain.url, cluster.MODEL_NAME, prompt)
+
+    def prefilled(self, prompt: Sequence[int]) -> dict[str, Any]:
+        return prefill(self.prefill.url, cluster.MODEL_NAME, prompt)
+
+    def decoded(self, prompt: Sequence[int], params: Mapping[str, Any] | None) -> Completion:
+        extra = {"kv_transfer_params": dict(params)} if params is not None else None
+        return complete(self.decode.url, cluster.MODEL_NAME, prompt, extra=extra)
+
+    def added(self, before: Metrics, name: str, at_least: float) -> Metrics:
+        """What the decode server counts since ``before``; it reports with its next step."""
+        self.decoded(new_prompt(8), None)
+        return wait_for_added(self.decode.url, before, name, at_least=at_least)
+
+
+@contextmanager
+def serving(model: Path, folder: Path) -> Iterator[Servers]:
+    """All four, ready."""
+    template = folder / "chat.jinja"
+    template.write_text(CHAT_TEMPLATE)
+    args = ["--chat-template", str(template), "--enable-auto-tool-choice"]
+    args += ["--tool-call-parser", "hermes"]
+
+    def engine(name: str, role: str, connector: str, **more: str) -> VllmServer:
+        config = cluster.kv_transfer_config(role, connector=connector, policy="recompute")
+        environ = {**SECRET, **more}
+        return cluster.engine_server(name, model, folder, config, args=args, environ=environ)
+
+    # Without the connector. vLLM's own queue keeps a core busy for a second after each answer.
+    queue = {"VLLM_COMMEXT": "1", "VLLM_COMMEXT_NIXL": "0", **cluster.QUEUE_ENVIRON}
+    plain = cluster.plain_server("plain", model, folder, args=args, environ=queue)
+    prefill_server = engine("prefill", "kv_producer", cluster.CONNECTOR)
+    decode = engine("decode", "kv_consumer", VLLMS_NAME, **{ALIAS: "1"})
+    engines = [plain, prefill_server, decode]
+    proxy = ProxyServer(
+        "proxy",
+        prefill_urls=[prefill_server.url],
+        decode_urls=[decode.url],
+        folder=folder,
+        args=cluster.PATIENT_PROXY_ARGS,
+    )
+    with cluster.all_ready(engines), proxy:
+        yield Servers(plain, prefill_server, decode, proxy)
