@@ -18,10 +18,10 @@ from tests.kit.servers import ProxyServer, VllmServer
 NUM_BLOCKS = 40
 CHECK_SECONDS = 1.0
 LONG_PROMPT = 900
-STRANGERS = (60, 75, 90, 110)
-"""Tokens of their answers, so different that two of them are there at any time: an engine says what
-is in use after each step, and nothing of the prompts that the next one computes."""
-STRANGE_PROMPT = 200
+STRANGERS = (100, 120, 140)
+"""Tokens of their answers. Two fit at a time and the third waits, so that the cache is never so
+empty that a long prompt fits, whenever the engine is asked."""
+STRANGE_PROMPT = 400
 NUM_PROMPTS = 24
 NUM_AT_ONCE = 12
 LIMITS = ("--ttft-ms", "60000", "--tpot-ms")
