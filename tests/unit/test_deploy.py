@@ -108,7 +108,10 @@ def test_every_service_and_policy_selects_the_pods_of_one_deployment() -> None:
         assert policy["spec"]["podSelector"]["matchLabels"] == pods[name]
         for rule in policy["spec"]["ingress"]:
             for source in rule["from"]:
-                assert source["podSelector"]["matchLabels"] in pods.values()
+                if "namespaceSelector" in source:
+                    assert rule["ports"] == [{"protocol": "TCP", "port": "http"}]
+                else:
+                    assert source["podSelector"]["matchLabels"] in pods.values()
 
 
 @pytest.mark.parametrize("name", ENGINES)
