@@ -227,7 +227,7 @@ class Adaptive:
     def read(self, engine: int, used_tokens: float) -> None:
         if self.reads_caches:
             load, size = self.candidates[engine].load, self._hardware[engine].cache_tokens
-            load.note_cache(size, used_tokens)
+            load.note_cache(size, used_tokens, used_tokens)
 
 
 class Knowing(Adaptive):

@@ -48,7 +48,7 @@ def test_the_course_suits_the_model_and_the_sizes(
     assert (scenario.options.prefill_tp, scenario.options.decode_tp) == sizes
 
 
-@pytest.mark.parametrize("arguments", [["--model", "gpt5"], ["--tp", "3"], ["--p-tp", "0"]])
+@pytest.mark.parametrize("arguments", [["--model", "gpt5"], ["--tp", "5"], ["--p-tp", "0"]])
 def test_unknown_models_and_sizes_are_refused(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

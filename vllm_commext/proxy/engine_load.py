@@ -174,7 +174,7 @@ class EngineLoad:
         """Tokens of prompts whose KV cache waits for a reader."""
         self.cache_tokens = 0.0
         """Tokens that its KV cache has room for, 0 where that is not known."""
-        self._told = self._others = 0.0
+        self._num_steps = self._others = 0.0
         self.clean_since = 0.0
         self.clean_tokens = 0
         self.clean_seconds = 0.0
@@ -275,16 +275,16 @@ class EngineLoad:
             wait += sum(one.seconds for one in self.waiting if one.due <= due)
         return wait
 
-    def note_cache(self, tokens: float, used: float) -> None:
+    def note_cache(self, tokens: float, used: float, num_steps: float) -> None:
         """Of its KV cache, which has room for *tokens*, it says that so many are in use: more than
         is known here by others' requests, less where prompts share their beginnings. Whether those
         that are coming are among them cannot be told. An engine says it anew by each step, so that
-        one that says the same twice gives no answer to others: what it said may be long past."""
+        one that has taken no more of them answers nobody: what it said may be long past."""
         self.cache_tokens = tokens
-        if used == self._told:
+        if num_steps == self._num_steps:
             self._others = min(0.0, self._others)
             return
-        self._told = used
+        self._num_steps = num_steps
         surely = self.context + self.unread
         perhaps = surely + self.coming + sum(job.new + job.held for job in self.jobs)
         self._others = max(0.0, used - perhaps) + min(0.0, used - surely)

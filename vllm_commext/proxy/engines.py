@@ -29,6 +29,7 @@ MAX_PLACES = 16
 SideChannelFields = Mapping[str, str | int]
 INFO_METRIC = "vllm:commext_nixl_info"
 CACHE_METRIC, CACHE_USE_METRIC = "vllm:cache_config_info", "vllm:kv_cache_usage_perc"
+STEPS_METRIC = "vllm:iteration_tokens_total_count"
 _CACHES = 'enable_prefix_caching="True"'
 _LABELS = frozenset(("engine", "host", "port", "seal", "streams", "reuse", "releases"))
 
@@ -106,23 +107,26 @@ def read_capabilities(page: str) -> Capabilities:
     return Capabilities(tuple(ranks), is_known=True, caches=caches and len(ranks) == 1)
 
 
-def read_cache(page: str) -> tuple[float, float] | None:
-    """Tokens that the KV cache of a metrics page's engine has room for, and how many are in use,
-    those kept for readers included; None where it does not say. Raises `ValueError`."""
+def read_cache(page: str) -> tuple[float, float, float] | None:
+    """Tokens that the KV cache of a metrics page's engine has room for, how many are in use, those
+    kept for readers included, and how many steps it has taken (where it does not count them, what
+    is in use again); None where it does not say what is in use. Raises `ValueError`."""
     found: dict[str, list[Sample]] = {}
-    for name in (CACHE_METRIC, CACHE_USE_METRIC):
+    for name in (CACHE_METRIC, CACHE_USE_METRIC, STEPS_METRIC):
         lines = [line for line in page.splitlines() if line.startswith(name + "{")]
         families = text_string_to_metric_families("".join(f"{line}\n" for line in lines))
         found[name] = [sample for family in families for sample in family.samples]
-    if not all(found.values()):
+    if not (found[CACHE_METRIC] and found[CACHE_USE_METRIC]):
         return None
     labels, use = found[CACHE_METRIC][0].labels, [one.value for one in found[CACHE_USE_METRIC]]
+    num_steps = sum(one.value for one in found[STEPS_METRIC])
     each = labels.get("kv_cache_size_tokens", "")
     if each.isdigit():
         tokens = int(each) * len(use)
     else:  # by older versions, which sum up the blocks of all ranks
         tokens = int(labels.get("num_gpu_blocks", "")) * int(labels.get("block_size", ""))
-    return tokens, tokens * sum(use) / len(use)
+    used = tokens * sum(use) / len(use)
+    return tokens, used, num_steps if found[STEPS_METRIC] else used
 
 
 @dataclass(eq=False)

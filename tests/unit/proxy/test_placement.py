@@ -180,10 +180,10 @@ def test_an_engine_whose_cache_is_full_costs_what_waiting_there_costs() -> None:
     made = planner(first_token=1.0, per_token=0.02)
     both = engines(made)
     for tokens, used, chosen in ((0, 0, 0), (20000, 16500, 1), (20000, 15000, 0)):
-        both[0].load.note_cache(tokens, used)
+        both[0].load.note_cache(tokens, used, used)
         assert place(made, both, both).decode.key == chosen
-    both[0].load.note_cache(20000, 19000)
-    both[1].load.note_cache(20000, 19900)
+    both[0].load.note_cache(20000, 19000, 19000)
+    both[1].load.note_cache(20000, 19900, 19900)
     placed = place(made, both, both)
     life = 160 * STEP
     assert placed.first_token == pytest.approx(life * 3160 / 19000 + 4000 * TOKEN, rel=0.1)
@@ -196,17 +196,19 @@ def test_a_cache_is_as_full_as_its_engine_says_and_what_was_sent_since() -> None
         return load.room_seconds(tokens, STEP)
 
     assert room(10**9) == 0.0  # it has not said how large it is
-    load.note_cache(10000, 2000)
+    load.note_cache(10000, 2000, 1)
     assert room(8000) == 0.0 < room(8001)
     answer = load.expect(3000, 100, NOW)
-    load.note_cache(10000, 5000)  # the answer's prompt among them
+    load.note_cache(10000, 5000, 2)  # the answer's prompt among them
     assert room(5000 - 80) == 0.0 < room(5001 - 80)
     answer.begin(NOW)
     answer.go_on(20, NOW + 1)
     assert room(5000 - 100) == 0.0 < room(5001 - 100)
     answer.end(NOW + 2)
     assert room(8000) == 0.0 < room(8001)
-    load.note_cache(10000, 5000)  # the same twice: it takes no steps
+    load.note_cache(10000, 5000, 3)  # what others have
+    assert room(5000) == 0.0 < room(5001)
+    load.note_cache(10000, 5000, 3)  # it takes no steps
     assert room(10000) == 0.0
 
 
@@ -214,7 +216,7 @@ def test_a_prompt_fills_its_engines_cache_until_it_is_read() -> None:
     made = planner()
     source, target = (made.new_load() for _ in range(2))
     for load in (source, target):
-        load.note_cache(10000, 0)
+        load.note_cache(10000, 0, 0)
     job = source.ask(6000, 1000, NOW)
     answer = target.expect(7000, 100, NOW, is_loading=True)
     job.end(NOW + 0.1)

@@ -50,6 +50,7 @@ def test_flags_are_each_ones_own() -> None:
 
 
 CACHE = 'vllm:cache_config_info{block_size="16",%sengine="0",num_gpu_blocks="100"} 1.0\n'
+STEPS = 'vllm:iteration_tokens_total_count{engine="%d",model_name="tiny"} %s\n'
 USE = 'vllm:kv_cache_usage_perc{engine="%d",model_name="tiny"} %s\n'
 
 
@@ -59,19 +60,24 @@ USE = 'vllm:kv_cache_usage_perc{engine="%d",model_name="tiny"} %s\n'
         pytest.param("", None, id="none"),
         pytest.param(USE % (0, 0.5), None, id="no size"),
         pytest.param(CACHE % "", None, id="no use"),
-        pytest.param(CACHE % "" + USE % (0, 0.25), (1600, 400), id="blocks"),
+        pytest.param(CACHE % "" + USE % (0, 0.25), (1600, 400, 400), id="blocks"),
         pytest.param(
-            CACHE % 'kv_cache_size_tokens="1000",' + USE % (0, 0.25), (1000, 250), id="tokens"
+            CACHE % 'kv_cache_size_tokens="1000",' + USE % (0, 0.25), (1000, 250, 250), id="tokens"
         ),
         pytest.param(
             CACHE % 'kv_cache_size_tokens="1000",' + USE % (0, 0.25) + USE % (1, 0.75),
-            (2000, 1000),
+            (2000, 1000, 1000),
             id="two ranks",
+        ),
+        pytest.param(
+            CACHE % "" + USE % (0, 0.25) + STEPS % (0, 7) + STEPS % (1, 5),
+            (1600, 400, 12),
+            id="steps",
         ),
     ],
 )
 def test_an_engine_says_what_its_cache_holds(
-    page: str, expected: tuple[float, float] | None
+    page: str, expected: tuple[float, float, float] | None
 ) -> None:
     assert read_cache(page) == expected
 
