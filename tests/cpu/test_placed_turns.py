@@ -46,7 +46,7 @@ def answer(url: str, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
 
 
 def test_later_turns_go_where_their_history_is(engines: list[VllmServer], tmp_path: Path) -> None:
-    """Conversations that begin at the same time do at both engines, and each stays at its own."""
+    """Each conversation stays at one engine; those that begin at the same time may do at either."""
     dice = random.Random(10)
     talks = [dice.choices(PRINTABLE, k=FIRST_TOKENS) for _ in range(NUM_CONVERSATIONS)]
     with (
@@ -68,7 +68,6 @@ def test_later_turns_go_where_their_history_is(engines: list[VllmServer], tmp_pa
     pairs = zip(engines, before, strict=True)
     hits = [scrape(engine.url).total(HITS) - earlier for engine, earlier in pairs]
     assert sum(hits) >= 0.95 * possible
-    assert all(hits)
 
 
 def test_answers_stay_the_same_while_the_load_changes(
