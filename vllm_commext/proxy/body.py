@@ -26,6 +26,8 @@ MAX_MEMBERS = 1000
 MAX_NAME_BYTES = 1024
 MAX_DEPTH = 256
 BYTES_PER_TOKEN = 4
+LENGTHS = ("max_completion_tokens", "max_tokens")
+"""What bounds an answer's length, in a chat and anywhere."""
 _MAX_SCALAR_BYTES = 8 << 10
 # Never decoded, so that they are the same text whatever the body's size.
 _PROMPTS = frozenset(("prompt", "messages", "input"))

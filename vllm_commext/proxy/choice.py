@@ -8,6 +8,7 @@ from heapq import nsmallest
 from typing import Any
 
 from vllm_commext.proxy.affinity import Prefix
+from vllm_commext.proxy.body import LENGTHS
 from vllm_commext.proxy.config import ADAPTIVE, AUTO, LOCAL, SHORTEST, ProxyConfig
 from vllm_commext.proxy.engines import DECODE, PREFILL, Engine, EnginePool
 from vllm_commext.proxy.outcome import ProxyError
@@ -166,7 +167,7 @@ def _name_of(prefix: Prefix) -> bytes:
 
 def most_tokens(body: Mapping[str, Any]) -> int:
     """Length that the request allows its answer."""
-    for name in ("max_completion_tokens", "max_tokens"):
+    for name in LENGTHS:
         value = body.get(name)
         if isinstance(value, int) and value > 0:
             return value

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from vllm_commext.proxy.attempts import Attempts
+from vllm_commext.proxy.body import LENGTHS
 from vllm_commext.proxy.choice import Plan
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline, end_tasks
@@ -129,8 +130,7 @@ class Mover:
         if transcript is None or transcript.settle() is not None:
             return attempts.staying()
         trial = transcript.trial()
-        most = ("max_tokens", "max_completion_tokens")
-        names = [name for name in most if name in attempts.body] or most[:1]
+        names = [name for name in LENGTHS if name in attempts.body] or ["max_tokens"]
         one_more = dict.fromkeys(names, transcript.num_tokens + 1)
         opened = await self._steps.second_step(attempts, outcome, one_more)
         try:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_commext.proxy import two_step
+from vllm_commext.proxy.body import LENGTHS
 from vllm_commext.proxy.config import NEVER
 from vllm_commext.proxy.deadline import end_tasks
 from vllm_commext.proxy.engines import UNKNOWN, Engine, SideChannel
@@ -46,7 +47,7 @@ def refusal(mode: str, body: Mapping[str, Any], decode: Iterable[Engine]) -> AtO
     None if it may. decode: of the engines that one may be chosen from."""
     if mode == NEVER:
         return AtOnce.OFF
-    if any(body.get(name) == 1 for name in ("max_tokens", "max_completion_tokens")):
+    if any(body.get(name) == 1 for name in LENGTHS):
         return AtOnce.ONE_TOKEN
     return None if all(one.capabilities.streams for one in decode) else AtOnce.DECODE
 

@@ -17,7 +17,7 @@ the context). All of these go to a decode engine as they are, which prefills for
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_commext.proxy.body import RawJson, decode, num_tokens
+from vllm_commext.proxy.body import LENGTHS, RawJson, decode, num_tokens
 from vllm_commext.proxy.outcome import bad_request
 from vllm_commext.reasons import Reason
 
@@ -126,7 +126,7 @@ def local_prefill_reason(
         return LocalPrefill.PROMPT_LOGPROBS
     if not _is_count(body.get("truncate_prompt_tokens")):
         return LocalPrefill.TRUNCATION
-    if any(body.get(name) == 0 for name in ("max_tokens", "max_completion_tokens")):
+    if any(body.get(name) == 0 for name in LENGTHS):
         return LocalPrefill.NO_GENERATION
     if num_tokens(prompt_of(endpoint, body)) < min_prompt_tokens:
         return LocalPrefill.SHORT_PROMPT
