@@ -119,11 +119,10 @@ def _checks(timeout_seconds: float, shows_progress: bool) -> list[Check]:
 def _tell_progress(running: dict[str, "Future[list[Check]]"]) -> None:
     """Say on standard error, every `PROGRESS_SECONDS`, which probes are awaited."""
     began = time.monotonic()
-    while left := [probe for probe, one in running.items() if not one.done()]:
-        wait([running[probe] for probe in left], PROGRESS_SECONDS)
-        left = [probe for probe in left if not running[probe].done()]
-        if left and (seconds := time.monotonic() - began) >= PROGRESS_SECONDS:
-            print(f"checking {', '.join(left)} ... {seconds:.0f} s", file=sys.stderr, flush=True)
+    while awaited := wait(running.values(), PROGRESS_SECONDS).not_done:
+        left = ", ".join(probe for probe, one in running.items() if one in awaited)
+        seconds = time.monotonic() - began
+        print(f"checking {left} ... {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def run(args: argparse.Namespace) -> int:
