@@ -1,6 +1,7 @@
 """What ranks on GPUs came to, of a test file that names its `SCRIPT`, the `CHECKS` that this is to
 run, its `TIMEOUT_SECONDS`, and with `SHARES_GPUS` that ranks need none of their own."""
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -30,15 +31,12 @@ def report(
 
 
 @pytest.fixture
-def matrix(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
-    """Takes lines that the summary shows, whether the test passes or not."""
-    return lambda line: record_property("matrix", line)
+def matrix(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    """Takes lines that are shown at once, so that a run that is cut off has told what it found."""
 
+    def show(line: str) -> None:
+        with capsys.disabled():
+            sys.stdout.write(f"\n{line}\n")
+            sys.stdout.flush()
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What tests have told their ``matrix``, with how they ended."""
-    for outcome in ("passed", "failed", "skipped"):
-        for report in terminalreporter.stats.get(outcome, []):
-            for name, line in getattr(report, "user_properties", []):
-                if name == "matrix":
-                    terminalreporter.write_line(f"{line} [{outcome}]")
+    return show
