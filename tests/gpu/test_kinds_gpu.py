@@ -95,13 +95,24 @@ def judge(own: Sequence[Completion], got: Sequence[Completion], noise: float) ->
 
 
 def allowed(engines: Engines, prefill: str, decode: str) -> float:
-    """How many nats answers may be from the decode engine's own."""
-    if prefill[1] == decode[1]:
-        return engines.served.nats
-    if engines.served.chooses_experts:
+    """How many nats answers may be from the decode engine's own: none, where that answers the same
+    a second time and the prefill engine does so too."""
+    if prefill[1] != decode[1] and engines.served.chooses_experts:
         return UNBOUNDED
-    pairs = zip(engines.own[prefill], engines.own[decode], strict=True)
-    return 2 * max(compare(one, two).max_logprob for one, two in pairs) + engines.served.nats
+    return 2 * max(own_distances(engines, prefill, decode)) + engines.served.nats
+
+
+def own_distances(engines: Engines, prefill: str, decode: str) -> tuple[float, float]:
+    """How far the decode engine's own answers are from those that it gives a second time, and from
+    the prefill engine's own; kernels that add in no fixed order, and those that an engine chooses
+    by timing them at its start, do not always round alike."""
+    own = engines.own[decode]
+    again, prefills = engines.again[decode], engines.own[prefill]
+    return max(map(distance, own, again)), max(map(distance, own, prefills))
+
+
+def distance(one: Completion, two: Completion) -> float:
+    return compare(one, two).max_logprob
 
 
 def ask_whole(engines: Engines, pair: tuple[str, str], prompt: Sequence[int]) -> Completion:
@@ -139,7 +150,9 @@ def test_answers_are_the_decode_engines_own(
     got = [WAYS[way](engines, pair, prompt) for prompt in PROMPTS]
     moved = wait_for_added(target.url, before, HANDOVERS, at_least=len(PROMPTS))
     found = judge(own, got, bound)
-    matrix(line_of(engines, f"{':'.join(pair)} {way}", found, bound, moved))
+    again, prefill = own_distances(engines, *pair)
+    label = f"{':'.join(pair)} {way} (own again {again:.3f}, prefill engine's {prefill:.3f})"
+    matrix(line_of(engines, label, found, bound, moved))
     streamed = len(PROMPTS) if way == "streamed" and engines.served.streams else 0
     assert moved.total(HANDOVERS, way="streamed") == streamed
     assert moved.total(f"{NIXL}failures_total") == 0
@@ -164,11 +177,11 @@ def test_a_damaged_block_shows(engines: Engines, matrix: Callable[[str], None]) 
         for number, prompt in enumerate(PROMPTS)
     ]
     moved = wait_for_added(target.url, before, HANDOVERS, at_least=len(PROMPTS))
-    bound = engines.served.nats
+    bound = allowed(engines, "P1", "D1")
     found = judge(engines.own["D1"], got, bound)
     matrix(line_of(engines, "P1:D1 damaged", found, bound, moved))
     assert target.log_text().count("damaged blocks") >= len(PROMPTS)
-    assert found.nats > 2 * bound
+    assert found.nats > bound
 
 
 @pytest.mark.parametrize("engines", REFUSED, indirect=True)

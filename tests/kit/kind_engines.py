@@ -43,8 +43,8 @@ class Layout:
 
 @dataclass
 class Engines:
-    """One kind's servers by name, and what each engine answers by itself; or of a kind that is
-    refused, the line that says so."""
+    """One kind's servers by name, and what each engine answers by itself, twice; or of a kind that
+    is refused, the line that says so."""
 
     name: str
     served: Served
@@ -55,6 +55,7 @@ class Engines:
         default_factory=dict[tuple[str, str], ProxyServer]
     )
     own: dict[str, list[Completion]] = field(default_factory=dict[str, list[Completion]])
+    again: dict[str, list[Completion]] = field(default_factory=dict[str, list[Completion]])
     refusal: str = ""
     has_ended: bool = False
     _stack: ExitStack = field(default_factory=ExitStack)
@@ -88,8 +89,9 @@ class Engines:
             for server in self.servers.values():
                 server.wait_ready()
             with ThreadPoolExecutor() as pool:
-                answers = pool.map(self._answers, self.servers.values())
-                self.own.update(zip(self.servers, answers, strict=True))
+                for own in (self.own, self.again):
+                    answers = pool.map(self._answers, self.servers.values())
+                    own.update(zip(self.servers, answers, strict=True))
         except Exception as error:
             if self.has_ended:
                 raise
