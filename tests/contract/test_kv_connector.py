@@ -440,3 +440,6 @@ def test_gauges_add_up_over_workers_and_stay_until_the_next_ones() -> None:
     assert value("transfers_in_flight") == 2
     assert value("held_requests") == 0
     assert value("held_requests", "1") == 9
+    assert value("streams") == value("streams", "1") == 1  # as configured, until the engine tells
+    show(one=reading, three={"streams": 0.0})
+    assert (value("streams"), value("streams", "1")) == (0, 1)

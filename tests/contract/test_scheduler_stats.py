@@ -119,6 +119,7 @@ def test_a_request_is_counted_once_whatever_the_number_of_ranks(num_ranks: int) 
     assert len(stats["lease_age_seconds"]) == 2
     assert min(stats["lease_age_seconds"]) >= 2.0
     assert stats["gauges"]["scheduler"]["held_requests"] == 0
+    assert stats["gauges"]["scheduler"]["streams"] == (side.engine.streaming.refusal is None)
     assert not side.prompts.quarantine.has_loads
     side.close()
 

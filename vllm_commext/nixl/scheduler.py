@@ -13,7 +13,7 @@ from vllm_commext.nixl.engine_context import EngineContext
 from vllm_commext.nixl.geometry.topology import Rank, worker_number
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
-from vllm_commext.nixl.metrics.recorder import GAUGES, HANDOVERS, empty_data
+from vllm_commext.nixl.metrics.recorder import GAUGES, HANDOVERS, STREAMS, empty_data
 from vllm_commext.nixl.prefill.prefill_state import releases_of
 from vllm_commext.nixl.prefill.prefills import FINISHED, Prefills
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
@@ -160,6 +160,7 @@ class SchedulerSide:
         own: dict[str, float] = {
             "quarantined_blocks": len(self.prompts.quarantine),
             "held_requests": self._prefills.num_held,
+            STREAMS: float(self.engine.streaming.refusal is None),
         }
         recorder.gauges("scheduler", own)
         data, gauges = recorder.take(), recorder.take_gauges()

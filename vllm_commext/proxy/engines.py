@@ -27,7 +27,7 @@ REQUEST_TOKENS = 64
 MAX_PLACES = 16
 """Side channels that are named for one request."""
 SideChannelFields = Mapping[str, str | int]
-INFO_METRIC = "vllm:commext_nixl_info"
+INFO_METRIC, STREAMS_METRIC = "vllm:commext_nixl_info", "vllm:commext_nixl_streams"
 CACHE_METRIC, CACHE_USE_METRIC = "vllm:cache_config_info", "vllm:kv_cache_usage_perc"
 STEPS_METRIC = "vllm:iteration_tokens_total_count"
 _CACHES = 'enable_prefix_caching="True"'
@@ -91,18 +91,29 @@ class Capabilities:
 UNKNOWN = Capabilities()
 
 
+def _samples(page: str, name: str) -> list[Sample]:
+    """Those of one metric on a page."""
+    lines = [f"{line}\n" for line in page.splitlines() if line.startswith(name + "{")]
+    families = text_string_to_metric_families("".join(lines))
+    return [sample for family in families for sample in family.samples]
+
+
 def read_capabilities(page: str) -> Capabilities:
     """Read a metrics page; raises `ValueError` where it is none."""
-    lines = [line for line in page.splitlines() if line.startswith(INFO_METRIC + "{")]
+    without = {
+        sample.labels.get("engine")
+        for sample in _samples(page, STREAMS_METRIC)
+        if sample.value == 0
+    }
     ranks: list[Rank] = []
-    for family in text_string_to_metric_families("".join(f"{line}\n" for line in lines)):
-        for sample in family.samples:
-            labels = sample.labels
-            if missing := _LABELS - labels.keys():
-                raise ValueError(f"expected {INFO_METRIC} with labels {sorted(missing)}, too")
-            channel = SideChannel(labels["host"], int(labels["port"]), labels["seal"])
-            flags = {name: labels[name] == "1" for name in ("streams", "reuse", "releases")}
-            ranks.append(Rank(labels["engine"], channel, **flags))
+    for sample in _samples(page, INFO_METRIC):
+        labels = sample.labels
+        if missing := _LABELS - labels.keys():
+            raise ValueError(f"expected {INFO_METRIC} with labels {sorted(missing)}, too")
+        channel = SideChannel(labels["host"], int(labels["port"]), labels["seal"])
+        flags = {name: labels[name] == "1" for name in ("streams", "reuse", "releases")}
+        flags["streams"] &= labels["engine"] not in without
+        ranks.append(Rank(labels["engine"], channel, **flags))
     caches = any(line.startswith(CACHE_METRIC) and _CACHES in line for line in page.splitlines())
     return Capabilities(tuple(ranks), is_known=True, caches=caches and len(ranks) == 1)
 
@@ -111,11 +122,8 @@ def read_cache(page: str) -> tuple[float, float, float] | None:
     """Tokens that the KV cache of a metrics page's engine has room for, how many are in use, those
     kept for readers included, and how many steps it has taken (where it does not count them, what
     is in use again); None where it does not say what is in use. Raises `ValueError`."""
-    found: dict[str, list[Sample]] = {}
-    for name in (CACHE_METRIC, CACHE_USE_METRIC, STEPS_METRIC):
-        lines = [line for line in page.splitlines() if line.startswith(name + "{")]
-        families = text_string_to_metric_families("".join(f"{line}\n" for line in lines))
-        found[name] = [sample for family in families for sample in family.samples]
+    names = (CACHE_METRIC, CACHE_USE_METRIC, STEPS_METRIC)
+    found = {name: _samples(page, name) for name in names}
     if not (found[CACHE_METRIC] and found[CACHE_USE_METRIC]):
         return None
     labels, use = found[CACHE_METRIC][0].labels, [one.value for one in found[CACHE_USE_METRIC]]

@@ -12,6 +12,7 @@ from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines import (
     INFO_METRIC,
     MAX_PLACES,
+    STREAMS_METRIC,
     UNKNOWN,
     EnginePool,
     places_of,
@@ -47,6 +48,17 @@ def test_flags_are_each_ones_own() -> None:
     known = read_capabilities(page(some, row("d", 5601)))
     assert (known.streams, len(known.offers)) == (False, 1)
     assert read_capabilities(page(some)).streams
+
+
+@pytest.mark.parametrize(
+    ("engine", "value", "streams"), [(0, 0, False), (0, 1, True), (1, 0, True)]
+)
+def test_an_engine_whose_model_is_not_streamed_says_so_after_a_step(
+    engine: int, value: int, streams: bool
+) -> None:
+    asked = row("d", 5600).replace('streams="0"', 'streams="1"')
+    told = f'{STREAMS_METRIC}{{model_name="tiny",engine="{engine}"}} {value}.0'
+    assert read_capabilities(page(asked, told)).streams == streams
 
 
 CACHE = 'vllm:cache_config_info{block_size="16",%sengine="0",num_gpu_blocks="100"} 1.0\n'

@@ -16,7 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm_commext.nixl.config import parse_config
 from vllm_commext.nixl.engine_facts import keeps_host_copy
 from vllm_commext.nixl.metrics import recorder
-from vllm_commext.nixl.metrics.recorder import FAILURE_REASONS, empty_data, is_empty, merge
+from vllm_commext.nixl.metrics.recorder import (
+    FAILURE_REASONS,
+    STREAMS,
+    empty_data,
+    is_empty,
+    merge,
+)
 from vllm_commext.nixl.reasons import FirstToken, Handover
 from vllm_commext.nixl.wire.places import write_place
 from vllm_commext.nixl.wire.seal import read_secret
@@ -61,9 +67,11 @@ GAUGES = {
     "transfers_in_flight": "Reads of KV blocks under way.",
     "held_requests": "Prefilled requests whose blocks wait for their readers.",
     "quarantined_blocks": "Blocks kept out of use because a late read may still write to them.",
+    STREAMS: "1 where prompts are read while they are computed, 0 where this model's are not, "
+    "which is known from the first step on.",
 }
 PEERS = "peers"
-INFO_LABELS = ("host", "port", "seal", "streams", "reuse", "releases")
+INFO_LABELS = ("host", "port", "seal", STREAMS, "reuse", "releases")
 
 
 class CommextNixlStats(KVConnectorStats):
@@ -185,7 +193,8 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
         )
         for index, values in self._values.items():
             place = write_place(config.side_channel_host, config.side_channel_port + index, secret)
-            flags = {"streams": streams, "reuse": config.reuse_blocks, "releases": True}
+            self._gauges[STREAMS].labels(*values).set(streams)
+            flags = {STREAMS: streams, "reuse": config.reuse_blocks, "releases": True}
             told = {**place, **{name: int(flag) for name, flag in flags.items()}}
             info.labels(*values, *(str(told[name]) for name in INFO_LABELS)).set(1)
 

@@ -24,6 +24,7 @@ FAILURES = "failures"
 FIRST_TOKENS = "first_tokens"
 HANDOVERS = "handovers"
 GAUGES = "gauges"
+STREAMS = "streams"
 
 
 @dataclass
