@@ -2,6 +2,8 @@
 worker that lives on."""
 
 import logging
+import socket
+import struct
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +21,7 @@ from tests.cpu.nixl_agents.harness import (
 from tests.cpu.nixl_agents.ranks import PeerProcess
 from vllm_commext.nixl.decode import links
 from vllm_commext.nixl.decode.sweep import NUM_ROUNDS
+from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.transfer_thread import GiveUp
 
 pytestmark = pytest.mark.timeout(600)
@@ -63,7 +66,7 @@ def test_a_peer_that_was_killed_fails_requests_at_once_until_it_is_back(
     with PeerProcess("p", seed=1, whole=True) as first:
         assert_works(decode, first)
         first.kill()
-        wait_until(lambda: states(decode) == {"suspect": 1}, "the closed connection")
+        wait_until(lambda: states(decode) == {"lost": 1}, "its port to refuse")
         assert not decode.thread._loader._peers._links._agents
         words = ("'p'", "connection refused by")
         assert_fails(
@@ -95,7 +98,7 @@ def test_a_peer_that_drains_is_read_from_and_its_end_is_no_surprise(
         said = "shut down after draining"
         wait_until(lambda: any(said in line for line in list(caplog.messages)), "the line of it")
     assert not any(" closed: " in line for line in caplog.messages)
-    assert states(decode) == {"suspect": 1}
+    wait_until(lambda: states(decode) == {"lost": 1}, "its port to refuse")
 
 
 def test_peers_that_die_together_are_removed_and_swept_away(make_engine: MakeEngine) -> None:
@@ -109,7 +112,7 @@ def test_peers_that_die_together_are_removed_and_swept_away(make_engine: MakeEng
         assert_works(decode, second, "second")
         first.kill()
         second.kill()
-        wait_until(lambda: states(decode) == {"suspect": 2}, "the closed connections")
+        wait_until(lambda: states(decode) == {"lost": 2}, "their ports to refuse")
         wait_until(lambda: not peers._links._agents, "NIXL to forget both")
     assert not peers._links.live()
     assert_works(decode, make_engine("r", seed=4, serve=True), "third")
@@ -140,6 +143,52 @@ def test_a_peer_that_is_forgotten_and_needed_again_keeps_its_connection(
         counts.append(num_sockets())
     assert counts[-1] <= counts[0], counts
     assert len(decode.outcomes.failed) == (4 if facts else 0)
+
+
+def close_connections(server: SideChannelServer, *, reset: bool) -> None:
+    """Let a server close its side channel's connections and live, with a reset as where its kernel
+    has not heard from the other end."""
+    for one in [*server._listener._connections]:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", reset, 0))
+        one.shutdown(socket.SHUT_RD)
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_a_peer_that_lives_and_whose_side_channel_closes_keeps_its_connection(
+    make_engine: MakeEngine, reset: bool
+) -> None:
+    decode = make_engine("d", seed=2)
+    peer = make_engine("p", seed=3, serve=True)
+    assert_works(decode, peer)
+    (known,) = decode.thread._loader._peers._peers.values()
+    before = num_sockets()
+    for turn in range(3):
+        closing = known.channel._socket
+        close_connections(peer.server, reset=reset)
+        wait_until(lambda closing=closing: known.channel._socket is not closing, "it to be noticed")
+        assert_works(decode, peer, f"turn{turn}")
+    wait_until(lambda: states(decode) == {"ready": 1}, "the answer")
+    wait_until(lambda: num_sockets() <= before, f"{num_sockets()} sockets to be {before}")
+
+
+def test_a_peer_that_was_late_and_is_not_needed_keeps_its_connection(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is told of blocks on offer, so nobody has asked whether it lives."""
+    settings = {"reuse_blocks": True, "transfer_timeout": 1.0, "peer_idle_timeout": 1.0}
+    decode = make_engine("d", seed=2, **settings)
+    peer = make_engine("p", seed=3, serve=True, **settings)
+    assert_works(decode, peer)
+    before = num_sockets()
+    slow = SlowReads(decode.agent, monkeypatch)
+    decode.thread.submit(load_of("late", peer.remote("x", [9], generations=(1,)), [7]))
+    decode.wait(lambda: "late" in decode.collect().late)
+    decode.thread.submit(GiveUp("late"))
+    wait_until(lambda: states(decode) == {"suspect": 1}, "doubt")
+    slow.end()
+    wait_until(lambda: states(decode) == {}, "it to be forgotten")
+    assert_works(decode, peer, "again")
+    wait_until(lambda: num_sockets() <= before, f"{num_sockets()} sockets to be {before}")
 
 
 def test_few_agents_are_kept_for_peers_that_may_be_needed_again(

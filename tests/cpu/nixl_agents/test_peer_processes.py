@@ -52,11 +52,18 @@ def test_a_successor_is_found_without_a_failure_between(make_engine: MakeEngine)
     with PeerProcess("p", seed=1) as first:
         assert_works(decode, first)
         first.kill()
+        wait_until(lambda: num_lost(decode) == 1, "its port to refuse")
         with PeerProcess("p", seed=5, port=first.port) as second:
+            wait_for_back_off(decode)
             expected = expected_after(decode.memory, second.memory, [(7, 9)])
             decode.load(load_of("next", second.remote("y", [9], incarnation=""), [7]))
             assert decode.outcomes.failed == set()
             assert same(decode.memory, expected)
+
+
+def num_lost(decode: Any) -> int:
+    """Peers that did not answer."""
+    return decode.thread._loader._peers.count_states()["lost"]
 
 
 def test_a_stalled_peer_is_given_up_and_settles_when_it_goes_on(

@@ -47,7 +47,7 @@ class Connection:
         self.sent: list[wire.AnyRequest] = []
         self.frames: deque[bytes] = deque()
         self.error = ""
-        self.is_told = True
+        self.is_refused = False
         self.events = 1
         self.number = -1
 
@@ -146,7 +146,8 @@ BAD_ANSWERS: list[Any] = [
     (wire.Refused(reason="not here"), "", None, ProtocolError, "refused.*not here"),
     (describe(b"", "start-1"), "", None, ProtocolError, "expected FoundBlocks, got Described"),
     (QUESTION, "", None, ProtocolError, "not a frame of this protocol"),
-    (None, "reset", None, ProtocolError, "closed .*reset"),
+    (None, "reset", None, CommextError, "closed .*reset"),
+    (None, "refused", None, ProtocolError, "closed .*refused"),
     (found(), "", unfit, UnsupportedError, "^does not fit$"),
     (found(), "", buggy, ProtocolError, "prefill-0:5600: ValueError.*a bug"),
 ]
@@ -160,6 +161,7 @@ def test_what_is_no_good_answer_is_told_to_all_that_wait(
     asked.ask()
     asked.poll()
     asked.connections[0].error = closes
+    asked.connections[0].is_refused = closes == "refused"
     asked.poll(*[arriving] if arriving else [])
     errors = asked.take()
     assert len(errors) == 2

@@ -1,13 +1,14 @@
 """The prefill workers that a decode worker knows: each asked once, checked, and kept until it is
 lost, restarted, or not needed for long."""
 
+import random
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
-from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError
+from vllm_commext.errors import CommextError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import Link, Links, LocalWorker, RefCounted, log_ready
 from vllm_commext.nixl.decode.sweep import Sweeper, num_descriptors
@@ -356,10 +357,9 @@ class PeerTable:
         else:
             text = f"the connection to prefill engine {key} closed: {error}"
             self._log.warning("connection", text)
-        if is_idle:
-            self._close_links(peer, has_ended=not _may_live(error))
-        elif peer.link is not None:
-            self._prove(key, peer.link.incarnation)
+        # Not all that are idle at once: it may have closed them as it has too many.
+        wait = random.uniform(0.0, BACK_OFF.most_seconds) if is_idle else 0.0
+        self._client.after(wait, partial(self._prove, peer))
 
     def _note_draining(self, key: PeerKey, drains: bool) -> None:
         peer = self._peers[key]
@@ -368,12 +368,14 @@ class PeerTable:
             what = "drains: it goes when its blocks are read" if drains else "drains no more"
             logger.info("prefill engine %s %s", key, what)
 
-    def _prove(self, key: PeerKey, incarnation: str) -> None:
-        """Reads are under way: find out now whether their peer lives."""
+    def _prove(self, peer: Peer) -> None:
+        """Find out whether a peer lives whose connection has closed."""
+        if self._peers.get(peer.key) is not peer or not peer.has_closed:
+            return
         try:
-            self._need(key, incarnation)
+            self._need(peer.key, peer.wanted_incarnation)
         except CommextError as error:
-            logger.info("prefill engine %s cannot be asked: %s", key, error)
+            logger.info("prefill engine %s cannot be asked: %s", peer.key, error)
 
     def _retire_unused(self) -> None:
         self._client.after(RETIRE_SECONDS, self._retire_unused)
@@ -385,11 +387,11 @@ class PeerTable:
 
     def _retire(self, peer: Peer) -> None:
         del self._peers[peer.key]
-        self._close_links(peer, has_ended=peer.ready_link is None and peer.reach is None)
+        self._close_links(peer, has_ended=peer.state == PeerState.LOST and peer.reach is None)
         peer.drop_reach()
         peer.channel.close()
 
 
 def _may_live(error: CommextError) -> bool:
-    """Whether a peer that fails so may only be silent for a while."""
-    return isinstance(error, CommextTimeoutError)
+    """Whether a peer that fails so may be silent or out of reach for a while, and nothing more."""
+    return not isinstance(error, ProtocolError)

@@ -217,7 +217,7 @@ class SideChannel:
         if self._socket.error and self._questions and not self._is_sent:
             self._hang_up()
         elif self._socket.error:
-            kind = ProtocolError if self._socket.is_told else CommextTimeoutError
+            kind = ProtocolError if self._socket.is_refused else CommextError
             raise kind(
                 f"connection refused by {self._name}, or closed "
                 f"({self._socket.error}): is the engine up, and does this host reach the address, "

@@ -137,8 +137,8 @@ class SideChannelSocket:
         self._until = time.monotonic() + CONNECT_SECONDS
         self.error = ""
         """Why the connection was not made or has ended, "" as long as it has not."""
-        self.is_told = True
-        """Whether the other end has said so, and does not merely keep silent."""
+        self.is_refused = False
+        """Whether nothing listens there: a process has ended, which no closed connection proves."""
         if not (_HOST.fullmatch(host) and 0 < port < 65536):
             raise ProtocolError(f"not an address to ask: host {host!r}, port {port}")
         if _is_numeric(host):
@@ -162,7 +162,7 @@ class SideChannelSocket:
         try:
             self._flush()
         except OSError as error:
-            self._end(str(error), is_told=isinstance(error, ConnectionError))
+            self._end(str(error), error.errno)
 
     def receive(self) -> bytes | None:
         """The next message, None where there is none yet.
@@ -194,7 +194,7 @@ class SideChannelSocket:
         bound_waits(made)
         status = made.connect_ex(address)
         if status not in (0, errno.EINPROGRESS):
-            self._end(os.strerror(status), is_told=status == errno.ECONNREFUSED)
+            self._end(os.strerror(status), status)
 
     def _move(self) -> bool:
         """Send and receive what can be at once; whether something has come."""
@@ -206,7 +206,7 @@ class SideChannelSocket:
                 self._connect(*found)
             data = self._exchange()
         except OSError as error:
-            self._end(str(error), is_told=isinstance(error, ConnectionError))
+            self._end(str(error), error.errno)
             return False
         self._decoder.feed(data)
         self._count()
@@ -242,9 +242,9 @@ class SideChannelSocket:
             self.close()
             self.error = f"more than {MAX_UNFINISHED_BYTES} bytes of unfinished answers"
 
-    def _end(self, error: str, *, is_told: bool = True) -> None:
+    def _end(self, error: str, number: int | None = None) -> None:
         if not self.error:
-            self.error, self.is_told = error, is_told
+            self.error, self.is_refused = error, number == errno.ECONNREFUSED
         made, self._socket, self._lookup = self._socket, None, None
         if made is not None:
             made.close()
