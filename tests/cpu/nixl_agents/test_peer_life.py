@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cpu.nixl_agents.harness import (
+    HOST,
     SlowReads,
     assert_fails,
     assert_works,
@@ -19,6 +20,7 @@ from tests.cpu.nixl_agents.harness import (
     wait_until,
 )
 from tests.cpu.nixl_agents.ranks import PeerProcess
+from tests.kit.servers import free_port
 from vllm_commext.nixl.decode import links
 from vllm_commext.nixl.decode.sweep import NUM_ROUNDS
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
@@ -168,6 +170,23 @@ def test_a_peer_that_lives_and_whose_side_channel_closes_keeps_its_connection(
         wait_until(lambda closing=closing: known.channel._socket is not closing, "it to be noticed")
         assert_works(decode, peer, f"turn{turn}")
     wait_until(lambda: states(decode) == {"ready": 1}, "the answer")
+    wait_until(lambda: num_sockets() <= before, f"{num_sockets()} sockets to be {before}")
+
+
+def test_a_peer_keeps_its_connection_where_one_of_its_addresses_ends(
+    make_engine: MakeEngine,
+) -> None:
+    decode = make_engine("d", seed=2, peer_idle_timeout=2.0)
+    peer = make_engine("p", seed=3, serve=True)
+    assert_works(decode, peer)
+    before = num_sockets()
+    port = free_port()
+    other = SideChannelServer("p", peer.incarnation, HOST, port, {0: peer.description})
+    decode.load(load_of("r", peer.remote("x", [9], port=port), [7]))
+    other.close()
+    wait_until(lambda: states(decode) == {}, "both addresses to be forgotten")
+    assert_works(decode, peer, "again")
+    assert decode.outcomes.failed == set()
     wait_until(lambda: num_sockets() <= before, f"{num_sockets()} sockets to be {before}")
 
 

@@ -282,7 +282,9 @@ class Links:
                 link.closed = True
                 self.retire(link)
         if has_ended:
-            self.forget(self._names.get(key, ""))
+            name = self._names.pop(key, "")
+            if name not in self._names.values():  # it may live at another address
+                self.forget(name)
 
     def forget(self, name: str) -> None:
         """NIXL's connection to the agent of this name is of no use any more, if there is one."""
