@@ -210,6 +210,20 @@ def test_a_peer_that_was_late_and_is_not_needed_keeps_its_connection(
     wait_until(lambda: num_sockets() <= before, f"{num_sockets()} sockets to be {before}")
 
 
+def test_a_release_that_cannot_be_written_ends_no_connection(
+    make_engine: MakeEngine, log_lines: Lines
+) -> None:
+    decode, peer = make_engine("d", seed=2), make_engine("p", seed=3, serve=True)
+    assert_works(decode, peer)
+    before = num_sockets()
+    decode.load(load_of("r", peer.remote("half\ud800", [9]), [7]))  # UTF-8 has no half pairs
+    wait_until(lambda: any("was not told" in one for one in log_lines.messages), "the line of it")
+    assert_works(decode, peer, "again")
+    assert states(decode) == {"ready": 1}
+    assert decode.outcomes.failed == set()
+    wait_until(lambda: num_sockets() <= before, f"{num_sockets()} sockets to be {before}")
+
+
 def test_few_agents_are_kept_for_peers_that_may_be_needed_again(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

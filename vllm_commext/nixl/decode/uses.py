@@ -138,14 +138,15 @@ class Uses:
             return
         remote, agent_name = transfer.remote, ""
         try:
+            released = Released(
+                request_id=short_id(remote.request_id),
+                consumer=self._consumer,
+                num_consumers=source.num_consumers,
+            )
+            message = wire.encode(released)  # what cannot be written says nothing of the peer
             agent_name = self._agent_of(transfer, source)
             if agent_name:
-                released = Released(
-                    request_id=short_id(remote.request_id),
-                    consumer=self._consumer,
-                    num_consumers=source.num_consumers,
-                )
-                self._agent.notify(agent_name, wire.encode(released))
+                self._agent.notify(agent_name, message)
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the lease frees the blocks
             link = self._peers.find(source.key)
             self._peers.forget(agent_name)
