@@ -1,12 +1,14 @@
 """A copy of the installed vLLM with changes that a later release has announced or may bring.
 
 Names are replaced in all of its text at once, so that it works as before under the new ones; what
-asks for an old name finds nothing. Files without a change are links to the installed ones.
+asks for an old name finds nothing. Files without a change are links to the installed ones, as is
+what was compiled of them.
 """
 
 import os
 import re
 from collections.abc import Mapping
+from importlib.util import cache_from_source
 from pathlib import Path
 
 VERSION = "0.34.0"
@@ -69,5 +71,10 @@ def _copy(source: Path, target: Path, changes: list[tuple[re.Pattern[str], str]]
         after = old.sub(new, after)
     if after == before:
         target.symlink_to(source)
+        compiled = Path(cache_from_source(str(source)))
+        if source.suffix == ".py" and compiled.exists():
+            link = Path(cache_from_source(str(target)))
+            link.parent.mkdir(exist_ok=True)
+            link.symlink_to(compiled)
     else:
         target.write_text(after, encoding="utf-8")

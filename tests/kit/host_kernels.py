@@ -1,8 +1,10 @@
 """Kernels for GPUs, compiled for this CPU, once for all processes of a test run.
 
-What takes longest of a compilation are the system's headers, so these are compiled once as well.
+What takes longest of a compilation are the system's headers and what runs the threads, so these are
+compiled once as well.
 """
 
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -15,6 +17,7 @@ from pathlib import Path
 
 from tests.kit import ROOT
 from tests.kit.forked import FOLDER
+from vllm_commext.gpu.nvrtc import Program
 
 COMPILER = shutil.which("g++")
 EMULATION = ROOT / "tests" / "unit" / "gpu"
@@ -26,13 +29,35 @@ FLAGS += ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
 SECONDS = 250
 
 
-def compiled(source: Path, kernels: Path, macros: Mapping[str, object]) -> Path:
-    """The library of a C++ file that includes files of the folder `kernels` and the emulation."""
-    folders = (f"-I{EMULATION}", f"-I{kernels}")
+def compile_kernel(source: Program, macros: Mapping[str, object]) -> ctypes.CDLL:
+    """A kernel for this CPU, of whichever rank."""
+    macros = {name: value for name, value in macros.items() if name != "RANK"}
+    macros |= {"KERNEL_NAME": source.name, "KERNEL_FILE": f'"{source.main.name}"'}
+    folders = (f"-I{EMULATION}", f"-I{source.folder}")
     defined = [f"-D{name}={value}" for name, value in macros.items()]
     headers = ("-include", str(_system_headers()))
-    arguments = [*FLAGS, "-shared", *folders, *defined, *headers, str(source)]
-    return _made(arguments, _folder() / f"{_digest(arguments)}.so")
+    files = (str(EMULATION / "emulate.cpp"), str(_runtime()))
+    arguments = [*FLAGS, "-shared", *folders, *defined, *headers, *files]
+    return ctypes.CDLL(str(_made(arguments, _folder() / f"{_digest(arguments)}.so")))
+
+
+def run_calls(
+    kernel: ctypes.CDLL,
+    calls: object,
+    blocks: Sequence[int],
+    workers: int,
+    seed: int,
+    rank: int = 0,
+) -> None:
+    """A rank's calls one after the other, each of so many blocks; `workers` of them at a time."""
+    counts = (ctypes.c_uint32 * len(blocks))(*blocks)
+    kernel.run_calls(calls, counts, len(blocks), workers, seed, rank)
+
+
+def _runtime() -> Path:
+    """The object file of what all kernels share."""
+    arguments = [*FLAGS, "-c", str(EMULATION / "host_emulation.cpp")]
+    return _made(arguments, _folder() / f"runtime-{_digest(arguments)}.o")
 
 
 def _system_headers() -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.unit.allreduce.push_emulation import compile_kernel
+from tests.kit.host_kernels import compile_kernel, run_calls
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu.nvrtc import Program
 from vllm_commext.nixl.mapped import gather
@@ -36,8 +36,7 @@ def run_kernel(
     arguments: ctypes.Structure, num_blocks: int, num_workers: int = 2, seed: int = 0
 ) -> None:
     """One launch, to its end."""
-    blocks = (ctypes.c_uint32 * 1)(num_blocks)
-    kernel().run_calls(ctypes.byref(arguments), blocks, 1, num_workers, seed, 0)
+    run_calls(kernel(), ctypes.byref(arguments), [num_blocks], num_workers, seed)
 
 
 class HostSlab:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tests.kit.host_kernels import compile_kernel, run_calls
 from tests.kit.threads import together
-from tests.unit.allreduce.push_emulation import TIMEOUT_NS, compile_kernel
+from tests.unit.allreduce.push_emulation import TIMEOUT_NS
 from vllm_commext.allreduce.fused import kernels as fused
 from vllm_commext.allreduce.fused.kernels import Outputs
 from vllm_commext.allreduce.fused.layout import (
@@ -122,16 +123,7 @@ class Ranks:
             if call.form.kernel == ONE_PHASE:
                 blocks += PREFETCHING
             kernel = library(call.shape, call.form, self.world_size)
-            kernel.run_calls(
-                *(
-                    ctypes.byref(made),
-                    (ctypes.c_uint32 * 1)(blocks),
-                    1,
-                    2,
-                    seed + rank + 97 * index,
-                    rank,
-                )
-            )
+            run_calls(kernel, ctypes.byref(made), [blocks], 2, seed + rank + 97 * index, rank)
 
 
 def _fma_squares(packs: np.ndarray) -> np.ndarray:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.kit.host_kernels import compile_kernel, run_calls
 from tests.unit.allreduce import push_emulation
-from tests.unit.allreduce.push_emulation import compile_kernel
 from vllm_commext.allreduce.backends import host
 from vllm_commext.allreduce.backends.host import HostLayout
 from vllm_commext.gpu.launch import ELEMENT_CODES, arguments_type
@@ -64,6 +64,4 @@ class Ranks(push_emulation.Ranks):
             name = self.layout.kernel(call.num_packs)
             blocks = self.layout.num_blocks(name, call.num_packs, most_blocks)
             kernel = library(self.layout, name, str(tensor.dtype).removeprefix("torch."))
-            kernel.run_calls(
-                ctypes.byref(call), (ctypes.c_uint32 * 1)(blocks), 1, 2, seed + 31 * index, rank
-            )
+            run_calls(kernel, ctypes.byref(call), [blocks], 2, seed + 31 * index, rank)

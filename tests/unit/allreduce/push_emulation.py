@@ -2,13 +2,12 @@
 
 import ctypes
 import functools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.kit.host_kernels import compiled
+from tests.kit.host_kernels import compile_kernel, run_calls
 from tests.kit.threads import together
 from vllm_commext.allreduce.backends import push
 from vllm_commext.allreduce.backends.push import PushLayout
@@ -17,7 +16,6 @@ from vllm_commext.gpu.launch import ELEMENT_CODES, arguments_type
 from vllm_commext.gpu.nvrtc import Program
 from vllm_commext.gpu.peer_check import EMPTY
 
-HERE = Path(__file__).parent
 TIMEOUT_NS = 60_000_000_000
 
 
@@ -29,13 +27,6 @@ def library(layout: PushLayout, dtype: str) -> ctypes.CDLL:
         arguments_type(push.ARGUMENTS, WORLD_SIZE=layout.world_size)
     )
     return loaded
-
-
-def compile_kernel(source: Program, macros: dict[str, int]) -> ctypes.CDLL:
-    """A kernel for this CPU, of whichever rank."""
-    defined: dict[str, object] = {k: value for k, value in macros.items() if k != "RANK"}
-    defined |= {"KERNEL_NAME": source.name, "KERNEL_FILE": f'"{source.main.name}"'}
-    return ctypes.CDLL(str(compiled(HERE / "emulate_push.cpp", source.folder, defined)))
 
 
 def in_order_of_ranks(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -103,6 +94,4 @@ class Ranks:
             self._call(call, rank, tensor, out).max_packs = self.layout.max_packs
         kernel = library(self.layout, str(inputs[0].dtype).removeprefix("torch."))
         blocks = [self.layout.num_blocks(call.num_packs, most_blocks) for call in calls]
-        kernel.run_calls(
-            *(calls, (ctypes.c_uint32 * len(blocks))(*blocks), len(calls), 2, seed + rank, rank)
-        )
+        run_calls(kernel, calls, blocks, 2, seed + rank, rank)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kit.host_kernels import COMPILER
+from tests.kit.host_kernels import COMPILER, run_calls
 from tests.kit.threads import together
 from tests.unit.allreduce.host_emulation import Ranks, library
 from tests.unit.allreduce.push_emulation import in_order_of_ranks, random_calls
@@ -162,7 +162,7 @@ def test_the_backend_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
         def run(made: ctypes.Structure, blocks: int, _: int) -> None:
             launched.append(program.name)
             kernel = library(ranks.layout, program.name, dtype)
-            kernel.run_calls(ctypes.byref(made), (ctypes.c_uint32 * 1)(blocks), 1, 2, rank, rank)
+            run_calls(kernel, ctypes.byref(made), [blocks], 2, rank, rank)
 
         return SimpleNamespace(launch=run)
 

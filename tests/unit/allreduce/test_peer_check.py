@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.kit.host_kernels import COMPILER
+from tests.kit.host_kernels import COMPILER, compile_kernel, run_calls
 from tests.kit.threads import together
-from tests.unit.allreduce.push_emulation import compile_kernel
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import peer_check
@@ -42,7 +41,7 @@ class Machine:
         ]
 
     def launch(self, arguments: ctypes.Structure, rank: int) -> None:
-        self.kernel.run_calls(ctypes.byref(arguments), (ctypes.c_uint32 * 1)(1), 1, 1, rank, rank)
+        run_calls(self.kernel, ctypes.byref(arguments), [1], 1, rank, rank)
 
     def run(self, timeout_ns: int) -> list[int]:
         """Each rank's answer."""

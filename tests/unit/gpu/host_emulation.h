@@ -2,23 +2,15 @@
 //
 // A GPU thread is a fiber; the fibers of a block share one OS thread and change places where the
 // kernel shuffles, meets a barrier or looks at memory that others write. Ranks and blocks are OS
-// threads, so the slots are written and read concurrently for real.
+// threads, so the slots are written and read concurrently for real. What is the same for all kernels
+// is in host_emulation.cpp, which is compiled once.
 #pragma once
 
 #include <immintrin.h>
-#include <sched.h>
-#include <setjmp.h>
-#include <ucontext.h>
 
-#include <atomic>
-#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <random>
-#include <thread>
-#include <vector>
 
 #define DEVICE [[maybe_unused]] static inline
 #define DEVICE_MEMBER inline
@@ -28,112 +20,32 @@
 
 namespace emulation {
 
-constexpr u32 LANES = 32, STACK_BYTES = 64 << 10;
+// Of the fiber that runs.
+struct Indices {
+  u32 thread, block, num_blocks;
+};
+extern __thread Indices indices;
 
-// Fibers that wait for one another: a warp or a team.
-struct Meeting {
-  u32 arrived = 0, generation = 0;
+// Calls on one rank, one after the other.
+struct Calls {
+  u32 num_calls;
+  const u32* blocks;  // of each
+  u32 threads, teams;
+  u32 workers, seed;
+  u32 pause_every, most_pause_us;  // one of so many calls begins late by up to so much
 };
 
-struct Fiber {
-  ucontext_t context;  // to begin; places to go on from are jumped to, which asks no kernel
-  jmp_buf place;
-  std::unique_ptr<char[]> stack;
-  bool begun = false, done = false;
-  u32 parity = 0;
-};
-
-struct Block {
-  jmp_buf scheduler;
-  std::vector<Fiber> fibers;
-  std::vector<Meeting> warps, teams;
-  std::vector<u32> values[2];
-  u32 current = 0, index = 0, count = 0;
-  std::minstd_rand random;
-  void (*body)() = nullptr;
-};
-
-inline thread_local Block* block = nullptr;
-
-inline void yield() {
-  Block& b = *block;
-  if (_setjmp(b.fibers[b.current].place) == 0) _longjmp(b.scheduler, 1);
-}
-
-[[gnu::noinline]] inline void resume(Block& b, Fiber& fiber) {
-  if (_setjmp(b.scheduler) != 0) return;
-  if (fiber.begun) _longjmp(fiber.place, 1);
-  fiber.begun = true;
-  setcontext(&fiber.context);
-}
-
-inline void meet(Meeting& meeting, u32 members) {
-  const u32 generation = meeting.generation;
-  if (++meeting.arrived == members) {
-    meeting.arrived = 0;
-    ++meeting.generation;
-    return;
-  }
-  while (meeting.generation == generation) yield();
-}
-
-// Every lane gives a value and takes that of another; two buffers, so that the next exchange does
-// not overwrite what a slow lane has still to read.
-inline u32 exchange(u32 value, u32 from_lane) {
-  Block& b = *block;
-  const u32 me = b.current, first = me - me % LANES;
-  std::vector<u32>& values = b.values[b.fibers[me].parity ^= 1];
-  values[me] = value;
-  meet(b.warps[me / LANES], LANES);
-  return values[first + from_lane];
-}
-
-inline void enter() {
-  Block& b = *block;
-  b.body();
-  b.fibers[b.current].done = true;
-  yield();
-}
-
-inline void run_block(Block& b, u32 index, void (*body)()) {
-  b.index = index;
-  b.body = body;
-  block = &b;
-  for (Fiber& fiber : b.fibers) {
-    fiber.begun = fiber.done = false;
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = STACK_BYTES;
-    makecontext(&fiber.context, enter, 0);
-  }
-  for (bool running = true; running;) {
-    running = false;
-    for (u32 i = 0; i < b.fibers.size(); ++i) {
-      if (b.fibers[i].done) continue;
-      running = true;
-      b.current = i;
-      resume(b, b.fibers[i]);
-    }
-    if (b.random() % 4 == 0) sched_yield();
-  }
-}
-
-inline void make_block(Block& b, u32 threads, u32 teams, u32 seed) {
-  b.fibers.resize(threads);
-  for (Fiber& fiber : b.fibers) {
-    fiber.stack.reset(new char[STACK_BYTES]);
-    getcontext(&fiber.context);
-  }
-  b.warps.resize(threads / LANES);
-  b.teams.resize(teams + 1);  // the first is the whole block
-  for (auto& values : b.values) values.resize(threads);
-  b.random.seed(seed);
-}
-
+// `begin` is told the number of the call in the OS thread that then runs `body` in fibers.
+void run(const Calls& calls, const void* context, void (*begin)(const void* context, u32 call),
+         void (*body)());
+void yield();
 // Anything may happen between two accesses of shared memory.
-inline void disturb() {
-  if (block->random() % 8 == 0) yield();
-  if (block->random() % 64 == 0) sched_yield();
-}
+void disturb();
+// Every lane gives a value and takes that of another.
+u32 exchange(u32 value, u32 from_lane);
+void meet_block();
+void meet_team(u32 team, u32 threads);
+u64 nanoseconds();
 
 // A GPU faults where an access of 16 bytes is not to a multiple of 16; this CPU would not.
 inline void check_pack(const void* address) {
@@ -142,16 +54,13 @@ inline void check_pack(const void* address) {
 
 }  // namespace emulation
 
-DEVICE u32 thread_index() { return emulation::block->current; }
-DEVICE u32 block_index() { return emulation::block->index; }
-DEVICE u32 num_blocks() { return emulation::block->count; }
+DEVICE u32 thread_index() { return emulation::indices.thread; }
+DEVICE u32 block_index() { return emulation::indices.block; }
+DEVICE u32 num_blocks() { return emulation::indices.num_blocks; }
 DEVICE void await_previous_grid() {}
 DEVICE void release_next_grid() {}
 
-DEVICE u64 nanoseconds() {
-  using namespace std::chrono;
-  return u64(duration_cast<std::chrono::nanoseconds>(steady_clock::now().time_since_epoch()).count());
-}
+DEVICE u64 nanoseconds() { return emulation::nanoseconds(); }
 
 DEVICE u64 cycles() { return nanoseconds(); }
 
@@ -233,9 +142,7 @@ DEVICE u32 fetch_add(u32* address, u32 value) {
 
 DEVICE void fence_device() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 DEVICE void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-DEVICE void block_barrier() {
-  emulation::meet(emulation::block->teams[0], u32(emulation::block->fibers.size()));
-}
+DEVICE void block_barrier() { emulation::meet_block(); }
 DEVICE void block_barrier_after(u32) { block_barrier(); }
 DEVICE void trap() { std::abort(); }
 
@@ -266,9 +173,7 @@ DEVICE float broadcast(float value, u32 lane) {
 
 DEVICE u32 broadcast(u32 value, u32 lane) { return emulation::exchange(value, lane); }
 
-DEVICE void team_barrier(u32 team, u32 threads, u32) {
-  emulation::meet(emulation::block->teams[team + 1], threads);
-}
+DEVICE void team_barrier(u32 team, u32 threads, u32) { emulation::meet_team(team, threads); }
 
 DEVICE float half_to_float(u32 bits) { return _cvtsh_ss((unsigned short)bits); }
 

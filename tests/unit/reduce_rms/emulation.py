@@ -2,17 +2,16 @@
 
 import ctypes
 import functools
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from tests.kit.host_kernels import compiled
+from tests.kit.host_kernels import compile_kernel, run_calls
+from tests.kit.threads import together
 from vllm_commext.reduce_rms import kernel, layout
 from vllm_commext.reduce_rms.kernel import PROGRAM, Shape, Tiling, make_arguments
 from vllm_commext.reduce_rms.layout import Failure
 
-HERE = Path(__file__).parent
 EPS = 1e-6
 EMPTY = layout.SENTINEL_BITS << 32 | layout.SENTINEL_BITS
 
@@ -21,8 +20,9 @@ EMPTY = layout.SENTINEL_BITS << 32 | layout.SENTINEL_BITS
 def library(shape: Shape, tiling: Tiling) -> ctypes.CDLL:
     """The kernel of one shape for this CPU."""
     macros = kernel.macros(shape, tiling)
-    path = compiled(HERE / "emulate.cpp", PROGRAM.folder, macros)
-    loaded = ctypes.CDLL(str(path))
+    loaded = compile_kernel(
+        PROGRAM, {**macros, "THREADS": "BLOCK_THREADS", "NUM_TEAMS": "BLOCK_TEAMS"}
+    )
     assert loaded.args_bytes() == ctypes.sizeof(make_arguments())
     return loaded
 
@@ -100,9 +100,14 @@ def run(
     shape: Shape, tiling: Tiling, streams: list[list[Call]], workers: int = 2, seed: int = 0
 ) -> None:
     """Run every stream's calls in their order, the streams at the same time."""
-    flat = [call.arguments for calls in streams for call in calls]
-    array = (type(flat[0]) * len(flat))(*flat)
-    library(shape, tiling).run_streams(array, len(streams), len(streams[0]), workers, seed)
+    loaded, kind = library(shape, tiling), type(streams[0][0].arguments)
+
+    def stream(index: int) -> None:
+        calls = [call.arguments for call in streams[index]]
+        blocks = [-(-call.num_tokens // tiling.block_teams) for call in calls]
+        run_calls(loaded, (kind * len(calls))(*calls), blocks, workers, seed + index)
+
+    together(stream, len(streams))
 
 
 def exact(parts: list[torch.Tensor], weights: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kit.host_kernels import run_calls
 from tests.kit.threads import outcomes
 from tests.unit.reduce_rms.emulation import library
 from vllm_commext.collective import Collective
@@ -155,17 +156,18 @@ class HostKernels:
     ) -> "HostKernel":
         tiling = kernel.choose(shape, num_tokens, device.multiprocessors, batch_invariant)
         with self._compiling:
-            return HostKernel(library(shape, tiling), self.launches)
+            return HostKernel(library(shape, tiling), tiling.block_teams, self.launches)
 
 
 class HostKernel:
-    def __init__(self, loaded: ctypes.CDLL, launches: list[int]) -> None:
-        self.loaded, self.launches = loaded, launches
+    def __init__(self, loaded: ctypes.CDLL, block_teams: int, launches: list[int]) -> None:
+        self.loaded, self.block_teams, self.launches = loaded, block_teams, launches
 
     def launch(self, arguments: ctypes.Structure, stream: int) -> None:
         del stream
         self.launches.append(arguments.num_tokens)
-        self.loaded.run_streams(ctypes.byref(arguments), 1, 1, 2, 0)
+        blocks = -(-arguments.num_tokens // self.block_teams)
+        run_calls(self.loaded, ctypes.byref(arguments), [blocks], 2, seed=0)
 
 
 @contextlib.contextmanager
