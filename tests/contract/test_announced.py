@@ -17,6 +17,7 @@ from vllm_commext.compat.versions import NEWEST
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         Version(vllm.__version__) < Version(NEWEST), reason="what the newest release has announced"
@@ -51,7 +52,6 @@ def look(root: Path) -> tuple[dict[str, dict[str, str]], str]:
     return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
 
 
-@pytest.mark.long
 def test_all_of_it_together_costs_those_parts_alone(tmp_path: Path) -> None:
     found, log = look(altered_vllm.make(tmp_path, *COSTS))
     out = {name for name, why in found["why"].items() if why}
@@ -62,7 +62,6 @@ def test_all_of_it_together_costs_those_parts_alone(tmp_path: Path) -> None:
     assert f"no test was run on vLLM {VERSION}" in line
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("change", COSTS)
 def test_each_change_costs_one_part(tmp_path: Path, change: str) -> None:
     found, _ = look(altered_vllm.make(tmp_path, change))

@@ -1,7 +1,7 @@
 """The all-reduce through host memory without a GPU: layout, compilation, who is asked."""
 
 import ctypes
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.crossed import crossed
 from vllm_commext.allreduce import creation, names
 from vllm_commext.allreduce.backends import host
 from vllm_commext.allreduce.backends.host import (
@@ -33,6 +34,7 @@ from vllm_commext.gpu.launch import ELEMENT_CODES, WARP
 from vllm_commext.gpu.nvrtc import Program
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
+GROUPS = list(product((2, 4, 8), ELEMENT_CODES))
 MOST_THREADS = 1024
 
 
@@ -110,10 +112,9 @@ def test_a_group_changes_its_kernel_once_as_messages_grow(world_size: int) -> No
 
 
 @pytest.mark.usefixtures("needs_nvrtc")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", list(ELEMENT_CODES))
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_it_compiles_for_every_architecture(world_size: int, dtype: str, architecture: int) -> None:
+@pytest.mark.parametrize(("group", "architecture"), crossed(GROUPS, ARCHITECTURES), ids=str)
+def test_it_compiles_for_every_architecture(group: tuple[int, str], architecture: int) -> None:
+    world_size, dtype = group
     layout = HostLayout(world_size, 1 << 20)
     for kernel in layout.kernels:
         macros = layout.macros(kernel, ELEMENT_CODES[dtype], rank=1)

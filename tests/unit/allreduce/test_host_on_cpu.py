@@ -83,21 +83,22 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("world_size", [2, 4, 5])
 def test_a_row_has_the_same_bits_in_either_kernel(world_size: int) -> None:
     """Numbers whose sum depends on the order: alone, in a batch, behind other rows."""
-    row, rows = 8, 2400  # packs, and how many rows
+    ranks = Ranks(world_size, 384 * KIB)
+    row = 8  # packs
+    rows = ranks.layout.one_shot_bytes // (row * PACK_BYTES) + 38
     generator = torch.Generator().manual_seed(world_size)
     size = (rows, row * PACK_BYTES // 4)
     batches = [
         torch.randn(size, generator=generator) * 10.0 ** torch.randint(-4, 5, size).float()
         for _ in range(world_size)
     ]
-    splits = [[rows], [1, 5, 2394]]
+    splits = [[rows], [1, 5, rows - 6]]
     before = torch.ones(3, size[1])
     inputs = [
         [part.contiguous() for split in splits for part in batch.split(split)]
         + [torch.cat([before, batch])]
         for batch in batches
     ]
-    ranks = Ranks(world_size, 384 * KIB)
     assert ranks.kernel(5 * row) == ONE_SHOT
     assert ranks.kernel(rows * row) == CHUNKS
     outputs = ranks.all_reduce(inputs, most_blocks=3, seed=world_size)

@@ -1,9 +1,12 @@
 """Our own all-reduce kernels without a GPU: their memory's layout, and their compilation."""
 
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.crossed import crossed
 from vllm_commext.allreduce.backends import push
 from vllm_commext.allreduce.backends.push import CHUNK_PACKS, HALVES, PushLayout
 from vllm_commext.allreduce.message import PACK_BYTES
@@ -11,6 +14,7 @@ from vllm_commext.gpu.launch import ELEMENT_CODES, WARP
 from vllm_commext.gpu.nvrtc import Program
 
 ARCHITECTURES = (80, 90, 100, 120)
+GROUPS = list(product((2, 4, 8), ELEMENT_CODES))
 MOST_THREADS = 1024
 
 
@@ -65,10 +69,9 @@ def test_the_largest_message_is_counted_in_32_bits() -> None:
 
 
 @pytest.mark.usefixtures("needs_nvrtc")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", list(ELEMENT_CODES))
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_it_compiles_for_every_architecture(world_size: int, dtype: str, architecture: int) -> None:
+@pytest.mark.parametrize(("group", "architecture"), crossed(GROUPS, ARCHITECTURES), ids=str)
+def test_it_compiles_for_every_architecture(group: tuple[int, str], architecture: int) -> None:
+    world_size, dtype = group
     layout = PushLayout(world_size, 1 << 20)
     source = Program(layout.kernel)
     cubin = source.compile_cubin(layout.macros(ELEMENT_CODES[dtype], rank=1), architecture)

@@ -19,6 +19,9 @@ namespace emulation {
 namespace {
 
 constexpr u32 LANES = 32, STACK_BYTES = 64 << 10;
+// A block whose fibers have only looked for so many turns leaves the processor to the others.
+constexpr u32 IDLE_TURNS = 8;
+constexpr auto PAUSE = std::chrono::microseconds(50);
 
 // Fibers that wait for one another: a warp or a team.
 struct Meeting {
@@ -39,6 +42,7 @@ struct Block {
   std::vector<Meeting> warps, teams;
   std::vector<u32> values[2];
   std::minstd_rand random;
+  u32 idle_turns = 0;
   void (*body)() = nullptr;
 };
 
@@ -52,6 +56,7 @@ thread_local Block* block = nullptr;
 }
 
 void meet(Meeting& meeting, u32 members) {
+  block->idle_turns = 0;
   const u32 generation = meeting.generation;
   if (++meeting.arrived == members) {
     meeting.arrived = 0;
@@ -64,6 +69,7 @@ void meet(Meeting& meeting, u32 members) {
 void enter() {
   block->body();
   block->fibers[indices.thread].done = true;
+  block->idle_turns = 0;
   yield();
 }
 
@@ -85,7 +91,10 @@ void run_block(Block& b, u32 index, u32 num_blocks, void (*body)()) {
       indices.thread = i;
       resume(b, b.fibers[i]);
     }
-    if (b.random() % 4 == 0) sched_yield();
+    if (++b.idle_turns > IDLE_TURNS)
+      std::this_thread::sleep_for(PAUSE);
+    else if (b.random() % 4 == 0)
+      sched_yield();
   }
 }
 
@@ -133,6 +142,7 @@ void yield() {
 }
 
 void disturb() {
+  block->idle_turns = 0;
   if (block->random() % 8 == 0) yield();
   if (block->random() % 64 == 0) sched_yield();
 }
