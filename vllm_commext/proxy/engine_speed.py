@@ -91,6 +91,9 @@ MOST_BINNED = 1 << 15
 _NUM_BINS = int(math.log(MOST_BINNED) / _GROWTH) + 1
 bins = [0] + [int(math.log(count) / _GROWTH) for count in range(1, MOST_BINNED)]
 """Of each length of an answer, the idx of its share among those that are longer."""
+_SPREAD = {offset: (4 - abs(offset)) / 16.0 for offset in range(-3, 4)}
+"""What an answer counts for in bins beside its own: one to come may be a third longer or shorter.
+Where all are alike, slack would else be spent to the last token, and the next prompt have none."""
 
 
 class Lengths:
@@ -107,7 +110,9 @@ class Lengths:
     def add(self, tokens: int) -> None:
         """An answer has ended after *tokens*."""
         self._weight /= _LENGTH_FORGETTING
-        self._counts[bins[min(tokens, MOST_BINNED - 1)]] += self._weight
+        middle = bins[min(tokens, MOST_BINNED - 1)]
+        for offset, share in _SPREAD.items():
+            self._counts[min(max(middle + offset, 0), _NUM_BINS - 1)] += share * self._weight
         self._num_samples += self._weight
         self._sum += self._weight * tokens
         self._longer = None
