@@ -58,7 +58,15 @@ def test_another_connector_beside_ours(composed: Cluster) -> None:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(composed.folder / "store")},
     }
-    check(composed.pair(composed.model("llama"), child=child))
+    pair = composed.pair(composed.model("llama"), child=child)
+    check(pair)
+    (prompt, _), no_logprobs = prompts(), {"logprobs": None}
+    name, url = cluster.MODEL_NAME, pair.decode.url
+    own = complete(url, name, prompt, extra={**OWN, **no_logprobs})
+    before = scrape(url)
+    got = cluster.disaggregated(pair.prefill.url, url, name, prompt, extra=no_logprobs)
+    assert got.token_ids == own.token_ids
+    assert scrape(url).minus(before).total(f"{NIXL}first_tokens_total", way="prefill") == 1
 
 
 def test_vllms_offloading_beside_ours_is_not_in_its_build_for_cpus(composed: Cluster) -> None:

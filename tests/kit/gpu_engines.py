@@ -32,6 +32,7 @@ class EngineKind:
         connector: the decode engine's, and where its class is, unless it is the package's own.
         cache_bytes: size of the KV cache.
         ready_seconds: how long an engine may take to start.
+        beside: another connector, after ours in a ``MultiConnector``.
     """
 
     chunk_tokens: int
@@ -40,6 +41,7 @@ class EngineKind:
     connector: tuple[str, str] | None = None
     cache_bytes: int = CACHE_BYTES
     ready_seconds: float = 500.0
+    beside: Mapping[str, Any] | None = None
 
 
 def prompts(num_prompts: int, num_tokens: int) -> list[list[int]]:
@@ -63,7 +65,13 @@ def connector_config(name: str, kind: EngineKind) -> dict[str, Any]:
     }
     if kind.connector is not None and not prefills:
         config["kv_connector"], config["kv_connector_module_path"] = kind.connector
-    return config
+    if kind.beside is None:
+        return config
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": config["kv_role"],
+        "kv_connector_extra_config": {"connectors": [config, kind.beside]},
+    }
 
 
 def gpu_server(

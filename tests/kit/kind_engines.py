@@ -118,6 +118,7 @@ class Engines:
             mapped_reads="auto" if name.startswith("P") or name.endswith("m") else "never",
             connector=CONNECTOR,
             ready_seconds=READY_SECONDS,
+            beside=self.served.beside,
         )
         label = f"{name}-plain" if plain else name
         gpus = self.layout.gpus[name]

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.kit.tiny_draft import add_mtp, favour, write_eagle
 from tests.kit.tiny_kinds import KINDS
@@ -33,6 +34,7 @@ class Served:
             after a load, and what is computed in another step is rounded in another way.
         streams: whether its prompts are read while they are computed.
         refused: what the connector says at the start where it does not serve this.
+        beside: another connector, after ours in a ``MultiConnector``.
     """
 
     kind: str = "llama"
@@ -42,6 +44,7 @@ class Served:
     nats: float = 0.0
     streams: bool = True
     refused: str = ""
+    beside: Mapping[str, Any] | None = None
 
     def write(self, folder: Path) -> Path:
         """Write the model into ``folder``; return where it is."""
@@ -79,6 +82,11 @@ def _with_adapter(model: Path) -> None:
     write_lora(model.parent / ADAPTER, model, seed=0)
 
 
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28},
+}
 NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 ROUNDED_NATS = 0.25
 ONE_STATE = "transfers one state a request, and with speculative decoding"
@@ -107,6 +115,7 @@ SERVED: Mapping[str, Served] = {
         change=_with_eagle,
         nats=ROUNDED_NATS,
     ),
+    "llama-offload": Served(args=("--enable-prefix-caching",), beside=OFFLOADING),
     "llama-ngram": Served(args=_speculation(**NGRAM), nats=ROUNDED_NATS),
     "qwen3next-ngram": Served("qwen3next", _speculation(**NGRAM), refused=ONE_STATE),
     "granite-ngram": Served("granite", _speculation(**NGRAM), refused=ONE_STATE),

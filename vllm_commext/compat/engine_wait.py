@@ -4,7 +4,8 @@ vLLM goes on stepping, a thousand times a second, while a connector keeps the bl
 requests or loads those of waiting ones: it costs two thirds of a core, and what has ended is found
 a step and a pause later.  There is no hook for it.  `install` patches the engine's step: where no
 request can be computed, it first waits for the connector's wakeup socket or the engine's own queue.
-What the connector has to do before a step (`first_token`) is done there too.
+What the connector has to do before a step (`first_token`) is done there too, and that alone beside
+other connectors of a ``MultiConnector``, which may have work of their own.
 """
 
 from collections.abc import Callable
@@ -56,7 +57,12 @@ def install() -> None:
     def process_engine_step(core: Any) -> bool:
         connector = getattr(core.scheduler, "connector", None)
         wait: EngineWait | None = getattr(connector, "engine_wait", None)
-        return process(core) if wait is None else wait.step(core, process)
+        if wait is not None:
+            return wait.step(core, process)
+        for child in getattr(connector, "_connectors", ()):  # of a MultiConnector
+            if (wait := getattr(child, "engine_wait", None)) is not None:
+                wait.before_step(core)
+        return process(core)
 
     patch(row, process_engine_step)
 
@@ -72,7 +78,7 @@ class EngineWait:
     Args:
         wakeup: notified by the workers.
         waiter: the connector's scheduler side.
-        before_step: called first and after each notification, with the engine.
+        before_step: called first and after each notification, with the engine; also an attribute.
     """
 
     def __init__(
@@ -83,7 +89,7 @@ class EngineWait:
     ) -> None:
         self._wakeup = wakeup
         self._waiter = waiter
-        self._before_step = before_step
+        self.before_step = before_step
         self._num_quiet_steps = 0
 
     def step(self, core: Any, process: Step) -> bool:
@@ -94,7 +100,7 @@ class EngineWait:
             core: vLLM's ``EngineCoreProc``.
             process: its step, which says whether the model was run.
         """
-        self._before_step(core)
+        self.before_step(core)
         if not self._has_nothing_to_compute(core):
             self._num_quiet_steps = 0
             return process(core)
@@ -102,7 +108,7 @@ class EngineWait:
         if self._num_quiet_steps >= num_flushing:
             if self._wakeup.wait(core.input_queue):
                 self._num_quiet_steps = 0
-                self._before_step(core)
+                self.before_step(core)
             if not core.input_queue.empty():
                 return False
         self._num_quiet_steps += 1
