@@ -5,6 +5,7 @@ prints the same objects that the log lines were made from.
 """
 
 import logging
+import multiprocessing
 import os
 import sys
 from dataclasses import dataclass
@@ -79,11 +80,20 @@ def tell(level: int, line: str) -> None:
         sys.stderr.write(f"{logging.getLevelName(level)} {line}\n")
 
 
+TOLD = "COMMEXT_TOLD"
+"""Lines that the process which started this one has told, for processes of the same server."""
+
+
 def record(status: CapabilityStatus) -> None:
-    """Keep the outcome for this process, in place of an earlier one, and log its line."""
+    """Keep the outcome for this process, in place of an earlier one, and log its line: at DEBUG
+    where it is the one of the process that started this one as a part of its server."""
+    line = status.line()
     if _statuses.get(status.name) != status:
-        tell(status.level(), status.line())
+        is_part = multiprocessing.parent_process() is not None
+        is_told = is_part and line in os.environ.get(TOLD, "").split("\n")
+        tell(logging.DEBUG if is_told else status.level(), line)
     _statuses[status.name] = status
+    os.environ[TOLD] = "\n".join(one.line() for one in _statuses.values())
 
 
 def recorded() -> tuple[CapabilityStatus, ...]:
@@ -99,3 +109,4 @@ def find(name: str) -> CapabilityStatus | None:
 def clear() -> None:
     """Forget all outcomes, so that a test can register afresh."""
     _statuses.clear()
+    os.environ.pop(TOLD, None)

@@ -42,7 +42,7 @@ def test_the_tokens_are_those_of_vllms_queue(
                 *(*cluster.ENGINE_ARGS, "--served-model-name", cluster.MODEL_NAME),
                 *("--distributed-executor-backend", "mp", *args),
             ],
-            environ={**environ, "VLLM_COMMEXT_SHM_QUEUE": toggle},
+            environ={**environ, "VLLM_COMMEXT_SHM_QUEUE": toggle, "VLLM_LOGGING_LEVEL": "DEBUG"},
         ) as server:
             answers[name] = tokens(server.url)
             workers = set(WORKERS.findall(server.log_text()))

@@ -25,7 +25,7 @@ from tests.kit.metrics import scrape
 from tests.kit.parity import compare, complete
 from tests.kit.processes import cpu_seconds
 from tests.kit.prompts import equal_prompts
-from tests.kit.servers import Server
+from tests.kit.servers import ACTIVE, Server
 
 TP = int(os.environ.get("COMMEXT_TEST_TP", "2"))
 NUM_PROMPTS, PROMPT_TOKENS = 4, 130
@@ -70,6 +70,13 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
     }
     with cluster.all_ready(made.values()):
         yield made
+
+
+def test_what_is_on_is_said_once_a_server(servers: dict[str, Server]) -> None:
+    for server in servers.values():
+        said = ACTIVE.findall(server.log_text())
+        assert "nixl" in said
+        assert len(said) == len(server.active())
 
 
 def tokens(server: Server) -> list[tuple[int, ...]]:

@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +80,39 @@ def test_before_logging_is_configured_no_line_is_lost(
     )
     assert done.stderr.splitlines() == expected
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_process_of_the_same_server_tells_only_what_differs(method: str, tmp_path: Path) -> None:
+    """Each started by the one before, as vLLM's server, engine and workers are; what an unrelated
+    process has told counts for nothing."""
+    code = (
+        "import multiprocessing, sys\n"
+        "from vllm_commext.status import CapabilityStatus, State, record\n"
+        "def run(depth):\n"
+        "    record(CapabilityStatus('a', State.ACTIVE))\n"
+        "    record(CapabilityStatus('b', State.REFUSED, 'why' if depth == 2 else ''))\n"
+        "    if depth < 3:\n"
+        "        context = multiprocessing.get_context(sys.argv[1])\n"
+        "        child = context.Process(target=run, args=(depth + 1,))\n"
+        "        child.start()\n"
+        "        child.join()\n"
+        "if __name__ == '__main__':\n"
+        "    run(1)\n"
+    )
+    script = tmp_path / "server.py"
+    script.write_text(code)
+    done = subprocess.run(
+        [sys.executable, script, method],
+        env={**os.environ, status.TOLD: "commext: a active"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stderr.splitlines() == [
+        "INFO commext: a active",
+        "WARNING commext: b refused",
+        "WARNING commext: b refused (why)",
+        "WARNING commext: b refused",
+    ]
