@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_commext.cli import doctor, main, probes
+from vllm_commext.cli import doctor, main, peer, probes
 from vllm_commext.cli.report import Check, Level, as_json, as_text, decode, encode, exit_status
 
 ABSENT = ("vllm", "torch", "nixl", "flashinfer")
@@ -32,7 +32,7 @@ m.version = version
 def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """The probes' processes find neither vLLM nor torch, NIXL or FlashInfer."""
 
-    def command(probe: str, result: Path) -> list[str]:
+    def command(probe: str, result: Path, *_: str) -> list[str]:
         run = (
             f"sys.argv[1:] = [{probe!r}, {str(result)!r}]; import runpy; "
             "runpy.run_module('vllm_commext.cli.probes', run_name='__main__')"
@@ -129,7 +129,7 @@ def test_what_a_probe_found_before_it_raised_is_kept(monkeypatch: pytest.MonkeyP
 
 
 def test_every_probe_of_the_doctor_is_there() -> None:
-    assert set(doctor.PROBES) == set(probes.PROBES)
+    assert {*doctor.PROBES, peer.SIDE_CHANNEL, peer.READS} == set(probes.PROBES)
 
 
 @pytest.mark.parametrize(

@@ -12,19 +12,30 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import msgspec
 
-from vllm_commext.cli.report import Check, Level, as_json, as_summary, as_text, decode, exit_status
+from vllm_commext.cli.report import (
+    EXIT_STATUS,
+    Check,
+    Level,
+    as_json,
+    as_summary,
+    as_text,
+    decode,
+    exit_status,
+)
+from vllm_commext.nixl.config import parse_address
 
 KILL_WAIT_SECONDS = 10.0
 STDERR_TAIL_CHARACTERS = 300
 
 
-def _command(probe: str, result: Path) -> list[str]:
-    return [sys.executable, "-m", "vllm_commext.cli.probes", probe, str(result)]
+def _command(probe: str, result: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "vllm_commext.cli.probes", probe, str(result), *arguments]
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -46,7 +57,7 @@ def _how_it_ended(status: int) -> str:
     return f"ended with status {status} and without a result"
 
 
-def run_guarded(probe: str, timeout_seconds: float) -> list[Check]:
+def run_guarded(probe: str, timeout_seconds: float, *arguments: str) -> list[Check]:
     """Run a probe; a probe that fails becomes one check that says how, and raises nothing.
 
     What the probe and its libraries print goes into files, because a pipe can be kept open by
@@ -56,7 +67,7 @@ def run_guarded(probe: str, timeout_seconds: float) -> list[Check]:
         result, stderr = Path(folder, "result"), Path(folder, "stderr")
         with stderr.open("wb") as sink:
             process = subprocess.Popen(
-                _command(probe, result),
+                _command(probe, result, *arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=sink,
@@ -80,6 +91,9 @@ HELP = "check the installation and this machine; exit status 0: ok, 1: warnings,
 PROBES = ("package", "toggles", "vllm", "nixl", "gpu", "machine")
 MAX_PARALLEL = 3
 TIMEOUT_SECONDS = 120.0
+READS_SECONDS = 45.0
+"""Bound for reading a peer's memory, unless it is less: NIXL itself waits minutes for one that does
+not answer."""
 PROGRESS_SECONDS = 2.0
 
 
@@ -106,12 +120,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="bound for each probe (default: %(default)g)",
     )
+    parser.add_argument(
+        "--peer",
+        type=_place,
+        metavar="HOST:PORT",
+        help="check instead the way to this side channel: name, port, secret, NIXL, bandwidth",
+    )
+    parser.add_argument(
+        "--listen",
+        type=_place,
+        metavar="HOST:PORT",
+        help="stand in for an engine there, for --peer on another host, until interrupted",
+    )
+    parser.add_argument(
+        "--secret-file",
+        default="",
+        metavar="FILE",
+        help="the side channel's secret (default: COMMEXT_NIXL_SECRET)",
+    )
 
 
-def _checks(timeout_seconds: float, shows_progress: bool) -> list[Check]:
+def _place(text: str) -> str:
+    if parse_address(text) is None:
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT or [IPV6]:PORT, got {text!r}")
+    return text
+
+
+def _checks(probes: Sequence[str], args: argparse.Namespace, *arguments: str) -> list[Check]:
     with ThreadPoolExecutor(MAX_PARALLEL) as pool:
-        running = {probe: pool.submit(run_guarded, probe, timeout_seconds) for probe in PROBES}
-        if shows_progress:
+        running = {
+            probe: pool.submit(run_guarded, probe, args.timeout, *arguments) for probe in probes
+        }
+        if not args.json:
             _tell_progress(running)
         return [check for one in running.values() for check in one.result()]
 
@@ -125,11 +165,29 @@ def _tell_progress(running: dict[str, "Future[list[Check]]"]) -> None:
         print(f"checking {left} ... {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
+def _peer_checks(args: argparse.Namespace) -> list[Check]:
+    """The way to a peer; its memory only once its side channel has answered."""
+    from vllm_commext.cli.peer import NO_READ, READS, SIDE_CHANNEL
+
+    checks = _checks([SIDE_CHANNEL], args, args.peer, args.secret_file)
+    if exit_status(checks) == EXIT_STATUS[Level.ERROR]:
+        return checks
+    args.timeout = min(args.timeout, READS_SECONDS)
+    for check in _checks([READS], args, args.peer, args.secret_file):
+        hint = f"{NO_READ}; {check.hint}" if check.name == "probe" else check.hint
+        checks.append(msgspec.structs.replace(check, hint=hint))
+    return checks
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the report; returns the exit status."""
-    checks = _checks(args.timeout, shows_progress=not args.json)
+    if args.listen:
+        from vllm_commext.cli.peer import listen
+
+        return listen(args.listen, args.secret_file)
+    checks = _peer_checks(args) if args.peer else _checks(PROBES, args)
     if args.json:
         print(as_json(checks))
     else:
-        print(as_text(checks) if args.verbose else as_summary(checks))
+        print(as_text(checks) if args.verbose or args.peer else as_summary(checks))
     return exit_status(checks)

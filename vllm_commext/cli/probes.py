@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import platform
-import resource
 import shutil
 import socket
 import subprocess
@@ -25,6 +24,7 @@ from vllm_commext.allreduce import multicast
 from vllm_commext.allreduce.table.cache import find_table
 from vllm_commext.allreduce.table.machine import Machine
 from vllm_commext.allreduce.table.table import Table, describe
+from vllm_commext.cli import fabric, peer
 from vllm_commext.cli.report import Check, Level, encode
 from vllm_commext.compat import api_checks, evidence, hooks, parts
 from vllm_commext.compat.api_probes import CheckOutcome, CheckState
@@ -122,11 +122,8 @@ def shared_memory() -> Check:
 
 
 def processors() -> Check:
-    """Processors that this process may use, and how much memory it may lock."""
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked / 2**20:.0f} MiB"
-    value = f"{len(os.sched_getaffinity(0))} usable; lockable memory {limit}"
-    return Check("machine", "processors", value)
+    """Processors that this process may use."""
+    return Check("machine", "processors", f"{len(os.sched_getaffinity(0))} usable")
 
 
 def _bind(host: str, port: int) -> str:
@@ -360,27 +357,30 @@ def probe_gpu() -> Iterable[Check]:
 
 
 def probe_machine() -> Iterable[Check]:
-    """Shared memory, processors and the ports of the side channel."""
+    """Shared memory, processors, the ports of the side channel, and RDMA where there is some."""
     yield shared_memory()
     yield processors()
     yield side_channel_port(os.environ)
+    yield from fabric.fabric()
 
 
-PROBES: dict[str, Callable[[], Iterable[Check]]] = {
+PROBES: dict[str, Callable[..., Iterable[Check]]] = {
     "package": probe_package,
     "toggles": probe_toggles,
     "vllm": probe_vllm,
     "nixl": probe_nixl,
     "gpu": probe_gpu,
     "machine": probe_machine,
+    peer.SIDE_CHANNEL: peer.probe_side_channel,
+    peer.READS: peer.probe_reads,
 }
 
 
-def collect(name: str) -> list[Check]:
+def collect(name: str, *arguments: str) -> list[Check]:
     """All that the probe finds; what it found before it raised is kept."""
     checks: list[Check] = []
     try:
-        for check in PROBES[name]():
+        for check in PROBES[name](*arguments):
             checks.append(check)
     except Exception as error:  # noqa: BLE001 - the report must say what went wrong
         found = f"{type(error).__name__}: {error}"
@@ -389,7 +389,7 @@ def collect(name: str) -> list[Check]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_bytes(encode(collect(sys.argv[1])))
+    Path(sys.argv[2]).write_bytes(encode(collect(sys.argv[1], *sys.argv[3:])))
     # The result stands; a native library's clean-up must not turn it into a crash.
     sys.stdout.flush()
     os._exit(0)

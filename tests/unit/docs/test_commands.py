@@ -52,6 +52,7 @@ COVERAGE: tuple[tuple[str, str], ...] = (
         r"vllm-commext doctor --json$",
         "tests/contract/test_doctor.py::test_the_report_covers_vllm_its_apis_and_nixl",
     ),
+    (r"vllm-commext doctor --(peer|listen) ", "tests/cpu/test_peer.py::test_all_is_well"),
     (
         r"vllm-commext proxy ",
         "tests/unit/proxy/test_proxy_process.py::"

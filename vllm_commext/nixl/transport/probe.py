@@ -70,7 +70,11 @@ class Memory:
 
 
 def measure(
-    agent: NixlAgent, peer: str, local: Memory, remote: Memory
+    agent: NixlAgent,
+    peer: str,
+    local: Memory,
+    remote: Memory,
+    end_seconds: float = END_SECONDS,
 ) -> Generator[None, None, Speed | None]:
     """Read from a peer's memory, one read after each turn; nothing is under way during a turn.
     Returns None where the memory is too small or a read does not end in time.
@@ -80,6 +84,7 @@ def measure(
         peer: name of the peer's agent.
         local: memory that nothing else uses, registered with the agent.
         remote: registered memory of the peer.
+        end_seconds: when a read that has not ended is given up.
     """
     speed: Speed | None = None
     for num_bytes in PROBE_BYTES:
@@ -95,7 +100,8 @@ def measure(
             for _ in range(NUM_READS):
                 yield
                 is_open = True
-                seconds = _time_read(agent, agent.make_read(own, indices, theirs, indices))
+                read = agent.make_read(own, indices, theirs, indices)
+                seconds = _time_read(agent, read, end_seconds)
                 if seconds is None:
                     _kept.append(local)  # a read that NIXL was told to drop can still write
                     return None
@@ -111,11 +117,11 @@ def measure(
 _kept: list[Memory] = []
 
 
-def _time_read(agent: NixlAgent, read: object) -> float | None:
-    """Seconds from posting to the end, None where there is none within ``END_SECONDS``."""
+def _time_read(agent: NixlAgent, read: object, end_seconds: float) -> float | None:
+    """Seconds from posting to the end, None where there is none in time."""
     started = time.perf_counter()
     state = agent.post(read)
-    while state == IN_PROGRESS and time.perf_counter() - started < END_SECONDS:
+    while state == IN_PROGRESS and time.perf_counter() - started < end_seconds:
         state = agent.state(read)
     seconds = time.perf_counter() - started
     if state != DONE:

@@ -1,0 +1,293 @@
+"""``vllm-commext doctor --peer HOST:PORT``: what a decode engine on this host meets on its way to a
+prefill engine: its name, the side channel's port, the secret, NIXL's agents, and reads of memory.
+
+The questions are those of decode engines, so any engine answers them. ``--listen HOST:PORT`` stands
+in for one: a side channel whose only worker has a piece of memory and no model.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import suppress
+from threading import Event
+from typing import TYPE_CHECKING
+
+from vllm_commext.cli import fabric
+from vllm_commext.cli.report import Check, Level
+from vllm_commext.errors import CommextError, CommextTimeoutError, UnsupportedError
+from vllm_commext.nixl.config import ConnectorConfig, parse_address
+from vllm_commext.nixl.geometry import layout
+from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.client import NO_BACK_OFF, SideChannel, SideChannelClient
+from vllm_commext.nixl.wire.connection import addresses
+from vllm_commext.nixl.wire.description import (
+    WorkerDescription,
+    encode_description,
+    open_description,
+)
+from vllm_commext.nixl.wire.seal import SECRET_VARIABLE, read_secret
+
+if TYPE_CHECKING:
+    from vllm_commext.nixl.transport.agent import NixlAgent
+    from vllm_commext.nixl.transport.probe import Memory, Speed
+
+SIDE_CHANNEL, READS = "side channel", "reads"
+"""Sections of the report, and probes: the second one loads NIXL."""
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 10.0
+READ_SECONDS = 10.0
+LOOK_SECONDS = 0.01
+NAME = "vllm-commext doctor"
+HOST_REMEDY = (
+    "VLLM_NIXL_SIDE_CHANNEL_HOST on that host names an address which this one reaches, and "
+    "VLLM_NIXL_SIDE_CHANNEL_PORT the port"
+)
+FIREWALL = "a firewall drops it, or the host is down or the address another's: open TCP {} to there"
+NO_ANSWER = (
+    "if small packets pass and large ones do not, the MTU differs on the way: `ping -M do -s 8972 "
+    "HOST`, and set the same on all NICs and switches; if the port is no side channel, name that"
+)
+NO_METADATA = (
+    "UCX finds no device that both hosts have: compare UCX_TLS and UCX_NET_DEVICES on both, and "
+    "`ip address`; `vllm-commext doctor` there names devices that are missing"
+)
+NO_READ = (
+    "UCX's own connections do not come through: set UCX_TCP_PORT_RANGE (20000-20999) on both hosts "
+    "and open it both ways; UCX_NET_DEVICES must name NICs of one network; check the MTU"
+)
+
+
+def probe_side_channel(peer: str, secret_file: str) -> Iterable[Check]:
+    """Name, port and handshake, each only after the one before."""
+    host, port = _parsed(peer)
+    yield (named := _name(host, port))
+    if named.level is Level.ERROR:
+        return
+    yield (connected := _port(host, port))
+    if connected.level is Level.ERROR:
+        return
+    try:
+        secret = read_secret(secret_file)
+        answer = _describe(host, port, secret, worker=0)
+        engine = open_description(answer)
+    except CommextError as error:
+        hint = NO_ANSWER if isinstance(error, CommextTimeoutError) else ""
+        name = "secret" if "secret" in str(error) else "handshake"
+        yield Check(SIDE_CHANNEL, name, str(error), Level.ERROR, hint)
+        return
+    value = f"engine {engine.engine_id!r}, {layout.describe_place(engine.layout)}"
+    yield Check(SIDE_CHANNEL, "handshake", value, Level.OK)
+    yield _secret(secret)
+    if answer.host and (answer.host, answer.port) != (host, port):
+        yield from _told(answer.host, answer.port)
+
+
+def _parsed(peer: str) -> tuple[str, int]:
+    found = parse_address(peer)
+    assert found is not None  # the command's arguments were checked
+    return found
+
+
+def _name(host: str, port: int) -> Check:
+    try:
+        found = sorted({str(address[0]) for _, address in addresses(host, port)})
+    except (OSError, UnicodeError) as error:
+        hint = "add it to DNS or to this host's /etc/hosts, or give the address"
+        return Check(SIDE_CHANNEL, "name", f"{host}: {error}", Level.ERROR, hint)
+    return Check(SIDE_CHANNEL, "name", f"{host}: {', '.join(found)}", Level.OK)
+
+
+def _port(host: str, port: int) -> Check:
+    family, address = addresses(host, port)[0]
+    value = f"{address[0]} port {port}"
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as made:
+            made.settimeout(CONNECT_SECONDS)
+            made.connect(address)
+    except ConnectionRefusedError:
+        hint = f"nothing listens there: start the engine; {HOST_REMEDY}"
+        return Check(SIDE_CHANNEL, "port", f"{value}: refused", Level.ERROR, hint)
+    except OSError as error:
+        hint = FIREWALL.format(port)
+        return Check(SIDE_CHANNEL, "port", f"{value}: {error}", Level.ERROR, hint)
+    return Check(SIDE_CHANNEL, "port", f"{value}: open", Level.OK)
+
+
+def _describe(host: str, port: int, secret: bytes | None, worker: int) -> wire.Described:
+    """A worker's answer to the question that decode engines ask first.
+
+    Raises:
+        CommextError: there was none, or it was refused.
+    """
+    client = SideChannelClient(secret)
+    answers: list[wire.Described | CommextError] = []
+    request = wire.DescribeRequest(engine_id="", tp_rank=worker, consumer=NAME)
+    channel = SideChannel(client, (host, port), NO_BACK_OFF)
+    channel.ask(request, ANSWER_SECONDS, answers.append, answers.append)
+    while not answers:
+        client.poll()
+        time.sleep(LOOK_SECONDS)
+    client.close()
+    if isinstance(answers[0], CommextError):
+        raise answers[0]
+    return answers[0]
+
+
+def _secret(secret: bytes | None) -> Check:
+    if secret is not None:
+        return Check(SIDE_CHANNEL, "secret", "the same on both hosts", Level.OK)
+    hint = f"who reaches the port can read KV blocks: set {SECRET_VARIABLE} on both hosts"
+    return Check(SIDE_CHANNEL, "secret", "none on either host", Level.INFO, hint)
+
+
+def _told(host: str, port: int) -> Iterable[Check]:
+    """Where the engine tells decode engines to connect to."""
+    told = _name(host, port)
+    if told.level is Level.OK:
+        told = _port(host, port)
+    hint = f"decode engines are told {host}:{port}: let {HOST_REMEDY}"
+    well = told.level is Level.OK
+    yield Check(SIDE_CHANNEL, "address told", told.value, told.level, "" if well else hint)
+
+
+class _Said(logging.Handler):
+    """Keeps what UCX warns of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def failure(self, name: str, value: str, remedy: str) -> Check:
+        """What does not work, the remedy, and the first that UCX has said."""
+        from vllm_commext.nixl.transport.agent import ucx_log
+
+        ucx_log.detach()
+        ucx_log.transports()
+        first = self.lines[0].rpartition("UCX  ")[2] if self.lines else ""
+        hint = f"{remedy}; UCX: {first}" if first else remedy
+        return Check(READS, name, value, Level.ERROR, hint)
+
+
+def probe_reads(peer: str, secret_file: str) -> Iterable[Check]:
+    """Load NIXL, meet the agent of each worker, and read some of its memory."""
+    host, port = _parsed(peer)
+    from vllm_commext.nixl.log import logger
+    from vllm_commext.nixl.transport.agent import NixlAgent
+
+    yield from fabric.named_devices()
+    logger.logger.addHandler(said := _Said())
+    logger.logger.propagate = False
+    try:
+        agent = NixlAgent(ConnectorConfig(side_channel_host=host, side_channel_port=port))
+    except Exception as error:  # noqa: BLE001 NIXL raises many types
+        yield said.failure("NIXL", f"no agent here: {error or type(error).__name__}", NO_METADATA)
+        return
+    number, count = 0, 1
+    while number < count:
+        answer = _describe(host, port, read_secret(secret_file), number)
+        worker = open_description(answer)
+        count = worker.layout.tp_size * worker.layout.pp_size
+        yield _read(agent, worker, said, f"worker {number} of {count}")
+        number += 1
+
+
+def _read(agent: NixlAgent, worker: WorkerDescription, said: _Said, name: str) -> Check:
+    from vllm_commext.nixl.transport import probe
+    from vllm_commext.nixl.transport.agent import ucx_log
+
+    try:
+        met = agent.add_peer(worker.agent_metadata)
+        remote = probe.Memory(
+            *probe.longest_run(worker.layout), worker.memory_type, worker.device_id
+        )
+        local = _memory()
+        place = (local.address, local.num_bytes, local.device_id)
+        with agent.registered(place, local.memory_type):
+            speed = _last(probe.measure(agent, met, local, remote, READ_SECONDS))
+    except Exception as error:  # noqa: BLE001 NIXL raises many types
+        value = f"NIXL does not reach it: {error or type(error).__name__}"
+        return said.failure(name, value, NO_METADATA)
+    if speed is None:
+        return said.failure(name, f"no read ended within {READ_SECONDS:g} s", NO_READ)
+    transports = ucx_log.transports()
+    value = probe.describe(speed, transports).removeprefix("self-probe: ")
+    return Check(READS, name, value, *_judge(transports))
+
+
+def _judge(transports: Sequence[str]) -> tuple[Level, str]:
+    """How good these are, and the remedy where a NIC is there and not used."""
+    active = [port.name for port in fabric.rdma_ports() if port.is_active]
+    if active and "tcp" in transports:
+        hint = f"RDMA ports {', '.join(active)} are not used: UCX_TLS, UCX_NET_DEVICES, memlock"
+        return Level.WARNING, hint
+    return Level.OK, ""
+
+
+def _last(steps: Generator[None, None, Speed | None]) -> Speed | None:
+    """Go through all steps."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def _memory() -> Memory:
+    """Of the first GPU that torch finds, else of the host."""
+    import torch
+
+    from vllm_commext.nixl.transport.probe import PROBE_BYTES, Memory
+
+    has_gpu = torch.cuda.is_available()
+    made = torch.zeros(PROBE_BYTES[-1], dtype=torch.uint8, device="cuda" if has_gpu else "cpu")
+    return Memory(made.data_ptr(), made.nbytes, "VRAM" if has_gpu else "DRAM", 0, made)
+
+
+def listen(place: str, secret_file: str) -> int:
+    """Answer `--peer` of another host until interrupted; returns the exit status.
+
+    Raises:
+        CommextError: NIXL does not load, or the place cannot be bound.
+    """
+    from vllm_commext.nixl.prefill.side_channel import SideChannelServer
+    from vllm_commext.nixl.transport.agent import NixlAgent
+
+    host, port = _parsed(place)
+    secret = read_secret(secret_file)
+    try:
+        agent = NixlAgent(ConnectorConfig(side_channel_host=host, side_channel_port=port))
+    except Exception as error:  # NIXL raises many types
+        raise UnsupportedError(f"no NIXL agent here: {error}; see `vllm-commext doctor`") from error
+    memory = _memory()
+    agent.register([(memory.address, memory.num_bytes)], memory.memory_type, memory.device_id)
+    worker = WorkerDescription(
+        engine_id=NAME,
+        facts={},
+        agent_metadata=agent.metadata(),
+        memory_type=memory.memory_type,
+        device_id=memory.device_id,
+        layout=_one_region(memory),
+    )
+    server = SideChannelServer(NAME, "", host, port, {0: encode_description(worker)}, secret)
+    print(f"listening on {host}:{port}, {memory.memory_type}; end it with Ctrl-C", flush=True)
+    with suppress(KeyboardInterrupt):
+        Event().wait()
+    server.close()
+    return 0
+
+
+def _one_region(memory: Memory) -> layout.CacheLayout:
+    """The memory as a cache of one layer, in pieces as readers take them."""
+    from vllm_commext.nixl.transport.probe import PIECE_BYTES
+
+    number = memory.num_bytes // PIECE_BYTES
+    part = layout.StatePart("x", "uint8", 0, 1, True, PIECE_BYTES)
+    geometry = layout.StateGeometry(number, PIECE_BYTES, (part,))
+    family = layout.Family(0, ["x"], [memory.address], geometry)
+    return layout.CacheLayout(1, 0, number, [layout.Group(layout.STATE, 1)], [family])
