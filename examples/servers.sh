@@ -12,8 +12,10 @@ ask_from=()
 clean_up() { :; }
 stop() {
     trap - EXIT INT TERM
-    for pid in "${pids[@]}"; do kill -TERM -- "-$pid" 2>/dev/null || true; done
-    for pid in "${pids[@]}"; do
+    # The last one first: the proxy ends its answers before the engines that give them go.
+    for ((i = ${#pids[@]} - 1; i >= 0; i--)); do
+        pid=${pids[i]}
+        kill -TERM -- "-$pid" 2>/dev/null || true
         for _ in $(seq 100); do kill -0 -- "-$pid" 2>/dev/null || break; sleep 0.2; done
         kill -KILL -- "-$pid" 2>/dev/null || true
     done

@@ -25,7 +25,9 @@ from vllm_commext.settings import read_settings
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
-MANIFESTS = sorted((ROOT / "examples" / "k8s").glob("*.yaml"))
+K8S = ROOT / "examples" / "k8s"
+KUSTOMIZATION = "kustomization.yaml"
+MANIFESTS = sorted(p for p in (K8S / "base").glob("*.yaml") if p.name != KUSTOMIZATION)
 ENGINES = ("commext-prefill", "commext-decode")
 
 
@@ -114,6 +116,51 @@ def test_every_service_and_policy_selects_the_pods_of_one_deployment() -> None:
                     assert source["podSelector"]["matchLabels"] in pods.values()
 
 
+def test_each_deployment_has_a_budget_that_lets_one_pod_go() -> None:
+    budgets = of_kind("PodDisruptionBudget")
+    assert set(budgets) == set(of_kind("Deployment"))
+    for name, budget in budgets.items():
+        assert budget["spec"]["selector"]["matchLabels"] == labels(name)
+        assert budget["spec"]["maxUnavailable"] == 1  # 0 would keep a node from being emptied
+
+
+def test_the_base_names_all_manifests() -> None:
+    base = yaml.safe_load((K8S / "base" / KUSTOMIZATION).read_text())
+    assert base["resources"] == [path.name for path in MANIFESTS]
+
+
+def merged(base: Any, patch: Any) -> Any:
+    """A strategic merge: objects by key, lists by ``name`` or in place of the other."""
+    if isinstance(base, dict) and isinstance(patch, dict):
+        return {key: merged(base.get(key), patch.get(key, base.get(key))) for key in base | patch}
+    if not (isinstance(base, list) and patch and "name" in patch[0]):
+        return patch
+    patches = {one["name"]: one for one in patch}
+    kept = [merged(one, patches.pop(one["name"], one)) for one in base]
+    return [*kept, *patches.values()]
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "commext-proxy"])
+def test_the_overlay_gives_engines_rdma(name: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    overlay = yaml.safe_load((K8S / "rdma" / KUSTOMIZATION).read_text())
+    assert [(K8S / "rdma" / one).resolve() for one in overlay["resources"]] == [K8S / "base"]
+    (patch,) = overlay["patches"]
+    chosen = re.fullmatch(r"(\S+) in \((.+)\)", patch["target"]["labelSelector"])
+    assert chosen is not None
+    assert (labels(name)[chosen[1]] in chosen[2].split(", ")) == (name in ENGINES)
+    base = of_kind("Deployment")[name]
+    found = merged(base, yaml.safe_load((K8S / "rdma" / patch["path"]).read_text()))
+    validate.validate(found, validate.latest_version(), strict=True)
+    if name not in ENGINES:
+        return
+    (engine,) = found["spec"]["template"]["spec"]["containers"]
+    assert engine["resources"]["limits"].keys() - container(name)["resources"]["limits"].keys()
+    assert engine["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
+    assert {one["name"] for one in engine["env"]} > {one["name"] for one in container(name)["env"]}
+    assert {**engine, **container(name)} == container(name)
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_gets_a_configuration_that_the_connector_takes(name: str) -> None:
     found = container(name)
@@ -153,7 +200,9 @@ def test_an_engine_is_drained_before_it_is_stopped(name: str) -> None:
     assert command[:2] == ["vllm-commext", "drain"]
     args = main._build_parser(["drain"]).parse_args(command[1:])
     assert args.url == f"http://127.0.0.1:{found['ports'][0]['containerPort']}"
-    assert any(one["name"] == VARIABLE and one["value"] for one in found["env"])
+    (file,) = (Path(one["value"]) for one in found["env"] if one["name"] == VARIABLE)
+    mounts = [Path(one["mountPath"]) for one in found["volumeMounts"] if one.get("readOnly")]
+    assert not set(mounts) & set(file.parents)
     pod = of_kind("Deployment")[name]["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] > args.wait + seconds
     # While it drains, /health is 503, and the engine is not to be restarted.
