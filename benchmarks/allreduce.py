@@ -232,7 +232,7 @@ def run_rank(args: argparse.Namespace) -> None:
     import torch
     from vllm.distributed import parallel_state
 
-    from vllm_commext.allreduce.table import builtin, measure
+    from vllm_commext.allreduce.table import cache, measure
     from vllm_commext.allreduce.table.machine import is_refused, read_machine
     from vllm_commext.allreduce.table.table import build_table, describe
     from vllm_commext.compat.tp_group import tensor_parallel
@@ -248,7 +248,7 @@ def run_rank(args: argparse.Namespace) -> None:
         )
         machine = read_machine(torch.device("cuda", args.rank))
         if args.table == "builtin":
-            made = builtin.builtin_table(machine.gpu, args.tp)
+            made = cache.builtin_table(machine.gpu, args.tp)
             if made is None:
                 sys.exit(f"no table is built in for {args.tp} x {machine.gpu}")
         else:

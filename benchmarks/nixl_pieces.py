@@ -32,7 +32,7 @@ from nixl_gpu import NUM_BYTES, agent_on, copy_once, read_once, serve
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import ipc
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.geometry.descriptors import Int32Array, UInt64Array, strided_row
+from vllm_commext.nixl.geometry.layout import Int32Array, UInt64Array, strided_row
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.mapped.gather import CudaDevice, Gatherer, Places
 from vllm_commext.nixl.mapped.reader import MappedReader

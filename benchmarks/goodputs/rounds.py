@@ -12,10 +12,9 @@ from goodputs.contestants import Contestant
 from goodputs.plays import Play
 from tests.kit.metrics import scrape
 from tests.kit.servers import Server
-from vllm_commext.bench import client, figures, trace, workload
+from vllm_commext.bench import client, figures, workload
 from vllm_commext.bench.figures import quantile
-from vllm_commext.bench.prompts import bodies
-from vllm_commext.bench.workload import Arrival
+from vllm_commext.bench.workload import Arrival, bodies
 
 TRACE = "trace"
 IDLE_SECONDS = 15.0
@@ -40,7 +39,7 @@ class Load:
 
     def arrivals(self, name: str, rate: float, seconds: float) -> list[Arrival]:
         if name == TRACE and self.trace_file:
-            found = trace.at_rate(trace.read(self.trace_file), rate, seconds)
+            found = workload.at_rate(workload.read_trace(self.trace_file), rate, seconds)
         else:
             found = workload.make(name, rate, seconds, self.seed)
         return workload.scaled(found, self.factor, self.most)

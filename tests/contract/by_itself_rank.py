@@ -236,11 +236,11 @@ def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
 
 
 def main() -> None:
-    from vllm_commext.allreduce.table import builtin
+    from vllm_commext.allreduce.table import cache
     from vllm_commext.compat import evidence
 
     evidence.require_proven_gpus = lambda _: None
-    builtin.IN_ENGINES = frozenset({("NVIDIA H200", 2)})  # whose table has ours first for some
+    cache.IN_ENGINES = frozenset({("NVIDIA H200", 2)})  # whose table has ours first for some
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()

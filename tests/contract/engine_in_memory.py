@@ -34,7 +34,6 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_commext.nixl.connector import CommextNixlConnector
-from vllm_commext.nixl.geometry.descriptors import UInt64Array, expand_rows
 from vllm_commext.nixl.geometry.layout import (
     STATE,
     TOKENS,
@@ -45,6 +44,8 @@ from vllm_commext.nixl.geometry.layout import (
     Group,
     StateGeometry,
     StatePart,
+    UInt64Array,
+    expand_rows,
 )
 from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan, plan_read
 from vllm_commext.nixl.metadata import StepMetadata

@@ -17,8 +17,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSp
 from tests.contract.vllm_caches import HAS_LAYOUTS, make_caches, state_views
 from vllm_commext.compat import kv_connector
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.geometry.descriptors import expand_rows
-from vllm_commext.nixl.geometry.layout import CacheLayout, StateGeometry, block_bytes, check_layout
+from vllm_commext.nixl.geometry.layout import (
+    CacheLayout,
+    StateGeometry,
+    block_bytes,
+    check_layout,
+    expand_rows,
+)
 from vllm_commext.nixl.geometry.plan import Blocks, plan_read
 from vllm_commext.nixl.geometry.topology import Rank, interval, sources
 from vllm_commext.nixl.vllm_cache import ModelFacts, cache_layout

@@ -23,7 +23,6 @@ import torch
 from tests.kit.gpu_ranks import checks_of
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import AUTO, ConnectorConfig
-from vllm_commext.nixl.geometry.descriptors import expand_rows
 from vllm_commext.nixl.geometry.layout import (
     FULL,
     TOKENS,
@@ -31,6 +30,7 @@ from vllm_commext.nixl.geometry.layout import (
     CacheLayout,
     Family,
     Group,
+    expand_rows,
 )
 from vllm_commext.nixl.geometry.plan import Blocks, ReadPlan, plan_read
 from vllm_commext.nixl.mapped.gather import CudaDevice

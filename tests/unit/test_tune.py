@@ -14,7 +14,7 @@ from vllm_commext.allreduce import multicast, names
 from vllm_commext.allreduce.message import Message
 from vllm_commext.allreduce.table import cache, measure
 from vllm_commext.allreduce.table import table as tables
-from vllm_commext.allreduce.table.builtin import builtin_table
+from vllm_commext.allreduce.table.cache import builtin_table
 from vllm_commext.allreduce.table.machine import Machine
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.cli import main, probes, tune

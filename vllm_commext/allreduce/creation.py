@@ -12,7 +12,7 @@ from vllm_commext.allreduce.backends.backend import Backend, CustomBackend, Nccl
 from vllm_commext.allreduce.backends.flashinfer import MAX_MESSAGE_BYTES, is_compiled
 from vllm_commext.allreduce.dispatcher import Dispatcher
 from vllm_commext.allreduce.message import ITEM_BYTES
-from vllm_commext.allreduce.table import builtin, cache, measure
+from vllm_commext.allreduce.table import cache, measure
 from vllm_commext.allreduce.table.cache import find_table
 from vllm_commext.allreduce.table.machine import NO_ACCESS, Machine, measurable
 from vllm_commext.allreduce.table.measure import KIB, MIB, Options
@@ -91,7 +91,7 @@ def _makers(
     """A maker of each family of backends that is wanted, in an order that all ranks share."""
     flash = (names.FLASHINFER_ONE_SHOT, names.FLASHINFER_TWO_SHOT)
     # Nobody who has not asked for FlashInfer is to wait for its compiler.
-    may_compile = table is None or not table.origin.startswith(builtin.ORIGIN)
+    may_compile = table is None or not table.origin.startswith(cache.ORIGIN)
     makers: dict[str, Maker] = {}
     if parts.custom is not None and names.CUSTOM in wanted:
         makers["custom"] = lambda: [CustomBackend(parts.custom)]

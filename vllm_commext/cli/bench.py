@@ -152,10 +152,10 @@ def num_failed(one: Contestant) -> int:
 
 
 def _arrivals(args: argparse.Namespace, most: int) -> "list[Arrival]":
-    from vllm_commext.bench import trace, workload
+    from vllm_commext.bench import workload
 
     if args.trace:
-        made = trace.at_rate(trace.read(args.trace), args.rate, args.seconds)
+        made = workload.at_rate(workload.read_trace(args.trace), args.rate, args.seconds)
     else:
         made = workload.make(args.workload, args.rate, args.seconds, args.seed)
     if not made:
@@ -177,7 +177,7 @@ async def _measure(
 ) -> float:
     """Play all rounds; returns how late this client was at most, in seconds."""
     from vllm_commext.bench import client
-    from vllm_commext.bench.prompts import bodies
+    from vllm_commext.bench.workload import bodies
 
     run_seed = int.from_bytes(os.urandom(6))
     late = 0.0

@@ -18,9 +18,8 @@ import torch
 
 from ..collective import Collective
 from ..errors import CommextError, ProtocolError
-from .ring import TIMEOUT, RingAddress, RingReader, RingWriter
+from .ring import TIMEOUT, RingAddress, RingReader, RingWriter, next_steps, warning_interval
 from .segment import LARGEST_RING_BYTES, capacity_for, free_shm_bytes
-from .waiting import next_steps, warning_interval
 
 logger = logging.getLogger("vllm.commext.shm")
 

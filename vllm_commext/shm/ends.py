@@ -13,8 +13,7 @@ from typing import Any
 from ..errors import CommextTimeoutError
 from .codec import Decoder, Encoder, Record, Reducers, StepClasses
 from .remote import RemoteReader, RemoteWriter
-from .ring import TIMEOUT, Peer, RingEnd, RingReader, RingWriter
-from .waiting import next_steps, warning_interval
+from .ring import TIMEOUT, Peer, RingEnd, RingReader, RingWriter, next_steps, warning_interval
 
 logger = logging.getLogger("vllm.commext.shm")
 

@@ -17,7 +17,6 @@ from .ends import DistantReader, End, LocalReader, Writer
 from .remote import MIXED, RemoteReader, RemoteWriter
 from .ring import RingAddress, RingReader, RingWriter
 from .segment import SMALLEST_QUEUE_BYTES, capacity_for, free_shm_bytes
-from .waiting import SpinCondition
 
 logger = logging.getLogger("vllm.commext.shm")
 
@@ -55,6 +54,16 @@ class Handle:
     remote_subscribe_addr: str | None = None
     remote_addr_ipv6: bool = False
     tensor_arena_handle: tuple[int, int, int, str] | None = None
+
+
+class SpinCondition:
+    """vLLM's record of how its readers wait, as far as others look at it. Nothing here has an
+    effect."""
+
+    def __init__(self) -> None:
+        self.last_read = 0.0
+        self.busy_loop_s = 0.0
+        self.poller = None
 
 
 class ShmRingBuffer:

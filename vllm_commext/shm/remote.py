@@ -36,7 +36,7 @@ from .admission import (
     some,
 )
 from .codec import Record
-from .waiting import PeerLostError, QueueCancelledError, warning_interval
+from .ring import PeerLostError, QueueCancelledError, warning_interval
 
 logger = logging.getLogger("vllm.commext.shm")
 

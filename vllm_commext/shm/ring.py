@@ -18,16 +18,46 @@ it. `cancel`, `close` and everything that observes may be called at any time.
 import os
 import secrets
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from ..errors import CommextTimeoutError, ProtocolError
+from ..errors import CommextError, CommextTimeoutError, ProtocolError
 from . import _shm_ring
 from .segment import Segment, create_segment, open_segment, segment_bytes, unlink_segment
-from .waiting import PeerLostError, QueueCancelledError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+
+class PeerLostError(CommextError, RuntimeError):
+    """The other end has died or shut down, so what is waited for cannot come."""
+
+
+class QueueCancelledError(CommextError, RuntimeError):
+    """This end was shut down, by another thread or a signal handler."""
+
+
+def warning_interval() -> float:
+    """Seconds after which, and between, the lines about a long wait."""
+    return float(os.environ.get("VLLM_RINGBUFFER_WARNING_INTERVAL", "60"))
+
+
+def next_steps(
+    waited: float | None, interval: float, limit: float | None
+) -> Iterator[tuple[float, float, bool]]:
+    """Yield what follows on a wait in vain: how long it has been, how long to go on, and whether
+    that is the last time.
+
+    All in seconds. ``waited``: so far; None for ever, then nothing follows. ``interval``: the
+    longest step. ``limit``: of the whole wait, None for none.
+    """
+    while waited is not None and (limit is None or waited < limit):
+        step = interval if limit is None else min(interval, limit - waited)
+        is_last = limit is not None and waited + step >= limit
+        yield waited, step, is_last
+        waited += step
+
 
 WRITER = -1
 OK, TIMEOUT, CANCELLED, PEER_DEAD, PEER_CLOSED, CORRUPT = range(6)

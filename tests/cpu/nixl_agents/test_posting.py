@@ -9,7 +9,7 @@ import pytest
 
 from tests.cpu.nixl_agents.harness import HOST, expected_after, load_of, same, wait_until
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.geometry.descriptors import strided_row
+from vllm_commext.nixl.geometry.layout import strided_row
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.transport import posting
 from vllm_commext.nixl.transport.agent import NixlAgent

@@ -33,7 +33,7 @@ from vllm_commext.allreduce.creation import (
 )
 from vllm_commext.allreduce.dispatcher import Dispatcher
 from vllm_commext.allreduce.message import Message
-from vllm_commext.allreduce.table import builtin, cache, measure
+from vllm_commext.allreduce.table import cache, measure
 from vllm_commext.allreduce.table.machine import Machine
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.collective import Collective
@@ -256,7 +256,7 @@ def by_itself_where(parts: Parts, unknown: Machine, sizes: list[int]) -> dict[st
     start, few = start_dispatcher, Facts(hidden=4096, max_tokens=1024)
     known = Machine("NVIDIA H200", "", "", "", "", "", "")
     without_gain = start(parts, Requirements(by_itself=True, facts=few), lambda: known)
-    real, builtin.IN_ENGINES = builtin.IN_ENGINES, frozenset({("NVIDIA H200", 2)})
+    real, cache.IN_ENGINES = cache.IN_ENGINES, frozenset({("NVIDIA H200", 2)})
     sizes.clear()
     made = start(parts, Requirements(by_itself=True, facts=few), lambda: known)
     assert made is not None
@@ -288,7 +288,7 @@ def by_itself_where(parts: Parts, unknown: Machine, sizes: list[int]) -> dict[st
     distributed.barrier()
     found["by itself, never first"] = start(parts, cached, lambda: unknown) is None
     found["by itself, GPUs without gain in engines"] = without_gain is None
-    builtin.IN_ENGINES = real
+    cache.IN_ENGINES = real
     return found
 
 

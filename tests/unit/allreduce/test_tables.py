@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm_commext.allreduce import names
 from vllm_commext.allreduce.dispatcher import FusedPolicy, Policy
 from vllm_commext.allreduce.message import ITEM_BYTES, Message, message_of_bytes
-from vllm_commext.allreduce.table import builtin, cache
+from vllm_commext.allreduce.table import cache
 from vllm_commext.allreduce.table import table as tables
 from vllm_commext.allreduce.table.machine import Machine, digest
 from vllm_commext.allreduce.table.table import Row, Table
@@ -286,14 +286,14 @@ class TestFusedPolicy:
 
 class TestBuiltin:
     def test_only_for_what_was_measured(self) -> None:
-        assert builtin.builtin_table("NVIDIA H200", 3) is None
-        assert builtin.builtin_table("NVIDIA H200 NVL", 2) is None
-        assert builtin.builtin_table("NVIDIA H100", 2) is None
-        assert builtin.builtin_table("NVIDIA H100 80GB HBM3", 4) is None
+        assert cache.builtin_table("NVIDIA H200", 3) is None
+        assert cache.builtin_table("NVIDIA H200 NVL", 2) is None
+        assert cache.builtin_table("NVIDIA H100", 2) is None
+        assert cache.builtin_table("NVIDIA H100 80GB HBM3", 4) is None
 
     @pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
     def test_our_fused_kernel_comes_first_at_every_size(self, gpu: str) -> None:
-        table = builtin.builtin_table(gpu, 2)
+        table = cache.builtin_table(gpu, 2)
         assert table is not None
         for size in (16384, MIB, 8 * MIB, 128 * MIB):
             assert table.fused_ranking(size, "bfloat16")[0] == names.FUSED_PUSH
@@ -301,7 +301,7 @@ class TestBuiltin:
         assert apart == (names.UNFUSED, names.FUSED_FLASHINFER)
 
     def test_in_place_our_kernel_comes_first_at_every_size_on_h100s(self) -> None:
-        table = builtin.builtin_table("NVIDIA H100 80GB HBM3", 2)
+        table = cache.builtin_table("NVIDIA H100 80GB HBM3", 2)
         assert table is not None
         assert {row.ranking[0] for row in table.rows["bfloat16"]} == {names.PUSH}
         assert table.ranking(64 * MIB, "bfloat16") == (names.PUSH, names.NCCL)
@@ -311,7 +311,7 @@ class TestBuiltin:
     def test_flashinfer_serves_small_messages_and_our_kernel_the_others(
         self, world_size: int, last_small: int
     ) -> None:
-        table = builtin.builtin_table("NVIDIA H200", world_size)
+        table = cache.builtin_table("NVIDIA H200", world_size)
         assert table is not None
         for size in (2048, last_small):
             assert table.ranking(size, "bfloat16")[:2] == (names.FLASHINFER_ONE_SHOT, names.PUSH)

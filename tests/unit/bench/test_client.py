@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_commext.bench import client, figures
-from vllm_commext.bench.events import Events
-from vllm_commext.bench.prompts import bodies
-from vllm_commext.bench.workload import Arrival, make, scaled
+from vllm_commext.bench.client import Events
+from vllm_commext.bench.workload import Arrival, bodies, make, scaled
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PART = {"id": "1", "choices": [{"index": 0, "text": "a", "finish_reason": None}]}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.bench import trace
+from vllm_commext.bench import workload
 from vllm_commext.bench.workload import (
     CONVERSATION,
     WORKLOADS,
@@ -84,7 +84,7 @@ def lines_of(all_ids: list[list[int]]) -> list[str]:
         json.dumps(
             {
                 "timestamp": 500 * place,
-                "input_length": trace.BLOCK_TOKENS * len(ids) + 7,
+                "input_length": workload.BLOCK_TOKENS * len(ids) + 7,
                 "output_length": 5,
                 "hash_ids": ids,
             }
@@ -99,19 +99,21 @@ def common_blocks(one: list[int], other: list[int]) -> int:
 
 @given(paths)
 def test_no_two_arrivals_share_more_than_the_trace_says(all_ids: list[list[int]]) -> None:
-    found = trace.parse(lines_of(all_ids))
+    found = workload.parse_trace(lines_of(all_ids))
     for place, one in enumerate(found):
         assert one.at == place * 0.5
         for before in range(place):
             if one.group == found[before].group >= 0:
                 shared = min(one.shared_tokens, found[before].shared_tokens)
-                assert shared <= trace.BLOCK_TOKENS * common_blocks(all_ids[before], all_ids[place])
+                assert shared <= workload.BLOCK_TOKENS * common_blocks(
+                    all_ids[before], all_ids[place]
+                )
 
 
 def test_conversations_that_begin_alike_keep_what_they_share() -> None:
     first, second = [0, 1, 2, 3], [0, 7, 8, 9, 10]
     ids = [first, second, [*first, 4, 5], [0, 50], [*second, 11], [*first, 4, 5, 6]]
-    assert held_tokens(trace.parse(lines_of(ids))) == [
+    assert held_tokens(workload.parse_trace(lines_of(ids))) == [
         512 * blocks for blocks in (0, 0, 4, 1, 5, 6)
     ]
 
@@ -131,9 +133,9 @@ def test_conversations_that_begin_alike_keep_what_they_share() -> None:
 def test_a_bad_line_is_named(line: str) -> None:
     good = '{"timestamp": 1, "input_length": 5, "output_length": 5}'
     with pytest.raises(ConfigError, match="line 2: .*expected"):
-        trace.parse([good, line])
+        workload.parse_trace([good, line])
 
 
 def test_a_trace_is_stretched_to_a_rate() -> None:
     found = [Arrival(place * 0.1, 1, 1) for place in range(101)]
-    assert len(trace.at_rate(found, 2, 20)) == 40
+    assert len(workload.at_rate(found, 2, 20)) == 40

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_commext.nixl.geometry.descriptors import expand_rows, strided_row
+from vllm_commext.nixl.geometry.layout import expand_rows, strided_row
 
 ROWS = st.lists(
     st.tuples(

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.geometry.descriptors import UInt64Array, expand_rows
+from vllm_commext.nixl.geometry.layout import UInt64Array, expand_rows
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.mapped import gather
 from vllm_commext.nixl.mapped.gather import Batch, Places, Region, batches, mapped_rows

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
-from vllm_commext.shm.ring import RingAddress, RingReader, RingWriter
-from vllm_commext.shm.waiting import PeerLostError
+from vllm_commext.shm.ring import PeerLostError, RingAddress, RingReader, RingWriter
 
 CAPACITY = 4096
 REFUSED = (ProtocolError, PeerLostError, CommextTimeoutError)

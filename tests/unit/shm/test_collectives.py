@@ -24,8 +24,7 @@ from vllm_commext.collective import Collective
 from vllm_commext.errors import CommextTimeoutError, ProtocolError, UnsupportedError
 from vllm_commext.shm import collectives
 from vllm_commext.shm.collectives import SUMMABLE, RingGroup, is_worth_it, pieces
-from vllm_commext.shm.ring import RingReader, RingWriter
-from vllm_commext.shm.waiting import PeerLostError, QueueCancelledError
+from vllm_commext.shm.ring import PeerLostError, QueueCancelledError, RingReader, RingWriter
 
 from .collective_child import exchange_by_files
 

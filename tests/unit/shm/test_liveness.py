@@ -16,8 +16,7 @@ import pytest
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
-from vllm_commext.shm.ring import RingReader, RingWriter
-from vllm_commext.shm.waiting import PeerLostError
+from vllm_commext.shm.ring import PeerLostError, RingReader, RingWriter
 
 from .conftest import CHILD
 

@@ -11,8 +11,14 @@ pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not b
 
 from tests.kit.threads import in_thread
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
-from vllm_commext.shm.ring import ATTACHED, STATE_NAMES, RingReader, RingWriter
-from vllm_commext.shm.waiting import PeerLostError, QueueCancelledError
+from vllm_commext.shm.ring import (
+    ATTACHED,
+    STATE_NAMES,
+    PeerLostError,
+    QueueCancelledError,
+    RingReader,
+    RingWriter,
+)
 
 CAPACITY = 4096
 

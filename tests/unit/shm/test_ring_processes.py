@@ -14,8 +14,13 @@ pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not b
 
 from vllm_commext.errors import CommextTimeoutError
 from vllm_commext.shm import ring
-from vllm_commext.shm.ring import RingAddress, RingReader, RingWriter
-from vllm_commext.shm.waiting import PeerLostError, QueueCancelledError
+from vllm_commext.shm.ring import (
+    PeerLostError,
+    QueueCancelledError,
+    RingAddress,
+    RingReader,
+    RingWriter,
+)
 
 from .child import pattern
 

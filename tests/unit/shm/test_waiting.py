@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.shm.waiting import next_steps
+from vllm_commext.shm.ring import next_steps
 
 # Whole seconds add up without rounding.
 SECONDS = st.integers(1, 1000).map(float)

@@ -1,10 +1,14 @@
-"""Tables that were measured here, in the user's cache folder, and the choice of the one that
-serves.
+"""Tables that were measured here, in the user's cache folder, those that are built in, and the
+choice of the one that serves.
 
 There is one file for a machine, a world size and the elements of a row, with a table of every dtype
-that was measured.
+that was measured.  What is built in was measured on H200s and H100s without multicast, in CUDA
+graphs of 32 chained calls, on torch 2.11, vLLM 0.32 and FlashInfer 0.7: on H200s by
+``benchmarks/allreduce.py`` (2026-11-22) and ``benchmarks/fused_norm.py`` (2026-11-23), on H100s by
+``vllm-commext tune allreduce`` (2026-11-24).
 """
 
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,12 +16,33 @@ from pathlib import Path
 import msgspec
 
 from vllm_commext import private_files
-from vllm_commext.allreduce.table import builtin
 from vllm_commext.allreduce.table.machine import NO_ACCESS, Machine, carried_over, digest
-from vllm_commext.allreduce.table.table import Table, decode, encode
+from vllm_commext.allreduce.table.table import Table, build_rows, build_table, decode, encode
 from vllm_commext.errors import ConfigError
 
 HIDDEN = 8192  # elements of a row, where nobody says how many
+BUILTIN = Path(__file__).with_name("builtin.json")
+ORIGIN = "built in"
+IN_ENGINES = frozenset({("NVIDIA H100 80GB HBM3", 2)})
+"""GPUs and how many, on which an engine with our kernels was faster in all that was measured.  With
+two H200s it was not at one request."""
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """Entry of `BUILTIN`: by dtype, bytes of a message and backend the microseconds of a call, on
+    the slowest rank.
+
+    Attributes:
+        gpu: its name, as the driver gives it.
+        world_size: how many of them.
+        times: of the backends that come first or second somewhere, and of NCCL.
+        fused: with residual and norm, where these were measured apart.
+    """
+
+    gpu: str
+    world_size: int
+    times: dict[str, dict[int, dict[str, float]]]
+    fused: dict[str, dict[int, dict[str, float]]]
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -89,6 +114,17 @@ def save(
     return path
 
 
+@functools.cache
+def builtin_table(gpu: str, world_size: int) -> Table | None:
+    """The table of that many GPUs of that name, or None where none was measured."""
+    for found in msgspec.json.decode(BUILTIN.read_bytes(), type=list[Measured]):
+        if (found.gpu, found.world_size) == (gpu, world_size):
+            table = build_table(found.times, world_size, f"{ORIGIN}, {world_size} x {gpu}")
+            fused = {dtype: build_rows(times) for dtype, times in found.fused.items()}
+            return msgspec.structs.replace(table, fused={**table.fused, **fused})
+    return None
+
+
 def find_table(
     machine: Machine,
     world_size: int,
@@ -105,8 +141,8 @@ def find_table(
     """
     measured = load(machine, world_size, hidden, environ) if use_cache else None
     reaches = machine.link != NO_ACCESS
-    serves = reaches and (not in_engines or (machine.gpu, world_size) in builtin.IN_ENGINES)
-    known = builtin.builtin_table(machine.gpu, world_size) if serves else None
+    serves = reaches and (not in_engines or (machine.gpu, world_size) in IN_ENGINES)
+    known = builtin_table(machine.gpu, world_size) if serves else None
     if measured is None or measured.fused or known is None:
         return measured or known
     return msgspec.structs.replace(measured, fused=known.fused)

@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any, Self
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.geometry.descriptors import UInt64Array
-from vllm_commext.nixl.geometry.layout import CacheLayout, describe_place
+from vllm_commext.nixl.geometry.layout import CacheLayout, UInt64Array, describe_place
 from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan
 from vllm_commext.nixl.geometry.topology import Sources, Split, check_even, over_stages, sources
 from vllm_commext.nixl.log import RateLimitedLog, logger

@@ -4,14 +4,40 @@ A region is one layer's cache.  Regions that differ only in where they begin for
 a model of a hundred layers is described, checked and planned in a few steps.  Two families may
 share bytes: where a model has attention and state-space layers, vLLM lays them over one another
 and hands each block to one of them.
+
+NIXL 1.5 takes descriptors in the strided form, a row ``(address, length, device, stride, count)``
+for ``count`` equally long ones ``stride`` bytes apart; older versions take the expanded form, a row
+``(address, length, device)`` for each.
 """
 
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.geometry.topology import Rank, Split, interval, worker_number
+
+UInt64Array = npt.NDArray[np.uint64]
+Int32Array = npt.NDArray[np.int32]
+
+
+def strided_row(*, address: int, num_bytes: int, count: int, device_id: int = 0) -> UInt64Array:
+    """``[1, 5]``: ``count`` neighbouring descriptors of ``num_bytes`` bytes each."""
+    return np.array([[address, num_bytes, device_id, num_bytes, count]], dtype=np.uint64)
+
+
+def expand_rows(rows: UInt64Array) -> UInt64Array:
+    """``[sum of counts, 3]`` rows (address, length, device): the same descriptors, one by one."""
+    counts = rows[:, 4].astype(np.int64)
+    starts = np.repeat(np.cumsum(counts) - counts, counts)
+    position = (np.arange(counts.sum()) - starts).astype(np.uint64)
+    repeated = np.repeat(rows, counts, axis=0)
+    return np.column_stack(
+        (repeated[:, 0] + position * repeated[:, 3], repeated[:, 1], repeated[:, 2])
+    ).astype(np.uint64)
+
 
 TOKENS = "tokens"
 """Content of an attention cache in which every token's bytes of a head are one run."""

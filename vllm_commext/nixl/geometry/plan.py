@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_commext.errors import ProtocolError, UnsupportedError
-from vllm_commext.nixl.geometry.descriptors import Int32Array, UInt64Array
 from vllm_commext.nixl.geometry.lanes import Grid, Lanes, lanes_between
-from vllm_commext.nixl.geometry.layout import WINDOW, CacheLayout, Family
+from vllm_commext.nixl.geometry.layout import WINDOW, CacheLayout, Family, Int32Array, UInt64Array
 
 Int64Array = npt.NDArray[np.int64]
 MAX_DESCRIPTORS = (1 << 31) - 1

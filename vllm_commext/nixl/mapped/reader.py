@@ -15,7 +15,7 @@ from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import ipc
 from vllm_commext.gpu.ipc import allocation_of
 from vllm_commext.nixl.config import AUTO, ConnectorConfig
-from vllm_commext.nixl.geometry.descriptors import strided_row
+from vllm_commext.nixl.geometry.layout import strided_row
 from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.mapped.gather import (

@@ -30,8 +30,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.geometry.descriptors import Int32Array
-from vllm_commext.nixl.geometry.layout import FULL, STATE, Group
+from vllm_commext.nixl.geometry.layout import FULL, STATE, Group, Int32Array
 from vllm_commext.nixl.geometry.plan import num_blocks_for
 from vllm_commext.nixl.prefill.fence import FenceTable
 from vllm_commext.nixl.requests import Chunk, Hold, Listed, Restart

@@ -14,7 +14,7 @@ import numpy as np
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
 from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.decode.transfers import Failure, Part, Use
-from vllm_commext.nixl.geometry.descriptors import Int32Array
+from vllm_commext.nixl.geometry.layout import Int32Array
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.stream.cursor import LONGEST_SECONDS, Cursor, Look, Wanted, cursor_of
 from vllm_commext.nixl.stream.progress import ENDED, MAX_PIECES, Header, header_of, pieces

@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.geometry.descriptors import Int32Array, UInt64Array, expand_rows
+from vllm_commext.nixl.geometry.layout import Int32Array, UInt64Array, expand_rows
 from vllm_commext.nixl.log import logger
 
 _LEVEL, _FILE = "UCX_LOG_LEVEL", "UCX_LOG_FILE"

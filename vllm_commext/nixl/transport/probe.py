@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_commext.nixl.geometry.descriptors import UInt64Array, strided_row
-from vllm_commext.nixl.geometry.layout import CacheLayout
+from vllm_commext.nixl.geometry.layout import CacheLayout, UInt64Array, strided_row
 from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS, NixlAgent
 
 PIECE_BYTES = 1 << 20

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_commext.nixl.geometry.descriptors import Int32Array
+from vllm_commext.nixl.geometry.layout import Int32Array
 from vllm_commext.nixl.transport.agent import NixlAgent
 
 Words = npt.NDArray[np.uint64]
