@@ -27,8 +27,8 @@ _GROUPS = {
     "engines": ("prefill", "decode", "both", "engines_file", "refresh_interval_seconds"),
     "where it listens": ("host", "port", "workers", "log_level", "access_log"),
     "which engines serve a request": (
-        *("placement", "ttft_ms", "tpot_ms", "refuse_late", "prompt_order", "min_prompt_tokens"),
-        *("stream_chunks", "affinity", "affinity_tokens", "reuse_blocks"),
+        *("placement", "ttft_ms", "tpot_ms", "refuse_late", "prompt_order", "fair_by"),
+        *("min_prompt_tokens", "stream_chunks", "affinity", "affinity_tokens", "reuse_blocks"),
     ),
     "health and failures": (
         *("health_interval_seconds", "health_timeout_seconds", "health_fall", "health_rise"),
@@ -159,6 +159,13 @@ def _add_placement(add: Callable[..., None]) -> None:
         default=ProxyConfig.prompt_order,
         help="in which order prompts go to an engine that computes others: short ones before long "
         "ones, or as they come, at once; default: %(default)s",
+    )
+    add(
+        "--fair-by",
+        default="",
+        metavar="HEADER",
+        help="let those whose prompts wait by --prompt-order shortest take turns, told apart by "
+        "this header, for instance Authorization; default: all are one",
     )
     add(
         "--reuse-blocks",

@@ -123,6 +123,7 @@ class ProxyConfig:
     refuse_late: bool = False
     placement: str = AUTO
     prompt_order: str = ARRIVAL
+    fair_by: str = ""
     reuse_blocks: bool = False
     admin_token_file: str = _file("holds the admin port's token")
     drain_timeout_seconds: float = _option(
@@ -142,6 +143,11 @@ class ProxyConfig:
         if self.prompt_order not in ORDERS:
             raise ConfigError(
                 f"prompt_order: expected one of {list(ORDERS)}, got {self.prompt_order!r}"
+            )
+        if self.fair_by and (self.prompt_order != SHORTEST or self.refuse_late):
+            raise ConfigError(
+                "fair_by: expected prompts that wait for their turn, and none refused by what "
+                "others have waiting: give --prompt-order shortest, and no --refuse-late"
             )
         if self.placement not in PLACEMENTS:
             raise ConfigError(

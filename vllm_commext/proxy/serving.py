@@ -83,6 +83,8 @@ class Service:
                     *(request.path, intake.body, headers, self._pools[DECODE]),
                     self._config.min_prompt_tokens,
                 )
+                if self._config.fair_by:
+                    attempts.tenant = request.headers.get(self._config.fair_by, "")
                 if self._config.affinity and request.path in ENDPOINTS:
                     attempts.remember(request.headers.get(SESSION_HEADER))
                 refusal = None if self._config.resume else Resume.OFF

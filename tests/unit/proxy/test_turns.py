@@ -5,10 +5,14 @@ import time
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from vllm_commext.errors import ConfigError
+from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engine_load import PATIENCE, EngineLoad, Waiting, next_of
 from vllm_commext.proxy.engine_speed import Speeds
-from vllm_commext.proxy.turns import Turns
+from vllm_commext.proxy.turns import QUANTUM_SECONDS, Tenants, Turns
 
 TOKEN = 25e-6
 BOUND_SECONDS = 20.0
@@ -31,9 +35,9 @@ class Line:
         self.gone: list[int] = []
         self.tasks: dict[int, asyncio.Task[None]] = {}
 
-    async def add(self, tokens: int) -> None:
+    async def add(self, tokens: int, tenant: str = "") -> None:
         async def wait() -> None:
-            await self.turns.take(tokens, 0)
+            await self.turns.take(tokens, 0, tenant)
             self.gone.append(tokens)
             job = self.load.ask(tokens, 0, time.monotonic())
             await asyncio.sleep(TOKEN * tokens)
@@ -111,26 +115,105 @@ def test_the_most_prompts_are_in_time(
     assert next_of(line, 10.0, limit) is line[expected]
 
 
-async def test_prompts_are_sent_in_turn(kit: Any) -> None:
-    """And by `--prompt-order arrival` at once."""
-    for order, num_sent in (("shortest", 1), ("arrival", 3)):
-        release = asyncio.Event()
-        async with kit.cluster(1, 1, prompt_order=order, affinity=False) as cluster:
-            (prefill,) = cluster.prefill
-            load = cluster.proxy.registry.engines[0].load
-            load.speed.note_prefill(2000, 0.0, 0.0, 30.0)
-            load.speed.note_steps(1, 2000, 0.01)
-            prefill.behave = kit.held(release, kit.prefill_ok)
-            asked = [
-                asyncio.create_task(cluster.ask({"prompt": letter * length}))
-                for letter, length in (("a", 8000), ("b", 6000), ("c", 2000))
-            ]
-            await kit.until(lambda: cluster.proxy.num_in_flight == 3, "all to be in")  # noqa: B023
-            await kit.until(lambda: len(prefill.calls) >= num_sent, "prompts")  # noqa: B023
-            await asyncio.sleep(0.1)
-            assert len(prefill.calls) == num_sent
-            release.set()
-            assert [answer.status for answer in await asyncio.gather(*asked)] == [200] * 3
-            if order == "shortest":
-                lengths = [len(call.body["prompt"]) for call in prefill.calls]
-                assert lengths == [8000, 2000, 6000]
+sizes = st.floats(0.001, 2.0)
+quick = settings(max_examples=50, deadline=None)
+
+
+@quick
+@given(st.lists(st.lists(sizes, min_size=1, max_size=30), min_size=2, max_size=5))
+def test_those_that_wait_are_given_the_same_but_for_a_prompt(lines: list[list[float]]) -> None:
+    tenants, had = Tenants(), dict.fromkeys(map(str, range(len(lines))), 0.0)
+    for name in had:
+        tenants.come(name)
+    most = max(map(max, lines)) + 2 * QUANTUM_SECONDS + 1e-6
+    while all(lines):
+        name = tenants.next_of(had)
+        seconds = lines[int(name)].pop()
+        tenants.give(name, seconds)
+        had[name] += seconds
+        assert max(had.values()) - min(had.values()) <= most
+
+
+@quick
+@given(st.integers(1, 5), st.lists(sizes, min_size=20, max_size=20), sizes)
+def test_who_comes_anew_waits_for_a_prompt_of_each_other_one(
+    num: int, before: list[float], each: float
+) -> None:
+    tenants, names = Tenants(), [f"heavy {number}" for number in range(num)]
+    for name in names:
+        tenants.come(name)
+    for seconds in before:
+        tenants.give(tenants.next_of(names), seconds)
+    tenants.come("new")
+    had = dict.fromkeys(names, 0.0)
+    while (name := tenants.next_of([*names, "new"])) != "new":
+        had[name] += each
+        tenants.give(name, each)
+    assert max(had.values()) <= each + QUANTUM_SECONDS
+
+
+@quick
+@given(sizes, sizes)
+def test_names_made_up_for_each_prompt_keep_nobody_from_his_turn(own: float, others: float) -> None:
+    """It comes after as many rounds as its last prompt took quanta."""
+    tenants, waiting, since = Tenants(), ["one"], 0
+    tenants.come("one")
+    for number in range(200):
+        waiting.append(str(number))
+        tenants.come(str(number))
+        name = tenants.next_of(waiting)
+        tenants.give(name, own if name == "one" else others)
+        since = 0 if name == "one" else since + 1
+        if name != "one":
+            waiting.remove(name)
+        assert since <= (own / QUANTUM_SECONDS + 2) * len(waiting)
+
+
+async def test_tenants_take_turns() -> None:
+    line = Line()
+    await line.add(12000)
+    for tokens in (4000, 4001, 4002, 4003):
+        await line.add(tokens, "many")
+    await line.add(9000, "one")
+    assert await line.ended() == [12000, 4000, 9000, 4001, 4002, 4003]
+
+
+@pytest.mark.parametrize(
+    ("options", "num_sent", "last"),
+    [
+        pytest.param({"prompt_order": "arrival"}, 4, None, id="at once"),
+        pytest.param({"prompt_order": "shortest"}, 1, 6000, id="in one line"),
+        pytest.param(
+            {"prompt_order": "shortest", "fair_by": "X-Tenant"}, 1, 3000, id="in turn with others"
+        ),
+    ],
+)
+async def test_prompts_are_sent_in_turn(
+    kit: Any, options: dict[str, str], num_sent: int, last: int | None
+) -> None:
+    release = asyncio.Event()
+    async with kit.cluster(1, 1, affinity=False, **options) as cluster:
+        (prefill,) = cluster.prefill
+        load = cluster.proxy.registry.engines[0].load
+        load.speed.note_prefill(2000, 0.0, 0.0, 30.0)
+        load.speed.note_steps(1, 2000, 0.01)
+        prefill.behave = kit.held(release, kit.prefill_ok)
+        asked = [
+            asyncio.create_task(cluster.ask({"prompt": "a" * length}, headers={"X-Tenant": tenant}))
+            for length, tenant in ((8000, "many"), (3000, "many"), (2000, "many"), (6000, "one"))
+        ]
+        await kit.until(lambda: cluster.proxy.num_in_flight == len(asked), "all to be in")
+        await kit.until(lambda: len(prefill.calls) >= num_sent, "prompts")
+        await asyncio.sleep(0.1)
+        assert len(prefill.calls) == num_sent
+        release.set()
+        assert [answer.status for answer in await asyncio.gather(*asked)] == [200] * len(asked)
+        lengths = [len(call.body["prompt"]) for call in prefill.calls]
+        assert last is None or (lengths[0], lengths[-1]) == (8000, last)
+
+
+@pytest.mark.parametrize("options", [{}, {"ttft_ms": 500.0, "refuse_late": True}])
+def test_tenants_take_turns_where_prompts_wait_and_none_is_refused(options: dict[str, Any]) -> None:
+    order = {"prompt_order": "shortest"} if options else {}
+    with pytest.raises(ConfigError, match="--prompt-order shortest"):
+        ProxyConfig((), (), both=("http://a:1",), fair_by="X-Tenant", **order, **options)
