@@ -37,7 +37,9 @@ def main() -> int:
         "--streams", action="store_true", help="read prompts while they are computed"
     )
     parser.add_argument(
-        "--adaptive", action="store_true", help="engines without roles, which the proxy places by"
+        "--adaptive",
+        action="store_true",
+        help="requests placed by the proxy, engines without roles",
     )
     parser.add_argument(
         "--gpus",

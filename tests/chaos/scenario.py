@@ -44,7 +44,7 @@ class Scenario:
         spares: each role has a second engine, which no fault is aimed at, and decode engines keep
             their policy.
         streams: prompts are read while they are computed.
-        adaptive: engines have no roles, on loopback alone.
+        adaptive: see ``Testbed``; on loopback alone.
         gpus: see ``Testbed``.
     """
 

@@ -63,8 +63,9 @@ PROXY_ARGS = (
     "--decode-idle-timeout", f"{DECODE_STEP_SECONDS:g}",
     "--health-interval", "0.25", "--health-timeout", "2",
 )  # fmt: skip
-BOTH = "--engine"
-LIMITS = ("--ttft-ms", "1000", "--tpot-ms", "15")
+BOTH, ONE = "--engine", "--prefill"
+LIMITS = ("--ttft-ms", "1000", "--tpot-ms", "20")
+"""About what a token takes here beside prompts, so that many of these are handed over."""
 # Where another engine can serve it, no request waits for one that has fallen silent.
 SPARE_PROXY_ARGS = ("--engine-lost", "3")
 
@@ -118,7 +119,8 @@ class Testbed:
         with_spares: each role has a second engine, which no fault is aimed at, and the decode
             engines keep their policy.
         streams: prompts are computed in several chunks, and read while they are.
-        adaptive: every engine takes either step, as the proxy places it.
+        adaptive: the proxy places requests; the prefill engine takes prompts alone, every other one
+            either step.
         gpus: the GPU of each role, in the order prefill, decode; none: all is on CPUs. On GPUs
             the prefill engine's memory is mapped.
         engines: by role, those that faults work on.
@@ -154,7 +156,10 @@ class Testbed:
         args += self.admin.args
         urls = {role: self.urls(role) for role in ROLES}
         if self.adaptive:
-            args += [*LIMITS, *(part for of in urls.values() for url in of for part in (BOTH, url))]
+            args += [*LIMITS, "--placement", "adaptive"]
+            alone = self.url(PREFILL)
+            for url in (one for of in urls.values() for one in of):
+                args += [ONE if url == alone else BOTH, url]
             urls = dict.fromkeys(ROLES, list[str]())
         self.proxy = ProxyServer("proxy", urls[PREFILL], urls[DECODE], self.folder, args=args)
         self.proxy.start()
