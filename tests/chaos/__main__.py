@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument(
         "--adaptive",
         action="store_true",
-        help="requests placed by the proxy, engines without roles",
+        help="requests that the proxy places",
     )
     parser.add_argument(
         "--gpus",
