@@ -11,7 +11,8 @@ token is judged by an engine that computes all of it at once.
     python benchmarks/moves.py --device cuda --roles prefill decode decode --gpus 0 0 1 \
         --kv-gib 8 34 40 --out OUT --server-args \
         --compilation-config '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'
-    python benchmarks/moves.py --device cuda --roles both both --gpus 0 1 --kv-gib 44 44 --out OUT
+    python benchmarks/moves.py --device cuda --roles both both --gpus 0 1 --kv-gib 44 44 \
+        --connector-extra '{"reuse_blocks": true}' --out OUT
 
 Writes OUT.json and OUT.md.  Without GPUs it runs with a tiny model, to try it.
 """
@@ -49,6 +50,11 @@ from vllm_commext.proxy.resume import Resume
 DRAIN, KILL = "drain", "kill"
 LEAST_TOKEN = 3
 COUNTERS = {DRAIN: "commext_proxy_moves_total", KILL: "commext_proxy_resumes_total"}
+READ = {
+    "blocks read": "vllm:commext_nixl_blocks_total",
+    "reused": "vllm:commext_nixl_reuse_blocks_total",
+}
+"""By the new engine of any other one, and of those of the old one's running requests."""
 SIZES = {"cpu": (300, (600, 600), 50, 4), "cuda": (7000, (3000, 2000), 500, 32)}
 """Prompt tokens, answers' tokens of a drain and of a kill, tokens before it, streams."""
 VOCABULARY = {"cpu": 256, "cuda": 32000}
@@ -127,7 +133,7 @@ class Run:
         await self._ask("POST", "drain", url=new.url)
         await self._admin.until_usable(self._session, [old.url])
         streams = [self._stream(fault) for _ in range(self._args.streams)]
-        before = scrape(self._proxy.url)
+        before, read_before = scrape(self._proxy.url), scrape(new.url)
         tasks = [
             asyncio.create_task(one.read(self._session, self._proxy.url, cluster.MODEL_NAME))
             for one in streams
@@ -149,7 +155,7 @@ class Run:
         finally:
             for task in tasks:
                 task.cancel()
-        added = scrape(self._proxy.url).minus(before)
+        added, read = scrape(self._proxy.url).minus(before), scrape(new.url).minus(read_before)
         span = Span(steady, went, empty)
         each = [
             {"before": n, **figures(one, span)} for n, one in zip(lengths, streams, strict=True)
@@ -158,6 +164,7 @@ class Run:
             "fault": fault,
             "empty seconds": empty - went,
             **summary(each, added, fault),
+            **{name: int(read.total(counter)) for name, counter in READ.items()},
             **await self._judged(new, streams),
             "each": each,
         }
@@ -207,7 +214,8 @@ def summary(each: Sequence[dict[str, Any]], added: Metrics, fault: str) -> dict[
 
 
 def markdown(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> list[str]:
-    columns = ("fault", "streams", "serves nobody after, s", "moved", "results", "broken")
+    columns = ("fault", "streams", "serves nobody after, s", "moved", "results")
+    more = ("blocks read (reused)", "broken", "answer's tokens before")
     of_each = ("p99 before, ms", "longest gap since, ms", "beyond, ms", "goes on after, ms")
     keys = ("p99 before", "longest", "beyond", "on")
     lines = [
@@ -219,6 +227,7 @@ def markdown(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> list[str]
         [
             *(row["fault"], str(row["streams"]), f"{row['empty seconds']:.3f}", str(row["moved"])),
             ", ".join(f"{key} {value}" for key, value in row["results"].items()),
+            f"{row['blocks read']} ({row['reused']})",
             str(len(row["errors"])),
             " / ".join(f"{value:.0f}" for value in row["before"]),
             *(" / ".join(f"{value:.1f}" for value in row[key]) for key in keys),
@@ -226,7 +235,7 @@ def markdown(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> list[str]
         ]
         for row in rows
     ]
-    head = [*columns, "answer's tokens before", *of_each, "wrong tokens"]
+    head = [*columns, *more, *of_each, "wrong tokens"]
     return [
         *pages.head("Streams that leave their engine", about),
         *lines,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from tests.cpu.event_streams import (
     CHAT,
@@ -31,6 +32,7 @@ from tests.cpu.first_tokens import FIRST_TOKENS
 from tests.cpu.test_first_token import PLAIN_ENVIRON, TOOLS, with_markup
 from tests.kit import cluster, fleet
 from tests.kit.fleet import Routing
+from tests.kit.installed import VLLM
 from tests.kit.metrics import Metrics, scrape, wait_for_added
 from tests.kit.servers import Server, VllmServer
 from tests.kit.tiny_kinds import KINDS
@@ -52,10 +54,13 @@ USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 CONTINUOUS: dict[str, Any] = {
     "stream_options": {"include_usage": True, "continuous_usage_stats": True}
 }
+REUSED = "vllm:commext_nixl_reuse_blocks_total"
+# Kinds of models, and whether servers offer blocks to one another.
 SERVED = (
-    "llama",
-    pytest.param("granite1", marks=pytest.mark.long),
-    pytest.param("qwen3next", marks=pytest.mark.long),
+    pytest.param(("llama", Version("0.32") <= VLLM), id="llama"),
+    pytest.param(("llama", False), marks=pytest.mark.long, id="llama without reuse"),
+    pytest.param(("granite1", False), marks=pytest.mark.long, id="granite1"),
+    pytest.param(("qwen3next", False), marks=pytest.mark.long, id="qwen3next"),
 )
 # What is asked for, and whether the other server goes on from the tokens or begins again.
 ASKED: dict[str, tuple[str, dict[str, Any], bool]] = {
@@ -84,6 +89,7 @@ class Servers:
     first: VllmServer
     second: VllmServer
     folder: Path
+    reuses: bool
     routing: Routing = field(init=False)
 
     @property
@@ -108,7 +114,7 @@ class Servers:
 def servers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Servers]:
-    kind: str = request.param
+    kind, reuses = request.param
     folder = tmp_path_factory.mktemp(kind)
     model = with_markup(write_tiny_model(folder / kind, kind), folder / "model")
     template = folder / "chat.jinja"
@@ -124,14 +130,14 @@ def servers(
             name,
             model,
             folder,
-            cluster.kv_transfer_config(role),
+            cluster.kv_transfer_config(role, extra={"reuse_blocks": reuses}),
             args=[*args, *fleet.DRAIN_ARGS],
             environ=fleet.drain_environ(folder, name),
         )
         for name, role in roles.items()
     }
     with cluster.all_ready([plain, *made.values()]):
-        yield Servers(plain, **made, folder=folder)
+        yield Servers(plain, **made, folder=folder, reuses=reuses)
 
 
 class Asked:
@@ -198,8 +204,14 @@ def test_answers_leave_a_server_that_drains(servers: Servers, moves: bool) -> No
     left, took = (
         scrape(one.url).minus(before[one.name]) for one in (servers.first, servers.second)
     )
-    assert left.total(ENDED, finished_reason="length") == len(MOVED) - num_moved
+    num_repeated = left.total(ENDED, finished_reason="length") - (len(MOVED) - num_moved)
+    assert 0 <= num_repeated <= sum(ASKED[name][2] for name in MOVED) * servers.reuses * moves
     assert took.total(ENDED, finished_reason="length") >= num_moved
+    goes_on = [name for name in gone if ASKED[name][2]]
+    num_read = len(goes_on) * servers.reuses
+    took = wait_for_added(servers.second.url, before["second"], REUSED, at_least=num_read)
+    assert took.total(REUSED) >= num_read
+    assert servers.reuses or not took.total(REUSED)
     if moves:
         assert results.keys() <= {Resume.RESUMED, Resume.DIFFERS}
         assert gone >= {name for name in MOVED if ASKED[name][0] == COMPLETIONS}, results

@@ -120,6 +120,13 @@ class Attempts:
         """Whether any decode engine that may be chosen caches what a request leaves there."""
         return all(one.capabilities.caches for one in self._decode.engines if one.usable)
 
+    def places_at(self, engine: Engine) -> list[SideChannelFields]:
+        """Side channels of an engine that has the answer so far, where any decode engine that may
+        be chosen can read that; none where one cannot."""
+        others = [one.capabilities for one in self._decode.engines if one.usable]
+        can_read = engine.capabilities.caches and all(one.caches and one.offers for one in others)
+        return list(engine.capabilities.offers) if can_read else []
+
     def close(self) -> None:
         """Let go of the engine that answers, and of what is kept."""
         if self.opened is not None:

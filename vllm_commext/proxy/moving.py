@@ -1,25 +1,27 @@
 """Streams that leave a decode engine that drains, and go on at another one.
 
-While the old engine goes on, a prefill engine computes the prompt, and where decode engines cache
-prefixes the new one gets the prompt's blocks and computes those of the answer so far. Then the
-stream stops at the end of an event, and the request is served as after the engine's death. The old
-engine is let go when the new one has repeated what the client has; until then the stream can go on
-where it was.
+While the old engine goes on, the new one gets what it has computed, by a request for one token
+more. Where decode engines offer blocks to one another, the old one is asked the same first, which
+costs it a step, since its prefix cache has all of it, and puts it on offer. Else a prefill engine
+computes the prompt, and the new one the answer so far; an engine that caches no prefixes gets
+nothing ahead. Then the stream stops at the end of an event, and the request is served as after the
+engine's death. The old engine is let go when the new one has repeated what the client has; until
+then the stream can go on where it was.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from vllm_commext.proxy.attempts import Attempts
 from vllm_commext.proxy.body import LENGTHS
 from vllm_commext.proxy.choice import Plan
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline, end_tasks
-from vllm_commext.proxy.engines import Engine
+from vllm_commext.proxy.engines import Engine, SideChannelFields
 from vllm_commext.proxy.metrics import ProxyMetrics
 from vllm_commext.proxy.outcome import Outcome, ProxyError
 from vllm_commext.proxy.response import Opened, failures_of
@@ -39,7 +41,11 @@ class Steps(Protocol):
     async def first_step(self, attempts: Attempts, outcome: Outcome) -> Opened | None: ...
 
     async def second_step(
-        self, attempts: Attempts, outcome: Outcome, changes: Mapping[str, int] = ...
+        self, attempts: Attempts, outcome: Outcome, changes: Mapping[str, Any] = ...
+    ) -> Opened: ...
+
+    async def repeat(
+        self, attempts: Attempts, engine: Engine, changes: Mapping[str, Any] = ...
     ) -> Opened: ...
 
     def release(self, attempts: Attempts, request_id: str) -> None: ...
@@ -120,28 +126,70 @@ class Mover:
         attempts = self._attempts
         outcome = replace(self._outcome)  # so far the client's request is answered where it was
         attempts.num_resumed, attempts.prefilled_by = attempts.num_resumed + 1, None
+        if places := await self._offered():
+            attempts.plan = None
+            return await self._warmed(outcome, places) or attempts.staying()
         await self._steps.first_step(attempts, outcome)
         result = await self._warmed(outcome) if attempts.can_warm() else None
         return result or attempts.staying()
 
-    async def _warmed(self, outcome: Outcome) -> Resume | None:
-        """Have another engine cache what the answer is to go on from."""
+    async def _offered(self) -> Sequence[SideChannelFields]:
+        """Have the old engine offer to others what it has of the stream; where, if it does."""
+        old = self._attempts.opened
+        places = self._attempts.places_at(old.engine) if old is not None else []
+        if old is None or not places:
+            return ()
+        engine = old.engine
+        try:
+            result, _ = await self._repeated(
+                lambda changes: self._steps.repeat(self._attempts, engine, changes),
+                may_begin_anew=False,
+            )
+        except ProxyError as error:
+            text = "request %s is computed anew to be moved: %s"
+            logger.info(text, self._outcome.request_id, error)
+            return ()
+        return places if result is Resume.RESUMED else ()
+
+    async def _warmed(
+        self, outcome: Outcome, places: Sequence[SideChannelFields] = ()
+    ) -> Resume | None:
+        """Have another engine cache what the answer is to go on from, which engines at *places*
+        have on offer; why the stream stays all the same, or None."""
+        attempts = self._attempts
+        own = attempts.body.get("kv_transfer_params") or {}
+        named = {"kv_transfer_params": {**own, "reuse_from": places}} if places else {}
+        result, engine = await self._repeated(
+            lambda changes: self._steps.second_step(attempts, outcome, {**changes, **named}),
+            may_begin_anew=self._may_begin_anew(),
+        )
+        if engine is not None:
+            attempts.prefilled, now = None, time.monotonic()
+            attempts.plan = Plan(decode=engine, first_token_at=now)
+        return None if result is Resume.RESUMED else result
+
+    async def _repeated(
+        self, ask: Callable[[Mapping[str, Any]], Awaitable[Opened]], *, may_begin_anew: bool
+    ) -> tuple[Resume | None, Engine | None]:
+        """Have an engine that is asked so repeat what the client has, and one token more; whether
+        the stream could go on there, and which engine that is, if one was asked."""
         attempts, transcript = self._attempts, self._attempts.transcript
         if transcript is None or transcript.settle() is not None:
-            return attempts.staying()
+            return attempts.staying(), None
         trial = transcript.trial()
         names = [name for name in LENGTHS if name in attempts.body] or ["max_tokens"]
-        one_more = dict.fromkeys(names, transcript.num_tokens + 1)
-        opened = await self._steps.second_step(attempts, outcome, one_more)
+        opened = await ask(dict.fromkeys(names, transcript.num_tokens + 1))
         try:
-            result = await self._caught_up(opened, trial)
+            result = await self._caught_up(opened, trial, may_begin_anew=may_begin_anew)
             while result is Resume.RESUMED and await self._read(opened):
                 pass
         finally:
             opened.close()
-        attempts.prefilled, now = None, time.monotonic()
-        attempts.plan = Plan(decode=opened.engine, first_token_at=now)
-        return None if result is Resume.RESUMED else result
+        return result, opened.engine
+
+    def _may_begin_anew(self) -> bool:
+        """To begin anew takes about as long as it has taken so far."""
+        return self._outcome.seconds <= self._config.move_pause_seconds
 
     async def move(self) -> Opened:
         """The rest of a stream that has stopped: another engine's, or else its own's."""
@@ -155,7 +203,8 @@ class Mover:
                 async with asyncio.timeout(self._config.move_pause_seconds):
                     opened = await self._steps.second_step(attempts, self._outcome)
                     attempts.prefilled = None
-                    result = await self._caught_up(opened, transcript.trial())
+                    trial, may_begin_anew = transcript.trial(), self._may_begin_anew()
+                    result = await self._caught_up(opened, trial, may_begin_anew=may_begin_anew)
         except (ProxyError, TimeoutError) as error:
             logger.warning("request %s is not moved: %s", self._outcome.request_id, error)
         finally:
@@ -178,11 +227,11 @@ class Mover:
         text = "request %s, while %s drains: %s"
         logger.info(text, self._outcome.request_id, name, result.meaning)
 
-    async def _caught_up(self, opened: Opened, trial: Transcript) -> Resume:
+    async def _caught_up(
+        self, opened: Opened, trial: Transcript, *, may_begin_anew: bool
+    ) -> Resume:
         """Read what another engine repeats of a stream; whether it can go on there. What is read is
         `Opened.first` then."""
-        # To begin anew takes about as long as it has taken so far.
-        may_begin_anew = self._outcome.seconds <= self._config.move_pause_seconds
         events, cutter = opened.first, opened.cutter
         while cutter is not None:
             trial.pass_on(events)

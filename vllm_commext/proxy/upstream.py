@@ -198,12 +198,11 @@ class Upstream:
             on_ask(engine)
             if not payload.is_loading:
                 await self._take_turn(engine, payload, held)
-            return await self._open_decode(engine, payload, held)
+            return await self.open_at(engine, payload, held)
 
         pool, config = self._decode_pool, self._config
         others = [engine for engine in pool.engines if engine.usable and engine not in failed]
-        tried = list(failed) if others else []
-        began = time.monotonic()
+        tried, began = list(failed) if others else [], time.monotonic()
         wait = config.engine_wait_seconds
         opened = await self._ask(pool, config.decode_attempts, payload, ask, tried, wait)
         self._metrics.decode_headers_seconds.observe(time.monotonic() - began)
@@ -332,7 +331,8 @@ class Upstream:
         """Raises `ProxyError` where the engine may not have taken it."""
         await self._prefill_on(engine, Payload("/v1/completions", headers, body), 0)
 
-    async def _open_decode(self, engine: Engine, payload: Payload, held: int) -> Opened:
+    async def open_at(self, engine: Engine, payload: Payload, held: int) -> Opened:
+        """See `decode`; the engine need not compute the *held* first tokens of the prompt."""
         seconds = self._config.decode_timeout_seconds
         bound = seconds if payload.is_stream else None
         with ExitStack() as work:

@@ -67,8 +67,7 @@ class RemotePrompts:
         are until there is room for them here, and look whether the first token is there."""
         is_streamed = asks_for_stream(params_of(request))
         source = Source.STREAMED if is_streamed else Source.GIVEN
-        is_resumed = self._tokens.resume(request)
-        phase = TokenPhase.READY if is_resumed else TokenPhase.AWAITED
+        phase = TokenPhase.READY if self._tokens.resume(request) else TokenPhase.AWAITED
         state = LoadState(request, source, token_phase=phase)
         self._states[request.request_id] = state
         if is_streamed:
@@ -78,9 +77,9 @@ class RemotePrompts:
 
     def search(self, request: Request) -> None:
         """A request came in whose prompt is computed here: look for what other engines have."""
-        if not is_for_prefill(params_of(request)):
-            self._tokens.resume(request)
-        if self._reuse.search(request):
+        is_step_one = is_for_prefill(params_of(request))
+        answer = [] if is_step_one else self._tokens.resume(request)
+        if self._reuse.search(request, answer):
             state = LoadState(request, Source.REUSED, token_phase=TokenPhase.COMPUTED)
             self._states[request.request_id] = state
 

@@ -37,15 +37,15 @@ class RemoteTokens:
         self._loaded: list[LoadState] = []
         self._resumed: list[tuple[Request, list[int]]] = []
 
-    def resume(self, request: Request) -> bool:
-        """A request came in; whether it goes on with an answer that another decode engine has
-        begun. What has been drawn by more than is known here is drawn anew from its beginning."""
+    def resume(self, request: Request) -> list[int]:
+        """A request came in; the answer that another decode engine has begun, if it goes on with
+        one. What has been drawn by more than is known here is drawn anew from its beginning."""
         sampler = self._engine.sampler
         answer = answer_of(params_of(request), sampler.num_tokens, request.max_tokens)
         if not answer or refusal_of(sampler, request):
-            return False
+            return []
         self._resumed.append((request, answer))
-        return True
+        return answer
 
     def offer(self, state: LoadState, token: int, sampling: str) -> None:
         """A prefill engine offers a request's first token, drawn by this: the answer begins with it

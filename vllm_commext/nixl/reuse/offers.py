@@ -195,16 +195,16 @@ class Names:
         self.block_size = block_size
         self._digest = ""
 
-    def of(self, request: Request, num_tokens: int) -> list[bytes]:
-        """The hash of each whole block of a request's first tokens; none for a request that does
-        not follow from tokens alone."""
+    def of(self, request: Request, num_tokens: int, more: Sequence[int] = ()) -> list[bytes]:
+        """The hash of each whole block of a request's first tokens, with *more* behind them; none
+        for a request that does not follow from tokens alone."""
         prompt = prompt_of(request)
         if not _is_text(request, prompt):
             return []
         self._digest = self._digest or self._configuration()
         lora, salt = _adapter_of(request), prompt.cache_salt
         root = root_of(self._digest, self.block_size, lora=lora, cache_salt=salt)
-        return chain(root, request.all_token_ids[:num_tokens], self.block_size)
+        return chain(root, [*request.all_token_ids[:num_tokens], *more], self.block_size)
 
 
 def _adapter_of(request: Any) -> str:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from vllm_commext.anonymous_memory import Offer
 from vllm_commext.compat import evidence
 from vllm_commext.errors import CommextError, ProtocolError, UnsupportedError
@@ -217,9 +219,9 @@ class ReuseSide:
         if self._offers is not None:
             self._offers.add(request, block_ids)
 
-    def search(self, request: Request) -> bool:
-        """Look for a new request's blocks where its router says that they may be; whether that is
-        to be waited for."""
+    def search(self, request: Request, answer: Sequence[int]) -> bool:
+        """Look for a new request's blocks where its router says that they may be, and for those of
+        the *answer* with which it goes on; whether that is to be waited for."""
         is_able = self._is_on and self._pool is not None
         if not is_able or request.skip_reading_prefix_cache:
             return False
@@ -229,7 +231,8 @@ class ReuseSide:
             self._log.warning("places", f"request {request.request_id} is computed here: {error}")
             return False
         # The last token is computed, for its logits.
-        hashes = self._names.of(request, request.num_prompt_tokens - 1) if places else []
+        num_prompt = request.num_prompt_tokens - (not answer)
+        hashes = self._names.of(request, num_prompt, answer[:-1]) if places else []
         if hashes:
             self._engine.recorder.count(reuse_lookups=1)
             self._finder.search(request.request_id, hashes, places)
@@ -245,11 +248,11 @@ class ReuseSide:
         if state.phase is LoadPhase.ASKED:
             if not self.has_steps:
                 self._refuse(NoReuse.STEPS.meaning)
-            most = state.request.num_prompt_tokens - 1
-            is_useful = self._is_on and most - num_computed >= self._names.block_size
+            most, block_size = state.request.num_prompt_tokens - 1, self._names.block_size
+            is_useful = self._is_on and most - num_computed >= block_size
             if is_useful and not self.is_answered(state.request_id):
                 return None
-            state.answer = self._finder.take(state.request_id)
+            state.answer = _up_to(self._finder.take(state.request_id), most // block_size)
             state.move(LoadPhase.KNOWN)
         is_known = self._is_on and state.phase is LoadPhase.KNOWN
         if not (is_known and isinstance(state.answer, FoundBlocks)):
@@ -283,3 +286,11 @@ class ReuseSide:
     def _refuse(self, why: str) -> None:
         self._is_on = False
         logger.warning("reuse_blocks has no effect: %s", why)
+
+
+def _up_to(found: FoundBlocks | None, num_blocks: int) -> FoundBlocks | None:
+    """The first blocks: an answer that was looked for may not have become the prompt's end."""
+    if found is None or len(found.block_ids) <= num_blocks:
+        return found
+    ids, generations = found.block_ids[:num_blocks], found.generations[:num_blocks]
+    return msgspec.structs.replace(found, block_ids=ids, generations=generations)
