@@ -4,6 +4,7 @@
 vLLM, with one exception that the user asks for: ``VLLM_COMMEXT_STRICT=1``.
 """
 
+import importlib
 import importlib.util
 import logging
 import multiprocessing
@@ -84,52 +85,22 @@ def _add_connector(module: str) -> None:
         hooks.rename_connector(VLLMS_NAME, module, CONNECTOR_NAME)
 
 
-def _activate_shm_queue() -> None:
-    from vllm_commext.compat import shm_queue
+def _installed(name: str, fallback: str, proof: str) -> Capability:
+    """A capability that the module of that name in `compat` puts in place, and that nobody asks for
+    by name."""
 
-    shm_queue.install()
+    def install() -> None:
+        importlib.import_module(f"vllm_commext.compat.{name}").install()
 
-
-def _activate_cpu_collectives() -> None:
-    from vllm_commext.compat import cpu_collectives
-
-    cpu_collectives.install()
-
-
-def _activate_reduce_rms() -> None:
-    from vllm_commext.compat import reduce_rms
-
-    reduce_rms.install()
-
-
-def _activate_allreduce() -> None:
-    from vllm_commext.compat import allreduce
-
-    allreduce.install()
-
-
-def _leave_as_it_is() -> None:
-    """Nobody asks for this capability by name."""
+    return Capability(name, install, lambda: None, fallback, proof)
 
 
 CAPABILITIES: tuple[Capability, ...] = (
     Capability("nixl", _activate_nixl, _refuse_nixl, "vLLM's own connectors remain"),
-    Capability(
-        *("shm_queue", _activate_shm_queue, _leave_as_it_is, "vLLM's own queue remains"),
-        proof="require_proven_machine",
-    ),
-    Capability(
-        *("cpu_collectives", _activate_cpu_collectives, _leave_as_it_is, "vLLM's own remain"),
-        proof="require_proven_machine",
-    ),
-    Capability(
-        *("reduce_rms", _activate_reduce_rms, _leave_as_it_is, "vLLM's own norm remains"),
-        proof="require_proven_gpus",
-    ),
-    Capability(
-        *("allreduce", _activate_allreduce, _leave_as_it_is, "vLLM's default dispatch remains"),
-        proof="require_proven_gpus",
-    ),
+    _installed("shm_queue", "vLLM's own queue remains", "require_proven_machine"),
+    _installed("cpu_collectives", "vLLM's own remain", "require_proven_machine"),
+    _installed("reduce_rms", "vLLM's own norm remains", "require_proven_gpus"),
+    _installed("allreduce", "vLLM's default dispatch remains", "require_proven_gpus"),
 )
 
 

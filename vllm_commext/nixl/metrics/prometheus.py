@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,6 +64,18 @@ COUNTERS = {
     "reuse_recomputed_blocks": "Blocks on offer for reuse that were overwritten or lost, and "
     "recomputed.",
 }
+BY_REASON: dict[str, tuple[str, str, Iterable[str]]] = {
+    recorder.FAILURES: ("Loads of KV blocks that failed.", "reason", FAILURE_REASONS),
+    recorder.FIRST_TOKENS: (
+        "Requests with a remote prefill, by where their first token comes from.",
+        *("way", FirstToken),
+    ),
+    recorder.HANDOVERS: (
+        "Requests that are handed over, by chunks or whole, by why.",
+        *("way", Handover),
+    ),
+}
+"""Counters with one label more, and its values."""
 GAUGES = {
     "transfers_in_flight": "Reads of KV blocks under way.",
     "held_requests": "Prefilled requests whose blocks wait for their readers.",
@@ -103,7 +116,7 @@ class CommextNixlStats(KVConnectorStats):
             "MB read": round(megabytes, 3),
             "Throughput (MB/s)": round(megabytes / total_seconds, 1) if total_seconds else 0.0,
             "Blocks": self.data["blocks"],
-            "Failures": sum(self.data["failures"].values()),
+            "Failures": sum(self.data[recorder.FAILURES].values()),
             "Expired requests": self.data["expired_requests"],
         }
 
@@ -137,21 +150,14 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
             )
             for key, text in COUNTERS.items()
         }
-        self._failures = make_counter(
-            name="vllm:commext_nixl_failures",
-            documentation="Loads of KV blocks that failed.",
-            labelnames=[*labelnames, "reason"],
-        )
-        self._first_tokens = make_counter(
-            name=f"vllm:commext_nixl_{recorder.FIRST_TOKENS}",
-            documentation="Requests with a remote prefill, by where their first token comes from.",
-            labelnames=[*labelnames, "way"],
-        )
-        self._handovers = make_counter(
-            name=f"vllm:commext_nixl_{recorder.HANDOVERS}",
-            documentation="Requests that are handed over, by chunks or whole, by why.",
-            labelnames=[*labelnames, "way"],
-        )
+        self._by_reason = {
+            key: make_counter(
+                name=f"vllm:commext_nixl_{key}",
+                documentation=text,
+                labelnames=[*labelnames, label],
+            )
+            for key, (text, label, _) in BY_REASON.items()
+        }
         make_gauge: Any = self._gauge_cls
         self._gauges = {
             key: make_gauge(
@@ -206,12 +212,9 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
                 histogram.labels(*values).observe(seconds)
         for name, counter in self._counters.items():
             counter.labels(*values).inc(transfer_stats_data[name])
-        for reason, count in transfer_stats_data["failures"].items():
-            self._failures.labels(*values, reason).inc(count)
-        for way, count in transfer_stats_data[recorder.FIRST_TOKENS].items():
-            self._first_tokens.labels(*values, way).inc(count)
-        for way, count in transfer_stats_data[recorder.HANDOVERS].items():
-            self._handovers.labels(*values, way).inc(count)
+        for name, counter in self._by_reason.items():
+            for reason, count in transfer_stats_data[name].items():
+                counter.labels(*values, reason).inc(count)
         self._set_gauges(values, sum_of_sources(transfer_stats_data[recorder.GAUGES]))
 
     def _set_gauges(self, values: list[object], sums: dict[str, float]) -> None:
@@ -230,12 +233,9 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
             *self._gauges.values(),
         ):
             metric.labels(*values)
-        for reason in FAILURE_REASONS:
-            self._failures.labels(*values, reason)
-        for way in FirstToken:
-            self._first_tokens.labels(*values, way)
-        for way in Handover:
-            self._handovers.labels(*values, way)
+        for name, (_, _, reasons) in BY_REASON.items():
+            for reason in reasons:
+                self._by_reason[name].labels(*values, reason)
 
 
 def sum_of_sources(sources: dict[str, dict[str, float]]) -> dict[str, float]:
