@@ -12,7 +12,7 @@ from vllm_commext.errors import (
     UnsupportedError,
 )
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "CommextError",
