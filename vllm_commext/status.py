@@ -4,6 +4,7 @@ Each capability gets one `CapabilityStatus` when the plugin registers; ``vllm-co
 prints the same objects that the log lines were made from.
 """
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -84,14 +85,18 @@ TOLD = "COMMEXT_TOLD"
 """Lines that the process which started this one has told, for processes of the same server."""
 
 
+@functools.cache
+def _told_before() -> frozenset[str]:
+    is_part = multiprocessing.parent_process() is not None
+    return frozenset(os.environ.get(TOLD, "").split("\n") if is_part else ())
+
+
 def record(status: CapabilityStatus) -> None:
     """Keep the outcome for this process, in place of an earlier one, and log its line: at DEBUG
-    where it is the one of the process that started this one as a part of its server."""
+    where the process that started this one as a part of its server has told it."""
     line = status.line()
     if _statuses.get(status.name) != status:
-        is_part = multiprocessing.parent_process() is not None
-        is_told = is_part and line in os.environ.get(TOLD, "").split("\n")
-        tell(logging.DEBUG if is_told else status.level(), line)
+        tell(logging.DEBUG if line in _told_before() else status.level(), line)
     _statuses[status.name] = status
     os.environ[TOLD] = "\n".join(one.line() for one in _statuses.values())
 

@@ -92,6 +92,7 @@ def test_a_process_of_the_same_server_tells_only_what_differs(method: str, tmp_p
         "def run(depth):\n"
         "    record(CapabilityStatus('a', State.ACTIVE))\n"
         "    record(CapabilityStatus('b', State.REFUSED, 'why' if depth == 2 else ''))\n"
+        "    record(CapabilityStatus('c', State.ACTIVE))\n"
         "    if depth < 3:\n"
         "        context = multiprocessing.get_context(sys.argv[1])\n"
         "        child = context.Process(target=run, args=(depth + 1,))\n"
@@ -113,6 +114,7 @@ def test_a_process_of_the_same_server_tells_only_what_differs(method: str, tmp_p
     assert done.stderr.splitlines() == [
         "INFO commext: a active",
         "WARNING commext: b refused",
+        "INFO commext: c active",
         "WARNING commext: b refused (why)",
         "WARNING commext: b refused",
     ]
