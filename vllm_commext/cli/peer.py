@@ -167,7 +167,6 @@ class _Said(logging.Handler):
         """What does not work, the remedy, and the first that UCX has said."""
         from vllm_commext.nixl.transport.agent import ucx_log
 
-        ucx_log.detach()
         ucx_log.transports()
         first = self.lines[0].rpartition("UCX  ")[2] if self.lines else ""
         hint = f"{remedy}; UCX: {first}" if first else remedy

@@ -175,10 +175,12 @@ class NixlAgent:
         self.name = str(uuid.uuid4())
         self._strided = takes_strided_lists()
         settings = api.nixl_agent_config(backends=[], capture_telemetry=True)
-        with progress_every(api, config.progress_interval):
-            self._agent = api.nixl_agent(self.name, settings)
-        self._create_backends(config)
-        ucx_log.detach()
+        try:
+            with progress_every(api, config.progress_interval):
+                self._agent = api.nixl_agent(self.name, settings)
+            self._create_backends(config)
+        finally:
+            ucx_log.detach()
         self._registered: list[Any] = []
         self._own_lists: list[Any] = []
 
