@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -66,7 +67,11 @@ def test_what_the_prose_says_of_added_latency_is_what_was_measured() -> None:
 
     theirs, proxy, client = (more(name) for name in ("vLLM's", "ours, proxy, streamed", "ours"))
     adds = f"adds {' to '.join(proxy)} ms to a first token"
-    assert f"{adds} where `NixlConnector` adds {' to '.join(theirs)}" in PROSE
+    prompts = "(prompts of 1,000 and 8,000 tokens)"
+    assert f"{adds} where `NixlConnector` adds {' to '.join(theirs)} {prompts}" in PROSE
+    vllm = re.search(r"vLLM (\d+\.\d+)\.", figures.load(figures.FIRST)["about"]["versions"])
+    assert vllm
+    assert f"Two H100, vLLM {vllm[1]}, an 8B-shaped model" in PROSE
     assert f"NixlConnector {' and '.join(theirs)} to the first token" in PROSE
     assert f"vllm_commext {' and '.join(proxy)}]" in PROSE
     assert f"{' and '.join(client)} ms more than one server's" in PROSE
@@ -81,6 +86,8 @@ def test_a_goodput_row_counts_all_rounds(tmp_path: Path) -> None:
 
     made = [row("replicas", [50, 60]), row("fixed", [100, 20]), row("adaptive 15/1000", [90, 95])]
     made.append(row("nixl", [100, 10]))
+    each, first = (int(one.split()[0]) for one in evidence.LIMIT.split(", "))
+    assert f"requests within {each} ms a token and {first // 1000} s to the first token" in PROSE
     told_otherwise = row("adaptive 10/1000", [0, 0])
     table = evidence.goodput({"rows": [*made, told_otherwise]})
     assert table.splitlines()[2:] == [
@@ -140,6 +147,7 @@ def test_the_readme_counts_the_monkey_patched_symbols() -> None:
     )
     assert named
     with_connector = ("tests/contract/test_engine_wait.py", "tests/contract/test_resets.py")
+    assert f"`VLLM_COMMEXT_ALLREDUCE=0` leaves the {named[2]} out" in PROSE
     assert [int(number) for number in named.groups()] == [
         len(INVENTORY),
         sum("CudaCommunicator." in row.symbol for row in INVENTORY),
@@ -169,6 +177,9 @@ def test_the_readmes_versions_are_those_that_are_tested() -> None:
     assert vllm
     assert f"CPU vLLM {vllm[1]}, NIXL {environment.NIXL}" in PROSE
     assert f"nixl=={environment.NIXL}" in README
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    python = project["requires-python"].removeprefix(">=")
+    assert re.findall(r"Python (\d+\.\d+)", PROSE) == [python] * 2
 
 
 def test_each_fault_has_its_row_and_each_row_its_test() -> None:
@@ -182,6 +193,12 @@ def test_each_fault_has_its_row_and_each_row_its_test() -> None:
     }
     assert {test for _, test in named} == tests
     page = (ROOT / "benchmarks" / "results" / "connector_defects.md").read_text()
+    vllm = re.search(r"^vLLM (\d+\.\d+)\.\d+ on CPUs", page, re.MULTILINE)
+    assert vllm
+    assert f"| vLLM {vllm[1]}'s `NixlConnector` |" in README
+    answer = re.search(r"^ANSWER_SECONDS = ([\d.]+)$", DEFECTS.read_text(), re.MULTILINE)
+    assert answer
+    assert f"no answer in {float(answer[1]):g} s" in README
     assert f"{len(tests)} passed" in page
     assert f"{len(tests)} failed" in page
 
@@ -196,4 +213,7 @@ def test_the_chaos_figures_are_those_of_the_run() -> None:
     page = (ROOT / "benchmarks" / "results" / "chaos.md").read_text()
     section = page.partition('<a id="2026-11-24_chaos"></a>')[2].partition("<a id=")[0]
     assert f"- {requests.replace(',', '')} requests: " in section
+    faults = re.search(r"^## Chaos run, (\d+) faults", section, re.MULTILINE)
+    assert faults
+    assert f"load and {faults[1]} seeded faults" in PROSE
     assert f" {errors} error, 0 late, 0 wrong" in section
