@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.kit.crossed import crossed
 from tests.kit.host_kernels import COMPILER
 from tests.unit.allreduce.fused_emulation import Call, Ranks, expected, make_call
 from vllm_commext.allreduce.fused.kernels import Outputs
@@ -56,10 +57,11 @@ def check(ranks: Ranks, calls: list[Call], most_blocks: int, seed: int) -> None:
             assert_same(outputs[rank][index], want, (index, rank, call.form))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_two_ranks_get_what_the_steps_give_one_by_one(shape: FusedShape, kernel: str) -> None:
-    calls = [make_call(shape, Form(kernel, 2), 2, rows, seed=rows) for rows in (1, 7, 2, 5, 16)]
+@pytest.mark.parametrize(("name", "kernel"), crossed(list(SHAPES), KERNELS))
+def test_two_ranks_get_what_the_steps_give_one_by_one(name: str, kernel: str) -> None:
+    calls = [
+        make_call(SHAPES[name], Form(kernel, 2), 2, rows, seed=rows) for rows in (1, 7, 2, 5, 16)
+    ]
     check(Ranks(2, HALF_PACKS), calls, most_blocks=3, seed=1)
 
 
@@ -106,8 +108,9 @@ def test_a_row_has_the_same_bits_in_every_form_and_batch(world_size: int) -> Non
             assert_same(got, want, (begin, end))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "kernel"), crossed(["bfloat16", "float16", "float32"], KERNELS), ids=str
+)
 def test_every_bit_pattern_passes(dtype: str, kernel: str) -> None:
     """The words that mean "nothing yet" among them: they come out as the NaNs that they are."""
     words = [0xFFFFFFFF, 0x7FFFFFFF, 0x80000000, 0, 0xFFFF0000, 0x0000FFFF, 0x7F800000, 0xFF80FF80]
