@@ -184,9 +184,14 @@ def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
 
     from vllm_commext.allreduce import creation
     from vllm_commext.allreduce.fused import op as fused_op
-    from vllm_commext.compat import allreduce, fused_pass, group_facts, reduce_rms
+    from vllm_commext.compat import (
+        allreduce,
+        fused_pass,
+        group_facts,
+        reduce_rms,
+        reduce_rms_models,
+    )
     from vllm_commext.compat.monkey_patch import is_patched, restore, row_of
-    from vllm_commext.reduce_rms import measured
 
     stage.__init__()
     stage.gpu = "another GPU" if name == "unknown machine" else stage.gpu
@@ -208,7 +213,7 @@ def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
             made.unique_name = "tp:0"
             allreduce.attach(made, store)
         found: dict[str, Any] = {"exchanges": stage.exchanges}
-        kind = measured.GATED if name == "no norm measured" else measured.FUSED
+        kind = reduce_rms_models.GATED if name == "no norm measured" else reduce_rms_models.FUSED
         norm = reduce_rms.take_part("a model", kind, distributed.get_rank(), 2, group)
     dispatcher = allreduce.dispatcher_of(made)
     rows = [torch.ones(count, HIDDEN, dtype=torch.bfloat16) for count in (1, 2048)]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from vllm_commext.compat import group_facts, hooks, reduce_rms_models
 from vllm_commext.compat.monkey_patch import is_patched, original_of, patch_all, row_of
 from vllm_commext.errors import CommextError, UnsupportedError
-from vllm_commext.reduce_rms import measured
 from vllm_commext.settings import read_settings
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ def _why_not(kind: str, world_size: int, group: "ProcessGroup") -> str:
         return ""
     if facts.eager:
         return "the engine is eager, and a call would cost the host more than the GPU gains"
-    if not measured.is_faster(kind, facts.gpu, world_size, facts.dtype):
+    if not reduce_rms_models.is_faster(kind, facts.gpu, world_size, facts.dtype):
         where = f"{world_size} x {facts.gpu}, {facts.dtype}"
         return f"it was not measured faster than {kind} on {where}"
     return ""
@@ -120,7 +119,7 @@ def take_part(
 
     Args:
         model: its name, for the log.
-        kind: what vLLM does without the op, one of `measured.KINDS`.
+        kind: what vLLM does without the op, one of `reduce_rms_models.KINDS`.
         rank: this process's rank in the group.
         world_size: ranks of the group.
         group: sends objects without a GPU.
@@ -156,7 +155,7 @@ def get_allreduce_workspace(
     """Replaces vLLM's function of that name; sizes are ours to choose."""
     made = None
     if process_group is not None:
-        made = take_part(MODEL, measured.FUSED, rank, world_size, process_group)
+        made = take_part(MODEL, reduce_rms_models.FUSED, rank, world_size, process_group)
     if made is not None:
         _take_the_op()
         return made.workspace

@@ -18,7 +18,6 @@ from vllm_commext.compat import evidence, hooks
 from vllm_commext.compat.api_checks import FUSERS, MIXER, SPREAD_NORMS
 from vllm_commext.compat.monkey_patch import original_of, patch_all
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.reduce_rms import measured
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +25,16 @@ if TYPE_CHECKING:
     from vllm_commext.reduce_rms.workspace import Workspace
 
 logger = logging.getLogger("vllm.commext.reduce_rms")
+
+# What vLLM does without the op.
+FUSED = "vLLM's fused op"  # MiniMax-M2: Q and K in one launch of vLLM's own
+GATHERED = "gathered Q and K"  # whole rows on every rank, normalised and thrown away but for a part
+GATED = "a gated norm"  # Mamba2 with one group: a sum of squares, an all-reduce, the rest
+KINDS = (FUSED, GATHERED, GATED)
+
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+_FASTER: dict[tuple[str, str], tuple[int, ...]] = {(FUSED, H200): (2, 4), (GATHERED, H100): (2,)}
+_DTYPES = ("bfloat16",)
 
 QK_NORMS = ("q_norm", "k_norm")
 TakePart = Callable[..., "Workspace | None"]
@@ -35,6 +44,14 @@ Norm = Callable[..., Any]
 TRANSFORMERS, MAMBA2 = "the Transformers backend", "Mamba2"
 _failures: dict[str, str] = {}
 """By model, what its first layer's trial found; empty where that was all well."""
+
+
+def is_faster(kind: str, gpu: str, world_size: int, dtype: str) -> bool:
+    """Whether the op was measured faster there than `kind`, one of `KINDS`, at every number of
+    tokens, in CUDA graphs: ``benchmarks/reduce_rms.py``, results of 2026-11-22, and
+    ``benchmarks/spread_norms.py``, of 2026-11-24. `GATED` was faster up to 256 tokens and slower
+    from 1024 on, and so is nowhere."""
+    return dtype in _DTYPES and world_size in _FASTER.get((kind, gpu), ())
 
 
 def _serve(
@@ -119,7 +136,7 @@ def _install_attention(model: str, symbol: str, give: Give) -> None:
         self.commext_handle = 0
         if _spreads_whole_rows(self):
             norms, widths = (stock_norm, _apply_qk_norm), (self.q_size, self.kv_size)
-            _serve(model, measured.GATHERED, self, norms, widths, give)
+            _serve(model, GATHERED, self, norms, widths, give)
 
     @functools.wraps(stock_norm)
     def _apply_qk_norm(self: Any, q: "torch.Tensor", k: "torch.Tensor") -> Any:
@@ -149,7 +166,7 @@ def _install_transformers(give: Give) -> None:
         width = vllm_config.model_config.get_head_size()
         if _is_spread(made, prefix, width):
             norms, widths = (stock_forward, forward), (made.weight.shape[0] // made.tp_size,)
-            _serve(TRANSFORMERS, measured.GATHERED, made, norms, widths, give)
+            _serve(TRANSFORMERS, GATHERED, made, norms, widths, give)
         return made
 
     @functools.wraps(stock_forward)
@@ -187,7 +204,7 @@ def _install_mamba2(give: Give) -> None:
         self.commext_handle = 0
         if self.tp_size > 1 and self.n_groups == 1 and self.use_rms_norm:
             norms, widths = (stock_forward, forward_native), [self.weight.numel()] * 2
-            _serve(MAMBA2, measured.GATED, self, norms, widths, give)
+            _serve(MAMBA2, GATED, self, norms, widths, give)
 
     @functools.wraps(stock_forward)
     def forward_native(self: Any, x: "torch.Tensor", gate: "torch.Tensor") -> Any:
