@@ -154,11 +154,12 @@ def _told(host: str, port: int) -> Iterable[Check]:
 
 
 class _Said(logging.Handler):
-    """Keeps what UCX warns of."""
+    """Keeps what UCX warns of, and transports, of which it tells once for all peers alike."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
+        self.transports: Sequence[str] = ()
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
@@ -214,9 +215,9 @@ def _read(agent: NixlAgent, worker: WorkerDescription, said: _Said, name: str) -
         return said.failure(name, value, NO_METADATA)
     if speed is None:
         return said.failure(name, f"no read ended within {READ_SECONDS:g} s", NO_READ)
-    transports = ucx_log.transports()
-    value = probe.describe(speed, transports).removeprefix("self-probe: ")
-    return Check(READS, name, value, *_judge(transports))
+    said.transports = ucx_log.transports() or said.transports
+    value = probe.describe(speed, said.transports).removeprefix("self-probe: ")
+    return Check(READS, name, value, *_judge(said.transports))
 
 
 def _judge(transports: Sequence[str]) -> tuple[Level, str]:
