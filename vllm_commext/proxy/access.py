@@ -76,7 +76,7 @@ def _error_response(error: ProxyError) -> web.Response:
         headers["WWW-Authenticate"] = "Bearer"
     if error.answer is None:
         return web.json_response(error.as_json(), status=error.status, headers=headers)
-    headers["Content-Type"] = error.answer.content_type
+    headers |= error.answer.headers
     return web.Response(status=error.status, body=error.answer.body, headers=headers)
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,10 +43,11 @@ class Losses:
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """An engine's own error answer, to be passed on as it is."""
+    """An engine's own answer, to be passed on as it is: ``headers`` are its type and what it lets
+    the pages of browsers do."""
 
     body: bytes
-    content_type: str
+    headers: Mapping[str, str] = field(default_factory=lambda: {"Content-Type": "application/json"})
 
 
 class ProxyError(CommextError):

@@ -32,6 +32,7 @@ from vllm_commext.proxy.sse import (
 MAX_ANSWER_BYTES = 64 * MIB
 _CANNOT_CONNECT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _LOST = (aiohttp.ClientError, OSError, EngineLostError)
+_CORS = ("access-control-", "vary")
 _DEAD = (b"EngineDeadError", b"EngineCore encountered an issue")
 
 
@@ -118,7 +119,9 @@ async def read_answer(engine: Engine, response: aiohttp.ClientResponse) -> Engin
         body += piece
         if len(body) > MAX_ANSWER_BYTES:
             raise bad_answer(engine, f"more than {MAX_ANSWER_BYTES} bytes")
-    return EngineAnswer(bytes(body), response.headers.get("Content-Type", "application/json"))
+    headers = {"Content-Type": response.headers.get("Content-Type", "application/json")}
+    headers |= {k: v for k, v in response.headers.items() if k.lower().startswith(_CORS)}
+    return EngineAnswer(bytes(body), headers)
 
 
 def prefill_answer(engine: Engine, status: int, answer: EngineAnswer) -> dict[str, Any]:
@@ -172,7 +175,7 @@ def failure_told(engine: Engine, event: bytes, losses: Losses) -> ProxyError:
     """What an *event* in the midst of a stream tells of it; empty for a stream of another engine's
     that does not go on where the one before was lost."""
     if (told := opening_error(event)) is not None:
-        answer = EngineAnswer(told[1], "application/json")
+        answer = EngineAnswer(told[1])
         return _noted(engine_error(engine, told[0], answer), losses)
     if event:
         return aborted(engine)
@@ -289,7 +292,7 @@ async def _opening(
     if opens_aborted(events):
         raise aborted(engine)
     if (failed := opening_error(events)) is not None and failed[0] >= 500:
-        raise engine_error(engine, failed[0], EngineAnswer(failed[1], "application/json"))
+        raise engine_error(engine, failed[0], EngineAnswer(failed[1]))
     if has_ended or ends_empty(events):
         raise bad_answer(engine, "a stream that ends before its first token; its log may say why")
     return events

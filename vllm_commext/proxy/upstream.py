@@ -37,7 +37,6 @@ logger = logging.getLogger("vllm.commext.proxy")
 
 T = TypeVar("T")
 PICK_INTERVAL_SECONDS = 0.05
-_CORS = ("access-control-", "vary")
 _MAX_FETCHES = 8
 """Questions about engines themselves that are asked at a time; others wait for their turn."""
 MAX_JOINED_BYTES = 256 << 10
@@ -237,9 +236,7 @@ class Upstream:
                 method, engine.url + path, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
                 answer = await read_answer(engine, response)
-                told = {"Content-Type": answer.content_type}
-                told |= {k: v for k, v in response.headers.items() if k.lower().startswith(_CORS)}
-                return response.status, told, answer.body
+                return response.status, answer.headers, answer.body
 
     async def _ask(
         self,

@@ -60,6 +60,21 @@ async def test_a_browser_is_told_what_the_engine_allows(kit: Any, path: str, tmp
             assert response.status == 401
 
 
+async def test_a_browser_gets_what_the_engine_allows_with_an_answer(kit: Any) -> None:
+    """Else the page may not read it, whatever was said beforehand."""
+
+    async def behave(call: Any) -> None:
+        await call.answer(400, b"{}", headers="Access-Control-Allow-Origin: https://page\r\n")
+
+    for role in ("prefill", "decode"):
+        async with kit.cluster() as cluster:
+            getattr(cluster, role)[0].behave = behave
+            response = await cluster.ask(BODY)
+            assert response.status == 400
+            assert response.headers["Access-Control-Allow-Origin"] == "https://page"
+            assert response.headers.getall("Content-Type") == ["application/json"]
+
+
 HIDDEN = {
     "as a string": {"vllm_xargs": {"kv_transfer_params": "x"}},
     "as a number": {"vllm_xargs": {"kv_transfer_params": 3}},
