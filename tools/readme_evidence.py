@@ -43,20 +43,26 @@ def latency(results: Results) -> str:
     return "\n".join(lines)
 
 
-def goodput(results: Results) -> str:
-    """Percent of requests within the limits, a row a workload and rate."""
+def goodput(*runs: Results) -> str:
+    """Percent of requests within the limits, a row a run, workload and rate; "-" for the one way
+    that a later run may be without."""
+    lines = [f"| requests in time | {' | '.join(WAYS.values())} |", f"|---|{'---|' * len(WAYS)}"]
+    for place, run in enumerate(runs, 1):
+        for (workload, rate), at in _shares(run).items():
+            if len(at) >= len(WAYS) - (place > 1):
+                label = f"{WORKLOADS[workload]}, {rate:g}/s" + (f", run {place}" * (place > 1))
+                lines.append(f"| {label} | {' | '.join(at.get(way, '-') for way in WAYS)} |")
+    return "\n".join(lines)
+
+
+def _shares(run: Results) -> dict[tuple[str, float], dict[str, str]]:
+    """Percent of requests within the limits, by workload and rate, and by way."""
     cells: dict[tuple[str, float], dict[str, str]] = {}
-    for row in results["rows"]:
+    for row in run["rows"]:
         way = row["way"].partition(" ")[0]
         is_told = "/" not in row["way"] or row["way"].endswith("15/1000")
         if way in WAYS and is_told and LIMIT in row["good"]:
             share = sum(row["good"][LIMIT]) / row["requests"]
-            rounds = " (one round)" if row["rounds"] == 1 else ""
-            at = cells.setdefault((row["workload"], row["rate"]), {"rounds": rounds})
+            at = cells.setdefault((row["workload"], row["rate"]), {})
             at[way] = f"{share:.0%}".replace("%", " %")
-    lines = [f"| requests in time | {' | '.join(WAYS.values())} |", f"|---|{'---|' * len(WAYS)}"]
-    for (workload, rate), at in cells.items():
-        if all(way in at for way in WAYS):
-            label = f"{WORKLOADS[workload]}, {rate:g}/s{at['rounds']}"
-            lines.append(f"| {label} | {' | '.join(at[way] for way in WAYS)} |")
-    return "\n".join(lines)
+    return cells

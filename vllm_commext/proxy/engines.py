@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -237,6 +237,10 @@ class Engine:
         self.memory.clear()
         self.load.cache_tokens = 0.0
         self.capabilities = UNKNOWN
+
+    def learn_again(self) -> None:
+        """Have the next check read again what the engine can; until then it can what it could."""
+        self.capabilities = replace(self.capabilities, is_known=False)
 
     def lose(self) -> None:
         """Let go whoever waits for an answer."""

@@ -150,6 +150,8 @@ class Stream:
             opened = await asyncio.shield(self._decode)
         except ProxyError as error:
             self.way = AtOnce.FAILED
+            assert self._asked is not None  # as long as the decode engine is asked
+            self._asked.learn_again()
             self._leave()
             return error
         self.way = AtOnce.STREAMED

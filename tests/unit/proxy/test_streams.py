@@ -347,6 +347,28 @@ async def test_few_decode_answers_wait_for_one_prefill_engine(kit: Any) -> None:
         assert len(decoding.calls) == 1 + len(asked)
 
 
+async def test_after_a_stream_that_failed_the_prefill_engine_is_asked_again_what_it_can(
+    kit: Any,
+) -> None:
+    """As it knows after its first step that its model is not streamed."""
+
+    async def refusing(call: Any) -> None:
+        if "stream_key" in params_of(call):
+            await call.answer(500, b'{"error": {"message": "no"}}')
+        else:
+            await decode(call)
+
+    async with running(kit) as cluster:
+        cluster.decode[0].behave = refusing
+        (engine,) = cluster.proxy.pools[0].engines
+        cluster.prefill[0].streams = False
+        assert engine.capabilities.streams
+        await ask(cluster)
+        await kit.until(lambda: not engine.capabilities.streams, "another look at its page")
+        await ask(cluster)
+        assert await ways(cluster) == {"failed": 1, "not_known": 1}
+
+
 async def test_an_engine_that_was_away_may_be_another_one(kit: Any) -> None:
     async with running(kit) as cluster:
         await ask(cluster)
