@@ -194,7 +194,7 @@ def serve(way: str) -> Any:
     first = names.UNFUSED if way == APART else names.FUSED_PUSH
     table = Table(2, {}, "test", {"float32": (Row(1 << 30, (first,)),)})
     apart = fused_op.after_all_reduce(group.device_communicator.all_reduce)
-    norm = fused_op.FusedNorm(apart, [], FusedPolicy(table))
+    norm = fused_op.FusedNorm(apart, None, FusedPolicy(table))
     fused_op.register_group(group.unique_name, norm)
     fused_pass.install()
     return norm

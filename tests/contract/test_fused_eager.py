@@ -55,7 +55,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Twofold]:
     rows = (Row(2 * MOST * HIDDEN * 4, (names.FUSED_PUSH,)), Row(1 << 30, (names.UNFUSED,)))
     policy = FusedPolicy(Table(2, {}, "test", {"float32": rows}))
     apart = fused_op.after_all_reduce(lambda x: x + x)
-    fused_op.register_group(GROUP, fused_op.FusedNorm(apart, [made], policy))
+    fused_op.register_group(GROUP, fused_op.FusedNorm(apart, made, policy))
     fused_eager.install()
     fused_eager.install()
     yield made

@@ -99,7 +99,7 @@ def served() -> Iterator[Callable[[str], None]]:
         rows = (Row(1 << 30, (first,)),)
         table = Table(2, {}, "test", {"bfloat16": rows, "float32": rows})
         apart = fused_op.after_all_reduce(lambda x: x + x)
-        fused_op.register_group(GROUP, fused_op.FusedNorm(apart, [], FusedPolicy(table)))
+        fused_op.register_group(GROUP, fused_op.FusedNorm(apart, None, FusedPolicy(table)))
         fused_pass.install()
         fused_pass.install()
 

@@ -94,14 +94,14 @@ def _serve_fused_op(
     from vllm_commext.collective import Collective
 
     push = made.backends.get(names.PUSH)
-    backends: list[PushFused] = []
+    ours = None
     if isinstance(push, PushBackend):
         kernels = FusedKernels(push.memory, Collective.over(communicator.cpu_group))
-        backends.append(PushFused(kernels, communicator.world_size))
+        ours = PushFused(kernels, communicator.world_size)
     apart = fused_op.after_all_reduce(communicator.all_reduce)
     policy = FusedPolicy(made.table, required.only, throughout=required.by_itself)
-    fused_op.register_group(communicator.unique_name, fused_op.FusedNorm(apart, backends, policy))
-    if not backends:
+    fused_op.register_group(communicator.unique_name, fused_op.FusedNorm(apart, ours, policy))
+    if ours is None:
         return
     if _may(FUSED_NORM, steps, communicator.device):
         _use_in_passes(policy, required.facts)

@@ -87,7 +87,7 @@ OPS = Ops(
 @pytest.fixture(autouse=True)
 def _group() -> Iterator[None]:
     apart = fused_op.after_all_reduce(lambda x: _all_reduce(x, OURS))
-    fused_op.register_group(OURS, fused_op.FusedNorm(apart, [], FusedPolicy(None)))
+    fused_op.register_group(OURS, fused_op.FusedNorm(apart, None, FusedPolicy(None)))
     yield
     fused_op.forget_group(OURS)
 

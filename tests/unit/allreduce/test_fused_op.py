@@ -43,7 +43,7 @@ twofold = fused_op.after_all_reduce(lambda x: x + x)
 @pytest.fixture
 def twice() -> Iterator[str]:
     """A group of two ranks with the same rows."""
-    fused_op.register_group("twice", FusedNorm(twofold, [], FusedPolicy(None)))
+    fused_op.register_group("twice", FusedNorm(twofold, None, FusedPolicy(None)))
     yield "twice"
     fused_op.forget_group("twice")
 
@@ -146,7 +146,7 @@ MEASURED = Table(
 @pytest.mark.parametrize("forced", [None, names.PUSH, names.NCCL])
 def test_the_fastest_serves_that_all_ranks_have(problem: str, forced: str | None) -> None:
     backend = Backend(problem)
-    norm = FusedNorm(twofold, [backend], FusedPolicy(MEASURED, forced))
+    norm = FusedNorm(twofold, backend, FusedPolicy(MEASURED, forced))
     by_kernel = {None: {4, 5}, names.PUSH: {1, 4, 5}, names.NCCL: set[int]()}[forced]
     for count in (4, 1, 0, 5, 8):
         x, residual, weight = rows_of(torch.bfloat16, count)

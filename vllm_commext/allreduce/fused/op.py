@@ -9,7 +9,7 @@ all-reduce and the rest, one after the other. All ranks make the same calls in t
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -87,18 +87,17 @@ class FusedNorm:
     """Server of the op for one group.
 
     Args:
-        apart: serves what nobody else takes: the sum over ranks and the rest, one after the other.
-        backends: those that serve it in one launch.
+        apart: serves what our kernels do not: the sum over ranks and the rest, one after the other.
+        ours: our kernels, which serve it in one launch; None where the group has none.
 
     Attributes:
         policy: chooses among them; the same on all ranks.
         calls: by the name of who served them. Under CUDA graphs a call counts where it is captured.
     """
 
-    def __init__(self, apart: Apart, backends: Sequence[PushFused], policy: FusedPolicy) -> None:
-        self._apart, self.policy = apart, policy
-        self._backends = {backend.name: backend for backend in backends}
-        self._usable: dict[FusedShape, tuple[str, ...]] = {}
+    def __init__(self, apart: Apart, ours: PushFused | None, policy: FusedPolicy) -> None:
+        self._apart, self._ours, self.policy = apart, ours, policy
+        self._is_ready: dict[FusedShape, bool] = {}
         self.calls: Counter[str] = Counter()
 
     def run(
@@ -112,14 +111,12 @@ class FusedNorm:
         next_weight: torch.Tensor | None = None,
     ) -> Outputs:
         """Serve a call by the fastest that can take so many rows."""
-        usable = self._prepared(shape, x) if len(x) else ()
-        for name in self.policy.ranking(x.numel() * x.itemsize, shape.dtype):
-            if name == names.UNFUSED:
-                break
-            if name in usable and self._backends[name].takes(shape, len(x)):
-                self.calls[name] += 1
-                operands = (shape, x, residual, weight, eps, scale, next_weight)
-                return self._backends[name].run(*operands)
+        ours = self._usable(shape, x)
+        ranking = self.policy.ranking(x.numel() * x.itemsize, shape.dtype)
+        known = (name for name in ranking if name in (names.FUSED_PUSH, names.UNFUSED))
+        if ours is not None and next(known, names.UNFUSED) == names.FUSED_PUSH:
+            self.calls[names.FUSED_PUSH] += 1
+            return ours.run(shape, x, residual, weight, eps, scale, next_weight)
         self.calls[names.UNFUSED] += 1
         return self._apart(shape, x, residual, weight, eps, scale)
 
@@ -129,27 +126,23 @@ class FusedNorm:
         """Return whether a launch of ours is the fastest for it, and ready; collective as a call
         is."""
         shape = _shape(x, residual, weight, "norm", None, weight_bias)
-        usable = self._prepared(shape, x) if len(x) else ()
+        ours = self._usable(shape, x)
         first = self.policy.ranking(x.numel() * x.itemsize, shape.dtype)[:1]
-        return (
-            first == (names.FUSED_PUSH,)
-            and names.FUSED_PUSH in usable
-            and self._backends[names.FUSED_PUSH].takes(shape, len(x))
-        )
+        return ours is not None and first == (names.FUSED_PUSH,)
 
-    def _prepared(self, shape: FusedShape, x: torch.Tensor) -> tuple[str, ...]:
-        """Names of the backends that are ready for a shape on all ranks. All that may ever serve it
-        are prepared at its first call, which is often vLLM's largest: a capture would come too
-        late."""
-        if shape not in self._usable:
+    def _usable(self, shape: FusedShape, x: torch.Tensor) -> PushFused | None:
+        """Our kernels, where they are ready on all ranks and take so many rows. They are prepared
+        at a shape's first call, which is often vLLM's largest: a capture would come too late."""
+        ours = self._ours
+        if ours is None or not len(x):
+            return None
+        if shape not in self._is_ready:
             if x.is_cuda and torch.cuda.is_current_stream_capturing():
                 if self.policy.is_forced:  # as for batch invariance: what began apart stays apart
-                    self._usable[shape] = ()
-                return ()
-            self._usable[shape] = tuple(
-                name for name, backend in self._backends.items() if is_prepared(backend, shape)
-            )
-        return self._usable[shape]
+                    self._is_ready[shape] = False
+                return None
+            self._is_ready[shape] = is_prepared(ours, shape)
+        return ours if self._is_ready[shape] and ours.takes(shape, len(x)) else None
 
 
 def is_prepared(backend: PushFused, shape: FusedShape) -> bool:
