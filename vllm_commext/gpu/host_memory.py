@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from vllm_commext.anonymous_memory import AnonymousMemory, Offer
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu.ipc import check, cuda_runtime
+from vllm_commext.gpu.ipc import cuda_runtime
+from vllm_commext.gpu.launch import check
 
 if TYPE_CHECKING:
     from vllm_commext.collective import Collective

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from vllm_commext.anonymous_memory import host_identity
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu import launch
+from vllm_commext.gpu.launch import check
 
 HANDLE_BYTES = 64
 FILL_BYTES = 8 << 20
@@ -36,15 +36,6 @@ def cuda_runtime() -> Any:
             f"peers' memory is mapped through cuda-bindings, which cannot be imported ({error}); "
             "`pip install cuda-bindings` brings it"
         ) from error
-
-
-def check(result: tuple[Any, ...], what: str) -> Any:
-    """The value of a call of the CUDA runtime's, which may be a single one or none; `what` says in
-    an error what was tried."""
-    status, *values = result
-    if int(status) != 0:
-        raise UnsupportedError(f"{what}: CUDA reports {status!r}")
-    return values[0] if values else None
 
 
 def forget_error() -> None:
@@ -200,7 +191,7 @@ def allocation_of(address: int) -> tuple[int, int]:
     """Address and bytes of the allocation that device memory is part of."""
     driver: Any = importlib.import_module("cuda.bindings.driver")
     status, base, num_bytes = driver.cuMemGetAddressRange(address)
-    launch.check((status,))
+    check((status,))
     return int(base), int(num_bytes)
 
 

@@ -38,11 +38,12 @@ def current_device() -> Device:
     return Device(index, architecture, properties.multi_processor_count)
 
 
-def check(result: tuple[Any, ...]) -> Any:
-    """The value of a call of the driver's; UnsupportedError where it reports an error."""
+def check(result: tuple[Any, ...], what: str = "") -> Any:
+    """The value of a call of the driver's or the runtime's, if it has one; UnsupportedError, with
+    *what* was tried, where it reports an error."""
     status, *values = result
     if int(status) != 0:
-        raise UnsupportedError(f"CUDA reports {status!r}")
+        raise UnsupportedError(f"{what}: CUDA reports {status!r}".removeprefix(": "))
     return values[0] if values else None
 
 

@@ -43,19 +43,13 @@ def _call(function: Any, *args: Any) -> Any:
         raise UnsupportedError(f"NVRTC cannot be loaded ({error})") from error
     if int(status) != 0:
         raise UnsupportedError(f"{function.__name__} failed with {status!r}")
-    return values[0] if values else None
+    return values[0] if len(values) == 1 else values
 
 
 @functools.cache
 def nvrtc_version() -> str:
     """Version of the NVRTC library, such as ``13.0``."""
-    bindings = nvrtc()
-    try:
-        status, major, minor = bindings.nvrtcVersion()
-    except RuntimeError as error:
-        raise UnsupportedError(f"NVRTC cannot be loaded ({error})") from error
-    if int(status) != 0:
-        raise UnsupportedError(f"nvrtcVersion failed with {status!r}")
+    major, minor = _call(nvrtc().nvrtcVersion)
     return f"{major}.{minor}"
 
 

@@ -221,7 +221,7 @@ class CudaSlab(PinnedMemory):
         super().__init__(PLACES_BYTES + SCRATCH_BYTES)
         runtime = ipc.cuda_runtime()
         created = runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming)
-        self.event = ipc.check(created, "making an event")
+        self.event = launch.check(created, "making an event")
 
 
 class CudaDevice:
@@ -245,7 +245,7 @@ class CudaDevice:
         self._runtime = ipc.cuda_runtime()
         flags = self._runtime.cudaStreamNonBlocking
         created = self._runtime.cudaStreamCreateWithFlags(flags)
-        self._stream = int(ipc.check(created, "making a stream"))
+        self._stream = int(launch.check(created, "making a stream"))
         self._slabs: list[CudaSlab] = []
 
     def enter(self) -> None:
@@ -253,7 +253,7 @@ class CudaDevice:
         launch.enter_context(self._function.driver, self._device.ordinal)
         relaxed = self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
         changed = self._runtime.cudaThreadExchangeStreamCaptureMode(relaxed)
-        ipc.check(changed, "letting other threads capture graphs")
+        launch.check(changed, "letting other threads capture graphs")
 
     def make_slab(self) -> CudaSlab:
         """New memory for a launch."""
@@ -265,14 +265,14 @@ class CudaDevice:
         num_blocks = min(self._num_blocks, -(-arguments.num_chunks // WARPS))
         self._function.launch(arguments, num_blocks, self._stream)
         recorded = self._runtime.cudaEventRecord(slab.event, self._stream)
-        ipc.check(recorded, "recording an event")
+        launch.check(recorded, "recording an event")
 
     def is_done(self, slab: CudaSlab) -> bool:
         """Whether the copy with this slab has ended; raises where it has failed."""
         (status,) = self._runtime.cudaEventQuery(slab.event)
         if status == self._runtime.cudaError_t.cudaErrorNotReady:
             return False
-        ipc.check((status,), "copying from the mapped memory")
+        launch.check((status,), "copying from the mapped memory")
         return True
 
     def open(self, handle: bytes) -> int:
@@ -288,9 +288,9 @@ class CudaDevice:
         with contextlib.suppress(UnsupportedError):  # at a process's end CUDA may have gone before
             while self._slabs:
                 slab = self._slabs.pop()
-                ipc.check(self._runtime.cudaEventDestroy(slab.event), "giving back an event")
+                launch.check(self._runtime.cudaEventDestroy(slab.event), "giving back an event")
                 slab.close()
-            ipc.check(self._runtime.cudaStreamDestroy(self._stream), "giving back the stream")
+            launch.check(self._runtime.cudaStreamDestroy(self._stream), "giving back the stream")
 
 
 class Gather:
