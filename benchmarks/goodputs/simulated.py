@@ -3,7 +3,8 @@
 `measured`: beside the cells of a measurement on two H100. `grid`: goodput by workload, limits and
 rate. `highest`: the highest rate with 90 % of requests in time. `refusals`: what refusing brings
 under too much load. `caches`: engines with small KV caches. `turns`: later turns
-of conversations. `fleets`: many engines, some of
+of conversations. `hindsight`: beside the best placement that is found where everything to come is
+known. `fleets`: many engines, some of
 them slow, some lost and back.
 """
 
@@ -11,6 +12,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
+from goodputs.hindsight import best_share
 from goodputs.policies import Adaptive, Fixed, InTurn, Knowing, Overflow, Replicas
 from goodputs.simulator import Hardware, Policy, Request, Simulation, Turn
 from vllm_commext.bench.figures import quantile
@@ -21,6 +23,7 @@ PAIR = (Hardware(), Hardware())
 SECONDS, WARM_SECONDS, SEEDS = 45.0, 10.0, (1, 2, 3)
 GOOD = 0.9
 STEPS = 6
+NUM_TRIES = 600
 WORKLOADS = (MIXED, CONVERSATION, "document", "short")
 SATURATION = {MIXED: 19.0, CONVERSATION: 6.0, "document": 8.0, "short": 85.0}
 """Requests a second that two engines could take without any limit, about."""
@@ -185,6 +188,32 @@ def turns_told(job: tuple[str, str, float, Limits]) -> str:
     return f"{share:.0%} {first:.0f} {good:.0%}"
 
 
+def hindsight(job: tuple[str, float, Limits, int]) -> str:
+    """Of one seed the share in time of each contestant, and of the best placement found."""
+    workload, rate, limits, seed = job
+    arrivals = make(workload, rate, SECONDS, seed)
+    runs = [Simulation(PAIR, arrivals, build(PAIR, limits)).run() for build in CONTESTANTS.values()]
+    counted = [[one for one in run if one.arrival.at >= WARM_SECONDS] for run in runs]
+    shares = [sum(one.is_good(limits) for one in run) / len(run) for run in counted]
+    starts = [[(one.prefill, one.decode) for one in run] for run in runs]
+    best = best_share(PAIR, arrivals, limits, starts, WARM_SECONDS, NUM_TRIES)
+    return " ".join(f"{100 * share:.0f}" for share in (*shares, best))
+
+
+def print_hindsight(workers: ProcessPoolExecutor) -> None:
+    cells = [
+        ("document", rate, Limits(0.010, first))
+        for rate, first in ((2.4, 2.0), (4.0, 1.0), (4.0, 2.0))
+    ]
+    results = workers.map(hindsight, [(*cell, seed) for cell in cells for seed in SEEDS])
+    print(f"{' / '.join(CONTESTANTS)} / hindsight, % in time\n")
+    print("| workload | requests/s | limits |" + "".join(f" seed {seed} |" for seed in SEEDS))
+    print("|---|---|---|" + "---|" * len(SEEDS))
+    for workload, rate, limits in cells:
+        row = " | ".join(next(results) for _ in SEEDS)
+        print(f"| {workload} | {rate:g} | {limits} | {row} |")
+
+
 def print_turns(workers: ProcessPoolExecutor) -> None:
     names = ("replicas", "fixed", "adaptive")
     cells = [
@@ -271,6 +300,7 @@ TABLES = {
     "refusals": print_refusals,
     "caches": print_caches,
     "turns": print_turns,
+    "hindsight": print_hindsight,
     "fleets": print_fleets,
 }
 
