@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 
 from tests.chaos.faults import LONG_PROMPT, inject
@@ -215,10 +215,18 @@ class _Run:
         model, prompt = cluster.MODEL_NAME, (65,) * 2 * cluster.BLOCK_SIZE
         for role in (PREFILL, DECODE):
             complete(self._stage.url(role), model, (65,) * LONG_PROMPT, max_tokens=2)
-        for source, target in product(self._stage.urls(PREFILL), self._stage.urls(DECODE)):
+        for source, target in self._pairs():
             params = {"kv_transfer_params": prefill(source, model, prompt)}
             complete(target, model, prompt, max_tokens=2, extra=params)
         time.sleep(WARM_UP_SECONDS)
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        """Engines that may read from one another."""
+        prefill, decode = self._stage.urls(PREFILL), self._stage.urls(DECODE)
+        if self._scenario.adaptive:
+            alone, everyone = self._stage.url(PREFILL), [*prefill, *decode]
+            return [pair for pair in permutations(everyone, 2) if pair[1] != alone]
+        return list(product(prefill, decode))
 
     def _settle(self, when: str, roles: Sequence[str], *, compare: bool = False) -> None:
         """Pause the load and count what the engines hold: a baseline, or against it."""
