@@ -149,6 +149,7 @@ def test_the_ports_of_ucx_are_blocked(
     with link.ports_dropped(PORTS):
         found = checks(place, capsys, status=2)
     assert found["handshake"]["level"] == "ok"
+    assert "NIXL_ERR_BACKEND" in fault(found)["value"]  # not after minutes
     assert "UCX_TCP_PORT_RANGE" in fault(found)["hint"]
 
 

@@ -170,6 +170,7 @@ class _Said(logging.Handler):
 
         ucx_log.transports()
         first = self.lines[0].rpartition("UCX  ")[2] if self.lines else ""
+        remedy = NO_READ if "timed out" in first else remedy
         hint = f"{remedy}; UCX: {first}" if first else remedy
         return Check(READS, name, value, Level.ERROR, hint)
 
