@@ -5,11 +5,12 @@ they move to the other one; then as many new streams at that other engine lose i
 on at the first one.  An engine serves nobody when the proxy counts no request there: after the
 drain it could end, after the kill all losses are detected.  "Beyond" is the longest gap of a stream
 since the drain less its own 99th percentile before, while all streams ran.  Of some answers each
-token is judged by an engine that computes all of it at once.
+token is judged by an engine that computes all of it at once.  With `--proxy-args --no-move` a drain
+takes as long as the longest answer.
 
     python benchmarks/moves.py --out OUT
     python benchmarks/moves.py --device cuda --roles prefill decode decode --gpus 0 0 1 \
-        --kv-gib 8 34 40 --out OUT --server-args \
+        --kv-gib 8 34 40 --connector-extra '{"reuse_blocks": true}' --out OUT --server-args \
         --compilation-config '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'
     python benchmarks/moves.py --device cuda --roles both both --gpus 0 1 --kv-gib 44 44 \
         --connector-extra '{"reuse_blocks": true}' --out OUT
