@@ -36,6 +36,7 @@ from tests.kit.installed import VLLM
 from tests.kit.metrics import Metrics, scrape, wait_for_added
 from tests.kit.servers import Server, VllmServer
 from tests.kit.tiny_kinds import KINDS
+from tests.kit.tiny_lora import write_lora
 from tests.kit.tiny_model import write_tiny_model
 from vllm_commext import private_files
 from vllm_commext.proxy.resume import Resume
@@ -55,13 +56,16 @@ CONTINUOUS: dict[str, Any] = {
     "stream_options": {"include_usage": True, "continuous_usage_stats": True}
 }
 REUSED = "vllm:commext_nixl_reuse_blocks_total"
-# Kinds of models, and whether servers offer blocks to one another.
+HAS_REUSE = Version("0.32") <= VLLM
+# Kinds of models, whether servers offer blocks to one another, and whether an adapter is asked.
 SERVED = (
-    pytest.param(("llama", Version("0.32") <= VLLM), id="llama"),
-    pytest.param(("llama", False), marks=pytest.mark.long, id="llama without reuse"),
-    pytest.param(("granite1", False), marks=pytest.mark.long, id="granite1"),
-    pytest.param(("qwen3next", False), marks=pytest.mark.long, id="qwen3next"),
+    pytest.param(("llama", HAS_REUSE, False), id="llama"),
+    pytest.param(("llama", False, False), marks=pytest.mark.long, id="llama without reuse"),
+    pytest.param(("llama", HAS_REUSE, True), marks=pytest.mark.long, id="lora"),
+    pytest.param(("granite1", False, False), marks=pytest.mark.long, id="granite1"),
+    pytest.param(("qwen3next", False, False), marks=pytest.mark.long, id="qwen3next"),
 )
+ADAPTER = "adapted"
 # What is asked for, and whether the other server goes on from the tokens or begins again.
 ASKED: dict[str, tuple[str, dict[str, Any], bool]] = {
     "usage": (COMPLETIONS, USAGE, True),
@@ -90,6 +94,7 @@ class Servers:
     second: VllmServer
     folder: Path
     reuses: bool
+    model: str
     routing: Routing = field(init=False)
 
     @property
@@ -114,7 +119,7 @@ class Servers:
 def servers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Servers]:
-    kind, reuses = request.param
+    kind, reuses, has_adapter = request.param
     folder = tmp_path_factory.mktemp(kind)
     model = with_markup(write_tiny_model(folder / kind, kind), folder / "model")
     template = folder / "chat.jinja"
@@ -123,6 +128,9 @@ def servers(
     args += [] if kind == "llama" else ["--no-enable-prefix-caching"]
     args += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     args += ["--reasoning-parser", "olmo3"]
+    if has_adapter:
+        adapter = write_lora(folder / ADAPTER, model, 0)
+        args += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"{ADAPTER}={adapter}"]
     plain = cluster.plain_server("plain", model, folder, args=args, environ=PLAIN_ENVIRON)
     roles = {"prefill": "kv_producer", "first": "kv_consumer", "second": "kv_consumer"}
     made = {
@@ -137,7 +145,8 @@ def servers(
         for name, role in roles.items()
     }
     with cluster.all_ready([plain, *made.values()]):
-        yield Servers(plain, **made, folder=folder, reuses=reuses)
+        asked = ADAPTER if has_adapter else cluster.MODEL_NAME
+        yield Servers(plain, **made, folder=folder, reuses=reuses, model=asked)
 
 
 class Asked:
@@ -148,7 +157,7 @@ class Asked:
         self, servers: Servers, name: str, barrier: threading.Barrier, num_tokens: int = NUM_TOKENS
     ) -> None:
         path, changes, _ = ASKED[name]
-        long = {"max_tokens": num_tokens, "ignore_eos": True}
+        long = {"model": servers.model, "max_tokens": num_tokens, "ignore_eos": True}
         self.path, self.body = path, body_of(path, {**long, **changes})
         self.request_id = uuid.uuid4().hex
         self._servers, self._barrier = servers, barrier
