@@ -2,6 +2,7 @@
 engines compute of them, and that answers stay those of one engine."""
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ FIRST_TOKENS, NEW_TOKENS, ANSWER_TOKENS = 480, 40, 24
 NUM_CONVERSATIONS, NUM_TURNS = 4, 3
 HITS = "vllm:prefix_cache_hits_total"
 PLACED = "commext_proxy_placements_total"
+NO_CACHE = "--no-enable-prefix-caching"
+LIMIT_FACTORS = (1.3, 1.0, 1.7, 2.5)
+"""Of what a token takes beside five other answers; how much it takes with all else is not known."""
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +32,19 @@ def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
     made = [
         cluster.engine_server(name, model, folder, cluster.kv_transfer_config("kv_both"))
         for name in ("one", "other")
+    ]
+    with cluster.all_ready(made):
+        yield made
+
+
+@pytest.fixture
+def forgetful(model: Path, tmp_path: Path) -> Iterator[list[VllmServer]]:
+    """Engines that compute each prompt anew."""
+    made = [
+        cluster.engine_server(
+            name, model, tmp_path, cluster.kv_transfer_config("kv_both"), args=[NO_CACHE]
+        )
+        for name in ("here", "there")
     ]
     with cluster.all_ready(made):
         yield made
@@ -88,3 +105,44 @@ def test_answers_stay_the_same_while_the_load_changes(
             assert got == right
         page = scrape(proxy.url)
     assert page.total(PLACED, kind="local") + page.total(PLACED, kind="handed_over") > len(prompts)
+
+
+def shares_handed_over(
+    proxy: Server, loads: Sequence[Sequence[tuple[Prompt, int]]], right: Sequence[object]
+) -> list[float]:
+    """Shares of loads one after the other that went to two engines; their answers are checked."""
+    shares, before = list[float](), (0.0, 0.0)
+    with ThreadPoolExecutor(9) as clients:
+        for load, expected in zip(loads, right, strict=True):
+            assert [*clients.map(partial(answer, proxy.url), *zip(*load, strict=True))] == expected
+            page = scrape(proxy.url)
+            now = page.total(PLACED, kind="handed_over"), page.total(PLACED)
+            shares.append((now[0] - before[0]) / (now[1] - before[1]))
+            before = now
+    return shares
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_roles_come_and_go_with_the_load(forgetful: list[VllmServer], tmp_path: Path) -> None:
+    """Long prompts beside answers are handed over to save these: one engine prefills, the other one
+    decodes. With short ones each does both. When long ones come back it is as before."""
+    running: list[Prompt] = equal_prompts(6, 40, 41)
+    prompts, short = equal_prompts(18, 900, 42), equal_prompts(24, 12, 43)
+    long = [(one, 150) for one in running] + [(one, 4) for one in prompts]
+    loads = [long, [(one, 60) for one in short]]
+    url = forgetful[0].url
+    right = [[answer(url, *one) for one in load] for load in loads]
+    with ThreadPoolExecutor(6) as clients:
+        started = time.monotonic()
+        list(clients.map(partial(answer, url), running, [150] * 6))
+        token_ms = (time.monotonic() - started) / 150 * 1e3
+    told: list[str] = []
+    for factor in LIMIT_FACTORS:
+        limits = ("--ttft-ms", "5000", "--tpot-ms", str(round(token_ms * factor)), "--no-affinity")
+        with proxy_before(forgetful, tmp_path, *limits) as proxy:
+            shares = shares_handed_over(proxy, loads * 2, right * 2)
+        told.append(f"{limits[3]} ms: " + " ".join(f"{share:.0%}" for share in shares))
+        if min(shares[0], shares[2]) > max(0.1, 2 * shares[1], 2 * shares[3]):
+            return
+    pytest.fail(f"handed over of long, short, long, short: {told}")
