@@ -23,7 +23,7 @@ PROSE = " ".join(README.split())
 FAILURES = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8")
 DEFECTS = ROOT / "tests" / "cpu" / "test_defects.py"
 MAX_LINES, MAX_COLUMNS, MAX_TABLE_COLUMNS = 130, 120, 160
-LEASE_SECONDS = ConnectorConfig(side_channel_host="", side_channel_port=0).kv_lease_duration
+CONNECTOR = ConnectorConfig(side_channel_host="", side_channel_port=0)
 
 
 def tool(name: str) -> ModuleType:
@@ -75,6 +75,53 @@ def test_what_the_prose_says_of_added_latency_is_what_was_measured() -> None:
     assert f"NixlConnector {' and '.join(theirs)} to the first token" in PROSE
     assert f"vllm_commext {' and '.join(proxy)}]" in PROSE
     assert f"{' and '.join(client)} ms more than one server's" in PROSE
+
+
+def test_what_the_prose_says_of_rounds_is_what_was_measured() -> None:
+    rows = {
+        (row["tokens"], row["engine"]): row
+        for row in tool("readme_figures").load(tool("readme_figures").FIRST)["rows"]
+    }
+
+    def range_of(engine: str) -> list[str]:
+        firsts = [one["first token"] for one in rows[8000, engine]["rounds"]]
+        return [f"{min(firsts):.0f}", f"{max(firsts):.0f}"]
+
+    theirs, ours = range_of("vLLM's"), range_of("ours, proxy, streamed")
+    assert f"rounds took {' to '.join(theirs)} ms to the first token" in PROSE
+    assert f"ours {' to '.join(ours)}." in PROSE
+    rounds = [len(rows[tokens, "plain"]["rounds"]) for tokens in (1000, 8000)]
+    assert f"medians of {rounds[0]} and {rounds[1]} rounds" in PROSE
+    for tokens in (1000, 8000):
+        times = [row["TPOT"] for (length, _), row in rows.items() if length == tokens]
+        assert max(times) <= min(times) * 1.006
+    assert "is the same within 0.6 %" in PROSE
+
+
+def test_what_the_prose_says_of_goodput_is_what_was_measured() -> None:
+    figures = tool("readme_figures")
+    runs = [figures.load(name)["rows"] for name in figures.GOODPUT]
+    first = {(row["way"].split()[0], row["rate"]): row for row in runs[0]}
+
+    def shares(way: str, limit: str) -> str:
+        at = [first[way, rate] for rate in (8.0, 9.0)]
+        return " and ".join(f"{sum(row['good'][limit]) / row['requests']:.0%}"[:-1] for row in at)
+
+    tight, loose = "10 ms, 1000 ms", "25 ms, 1000 ms"
+    assert (
+        f"within 10 ms a token it had {shares('adaptive', tight)} % in run 1, "
+        f"fixed roles {shares('fixed', tight)} %; within 25 ms {shares('adaptive', loose)} %, "
+        f"replicas {shares('replicas', loose)} %"
+    ) in PROSE
+    limit = tool("readme_evidence").LIMIT
+    spread = max(
+        100 * (max(row["good"][limit]) - min(row["good"][limit])) * row["rounds"] / row["requests"]
+        for rows in runs
+        for row in rows
+    )
+    assert f"differ by up to {spread:.0f} points" in PROSE
+    assert {row["rounds"] for rows in runs for row in rows} == {2}
+    assert "two rounds a cell" in PROSE
 
 
 def test_a_goodput_row_counts_all_rounds(tmp_path: Path) -> None:
@@ -143,14 +190,18 @@ def test_the_readme_counts_the_monkey_patched_symbols() -> None:
     """`tests/contract/test_plugin.py` holds the defaults against a registration."""
     assert all(row.symbol.startswith("vllm.") for row in INVENTORY)
     named = re.search(
-        r"monkey-patches (\d+) symbols .* GPUs (\d+) of the .*, and (\d+) more", PROSE
+        r"monkey-patches (\d+) symbols .* GPUs (\d+) of the .* up to (\d+) where .*, and (\d+) more",
+        PROSE,
     )
     assert named
+    with_kernels = ("tests/contract/test_fused_pass.py", "tests/contract/test_fused_eager.py")
     with_connector = ("tests/contract/test_engine_wait.py", "tests/contract/test_resets.py")
-    assert f"`VLLM_COMMEXT_ALLREDUCE=0` leaves the {named[2]} out" in PROSE
+    of_all_reduce = int(named[2]) + int(named[3])
+    assert f"`VLLM_COMMEXT_ALLREDUCE=0` leaves these {of_all_reduce} out" in PROSE
     assert [int(number) for number in named.groups()] == [
         len(INVENTORY),
         sum("CudaCommunicator." in row.symbol for row in INVENTORY),
+        sum(row.test in with_kernels for row in INVENTORY),
         sum(row.test in with_connector for row in INVENTORY),
     ]
 
@@ -161,7 +212,7 @@ def test_the_readmes_defaults_are_those_of_the_code() -> None:
     assert named == {name: defaults[name] for name in named}
     parts = {"NIXL", "ALLREDUCE", "SHM_QUEUE", "CPU_COLLECTIVES", "REDUCE_RMS"}
     assert set(named) == {f"VLLM_COMMEXT_{part}" for part in parts}
-    assert f"at most {LEASE_SECONDS:g} s after the last sign" in PROSE
+    assert f"at most {CONNECTOR.kv_lease_duration:g} s after the last sign" in PROSE
 
 
 def test_the_readmes_versions_are_those_that_are_tested() -> None:
@@ -199,6 +250,10 @@ def test_each_fault_has_its_row_and_each_row_its_test() -> None:
     answer = re.search(r"^ANSWER_SECONDS = ([\d.]+)$", DEFECTS.read_text(), re.MULTILINE)
     assert answer
     assert f"no answer in {float(answer[1]):g} s" in README
+    limits = re.findall(r"(?:lease|`handshake_timeout`) (\d+) s", page)
+    assert set(limits) == {"4"}
+    assert f"servers on CPUs; lease, time limits: {limits[0]} s" in README
+    assert f"error at `transfer_timeout`; default {CONNECTOR.transfer_timeout:g} s |" in README
     assert f"{len(tests)} passed" in page
     assert f"{len(tests)} failed" in page
 
