@@ -16,8 +16,10 @@ from vllm_commext.proxy.two_step import LocalPrefill
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "deploy" / "prometheus" / "commext_alerts.yml"
+BASE = ROOT / "examples" / "k8s" / "base"
 RULES: list[dict[str, Any]] = yaml.safe_load(FILE.read_text())["groups"][0]["rules"]
 MATCHER = re.compile(r'(\w+)=~?"([^"]+)"')
+DOWN = "CommextNoProxy"
 VALUES = {
     "vllm:commext_nixl_failures_total": set(FAILURE_REASONS),
     "vllm:commext_nixl_peers": {state.value for state in PeerState},
@@ -28,6 +30,8 @@ VALUES = {
 SERIES = {
     'vllm:commext_nixl_failures_total{instance="D", reason="timeout"}': "0+1x60",
     'vllm:commext_nixl_failures_total{instance="D", reason="expired"}': "0+1x60",
+    'vllm:commext_nixl_failures_total{instance="D", reason="request"}': "0+1x60",
+    'vllm:commext_nixl_handovers_total{instance="D", way="no_key"}': "0+10x60",
     'vllm:commext_nixl_quarantined_blocks{instance="D"}': "3+0x60",
     'vllm:commext_nixl_peers{instance="D", state="lost"}': "1+0x60",
     'vllm:commext_nixl_expired_requests_total{instance="P"}': "0+1x60",
@@ -40,13 +44,14 @@ by_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
 @by_rule
 def test_a_rule_asks_for_what_exists(rule: dict[str, Any]) -> None:
     known = samples()
-    (name,) = NAME.findall(rule["expr"])
-    assert name in known
+    names = NAME.findall(rule["expr"])
+    assert names
+    assert set(names) <= set(known)
     for label, values in MATCHER.findall(rule["expr"]):
-        assert label in known[name]
-        assert set(values.split("|")) <= VALUES[name]
+        assert label in known[names[0]]
+        assert set(values.split("|")) <= VALUES[names[0]]
     by = {label.strip() for found in BY.findall(rule["expr"]) for label in found.split(",")}
-    assert by <= known[name] | OTHER_LABELS
+    assert by <= set.intersection(*(known[name] for name in names)) | OTHER_LABELS
 
 
 def test_every_reason_of_a_failed_load_has_an_alert() -> None:
@@ -65,6 +70,17 @@ def test_the_page_has_the_alert(rule: dict[str, Any]) -> None:
     assert f"| `{rule['alert']}` |" in PAGE
 
 
+@pytest.mark.parametrize("name", ["CommextPeersLost", "CommextPrefillBypassed"])
+def test_the_slowest_start_that_the_manifests_allow_raises_no_alert(name: str) -> None:
+    (rule,) = (rule for rule in RULES if rule["alert"] == name)
+    deployment = next(yaml.safe_load_all((BASE / "prefill.yaml").read_text()))
+    (engine,) = deployment["spec"]["template"]["spec"]["containers"]
+    probe = engine["startupProbe"]
+    assert (
+        int(rule["for"].removesuffix("m")) * 60 > probe["periodSeconds"] * probe["failureThreshold"]
+    )
+
+
 def promtool(*arguments: object) -> None:
     program = shutil.which("promtool")
     if program is None:
@@ -79,32 +95,67 @@ def test_promtool_finds_nothing_in_the_rules() -> None:
     promtool("check", "rules", FILE)
 
 
+def run_rules(folder: Path, *tests: dict[str, Any]) -> None:
+    """*tests* of ``promtool test rules``, each with its series and alerts."""
+    file = folder / "rules_test.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(FILE)], "tests": list(tests)}))
+    promtool("test", "rules", file)
+
+
 def test_each_alert_fires_on_what_it_is_for_and_not_before(tmp_path: Path) -> None:
     checks = [
         {"eval_time": time, "alertname": rule["alert"], "exp_alerts": fired}
         for rule in RULES
-        for time, fired in (("30s", []), ("40m", [expected(rule)]))
+        for time, fired in (
+            ("30s", []),
+            ("40m", [] if rule["alert"] == DOWN else [expected(rule)]),
+        )
     ]
     series = [{"series": name, "values": values} for name, values in SERIES.items()]
-    test = {"interval": "1m", "input_series": series, "alert_rule_test": checks}
-    file = tmp_path / "rules_test.yml"
-    file.write_text(yaml.safe_dump({"rule_files": [str(FILE)], "tests": [test]}))
-    promtool("test", "rules", file)
+    run_rules(tmp_path, {"interval": "1m", "input_series": series, "alert_rule_test": checks})
+
+
+def test_an_alert_fires_where_no_proxy_is_there(tmp_path: Path) -> None:
+    (rule,) = (rule for rule in RULES if rule["alert"] == DOWN)
+    alert = {
+        "exp_labels": {"role": "decode", **rule["labels"]},
+        "exp_annotations": rule["annotations"],
+    }
+    checks = [{"eval_time": "10m", "alertname": DOWN, "exp_alerts": [alert]}]
+    run_rules(tmp_path, {"interval": "1m", "alert_rule_test": checks})
+
+
+def test_a_few_requests_with_several_prompts_raise_no_alert(tmp_path: Path) -> None:
+    counted = {
+        'vllm:commext_nixl_failures_total{instance="D", reason="request"}': "0+1x60",
+        'vllm:commext_nixl_handovers_total{instance="D", way="no_key"}': "0+100x60",
+    }
+    series = [{"series": name, "values": values} for name, values in counted.items()]
+    names = ("CommextLoadsFail", "CommextParametersRefused")
+    checks = [{"eval_time": "40m", "alertname": name, "exp_alerts": []} for name in names]
+    run_rules(tmp_path, {"interval": "1m", "input_series": series, "alert_rule_test": checks})
+
+
+def kept(labels: dict[str, str], expression: str) -> dict[str, str]:
+    """Labels that the result of an expression has: those that it adds up by, else all."""
+    by = {label.strip() for found in BY.findall(expression) for label in found.split(",")}
+    return {name: value for name, value in labels.items() if name in by or not by}
 
 
 def expected(rule: dict[str, Any]) -> dict[str, Any]:
     """The alert that the series of its metric make."""
-    (name,) = NAME.findall(rule["expr"])
+    name = NAME.findall(rule["expr"])[0]
     asked = {value for _, values in MATCHER.findall(rule["expr"]) for value in values.split("|")}
     for one, values in SERIES.items():
         labels = dict(re.findall(r'(\w+)="([^"]+)"', one))
         others = set(labels.values()) - {labels["instance"]}
         if one.startswith(name + "{") and others <= asked:
             summary = rule["annotations"]["summary"].replace("{{ $value }}", values.split("+")[0])
+            summary = summary.replace("{{ $value | humanizePercentage }}", "10%")
             for label, value in labels.items():
                 summary = summary.replace("{{ $labels." + label + " }}", value)
             return {
-                "exp_labels": {**labels, **rule["labels"]},
+                "exp_labels": {**kept(labels, rule["expr"]), **rule["labels"]},
                 "exp_annotations": {"summary": summary},
             }
     raise AssertionError(f"no series for {rule['alert']}")
