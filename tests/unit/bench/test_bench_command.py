@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from vllm_commext.cli.main import main
+from vllm_commext.cli.main import _build_parser, main
 
 FAILS_EVERY = {"good": 1 << 30, "flaky": 3, "broken": 1}
 
@@ -111,3 +111,19 @@ def test_a_server_that_only_fails_is_an_error(
 def test_a_server_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--endpoint", "http://127.0.0.1:9"]) == 2
     assert "http://127.0.0.1:9/v1/models: expected" in capsys.readouterr().err
+
+
+def test_the_page_has_the_defaults() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "bench.md").read_text()
+    args = _build_parser(["bench"]).parse_args(["bench", "--endpoint", "http://a"])
+    for row in (
+        f"| `--rate` | {args.rate:g} requests a second |",
+        f"| {args.seconds:g} s of arrivals a round, {args.rounds} rounds an endpoint, "
+        f"{args.wait:g} s for late answers |",
+        f"| {args.tpot_ms:g} ms a token, {args.ttft_ms:g} ms to the first |",
+        f"| `--warm-up` | {args.warm_up:g} s |",
+        f"| `--workload` | `{args.workload}` |",
+    ):
+        assert row in page
+    minutes = 2 * (args.rounds + 1) * (args.seconds + args.wait) / 60
+    assert f"the defaults and two endpoints, {minutes:g} minutes" in page

@@ -100,7 +100,10 @@ COVERAGE: tuple[tuple[str, str], ...] = (
     (r"examples/xpyd/run.sh ", f"{NOT_RUN}six servers; run by hand, see expected_output.txt"),
 )
 # Variables of other programs that the documents set.
-FOREIGN = {"CUDA_VISIBLE_DEVICES", "PYTHONPATH", "UCX_NET_DEVICES", "UCX_TLS", "VLLM_HOST_IP"}
+FOREIGN = {
+    *("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "VLLM_HOST_IP"),
+    *("UCX_NET_DEVICES", "UCX_TCP_PORT_RANGE", "UCX_TLS"),
+}
 SIDE_CHANNEL = {"VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"}
 NAMED_VARIABLE = re.compile(r"\bVLLM_COMMEXT\w*|\bCOMMEXT_\w+")
 RUN = re.compile(r"results/(\w+\.md)#([\w.-]+)")
