@@ -48,7 +48,8 @@ engine() {
     start "$name" ip netns exec "$host" env "${environment[@]}" \
         vllm serve "$MODEL" --host "$address" --port 8000 --tensor-parallel-size "$TP" \
         --served-model-name demo \
-        --kv-transfer-config "{\"kv_connector\": \"CommextNixlConnector\", \"kv_role\": \"$role\"}" \
+        --kv-transfer-config "{\"kv_connector\": \"CommextNixlConnector\", \"kv_role\": \"$role\",
+            \"kv_load_failure_policy\": \"recompute\"}" \
         "${EXTRA[@]}"
 }
 

@@ -30,7 +30,8 @@ engine() {
     start "$name" env "${environment[@]}" \
         vllm serve "$MODEL" --host 127.0.0.1 --port "$port" --tensor-parallel-size "$tp" \
         --served-model-name demo \
-        --kv-transfer-config "{\"kv_connector\": \"CommextNixlConnector\", \"kv_role\": \"$role\"}" \
+        --kv-transfer-config "{\"kv_connector\": \"CommextNixlConnector\", \"kv_role\": \"$role\",
+            \"kv_load_failure_policy\": \"recompute\"}" \
         "${EXTRA[@]}"
 }
 

@@ -169,6 +169,7 @@ def test_an_engine_gets_a_configuration_that_the_connector_takes(name: str) -> N
     given = json.loads(words[words.index("--kv-transfer-config") + 1])
     role = "kv_producer" if name == "commext-prefill" else "kv_consumer"
     assert (given["kv_connector"], given["kv_role"]) == (CONNECTOR_NAME, role)
+    assert (given.get("kv_load_failure_policy") == "recompute") == (role == "kv_consumer")
     extra = given["kv_connector_extra_config"]
     config = parse_config(extra, default_host="localhost", default_port=5600)
     (mount,) = (m for m in found["volumeMounts"] if m["name"] == "side-channel-secret")
