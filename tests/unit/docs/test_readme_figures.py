@@ -190,7 +190,8 @@ def test_the_readme_counts_the_monkey_patched_symbols() -> None:
     """`tests/contract/test_plugin.py` holds the defaults against a registration."""
     assert all(row.symbol.startswith("vllm.") for row in INVENTORY)
     named = re.search(
-        r"monkey-patches (\d+) symbols .* GPUs (\d+) of the .* up to (\d+) where .*, and (\d+) more",
+        r"monkey-patches (\d+) symbols .* GPUs (\d+) of the .* "
+        r"up to (\d+) where .*, and (\d+) more",
         PROSE,
     )
     assert named
