@@ -39,7 +39,6 @@ TARGETS = {
                 "mamba",
                 "topology",
                 "request_blocks",
-                "descriptors",
             )
         ),
         tuple(
