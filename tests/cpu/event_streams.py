@@ -117,6 +117,13 @@ def tokens_and_first(stream: Told) -> dict[str, Any]:
     return {**whole, **{name: whole[name][:1] for name in _TEXTS}, "tool_calls": []}
 
 
+def tokens_and_letters(stream: Told) -> dict[str, Any]:
+    """What a chat tells whatever its reasoning parser makes of events that were merged, as they are
+    where they are taken slowly: all but the texts, and the letters of all fields together."""
+    whole = canonical(stream)
+    return {**whole, **dict.fromkeys(_TEXTS, sorted("".join(whole[name] for name in _TEXTS)))}
+
+
 def _written(content: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
 
